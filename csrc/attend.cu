@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch 4: block-sparse flash attention over the block map, mma.sync family (sm_80 and up).
+//
+// Semantics   softmax over the keys of the kept blocks, ascending; O = v_mean + v_scale * acc / l, 0 for rows without keys.
+//             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
+// Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
+// Strategy    4 warps x 32 rows; scores and accumulators in registers, Q fragments re-read from shared memory every
+//             block; tiles arrive by cp.async 1-2 blocks ahead; 2 thread blocks an SM hide each other's softmax.
+// Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. E4M3 mma.sync is emulated on sm_90a and sm_100a:
+//             those builds exist for correctness tests.
+// Tried       See NOTES.md for figures.
+#include "attend/epilogue.cuh"
+#include "attend/pipeline.cuh"
+#include "attend/queries.cuh"
+#include "common/pairs.cuh"
+
+namespace sparge::attend {
+
+SPARGE_CHECK_PARAMS(AttendParams);
+
+SPARGE_DEVICE i64 group_pairs(const Work& work, i32 block, bool causal) {
+  const i32 first_row = threadIdx.x / kRowGroupThreads * kRowGroup;
+  const i32 rows = larger(0, smaller(kRowGroup, work.queries - first_row));
+  const i32 first_key = block * kKeyBlock;
+  return block_pairs(causal, work.first_query + first_row, rows, first_key, smaller(kKeyBlock, work.key_length - first_key));
+}
+
+SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
+  const Work& work = smem.work;
+  if (threadIdx.x == 0) smem.work.read(p.problem);
+  if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
+  __syncthreads();
+  const i32 words = p.problem.map_words();
+  const u32* map_row = p.block_map + (static_cast<i64>(work.head_at) * p.problem.query_blocks() + work.block) * words;
+  for (int word = threadIdx.x; word < words; word += kThreads) map[word] = map_row[word];
+  __syncthreads();
+
+  Pipeline pipeline(smem, p, BlockList(map, words));
+  load_queries(smem, p, work);
+  Softmax softmax;
+  Accumulators out = {};
+  const float pvthreshd = p.thresholds ? p.thresholds[work.head * 3 + 2] : p.pvthreshd;
+
+  for (i32 block = pipeline.wait_keys(); block >= 0; block = pipeline.wait_keys()) {
+    const ScoreScale scale{smem, p.scale * kLog2E * pipeline.key_scale()};
+    Scores scores;
+    score_block(scores, smem.q, pipeline.keys());
+    if (needs_mask(work, block, p.causal)) mask_scores(scores, work, block, p.causal);
+    Rescale block_max, alpha;
+    softmax.block_max(scores, scale, block_max);
+    bool skip = false;
+    if constexpr (kPvFilter) skip = softmax.negligible(block_max, pvthreshd, work.queries);
+    pipeline.wait_values();
+    if (skip) {
+      if (threadIdx.x % kRowGroupThreads == 0)
+        smem.skipped_pairs[threadIdx.x / kRowGroupThreads] += group_pairs(work, block, p.causal);
+      continue;
+    }
+    softmax.raise_max(block_max, alpha);
+    if constexpr (!kTwoLevel) rescale(out, alpha);
+    softmax.exponentials(scores, scale);
+    Probabilities probabilities;
+    pack_block(probabilities, scores);
+    add_values(out, probabilities, pipeline.values(), alpha);
+  }
+
+  softmax.finish();
+  store_row_facts(p, work, smem, softmax);
+  store_output(p, work, out, softmax);
+  if (kPvFilter && p.counters && threadIdx.x % kRowGroupThreads == 0)
+    atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[threadIdx.x / kRowGroupThreads]));
+}
+
+}  // namespace sparge::attend
+
+// Dynamic shared memory: Smem, then map_words x 4 bytes, added by the host.
+extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::attend::kThreads, sizeof(sparge::attend::Smem)};
+
+// Grid: batch x heads x query blocks, query blocks fastest.
+extern "C" __global__ void __launch_bounds__(sparge::attend::kThreads, sparge::attend::kBlocksPerSm)
+    attend(const __grid_constant__ sparge::AttendParams p) {
+  extern __shared__ __align__(256) sparge::u8 shared[];
+  auto& smem = *reinterpret_cast<sparge::attend::Smem*>(shared);
+  sparge::attend::attend_block(p, smem, reinterpret_cast<sparge::u32*>(shared + sizeof(smem)));
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads the 128 query rows once, straight from the caller's tensor, into a swizzled tile of INT8 or 16-bit rows.
+#pragma once
+
+#include "../common/reduce.cuh"
+#include "../common/rows.cuh"
+#include "layout.cuh"
+
+namespace sparge::attend {
+
+constexpr int kTokenLanes = kHeadDim / kLaneChannels;
+constexpr int kTokensPerPass = kWarpSize / kTokenLanes;
+
+SPARGE_DEVICE u32 pack_query_bytes(const float* x, float inverse_scale) {
+  u32 packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[i] * inverse_scale) & 0xFF) << (8 * i);
+  return packed;
+}
+
+SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x)[kLaneChannels]) {
+  if constexpr (is_quantized(kElement)) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) amax = fmaxf(amax, fabsf(x[i]));
+    amax = lane_max<1, kTokenLanes>(amax);
+    const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
+    if (channel == 0) smem.q_scale[row] = amax > 0.0f ? amax / kKeyLevels : 1.0f;
+    u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
+    *reinterpret_cast<Vec8*>(at) = {pack_query_bytes(x, inverse_scale), pack_query_bytes(x + 4, inverse_scale)};
+  } else {
+    auto pack = [&](int i) {
+      return kElement == Element::kBf16 ? ptx::pack_bf16(x[i], x[i + 1]) : ptx::pack_fp16(x[i], x[i + 1]);
+    };
+    *reinterpret_cast<Vec16*>(smem.q + tile_offset<kQueryRowBytes>(row, channel / 8)) = {pack(0), pack(2), pack(4), pack(6)};
+  }
+}
+
+// Each warp stores, and later reads, its own 32 rows only.
+SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& work) {
+  const i32 lane = threadIdx.x % kWarpSize, first_row = threadIdx.x / kWarpSize * kWarpRows;
+  const i32 channel = lane % kTokenLanes * kLaneChannels;
+  with_rows(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
+#pragma unroll 4
+    for (int pass = 0; pass < kWarpRows / kTokensPerPass; ++pass) {
+      const i32 row = first_row + pass * kTokensPerPass + lane / kTokenLanes;
+      float x[kLaneChannels] = {};
+      if (row < work.queries) rows.load(work.first_query + row, channel, x);
+      store_query(smem, row, channel, x);
+      if (is_quantized(kElement) && p.lse) {
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kLaneChannels; ++i) dot += x[i] * p.k_mean[work.kv_at * kHeadDim + channel + i];
+        dot = lane_sum<1, kTokenLanes>(dot);
+        if (channel == 0) smem.q_dot_mean[row] = dot;
+      }
+    }
+  });
+  __syncwarp();
+}
+
+}  // namespace sparge::attend

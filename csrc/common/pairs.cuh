@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// How many query-key pairs a block holds: the unit in which density is counted.
+#pragma once
+
+#include "types.cuh"
+
+namespace sparge {
+
+// Pairs of all rows 0..row with `count` keys, when row r sees the first r + 1 of them.
+SPARGE_DEVICE i64 causal_prefix(i64 row, i64 count) {
+  if (row < 0) return 0;
+  const i64 growing = smaller(row + 1, count);
+  return growing * (growing + 1) / 2 + (row + 1 - growing) * count;
+}
+
+// Pairs of queries first_query .. first_query + rows - 1 with the `count` keys from first_key on.
+SPARGE_DEVICE i64 block_pairs(bool causal, i64 first_query, i64 rows, i64 first_key, i64 count) {
+  if (!causal) return rows * count;
+  const i64 row = first_query - first_key;
+  return causal_prefix(row + rows - 1, count) - causal_prefix(row - 1, count);
+}
+
+}  // namespace sparge

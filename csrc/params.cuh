@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device half of every kernel's parameter block; sparge/kernels/params.py is the host half.
+// The host passes sizeof as SPARGE_PARAMS_BYTES and a test compares each offset.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace sparge {
+
+// Logical (batch, head, token, channel) view of a caller's tensor; the last dimension is contiguous.
+// Strides count elements. `vectorized`: every row starts at a multiple of 16 bytes and holds whole 16-byte chunks.
+struct TensorView {
+  void* data;
+  i64 batch_stride;
+  i64 head_stride;
+  i64 token_stride;
+  DType dtype;
+  i32 vectorized;
+};
+
+// Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
+struct Problem {
+  const i32* key_lengths;
+  i32 batch;
+  i32 heads;
+  i32 kv_heads;
+  i32 queries;
+  i32 keys;
+  i32 channels;
+
+  SPARGE_DEVICE i32 query_blocks() const { return ceil_div(queries, kQueryBlock); }
+  SPARGE_DEVICE i32 key_blocks() const { return ceil_div(keys, kKeyBlock); }
+  SPARGE_DEVICE i32 map_words() const { return ceil_div(key_blocks(), kMapBits); }
+  SPARGE_DEVICE i32 kv_head(i32 head) const { return head / (heads / kv_heads); }
+  SPARGE_DEVICE i32 key_length(i32 b) const {
+    return key_lengths ? larger(0, smaller(keys, key_lengths[b])) : keys;
+  }
+};
+
+// k_mean, v_mean, v_scale: (batch, kv_heads, head_dim) float32.
+struct MeansParams {
+  Problem problem;
+  TensorView k;
+  TensorView v;
+  float* k_mean;
+  float* v_mean;
+  float* v_scale;
+  i32 smooth_k;
+  i32 with_values;
+};
+
+struct QuantizeParams {
+  Problem problem;
+  TensorView q;
+  TensorView k;
+  TensorView v;
+  const float* k_mean;
+  const float* v_mean;
+  const float* v_scale;
+  u8* k_tiles;           // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
+  u8* v_tiles;           // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
+  float* k_scale;        // (batch, kv_heads, key_blocks)
+  float* q_block_mean;   // (batch, heads, query_blocks, head_dim)
+  float* k_block_mean;   // (batch, kv_heads, head_dim, key_blocks): route reads it along key blocks
+  float* q_similarity;   // (batch, heads, query_blocks)
+  float* k_similarity;   // (batch, kv_heads, key_blocks)
+  i32 with_queries;
+  i32 with_values;
+};
+
+enum class Select : i32 { kTopK = 0, kCdf = 1, kMask = 2 };
+
+struct RouteParams {
+  Problem problem;
+  const float* q_block_mean;
+  const float* k_block_mean;
+  const float* q_similarity;
+  const float* k_similarity;
+  const u8* block_mask;      // Select::kMask: (batch, heads, query_blocks, key_blocks), any strides
+  i64 mask_stride[4];
+  const float* thresholds;   // (heads, 3): selection, simthreshd1, pvthreshd; null: the scalars below
+  u32* block_map;            // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
+  i32* counts;               // (batch, heads, query_blocks)
+  u64* counters;             // kept, valid, skipped pairs; may be null
+  float cdfthreshd;
+  float simthreshd1;
+  float score_scale;
+  Select select;
+  i32 topk_blocks;           // the host's max(1, int(topk * key_blocks)), where double precision settles the product
+  i32 exact_prefix;
+  i32 exact_suffix;
+  i32 causal;
+  i32 attention_sink;
+  i32 keep_diagonal;
+  i32 rows_per_cta;          // query blocks that share a thread block: as many as scores fit, 8 at most
+};
+
+struct AttendParams {
+  Problem problem;
+  TensorView q;
+  TensorView out;
+  const u8* k_tiles;
+  const u8* v_tiles;
+  const float* k_scale;
+  const float* k_mean;
+  const float* v_mean;
+  const float* v_scale;
+  const u32* block_map;
+  const float* thresholds;
+  float* lse;                // (batch, heads, queries) natural log, may be null
+  float* partial_out;        // (batch, heads, queries, channels) unnormalised float32, may be null
+  float* partial_max;        // (batch, heads, queries) log2 units, with partial_out
+  float* partial_sum;        // (batch, heads, queries), with partial_out
+  u64* counters;
+  float scale;               // natural softmax scale
+  float pvthreshd;
+  i32 causal;
+};
+
+}  // namespace sparge

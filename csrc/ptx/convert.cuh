@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Conversions between float32 and the narrow types, one instruction each.
+#pragma once
+
+#include "../common/types.cuh"
+
+namespace sparge::ptx {
+
+SPARGE_DEVICE float bf16_to_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+
+SPARGE_DEVICE float fp16_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+SPARGE_DEVICE u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+SPARGE_DEVICE u32 pack_fp16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+SPARGE_DEVICE i32 round_to_int(float value) {
+  i32 rounded;
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
+}
+
+SPARGE_DEVICE float exp2_approx(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+#if SPARGE_ARCH >= 89
+SPARGE_DEVICE u16 pack_e4m3(float low, float high) {
+  u16 packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+#endif
+
+}  // namespace sparge::ptx

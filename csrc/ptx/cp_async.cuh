@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asynchronous copies from global to shared memory (sm_80 and up).
+#pragma once
+
+#include "../common/types.cuh"
+
+namespace sparge::ptx {
+
+SPARGE_DEVICE u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+SPARGE_DEVICE void cp_async_16(u32 destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+SPARGE_DEVICE void cp_async_4(u32 destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+SPARGE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+SPARGE_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace sparge::ptx

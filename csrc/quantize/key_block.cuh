@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// One block of 64 keys: a swizzled tile of INT8 (one scale a block) or 16-bit keys, its mean and self-similarity.
+#pragma once
+
+#include "../common/swizzle.cuh"
+#include "block_stats.cuh"
+
+namespace sparge::quantize {
+
+struct KeySmem {
+  SumsSmem sums;
+  float amax[kWarps];
+};
+
+SPARGE_DEVICE u32 pack_bytes(const float* x, float inverse_scale) {
+  u32 packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[i] * inverse_scale) & 0xFF) << (8 * i);
+  return packed;
+}
+
+template <DType kType>
+SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, KeySmem& smem, i64 head_at, i32 block, i32 count) {
+  const Thread thread;
+  const i32 blocks = p.problem.key_blocks();
+  const i64 block_at = head_at * blocks + block;
+  float mean_here[kLaneChannels] = {};
+  if constexpr (is_quantized(kElement)) {
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) mean_here[i] = p.k_mean[head_at * kHeadDim + thread.channel + i];
+  }
+
+  float x[kPasses][kLaneChannels] = {};
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const i32 token = thread.token + pass * kTokensPerPass;
+    if (token < count) rows.load(static_cast<i64>(block) * kKeyBlock + token, thread.channel, x[pass]);
+  }
+  ChannelSums sums;
+  float amax = 0.0f;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    if (thread.token + pass * kTokensPerPass < count) {
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) {
+        x[pass][i] -= mean_here[i];
+        amax = fmaxf(amax, fabsf(x[pass][i]));
+      }
+    }
+    sums.add(x[pass]);
+  }
+  amax = lane_max<1, kWarpSize>(amax);
+  if (thread.lane == 0) smem.amax[thread.warp] = amax;
+  float block_mean;
+  const float similarity = finish_sums(smem.sums, thread, sums, count, block_mean);
+  if (threadIdx.x < kHeadDim) p.k_block_mean[(head_at * kHeadDim + threadIdx.x) * blocks + block] = block_mean;
+  if (threadIdx.x == 0) p.k_similarity[block_at] = similarity;
+
+  constexpr int kRowBytes = kHeadDim * key_bytes(kElement);
+  u8* tile = p.k_tiles + block_at * (kKeyBlock * kRowBytes);
+  if constexpr (is_quantized(kElement)) {
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
+    const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
+    if (threadIdx.x == 0) p.k_scale[block_at] = amax > 0.0f ? amax / kKeyLevels : 1.0f;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const i32 token = thread.token + pass * kTokensPerPass;
+      const u32 offset = tile_offset<kRowBytes>(token, thread.channel / 16) + thread.channel % 16;
+      *reinterpret_cast<Vec8*>(tile + offset) = {pack_bytes(x[pass], inverse_scale), pack_bytes(x[pass] + 4, inverse_scale)};
+    }
+  } else {
+    auto pack = [](float low, float high) {
+      return kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
+    };
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const i32 token = thread.token + pass * kTokensPerPass;
+      const float* row = x[pass];
+      *reinterpret_cast<Vec16*>(tile + tile_offset<kRowBytes>(token, thread.channel / 8)) = {
+          pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]), pack(row[6], row[7])};
+    }
+  }
+}
+
+}  // namespace sparge::quantize

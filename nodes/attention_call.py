@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention call in ComfyUI's conventions, and the same call in the library's. No copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sparge import AttentionStats, SparsePolicy, attention
+from .decision import CallFacts
+
+#: Keywords that do not change the result, or that the library honours.
+_KNOWN_OPTIONS = frozenset(
+    {
+        "transformer_options",
+        "_inside_attn_wrapper",
+        "low_precision_attention",
+        "preferred_attention",
+        "enable_gqa",
+        "scale",
+    }
+)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides.
+
+    The result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: int
+    has_mask: bool
+    skip_reshape: bool
+    skip_output_reshape: bool
+    options: dict[str, Any]
+
+    @property
+    def facts(self) -> CallFacts:
+        token_dim = 2 if self.skip_reshape else 1
+        return CallFacts(
+            query_tokens=self.q.shape[token_dim],
+            key_tokens=self.k.shape[token_dim],
+            head_dim=self._head_dim,
+            has_mask=self.has_mask,
+            refuses_low_precision=self.options.get("low_precision_attention") is False,
+            needs_gradient=torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (self.q, self.k, self.v)),
+            unknown_options=tuple(
+                name
+                for name, value in self.options.items()
+                if name not in _KNOWN_OPTIONS and value is not None and value is not False
+            ),
+        )
+
+    @property
+    def _head_dim(self) -> int:
+        last = self.q.shape[-1]
+        return last if self.skip_reshape else last // self.heads
+
+    def _per_head(self, tensor: Tensor) -> Tensor:
+        """A view with heads as a dimension of their own; k and v may have fewer of them (GQA)."""
+        return tensor if self.skip_reshape else tensor.unflatten(-1, (-1, self._head_dim))
+
+    def sparse(self, policy: SparsePolicy, stats: AttentionStats) -> Tensor:
+        """Raises sparge.Unsupported when the library cannot serve the call."""
+        out = attention(
+            self._per_head(self.q),
+            self._per_head(self.k),
+            self._per_head(self.v),
+            policy,
+            layout="HND" if self.skip_reshape else "NHD",
+            out_layout="HND" if self.skip_output_reshape else "NHD",
+            scale=self.options.get("scale"),
+            stats=stats,
+            output_dtype=self.q.dtype,
+        )
+        return out if self.skip_output_reshape else out.flatten(2)

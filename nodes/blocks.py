@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of the widget dense_blocks: "0-2, -1" means the first three blocks and the last."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
+
+
+@dataclass(frozen=True)
+class BlockSpans:
+    """Inclusive spans of block numbers; a negative number counts from the last block."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> BlockSpans:
+        """Raises ValueError, with what is accepted, for text that is not a list of blocks."""
+        spans = []
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            match = _SPAN.fullmatch(part)
+            if match is None:
+                raise ValueError(
+                    f"dense_blocks contains {part!r}; give block numbers and ranges separated by "
+                    'commas, for example "0-2, -1" (negative numbers count from the last block).'
+                )
+            first = int(match[1])
+            spans.append((first, first if match[2] is None else int(match[2])))
+        return cls(tuple(spans))
+
+    def contains(self, block: int, total: int | None) -> bool:
+        """Whether block is listed; without a total, spans counted from the end match nothing."""
+        return any(
+            self._absolute(first, total) <= block <= self._absolute(last, total)
+            for first, last in self.spans
+            if total is not None or (first >= 0 and last >= 0)
+        )
+
+    @property
+    def needs_total(self) -> bool:
+        return any(first < 0 or last < 0 for first, last in self.spans)
+
+    @staticmethod
+    def _absolute(block: int, total: int | None) -> int:
+        return block if block >= 0 or total is None else block + total

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse or dense: one pure function from what is known about a call to a reason for the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .families import TokenLayout
+from .settings import Settings
+
+#: The head_dim that the kernels' shared memory is laid out for; smaller ones are padded.
+MAX_HEAD_DIM = 128
+
+CROSS_ATTENTION = "cross-attention"
+
+
+@dataclass(frozen=True)
+class SigmaWindow:
+    """Noise levels between which attention may be sparse; sigma falls while sampling."""
+
+    start: float
+    end: float
+
+    @property
+    def is_everything(self) -> bool:
+        return self.start == float("inf") and self.end == 0.0
+
+    def outside_reason(self, sigma: float, settings: Settings) -> str | None:
+        # A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32
+        # schedule and the float64 edge differ in the last bits: 1e-5 is above that, below a step.
+        if sigma > self.start * (1 + 1e-5):
+            return f"before start_percent {settings.start_percent:g}"
+        if sigma < self.end * (1 - 1e-5):
+            return f"after end_percent {settings.end_percent:g}"
+        return None
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """What one attention call shows without reading a tensor. Lengths count tokens."""
+
+    query_tokens: int
+    key_tokens: int
+    head_dim: int
+    has_mask: bool = False
+    refuses_low_precision: bool = False
+    needs_gradient: bool = False
+    unknown_options: tuple[str, ...] = ()
+
+    @property
+    def is_self_attention(self) -> bool:
+        return self.query_tokens == self.key_tokens
+
+
+def dense_reason(
+    call: CallFacts, block: int, run_reason: str | None, layout: TokenLayout, settings: Settings
+) -> str | None:
+    """Why this call stays dense, or None for a sparse one.
+
+    block is the number of the running transformer block; run_reason holds for every call of the
+    forward pass (the device cannot, or the step is outside the window).
+    """
+    if not call.is_self_attention:
+        return CROSS_ATTENTION
+    if call.has_mask:
+        return "attention mask"
+    if call.refuses_low_precision:
+        return "the model asks for full precision here"
+    if call.needs_gradient:
+        return "training needs a gradient"
+    if call.unknown_options:
+        return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
+    if call.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {call.head_dim} is above {MAX_HEAD_DIM}"
+    if call.query_tokens < settings.min_tokens:
+        return f"fewer than min_tokens ({settings.min_tokens}) tokens"
+    if run_reason is not None:
+        return run_reason
+    if settings.dense_spans.contains(block, layout.blocks):
+        return "listed in dense_blocks"
+    return None

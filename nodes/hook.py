@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the node takes part in a model's attention: three entries on a clone, gone with the clone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+
+from ..sparge import capabilities
+from . import report
+from .attention_call import AttentionCall
+from .forward_facts import Forward
+from .host import APPLY_MODEL, OUTER_SAMPLE, raise_if_interrupted, show_on_node
+from .run_state import Run
+from .settings import Settings
+from .warmup import Warmup, warm_up
+
+logger = logging.getLogger("sparge")
+
+#: Our name for wrappers on a model patcher: a second node replaces the first one's.
+WRAPPER_KEY = "sparge_attention"
+#: Entries of transformer_options. Class instances, because ComfyUI copies dicts and lists in there.
+RUN_KEY = "sparge_run"
+FORWARD_KEY = "sparge_forward"
+OVERRIDE_KEY = "optimized_attention_override"
+#: The callback key of ComfyUI's own block-sparse node.
+CORE_SPARSE_KEY = "block_sparse_attention"
+
+#: Attribute of our overrides that holds their Mark.
+MARK = "__sparge__"
+
+Override = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Whose an override is, and what it was put over."""
+
+    hook: Hook
+    previous: Override | None
+
+
+class Hook:
+    """One execution of the node. It holds settings only; a run's state is in the run's options."""
+
+    def __init__(self, settings: Settings, node_id: str | None) -> None:
+        self.settings = settings
+        self.node_id = node_id
+        self._on_top: Override | None = None
+
+    def show(self, text: str) -> None:
+        show_on_node(self.node_id, text)
+
+    def install(self, model: Any) -> None:
+        """Puts the override and the two wrappers on ``model``, a clone that nobody else has yet."""
+        options = model.model_options.setdefault("transformer_options", {})
+        current = options.get(OVERRIDE_KEY)
+        ours: Mark | None = getattr(current, MARK, None)
+        options[OVERRIDE_KEY] = make_override(self, ours.previous if ours else current)
+        for point, wrapper in (
+            (OUTER_SAMPLE, self.outer_sample),
+            (APPLY_MODEL, self.apply_model),
+        ):
+            model.remove_wrappers_with_key(point, WRAPPER_KEY)
+            model.add_wrapper_with_key(point, WRAPPER_KEY, wrapper)
+
+    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around a whole sampling run: makes its state, and reports however it ends."""
+        guider = executor.class_obj
+        options = guider.model_options["transformer_options"]
+        found = options.get(OVERRIDE_KEY)
+        sampling = guider.model_patcher.get_model_object("model_sampling")
+        run = Run(self.settings, sampling, owner=self)
+        if CORE_SPARSE_KEY in _callback_keys(options):
+            run.notes.append(
+                "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
+                "this node; the results do not add up, remove one"
+            )
+        finished = False
+        try:
+            self._await_kernels(run, guider.model_patcher.load_device)
+            options[OVERRIDE_KEY] = self._reinstalled(found)
+            options[RUN_KEY] = run
+            result = executor(*args, **kwargs)
+            finished = True
+            return result
+        finally:
+            options.pop(RUN_KEY, None)
+            options.pop(OVERRIDE_KEY, None)
+            if found is not None:
+                options[OVERRIDE_KEY] = found
+            self._report(run, stopped=not finished)
+
+    def apply_model(
+        self,
+        executor: Any,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        c_concat: Any = None,
+        c_crossattn: Any = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Around each forward pass: hands the override what is known about the pass."""
+        options = transformer_options or {}
+        run = options.get(RUN_KEY)
+        if run is not None and run.owner is self:
+            forward = Forward.begin(run, executor.class_obj.diffusion_model, x, t, kwargs)
+            options = {**options, FORWARD_KEY: forward}
+        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    def prepare_kernels(self, device: torch.device) -> Warmup | None:
+        """Starts compiling what the device lacks; None where no kernel can run."""
+        return warm_up(device, self.show) if capabilities(device).usable else None
+
+    def _await_kernels(self, run: Run, device: torch.device) -> None:
+        """So that whether a call is sparse never depends on how fast a compiler was."""
+        warmup = self.prepare_kernels(device)
+        failure = warmup.wait(raise_if_interrupted) if warmup else None
+        if failure is not None:
+            run.give_up(device, failure)
+
+    def _reinstalled(self, found: Override | None) -> Override:
+        """What this run shall use: an override that overwrote ours becomes our dense path.
+
+        One that calls ours instead stays outside, as its author meant it.
+        """
+        if found is not None and _leads_to(found, self):
+            return found
+        mark: Mark | None = getattr(self._on_top, MARK, None)
+        if mark is None or mark.previous is not found:
+            # Kept for the next run: a new function object would make compiled models recompile.
+            self._on_top = make_override(self, found)
+        assert self._on_top is not None
+        return self._on_top
+
+    def _report(self, run: Run, stopped: bool) -> None:
+        try:
+            report.publish(run, self.node_id, stopped)
+        except Exception:  # the run's own outcome, good or bad, matters more than the report
+            logger.exception("[Sparge] the report failed")
+
+
+def make_override(hook: Hook, previous: Override | None) -> Override:
+    """The function that ComfyUI calls in place of its attention backend ``func``."""
+
+    # Not traced by torch.compile: it reads Python state that a trace would freeze.
+    @torch.compiler.disable
+    def override(
+        func: Override,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        def dense() -> torch.Tensor:
+            path = func if previous is None else functools.partial(previous, func)
+            return path(
+                q,
+                k,
+                v,
+                heads,
+                mask=mask,
+                attn_precision=attn_precision,
+                skip_reshape=skip_reshape,
+                skip_output_reshape=skip_output_reshape,
+                **kwargs,
+            )
+
+        forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
+        if forward is None or forward.run.owner is not hook:
+            return dense()  # outside a sampling run, or a node after this one took over
+        call = AttentionCall(
+            q, k, v, heads, mask is not None, skip_reshape, skip_output_reshape, kwargs
+        )
+        return forward.attend(call, dense)
+
+    setattr(override, MARK, Mark(hook, previous))
+    return cast(Override, override)
+
+
+#: What a closure may hold that leads everywhere.
+_NOT_WALKED = (type, ModuleType, torch.nn.Module)
+
+
+def _callback_keys(options: dict[str, Any]) -> set[str | None]:
+    return {key for by_key in options.get("callbacks", {}).values() for key in by_key}
+
+
+def _leads_to(override: Override, hook: Hook) -> bool:
+    """Whether calling ``override`` can reach an override of this hook: is it chained on ours?
+
+    Looks where chaining code keeps the previous override: closures, partials, bound methods, and
+    attributes of the objects that these hold. Nothing is called.
+    """
+    seen: set[int] = set()
+    pending: list[Any] = [override]
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        mark: Mark | None = getattr(item, MARK, None)
+        if mark is not None and mark.hook is hook:
+            return True
+        pending.extend(_held_by(item))
+    return False
+
+
+def _held_by(item: Any) -> list[Any]:
+    if isinstance(item, FunctionType):
+        held = []
+        for cell in item.__closure__ or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # a cell that is not filled yet
+                continue
+        return [value for value in held if callable(value) or _is_plain_state(value)]
+    if isinstance(item, MethodType):
+        return [item.__func__, item.__self__]
+    if isinstance(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, _NOT_WALKED):
+        return []
+    return [value for value in getattr(item, "__dict__", {}).values() if callable(value)]
+
+
+def _is_plain_state(value: Any) -> bool:
+    """An object of a pack's own, as opposed to data or a model."""
+    return hasattr(value, "__dict__") and not isinstance(value, _NOT_WALKED)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything this pack asks of the running ComfyUI besides the node API."""
+
+from __future__ import annotations
+
+import sys
+
+import comfy.model_management
+import torch
+
+#: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
+OUTER_SAMPLE = "outer_sample"
+APPLY_MODEL = "apply_model"
+
+
+def inference_device() -> torch.device:
+    return comfy.model_management.get_torch_device()
+
+
+def raise_if_interrupted() -> None:
+    """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def show_on_node(node_id: str | None, text: str) -> None:
+    """Shows one line of text under the node; nothing happens where no server runs (scripts)."""
+    # Not imported: outside a server that import would start loading one.
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    if server is not None and node_id is not None:
+        server.send_progress_text(text, node_id)

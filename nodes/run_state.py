@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one sampling run knows and counts. It is made when the run starts and dropped at its end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..sparge import AttentionStats, capabilities
+from .decision import CROSS_ATTENTION, SigmaWindow
+from .settings import Settings
+
+#: Debugging aid: with the value 1 a device without kernels runs the slow reference, not dense.
+REFERENCE_VARIABLE = "SPARGE_REFERENCE"
+
+
+@dataclass
+class Tally:
+    """Counts of calls; several threads add to it when ComfyUI splits a run over GPUs."""
+
+    sparse: int = 0
+    cross: int = 0
+    forwards: int = 0
+    tokens: int = 0
+    family: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def dense(self) -> int:
+        return self.reasons.total()
+
+    @property
+    def calls(self) -> int:
+        return self.sparse + self.dense + self.cross
+
+    def add_forward(self, family: str) -> None:
+        with self._lock:
+            self.forwards += 1
+            self.family = family
+
+    def add_sparse(self, tokens: int) -> None:
+        with self._lock:
+            self.sparse += 1
+            self.tokens = max(self.tokens, tokens)
+
+    def add_dense(self, reason: str, tokens: int) -> None:
+        with self._lock:
+            if reason == CROSS_ATTENTION:
+                self.cross += 1
+            else:
+                self.reasons[reason] += 1
+                self.tokens = max(self.tokens, tokens)
+
+
+class Run:
+    """State of one run, shared by its forward passes on every device."""
+
+    def __init__(self, settings: Settings, model_sampling: Any, owner: object) -> None:
+        self.owner = owner
+        self.settings = settings
+        self.window = sigma_window(settings, model_sampling)
+        self.tally = Tally()
+        self.notes: list[str] = []
+        self._stats: dict[torch.device, AttentionStats] = {}
+        self._unusable: dict[torch.device, str] = {}
+        self._lock = threading.Lock()
+
+    def stats(self, device: torch.device) -> AttentionStats:
+        """Counters on the device. Call it before the forward pass, never inside an attention call:
+        ComfyUI may be recording allocations there, and these outlive the call."""
+        with self._lock:
+            if device not in self._stats:
+                self._stats[device] = AttentionStats(device)
+            return self._stats[device]
+
+    def unusable(self, device: torch.device) -> str | None:
+        """Why attention on this device stays dense for the whole run, or None."""
+        with self._lock:
+            if device in self._unusable:
+                return self._unusable[device]
+        return unusable_reason(device)
+
+    def give_up(self, device: torch.device, reason: str) -> None:
+        """Keep the rest of the run dense on this device."""
+        with self._lock:
+            self._unusable.setdefault(device, reason)
+
+    def density(self) -> float:
+        """Kept over valid query-key pairs of all sparse calls. Synchronises with the devices."""
+        kept, valid = 0, 0
+        for stats in self._stats.values():
+            device_kept, device_valid, *_ = stats.counters.tolist()
+            kept, valid = kept + device_kept, valid + device_valid
+        return kept / valid if valid else 1.0
+
+
+def unusable_reason(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device, or None when they can."""
+    if os.environ.get(REFERENCE_VARIABLE) == "1":
+        return None
+    capability = capabilities(device)
+    return None if capability.usable else capability.reason
+
+
+def sigma_window(settings: Settings, model_sampling: Any) -> SigmaWindow:
+    """Percent to sigma, with the model sampling that is in force when sampling starts.
+
+    The edges 0 and 1 are open: model samplings disagree about the sigma they give them.
+    """
+
+    def sigma(percent: float) -> float:
+        return float(model_sampling.percent_to_sigma(percent))
+
+    return SigmaWindow(
+        start=sigma(settings.start_percent) if settings.start_percent > 0 else float("inf"),
+        end=sigma(settings.end_percent) if settings.end_percent < 1 else 0.0,
+    )

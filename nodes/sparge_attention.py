@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node SpargeAttention: its widgets, and the clone of the model that it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .blocks import BlockSpans
+from .hook import Hook
+from .host import inference_device
+from .settings import Settings
+
+DEFAULT = Settings()
+
+MODES = ["manual"]
+
+
+class SpargeAttention(io.ComfyNode):
+    """Node id, widget names, their order and the option texts are in saved graphs: only append."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpargeAttention",
+            display_name="Sparge Attention",
+            category="model/patch",
+            description=(
+                "Makes video models and large images render faster: self-attention skips the parts "
+                "that matter least. Put it last, right before the sampler; bypass it to compare. "
+                "After each run the node says how much was sparse, and why the rest was not."
+            ),
+            search_aliases=[
+                "sparse attention",
+                "spargeattn",
+                "sage attention",
+                "speed up video",
+                "accelerate",
+            ],
+            inputs=[io.Model.Input("model", tooltip="The model to make faster."), *_widgets()],
+            outputs=[io.Model.Output(tooltip="The same model with sparse attention.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, dense_blocks: str | None = DEFAULT.dense_blocks) -> bool | str:
+        try:
+            BlockSpans.parse(dense_blocks or "")
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        mode: str = DEFAULT.mode,
+        topk: float = DEFAULT.topk,
+        pvthreshd: float = DEFAULT.pvthreshd,
+        start_percent: float = DEFAULT.start_percent,
+        end_percent: float = DEFAULT.end_percent,
+        min_tokens: int = DEFAULT.min_tokens,
+        dense_blocks: str = DEFAULT.dense_blocks,
+        select_by: str = DEFAULT.select_by,
+        cdfthreshd: float = DEFAULT.cdfthreshd,
+        simthreshd1: float = DEFAULT.simthreshd1,
+    ) -> io.NodeOutput:
+        settings = Settings(
+            mode=mode,
+            topk=topk,
+            pvthreshd=pvthreshd,
+            start_percent=start_percent,
+            end_percent=end_percent,
+            min_tokens=min_tokens,
+            dense_blocks=dense_blocks,
+            select_by=select_by,
+            cdfthreshd=cdfthreshd,
+            simthreshd1=simthreshd1,
+        )
+        hook = Hook(settings, node_id=cls.hidden.unique_id if cls.hidden else None)
+        hook.prepare_kernels(inference_device())
+        patched = model.clone()
+        hook.install(patched)
+        return io.NodeOutput(patched)
+
+
+def _widgets() -> list[Any]:
+    slider = io.NumberDisplay.slider
+    return [
+        io.Combo.Input(
+            "mode",
+            options=MODES,
+            default=DEFAULT.mode,
+            tooltip="manual: the numbers below decide.",
+        ),
+        io.Float.Input(
+            "topk",
+            default=DEFAULT.topk,
+            min=0.05,
+            max=1.0,
+            step=0.01,
+            display_mode=slider,
+            tooltip=(
+                "Share of the attention that is computed. Lower is faster, higher is truer: start "
+                "with 0.5 and go down while you like the result; 1 computes all of it, in 8 bits. "
+                "Has no effect when select_by is cdf."
+            ),
+        ),
+        io.Float.Input(
+            "pvthreshd",
+            default=DEFAULT.pvthreshd,
+            min=1.0,
+            max=50.0,
+            step=0.5,
+            display_mode=slider,
+            tooltip=(
+                "Second filter: skips a part of the kept attention whose weights are this many "
+                "powers of two below the largest. Lower is faster, higher is truer; 50 is off."
+            ),
+        ),
+        io.Float.Input(
+            "start_percent",
+            default=DEFAULT.start_percent,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            advanced=True,
+            tooltip=(
+                "Sampling before this point stays dense, because the first steps settle layout and "
+                "motion. Lower is faster, higher is truer. A position in the noise schedule, which "
+                "is the share of the steps for most schedulers."
+            ),
+        ),
+        io.Float.Input(
+            "end_percent",
+            default=DEFAULT.end_percent,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            advanced=True,
+            tooltip=(
+                "Sampling after this point is dense again. Higher is faster, lower is truer in "
+                "fine detail."
+            ),
+        ),
+        io.Int.Input(
+            "min_tokens",
+            default=DEFAULT.min_tokens,
+            min=0,
+            max=1 << 20,
+            step=256,
+            advanced=True,
+            tooltip=(
+                "Attention over fewer tokens stays dense, since there is little to gain there. "
+                "Lower is faster in small models only, higher is truer."
+            ),
+        ),
+        io.String.Input(
+            "dense_blocks",
+            default=DEFAULT.dense_blocks,
+            advanced=True,
+            placeholder="0-2, -1",
+            tooltip=(
+                "Transformer blocks that stay dense, for example 0-2, -1 for the first three and "
+                "the last. Fewer blocks is faster, more is truer."
+            ),
+        ),
+        io.Combo.Input(
+            "select_by",
+            options=["topk", "cdf"],
+            default=DEFAULT.select_by,
+            advanced=True,
+            tooltip=(
+                "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
+                "as cdfthreshd asks for: faster where attention is concentrated, truer where it is "
+                "not."
+            ),
+        ),
+        io.Float.Input(
+            "cdfthreshd",
+            default=DEFAULT.cdfthreshd,
+            min=0.0,
+            max=1.0,
+            step=0.001,
+            round=0.001,
+            advanced=True,
+            tooltip=(
+                "Share of the estimated attention weight that is kept. Lower is faster, higher is "
+                "truer. Used only when select_by is cdf."
+            ),
+        ),
+        io.Float.Input(
+            "simthreshd1",
+            default=DEFAULT.simthreshd1,
+            min=-1.0,
+            max=1.0,
+            step=0.01,
+            advanced=True,
+            tooltip=(
+                "Blocks whose tokens are less alike than this are never skipped. Lower is faster, "
+                "higher is truer; below 0 is off."
+            ),
+        ),
+    ]

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training-free block-sparse attention on INT8 and FP8 tensor cores.
+
+    out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
+"""
+
+from .attention import Partials, attention, attention_partials, make_plan
+from .errors import KernelBuildError, Unsupported
+from .kernels import Capability, capabilities
+from .plan.blocks import BlockPlan
+from .policy import Precision, SparsePolicy
+from .stats import AttentionStats
+
+__all__ = [
+    "AttentionStats",
+    "BlockPlan",
+    "Capability",
+    "KernelBuildError",
+    "Partials",
+    "Precision",
+    "SparsePolicy",
+    "Unsupported",
+    "attention",
+    "attention_partials",
+    "capabilities",
+    "make_plan",
+]

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: quantize, route, attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops, reference
+from .errors import Unsupported
+from .kernels import Element, capabilities, native_element
+from .plan.blocks import BlockPlan
+from .policy import PV_FILTER_OFF, Precision, SparsePolicy
+from .stats import AttentionStats
+from .validate import (
+    as_heads_first,
+    check_block_mask,
+    check_inference,
+    check_key_lengths,
+    check_pair,
+    check_values,
+)
+from .workspace import CallShape, WorkspaceLayout
+
+#: Workspace a call may take, as a share of q + k + v; beyond it heads are served in groups.
+MEMORY_SHARE = 0.55
+
+_TOPK, _CDF, _MASK = range(3)
+
+
+@dataclass(frozen=True, eq=False)
+class Partials:
+    """Unnormalised attention over the kept blocks, float32: out = out_sum / row_sum.
+
+    out_sum (B, H, Nq, D) = sum of exp2(s - row_max) v; row_max (B, H, Nq), log2 units of the
+    mean-centred logits, -inf for rows without keys; row_sum (B, H, Nq).
+    """
+
+    out_sum: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One validated call: q (B, H, Nq, D), k and v (B, Hkv, Nk, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    policy: SparsePolicy
+    scale: float
+    is_causal: bool
+    key_lengths: Tensor | None
+    block_mask: Tensor | None
+    plan: BlockPlan | None
+    thresholds: Tensor | None
+
+    @property
+    def shape(self) -> CallShape:
+        return CallShape.of(self.q, self.k)
+
+    @property
+    def element(self) -> Element:
+        sixteen_bit = self.policy.precision is Precision.SIXTEEN_BIT
+        return native_element(capabilities(self.q.device).arch, sixteen_bit, self.q.dtype)
+
+    @property
+    def routes(self) -> bool:
+        """Whether query statistics are needed: a given plan or mask replaces them."""
+        return self.plan is None and self.block_mask is None
+
+    def heads(self, first: int, last: int) -> _Call:
+        """The kv heads first .. last - 1 and the query heads that read them."""
+        group = self.shape.heads // self.shape.kv_heads
+        kv, query = slice(first, last), slice(first * group, last * group)
+        return _Call(
+            self.q[:, query],
+            self.k[:, kv],
+            None if self.v is None else self.v[:, kv],
+            self.policy,
+            self.scale,
+            self.is_causal,
+            self.key_lengths,
+            None if self.block_mask is None else self.block_mask[:, query],
+            None if self.plan is None else self.plan.heads_slice(query),
+            None if self.thresholds is None else self.thresholds[query],
+        )
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy | None = None,
+    *,
+    layout: str = "HND",
+    out_layout: str | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    plan: BlockPlan | None = None,
+    stats: AttentionStats | None = None,
+    output_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Block-sparse attention, a replacement for ``scaled_dot_product_attention`` without a mask.
+
+    Args:
+        q: (B, H, Nq, D) in layout "HND", (B, Nq, H, D) in "NHD"; bf16, fp16 or fp32 (read as
+            bf16); any strides with a contiguous last dimension; D up to 128.
+        k, v: the same with Hkv heads, H a multiple of Hkv; dtypes may differ from q's.
+        policy: what to keep and how to compute; the default keeps half of the key blocks.
+        out_layout: layout of the result, ``layout`` when None.
+        is_causal: query i sees keys 0..i (top-left), element by element.
+        scale: softmax scale, D ** -0.5 when None.
+        key_lengths: (B,) int32; keys at and beyond it are never read.
+        block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
+        plan: from ``make_plan``; replaces routing.
+        stats: counters that this call adds to.
+        output_dtype: dtype of the result, q's when None.
+        return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys.
+
+    Returns:
+        The result; rows that see no key are 0 (log-sum-exp -inf).
+
+    Raises:
+        Unsupported: the call is valid but cannot be served; ``reason`` says why.
+        ValueError: shapes, dtypes or devices do not fit together.
+    """
+    call = _call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
+    dtype = output_dtype or call.q.dtype
+    out_layout = layout if out_layout is None else out_layout
+    out = _empty_output(call, dtype, out_layout)
+    lse = None
+    if return_lse:
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=q.device)
+    if stats is not None:
+        stats.calls += 1
+    counters = None if stats is None else stats.counters
+    if capabilities(q.device).usable:
+        _run_in_head_groups(call, out, lse, counters)
+    else:
+        _run_reference(call, out, lse, counters)
+    out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
+    return out if lse is None else (out, lse)
+
+
+def make_plan(
+    q: Tensor,
+    k: Tensor,
+    policy: SparsePolicy | None = None,
+    *,
+    layout: str = "HND",
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    block_mask: Tensor | None = None,
+) -> BlockPlan:
+    """Routing alone: the plan that ``attention`` with these arguments would use. Raises as it does."""
+    call = _call(q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None)
+    if not capabilities(q.device).usable:
+        return reference.make_plan(
+            call.q,
+            call.k,
+            call.policy,
+            is_causal=is_causal,
+            scale=call.scale,
+            key_lengths=key_lengths,
+            block_mask=block_mask,
+        )
+    block_map, counts = _route(call, _quantize(call), None)
+    return BlockPlan(block_map, counts, call.shape.queries, call.shape.keys, is_causal, key_lengths)
+
+
+def attention_partials(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy | None = None,
+    *,
+    layout: str = "HND",
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    plan: BlockPlan | None = None,
+) -> Partials:
+    """Attention before its division by the row sum, so that partial results can be combined."""
+    call = _call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
+    if not capabilities(q.device).usable:
+        attended, _ = _reference_attention(call)
+        return Partials(attended.unnormalised, attended.row_max, attended.row_sum)
+    rows = call.q.shape[:3]
+    partials = tuple(
+        torch.empty(size, dtype=torch.float32, device=q.device)
+        for size in (call.q.shape, rows, rows)
+    )
+    _run(call, torch.empty_like(call.q), None, None, partials)
+    return Partials(*partials)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    policy: SparsePolicy | None,
+    layout: str,
+    is_causal: bool,
+    scale: float | None,
+    key_lengths: Tensor | None,
+    block_mask: Tensor | None,
+    plan: BlockPlan | None,
+) -> _Call:
+    policy = SparsePolicy() if policy is None else policy
+    q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
+    check_pair(q, k)
+    check_inference(q, k)
+    if v is not None:
+        v = as_heads_first("v", v, layout)
+        check_pair(q, v, "v")
+        check_values(k, v)
+        check_inference(v)
+    check_key_lengths(key_lengths, q)
+    check_block_mask(block_mask, q, k)
+    if plan is not None:
+        plan.check_fits(q, k, is_causal, key_lengths, block_mask)
+        is_causal, key_lengths = plan.is_causal, plan.key_lengths
+    if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
+        block_mask = block_mask != 0
+    return _Call(
+        q,
+        k,
+        v,
+        policy,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        is_causal,
+        key_lengths,
+        block_mask,
+        plan,
+        policy.head_thresholds(q.shape[1], q.device),
+    )
+
+
+def _empty_output(call: _Call, dtype: torch.dtype, out_layout: str) -> Tensor:
+    """(B, H, Nq, D) view of memory in ``out_layout``."""
+    batch, heads, queries, channels = call.q.shape
+    if out_layout == "HND":
+        return torch.empty(batch, heads, queries, channels, dtype=dtype, device=call.q.device)
+    out = torch.empty(batch, queries, heads, channels, dtype=dtype, device=call.q.device)
+    return as_heads_first("output", out, out_layout)
+
+
+def _run_in_head_groups(
+    call: _Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> None:
+    """All heads at once when the workspace stays within MEMORY_SHARE and fits, else in groups."""
+    shape = call.shape
+    kv_heads, group = shape.kv_heads, shape.heads // shape.kv_heads
+    step = min(kv_heads, max(1, kv_heads * _memory_limit(call) // _memory_needed(call)))
+    first = 0
+    while first < kv_heads:
+        last = min(first + step, kv_heads)
+        query = slice(first * group, last * group)
+        part_lse = None
+        if lse is not None:
+            part_lse = lse if step == kv_heads else torch.empty_like(lse[:, query])
+        try:
+            _run(call.heads(first, last) if step < kv_heads else call, out[:, query], part_lse, counters)
+        except torch.OutOfMemoryError as error:
+            if step == 1:
+                needed = _memory_needed(call.heads(first, last)) / 2**20
+                raise Unsupported(
+                    f"the {needed:.0f} MiB that sparse attention needs for one head do not fit in "
+                    "the GPU's free memory: lower the resolution or length, or free memory."
+                ) from error
+            step = (step + 1) // 2
+            continue
+        if lse is not None and part_lse is not lse:
+            lse[:, query] = part_lse
+        first = last
+
+
+def _memory_needed(call: _Call) -> int:
+    shape = call.shape
+    layout = WorkspaceLayout(
+        shape, call.element, with_values=call.v is not None, with_queries=call.routes
+    )
+    rows = shape.batch * shape.heads * shape.query_blocks
+    return layout.nbytes + rows * 4 * (shape.map_words + 1)
+
+
+def _memory_limit(call: _Call) -> int:
+    tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
+    return int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors))
+
+
+def _run(
+    call: _Call,
+    out: Tensor,
+    lse: Tensor | None,
+    counters: Tensor | None,
+    partials: tuple[Tensor, ...] | None = None,
+) -> None:
+    shape = call.shape
+    workspace = _quantize(call)
+    if call.plan is None:
+        block_map, _ = _route(call, workspace, counters)
+    else:
+        block_map = call.plan.block_map
+        if counters is not None:
+            counters[0] += call.plan.kept_pairs().sum()
+            counters[1] += call.plan.valid_pairs().sum()
+    pvthreshd = call.policy.pvthreshd
+    ops.attend(
+        call.q,
+        workspace,
+        block_map,
+        list(vars(shape).values()),
+        int(call.element),
+        call.routes,
+        call.key_lengths,
+        call.thresholds,
+        call.scale,
+        PV_FILTER_OFF if isinstance(pvthreshd, Tensor) else pvthreshd,
+        call.policy.pv_filter,
+        call.is_causal,
+        out,
+        lse,
+        *(partials or (None, None, None)),
+        counters,
+    )
+
+
+def _quantize(call: _Call) -> Tensor:
+    return ops.quantize(
+        call.q,
+        call.k,
+        call.v,
+        call.key_lengths,
+        call.policy.smooth_k,
+        int(call.element),
+        call.routes,
+    )
+
+
+def _route(call: _Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
+    policy, shape = call.policy, call.shape
+    select = _TOPK if policy.select_by == "topk" else _CDF
+    return ops.route(
+        workspace,
+        list(vars(shape).values()),
+        int(call.element),
+        call.v is not None,
+        call.key_lengths,
+        call.block_mask,
+        call.thresholds,
+        select if call.block_mask is None else _MASK,
+        max(1, int(_scalar(policy.topk) * shape.key_blocks)),
+        _scalar(policy.cdfthreshd),
+        _scalar(policy.simthreshd1),
+        call.scale,
+        call.is_causal,
+        policy.attention_sink,
+        policy.keep_diagonal,
+        policy.exact_prefix,
+        policy.exact_suffix,
+        counters,
+    )
+
+
+def _scalar(value: float | Tensor) -> float:
+    """Per-head values travel in ``thresholds``; their scalar is not read then."""
+    return 1.0 if isinstance(value, Tensor) else float(value)
+
+
+def _reference_attention(call: _Call) -> tuple[reference.Attended, BlockPlan]:
+    return reference.attention(
+        call.q,
+        call.k,
+        call.v,
+        call.policy,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        key_lengths=call.key_lengths,
+        block_mask=call.block_mask,
+        plan=call.plan,
+    )
+
+
+def _run_reference(call: _Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    attended, plan = _reference_attention(call)
+    out.copy_(attended.out)
+    if lse is not None:
+        lse.copy_(attended.lse)
+    if counters is not None:
+        counters[0] += plan.kept_pairs().sum()
+        counters[1] += plan.valid_pairs().sum()
+        counters[2] += attended.pv_skipped.sum()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX transformers from their published (diffusers) files to the one file ComfyUI core loads.
+
+    python -m sparge.convert.cogvideox SOURCE [SOURCE ...] --out FILE
+
+SOURCE is the model's folder, its `transformer` folder, or the safetensors shards themselves. Core
+names the parameters otherwise than diffusers and loads no published file as it is. The VAE needs no
+conversion: core loads `vae/diffusion_pytorch_model.safetensors` under its published names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cogvideox_layout import POSITIONS, Layout, PositionGrid, core_name
+from .tensor_file import (
+    ConversionError,
+    FileTensor,
+    NewTensor,
+    TensorData,
+    parameter_count,
+    read_tensors,
+    write_tensors,
+)
+
+LISTED = 5  # names an error spells out: enough to recognise the cause
+HEADS_OF_SINCOS, HEADS_OF_ROTARY = 30, 48  # the published models: 2B, and every 5B
+
+
+@dataclass(frozen=True)
+class Conversion:
+    layout: Layout
+    tensors: dict[str, TensorData]
+
+    @property
+    def summary(self) -> str:
+        positions = "a position table" if POSITIONS in self.tensors else "rotary positions"
+        return (
+            f"CogVideoX with {self.layout.layers} blocks of {self.layout.heads} heads, {positions},"
+            f" {parameter_count(self.tensors) / 1e9:.2f} billion parameters"
+        )
+
+
+def find_shards(sources: Sequence[Path]) -> list[Path]:
+    """The safetensors files that `sources` name. Raises ConversionError where there are none."""
+    shards: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            folder = source / "transformer" if (source / "transformer").is_dir() else source
+            found = sorted(folder.glob("*.safetensors"))
+            if not found:
+                raise ConversionError(f"{folder} holds no .safetensors file")
+            shards += found
+        elif not source.is_file():
+            raise ConversionError(f"{source} does not exist")
+        elif source.suffix != ".safetensors":
+            raise ConversionError(
+                f"{source.name} is not a .safetensors file; other formats can run code when they"
+                " are opened and are not read, so download the safetensors shards"
+            )
+        else:
+            shards.append(source)
+    return shards
+
+
+def read_config(shards: Sequence[Path]) -> dict:
+    """diffusers' config.json beside the shards, empty where there is none."""
+    path = shards[0].parent / "config.json"
+    if not path.is_file():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return config if config.get("_class_name") == "CogVideoXTransformer3DModel" else {}
+
+
+def convert(shards: Sequence[Path]) -> Conversion:
+    """Maps the shards' tensors to core's names and checks every name and shape.
+
+    Raises ConversionError, listing what is missing, unexpected or of the wrong shape.
+    """
+    source: dict[str, FileTensor] = {}
+    for shard in shards:
+        for name, tensor in read_tensors(shard).items():
+            if name in source:
+                raise ConversionError(
+                    f"{name} is both in {source[name].path.name} and in {shard.name}; give the"
+                    " shards of one model only"
+                )
+            source[name] = tensor
+    if "blocks.0.norm1.linear.weight" in source:
+        raise ConversionError("this file already has the names that ComfyUI loads")
+
+    tensors: dict[str, TensorData] = {core_name(name): source[name] for name in sorted(source)}
+    try:
+        layout = Layout.of({name: tensor.shape for name, tensor in tensors.items()})
+    except (KeyError, IndexError) as error:
+        raise ConversionError(
+            "this is no CogVideoX transformer, or its first shard is missing: there is no"
+            f" {error.args[0]} under ComfyUI's names"
+        ) from error
+
+    positions = tensors.pop(POSITIONS, None)
+    _check(layout, tensors)
+    return Conversion(layout, _with_positions(layout, tensors, positions, read_config(shards)))
+
+
+def _check(layout: Layout, tensors: dict[str, TensorData]) -> None:
+    expected = layout.expected_shapes()
+    problems = [
+        _listed("missing (is a shard left out?)", [n for n in expected if n not in tensors]),
+        _listed("unexpected", [n for n in tensors if n not in expected]),
+        _listed(
+            "of the wrong shape",
+            [
+                f"{n} {list(tensors[n].shape)} instead of {list(shape)}"
+                for n, shape in expected.items()
+                if n in tensors and tensors[n].shape != shape
+            ],
+        ),
+    ]
+    if any(problems):
+        raise ConversionError("the parameters do not fit: " + "; ".join(filter(None, problems)))
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{len(names)} {what}: {', '.join(names[:LISTED])}{more}" if names else ""
+
+
+def _with_positions(
+    layout: Layout, tensors: dict[str, TensorData], stored: TensorData | None, config: dict
+) -> dict[str, TensorData]:
+    rotary = config.get("use_rotary_positional_embeddings")
+    if rotary is None:
+        if layout.heads not in (HEADS_OF_SINCOS, HEADS_OF_ROTARY):
+            raise ConversionError(
+                f"with {layout.heads} heads this is no published model, so whether its positions"
+                " are rotary is not known; put the model's config.json beside the shards"
+            )
+        rotary = layout.heads == HEADS_OF_ROTARY
+    if rotary and stored is not None:
+        raise ConversionError(
+            "this model has a learned position table and rotary positions at once (CogVideoX-5b-I2V"
+            " does); ComfyUI reads the table as a sign that there is no rotation, and would give"
+            " noise"
+        )
+    if rotary:
+        return tensors
+    if stored is None:
+        table = _position_grid(config).table(layout.width)
+        stored = NewTensor("F32", table.shape, table.astype("<f4").tobytes())
+    return {POSITIONS: stored, **tensors}
+
+
+def _position_grid(config: dict) -> PositionGrid:
+    usual = PositionGrid()
+    patch = config.get("patch_size", 2)
+    frames = config.get("sample_frames", 49)
+    return PositionGrid(
+        frames=(frames - 1) // config.get("temporal_compression_ratio", 4) + 1,
+        height=config.get("sample_height", 60) // patch,
+        width=config.get("sample_width", 90) // patch,
+        text_tokens=config.get("max_text_seq_length", usual.text_tokens),
+        spatial_scale=config.get("spatial_interpolation_scale", usual.spatial_scale),
+        temporal_scale=config.get("temporal_interpolation_scale", usual.temporal_scale),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m sparge.convert.cogvideox",
+        description="Convert a CogVideoX transformer from its diffusers files for ComfyUI.",
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        shards = find_shards(options.sources)
+        if any(options.out.exists() and options.out.samefile(shard) for shard in shards):
+            raise ConversionError("--out names one of the sources")
+        if not options.out.parent.is_dir():
+            raise ConversionError(f"{options.out.parent} is not a folder")
+        conversion = convert(shards)
+        write_tensors(options.out, conversion.tensors)
+    except (ConversionError, OSError) as error:
+        print(f"not converted: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out}: {conversion.summary}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the library raises on purpose; every other exception is a bug or the machine's."""
+
+from __future__ import annotations
+
+
+class Unsupported(ValueError):
+    """The call cannot be served here; ``reason`` is a sentence written for the user.
+
+    Callers with a dense path (the ComfyUI nodes) catch this type, and only this type.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class KernelBuildError(RuntimeError):
+    """NVRTC or the driver refused a kernel; ``log`` holds what the compiler said."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(f"{message}\n{log}" if log else message)
+        self.log = log

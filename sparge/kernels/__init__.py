@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a kernel's description to a launched kernel: spec, compile, cache, load, launch.
+
+Importing this touches neither the driver nor NVRTC.
+"""
+
+from __future__ import annotations
+
+from .cubin import LaunchInfo
+from .device import Capability, capabilities
+from .driver import DriverError, Kernel
+from .loader import get_kernel, warm
+from .spec import Element, KernelSpec, all_specs, native_element, native_specs
+
+__all__ = [
+    "Capability",
+    "DriverError",
+    "Element",
+    "Kernel",
+    "KernelSpec",
+    "LaunchInfo",
+    "all_specs",
+    "capabilities",
+    "get_kernel",
+    "native_element",
+    "native_specs",
+    "warm",
+]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile kernels ahead of time: ``python -m sparge.kernels.build --arch sm_90a``.
+
+Needs no GPU. Without ``--out`` the kernels go where the library looks for them first at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import nvrtc
+from .compile import Compiler, NvccCompiler, NvrtcCompiler
+from .cubin import Cubin
+from .graph import Job, ninja_program, run_in_process, run_ninja
+from .source import find_csrc
+from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs
+from .store import Store, cache_folder, entry_stem
+
+
+def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
+    """Build what is not there yet; None stands for a kernel that failed (its log was printed).
+
+    Raises FileNotFoundError when a source file is missing, OSError when ``job.out`` cannot be
+    written.
+    """
+    job.out.mkdir(parents=True, exist_ok=True)
+    ninja = ninja_program()
+    done = run_ninja(ninja, job, workers) if ninja else run_in_process(job, workers, print)
+    store, sources = Store(job.out), job.sources()
+    # ninja knows times, not checksums: a damaged file is built anew here.
+    fetch = store.get if done else store.find
+    return {spec: fetch(spec, sources[spec.entry], job.compiler) for spec in job.specs}
+
+
+def prune(job: Job) -> list[Path]:
+    """Remove cubins of these kernels that other sources or options made; returns them."""
+    sources = job.sources()
+    gone = [
+        path
+        for spec in job.specs
+        for path in job.out.glob(f"{spec.id}.*")
+        if not path.name.startswith(entry_stem(spec, sources[spec.entry]) + ".")
+    ]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return gone
+
+
+def table(built: dict[KernelSpec, Cubin | None]) -> str:
+    """Registers and stack per thread, shared memory per block, spills: one line a kernel."""
+    lines = [
+        f"{'kernel':36}{'threads':>8}{'registers':>10}{'shared':>8}{'stack':>7}{'spills':>7}{'KiB':>6}"
+    ]
+    for spec, cubin in built.items():
+        if cubin is None:
+            lines.append(f"{spec.id:36}  failed")
+            continue
+        report, info = cubin.report, cubin.info
+        shared = report.static_shared + info.shared_bytes
+        lines.append(
+            f"{spec.id:36}{info.threads:8}{report.registers:10}{shared:8}{report.stack:7}"
+            f"{report.spills:7}{len(cubin.image) // 1024:6}"
+        )
+        lines += [f"    {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sparge.kernels.build", description=__doc__)
+    parser.add_argument("--arch", action="append", choices=[*ARCHS, "all"], required=True)
+    parser.add_argument("--out", type=Path, help="folder for the cubins (default: user's cache)")
+    parser.add_argument("--with", dest="compiler", choices=["nvrtc", "nvcc"], default="nvrtc")
+    parser.add_argument("--nvrtc", type=Path, help="an NVRTC library other than torch's")
+    parser.add_argument("--csrc", type=Path, help="other CUDA sources than the pack's")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    chosen = parser.parse_args(arguments)
+    out = chosen.out or cache_folder()
+    if out is None:
+        parser.error("this user has no cache folder: give --out or set SPARGE_CACHE")
+    if chosen.compiler == "nvcc" and chosen.out is None:
+        parser.error("--with nvcc needs --out: the library's cache holds NVRTC's kernels")
+    try:
+        compiler = _compiler(chosen.compiler, chosen.nvrtc)
+        job = _job(chosen.arch, out.absolute(), chosen.csrc, compiler)
+        started = time.monotonic()
+        built = build(job, max(1, chosen.jobs))
+        if chosen.out is not None:
+            prune(job)
+    except (nvrtc.NvrtcNotFoundError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(built))
+    failed = sum(cubin is None for cubin in built.values())
+    seconds = time.monotonic() - started
+    print(f"{len(built) - failed} kernels in {out} with {compiler.label}, {seconds:.1f} s")
+    if failed:
+        print(f"{failed} kernels failed; the compiler's words are above", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _job(archs: Sequence[str], out: Path, csrc: Path | None, compiler: Compiler) -> Job:
+    names = dict.fromkeys(n for a in archs for n in (RELEASE_ARCHS if a == "all" else (a,)))
+    specs = tuple(spec for name in names for spec in all_specs(name))
+    return Job(specs, (csrc or find_csrc()).absolute(), out, compiler)
+
+
+def _compiler(name: str, library: Path | None) -> Compiler:
+    if name == "nvcc":
+        return NvccCompiler()
+    if library is not None:
+        return NvrtcCompiler(nvrtc.Nvrtc(library))
+    from .device import compiler  # imports torch, to know its CUDA version
+
+    return NvrtcCompiler(compiler())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device can run, and if nothing, why: one sentence for the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import driver, nvrtc
+from .spec import ARCHS
+
+#: Compute capability -> targets that run on it, best first; the first one NVRTC knows is used.
+SERVED_BY: dict[tuple[int, int], tuple[str, ...]] = {
+    (8, 0): ("sm_80",),
+    (8, 6): ("sm_86", "sm_80"),
+    (8, 7): ("sm_80",),
+    (8, 9): ("sm_89", "sm_80"),
+    (9, 0): ("sm_90a",),
+    (10, 0): ("sm_100a",),
+    (10, 3): ("sm_103a",),
+    (12, 0): ("sm_120a",),
+    (12, 1): ("sm_121a",),
+}
+
+
+@dataclass(frozen=True)
+class Capability:
+    """``arch`` is the target to build for, "" when not ``usable``; ``reason`` is "" when it is."""
+
+    usable: bool
+    reason: str = ""
+    arch: str = ""
+
+
+_NVIDIA_ONLY = "the kernels are NVIDIA machine code."
+_known: dict[int, Capability] = {}
+
+
+def capabilities(device: torch.device | str | int) -> Capability:
+    """What the kernels can do on ``device``. Never raises; asked once per CUDA device."""
+    try:
+        place = as_device(device)
+        if place.type != "cuda":
+            return _unusable(f"{_called(place)} is not supported: {_NVIDIA_ONLY}")
+        if torch.version.hip:
+            return _unusable(f"AMD GPUs (ROCm) are not supported: {_NVIDIA_ONLY}")
+        index = cuda_index(place)
+        known = _known.get(index)
+        if known is None:
+            known = _known[index] = _ask_cuda(index)
+        return known
+    except Exception as error:  # the promise is a reason, whatever a broken installation does
+        return _unusable(f"The device {device} could not be examined: {error}")
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (.4 s).
+capabilities._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def as_device(device: torch.device | str | int) -> torch.device:
+    """A bare number means a CUDA device."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def cuda_index(device: torch.device) -> int:
+    """The device's number; for plain "cuda" the current one (0 where CUDA cannot start)."""
+    if device.index is not None:
+        return device.index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def compiler() -> nvrtc.Nvrtc:
+    """The NVRTC that fits this torch. Raises NvrtcNotFoundError."""
+    built_for = torch.version.cuda
+    return nvrtc.load(int(built_for.split(".")[0]) if built_for else None)
+
+
+def _ask_cuda(index: int) -> Capability:
+    if torch.version.cuda is None:
+        return _unusable("This PyTorch is built without CUDA: install a CUDA build of PyTorch.")
+    try:
+        driver.library()
+    except driver.DriverNotFoundError as error:
+        return _unusable(f"No NVIDIA GPU can be used: {error}.")
+    if not torch.cuda.is_available():
+        return _unusable(
+            f"PyTorch for CUDA {torch.version.cuda} finds no GPU it can use: "
+            "check that one is present and that the NVIDIA driver is new enough."
+        )
+    if index >= torch.cuda.device_count():
+        return _unusable(f"There is no GPU {index}: this machine has {torch.cuda.device_count()}.")
+    name = torch.cuda.get_device_name(index)
+    return arch_for(torch.cuda.get_device_capability(index), name)
+
+
+def arch_for(capability: tuple[int, int], name: str) -> Capability:
+    """The target for a GPU called ``name``, given the NVRTC at hand."""
+    major, minor = capability
+    if major < 8:
+        return _unusable(
+            f"{name} (compute capability {major}.{minor}) is too old: "
+            "the kernels need 8.0 (Ampere, RTX 30) or newer."
+        )
+    targets = SERVED_BY.get(capability)
+    if targets is None:
+        return _unusable(f"{name} (compute capability {major}.{minor}) is not supported yet.")
+    try:
+        nvrtc_found = compiler()
+    except nvrtc.NvrtcNotFoundError as error:
+        return _unusable(str(error))
+    for target in targets:
+        arch = ARCHS[target]
+        if nvrtc_found.version >= arch.needs and arch.number in nvrtc_found.archs:
+            return Capability(True, "", target)
+    have, need = ("{}.{}".format(*v) for v in (nvrtc_found.version, ARCHS[targets[0]].needs))
+    return _unusable(
+        f"{name} needs the CUDA {need} compiler (NVRTC) or newer, but this PyTorch brings {have}: "
+        "update PyTorch."
+    )
+
+
+def _called(device: torch.device) -> str:
+    names = {"cpu": "The CPU", "mps": "Apple's GPU (MPS)", "xpu": "Intel's GPU (XPU)"}
+    return names.get(device.type, f"The device type {device.type!r}")
+
+
+def _unusable(reason: str) -> Capability:
+    return Capability(False, reason)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build many cubins at once: as a ninja graph, one edge each, or in process without ninja."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import KernelBuildError
+from .compile import Compiler, NvrtcCompiler
+from .source import Sources, read_sources
+from .spec import KernelSpec
+from .store import Store, cache_folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to build, from which sources, with what, into which folder."""
+
+    specs: tuple[KernelSpec, ...]
+    csrc: Path
+    out: Path
+    compiler: Compiler
+
+    def sources(self) -> dict[str, Sources]:
+        """Per entry. Raises FileNotFoundError when an entry or header is missing."""
+        entries = dict.fromkeys(spec.entry for spec in self.specs)
+        return {entry: read_sources(entry, self.csrc) for entry in entries}
+
+
+def ninja_program() -> Path | None:
+    """ninja from its Python wheel, or None: what PATH offers is not asked."""
+    try:
+        import ninja
+    except ImportError:
+        return None
+    program = Path(ninja.BIN_DIR, "ninja.exe" if sys.platform == "win32" else "ninja")
+    return program if program.is_file() else None
+
+
+def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
+    """Build what is missing or older than its sources; True when every edge succeeded."""
+    folder = _graph_folder(job.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(write_graph(job), encoding="utf-8")
+    # -k 0: one broken kernel must not hide what the others say.
+    command = [str(ninja), "-C", str(folder), "-j", str(workers), "-k", "0"]
+    return subprocess.run(command).returncode == 0
+
+
+def run_in_process(job: Job, workers: int, say: Callable[[str], None]) -> bool:
+    """The same without ninja, in threads."""
+    store, sources = Store(job.out), job.sources()
+
+    def build(spec: KernelSpec) -> bool:
+        try:
+            store.get(spec, sources[spec.entry], job.compiler)
+        except KernelBuildError as error:
+            say(str(error))
+            return False
+        say(spec.id)
+        return True
+
+    with ThreadPoolExecutor(workers) as pool:
+        return all(list(pool.map(build, job.specs)))
+
+
+def write_graph(job: Job) -> str:
+    """The text of ``build.ninja``.
+
+    A cubin's file name holds the hash of its sources and options, so a change of content is a new
+    edge; the dependencies let ninja look again when a file was only touched.
+    """
+    store, sources = Store(job.out), job.sources()
+    edge = Path(__file__).with_name("edge.py")
+    command = [sys.executable, str(edge), "--csrc", str(job.csrc), "--out", str(job.out)]
+    if isinstance(job.compiler, NvrtcCompiler):
+        command += ["--nvrtc", str(job.compiler.nvrtc.path)]
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cubin",
+        f"  command = {_dollars(_quoted(command))} $spec",
+        "  description = $spec",
+        # An edge that finds its cubin complete leaves it alone; that counts as up to date.
+        "  restat = 1",
+    ]
+    for spec in job.specs:
+        cubin = store.path(spec, sources[spec.entry], job.compiler)
+        assert cubin is not None
+        outputs = " ".join(_path(p) for p in (cubin, cubin.with_suffix(".json")))
+        inputs = " ".join(_path(p) for p in (*sources[spec.entry].paths, *_build_code()))
+        lines += [f"build {outputs}: cubin {inputs}", f"  spec = {spec.id}"]
+    return "\n".join(lines) + "\n"
+
+
+def _build_code() -> list[Path]:
+    return [Path(__file__).with_name(f"{name}.py") for name in ("compile", "spec", "params")]
+
+
+def _graph_folder(out: Path) -> Path:
+    """Outside ``out``, which may be shipped; one graph a folder, so ninja's log stays true."""
+    name = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
+    return (cache_folder() or out) / "ninja" / name
+
+
+def _quoted(command: list[str]) -> str:
+    return subprocess.list2cmdline(command) if sys.platform == "win32" else shlex.join(command)
+
+
+def _dollars(text: str) -> str:
+    return text.replace("$", "$$")
+
+
+def _path(path: Path) -> str:
+    return _dollars(str(path)).replace(" ", "$ ").replace(":", "$:")

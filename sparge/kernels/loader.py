@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a spec to a kernel that can be launched, once per process and device."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import torch
+
+from ..errors import KernelBuildError, Unsupported
+from .compile import NvrtcCompiler
+from .cubin import Cubin
+from .device import as_device, capabilities, compiler, cuda_index
+from .driver import Kernel
+from .nvrtc import NvrtcNotFoundError
+from .source import read_sources
+from .spec import KernelSpec, native_specs
+from .store import Store, cache_folder, prebuilt_folder
+
+Progress = Callable[[int, int, str], None]
+
+_kernels: dict[tuple[KernelSpec, int], Kernel] = {}
+_locks: dict[tuple[KernelSpec, int], threading.Lock] = {}
+_locks_guard = threading.Lock()
+
+
+def get_kernel(spec: KernelSpec, device_index: int) -> Kernel:
+    """The kernel on that GPU: from this process, the disk, or compiled now.
+
+    Raises Unsupported for a GPU without usable kernels, KernelBuildError when it does not compile,
+    DriverError when the driver refuses it.
+    """
+    key = (spec, device_index)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock(key):
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _load(spec, device_index)
+    return kernel
+
+
+def warm(
+    device: torch.device | str | int,
+    specs: Iterable[KernelSpec] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Compile what is missing, side by side, and load it. Default: all a user's call can reach.
+
+    ``progress`` is called in this thread with (kernels ready, kernels in all, id of the last).
+    Raises as ``get_kernel`` does.
+    """
+    capability = capabilities(device)
+    if not capability.usable:
+        raise Unsupported(capability.reason)
+    index = cuda_index(as_device(device))
+    wanted = list(native_specs(capability.arch) if specs is None else specs)
+    with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
+        jobs = {pool.submit(get_kernel, spec, index): spec for spec in wanted}
+        try:
+            for done, job in enumerate(as_completed(jobs), 1):
+                job.result()
+                if progress:
+                    progress(done, len(wanted), jobs[job].id)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def load_cubin(spec: KernelSpec) -> Cubin:
+    """The cubin of ``spec`` from disk or compiled now; needs no GPU. Raises KernelBuildError."""
+    try:
+        nvrtc = compiler()
+    except NvrtcNotFoundError as error:
+        raise KernelBuildError(str(error)) from None
+    return _store().get(spec, read_sources(spec.entry), NvrtcCompiler(nvrtc))
+
+
+def _load(spec: KernelSpec, device_index: int) -> Kernel:
+    capability = capabilities(device_index)
+    if not capability.usable:
+        raise Unsupported(capability.reason)
+    return Kernel(load_cubin(spec).image, spec.entry, device_index)
+
+
+@functools.cache
+def _store() -> Store:
+    return Store(cache_folder(), prebuilt_folder())
+
+
+def _lock(key: tuple[KernelSpec, int]) -> threading.Lock:
+    with _locks_guard:
+        return _locks.setdefault(key, threading.Lock())

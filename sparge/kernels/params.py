@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host half of every kernel's parameter block; ``csrc/params.cuh`` is the device half.
+
+Field meanings, shapes and units stand there. A test compiles both and compares every offset.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+
+class TensorView(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("batch_stride", c_int64),
+        ("head_stride", c_int64),
+        ("token_stride", c_int64),
+        ("dtype", c_int32),
+        ("vectorized", c_int32),
+    )
+
+
+class Problem(Structure):
+    _fields_ = (
+        ("key_lengths", c_void_p),
+        ("batch", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("queries", c_int32),
+        ("keys", c_int32),
+        ("channels", c_int32),
+    )
+
+
+class MeansParams(Structure):
+    _fields_ = (
+        ("problem", Problem),
+        ("k", TensorView),
+        ("v", TensorView),
+        ("k_mean", c_void_p),
+        ("v_mean", c_void_p),
+        ("v_scale", c_void_p),
+        ("smooth_k", c_int32),
+        ("with_values", c_int32),
+    )
+
+
+class QuantizeParams(Structure):
+    _fields_ = (
+        ("problem", Problem),
+        ("q", TensorView),
+        ("k", TensorView),
+        ("v", TensorView),
+        ("k_mean", c_void_p),
+        ("v_mean", c_void_p),
+        ("v_scale", c_void_p),
+        ("k_tiles", c_void_p),
+        ("v_tiles", c_void_p),
+        ("k_scale", c_void_p),
+        ("q_block_mean", c_void_p),
+        ("k_block_mean", c_void_p),
+        ("q_similarity", c_void_p),
+        ("k_similarity", c_void_p),
+        ("with_queries", c_int32),
+        ("with_values", c_int32),
+    )
+
+
+class RouteParams(Structure):
+    _fields_ = (
+        ("problem", Problem),
+        ("q_block_mean", c_void_p),
+        ("k_block_mean", c_void_p),
+        ("q_similarity", c_void_p),
+        ("k_similarity", c_void_p),
+        ("block_mask", c_void_p),
+        ("mask_stride", c_int64 * 4),
+        ("thresholds", c_void_p),
+        ("block_map", c_void_p),
+        ("counts", c_void_p),
+        ("counters", c_void_p),
+        ("cdfthreshd", c_float),
+        ("simthreshd1", c_float),
+        ("score_scale", c_float),
+        ("select", c_int32),
+        ("topk_blocks", c_int32),
+        ("exact_prefix", c_int32),
+        ("exact_suffix", c_int32),
+        ("causal", c_int32),
+        ("attention_sink", c_int32),
+        ("keep_diagonal", c_int32),
+        ("rows_per_cta", c_int32),
+    )
+
+
+class AttendParams(Structure):
+    _fields_ = (
+        ("problem", Problem),
+        ("q", TensorView),
+        ("out", TensorView),
+        ("k_tiles", c_void_p),
+        ("v_tiles", c_void_p),
+        ("k_scale", c_void_p),
+        ("k_mean", c_void_p),
+        ("v_mean", c_void_p),
+        ("v_scale", c_void_p),
+        ("block_map", c_void_p),
+        ("thresholds", c_void_p),
+        ("lse", c_void_p),
+        ("partial_out", c_void_p),
+        ("partial_max", c_void_p),
+        ("partial_sum", c_void_p),
+        ("counters", c_void_p),
+        ("scale", c_float),
+        ("pvthreshd", c_float),
+        ("causal", c_int32),
+    )
+
+
+PARAMS: dict[str, type[Structure]] = {
+    "means": MeansParams,
+    "quantize": QuantizeParams,
+    "route": RouteParams,
+    "attend": AttendParams,
+}

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the assembler says a kernel uses, read from its ``-v`` text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+
+# Lines worth a reader's time: warnings, and the C75xx notes that say wgmma was serialised.
+_NOTE = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Resources of one kernel; sizes in bytes, registers and stack per thread."""
+
+    registers: int
+    static_shared: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def spills(self) -> int:
+        return self.spill_stores + self.spill_loads
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, object]) -> Report:
+        """Raises KeyError for a missing field; other keys are ignored."""
+        values = {field.name: data[field.name] for field in fields(cls)}
+        return cls(**{**values, "notes": tuple(values["notes"])})  # type: ignore[arg-type]
+
+
+def parse_report(log: str) -> Report:
+    """Read a ptxas ``-v`` log of one kernel, from NVRTC or nvcc.
+
+    Raises ValueError when the log has no register count: the option did not reach ptxas.
+    """
+    registers = _first(log, r"Used (\d+) registers")
+    if registers is None:
+        raise ValueError(f"no ptxas resource report in the compiler's log:\n{log}")
+    return Report(
+        registers=registers,
+        static_shared=_first(log, r"(\d+) bytes smem") or 0,
+        stack=_first(log, r"(\d+) bytes stack frame") or 0,
+        spill_stores=_first(log, r"(\d+) bytes spill stores") or 0,
+        spill_loads=_first(log, r"(\d+) bytes spill loads") or 0,
+        notes=tuple(line.strip() for line in log.splitlines() if _NOTE.search(line)),
+    )
+
+
+def _first(log: str, pattern: str) -> int | None:
+    found = re.search(pattern, log)
+    return int(found[1]) if found else None
+
+
+def dump(data: dict[str, object]) -> bytes:
+    return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be built: the architectures, and one frozen value per specialised kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from dataclasses import dataclass
+
+from .params import PARAMS
+
+
+class Element(enum.IntEnum):
+    """Operand types of the two products (QK, PV); the numbers are ``SPARGE_ELEMENT``."""
+
+    INT8_FP16 = 0
+    INT8_E4M3 = 1
+    BF16 = 2
+    FP16 = 3
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One compile target.
+
+    ``path`` is what csrc branches on (``SPARGE_ARCH``): 12.1 runs the code written for 12.0.
+    ``needs`` is the first NVRTC that builds our kernels for it.
+    ``shared_limit`` is the most dynamic shared memory, in bytes, that a block may ask for on every
+    GPU this target serves.
+    """
+
+    name: str
+    number: int
+    path: int
+    needs: tuple[int, int]
+    shared_limit: int
+
+
+_KIB = 1024
+ARCHS: dict[str, Arch] = {
+    arch.name: arch
+    for arch in (
+        # 99 KiB although 8.0 has 163: this target also serves 8.6 and 8.9.
+        Arch("sm_80", 80, 80, (12, 0), 99 * _KIB),
+        Arch("sm_86", 86, 86, (12, 0), 99 * _KIB),
+        # E4M3 mma.sync on sm_89 came to ptxas with 12.4.
+        Arch("sm_89", 89, 89, (12, 4), 99 * _KIB),
+        Arch("sm_90a", 90, 90, (12, 0), 227 * _KIB),
+        Arch("sm_100a", 100, 100, (12, 8), 227 * _KIB),
+        Arch("sm_103a", 103, 100, (12, 9), 227 * _KIB),
+        Arch("sm_120a", 120, 120, (12, 8), 99 * _KIB),
+        Arch("sm_121a", 121, 120, (12, 9), 99 * _KIB),
+    )
+}
+#: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
+RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+
+ENTRIES = ("means", "quantize", "route", "attend")
+_WITHOUT_ELEMENT = ("means", "route")
+HEAD_DIMS = (64, 128)
+#: ``mma.sync`` E4M3 is hardware here; on sm_90a ptxas emulates it, which serves correctness tests.
+_E4M3_NATIVE_PATHS = (89, 120)
+_E4M3_PATHS = (*_E4M3_NATIVE_PATHS, 90)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel to build. The ``-D`` list, cache key, test id and benchmark label derive from it.
+
+    ``entry`` names ``csrc/<entry>.cu`` and the ``extern "C"`` kernel inside it. A field that an
+    entry does not read is held at its default, so equal kernels are equal specs.
+
+    Raises ValueError for an architecture or head_dim that is not built.
+    """
+
+    entry: str
+    arch: str
+    head_dim: int = 128
+    element: Element = Element.INT8_FP16
+    pv_filter: bool = False
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHS:
+            raise ValueError(f"arch {self.arch!r} is not one of {', '.join(ARCHS)}")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim {self.head_dim} is not built: pad to one of {HEAD_DIMS}")
+        if not self.reads_element:
+            object.__setattr__(self, "element", Element.INT8_FP16)
+        if self.entry in (*_WITHOUT_ELEMENT, "quantize"):
+            object.__setattr__(self, "pv_filter", False)
+
+    @property
+    def reads_element(self) -> bool:
+        return self.entry not in _WITHOUT_ELEMENT
+
+    @property
+    def id(self) -> str:
+        parts = [self.entry, self.arch, f"d{self.head_dim}"]
+        if self.reads_element:
+            parts.append(self.element.name.lower())
+        if self.pv_filter:
+            parts.append("pv")
+        return "-".join(parts)
+
+    @property
+    def defines(self) -> list[str]:
+        """The ``-D`` options; raises ValueError when the entry has no parameter struct."""
+        if self.entry not in PARAMS:
+            raise ValueError(f"entry {self.entry!r} has no struct in params.py: {sorted(PARAMS)}")
+        return [
+            f"-DSPARGE_ARCH={ARCHS[self.arch].path}",
+            f"-DSPARGE_HEAD_DIM={self.head_dim}",
+            f"-DSPARGE_ELEMENT={int(self.element)}",
+            f"-DSPARGE_PV_FILTER={int(self.pv_filter)}",
+            f"-DSPARGE_PARAMS_BYTES={ctypes.sizeof(PARAMS[self.entry])}",
+        ]
+
+
+def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
+    """The operand types ``arch`` runs fastest: ``dtype`` is q's and matters only to 16-bit."""
+    if sixteen_bit:
+        return Element.FP16 if str(dtype) == "torch.float16" else Element.BF16
+    return Element.INT8_E4M3 if ARCHS[arch].path in _E4M3_NATIVE_PATHS else Element.INT8_FP16
+
+
+def all_specs(arch: str) -> list[KernelSpec]:
+    """Every kernel that exists for ``arch``, each once, entries in launch order."""
+    e4m3 = ARCHS[arch].path in _E4M3_PATHS
+    elements = [e for e in Element if e is not Element.INT8_E4M3 or e4m3]
+    specs = (
+        KernelSpec(entry, arch, head_dim, element, pv_filter)
+        for entry in ENTRIES
+        for head_dim in HEAD_DIMS
+        for element in elements
+        for pv_filter in (False, True)
+    )
+    return list(dict.fromkeys(specs))
+
+
+def native_specs(arch: str) -> list[KernelSpec]:
+    """The part of ``all_specs`` that a user's call can reach: what is worth compiling ahead."""
+    reached = (native_element(arch, False, None), Element.BF16, Element.FP16)
+    return [s for s in all_specs(arch) if s.element in reached or not s.reads_element]
+
+
+def spec_from_id(spec_id: str) -> KernelSpec:
+    """The spec whose ``id`` this is; raises ValueError when there is none."""
+    for arch in ARCHS:
+        for spec in all_specs(arch):
+            if spec.id == spec_id:
+                return spec
+    raise ValueError(f"no kernel is called {spec_id!r}")

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills each kernel's parameter block and queues it on torch's current stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import Unsupported
+from .kernels import Element, KernelSpec, capabilities, get_kernel
+from .kernels.params import (
+    AttendParams,
+    MeansParams,
+    Problem,
+    QuantizeParams,
+    RouteParams,
+    TensorView,
+)
+from .kernels.spec import ARCHS
+from .plan.blocks import block_count
+from .workspace import CallShape, WorkspaceLayout
+
+_DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_CHUNK = 16  # bytes of a vector load
+_MAX_ROUTE_ROWS = 8  # one warp of the route kernel selects for one query block
+_MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
+_STATIC_ROUTE_SHARED = 4096  # bytes the route kernel declares itself, at head_dim 128
+
+
+@dataclass(frozen=True)
+class RouteRules:
+    """The scalars of a policy as route reads them; ``select`` as in ``csrc/params.cuh``."""
+
+    select: int
+    topk_blocks: int
+    cdfthreshd: float
+    simthreshd1: float
+    scale: float
+    causal: bool
+    attention_sink: bool
+    keep_diagonal: bool
+    exact_prefix: int
+    exact_suffix: int
+
+
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    key_lengths: Tensor | None,
+    smooth_k: bool,
+    element: Element,
+    with_queries: bool,
+) -> Tensor:
+    """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace."""
+    shape = CallShape.of(q, k)
+    layout = WorkspaceLayout(
+        shape, element, with_values=v is not None, with_queries=with_queries
+    )
+    workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
+    problem = _problem(shape, key_lengths)
+    quantized = element in (Element.INT8_FP16, Element.INT8_E4M3)
+
+    def address(name: str) -> int | None:
+        return layout.address(workspace, name)
+
+    if quantized:
+        means = MeansParams(
+            problem=problem,
+            k=_view(k),
+            v=_view(v),
+            k_mean=address("k_mean"),
+            v_mean=address("v_mean"),
+            v_scale=address("v_scale"),
+            smooth_k=smooth_k,
+            with_values=v is not None,
+        )
+        slices = shape.head_dim // _MEANS_CHANNELS
+        blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
+        _launch("means", q.device, shape, (blocks, 1, 1), means, element=element)
+
+    params = QuantizeParams(
+        problem=problem,
+        q=_view(q),
+        k=_view(k),
+        v=_view(v),
+        k_mean=address("k_mean"),
+        v_mean=address("v_mean"),
+        v_scale=address("v_scale"),
+        k_tiles=address("k_tiles"),
+        v_tiles=address("v_tiles"),
+        k_scale=address("k_scale"),
+        q_block_mean=address("q_block_mean"),
+        k_block_mean=address("k_block_mean"),
+        q_similarity=address("q_similarity"),
+        k_similarity=address("k_similarity"),
+        with_queries=with_queries,
+        with_values=v is not None,
+    )
+    kv_tiles = shape.batch * shape.kv_heads * shape.key_blocks
+    blocks = kv_tiles * (1 if v is None else 2)
+    if with_queries:
+        blocks += shape.batch * shape.heads * shape.query_blocks
+    _launch("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
+    return workspace
+
+
+def route(
+    workspace: Tensor | None,
+    shape: CallShape,
+    element: Element,
+    with_values: bool,
+    key_lengths: Tensor | None,
+    block_mask: Tensor | None,
+    thresholds: Tensor | None,
+    rules: RouteRules,
+    counters: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32."""
+    rows = (shape.batch, shape.heads, shape.query_blocks)
+    block_map = torch.empty((*rows, shape.map_words), dtype=torch.int32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    layout = WorkspaceLayout(shape, element, with_values=with_values, with_queries=True)
+
+    def address(name: str) -> int | None:
+        return None if workspace is None else layout.address(workspace, name)
+
+    params = RouteParams(
+        problem=_problem(shape, key_lengths),
+        q_block_mean=address("q_block_mean"),
+        k_block_mean=address("k_block_mean"),
+        q_similarity=address("q_similarity"),
+        k_similarity=address("k_similarity"),
+        thresholds=_address(thresholds),
+        block_map=block_map.data_ptr(),
+        counts=counts.data_ptr(),
+        counters=_address(counters),
+        cdfthreshd=rules.cdfthreshd,
+        simthreshd1=rules.simthreshd1,
+        score_scale=rules.scale,
+        select=rules.select,
+        topk_blocks=rules.topk_blocks,
+        exact_prefix=rules.exact_prefix,
+        exact_suffix=rules.exact_suffix,
+        causal=rules.causal,
+        attention_sink=rules.attention_sink,
+        keep_diagonal=rules.keep_diagonal,
+    )
+    if block_mask is not None:
+        params.block_mask = block_mask.data_ptr()
+        for axis, stride in enumerate(block_mask.stride()):
+            params.mask_stride[axis] = stride
+        params.rows_per_cta = _MAX_ROUTE_ROWS
+        shared = 0
+    else:
+        params.rows_per_cta = _route_rows(shape, device)
+        shared = params.rows_per_cta * shape.key_blocks * 4
+    groups = block_count(shape.query_blocks, params.rows_per_cta)
+    grid = (shape.batch * shape.heads * groups, 1, 1)
+    _launch("route", device, shape, grid, params, extra_shared=shared)
+    return block_map, counts
+
+
+def attend(
+    q: Tensor,
+    workspace: Tensor,
+    block_map: Tensor,
+    shape: CallShape,
+    element: Element,
+    with_queries: bool,
+    key_lengths: Tensor | None,
+    thresholds: Tensor | None,
+    scale: float,
+    pvthreshd: float,
+    pv_filter: bool,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor | None,
+    partials: tuple[Tensor, Tensor, Tensor] | None,
+    counters: Tensor | None,
+) -> None:
+    """Launch 4: writes ``out`` (B, H, Nq, D), and what else was asked for."""
+    layout = WorkspaceLayout(shape, element, with_values=True, with_queries=with_queries)
+    partial_out, partial_max, partial_sum = partials or (None, None, None)
+    params = AttendParams(
+        problem=_problem(shape, key_lengths),
+        q=_view(q),
+        out=_view(out),
+        k_tiles=layout.address(workspace, "k_tiles"),
+        v_tiles=layout.address(workspace, "v_tiles"),
+        k_scale=layout.address(workspace, "k_scale"),
+        k_mean=layout.address(workspace, "k_mean"),
+        v_mean=layout.address(workspace, "v_mean"),
+        v_scale=layout.address(workspace, "v_scale"),
+        block_map=block_map.data_ptr(),
+        thresholds=_address(thresholds),
+        lse=_address(lse),
+        partial_out=_address(partial_out),
+        partial_max=_address(partial_max),
+        partial_sum=_address(partial_sum),
+        counters=_address(counters),
+        scale=scale,
+        pvthreshd=pvthreshd,
+        causal=causal,
+    )
+    grid = (shape.batch * shape.heads * shape.query_blocks, 1, 1)
+    map_bytes = shape.map_words * 4
+    _launch("attend", q.device, shape, grid, params, element, pv_filter, extra_shared=map_bytes)
+
+
+def _launch(
+    entry: str,
+    device: torch.device,
+    shape: CallShape,
+    grid: tuple[int, int, int],
+    params: MeansParams | QuantizeParams | RouteParams | AttendParams,
+    element: Element = Element.INT8_FP16,
+    pv_filter: bool = False,
+    extra_shared: int = 0,
+) -> None:
+    capability = capabilities(device)
+    if not capability.usable:
+        raise Unsupported(capability.reason)
+    spec = KernelSpec(entry, capability.arch, shape.head_dim, element, pv_filter)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch.cuda.current_stream(index).cuda_stream
+    get_kernel(spec, index).launch(grid, params, extra_shared, stream)
+
+
+def _route_rows(shape: CallShape, device: torch.device) -> int:
+    """As many query blocks as scores fit in shared memory: they share each read of the K means."""
+    limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_ROUTE_SHARED
+    rows = limit // (shape.key_blocks * 4)
+    if rows == 0:
+        raise Unsupported(
+            f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in this "
+            f"GPU's shared memory ({limit} bytes): split the sequence, or pass a block_mask."
+        )
+    return min(rows, _MAX_ROUTE_ROWS)
+
+
+def _problem(shape: CallShape, key_lengths: Tensor | None) -> Problem:
+    return Problem(
+        key_lengths=_address(key_lengths),
+        batch=shape.batch,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        queries=shape.queries,
+        keys=shape.keys,
+        channels=shape.channels,
+    )
+
+
+def _view(tensor: Tensor | None) -> TensorView:
+    """(B, H, N, D) with any strides but a contiguous last dimension."""
+    if tensor is None:
+        return TensorView()
+    size = tensor.element_size()
+    batch, head, token, _ = tensor.stride()
+    aligned = tensor.data_ptr() % _CHUNK == 0 and all(
+        stride * size % _CHUNK == 0 for stride in (batch, head, token)
+    )
+    return TensorView(
+        data=tensor.data_ptr(),
+        batch_stride=batch,
+        head_stride=head,
+        token_stride=token,
+        dtype=_DTYPE_IDS[tensor.dtype],
+        vectorized=aligned,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages as torch.library ops, so that torch.compile sees tensors in and tensors out.
+
+Registered once in a process, even when the node pack and an installed ``sparge`` both load.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import launch
+from .kernels import Element
+from .workspace import CallShape, WorkspaceLayout
+
+NAMESPACE = "sparge"
+
+_SCHEMAS = (
+    "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
+    "bool with_queries) -> Tensor",
+    "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
+    "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
+    "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
+    "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters) -> (Tensor, Tensor)",
+    "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
+    "bool with_queries, Tensor? key_lengths, Tensor? thresholds, float scale, float pvthreshd, "
+    "bool pv_filter, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, "
+    "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters) -> ()",
+)
+
+
+def _quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    key_lengths: Tensor | None,
+    smooth_k: bool,
+    element: int,
+    with_queries: bool,
+) -> Tensor:
+    return launch.quantize(q, k, v, key_lengths, smooth_k, Element(element), with_queries)
+
+
+def _quantize_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    key_lengths: Tensor | None,
+    smooth_k: bool,
+    element: int,
+    with_queries: bool,
+) -> Tensor:
+    layout = WorkspaceLayout(
+        CallShape.of(q, k), Element(element), with_values=v is not None, with_queries=with_queries
+    )
+    return q.new_empty(layout.nbytes, dtype=torch.uint8)
+
+
+def _route(
+    workspace: Tensor,
+    shape: list[int],
+    element: int,
+    with_values: bool,
+    key_lengths: Tensor | None,
+    block_mask: Tensor | None,
+    thresholds: Tensor | None,
+    select: int,
+    topk_blocks: int,
+    cdfthreshd: float,
+    simthreshd1: float,
+    scale: float,
+    causal: bool,
+    attention_sink: bool,
+    keep_diagonal: bool,
+    exact_prefix: int,
+    exact_suffix: int,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rules = launch.RouteRules(
+        select=select,
+        topk_blocks=topk_blocks,
+        cdfthreshd=cdfthreshd,
+        simthreshd1=simthreshd1,
+        scale=scale,
+        causal=causal,
+        attention_sink=attention_sink,
+        keep_diagonal=keep_diagonal,
+        exact_prefix=exact_prefix,
+        exact_suffix=exact_suffix,
+    )
+    return launch.route(
+        workspace,
+        CallShape(*shape),
+        Element(element),
+        with_values,
+        key_lengths,
+        block_mask,
+        thresholds,
+        rules,
+        counters,
+        workspace.device,
+    )
+
+
+def _route_fake(workspace: Tensor, shape: list[int], *_: object) -> tuple[Tensor, Tensor]:
+    call = CallShape(*shape)
+    rows = (call.batch, call.heads, call.query_blocks)
+    return (
+        workspace.new_empty((*rows, call.map_words), dtype=torch.int32),
+        workspace.new_empty(rows, dtype=torch.int32),
+    )
+
+
+def _attend(
+    q: Tensor,
+    workspace: Tensor,
+    block_map: Tensor,
+    shape: list[int],
+    element: int,
+    with_queries: bool,
+    key_lengths: Tensor | None,
+    thresholds: Tensor | None,
+    scale: float,
+    pvthreshd: float,
+    pv_filter: bool,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor | None,
+    partial_out: Tensor | None,
+    partial_max: Tensor | None,
+    partial_sum: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    partials = None
+    if partial_out is not None and partial_max is not None and partial_sum is not None:
+        partials = (partial_out, partial_max, partial_sum)
+    launch.attend(
+        q,
+        workspace,
+        block_map,
+        CallShape(*shape),
+        Element(element),
+        with_queries,
+        key_lengths,
+        thresholds,
+        scale,
+        pvthreshd,
+        pv_filter,
+        causal,
+        out,
+        lse,
+        partials,
+        counters,
+    )
+
+
+def _attend_fake(*_: object) -> None:
+    return None
+
+
+def _register() -> torch.library.Library | None:
+    if hasattr(torch.ops, NAMESPACE) and hasattr(getattr(torch.ops, NAMESPACE), "attend"):
+        return None
+    library = torch.library.Library(NAMESPACE, "DEF")
+    stages = (
+        ("quantize", _quantize, _quantize_fake),
+        ("route", _route, _route_fake),
+        ("attend", _attend, _attend_fake),
+    )
+    for schema, (name, implementation, fake) in zip(_SCHEMAS, stages, strict=True):
+        library.define(schema)
+        library.impl(name, implementation, "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return library
+
+
+# Ops live as long as the object that defined them.
+_library = _register()
+quantize = torch.ops.sparge.quantize
+route = torch.ops.sparge.route
+attend = torch.ops.sparge.attend

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block map: one bit for each (query block, key block), and how much of the work it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 128  # queries a row of the block map stands for, on every GPU
+KEY_BLOCK = 64  # keys one bit of it stands for
+WORD_BITS = 32
+
+
+def block_count(tokens: int, block: int) -> int:
+    """Blocks of `block` tokens that cover `tokens`, the last one possibly partial."""
+    return -(-tokens // block)
+
+
+def pack(kept: Tensor) -> Tensor:
+    """(..., nk) bool to (..., ceil(nk / 32)) int32: bit b of word w is key block 32 w + b."""
+    words = block_count(kept.shape[-1], WORD_BITS)
+    padded = torch.nn.functional.pad(kept, (0, words * WORD_BITS - kept.shape[-1]))
+    bits = padded.unflatten(-1, (words, WORD_BITS)).to(torch.int32)
+    return (bits << _bit_positions(kept)).sum(-1, dtype=torch.int32)
+
+
+def unpack(block_map: Tensor, key_blocks: int) -> Tensor:
+    """The inverse of `pack`: (..., words) int32 to (..., key_blocks) bool."""
+    bits = (block_map.unsqueeze(-1) >> _bit_positions(block_map)) & 1
+    return bits.flatten(-2)[..., :key_blocks].bool()
+
+
+def block_pairs(n_queries: int, key_counts: Tensor, is_causal: bool) -> Tensor:
+    """Query-key pairs inside each block: (B, nq, nk) int64.
+
+    `key_counts` (B, nk) holds the keys each key block really has. Causal counts a pair only when
+    its key is not after its query (both counted from 0: top-left alignment).
+    """
+    device = key_counts.device
+    first = torch.arange(block_count(n_queries, QUERY_BLOCK), device=device) * QUERY_BLOCK
+    end = (first + QUERY_BLOCK).clamp(max=n_queries)
+    keys = key_counts.long().unsqueeze(-2)
+    if not is_causal:
+        return (end - first).unsqueeze(-1) * keys
+
+    def seen_by_rows_before(row: Tensor) -> Tensor:
+        """Pairs of all rows before `row`: row r sees r + 1 - first key of them, at most `keys`."""
+        rows = (row.unsqueeze(-1) - key_starts).clamp(min=0)
+        ramp = torch.minimum(rows, keys)
+        return ramp * (ramp + 1) // 2 + (rows - ramp) * keys
+
+    key_starts = torch.arange(key_counts.shape[-1], device=device) * KEY_BLOCK
+    return seen_by_rows_before(end) - seen_by_rows_before(first)
+
+
+def count_keys(n_keys: int, key_lengths: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """(B, nk) int32: valid keys of each key block, where batch entry b has `key_lengths[b]`."""
+    starts = torch.arange(block_count(n_keys, KEY_BLOCK), device=device) * KEY_BLOCK
+    if key_lengths is None:
+        lengths = torch.full((batch, 1), n_keys, device=device)
+    else:
+        lengths = key_lengths.to(device).long().clamp(0, n_keys).unsqueeze(-1)
+    return (lengths - starts).clamp(0, KEY_BLOCK).to(torch.int32)
+
+
+def _bit_positions(like: Tensor) -> Tensor:
+    return torch.arange(WORD_BITS, dtype=torch.int32, device=like.device)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """Which key blocks each query block of each head attends to; made once, usable many times.
+
+    block_map: (B, H, ceil(Nq / 128), ceil(ceil(Nk / 64) / 32)) int32, laid out as by `pack`.
+    counts: (B, H, ceil(Nq / 128)) int32, set bits of each row.
+    key_lengths: (B,) int32, or None where every key is valid.
+    """
+
+    block_map: Tensor
+    counts: Tensor
+    n_queries: int
+    n_keys: int
+    is_causal: bool = False
+    key_lengths: Tensor | None = None
+
+    @classmethod
+    def from_kept(
+        cls,
+        kept: Tensor,
+        n_queries: int,
+        n_keys: int,
+        is_causal: bool = False,
+        key_lengths: Tensor | None = None,
+    ) -> BlockPlan:
+        """A plan from a bool map (B, H, ceil(Nq / 128), ceil(Nk / 64))."""
+        expected = (block_count(n_queries, QUERY_BLOCK), block_count(n_keys, KEY_BLOCK))
+        if kept.dim() != 4 or tuple(kept.shape[2:]) != expected:
+            raise ValueError(
+                f"The block map has shape {tuple(kept.shape)}; {n_queries} queries and {n_keys} "
+                f"keys need (B, H, {expected[0]}, {expected[1]}): a row for each {QUERY_BLOCK} "
+                f"queries, a column for each {KEY_BLOCK} keys."
+            )
+        counts = kept.sum(-1, dtype=torch.int32)
+        return cls(pack(kept), counts, n_queries, n_keys, is_causal, key_lengths)
+
+    @property
+    def batch(self) -> int:
+        return self.counts.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.counts.shape[1]
+
+    @property
+    def query_blocks(self) -> int:
+        return block_count(self.n_queries, QUERY_BLOCK)
+
+    @property
+    def key_blocks(self) -> int:
+        return block_count(self.n_keys, KEY_BLOCK)
+
+    @property
+    def device(self) -> torch.device:
+        return self.block_map.device
+
+    def kept(self) -> Tensor:
+        """The map as (B, H, query_blocks, key_blocks) bool."""
+        return unpack(self.block_map, self.key_blocks)
+
+    def key_counts(self) -> Tensor:
+        """(B, key_blocks) int32: the valid keys of each key block."""
+        return count_keys(self.n_keys, self.key_lengths, self.batch, self.device)
+
+    def kept_pairs(self) -> Tensor:
+        """(B, H) int64: query-key pairs inside the kept blocks."""
+        pairs = block_pairs(self.n_queries, self.key_counts(), self.is_causal)
+        return torch.where(self.kept(), pairs.unsqueeze(1), 0).sum((-2, -1))
+
+    def valid_pairs(self) -> Tensor:
+        """(B, H) int64: query-key pairs that dense attention would compute."""
+        pairs = block_pairs(self.n_queries, self.key_counts(), self.is_causal)
+        return pairs.sum((-2, -1)).unsqueeze(1).expand(self.batch, self.heads)
+
+    def density(self) -> float:
+        """Kept over valid query-key pairs, over all heads (1 when there are none). Synchronises."""
+        valid = int(self.valid_pairs().sum())
+        return int(self.kept_pairs().sum()) / valid if valid else 1.0
+
+    def heads_slice(self, heads: slice) -> BlockPlan:
+        """The plan of some of the query heads."""
+        return BlockPlan(
+            self.block_map[:, heads].contiguous(),
+            self.counts[:, heads].contiguous(),
+            self.n_queries,
+            self.n_keys,
+            self.is_causal,
+            self.key_lengths,
+        )
+
+    def check_fits(
+        self,
+        q: Tensor,
+        k: Tensor,
+        is_causal: bool,
+        key_lengths: Tensor | None,
+        block_mask: Tensor | None,
+    ) -> None:
+        """Raises ValueError unless this plan was made for q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
+        made_for = (self.batch, self.heads, self.n_queries, self.n_keys)
+        given = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if made_for != given or self.device != q.device:
+            raise ValueError(
+                f"The plan was made for (B, H, Nq, Nk) = {made_for} on {self.device}, the call has "
+                f"{given} on {q.device}: make a plan for each shape."
+            )
+        if block_mask is not None:
+            raise ValueError("Give plan or block_mask, not both: each replaces routing.")
+        if (is_causal and not self.is_causal) or (
+            key_lengths is not None and key_lengths is not self.key_lengths
+        ):
+            raise ValueError(
+                "is_causal and key_lengths belong to the plan: pass them to make_plan, not here."
+            )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that looks at a caller's arguments. Everything below it trusts them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import Unsupported
+from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+
+MAX_HEAD_DIM = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LAYOUTS = {"HND": "(B, H, N, D)", "NHD": "(B, N, H, D)"}
+
+
+def as_heads_first(name: str, tensor: Tensor, layout: str) -> Tensor:
+    """A (B, H, N, D) view. Raises ValueError for a wrong rank or layout name."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it takes 'HND' for (B, H, N, D) or 'NHD'.")
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; layout {layout} takes {LAYOUTS[layout]}."
+        )
+    return tensor if layout == "HND" else tensor.transpose(1, 2)
+
+
+def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
+    """q (B, H, Nq, D) against k or v (B, Hkv, Nk, D)."""
+    for label, tensor in (("q", q), (name, k)):
+        if tensor.dtype not in DTYPES:
+            raise Unsupported(
+                f"{label} is {tensor.dtype}; bfloat16, float16 and float32 are supported."
+            )
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise Unsupported(
+                f"{label}'s last dimension has stride {tensor.stride(-1)}; it must be contiguous "
+                "(the other dimensions may have any strides): call .contiguous() first."
+            )
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device} and {name} on {k.device}; put them on one device.")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q is (B, H, N, D) = {tuple(q.shape)} and {name} {tuple(k.shape)}: B and D must be "
+            "equal, and q's heads a multiple of the others'."
+        )
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise Unsupported(f"head_dim is {q.shape[-1]}; up to {MAX_HEAD_DIM} is supported.")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q {tuple(q.shape)} or {name} {tuple(k.shape)} has an empty dimension.")
+
+
+def check_values(k: Tensor, v: Tensor) -> None:
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}: they must agree.")
+
+
+def check_key_lengths(key_lengths: Tensor | None, q: Tensor) -> None:
+    if key_lengths is None:
+        return
+    if key_lengths.shape != (q.shape[0],) or key_lengths.dtype != torch.int32:
+        raise ValueError(
+            f"key_lengths is {key_lengths.dtype} {tuple(key_lengths.shape)}; give int32 of shape "
+            f"({q.shape[0]},), the valid keys of each batch entry."
+        )
+    if key_lengths.device != q.device or not key_lengths.is_contiguous():
+        raise ValueError(f"key_lengths must be contiguous and on {q.device}, as q is.")
+
+
+def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if block_mask is None:
+        return
+    expected = (
+        *q.shape[:2],
+        block_count(q.shape[2], QUERY_BLOCK),
+        block_count(k.shape[2], KEY_BLOCK),
+    )
+    if tuple(block_mask.shape) != expected:
+        raise ValueError(
+            f"block_mask has shape {tuple(block_mask.shape)}; {q.shape[2]} queries and "
+            f"{k.shape[2]} keys take {expected}: one entry for {QUERY_BLOCK} queries x "
+            f"{KEY_BLOCK} keys, on every GPU."
+        )
+    if block_mask.device != q.device:
+        raise ValueError(f"block_mask is on {block_mask.device}; put it on {q.device}, as q is.")
+
+
+def check_inference(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise Unsupported(
+            "Sparse attention has no backward pass: run under torch.no_grad() or "
+            "torch.inference_mode(), or detach the inputs."
+        )

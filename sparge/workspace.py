@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One allocation a call: where each intermediate of the pipeline lies in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernels.spec import HEAD_DIMS, Element
+from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, WORD_BITS, block_count
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """The sizes of one attention call; ``channels`` is the caller's head dim, up to 128."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    channels: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> CallShape:
+        """From q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
+        return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+
+    @property
+    def head_dim(self) -> int:
+        """The kernels' head dim: ``channels`` padded up."""
+        return next(size for size in HEAD_DIMS if self.channels <= size)
+
+    @property
+    def query_blocks(self) -> int:
+        return block_count(self.queries, QUERY_BLOCK)
+
+    @property
+    def key_blocks(self) -> int:
+        return block_count(self.keys, KEY_BLOCK)
+
+    @property
+    def map_words(self) -> int:
+        return block_count(self.key_blocks, WORD_BITS)
+
+
+@dataclass(frozen=True)
+class Field:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WorkspaceLayout:
+    """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
+
+    A plan needs no values, a call with a given plan no query statistics: those fields are absent.
+    """
+
+    def __init__(
+        self, shape: CallShape, element: Element, *, with_values: bool, with_queries: bool
+    ) -> None:
+        kv = (shape.batch, shape.kv_heads)
+        blocks = (*kv, shape.key_blocks)
+        queries = (shape.batch, shape.heads, shape.query_blocks)
+        key_bytes = 1 if element in (Element.INT8_FP16, Element.INT8_E4M3) else 2
+        value_bytes = 1 if element is Element.INT8_E4M3 else 2
+        tile = KEY_BLOCK * shape.head_dim
+        self._end = 0
+        self.fields: dict[str, Field] = {}
+        self._add("k_mean", (*kv, shape.head_dim))
+        self._add("k_scale", blocks)
+        self._add("k_similarity", blocks)
+        self._add("k_block_mean", (*kv, shape.head_dim, shape.key_blocks))
+        if with_queries:
+            self._add("q_similarity", queries)
+            self._add("q_block_mean", (*queries, shape.head_dim))
+        self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
+        if with_values:
+            self._add("v_mean", (*kv, shape.head_dim))
+            self._add("v_scale", (*kv, shape.head_dim))
+            self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        field = self.fields[name] = Field(self._end, shape, dtype)
+        self._end += block_count(field.nbytes, _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def nbytes(self) -> int:
+        return self._end
+
+    def address(self, workspace: Tensor, name: str) -> int | None:
+        """Device address of a field, None when this layout lacks it."""
+        field = self.fields.get(name)
+        return None if field is None else workspace.data_ptr() + field.offset
+
+    def view(self, workspace: Tensor, name: str) -> Tensor:
+        """The field as a tensor: for tests and diagnosis."""
+        field = self.fields[name]
+        flat = workspace[field.offset : field.offset + field.nbytes]
+        return flat.view(field.dtype).view(field.shape)

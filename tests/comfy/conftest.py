@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ComfyUI in processes of its own: its top-level names (nodes, comfy, tests) are taken here.
+
+COMFYUI_DIR names a checkout whose requirements the running Python has. Where torchvision and
+torchaudio have no CPU build, COMFY_HEADLESS names a folder whose make_stubs.py writes stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PACK = HERE.parent.parent
+
+#: A dash, because the folder's name becomes the module's name and users choose it.
+FOLDER_NAME = "my-sparge-attention"
+
+#: Seconds for the slowest scenario (a cold import of ComfyUI is a third of it).
+TIMEOUT = 300
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _missing()
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.comfy)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _missing() -> str:
+    folder = os.environ.get("COMFYUI_DIR")
+    if not folder:
+        return "needs ComfyUI; name a checkout in COMFYUI_DIR"
+    if not (Path(folder) / "comfy").is_dir():
+        return f"COMFYUI_DIR names {folder}, which holds no ComfyUI"
+    for module in ("aiohttp", "torchsde", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            return f"ComfyUI's requirement {module} is not installed"
+    if importlib.util.find_spec("torchvision") is None and "COMFY_HEADLESS" not in os.environ:
+        return "ComfyUI needs torchvision, or stand-ins from COMFY_HEADLESS"
+    return ""
+
+
+@pytest.fixture(scope="session")
+def comfyui_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment for a ComfyUI process that may run the reference instead of kernels."""
+    paths = [os.environ["COMFYUI_DIR"], os.environ.get("PYTHONPATH", "")]
+    if importlib.util.find_spec("torchvision") is None:
+        stubs = tmp_path_factory.mktemp("stubs")
+        maker = Path(os.environ["COMFY_HEADLESS"]) / "make_stubs.py"
+        subprocess.run([sys.executable, str(maker), str(stubs)], check=True, capture_output=True)
+        paths.insert(0, str(stubs))
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "SPARGE_REFERENCE": "1",
+        # One thread for each of ComfyUI and the tests is all a small CI machine has.
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+@pytest.fixture(scope="session")
+def base_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ComfyUI base directory with a copy of this pack in custom_nodes."""
+    base = tmp_path_factory.mktemp("base")
+    shutil.copytree(
+        PACK,
+        base / "custom_nodes" / FOLDER_NAME,
+        ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "benchmarks", "build", "dist"),
+    )
+    return base
+
+
+class Worker:
+    """A process with ComfyUI and the pack loaded, which runs functions of scenarios.py."""
+
+    def __init__(self, base: Path, env: dict[str, str]) -> None:
+        self.base = base
+        self.log_path = base / "worker.log"
+        self._log = self.log_path.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "worker.py"), str(base), FOLDER_NAME],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def run(self, scenario: str, **kwargs: Any) -> Any:
+        """The scenario's result. Raises AssertionError with the worker's traceback if it raised."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps([scenario, kwargs]) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the worker died:\n{self.log_path.read_text()[-4000:]}"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def close(self) -> None:
+        self._process.communicate(timeout=TIMEOUT)
+        self._log.close()
+
+
+@pytest.fixture(scope="session")
+def comfyui(base_directory: Path, comfyui_env: dict[str, str]) -> Iterator[Worker]:
+    worker = Worker(base_directory, comfyui_env)
+    yield worker
+    worker.close()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random-weight models of the families, built by ComfyUI's own classes. ComfyUI's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.model_patcher
+import comfy.supported_models
+import torch
+
+TEXT_DIM = 64
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """config is the model's; latent is (channels, [frames,] height, width); text counts tokens.
+
+    valid is how many text tokens the positive and the negative prompt really have (Mochi drops the
+    rest, LTXV masks it); pooled is the width of the pooled text embedding, 0 where a model takes none.
+    """
+
+    model_class: str
+    config: dict[str, Any]
+    latent: tuple[int, ...]
+    text: int = 24
+    valid: tuple[int, int] | None = None
+    pooled: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_COG = {
+    "image_model": "cogvideox",
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "time_embed_dim": 64,
+    "text_embed_dim": TEXT_DIM,
+    "num_layers": 2,
+    "in_channels": 16,
+    "patch_size": 2,
+    "use_rotary_positional_embeddings": True,
+    "use_learned_positional_embeddings": False,
+}
+
+FAMILIES: dict[str, Tiny] = {
+    "mochi": Tiny(
+        "GenmoMochi",
+        {
+            "image_model": "mochi_preview",
+            "depth": 2,
+            "patch_size": 2,
+            "num_heads": 2,
+            "hidden_size_x": 256,
+            "hidden_size_y": 64,
+            "mlp_ratio_x": 48.0,  # the block asserts 12288 = hidden_size_x * mlp_ratio_x
+            "mlp_ratio_y": 4.0,
+            "learn_sigma": False,
+            "in_channels": 12,
+            "qk_norm": True,
+            "qkv_bias": False,
+            "out_bias": True,
+            "attn_drop": 0.0,
+            "patch_embed_bias": True,
+            "posenc_preserve_area": True,
+            "timestep_mlp_bias": True,
+            "attend_to_padding": False,
+            "timestep_scale": 1000.0,
+            "use_t5": True,
+            "t5_feat_dim": TEXT_DIM,
+            "t5_token_length": 256,
+            "rope_theta": 10000.0,
+        },
+        latent=(12, 4, 16, 20),
+        text=32,
+        valid=(20, 7),
+    ),
+    "cogvideox": Tiny("CogVideoX_T2V", _COG, latent=(16, 4, 16, 20)),
+    "cogvideox15": Tiny(
+        "CogVideoX_T2V",
+        _COG | {"patch_size_t": 2, "sample_height": 96, "sample_width": 170, "sample_frames": 81},
+        latent=(16, 5, 16, 20),
+    ),
+    "wan": Tiny(
+        "WAN21_T2V",
+        {
+            "image_model": "wan2.1",
+            "model_type": "t2v",
+            "dim": 256,
+            "out_dim": 16,
+            "num_heads": 2,
+            "ffn_dim": 128,
+            "num_layers": 2,
+            "patch_size": (1, 2, 2),
+            "freq_dim": 256,
+            "window_size": (-1, -1),
+            "qk_norm": True,
+            "cross_attn_norm": True,
+            "eps": 1e-6,
+            "in_dim": 16,
+            "text_dim": TEXT_DIM,
+        },
+        latent=(16, 4, 16, 20),
+    ),
+    "hunyuan": Tiny(
+        "HunyuanVideo",
+        {
+            "image_model": "hunyuan_video",
+            "in_channels": 16,
+            "patch_size": [1, 2, 2],
+            "out_channels": 16,
+            "vec_in_dim": 768,
+            "axes_dim": [16, 56, 56],
+            "meanflow": False,
+            "context_in_dim": TEXT_DIM,
+            "hidden_size": 256,
+            "mlp_ratio": 4.0,
+            "num_heads": 2,
+            "depth": 1,
+            "depth_single_blocks": 2,
+            "theta": 256,
+            "qkv_bias": True,
+            "byt5": False,
+            "guidance_embed": True,
+            "use_cond_type_embedding": False,
+            "vision_in_dim": None,
+            "meanflow_sum": False,
+        },
+        latent=(16, 4, 16, 20),
+        pooled=768,
+    ),
+    "ltxv": Tiny(
+        "LTXV",
+        {
+            "image_model": "ltxv",
+            "num_attention_heads": 2,
+            "attention_head_dim": 64,
+            "cross_attention_dim": 128,
+            "caption_channels": TEXT_DIM,
+            "num_layers": 2,
+        },
+        latent=(128, 4, 8, 10),
+        valid=(20, 20),
+        extra={"frame_rate": 25.0},
+    ),
+    "flux": Tiny(
+        "Flux",
+        {
+            "image_model": "flux",
+            "in_channels": 16,
+            "out_channels": 16,
+            "vec_in_dim": 64,
+            "context_in_dim": TEXT_DIM,
+            "hidden_size": 256,
+            "mlp_ratio": 4.0,
+            "num_heads": 2,
+            "depth": 1,
+            "depth_single_blocks": 2,
+            "axes_dim": [16, 56, 56],
+            "theta": 10000,
+            "patch_size": 2,
+            "qkv_bias": True,
+            "guidance_embed": True,
+            "txt_ids_dims": [],
+        },
+        latent=(16, 36, 40),
+        pooled=64,
+    ),
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A ModelPatcher on the CPU; weights of a dtype that cannot be computed in are cast on use."""
+    cpu = torch.device("cpu")
+    config = getattr(comfy.supported_models, FAMILIES[family].model_class)(
+        dict(FAMILIES[family].config)
+    )
+    computable = dtype in (torch.float32, torch.bfloat16)
+    config.set_inference_dtype(dtype, None if computable else torch.float32)
+    model = config.get_model({}, "", device=cpu)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.diffusion_model.named_parameters():
+            scales = name.endswith("norm.weight") or (
+                parameter.ndim == 1 and name.endswith(("weight", "scale"))
+            )
+            spread = 0.02 if parameter.ndim <= 1 else max(1, parameter[0].numel()) ** -0.5
+            values = torch.randn(parameter.shape, generator=generator) * spread
+            parameter.copy_(torch.ones_like(values) if scales else values)
+    return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+
+
+def conditioning(family: str, negative: bool = False) -> list[Any]:
+    tiny = FAMILIES[family]
+    generator = torch.Generator().manual_seed(2 if negative else 1)
+    extra: dict[str, Any] = dict(tiny.extra)
+    if tiny.pooled:
+        extra["pooled_output"] = torch.randn(1, tiny.pooled, generator=generator)
+    if tiny.valid:
+        extra["attention_mask"] = (torch.arange(tiny.text) < tiny.valid[negative]).long()[None]
+    return [[torch.randn(1, tiny.text, TEXT_DIM, generator=generator), extra]]
+
+
+def empty_latent(family: str, **overrides: int) -> torch.Tensor:
+    shape = list(FAMILIES[family].latent)
+    if "frames" in overrides:
+        shape[1] = overrides["frames"]
+    return torch.zeros(1, *shape)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family in real ComfyUI: which calls go sparse, and that text stays exact."""
+
+from __future__ import annotations
+
+import pytest
+
+#: 8-bit attention of every block; a wrong layout or grid gives errors around 1.
+EIGHT_BIT = 0.01
+
+#: 4 steps, of which start_percent 0.2 leaves the first dense.
+SPARSE_STEPS, STEPS = 3, 4
+
+# family: (blocks, forward passes a step, exact (prefix, suffix) token counts, grid tokens)
+CASES = {
+    "mochi": (2, 2, [[0, 7], [0, 20]], 4 * 8 * 10),  # prompts differ in length: never batched
+    "cogvideox": (2, 1, [[24, 0]], 4 * 8 * 10),
+    "cogvideox15": (2, 1, [[24, 0]], 3 * 8 * 10),  # 5 frames in pairs, the last one padded
+    "wan": (2, 1, [[0, 0]], 4 * 8 * 10),
+    "hunyuan": (3, 1, [[24, 0]], 4 * 8 * 10),
+    "ltxv": (2, 1, [[0, 0]], 4 * 8 * 10),
+    "flux": (3, 1, [[24, 0]], 18 * 20),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_family(comfyui, name):
+    blocks, passes, exact, grid = CASES[name]
+    got = comfyui.run("family", name=name)
+    for report in got["reports"]:
+        assert report["sparse"] == SPARSE_STEPS * passes * blocks
+        assert report["reasons"]["before start_percent 0.2"] == passes * blocks
+        assert report["forwards"] == STEPS * passes
+    all_kept, half_kept = (report["density"] for report in got["reports"])
+    assert all_kept == 1.0
+    assert 0.4 < half_kept < 0.75  # text and ragged tails are kept beyond the half
+    assert got["error_all"] < EIGHT_BIT
+    assert got["error_all"] < got["error_half"]
+    assert got["original_unchanged"]
+    assert sorted({tuple(call["exact"]) for call in got["calls"]}) == [tuple(e) for e in exact]
+    assert {call["tokens"] - sum(call["exact"]) for call in got["calls"]} == {grid}
+
+
+@pytest.mark.parametrize("name", ["wan", "ltxv"])
+def test_cross_attention_is_counted_apart(comfyui, name):
+    report = comfyui.run("family", name=name)["reports"][0]
+    assert report["cross"] == STEPS * 2
+    assert report["dense"] == 2
+
+
+@pytest.mark.parametrize("name", ["mochi", "cogvideox", "ltxv", "hunyuan", "wan", "flux"])
+def test_dense_blocks_work_where_the_model_publishes_no_block_number(comfyui, name):
+    blocks, passes, *_ = CASES[name]
+    report = comfyui.run("run", name=name, widgets={"dense_blocks": "-1"})
+    assert report["reasons"]["listed in dense_blocks"] == SPARSE_STEPS * passes
+    assert report["sparse"] == SPARSE_STEPS * passes * (blocks - 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_weight_types(comfyui, dtype):
+    report = comfyui.run("run", dtype=dtype)
+    assert report["sparse"] == SPARSE_STEPS * 2
+    assert report["error"] < 0.03  # bf16 rounding of the latent itself is .01

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers, schedules, windows, cancelling and errors in real ComfyUI."""
+
+from __future__ import annotations
+
+import pytest
+
+BLOCKS = 2  # of the tiny Wan, which batches cond and uncond in one forward pass
+EIGHT_BIT = 0.01
+
+
+@pytest.mark.parametrize(
+    ("steps", "sparse_steps"), [(1, 0), (4, 3), (20, 16)], ids=["one", "four", "twenty"]
+)
+def test_step_counts(comfyui, steps, sparse_steps):
+    report = comfyui.run("run", steps=steps)
+    assert report["sparse"] == sparse_steps * BLOCKS
+    assert report["dense"] == (steps - sparse_steps) * BLOCKS
+    assert report["error"] < EIGHT_BIT
+    assert ("NOTHING WAS SPARSE" in report["text"]) == (sparse_steps == 0)
+
+
+def test_one_step_is_sparse_when_the_window_is_open(comfyui):
+    report = comfyui.run("run", steps=1, widgets={"topk": 1.0, "start_percent": 0.0})
+    assert (report["sparse"], report["dense"]) == (BLOCKS, 0)
+
+
+def test_window_ends(comfyui):
+    report = comfyui.run("run", steps=10, widgets={"topk": 1.0, "end_percent": 0.6})
+    assert report["reasons"]["before start_percent 0.2"] == 2 * BLOCKS
+    assert report["reasons"]["after end_percent 0.6"] == 3 * BLOCKS
+    assert report["sparse"] == 5 * BLOCKS
+
+
+@pytest.mark.parametrize("sampler", ["heun", "dpm_2", "dpmpp_2s_ancestral", "seeds_3"])
+def test_samplers_that_evaluate_between_steps(comfyui, sampler):
+    report = comfyui.run("run", steps=5, sampler=sampler, widgets={"topk": 1.0})
+    assert report["forwards"] > 5
+    assert report["sparse"] + report["dense"] == report["forwards"] * BLOCKS
+    assert report["sparse"] > report["dense"] > 0
+
+
+def test_a_schedule_that_rises_again_is_dense_again(comfyui):
+    report = comfyui.run("schedule_that_rises_again")
+    assert (report["sparse"], report["dense"]) == (4 * BLOCKS, 2 * BLOCKS)
+
+
+def test_denoise_below_one_starts_inside_the_window(comfyui):
+    report = comfyui.run("run", denoise=0.5)
+    assert report["sparse"] == 4 * BLOCKS
+    assert report["dense"] == 0
+
+
+def test_two_samplers_with_a_model_each(comfyui):
+    got = comfyui.run("split_over_two_models")
+    high, low = got["reports"]
+    assert (high["sparse"], high["dense"]) == (BLOCKS, BLOCKS)
+    assert (low["sparse"], low["dense"]) == (2 * BLOCKS, 0)
+    assert got["error"] < EIGHT_BIT
+
+
+def test_the_window_is_resolved_when_sampling_starts(comfyui):
+    before, after = comfyui.run("window_follows_a_later_shift")
+    assert before["sparse"] == after["sparse"] == 8 * BLOCKS
+
+
+def test_the_same_seed_gives_the_same_output(comfyui):
+    got = comfyui.run("batched_or_split")
+    together, again, apart = got["reports"]
+    assert got["repeatable"]
+    assert together == again
+    assert apart["sparse"] == 2 * together["sparse"]
+    # Float32 matrix products of another batch size differ in the last bit, and 8 bits amplify that.
+    assert got["error"] < 1e-3
+
+
+def test_cancel_leaves_a_report_and_nothing_else(comfyui):
+    got = comfyui.run("cancelled")
+    whole, cut, again = got["reports"]
+    assert got["raised"]
+    assert cut["stopped"] and "stopped early" in cut["text"]
+    assert cut["sparse"] == BLOCKS
+    assert got["same_after"] and again == whole
+    assert got["options"] == ["optimized_attention_override"]
+
+
+def test_a_refusal_of_the_library_is_dense_with_its_reason(comfyui):
+    got = comfyui.run("library_raises", kind="unsupported")
+    assert got["report"]["reasons"]["the test allows nothing"] == 3 * BLOCKS
+    assert got["same_as_dense"] and not got["raised"]
+    assert "NOTHING WAS SPARSE" in got["report"]["text"]
+
+
+def test_a_failed_compile_makes_the_rest_of_the_run_dense(comfyui):
+    got = comfyui.run("library_raises", kind="build")
+    assert got["report"]["reasons"]["a kernel did not compile (see the log)"] == 3 * BLOCKS
+    assert got["same_as_dense"] and got["calls"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"),
+    [
+        ("memory", "OutOfMemoryError"),
+        ("interrupt", "InterruptProcessingException"),
+        ("bug", "RuntimeError"),
+    ],
+)
+def test_no_other_error_is_swallowed(comfyui, kind, raised):
+    got = comfyui.run("library_raises", kind=kind)
+    assert got["raised"] == raised
+    assert got["report"]["stopped"]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs in workflows/ against a real server: what a user drags in must be accepted as it is.
+
+Only the validation of /prompt is of interest. The model files are empty placeholders, so that the
+names in the loaders are among their options; the run that follows is thrown out of the queue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACK = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((PACK / "workflows").glob("*.json"))
+FRONTEND_ONLY = {"MarkdownNote"}
+FOLDERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+START_SECONDS = 120
+
+
+def graph(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def is_widget(kind: Any) -> bool:
+    return isinstance(kind, list) or kind in WIDGETS
+
+
+def widget_inputs(
+    inputs: dict[str, Any], values: Iterator[Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Names the values of widgets_values as the frontend does, sub-widgets in place."""
+    named = {}
+    for group in ("required", "optional"):
+        for name, (kind, *options) in inputs.get(group, {}).items():
+            settings = options[0] if options else {}
+            if not is_widget(kind) or settings.get("hidden"):
+                continue
+            value = next(values)
+            named[prefix + name] = value
+            if settings.get("control_after_generate"):
+                next(values)
+            if kind == "COMFY_DYNAMICCOMBO_V3":
+                chosen = next(o for o in settings["options"] if o["key"] == value)
+                named |= widget_inputs(chosen["inputs"], values, f"{prefix}{name}.")
+    return named
+
+
+def to_prompt(ui: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any]:
+    """The API form of a UI graph that has neither subgraphs nor muted nodes."""
+    links = {link[0]: [str(link[1]), link[2]] for link in ui["links"]}
+    prompt = {}
+    for node in ui["nodes"]:
+        if node["type"] in FRONTEND_ONLY:
+            continue
+        values = iter(node["widgets_values"])
+        inputs = widget_inputs(object_info[node["type"]]["input"], values)
+        assert next(values, None) is None, f"{node['type']} has widget values left over"
+        inputs |= {i["name"]: links[i["link"]] for i in node["inputs"] if i["link"]}
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return prompt
+
+
+class Server:
+    def __init__(self, base: Path, env: dict[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log_path = base / "server.log"
+        web = base / "web"
+        web.mkdir()
+        (web / "index.html").write_text("<html></html>")
+        with self.log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "main.py", "--cpu", "--listen", "127.0.0.1"),
+                    *("--port", str(port), "--base-directory", str(base)),
+                    *("--front-end-root", str(web), "--database-url", "sqlite:///:memory:"),
+                    "--disable-api-nodes",
+                ],
+                cwd=os.environ["COMFYUI_DIR"],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, f"the server died:\n{self.log()[-4000:]}"
+            try:
+                self.get("/system_stats")
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        self.stop()
+        raise AssertionError(f"the server did not come up:\n{self.log()[-4000:]}")
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.loads(answer.read())
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, comfyui_env: dict[str, str]
+) -> Iterator[Server]:
+    base = tmp_path_factory.mktemp("server")
+    shutil.copytree(
+        PACK,
+        base / "custom_nodes" / "sparge-attention",
+        ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "benchmarks", "build", "dist"),
+    )
+    for path in WORKFLOWS:
+        for node in graph(path)["nodes"]:
+            if folder := FOLDERS.get(node["type"]):
+                file = base / "models" / folder / node["widgets_values"][0]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+    running = Server(base, comfyui_env)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def object_info(server: Server) -> dict[str, Any]:
+    return server.get("/object_info")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_server_accepts_the_graph(
+    path: Path, server: Server, object_info: dict[str, Any]
+) -> None:
+    prompt = to_prompt(graph(path), object_info)
+    status, answer = server.post("/prompt", {"prompt": prompt})
+    server.post("/queue", {"clear": True})
+    server.post("/interrupt", {})
+    assert status == 200, json.dumps(answer, indent=1)
+    assert answer["node_errors"] == {}
+
+
+def test_a_wrong_graph_is_refused(server: Server, object_info: dict[str, Any]) -> None:
+    """Shows that the test above can fail."""
+    prompt = to_prompt(graph(WORKFLOWS[0]), object_info)
+    sparge = next(n for n in prompt.values() if n["class_type"] == "SpargeAttention")
+    sparge["inputs"]["topk"] = 7.0
+    status, answer = server.post("/prompt", {"prompt": prompt})
+    assert status == 400
+    assert [e["class_type"] for e in answer["node_errors"].values()] == ["SpargeAttention"]
+
+
+def test_the_pack_is_served(server: Server, object_info: dict[str, Any]) -> None:
+    failed = [line for line in server.log().splitlines() if "IMPORT FAILED" in line]
+    assert not [line for line in failed if "sparge-attention" in line]
+    node = object_info["SpargeAttention"]
+    assert node["display_name"] == "Sparge Attention"
+    assert node["category"] == "model/patch"
+    templates = server.get("/workflow_templates")
+    assert set(templates["sparge-attention"]) == {path.stem for path in WORKFLOWS}

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test may use: the gpu marker, and inputs that are random but repeatable."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="shifts the random inputs of every test")
+
+
+def no_gpu_reason() -> str:
+    """Why this machine cannot run the tests marked gpu; empty where it can."""
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU; this torch is built for AMD"
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU; torch finds none"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"needs compute capability 8.0 or newer; this GPU has {major}.{minor}"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = no_gpu_reason()
+    if reason:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Differs from test to test, and with --seed, yet is the same in every run."""
+    shift: int = request.config.getoption("--seed") or 0
+    return zlib.crc32(request.node.nodeid.encode()) + shift
+
+
+@pytest.fixture
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def make_qkv(generator: torch.Generator) -> Inputs:
+    """make_qkv(batch, heads, tokens, head_dim, *, kv_heads, kv_tokens, dtype, device, layout)
+
+    Fresh normal q, k, v in the order that `layout` names ("HND": batch, heads, tokens, head_dim).
+    """
+
+    def make(
+        batch: int = 1,
+        heads: int = 2,
+        tokens: int = 256,
+        head_dim: int = 64,
+        *,
+        kv_heads: int | None = None,
+        kv_tokens: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        layout: str = "HND",
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def draw(n_heads: int, n_tokens: int) -> torch.Tensor:
+            shape = (
+                (batch, n_heads, n_tokens, head_dim)
+                if layout == "HND"
+                else (batch, n_tokens, n_heads, head_dim)
+            )
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        of_keys = (kv_heads or heads, kv_tokens or tokens)
+        return draw(heads, tokens), draw(*of_keys), draw(*of_keys)
+
+    return make

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small CUDA sources of our own, and the pack's real kernels compiled side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sparge.kernels import nvrtc
+from sparge.kernels.compile import NvrtcCompiler
+from sparge.kernels.cubin import Cubin
+from sparge.kernels.loader import load_cubin
+from sparge.kernels.spec import ENTRIES, KernelSpec
+
+_ENTRY = """
+#include "common/twice.cuh"
+struct LaunchInfo { unsigned threads, shared_bytes; };
+struct alignas(8) Params { unsigned char bytes[SPARGE_PARAMS_BYTES]; };
+extern "C" __device__ const LaunchInfo launch_info = {96, 4096u};
+extern "C" __global__ void ENTRY(const __grid_constant__ Params p) {
+  *reinterpret_cast<float* const&>(p.bytes[0]) = twice(SPARGE_HEAD_DIM);
+}
+"""
+_HEADER = """#pragma once
+__device__ inline float twice(float x) { return x + x; }
+"""
+
+
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    """A source tree with the pack's entries in miniature: 96 threads, 4096 shared bytes each."""
+    root = tmp_path / "csrc"
+    (root / "common").mkdir(parents=True)
+    (root / "common" / "twice.cuh").write_text(_HEADER)
+    for entry in ENTRIES:
+        (root / f"{entry}.cu").write_text(_ENTRY.replace("ENTRY", entry))
+    return root
+
+
+@pytest.fixture(scope="session")
+def compiler() -> NvrtcCompiler:
+    return NvrtcCompiler(nvrtc.load())
+
+
+class CountingCompiler:
+    """The real compiler, counting what reaches it."""
+
+    def __init__(self, compiler: NvrtcCompiler) -> None:
+        self._compiler = compiler
+        self.label = compiler.label
+        self.version = compiler.version
+        self.compiled: list[KernelSpec] = []
+
+    def compile(self, spec, sources) -> Cubin:
+        self.compiled.append(spec)
+        return self._compiler.compile(spec, sources)
+
+
+@pytest.fixture
+def counting(compiler: NvrtcCompiler) -> CountingCompiler:
+    return CountingCompiler(compiler)
+
+
+@pytest.fixture(scope="session")
+def pack_cubin(request: pytest.FixtureRequest) -> Iterator[Callable[[KernelSpec], Cubin]]:
+    """The pack's own kernel of a spec, from the user's cache or compiled there.
+
+    Every spec the session's tests ask for starts compiling at once, on all cores.
+    """
+    calls = (getattr(item, "callspec", None) for item in request.session.items)
+    specs = {call.params.get("spec") for call in calls if call}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs: dict[KernelSpec, Future[Cubin]] = {
+            spec: pool.submit(load_cubin, spec) for spec in specs if isinstance(spec, KernelSpec)
+        }
+        yield lambda spec: jobs[spec].result()
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparge.kernels import build as build_module
+from sparge.kernels import graph
+from sparge.kernels.spec import KernelSpec, all_specs
+
+SPECS = (KernelSpec("means", "sm_90a"), KernelSpec("route", "sm_90a"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def job(csrc, tmp_path, compiler) -> graph.Job:
+    return graph.Job(SPECS, csrc, tmp_path / "out put", compiler)
+
+
+@pytest.fixture
+def ninja() -> Path:
+    program = graph.ninja_program()
+    assert program is not None, "install requirements-dev.txt"
+    return program
+
+
+def _edges(capfd) -> list[str]:
+    """Which kernels ninja ran an edge for."""
+    lines = capfd.readouterr().out.splitlines()
+    return sorted(line.split("] ")[1] for line in lines if line.startswith("["))
+
+
+def test_ninja_builds_only_what_changed(job, ninja, csrc, capfd):
+    assert all(build_module.build(job, 2).values())
+    assert _edges(capfd) == ["means-sm_90a-d128", "route-sm_90a-d128"]
+
+    assert graph.run_ninja(ninja, job, 2)
+    assert _edges(capfd) == []
+
+    with open(csrc / "route.cu", "a") as file:
+        file.write("// changed\n")
+    before = {path: path.stat().st_mtime_ns for path in job.out.glob("means*")}
+    assert all(build_module.build(job, 2).values())
+    assert _edges(capfd) == ["route-sm_90a-d128"]
+    assert before == {path: path.stat().st_mtime_ns for path in job.out.glob("means*")}
+
+    with open(csrc / "common" / "twice.cuh", "a") as file:
+        file.write("// changed\n")
+    assert all(build_module.build(job, 2).values())
+    assert _edges(capfd) == ["means-sm_90a-d128", "route-sm_90a-d128"]
+
+
+def test_a_touched_file_compiles_nothing(job, ninja, csrc, capfd):
+    build_module.build(job, 2)
+    capfd.readouterr()
+    before = {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
+    time.sleep(0.02)  # file systems may count in coarse steps
+    os.utime(csrc / "means.cu")
+    assert graph.run_ninja(ninja, job, 2)
+    assert _edges(capfd) == ["means-sm_90a-d128"]
+    assert before == {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
+    assert graph.run_ninja(ninja, job, 2)
+    assert _edges(capfd) == []
+
+
+def test_a_missing_file_is_built_and_a_damaged_one_too(job):
+    built = build_module.build(job, 2)
+    means, route = (next(job.out.glob(f"{spec.id}.*.cubin")) for spec in SPECS)
+    means.unlink()
+    route.write_bytes(b"damaged")
+    assert build_module.build(job, 2) == built
+
+
+def test_one_broken_kernel_fails_alone(job, csrc, capfd):
+    (csrc / "route.cu").write_text("#error broken here\n")
+    built = build_module.build(job, 2)
+    assert [cubin is None for cubin in built.values()] == [False, True]
+    assert "broken here" in capfd.readouterr().out
+    assert "failed" in build_module.table(built)
+
+
+@pytest.fixture
+def without_ninja(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ninja", None)
+
+    def refuse(*_):
+        raise AssertionError("ninja ran")
+
+    monkeypatch.setattr(graph.subprocess, "run", refuse)
+
+
+def test_without_ninja_it_builds_in_process(without_ninja, job, csrc, capsys):
+    assert graph.ninja_program() is None
+    built = build_module.build(job, 2)
+    assert all(built.values())
+    (csrc / "route.cu").write_text("#error broken here\n")
+    assert [c is None for c in build_module.build(job, 2).values()] == [False, True]
+    assert "broken here" in capsys.readouterr().out
+
+
+def test_ninja_and_process_make_the_same_files(job, tmp_path, monkeypatch, request):
+    build_module.build(job, 2)
+    other = graph.Job(job.specs, job.csrc, tmp_path / "other", job.compiler)
+    request.getfixturevalue("without_ninja")
+    build_module.build(other, 2)
+    made = [{p.name: p.read_bytes() for p in j.out.iterdir()} for j in (job, other)]
+    assert made[0] == made[1]
+
+
+def test_ninja_on_path_is_not_asked(without_ninja, tmp_path, monkeypatch):
+    decoy = tmp_path / "ninja"
+    decoy.write_text("#!/bin/sh\n")
+    decoy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert graph.ninja_program() is None
+
+
+def test_command_line(csrc, tmp_path, capfd):
+    out = tmp_path / "out"
+    arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out), "--jobs", "2"]
+    assert build_module.main(arguments) == 0
+    text = capfd.readouterr().out
+    specs = all_specs("sm_80")
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    for spec in specs:
+        threads, registers, shared, stack, spills, _ = map(int, rows[spec.id])
+        assert (threads, shared, stack, spills) == (96, 4096, 0, 0)
+        assert registers > 0
+    assert f"{len(specs)} kernels in {out}" in text
+
+    (csrc / "attend.cu").write_text("#error broken here\n")
+    assert build_module.main(arguments) == 1
+    assert "broken here" in capfd.readouterr().out
+
+
+def test_old_files_leave_an_out_folder_and_no_others(csrc, tmp_path, capfd):
+    out = tmp_path / "out"
+    arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out)]
+    build_module.main(arguments)
+    stranger = out / "means-sm_90a-d128.0123.nvrtc13.0.cubin"
+    stranger.write_text("another arch's")
+    with open(csrc / "common" / "twice.cuh", "a") as file:
+        file.write("// changed\n")
+    build_module.main(arguments)
+    assert stranger.is_file()
+    assert len(list(out.iterdir())) == 2 * len(all_specs("sm_80")) + 1
+
+
+def test_nvcc_into_the_users_cache_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        build_module.main(["--arch", "sm_80", "--with", "nvcc"])
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_missing_source_tree_is_an_error_and_no_traceback(tmp_path, capsys):
+    arguments = ["--arch", "sm_80", "--csrc", str(tmp_path / "absent"), "--out", str(tmp_path)]
+    assert build_module.main(arguments) == 1
+    assert "csrc has no" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate for every kernel this pack can run, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from sparge.errors import KernelBuildError
+from sparge.kernels.compile import NvccCompiler
+from sparge.kernels.source import read_sources
+from sparge.kernels.spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs
+
+SPECS = [spec for arch in RELEASE_ARCHS for spec in all_specs(arch)]
+# Static and dynamic shared memory together; the driver keeps 1 KiB of each block's for itself,
+# which the limits of spec.py (what a block may ask for) leave out already.
+WARP = 32
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)
+def test_kernel_compiles_and_fits(spec: KernelSpec, pack_cubin):
+    cubin = pack_cubin(spec)
+    info, report = cubin.info, cubin.report
+    assert info.threads % WARP == 0 and 0 < info.threads <= 1024
+    assert info.shared_bytes + report.static_shared <= ARCHS[spec.arch].shared_limit
+    assert report.registers * info.threads <= 65536
+    assert report.notes == ()
+    assert report.spills == 0
+    assert report.stack == 0
+
+
+def test_a_kernel_that_does_not_compile_brings_the_log(compiler, csrc):
+    (csrc / "common" / "twice.cuh").write_text("#error not today\n")
+    with pytest.raises(KernelBuildError) as caught:
+        compiler.compile(KernelSpec("route", "sm_80"), read_sources("route", csrc))
+    assert "route-sm_80-d128" in str(caught.value)
+    assert "common/twice.cuh(1): catastrophic error: #error directive: not today" in (
+        caught.value.log.replace('"', "")
+    )
+
+
+def test_the_size_of_the_parameters_reaches_the_device(compiler, csrc):
+    path = csrc / "route.cu"
+    path.write_text(path.read_text() + "static_assert(SPARGE_PARAMS_BYTES == 1);\n")
+    with pytest.raises(KernelBuildError, match="static"):
+        compiler.compile(KernelSpec("route", "sm_80"), read_sources("route", csrc))
+
+
+def test_each_option_reaches_the_device(compiler, csrc):
+    spec = KernelSpec("attend", "sm_89", 64)
+    sources = read_sources("attend", csrc)
+    check = (
+        "static_assert(SPARGE_ARCH == 89 && SPARGE_HEAD_DIM == 64 && SPARGE_PV_FILTER == 0);\n"
+        "static_assert(SPARGE_ELEMENT == 0 && __CUDA_ARCH__ == 890 && __cplusplus == 201703L);\n"
+        "constexpr int plain(int x) { return x + 1; }\n"
+        "__device__ int use(int x) { return plain(x); }\n"
+    )
+    # The host pass of nvcc knows no __CUDA_ARCH__; NVRTC has no host pass.
+    assert compiler.compile(spec, replace(sources, text=sources.text + check)).info.threads == 96
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_nvcc_builds_the_same_sources(csrc):
+    spec = KernelSpec("attend", "sm_90a")
+    nvcc = NvccCompiler()
+    cubin = nvcc.compile(spec, read_sources("attend", csrc))
+    assert nvcc.label.startswith("nvcc")
+    assert cubin.info.shared_bytes == 4096
+    assert cubin.report.registers > 0
+    (csrc / "common" / "twice.cuh").write_text("#error not today\n")
+    with pytest.raises(KernelBuildError, match="not today"):
+        nvcc.compile(spec, read_sources("attend", csrc))

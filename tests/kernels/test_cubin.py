@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from sparge.kernels.cubin import LaunchInfo, read_launch_info
+from sparge.kernels.report import Report, parse_report
+
+KERNEL = 'extern "C" __global__ void k(int* p) { *p = 1; }\n'
+STRUCT = "struct LaunchInfo { unsigned threads, shared_bytes; };\n"
+
+
+@pytest.fixture(scope="module")
+def build(compiler):
+    def compile_text(text: str, *options: str):
+        return compiler.nvrtc.compile("k.cu", text, {}, ["--gpu-architecture=sm_90a", *options])
+
+    return compile_text
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        'extern "C" __device__ const LaunchInfo launch_info = {384, 232448u};',
+        'extern "C" __device__ constexpr LaunchInfo launch_info = {384, 232448u};',
+        'extern "C" __constant__ LaunchInfo launch_info = {384, 232448u};',
+        # A neighbour of similar name and a padded section: the offset within it must be used.
+        'extern "C" __device__ const LaunchInfo launch_information = {1, 2};\n'
+        'extern "C" __device__ const LaunchInfo launch_info = {384, 232448u};',
+    ],
+)
+def test_launch_info_is_read(build, definition):
+    image = build(STRUCT + definition + "\n" + KERNEL).image
+    assert read_launch_info(image) == LaunchInfo(threads=384, shared_bytes=232448)
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "",
+        'extern "C" __device__ LaunchInfo launch_info;',
+        "__device__ const LaunchInfo info = {1};",
+    ],
+)
+def test_a_cubin_without_launch_info_is_refused(build, definition):
+    image = build(STRUCT + definition + "\n" + KERNEL).image
+    with pytest.raises(ValueError, match="launch_info"):
+        read_launch_info(image)
+
+
+def test_what_is_no_cubin_is_refused(build):
+    with pytest.raises(ValueError, match="ELF"):
+        read_launch_info(b"// PTX, perhaps")
+    image = build(STRUCT + KERNEL).image
+    with pytest.raises(ValueError, match="cut short"):
+        read_launch_info(image[:80])
+
+
+def test_the_report_of_a_kernel_that_spills(build):
+    spilling = """
+    extern "C" __global__ void __launch_bounds__(1024) k(float* p) {
+      __shared__ float tile[256];
+      float x[96];
+      #pragma unroll
+      for (int i = 0; i < 96; i++) x[i] = p[i * 1024 + threadIdx.x];
+      tile[threadIdx.x % 256] = x[0];
+      __syncthreads();
+      #pragma unroll
+      for (int i = 0; i < 96; i++) p[i * 1024 + threadIdx.x] = x[95 - i] * tile[i] + x[i];
+    }
+    """
+    report = parse_report(build(spilling, "--ptxas-options=-v").log)
+    assert report.registers == 64  # what 1024 threads leave each
+    assert report.static_shared == 1024
+    assert report.spills == report.spill_stores + report.spill_loads > 0
+    assert report.stack > 0
+
+
+def test_the_report_of_a_small_kernel(build):
+    report = parse_report(build(KERNEL, "--ptxas-options=-v").log)
+    assert 0 < report.registers <= 32
+    assert report == Report(report.registers, 0, 0, 0, 0)
+
+
+def test_a_log_without_report_is_refused(build):
+    with pytest.raises(ValueError, match="no ptxas resource report"):
+        parse_report(build(KERNEL).log)
+
+
+def test_the_report_of_nvcc_and_of_older_nvrtc():
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+    48 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 40 registers, 520 bytes smem, 360 bytes cmem[0]
+k.cu(3): warning #177-D: variable "x" was declared but never referenced
+"""
+    report = parse_report(log)
+    assert report.notes[0].endswith("wgmma.mma_async instructions are serialized")
+    assert "177-D" in report.notes[1]
+    assert report == Report(40, 520, 48, 12, 20, report.notes)
+    assert Report.from_json(report.to_json()) == report

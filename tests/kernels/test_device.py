@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparge.errors import Unsupported
+from sparge.kernels import KernelSpec, capabilities, device, driver, get_kernel, warm
+from sparge.kernels.device import SERVED_BY, Capability, arch_for
+from sparge.kernels.nvrtc import NvrtcNotFoundError
+from sparge.kernels.spec import ARCHS
+
+
+def _nvrtc(monkeypatch, version, archs=(80, 86, 89, 90, 100, 103, 120, 121)):
+    fake = SimpleNamespace(version=version, archs=frozenset(archs))
+    monkeypatch.setattr(device, "compiler", lambda: fake)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose torch has one GPU: gpu((8, 9)) plants it."""
+
+    def plant(capability, cuda="13.0", hip=None, count=1):
+        monkeypatch.setattr(device, "_known", {})
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(driver, "library", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU X")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        _nvrtc(monkeypatch, (13, 0))
+
+    return plant
+
+
+def _refused(capability: Capability, words: str) -> None:
+    assert not capability.usable
+    assert capability.arch == ""
+    assert words in capability.reason
+    assert capability.reason.endswith(".") and "\n" not in capability.reason
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("cpu", "The CPU"),
+        (torch.device("mps"), "Apple's GPU (MPS)"),
+        ("xpu:0", "Intel's GPU (XPU)"),
+        ("privateuseone", "'privateuseone'"),
+    ],
+)
+def test_other_devices(where, words):
+    _refused(capabilities(where), words)
+
+
+def test_a_name_that_is_no_device():
+    capability = capabilities("toaster")
+    assert not capability.usable
+    assert "toaster" in capability.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 7), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), "sm_120a"),
+        ((12, 1), "sm_121a"),
+    ],
+)
+def test_each_gpu_has_its_target(gpu, capability, arch):
+    gpu(capability)
+    for where in (0, "cuda", "cuda:0", torch.device("cuda", 0)):
+        assert capabilities(where) == Capability(True, "", arch)
+
+
+def test_every_target_serves_a_gpu():
+    assert {arch for archs in SERVED_BY.values() for arch in archs} == set(ARCHS)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
+def test_too_old(gpu, capability):
+    gpu(capability)
+    _refused(capabilities("cuda"), "too old")
+
+
+@pytest.mark.parametrize("capability", [(11, 0), (13, 0)])
+def test_not_known(gpu, capability):
+    gpu(capability)
+    _refused(capabilities("cuda"), "not supported yet")
+
+
+def test_rocm_answers_as_cuda_and_is_refused(gpu):
+    gpu((9, 4), cuda=None, hip="6.4")
+    _refused(capabilities("cuda:0"), "AMD")
+
+
+def test_torch_without_cuda(gpu):
+    gpu((9, 0), cuda=None)
+    _refused(capabilities("cuda:0"), "built without CUDA")
+
+
+def test_no_driver(gpu, monkeypatch):
+    gpu((9, 0))
+
+    def missing():
+        raise driver.DriverNotFoundError("the NVIDIA driver (libcuda.so.1) is not installed")
+
+    monkeypatch.setattr(driver, "library", missing)
+    _refused(capabilities("cuda:0"), "libcuda.so.1")
+
+
+def test_driver_but_no_gpu(gpu):
+    gpu((9, 0), count=0)
+    _refused(capabilities("cuda"), "finds no GPU")
+
+
+def test_an_index_too_high(gpu):
+    gpu((9, 0), count=2)
+    assert capabilities(1).usable
+    _refused(capabilities("cuda:2"), "no GPU 2: this machine has 2")
+
+
+def test_no_nvrtc(gpu, monkeypatch):
+    gpu((9, 0))
+
+    def missing():
+        raise NvrtcNotFoundError("NVRTC was not found.")
+
+    monkeypatch.setattr(device, "compiler", missing)
+    _refused(capabilities("cuda:0"), "NVRTC was not found")
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    [
+        ((12, 0), (12, 6), ""),
+        ((12, 0), (12, 8), "sm_120a"),
+        ((12, 1), (12, 8), ""),
+        ((12, 1), (12, 9), "sm_121a"),
+        ((8, 9), (12, 1), "sm_80"),  # before 12.4 there is no E4M3 mma.sync for it
+        ((8, 9), (12, 4), "sm_89"),
+        ((9, 0), (11, 8), ""),
+    ],
+)
+def test_an_older_nvrtc_builds_what_it_can(monkeypatch, capability, version, expected):
+    _nvrtc(monkeypatch, version)
+    found = arch_for(capability, "GPU X")
+    assert found.arch == expected
+    if not expected:
+        _refused(found, "update PyTorch")
+        assert "{}.{}".format(*version) in found.reason
+
+
+def test_a_target_nvrtc_dropped_is_served_by_the_next(monkeypatch):
+    _nvrtc(monkeypatch, (14, 0), archs=(80, 90))
+    assert arch_for((8, 6), "RTX 3090").arch == "sm_80"
+
+
+def test_it_is_asked_once_and_then_cheap(gpu, monkeypatch):
+    gpu((9, 0))
+    where = torch.device("cuda", 0)
+    first = capabilities(where)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
+    assert capabilities(where) is first
+    started = time.perf_counter()
+    for _ in range(1000):
+        capabilities(where)
+    # About 1 us; the limit leaves room for a loaded machine.
+    assert (time.perf_counter() - started) / 1000 < 20e-6
+
+
+def test_it_never_raises(gpu, monkeypatch):
+    gpu((9, 0))
+
+    def broken(index):
+        raise RuntimeError("driver shut down")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
+    _refused_reason = capabilities("cuda:0").reason
+    assert "driver shut down" in _refused_reason
+
+
+def test_torch_compile_takes_it_as_a_constant():
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if capabilities(x.device).usable else x - 1
+
+    compiled = torch.compile(branch, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [-1.0, -1.0]
+    marked = torch.compiler.assume_constant_result(lambda: 0)
+    assert vars(marked).keys() & vars(capabilities).keys()
+
+
+def test_kernels_are_refused_with_the_reason(gpu):
+    gpu((7, 5))
+    with pytest.raises(Unsupported, match="too old") as caught:
+        get_kernel(KernelSpec("means", "sm_80"), 0)
+    assert caught.value.reason == capabilities(0).reason
+    with pytest.raises(Unsupported, match="too old"):
+        warm("cuda:0")

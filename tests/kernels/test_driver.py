@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch path against a stand-in for the driver's library; tests/gpu has the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from sparge.kernels import driver
+from sparge.kernels.driver import DriverError, DriverNotFoundError, Kernel
+from sparge.kernels.source import read_sources
+from sparge.kernels.spec import KernelSpec
+
+
+class Params(ctypes.Structure):
+    _fields_ = (("pointer", ctypes.c_void_p), ("count", ctypes.c_int32))
+
+
+@dataclass
+class Launch:
+    sizes: tuple[int, ...]
+    stream: int
+    params: tuple[int, int]
+    contexts: list[int]
+
+
+class FakeDriver:
+    """Answers success and records; ``fail[function]`` is a list of statuses to answer first."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.launches: list[Launch] = []
+        self.shared: list[int] = []
+        self.contexts: list[int] = []
+        self.fail: dict[str, list[int]] = {}
+
+    def __getattr__(self, function: str):
+        if not function.startswith("cu"):
+            raise AttributeError(function)
+        act = {
+            "cuGetErrorName": self._name,
+            "cuGetErrorString": self._text,
+            "cuDeviceGet": self._device,
+            "cuDevicePrimaryCtxRetain": self._retain,
+            "cuCtxPushCurrent_v2": lambda context: self.contexts.append(context.value),
+            "cuCtxPopCurrent_v2": lambda out: self.contexts.pop(),
+            "cuFuncSetAttribute": self._attribute,
+            "cuLaunchKernel": self._launch,
+        }.get(function, lambda *arguments: None)
+
+        def call(*arguments) -> int:
+            act(*arguments)
+            self.calls.append(function)
+            statuses = self.fail.get(function)
+            return statuses.pop(0) if statuses else 0
+
+        return call
+
+    def _name(self, status, out) -> None:
+        out._obj.value = b"CUDA_ERROR_TEST"
+
+    def _text(self, status, out) -> None:
+        out._obj.value = b"what the driver says"
+
+    def _device(self, out, index) -> None:
+        out._obj.value = index
+
+    def _retain(self, out, device) -> None:
+        out._obj.value = 0x1000 + device.value
+
+    def _attribute(self, function, attribute, value) -> None:
+        assert attribute == 8
+        assert self.contexts, "an attribute is set in the kernel's context"
+        self.shared.append(value)
+
+    def _launch(self, function, *arguments) -> None:
+        *sizes, stream, parameters, extra = arguments
+        assert extra is None
+        params = Params.from_address(parameters[0])
+        self.launches.append(
+            Launch(tuple(sizes), stream, (params.pointer, params.count), list(self.contexts))
+        )
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    driver.primary_context.cache_clear()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    yield fake
+    driver.primary_context.cache_clear()
+
+
+@pytest.fixture
+def image(csrc, compiler) -> bytes:
+    return compiler.compile(KernelSpec("route", "sm_80"), read_sources("route", csrc)).image
+
+
+def test_launch_passes_one_struct_and_the_cubins_numbers(fake, image):
+    kernel = Kernel(image, "route", 3)
+    assert (kernel.info.threads, kernel.info.shared_bytes) == (96, 4096)
+    assert fake.shared == [4096]
+    kernel.launch((5, 6, 7), Params(0x1234, 42), stream=99)
+    (launch,) = fake.launches
+    assert launch.sizes == (5, 6, 7, 96, 1, 1, 4096)
+    assert launch.stream == 99
+    assert launch.params == (0x1234, 42)
+    assert launch.contexts == [], "torch's own current context is left alone"
+    assert fake.contexts == []
+
+
+def test_extra_shared_memory_is_allowed_once(fake, image):
+    kernel = Kernel(image, "route", 0)
+    for extra in (0, 1000, 500, 1000, 2000):
+        kernel.launch((1, 1, 1), Params(), extra_shared=extra)
+    assert [launch.sizes[-1] for launch in fake.launches] == [4096, 5096, 4596, 5096, 6096]
+    assert fake.shared == [4096, 5096, 6096]
+
+
+@pytest.mark.parametrize("status", [201, 400])
+def test_a_thread_without_context_borrows_the_kernels(fake, image, status):
+    kernel = Kernel(image, "route", 2)
+    fake.fail["cuLaunchKernel"] = [status]
+    kernel.launch((1, 1, 1), Params())
+    assert [launch.contexts for launch in fake.launches] == [[], [0x1002]]
+    assert fake.contexts == []
+
+
+@pytest.mark.parametrize(
+    ("function", "statuses"),
+    [("cuLaunchKernel", [700]), ("cuLaunchKernel", [400, 400]), ("cuFuncSetAttribute", [1])],
+)
+def test_a_failed_launch_is_an_exception_with_cudas_words(fake, image, function, statuses):
+    kernel = Kernel(image, "route", 0)
+    fake.fail[function] = statuses
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_TEST \(what the driver says\)") as caught:
+        kernel.launch((1, 1, 1), Params(), extra_shared=4)
+    assert function in str(caught.value)
+    assert caught.value.name == "CUDA_ERROR_TEST"
+    assert fake.contexts == []
+
+
+@pytest.mark.parametrize(
+    "function", ["cuInit", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+)
+def test_a_failed_load_is_an_exception_and_restores_the_context(fake, image, function):
+    fake.fail[function] = [209]
+    with pytest.raises(DriverError, match=function):
+        Kernel(image, "route", 0)
+    assert fake.contexts == []
+
+
+def test_no_driver_library(monkeypatch):
+    def absent(name):
+        raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", absent)
+    with pytest.raises(
+        DriverNotFoundError, match="nvcuda.dll" if sys.platform == "win32" else "libcuda"
+    ):
+        driver.library.__wrapped__()

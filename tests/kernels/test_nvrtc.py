@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sparge.errors import KernelBuildError
+from sparge.kernels import loader, nvrtc, nvrtc_find
+from sparge.kernels.device import arch_for
+from sparge.kernels.nvrtc import Nvrtc, NvrtcError, NvrtcNotFoundError
+from sparge.kernels.spec import ARCHS, KernelSpec
+
+PROGRAM = 'extern "C" __global__ void k(int* p) { *p = VALUE; }\n'
+OPTIONS = ["--gpu-architecture=sm_90a", "-DVALUE=7"]
+
+
+@pytest.fixture(scope="module")
+def found() -> Nvrtc:
+    return nvrtc.load()
+
+
+def test_version_and_archs(found: Nvrtc):
+    assert found.version >= (12, 0)
+    assert {80, 86, 89, 90} <= found.archs
+
+
+def test_compiles_to_an_elf_file_the_same_each_time(found: Nvrtc):
+    first = found.compile("k.cu", PROGRAM, {}, OPTIONS).image
+    assert first.startswith(b"\x7fELF")
+    assert found.compile("k.cu", PROGRAM, {}, OPTIONS).image == first
+    assert found.compile("k.cu", PROGRAM, {}, [OPTIONS[0], "-DVALUE=8"]).image != first
+
+
+def test_headers_come_from_memory(found: Nvrtc, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    headers = {"a/one.cuh": '#include "b/two.cuh"\n', "b/two.cuh": "#define VALUE 3\n"}
+    found.compile("k.cu", '#include "a/one.cuh"\n' + PROGRAM, headers, OPTIONS[:1])
+    with pytest.raises(NvrtcError, match=r"b/two\.cuh"):
+        found.compile("k.cu", '#include "a/one.cuh"\n', {"a/one.cuh": headers["a/one.cuh"]}, [])
+
+
+def test_an_error_carries_the_log(found: Nvrtc):
+    with pytest.raises(NvrtcError) as caught:
+        found.compile("broken.cu", "__global__ void k() { undefined_name; }", {}, OPTIONS)
+    assert "undefined_name" in caught.value.log
+    assert "broken.cu(1)" in caught.value.log
+    with pytest.raises(NvrtcError, match="gpu-architecture"):
+        found.compile("k.cu", PROGRAM, {}, ["--gpu-architecture=sm_1"])
+
+
+def test_a_failing_thread_leaves_others_alone(found: Nvrtc):
+    images: list[bytes] = []
+    errors: list[str] = []
+
+    def work(good: bool) -> None:
+        try:
+            text = PROGRAM if good else "nonsense"
+            images.append(found.compile("k.cu", text, {}, OPTIONS).image)
+        except NvrtcError as error:
+            errors.append(error.log)
+
+    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(images) == 4 and len(set(images)) == 1
+    assert len(errors) == 4
+
+
+def test_a_file_that_is_no_library(tmp_path: Path):
+    wrong = tmp_path / "libnvrtc.so.13"
+    wrong.write_bytes(b"not a library")
+    with pytest.raises(NvrtcNotFoundError, match=r"libnvrtc\.so\.13"):
+        Nvrtc(wrong)
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """No NVRTC anywhere, to a process that has not loaded one."""
+    monkeypatch.setattr(nvrtc_find, "libraries", lambda prefer_major=None: [])
+    nvrtc.load.cache_clear()
+    yield
+    nvrtc.load.cache_clear()
+
+
+def test_without_nvrtc_each_layer_says_so(hidden):
+    with pytest.raises(NvrtcNotFoundError, match="nvidia-cuda-nvrtc"):
+        nvrtc.load()
+    with pytest.raises(KernelBuildError, match="NVRTC was not found"):
+        loader.load_cubin(KernelSpec("means", "sm_90a"))
+    capability = arch_for((9, 0), "H100")
+    assert not capability.usable
+    assert "NVRTC was not found" in capability.reason
+
+
+def test_search_prefers_what_torch_was_built_for(tmp_path: Path, monkeypatch):
+    folders = [tmp_path / name for name in ("one", "two", "absent")]
+    for folder, names in zip(
+        folders,
+        (["libnvrtc.so.13", "libnvrtc.alt.so.13", "libnvrtc-builtins.so.13.0"], ["libnvrtc.so.12"]),
+        strict=False,
+    ):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text("")
+    monkeypatch.setattr(nvrtc_find, "_folders", lambda: iter(folders))
+    monkeypatch.setattr(nvrtc_find, "_LIBRARY", nvrtc_find._library_pattern("linux"))
+    thirteen, twelve = folders[0] / "libnvrtc.so.13", folders[1] / "libnvrtc.so.12"
+    assert nvrtc_find.libraries() == [thirteen, twelve]
+    assert nvrtc_find.libraries(13) == [thirteen, twelve]
+    assert nvrtc_find.libraries(12) == [twelve, thirteen]
+
+
+@pytest.mark.parametrize(
+    ("name", "major"),
+    [
+        ("nvrtc64_120_0.dll", 12),
+        ("nvrtc64_130_0.dll", 13),
+        ("nvrtc64_120_0.alt.dll", None),
+        ("nvrtc-builtins64_128.dll", None),
+    ],
+)
+def test_names_on_windows(name: str, major: int | None):
+    match = nvrtc_find._library_pattern("win32").fullmatch(name)
+    assert (int(match[1]) if match else None) == major
+
+
+def test_importing_the_package_loads_no_native_library():
+    program = (
+        "import ctypes, torch\n"
+        "def refuse(*a, **k): raise AssertionError(f'loaded {a}')\n"
+        "ctypes.CDLL = refuse\n"
+        "import sparge.kernels\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    root = Path(nvrtc.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+
+
+def _installed() -> list[Path]:
+    return nvrtc_find.libraries()
+
+
+@pytest.mark.parametrize("library", _installed(), ids=lambda p: p.name)
+def test_every_target_an_nvrtc_is_said_to_build(library: Path):
+    """Each NVRTC of this environment, though a run uses one: the table's ``needs`` must be true."""
+    one = Nvrtc(library)
+    for arch in ARCHS.values():
+        option = f"--gpu-architecture={arch.name}"
+        if one.version >= arch.needs:
+            assert arch.number in one.archs
+            one.compile("k.cu", PROGRAM, {}, [option, "-DVALUE=1"])
+        elif arch.number not in one.archs:
+            with pytest.raises(NvrtcError):
+                one.compile("k.cu", PROGRAM, {}, [option, "-DVALUE=1"])

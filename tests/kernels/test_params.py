@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host and device agree on every field of every parameter block."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure
+from typing import Any
+
+import pytest
+
+from sparge.kernels.nvrtc import NvrtcError
+from sparge.kernels.params import PARAMS
+from sparge.kernels.source import find_csrc, read_sources
+
+HEADER = "params.cuh"
+
+
+def _structs(kind: Any, seen: dict[str, type[Structure]]) -> dict[str, type[Structure]]:
+    """``kind`` and every struct inside it, by name."""
+    if issubclass(kind, ctypes.Array):
+        return _structs(kind._type_, seen)
+    if issubclass(kind, Structure):
+        seen[kind.__name__] = kind
+        for field in kind._fields_:
+            _structs(field[1], seen)
+    return seen
+
+
+STRUCTS: dict[str, type[Structure]] = {}
+for _entry in PARAMS.values():
+    _structs(_entry, STRUCTS)
+
+
+def _claims(struct: type[Structure]) -> list[str]:
+    """One C++ condition for the size, the alignment, and each field's place and size."""
+    name = f"sparge::{struct.__name__}"
+    claims = [
+        f"sizeof({name}) == {ctypes.sizeof(struct)}",
+        f"alignof({name}) == {ctypes.alignment(struct)}",
+    ]
+    for field, *_ in struct._fields_:
+        place = getattr(struct, field)
+        # NVRTC has no offsetof; this is what its front end makes of one.
+        claims.append(f"__INTADDR__(&(({name}*)0)->{field}) == {place.offset}")
+        claims.append(f"sizeof({name}::{field}) == {place.size}")
+    return claims
+
+
+def _compile(compiler, claims: list[str]) -> None:
+    csrc = find_csrc()
+    program = f'#include "{HEADER}"\n' + "".join(
+        f'static_assert({claim}, "{claim}");\n' for claim in claims
+    )
+    headers = _headers(csrc)
+    options = ["--gpu-architecture=sm_80", "-std=c++17", "-default-device"]
+    compiler.nvrtc.compile("layout.cu", program, headers, options)
+
+
+def _headers(csrc) -> dict[str, str]:
+    """What ``params.cuh`` includes, as any entry reaches it."""
+    headers = read_sources(next(iter(PARAMS)), csrc).headers
+    assert HEADER in headers
+    return headers
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_layout(name: str, compiler):
+    _compile(compiler, _claims(STRUCTS[name]))
+
+
+def test_nested_structs_are_looked_at():
+    assert set(STRUCTS) > {struct.__name__ for struct in PARAMS.values()}
+
+
+def test_each_kind_of_disagreement_is_noticed(compiler):
+    struct = PARAMS["attend"]
+    field, kind = struct._fields_[-1][:2]
+
+    class Longer(Structure):
+        _fields_ = (*struct._fields_, ("added", ctypes.c_int64))
+
+    class Shifted(Structure):
+        _fields_ = (*struct._fields_[:-1], ("added", ctypes.c_int64), (field, kind))
+
+    for wrong in (Longer, Shifted):
+        wrong.__name__ = struct.__name__
+        with pytest.raises(NvrtcError, match="static assertion failed"):
+            _compile(compiler, [c for c in _claims(wrong) if "added" not in c])

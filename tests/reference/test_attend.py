@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulated kernel arithmetic against a kernel's own loop, written out, and exact attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sparge.kernels.spec import Element
+from sparge.plan import BlockPlan
+from sparge.policy import SparsePolicy
+from sparge.reference import Quantized, attend, exact_attention, quantize_qkv, route
+
+ELEMENTS = list(Element)
+STORED = {
+    Element.INT8_FP16: torch.float16,
+    Element.INT8_E4M3: torch.float8_e4m3fn,
+    Element.BF16: torch.bfloat16,
+    Element.FP16: torch.float16,
+}
+# Relative half unit in the last place of P, and half its smallest step (of P's own range).
+P_ROUNDING = {
+    Element.INT8_FP16: (2.0**-11, 2.0**-25),
+    Element.INT8_E4M3: (2.0**-4, 2.0**-10 / 448),
+    Element.BF16: (2.0**-8, 0.0),
+    Element.FP16: (2.0**-11, 2.0**-25),
+}
+FLOAT32_SLACK = 1e-5
+LOGIT_SLACK = 1e-4  # log2 units: float32 dot products of up to 300, times the scale
+
+
+@dataclass(frozen=True)
+class Walked:
+    unnormalised: torch.Tensor  # (R, D)
+    unrounded: torch.Tensor  # the same, had P not been rounded
+    row_max: torch.Tensor  # (R,)
+    row_sum: torch.Tensor  # (R,)
+    skipped: int
+
+
+def walk(
+    x: Quantized, plan: BlockPlan, b: int, h: int, rows: range, scale: float, threshold: float
+) -> Walked:
+    """Online softmax over one PV group of query rows: a block at a time, rescaling, in float64."""
+    kv, keys = h // (x.heads // x.kv_heads), int(x.key_counts[b].sum())
+    peak = 448.0 if x.element == Element.INT8_E4M3 else 1.0
+    q = x.q_levels[b, h, rows.start : rows.stop].double()
+    factor = x.q_scale[b, h, rows.start : rows.stop].double() * scale * math.log2(math.e)
+    m = torch.full((len(rows),), -math.inf, dtype=torch.float64)
+    total, acc = torch.zeros_like(m), torch.zeros(2, len(rows), x.head_dim, dtype=torch.float64)
+    skipped = 0
+    kept = plan.kept()[b, h, rows.start // 128].nonzero().flatten().tolist()
+    for place, j in enumerate(kept):
+        span = range(64 * j, min(64 * j + 64, keys))
+        s = q @ x.k_levels[b, kv, span.start : span.stop].double().T
+        s = s * factor[:, None] * x.k_scale[b, kv, j].double()
+        if plan.is_causal:
+            for r, row in enumerate(rows):
+                s[r, max(0, row + 1 - span.start) :] = -math.inf
+        block_max = s.amax(-1)
+        if place > 0 and threshold < 50:
+            votes = [
+                new == -math.inf if old == -math.inf else new - old < -threshold
+                for old, new in zip(m.tolist(), block_max.tolist(), strict=True)
+            ]
+            if all(votes):
+                skipped += int((s > -math.inf).sum())
+                continue
+        grown = torch.maximum(m, block_max)
+        reference = torch.where(grown == -math.inf, 0.0, grown)
+        shrink = torch.exp2(m - reference)
+        p = torch.exp2(s - reference[:, None])
+        stored = (p.float() * peak).to(STORED[x.element]).double() / peak
+        v = x.v_levels[b, kv, span.start : span.stop].double()
+        total = total * shrink + p.sum(-1)
+        acc = acc * shrink[:, None] + torch.stack([stored, p]) @ v
+        m = grown
+    values = acc * x.v_scale[b, kv].double() + total[:, None] * x.vbar[b, kv].double()
+    return Walked(values[0], values[1], m, total, skipped)
+
+
+def peaked_case(make_qkv, element: Element) -> Quantized:
+    """Ragged, GQA, logits that span tens of log2 units: maxima grow and blocks can be skipped."""
+    q, k, v = make_qkv(2, 2, 330, 32, kv_heads=1, kv_tokens=500, dtype=torch.float16)
+    wave = 2 * torch.linspace(-1, 8, 500).sin().unsqueeze(-1)
+    lengths = torch.tensor([500, 290], dtype=torch.int32)
+    return quantize_qkv(q + 1, k + wave.half(), v, element=element, key_lengths=lengths)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("threshold", [50.0, 15.0, 3.0, 0.0])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_is_the_online_softmax_of_a_kernel(
+    make_qkv, generator, element: Element, threshold: float, is_causal: bool
+) -> None:
+    x = peaked_case(make_qkv, element)
+    mask = torch.rand(2, 2, 3, 8, generator=generator) < 0.7
+    mask[0, 0, 1] = False
+    plan = BlockPlan.from_kept(
+        mask & (x.key_counts > 0)[:, None, None], 330, 500, is_causal, x.key_lengths
+    )
+    result = attend(x, plan, scale=0.1, pvthreshd=threshold)
+    error, rounding = 0.0, 0.0
+    for b in range(2):
+        for h in range(2):
+            skipped = 0
+            for start in range(0, 330, 64):
+                rows = range(start, min(start + 64, 330))
+                walked = walk(x, plan, b, h, rows, 0.1, threshold)
+                at = (b, h, slice(rows.start, rows.stop))
+                skipped += walked.skipped
+                assert torch.equal(result.row_max[at] == -math.inf, walked.row_max == -math.inf)
+                met = walked.row_sum > 0
+                off = (result.row_max[at] - walked.row_max)[met].abs()
+                assert (off < LOGIT_SLACK).all()
+                assert torch.allclose(result.row_sum[at].double(), walked.row_sum, rtol=LOGIT_SLACK)
+                error += (result.unnormalised[at] - walked.unnormalised).square().sum()
+                rounding += (walked.unrounded - walked.unnormalised).square().sum()
+            assert int(result.pv_skipped[b, h]) == skipped
+    # A few P straddle a midpoint between float32 and float64 and round the other way.
+    assert error < 0.3**2 * rounding
+    if threshold == 3.0:
+        assert result.pv_skipped.sum() > 0, "the case should hold blocks to skip"
+    if threshold == 50.0:
+        assert result.pv_skipped.sum() == 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_error_is_that_of_rounding_p(make_qkv, element: Element, is_causal: bool) -> None:
+    """With the stored operands as inputs, exact attention differs only by the rounding of P."""
+    x = peaked_case(make_qkv, element)
+    plan = route(x, SparsePolicy(topk=0.6), scale=0.2, is_causal=is_causal)
+    q = x.q_levels.double() * x.q_scale[..., None]
+    k = x.k_levels.double() * x.k_scale.repeat_interleave(64, -1)[..., :500, None]
+    v = x.v_levels.double() * x.v_scale[:, :, None]
+    exact = {"plan": plan, "is_causal": is_causal, "scale": 0.2, "key_lengths": x.key_lengths}
+    centred, lse = exact_attention(q, k, v, dtype=torch.float64, **exact)
+    spread, _ = exact_attention(q, k, v.abs(), dtype=torch.float64, **exact)
+
+    result = attend(x, plan, scale=0.2)
+    relative, smallest = P_ROUNDING[element]
+    seen = result.row_sum > 0
+    lost = 500 * smallest * v.abs().max() / result.row_sum.clamp(min=1)[..., None]
+    bound = spread * (relative + FLOAT32_SLACK) + lost + 1e-6
+    vbar = x.vbar[:, :, None] * seen[..., None]
+    assert ((result.out - vbar - centred).abs() <= bound).all()
+    natural = (lse + x.q_dot_kbar * 0.2)[seen]
+    assert (result.lse[seen] - natural).abs().max() < 1e-4
+    assert (result.lse[~seen] == -math.inf).all()
+    assert (result.unnormalised - result.out * result.row_sum[..., None]).abs().max() < 1e-2
+
+
+def test_partial_results_of_disjoint_maps_combine(make_qkv, generator) -> None:
+    """(O, m, l) is what the design says it is: it merges like any softmax partial."""
+    x = peaked_case(make_qkv, Element.INT8_FP16)
+    mask = torch.rand(2, 2, 3, 8, generator=generator) < 0.5
+    parts = [
+        attend(x, BlockPlan.from_kept(half, 330, 500, False, x.key_lengths), scale=0.3)
+        for half in (mask, ~mask)
+    ]
+    whole = attend(
+        x, BlockPlan.from_kept(torch.ones_like(mask), 330, 500, False, x.key_lengths), scale=0.3
+    )
+    top = torch.maximum(parts[0].row_max, parts[1].row_max)
+    weights = [torch.exp2(part.row_max - top)[..., None] for part in parts]
+    total = sum(w * part.row_sum[..., None] for w, part in zip(weights, parts, strict=True))
+    merged = sum(w * part.unnormalised for w, part in zip(weights, parts, strict=True)) / total
+    assert (merged - whole.out).abs().max() < 2e-3
+
+
+def test_every_row_past_the_last_query_abstains(make_qkv) -> None:
+    """130 queries: the second block's groups hold 2 rows and none."""
+    q, k, v = make_qkv(1, 1, 130, 16, kv_tokens=256, dtype=torch.float16)
+    k[:, :, :64] = 4 * q[:, :, 129:130]
+    x = quantize_qkv(q, k, v, smooth_k=False)
+    x.q_levels[:, :, 128] = x.q_levels[:, :, 129]
+    plan = route(x, SparsePolicy(topk=1.0), scale=1.0)
+    result = attend(x, plan, scale=1.0, pvthreshd=5.0)
+    expected = sum(
+        walk(x, plan, 0, 0, rows, 1.0, 5.0).skipped
+        for rows in (range(0, 64), range(64, 128), range(128, 130))
+    )
+    assert int(result.pv_skipped) == expected
+    assert expected >= 2 * 192, "both rows of the last group leave all later blocks out"
+
+
+def test_thresholds_by_head(make_qkv) -> None:
+    x = peaked_case(make_qkv, Element.INT8_FP16)
+    plan = route(x, SparsePolicy(topk=1.0), scale=0.5)
+    both = attend(x, plan, scale=0.5, pvthreshd=torch.tensor([50.0, 3.0])).pv_skipped
+    assert both[:, 0].sum() == 0
+    assert torch.equal(both[:, 1], attend(x, plan, scale=0.5, pvthreshd=3.0).pv_skipped[:, 1])

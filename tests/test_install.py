@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""install.py as ComfyUI-Manager runs it: in the pack's folder, by the Python of ComfyUI."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from sparge import kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "install.py"], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return module
+
+
+def one_gpu(monkeypatch: pytest.MonkeyPatch, capability: kernels.Capability) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
+    monkeypatch.setattr(kernels, "capabilities", lambda device: capability)
+
+
+def test_a_machine_without_a_gpu_reads_the_reason() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    # -I leaves the script's folder off sys.path, as an embedded Python does.
+    done = run("-I")
+    assert done.returncode == 0, done.stderr
+    assert kernels.capabilities("cuda").reason in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_python_without_torch_is_no_error() -> None:
+    done = run("-I", "-S")
+    assert done.returncode == 0, done.stderr
+    assert "lacks torch" in done.stdout
+
+
+def test_every_usable_gpu_is_prepared(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_gpu(monkeypatch, kernels.Capability(True, "", "sm_89"))
+    prepared = []
+
+    def warm(device: int, progress: kernels.loader.Progress) -> None:
+        prepared.append(device)
+        progress(3, 3, "attend-sm_89-d128")
+
+    monkeypatch.setattr(kernels, "warm", warm)
+    assert install.main() == 0
+    assert prepared == [0]
+    text = capsys.readouterr().out
+    assert "Card 0" in text and "sm_89" in text and "3 of 3" in text and "ready in" in text
+
+
+def test_an_old_gpu_stays_dense(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_gpu(monkeypatch, kernels.Capability(False, "Card 0 is too old.", ""))
+    monkeypatch.setattr(kernels, "warm", lambda *_, **__: pytest.fail("nothing to compile"))
+    assert install.main() == 0
+    assert "stays dense. Card 0 is too old." in capsys.readouterr().out
+
+
+def test_a_failed_build_is_told_and_is_no_failed_install(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_gpu(monkeypatch, kernels.Capability(True, "", "sm_89"))
+
+    def warm(device: int, progress: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(kernels, "warm", warm)
+    assert install.main() == 0
+    assert "disk full" in capsys.readouterr().out
+
+
+def test_it_starts_no_other_program() -> None:
+    """No pip, no compiler, no download: the registry's rules, and the user's trust."""
+    tree = ast.parse((ROOT / "install.py").read_text(encoding="utf-8"))
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    }
+    assert imported == {"__future__", "sys", "time", "pathlib", "torch", "sparge"}
+
+
+@pytest.mark.gpu
+def test_the_second_run_takes_seconds() -> None:
+    assert run().returncode == 0
+    started = time.perf_counter()
+    done = run()
+    assert "ready in" in done.stdout
+    assert time.perf_counter() - started < 30  # most of it is the import of torch

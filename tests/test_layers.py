@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the tree: nodes -> sparge -> sparge.kernels -> csrc, small files, no local paths."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja"}
+COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
+STAGES = ("quantize", "route", "attend")
+LONGEST = 400  # lines; past that a file holds more than one idea
+NOT_OURS = {".git", ".venv", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache"}
+
+
+def files(*suffixes: str, under: Path = ROOT) -> list[Path]:
+    return sorted(
+        path
+        for path in under.rglob("*")
+        if path.suffix in suffixes
+        and not NOT_OURS.intersection(path.relative_to(ROOT).parts)
+        and not any(part.endswith(".egg-info") for part in path.parts)
+    )
+
+
+def imports(path: Path) -> Iterator[str]:
+    """What a module imports, relative imports written out from the pack's root."""
+    package = list(path.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+            if node.level:
+                assert node.level <= len(package) + 1, f"{path} reaches out of the pack"
+
+
+def offences(folder: str, allowed: set[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files(".py", under=ROOT / folder)
+        for name in imports(path)
+        if name.split(".")[0] not in allowed | sys.stdlib_module_names
+    ]
+
+
+def test_the_library_knows_no_comfyui() -> None:
+    assert offences("sparge", {"sparge"} | LIBRARY_NEEDS) == []
+
+
+def test_nodes_import_the_library_and_comfyui_only() -> None:
+    assert offences("nodes", {"sparge", "torch"} | COMFYUI) == []
+
+
+def test_nodes_reach_the_library_by_relative_import() -> None:
+    """ComfyUI loads the pack under its folder's name, where an absolute import finds another."""
+    absolute = re.compile(r"^\s*(from|import) (sparge|nodes)\b", re.MULTILINE)
+    for path in [ROOT / "__init__.py", *files(".py", under=ROOT / "nodes")]:
+        assert not absolute.search(path.read_text(encoding="utf-8")), path
+
+
+def test_kernels_know_nothing_above_them() -> None:
+    for path in files(".py", under=ROOT / "sparge" / "kernels"):
+        above = [
+            name
+            for name in imports(path)
+            if name.startswith("sparge.")
+            and not name.startswith(("sparge.kernels.", "sparge.errors."))
+        ]
+        assert above == [], path
+
+
+def test_cuda_sources_include_downwards() -> None:
+    csrc = ROOT / "csrc"
+    included = {
+        path: re.findall(r"^\s*#\s*include\s+(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for path in files(".cu", ".cuh", under=csrc)
+    }
+    assert included
+    graph: dict[Path, list[Path]] = {}
+    for path, names in included.items():
+        graph[path] = [(path.parent / name.strip('"')).resolve() for name in names]
+        assert all(name.startswith('"') for name in names), f"{path} includes a toolkit header"
+        here = path.relative_to(csrc)
+        for target in graph[path]:
+            assert target in included, f"{path} includes {target}, which is not there"
+            stage = target.relative_to(csrc).parts[0]
+            if stage in STAGES:
+                assert here.parts[0] in (stage, f"{stage}.cu"), f"{here} includes {target.name}"
+            assert target.suffix == ".cuh", f"{here} includes an entry file"
+
+    done: set[Path] = set()
+
+    def visit(path: Path, above: tuple[Path, ...]) -> None:
+        assert path not in above, f"{path} includes itself"
+        if path not in done:
+            for target in graph[path]:
+                visit(target, (*above, path))
+            done.add(path)
+
+    for path in graph:
+        visit(path, ())
+
+
+@pytest.mark.parametrize(
+    "path", files(".py", ".cu", ".cuh", ".js"), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_sources_are_short_and_licensed(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LONGEST
+    if lines:
+        assert lines[0].endswith("SPDX-License-Identifier: Apache-2.0")
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    folders = "|".join(("work", "tmp", "root", "home", "opt", "Users"))
+    local = re.compile(
+        rf"(?<![\w.~<>*$)}}-])/(?:{folders})/\w|[A-Z]:\\\\?(?:Users|temp)\\", re.IGNORECASE
+    )
+    registry = re.compile("|".join((r"py" r"pi\.org", r"python" r"hosted", r"npm" r"js\.org")))
+    text_files = files(
+        *(".py", ".cu", ".cuh", ".js", ".md", ".toml", ".txt", ".json", ".ini", ".yml", ".jsonl")
+    )
+    for path in [*text_files, ROOT / "Makefile", ROOT / ".ci" / "run"]:
+        text = path.read_text(encoding="utf-8")
+        for pattern in (local, registry):
+            found = pattern.search(text)
+            assert not found, f"{path.relative_to(ROOT)} has {found and found[0]}"

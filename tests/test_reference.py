@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All reference stages together, on any input a model can produce.
+
+The error allowed is not a constant: it follows from the steps of the quantized operands, element by
+element (`allowed_error`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from benchmarks.video_like import video_like
+from sparge.kernels.spec import Element
+from sparge.metrics import rel_l1
+from sparge.plan import BlockPlan
+from sparge.policy import Precision, SparsePolicy
+from sparge.reference import (
+    Attended,
+    Quantized,
+    attention,
+    exact_attention,
+    make_plan,
+    quantize_qkv,
+    reference_element,
+)
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LENGTHS = [1, 63, 64, 65, 127, 129, 799]
+DENSE = SparsePolicy(topk=1.0)
+# Half a unit in the last place, relative, of P and V; E4M3 has a coarse smallest step besides.
+ROUNDING = {
+    Element.INT8_FP16: 2.0**-11,
+    Element.INT8_E4M3: 2.0**-4,
+    Element.BF16: 2.0**-8,
+    Element.FP16: 2.0**-11,
+}
+
+
+def logit_error(q: torch.Tensor, k: torch.Tensor, x: Quantized, scale: float) -> torch.Tensor:
+    """(B, H, Nq): the most that rounding Q and K to their steps can move a row's logits."""
+    slack = 1e-4 + (x.q_dot_kbar * scale).abs().double() * 2.0**-20
+    if x.element in (Element.BF16, Element.FP16):
+        return slack
+    group = x.heads // x.kv_heads
+    q_step = x.q_scale.double() / 2
+    k_step = x.k_scale.double().repeat_interleave(64, -1)[..., : x.n_keys] / 2
+    centred = (k.double() - x.kbar.double().unsqueeze(2)).abs().sum(-1)
+    centred, k_step = (t.repeat_interleave(group, 1).unsqueeze(2) for t in (centred, k_step))
+    q_total, q_step = q.double().abs().sum(-1)[..., None], q_step[..., None]
+    error = q_total * k_step + centred * q_step + x.head_dim * q_step * k_step
+    valid = torch.arange(x.n_keys) < x.key_counts.sum(-1)[:, None, None, None]
+    return torch.where(valid, error, 0).amax(-1) * scale + slack
+
+
+def check(
+    result: Attended, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Quantized, **exact
+) -> None:
+    """`result` is within what its formats allow of exact attention over the same blocks."""
+    out, lse = exact_attention(q, k, v, dtype=torch.float64, **exact)
+    vbar = x.vbar.double().unsqueeze(2)
+    deviation, _ = exact_attention(q, k, (v.double() - vbar).abs(), dtype=torch.float64, **exact)
+    group = x.heads // x.kv_heads
+    vbar = vbar.repeat_interleave(group, 1)
+    v_step = x.v_scale.double().unsqueeze(2).repeat_interleave(group, 1)
+    moved = logit_error(q, k, x, exact.get("scale") or q.shape[-1] ** -0.5)
+    seen = lse > -torch.inf
+
+    softmax = (2 * moved).exp().unsqueeze(-1)
+    rounding = ROUNDING[x.element]
+    bound = (softmax - 1) * (deviation + (out - vbar).abs())
+    bound = bound + softmax * (2 * rounding + rounding**2) * deviation
+    smallest = 2.0**-10 if x.element == Element.INT8_E4M3 else 2.0**-24
+    bound = bound + 2 * smallest * v_step + 2.0**-20 * (out.abs() + vbar.abs() + deviation)
+    bound = bound + x.n_keys * smallest / 448 * v_step * 448  # P below its smallest step
+    error = (result.out.double() - out).abs()
+    assert (error[seen] <= bound[seen]).all()
+    assert result.out[~seen].abs().sum() == 0
+    assert (result.lse[~seen] == -torch.inf).all()
+    assert ((result.lse.double() - lse).abs()[seen] <= moved[seen] + lse.abs()[seen] * 1e-6).all()
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    return q, k, v
+
+
+def offset_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    offset = torch.zeros(k.shape[-1], dtype=k.dtype)
+    offset[:4] = 50
+    return q, k + offset, v
+
+
+def huge_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    return q.bfloat16(), k.bfloat16(), (v.float() * 20_000 + 60_000).bfloat16()
+
+
+def equal_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    return tuple(x[:, :, :1].expand_as(x) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def zeros(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def sharp(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    return q * 8, k * 8, v
+
+
+INPUTS: list[Callable[..., QKV]] = [plain, offset_keys, huge_values, equal_rows, zeros, sharp]
+
+
+@pytest.mark.parametrize("element", list(Element))
+@pytest.mark.parametrize("change", INPUTS)
+def test_any_input(make_qkv, change: Callable[..., QKV], element: Element) -> None:
+    dtype = torch.float16 if element == Element.FP16 else torch.bfloat16
+    q, k, v = change(*make_qkv(1, 2, 200, 64, kv_tokens=330, dtype=dtype))
+    if element == Element.FP16 and change is huge_values:
+        pytest.skip("FP16 arithmetic is chosen for fp16 inputs, which cannot hold these values")
+    x = quantize_qkv(q, k, v, element=element)
+    result, plan = attention(q, k, v, SparsePolicy(topk=0.6), element=element)
+    assert result.out.isfinite().all()
+    check(result, q, k, v, x, plan=plan)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_ragged_lengths_gqa_and_key_lengths(make_qkv, tokens: int, is_causal: bool) -> None:
+    q, k, v = make_qkv(3, 4, tokens, 64, kv_heads=2)
+    lengths = torch.tensor([tokens, tokens // 2, 0], dtype=torch.int32)
+    x = quantize_qkv(q, k, v, key_lengths=lengths)
+    for policy in (DENSE, SparsePolicy(topk=0.4)):
+        result, plan = attention(q, k, v, policy, is_causal=is_causal, key_lengths=lengths)
+        check(result, q, k, v, x, plan=plan, is_causal=is_causal, key_lengths=lengths)
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 799), (799, 1), (129, 500), (500, 129)])
+def test_other_numbers_of_queries_and_keys(make_qkv, n_queries: int, n_keys: int) -> None:
+    q, k, v = make_qkv(1, 2, n_queries, 40, kv_tokens=n_keys)
+    x = quantize_qkv(q, k, v)
+    for is_causal in (False, True):
+        result, plan = attention(q, k, v, SparsePolicy(topk=0.5), is_causal=is_causal, scale=0.3)
+        check(result, q, k, v, x, plan=plan, is_causal=is_causal, scale=0.3)
+
+
+def test_keys_beyond_the_length_are_never_read(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 300, 64)
+    lengths = torch.tensor([130], dtype=torch.int32)
+    expected, _ = attention(q, k[:, :, :130], v[:, :, :130], DENSE)
+    k[:, :, 130:] = v[:, :, 130:] = torch.nan
+    result, _ = attention(q, k, v, DENSE, key_lengths=lengths)
+    assert torch.equal(result.out, expected.out)
+    assert torch.equal(result.lse, expected.lse)
+
+
+@pytest.mark.parametrize("element", [Element.INT8_FP16, Element.INT8_E4M3])
+def test_constant_values_come_back_exactly(make_qkv, element: Element) -> None:
+    q, k, v = make_qkv(1, 1, 300, 64)
+    v[:] = v[:, :, :1]
+    result, _ = attention(q, k, v, SparsePolicy(topk=0.3), element=element)
+    assert torch.equal(result.out.bfloat16(), v)
+
+
+def test_gqa_is_repeating_the_heads(make_qkv) -> None:
+    q, k, v = make_qkv(2, 6, 300, 32, kv_heads=2)
+    policy = SparsePolicy(topk=0.4, simthreshd1=0.05)
+    grouped, plan = attention(q, k, v, policy)
+    repeated, _ = attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), policy)
+    assert torch.equal(grouped.out, repeated.out)
+    assert plan.heads == 6
+
+
+def test_empty_rows_are_zero(make_qkv, generator: torch.Generator) -> None:
+    q, k, v = make_qkv(1, 2, 300, 32)
+    mask = torch.rand(1, 2, 3, 5, generator=generator) < 0.5
+    mask[0, 1, 2] = False
+    result, plan = attention(q, k, v, DENSE, block_mask=mask)
+    assert result.out[0, 1, 256:].abs().max() == 0
+    assert (result.lse[0, 1, 256:] == -torch.inf).all()
+    check(result, q, k, v, quantize_qkv(q, k, v), plan=plan)
+
+
+def test_causal_without_the_diagonal_can_leave_a_row_empty(make_qkv) -> None:
+    """Upstream's selection does not protect the diagonal: row 256 may keep only block 5."""
+    q, k, v = make_qkv(1, 1, 384, 32)
+    mask = torch.zeros(1, 1, 3, 6, dtype=torch.bool)
+    mask[..., 5] = True
+    result, plan = attention(q, k, v, DENSE, block_mask=mask, is_causal=True)
+    assert plan.kept().nonzero().tolist() == [[0, 0, 2, 5]]
+    assert result.out[0, 0, :320].abs().max() == 0
+    assert (result.out[0, 0, 320:].abs().amax(-1) > 0).all()
+
+
+@pytest.mark.parametrize("ends", [{"exact_prefix": 70}, {"exact_suffix": 70}])
+def test_exact_tokens_attend_and_are_attended_to_densely(make_qkv, ends: dict[str, int]) -> None:
+    q, k, v = make_qkv(1, 2, 640, 32)
+    _, plan = attention(q, k, v, SparsePolicy(topk=0.1, **ends))
+    kept = plan.kept()
+    text_keys, text_queries = (slice(0, 2), 0) if "exact_prefix" in ends else (slice(8, 10), 4)
+    assert kept[..., text_keys].all()
+    assert kept[:, :, text_queries].all()
+    others = [i for i in range(5) if i != text_queries]
+    assert (plan.counts[:, :, others] == 2 + 1).all(), "the text's blocks and one ranked block"
+
+
+def test_a_reused_plan_gives_what_it_was_made_from(make_qkv) -> None:
+    q, k, v = make_qkv(2, 2, 500, 32)
+    policy = SparsePolicy(topk=0.4)
+    first, _ = attention(q, k, v, policy, is_causal=True)
+    plan = make_plan(q, k, policy, is_causal=True)
+    again, used = attention(q, k, v, policy, plan=plan)
+    assert used is plan
+    assert torch.equal(first.out, again.out)
+    other, _ = attention(q, k, v, DENSE, plan=BlockPlan.from_kept(plan.kept(), 500, 500))
+    assert not torch.equal(first.out, other.out), "the causal mask belongs to the plan"
+
+
+def test_element_follows_precision_and_dtype() -> None:
+    assert reference_element(Precision.INT8, torch.bfloat16) is Element.INT8_FP16
+    assert reference_element(Precision.INT8, torch.float16) is Element.INT8_FP16
+    assert reference_element(Precision.SIXTEEN_BIT, torch.float32) is Element.BF16
+    assert reference_element(Precision.SIXTEEN_BIT, torch.float16) is Element.FP16
+
+
+@pytest.mark.parametrize("view", ["NHD", "slice of heads", "every other token"])
+def test_strided_inputs_give_the_same(make_qkv, view: str) -> None:
+    q, k, v = make_qkv(2, 4, 300, 32)
+    if view == "NHD":
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    elif view == "slice of heads":
+        strided = list(torch.cat([q, k, v], 1).split(4, 1))
+    else:
+        strided = [x.repeat_interleave(2, 2)[:, :, ::2] for x in (q, k, v)]
+    assert not any(x.is_contiguous() for x in strided)
+    result, _ = attention(strided[0], strided[1], strided[2], SparsePolicy(topk=0.4))
+    expected, _ = attention(q, k, v, SparsePolicy(topk=0.4))
+    assert torch.equal(result.out, expected.out)
+
+
+@pytest.mark.parametrize(
+    ("element", "limit"),
+    [(Element.INT8_FP16, 0.005), (Element.INT8_E4M3, 0.01), (Element.BF16, 0.003)],
+)
+def test_dense_error_on_video_like_data(element: Element, limit: float, seed: int) -> None:
+    """Design section 6 asks for a dense 8-bit error of at most .010, with .005 as the goal."""
+    example = video_like((4, 16, 24), 6, 64, text_tokens=30, seed=seed)
+    result, plan = attention(example.q, example.k, example.v, DENSE, element=element)
+    assert plan.density() == 1.0
+    exact, _ = exact_attention(example.q, example.k, example.v)
+    for head, kind in enumerate(example.kinds):
+        error = rel_l1(result.out[:, head], exact[:, head])
+        assert math.isfinite(error)
+        assert error <= limit, kind

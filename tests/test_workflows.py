@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs in workflows/, checked without ComfyUI: whole, consistent, and true to our node.
+
+tests/comfy/test_workflows_server.py hands the same graphs to a real server.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
+FRONTEND_ONLY = {"MarkdownNote"}
+
+#: Widgets of the core nodes in use, in the order ComfyUI v0.33 shows them.
+CORE_WIDGETS: dict[str, list[type]] = {
+    "UNETLoader": [str, str],
+    "CLIPLoader": [str, str, str],
+    "VAELoader": [str],
+    "CLIPTextEncode": [str],
+    "EmptyMochiLatentVideo": [int, int, int, int],
+    "EmptyHunyuanLatentVideo": [int, int, int, int],
+    "KSampler": [int, str, int, float, str, str, float],
+    "VAEDecodeTiled": [int, int, int, int],
+    "CreateVideo": [float, int],
+    "SaveVideo": [str, str, str],
+    "MarkdownNote": [str],
+}
+
+
+def project(key: str) -> str:
+    # tomllib came with Python 3.11, and these two lines are all that is needed of it.
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf'^{key} = "([^"]+)"$', text, re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def our_widgets() -> dict[str, Any]:
+    """Name -> default of each widget, in order: the fields of nodes/settings.py."""
+    tree = ast.parse((ROOT / "nodes" / "settings.py").read_text(encoding="utf-8"))
+    settings = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Settings")
+    return {
+        field.target.id: ast.literal_eval(field.value)
+        for field in settings.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value
+    }
+
+
+@pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def graph(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_promised_graphs_are_there() -> None:
+    assert {path.stem for path in WORKFLOWS} >= {
+        "mochi_t2v_848x480_85f",
+        "mochi_t2v_848x480_163f",
+        "cogvideox_5b_t2v_720x480_49f",
+    }
+
+
+def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
+    assert graph["version"] == 0.4
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    assert len(nodes) == len(graph["nodes"])
+    assert graph["last_node_id"] == max(nodes)
+    assert graph["last_link_id"] == max(link[0] for link in graph["links"])
+
+    fed = set()
+    for identity, source, output, target, slot, kind in graph["links"]:
+        out = nodes[source]["outputs"][output]
+        into = nodes[target]["inputs"][slot]
+        assert out["type"] == into["type"] == kind
+        assert identity in out["links"]
+        assert into["link"] == identity
+        assert nodes[source]["order"] < nodes[target]["order"]
+        fed.add(identity)
+    for node in nodes.values():
+        for slot in node["inputs"]:
+            optional = slot.get("shape") == 7
+            assert slot["link"] in fed or (optional and slot["link"] is None), slot["name"]
+
+
+def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
+    widgets = {**CORE_WIDGETS, "SpargeAttention": [type(v) for v in our_widgets().values()]}
+    for node in graph["nodes"]:
+        assert node["type"] in widgets, f"{node['type']} is neither core's nor ours"
+        values, kinds = node["widgets_values"], widgets[node["type"]]
+        assert len(values) == len(kinds), node["type"]
+        for value, kind in zip(values, kinds, strict=True):
+            assert isinstance(value, (int, float) if kind is float else kind), node["type"]
+
+
+def test_our_node_is_between_the_loader_and_the_sampler(graph: dict[str, Any]) -> None:
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    ours = [node for node in nodes.values() if node["type"] == "SpargeAttention"]
+    assert len(ours) == 1
+    assert ours[0]["mode"] == 0
+    links = [link for link in graph["links"] if link[5] == "MODEL"]
+    assert [(nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, _ in links] == [
+        ("UNETLoader", "SpargeAttention"),
+        ("SpargeAttention", "KSampler"),
+    ]
+    assert ours[0]["widgets_values"] == list(our_widgets().values())
+
+
+def test_the_manager_can_find_every_node(graph: dict[str, Any]) -> None:
+    for node in graph["nodes"]:
+        if node["type"] in FRONTEND_ONLY:
+            continue
+        properties = node["properties"]
+        assert properties["Node name for S&R"] == node["type"]
+        if node["type"] == "SpargeAttention":
+            assert properties["cnr_id"] == project("name")
+            assert properties["ver"] == project("version")
+        else:
+            assert properties["cnr_id"] == "comfy-core"
+            assert re.fullmatch(r"\d+\.\d+\.\d+", properties["ver"])
+
+
+def test_every_model_can_be_had(graph: dict[str, Any]) -> None:
+    """A model has a download link, or the note says how it is made."""
+    notes = "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] in FRONTEND_ONLY)
+    for node in graph["nodes"]:
+        if node["type"] in FRONTEND_ONLY:
+            continue
+        linked = {model["name"]: model for model in node["properties"].get("models", [])}
+        for value in node["widgets_values"]:
+            if isinstance(value, str) and MODEL_FILE.search(value):
+                if value not in linked:
+                    assert f"--out COMFYUI/models/diffusion_models/{value}" in notes
+                    continue
+                model = linked.pop(value)
+                assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
+                saved_as = unquote(urlparse(model["url"]).path).split("/")[-1]
+                assert saved_as == value or f"models/vae/{value}" in notes
+        assert not linked, "a link for a file that no widget names"
+
+
+def test_links_are_hugging_face_files(path: Path) -> None:
+    for url in re.findall(r"https?://[^\s\")\\]+", path.read_text(encoding="utf-8")):
+        parsed = urlparse(url)
+        assert parsed.scheme == "https" and parsed.netloc == "huggingface.co", url
+        assert re.fullmatch(r"/[^/]+/[^/]+/resolve/main/.+\.safetensors", parsed.path), url
+
+
+def test_thumbnail(path: Path) -> None:
+    picture = path.with_suffix(".jpg").read_bytes()
+    assert picture[:3] == b"\xff\xd8\xff" and picture[-2:] == b"\xff\xd9"
+    assert len(picture) < 200_000
+
+
+def test_note_tells_what_to_expect(graph: dict[str, Any]) -> None:
+    """The token count in the note is that of the latent in the graph."""
+    latent = next(n for n in graph["nodes"] if n["type"].startswith("Empty"))
+    width, height, frames, _ = latent["widgets_values"]
+    per_latent_frame = 6 if latent["type"] == "EmptyMochiLatentVideo" else 4
+    tokens = ((frames - 1) // per_latent_frame + 1) * (height // 16) * (width // 16)
+    notes = "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] in FRONTEND_ONLY)
+    assert f"{tokens:,} video tokens" in notes
+    for phrase in ("Faster or truer", "Is it on?", "bypass", "compiles the kernels"):
+        assert phrase in notes
+
+
+def test_tiles_fit_their_overlap(graph: dict[str, Any]) -> None:
+    tile, overlap, frames, frame_overlap = next(
+        n["widgets_values"] for n in graph["nodes"] if n["type"] == "VAEDecodeTiled"
+    )
+    assert tile >= 4 * overlap
+    assert frames >= 2 * frame_overlap
