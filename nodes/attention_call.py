@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..sparge import AttentionStats, SparsePolicy, attention
@@ -47,11 +46,8 @@ class AttentionCall:
         return CallFacts(
             query_tokens=self.q.shape[token_dim],
             key_tokens=self.k.shape[token_dim],
-            head_dim=self._head_dim,
             has_mask=self.has_mask,
             refuses_low_precision=self.options.get("low_precision_attention") is False,
-            needs_gradient=torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (self.q, self.k, self.v)),
             unknown_options=tuple(
                 name
                 for name, value in self.options.items()
@@ -59,14 +55,11 @@ class AttentionCall:
             ),
         )
 
-    @property
-    def _head_dim(self) -> int:
-        last = self.q.shape[-1]
-        return last if self.skip_reshape else last // self.heads
-
     def _per_head(self, tensor: Tensor) -> Tensor:
         """A view with heads as a dimension of their own; k and v may have fewer of them (GQA)."""
-        return tensor if self.skip_reshape else tensor.unflatten(-1, (-1, self._head_dim))
+        if self.skip_reshape:
+            return tensor
+        return tensor.unflatten(-1, (-1, self.q.shape[-1] // self.heads))
 
     def sparse(self, policy: SparsePolicy, stats: AttentionStats) -> Tensor:
         """Raises sparge.Unsupported when the library cannot serve the call."""
@@ -81,4 +74,5 @@ class AttentionCall:
             stats=stats,
             output_dtype=self.q.dtype,
         )
+        assert isinstance(out, Tensor)  # a pair only with return_lse
         return out if self.skip_output_reshape else out.flatten(2)

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from .families import TokenLayout
 from .settings import Settings
 
-#: The head_dim that the kernels' shared memory is laid out for; smaller ones are padded.
-MAX_HEAD_DIM = 128
-
 CROSS_ATTENTION = "cross-attention"
 
 
@@ -41,10 +38,8 @@ class CallFacts:
 
     query_tokens: int
     key_tokens: int
-    head_dim: int
     has_mask: bool = False
     refuses_low_precision: bool = False
-    needs_gradient: bool = False
     unknown_options: tuple[str, ...] = ()
 
     @property
@@ -58,7 +53,8 @@ def dense_reason(
     """Why this call stays dense, or None for a sparse one.
 
     block is the number of the running transformer block; run_reason holds for every call of the
-    forward pass (the device cannot, or the step is outside the window).
+    forward pass (the device cannot, or the step is outside the window). What the arithmetic cannot
+    serve (head_dim, strides, gradients) the library refuses itself, with a reason.
     """
     if not call.is_self_attention:
         return CROSS_ATTENTION
@@ -66,12 +62,8 @@ def dense_reason(
         return "attention mask"
     if call.refuses_low_precision:
         return "the model asks for full precision here"
-    if call.needs_gradient:
-        return "training needs a gradient"
     if call.unknown_options:
         return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
-    if call.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {call.head_dim} is above {MAX_HEAD_DIM}"
     if call.query_tokens < settings.min_tokens:
         return f"fewer than min_tokens ({settings.min_tokens}) tokens"
     if run_reason is not None:

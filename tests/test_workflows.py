@@ -70,6 +70,7 @@ def test_the_promised_graphs_are_there() -> None:
         "mochi_t2v_848x480_85f",
         "mochi_t2v_848x480_163f",
         "cogvideox_5b_t2v_720x480_49f",
+        "cogvideox_1.5_5b_t2v_1360x768_81f",
     }
 
 
@@ -169,7 +170,11 @@ def test_note_tells_what_to_expect(graph: dict[str, Any]) -> None:
     latent = next(n for n in graph["nodes"] if n["type"].startswith("Empty"))
     width, height, frames, _ = latent["widgets_values"]
     per_latent_frame = 6 if latent["type"] == "EmptyMochiLatentVideo" else 4
-    tokens = ((frames - 1) // per_latent_frame + 1) * (height // 16) * (width // 16)
+    time = (frames - 1) // per_latent_frame + 1
+    loader = next(n for n in graph["nodes"] if n["type"] == "UNETLoader")
+    if "1.5" in loader["widgets_values"][0]:  # CogVideoX 1.5 joins two latent frames in a token
+        time = (time + 1) // 2
+    tokens = time * (height // 16) * (width // 16)
     notes = "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] in FRONTEND_ONLY)
     assert f"{tokens:,} video tokens" in notes
     for phrase in ("Faster or truer", "Is it on?", "bypass", "compiles the kernels"):

@@ -25,7 +25,7 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
     for (int i = 0; i < kLaneChannels; ++i) amax = fmaxf(amax, fabsf(x[i]));
     amax = lane_max<1, kTokenLanes>(amax);
     const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
-    if (channel == 0) smem.q_scale[row] = amax > 0.0f ? amax / kKeyLevels : 1.0f;
+    if (channel == 0) smem.q_scale[row] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
     *reinterpret_cast<Vec8*>(at) = {pack_query_bytes(x, inverse_scale), pack_query_bytes(x + 4, inverse_scale)};
   } else {

@@ -62,7 +62,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, K
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
     const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
-    if (threadIdx.x == 0) p.k_scale[block_at] = amax > 0.0f ? amax / kKeyLevels : 1.0f;
+    if (threadIdx.x == 0) p.k_scale[block_at] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const i32 token = thread.token + pass * kTokensPerPass;

@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 
 # Lines worth a reader's time: warnings, and the C75xx notes that say wgmma was serialised.
-_NOTE = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
+_NOTE = re.compile(r"warning( #|\s*:)|Potential Performance Loss", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def parse_report(log: str) -> Report:
         stack=_first(log, r"(\d+) bytes stack frame") or 0,
         spill_stores=_first(log, r"(\d+) bytes spill stores") or 0,
         spill_loads=_first(log, r"(\d+) bytes spill loads") or 0,
-        notes=tuple(line.strip() for line in log.splitlines() if _NOTE.search(line)),
+        notes=tuple(dict.fromkeys(s.strip() for s in log.splitlines() if _NOTE.search(s))),
     )
 
 

@@ -37,15 +37,17 @@ class Arch:
 
 
 _KIB = 1024
+#: The oldest NVRTC our sources were compiled with; 12.1 lacks __builtin_bit_cast, and E4M3 mma.sync
+#: came with 12.4 too.
+_OLDEST = (12, 4)
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
         # 99 KiB although 8.0 has 163: this target also serves 8.6 and 8.9.
-        Arch("sm_80", 80, 80, (12, 0), 99 * _KIB),
-        Arch("sm_86", 86, 86, (12, 0), 99 * _KIB),
-        # E4M3 mma.sync on sm_89 came to ptxas with 12.4.
-        Arch("sm_89", 89, 89, (12, 4), 99 * _KIB),
-        Arch("sm_90a", 90, 90, (12, 0), 227 * _KIB),
+        Arch("sm_80", 80, 80, _OLDEST, 99 * _KIB),
+        Arch("sm_86", 86, 86, _OLDEST, 99 * _KIB),
+        Arch("sm_89", 89, 89, _OLDEST, 99 * _KIB),
+        Arch("sm_90a", 90, 90, _OLDEST, 227 * _KIB),
         Arch("sm_100a", 100, 100, (12, 8), 227 * _KIB),
         Arch("sm_103a", 103, 100, (12, 9), 227 * _KIB),
         Arch("sm_120a", 120, 120, (12, 8), 99 * _KIB),

@@ -14,6 +14,9 @@ from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count, count_keys
 from .arithmetic import ARITHMETIC, E4M3_MAX, Arithmetic
 
 INT8_MAX = 127.0
+# Scale of a row or block of zeros. Its levels are 0 whatever the scale; a scale of 1 would make one
+# level worth more than all real logits, and with it the rounding of a kernel's score offset.
+ZERO_SCALE = 2.0**-64
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +128,9 @@ def _quantize_queries(q: Tensor, arithmetic: Arithmetic, kbar: Tensor) -> dict[s
     counts = count_rows(q.shape[0], q.device)
     mean, similarity = _block_statistics(_blocked(rows, QUERY_BLOCK), counts)
     if arithmetic.quantized_qk:
-        scale = _scale(rows.abs().amax(-1), INT8_MAX)
-        levels = _int8(rows / scale.unsqueeze(-1))
+        largest = rows.abs().amax(-1)
+        scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
+        levels = _int8(rows, largest.unsqueeze(-1))
     else:
         scale = torch.ones(q.shape[0], device=q.device)
         levels = arithmetic.round(rows)
@@ -151,8 +155,9 @@ def _quantize_keys(
     blocks = _blocked(centred, KEY_BLOCK)
     mean, similarity = _block_statistics(blocks, counts)
     if arithmetic.quantized_qk:
-        scale = _scale(blocks.abs().amax((-2, -1)), INT8_MAX)
-        levels = _int8(blocks / scale[:, None, None]).flatten(0, 1)[: k.shape[0]]
+        largest = blocks.abs().amax((-2, -1))
+        scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
+        levels = _int8(blocks, largest[:, None, None]).flatten(0, 1)[: k.shape[0]]
     else:
         scale = torch.ones(counts.shape[0], device=k.device)
         levels = arithmetic.round(centred)
@@ -216,8 +221,11 @@ def _scale(largest: Tensor, levels: float) -> Tensor:
     return torch.where(largest > 0, largest / levels, 1.0)
 
 
-def _int8(values: Tensor) -> Tensor:
-    return values.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+def _int8(values: Tensor, largest: Tensor) -> Tensor:
+    """Levels -127..127. Multiplying by 127 / largest settles exact halves, which bf16 is full of."""
+    # A true division: Python's `127 / tensor` multiplies by a rounded reciprocal.
+    inverse = torch.full_like(largest, INT8_MAX).div(largest)
+    return (values * torch.where(largest > 0, inverse, 1.0)).round().to(torch.int8)
 
 
 def _valid_rows(counts: Tensor, rows: int) -> Tensor:

@@ -15,10 +15,16 @@ TEXT_DIM = 64
 
 @dataclass(frozen=True)
 class Tiny:
-    """config is the model's; latent is (channels, [frames,] height, width); text counts tokens.
+    """What it takes to build and sample a tiny model.
 
-    valid is how many text tokens the positive and the negative prompt really have (Mochi drops the
-    rest, LTXV masks it); pooled is the width of the pooled text embedding, 0 where a model takes none.
+    Attributes:
+        config: the model's own.
+        latent: (channels, [frames,] height, width).
+        text: text tokens.
+        valid: how many of them the positive and the negative prompt really have (Mochi drops the
+            rest, LTXV masks them).
+        pooled: width of the pooled text embedding, 0 where a model takes none.
+        extra: further entries of the conditioning.
     """
 
     model_class: str

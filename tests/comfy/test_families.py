@@ -33,7 +33,7 @@ def test_family(comfyui, name):
         assert report["forwards"] == STEPS * passes
     all_kept, half_kept = (report["density"] for report in got["reports"])
     assert all_kept == 1.0
-    assert 0.4 < half_kept < 0.75  # text and ragged tails are kept beyond the half
+    assert 0.39 < half_kept < 0.85  # 2 of 5 blocks of video; text and all it attends to are kept
     assert got["error_all"] < EIGHT_BIT
     assert got["error_all"] < got["error_half"]
     assert got["original_unchanged"]

@@ -193,3 +193,7 @@ def test_the_pack_is_served(server: Server, object_info: dict[str, Any]) -> None
     assert node["category"] == "model/patch"
     templates = server.get("/workflow_templates")
     assert set(templates["sparge-attention"]) == {path.stem for path in WORKFLOWS}
+    for path in WORKFLOWS:
+        thumbnail = f"/api/workflow_templates/sparge-attention/{path.stem}.jpg"
+        with urllib.request.urlopen(server.url + thumbnail, timeout=60) as answer:
+            assert answer.read() == path.with_suffix(".jpg").read_bytes()

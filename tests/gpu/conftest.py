@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
 import torch
 
-import sparge.attention
 from sparge.kernels import Element, capabilities
 
 POISON_BYTES = 1 << 28
@@ -28,7 +28,9 @@ def force_element(monkeypatch: pytest.MonkeyPatch) -> Callable[[Element], None]:
     """Runs the kernels of one element, also where it is not this GPU's own (emulated E4M3)."""
 
     def force(element: Element) -> None:
-        monkeypatch.setattr(sparge.attention, "native_element", lambda *_: element)
+        # The package exports a function of the same name: ask for the module.
+        module = importlib.import_module("sparge.attention")
+        monkeypatch.setattr(module, "native_element", lambda *_: element)
 
     return force
 

@@ -105,8 +105,7 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
     assert keys[:, :, case.keys :].float().abs().sum() == 0
     levels = keys[:, :, : case.keys, :d].float() - truth.k_levels.float()
     if int8:
-        assert levels.abs().max() <= 1
-        assert (levels != 0).float().mean() <= 2e-3, "more than ties round another way"
+        assert levels.abs().max() == 0
         torch.testing.assert_close(fields["k_scale"], truth.k_scale, rtol=1e-5, atol=0)
     else:
         assert levels.abs().max() == 0

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense and sparse attention side by side on a video-like example: a table and a picture.
+
+python -m benchmarks.demo [--out DIR] [--seed N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate, pad, scaled_dot_product_attention
+
+import sparge
+from benchmarks.png import write_png
+from benchmarks.video_like import HEAD_KINDS, VideoLike, video_like
+from sparge.metrics import cosine, rel_l1, rel_l2
+
+SHARES = (1.0, 0.5, 0.3, 0.2, 0.1)
+PVTHRESHD = 15.0  # the node's default
+SHOWN_SHARE = 0.3
+ERROR_GAIN = 8
+REPEATS = 10  # timed calls on a GPU; the median counts
+TILE = 320  # pixels a picture panel is at least scaled up to
+KEPT, DROPPED, MARGIN = (255, 176, 0), (24, 28, 44), 8
+
+
+@dataclass(frozen=True)
+class Size:
+    grid: tuple[int, int, int]
+    text_tokens: int
+    heads: int
+    head_dim: int
+
+
+# Mochi at 848 x 480 with 163 frames, and what a CPU does in well under a minute.
+GPU_SIZE = Size((28, 30, 53), 256, 24, 128)
+CPU_SIZE = Size((8, 24, 36), 64, 6, 64)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    density: float
+    pv_skipped: float
+    milliseconds: float
+    rel_l1: float
+    rel_l2: float
+    cosine: float
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the picture")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another video")
+    options = parser.parse_args(arguments)
+    device, what_runs = choose_device()
+    run(GPU_SIZE if device.type == "cuda" else CPU_SIZE, device, what_runs, options)
+
+
+def choose_device() -> tuple[torch.device, str]:
+    """The GPU where our kernels run on it, else the CPU; and a sentence that says so."""
+    if torch.cuda.is_available():
+        capability = sparge.capabilities(torch.device("cuda"))
+        if capability.usable:
+            name = torch.cuda.get_device_name()
+            return torch.device("cuda"), f"CUDA kernels ({capability.arch}) on {name}"
+        reason = capability.reason
+    else:
+        reason = "torch finds no CUDA GPU"
+    slow = "its times say nothing about a GPU, its errors do"
+    return torch.device("cpu"), f"the reference in plain torch on the CPU ({reason}); {slow}"
+
+
+def run(size: Size, device: torch.device, what_runs: str, options: argparse.Namespace) -> list[Row]:
+    example = video_like(
+        size.grid,
+        size.heads,
+        size.head_dim,
+        text_tokens=size.text_tokens,
+        seed=options.seed,
+        device=device,
+    )
+    frames, rows, columns = size.grid
+    print(f"Ran: {what_runs}")
+    print(
+        f"Example: {frames} x {rows} x {columns} latent grid + {size.text_tokens} text tokens = "
+        f"{example.q.shape[2]} tokens, {size.heads} heads of {size.head_dim}, bf16"
+    )
+    truth = scaled_dot_product_attention(example.q.float(), example.k.float(), example.v.float())
+    table = [_torch_row(example, truth)]
+    table += [_sparge_row(example, truth, share) for share in SHARES]
+    print(_formatted(table))
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "demo.png"
+    write_png(path, _picture(example, truth))
+    kinds = ", ".join(dict.fromkeys(example.kinds))
+    print(
+        f"Picture: {path}. A row for each kind of head ({kinds}); from the left: block map (row = "
+        f"{sparge.plan.blocks.QUERY_BLOCK} queries, column = {sparge.plan.blocks.KEY_BLOCK} keys, "
+        f"kept blocks bright), one value channel of the middle frame dense, the same at topk "
+        f"{SHOWN_SHARE:g}, their difference x {ERROR_GAIN}."
+    )
+    return table
+
+
+def _policy(example: VideoLike, share: float) -> sparge.SparsePolicy:
+    return sparge.SparsePolicy(topk=share, pvthreshd=PVTHRESHD, exact_suffix=example.text_tokens)
+
+
+def _torch_row(example: VideoLike, truth: Tensor) -> Row:
+    out, milliseconds = _timed(
+        lambda: scaled_dot_product_attention(example.q, example.k, example.v)
+    )
+    return _row("torch, dense bf16", 1.0, 0.0, milliseconds, out, truth)
+
+
+def _sparge_row(example: VideoLike, truth: Tensor, share: float) -> Row:
+    policy = _policy(example, share)
+    out, milliseconds = _timed(lambda: sparge.attention(example.q, example.k, example.v, policy))
+    stats = sparge.AttentionStats(example.q.device)
+    sparge.attention(example.q, example.k, example.v, policy, stats=stats)
+    name = f"sparge, topk {share:g}"
+    return _row(name, stats.density, stats.pv_skipped_share, milliseconds, out, truth)
+
+
+def _row(
+    name: str, density: float, skipped: float, milliseconds: float, out: Tensor, truth: Tensor
+) -> Row:
+    errors = (rel_l1(out, truth), rel_l2(out, truth), cosine(out, truth))
+    return Row(name, density, skipped, milliseconds, *errors)
+
+
+def _timed(call: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """The result and the milliseconds of a call, compiling and warming up apart."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        return call(), 1000 * (time.perf_counter() - start)
+    out = call()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return out, sorted(times)[REPEATS // 2]
+
+
+def _formatted(table: list[Row]) -> str:
+    lines = [
+        "",
+        "                     density  PV skipped    time ms    rel L1    rel L2    cosine",
+    ]
+    for row in table:
+        lines.append(
+            f"{row.name:20} {row.density:7.1%} {row.pv_skipped:11.1%} {row.milliseconds:10.2f} "
+            f"{row.rel_l1:9.5f} {row.rel_l2:9.5f} {row.cosine:9.6f}"
+        )
+    return "\n".join([*lines, "Errors are against dense attention in float32.", ""])
+
+
+def _picture(example: VideoLike, truth: Tensor) -> Tensor:
+    """(height, width, 3) uint8: a row of panels for each kind of head."""
+    policy = _policy(example, SHOWN_SHARE)
+    plan = sparge.make_plan(example.q, example.k, policy)
+    sparse = sparge.attention(example.q, example.k, example.v, policy, plan=plan)
+    shown = {kind: head for head, kind in reversed(list(enumerate(example.kinds)))}
+    order = [
+        shown[kind] for kind in dict.fromkeys(kind.name for kind in HEAD_KINDS) if kind in shown
+    ]
+    bands = []
+    for head in order:
+        dense_frame, sparse_frame = (_middle_frame(x, head, example) for x in (truth, sparse))
+        low, high = dense_frame.min(), dense_frame.max()
+        unit = (high - low).clamp(min=1e-6)
+        error = ((dense_frame - sparse_frame).abs() / unit * ERROR_GAIN).clamp(0, 1)
+        grays = [(dense_frame - low) / unit, (sparse_frame - low) / unit, error]
+        panels = [_map_panel(plan.kept()[0, head]), *(_gray_panel(gray) for gray in grays)]
+        tallest = max(panel.shape[0] for panel in panels)
+        bands.append(torch.cat([_framed(panel, tallest) for panel in panels], 1))
+    return torch.cat(bands)
+
+
+def _middle_frame(out: Tensor, head: int, example: VideoLike) -> Tensor:
+    """Value channel 0, which is the picture itself, as (rows, columns) float32 on the CPU."""
+    frames, rows, columns = example.grid
+    start = frames // 2 * rows * columns
+    return out[0, head, start : start + rows * columns, 0].float().cpu().reshape(rows, columns)
+
+
+def _map_panel(kept: Tensor) -> Tensor:
+    colors = torch.tensor([DROPPED, KEPT], dtype=torch.uint8)
+    # Square panels, whatever the shape of the map.
+    image = colors[kept.cpu().long()].permute(2, 0, 1)[None].float()
+    sides = [max(1, TILE // n) * n for n in kept.shape]
+    return interpolate(image, size=sides)[0].permute(1, 2, 0).byte()
+
+
+def _gray_panel(values: Tensor) -> Tensor:
+    zoom = max(1, TILE // max(values.shape))
+    gray = (values.clamp(0, 1) * 255).byte()
+    gray = gray.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+    return gray.unsqueeze(-1).expand(-1, -1, 3)
+
+
+def _framed(panel: Tensor, height: int) -> Tensor:
+    below = height - panel.shape[0] + MARGIN
+    return pad(panel, (0, 0, MARGIN, MARGIN, MARGIN, below), value=255)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream SpargeAttn's functions, under their names, parameters and order.
+
+Every parameter is honoured, or refused with `Unsupported` and a reason. What differs from upstream:
+
+* `is_causal` holds element by element, not only for whole blocks.
+* `scale` reaches block selection too; tails are averaged by their true length, so they are neither
+  kept nor dense by accident; a query block that keeps no key gives zeros.
+* `output_dtype` defaults to None, q's dtype (upstream's default said float16 and was ignored).
+* `mask_id` has 128 x 64 blocks on every GPU, Hopper included.
+* the returned sparsity is 1 - kept / valid query-key pairs, forced blocks counted as kept.
+* head_dim up to 128, any sequence length, and grouped-query heads are accepted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import attention
+from .errors import Unsupported
+from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from .policy import PerHead, SparsePolicy
+from .stats import AttentionStats
+
+Result = Tensor | tuple[Tensor, float]
+
+
+def spas_sage2_attn_meansim_topk_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: PerHead = -0.1,
+    cdfthreshd: PerHead | None = None,
+    topk: PerHead | None = 0.5,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype | None = None,
+    return_sparsity: bool = False,
+) -> Result:
+    """Attention that keeps, for each 128 queries, a share `topk` of all blocks of 64 keys.
+
+    q (B, H, Nq, D), k and v (B, Hkv, Nk, D) in layout "HND", tokens before heads in "NHD"; bf16,
+    fp16 or fp32. Thresholds are numbers or tensors (H,). Exactly one of `topk` and `cdfthreshd` is
+    set. Returns the output in q's layout, or (output, sparsity) with `return_sparsity`.
+    """
+    if (topk is None) == (cdfthreshd is None):
+        raise Unsupported(
+            f"topk is {topk} and cdfthreshd is {cdfthreshd}: set exactly one of them and pass "
+            "None for the other."
+        )
+    policy = SparsePolicy(
+        select_by="cdf" if topk is None else "topk",
+        topk=0.5 if topk is None else _threshold(topk),
+        cdfthreshd=1.0 if cdfthreshd is None else _threshold(cdfthreshd),
+        simthreshd1=_threshold(simthreshd1),
+        pvthreshd=_threshold(pvthreshd),
+        attention_sink=attention_sink,
+        keep_diagonal=False,
+        smooth_k=smooth_k,
+    )
+    _refuse(attn_mask, dropout_p)
+    return _attend(
+        q, k, v, policy, is_causal, scale, None, tensor_layout, output_dtype, return_sparsity
+    )
+
+
+def spas_sage2_attn_meansim_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: PerHead = 0.6,
+    cdfthreshd: PerHead = 0.98,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype | None = None,
+    return_sparsity: bool = False,
+) -> Result:
+    """The same, keeping the best blocks up to a cumulative mass of `cdfthreshd`."""
+    return spas_sage2_attn_meansim_topk_cuda(
+        q,
+        k,
+        v,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        smooth_k,
+        simthreshd1,
+        cdfthreshd,
+        None,
+        pvthreshd,
+        attention_sink,
+        tensor_layout,
+        output_dtype,
+        return_sparsity,
+    )
+
+
+# Upstream's first generation differs in its kernels only; ours serve both.
+spas_sage_attn_meansim_topk_cuda = spas_sage2_attn_meansim_topk_cuda
+spas_sage_attn_meansim_cuda = spas_sage2_attn_meansim_cuda
+
+
+def block_sparse_sage2_attn_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_id: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype | None = None,
+    return_sparsity: bool = False,
+) -> Result:
+    """Attention over the blocks that `mask_id` (B, H, ceil(Nq / 128), ceil(Nk / 64)) marks nonzero.
+
+    `attention_sink` adds the first block of 64 keys for every query.
+    """
+    _refuse(None, dropout_p)
+    mask = _checked_mask(mask_id, q, k, tensor_layout) != 0
+    if attention_sink:
+        mask[..., 0] = True
+    policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=_threshold(pvthreshd))
+    return _attend(
+        q, k, v, policy, False, scale, mask, tensor_layout, output_dtype, return_sparsity
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy,
+    is_causal: bool,
+    scale: float | None,
+    block_mask: Tensor | None,
+    layout: str,
+    output_dtype: torch.dtype | None,
+    return_sparsity: bool,
+) -> Result:
+    stats = AttentionStats(q.device) if return_sparsity else None
+    out = attention(
+        q,
+        k,
+        v,
+        policy,
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        block_mask=block_mask,
+        stats=stats,
+        output_dtype=output_dtype,
+    )
+    assert isinstance(out, Tensor)  # a tuple only with return_lse
+    return out if stats is None else (out, 1.0 - stats.density)
+
+
+def _refuse(attn_mask: Tensor | None, dropout_p: float) -> None:
+    if attn_mask is not None:
+        raise Unsupported(
+            "attn_mask is given; sparse attention takes no element mask: use is_causal, cut the "
+            "padding off, pass a mask_id of 128 x 64 blocks, or stay dense."
+        )
+    if dropout_p != 0:
+        raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout here: pass 0.")
+
+
+def _checked_mask(mask_id: Tensor | None, q: Tensor, k: Tensor, layout: str) -> Tensor:
+    tokens = 1 if layout == "NHD" else 2
+    expected = (
+        q.shape[0],
+        q.shape[3 - tokens],
+        block_count(q.shape[tokens], QUERY_BLOCK),
+        block_count(k.shape[tokens], KEY_BLOCK),
+    )
+    takes = (
+        f"{expected}: batch, query heads, blocks of {QUERY_BLOCK} queries, blocks of {KEY_BLOCK} "
+        "keys, on every GPU"
+    )
+    if mask_id is None:
+        raise Unsupported(f"mask_id is None; it says which blocks to keep and has shape {takes}.")
+    if tuple(mask_id.shape) != expected:
+        raise Unsupported(f"mask_id has shape {tuple(mask_id.shape)}; this call takes {takes}.")
+    return mask_id
+
+
+def _threshold(value: PerHead) -> PerHead:
+    """Integer tensors were accepted upstream."""
+    return value.float() if isinstance(value, Tensor) else value
