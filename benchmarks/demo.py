@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 import sparge
 from benchmarks.png import write_png
 from benchmarks.video_like import HEAD_KINDS, VideoLike, video_like
 from sparge.metrics import cosine, rel_l1, rel_l2
+from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
 
 SHARES = (1.0, 0.5, 0.3, 0.2, 0.1)
 PVTHRESHD = 15.0  # the node's default
@@ -40,7 +42,7 @@ class Size:
 
 # Mochi at 848 x 480 with 163 frames, and what a CPU does in well under a minute.
 GPU_SIZE = Size((28, 30, 53), 256, 24, 128)
-CPU_SIZE = Size((8, 24, 36), 64, 6, 64)
+CPU_SIZE = Size((6, 20, 32), 64, 6, 64)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def run(size: Size, device: torch.device, what_runs: str, options: argparse.Name
     kinds = ", ".join(dict.fromkeys(example.kinds))
     print(
         f"Picture: {path}. A row for each kind of head ({kinds}); from the left: block map (row = "
-        f"{sparge.plan.blocks.QUERY_BLOCK} queries, column = {sparge.plan.blocks.KEY_BLOCK} keys, "
+        f"{QUERY_BLOCK} queries, column = {KEY_BLOCK} keys, "
         f"kept blocks bright), one value channel of the middle frame dense, the same at topk "
         f"{SHOWN_SHARE:g}, their difference x {ERROR_GAIN}."
     )
@@ -115,18 +117,23 @@ def _policy(example: VideoLike, share: float) -> sparge.SparsePolicy:
 
 def _torch_row(example: VideoLike, truth: Tensor) -> Row:
     out, milliseconds = _timed(
-        lambda: scaled_dot_product_attention(example.q, example.k, example.v)
+        lambda: scaled_dot_product_attention(example.q, example.k, example.v), example.q.device
     )
     return _row("torch, dense bf16", 1.0, 0.0, milliseconds, out, truth)
 
 
 def _sparge_row(example: VideoLike, truth: Tensor, share: float) -> Row:
     policy = _policy(example, share)
-    out, milliseconds = _timed(lambda: sparge.attention(example.q, example.k, example.v, policy))
     stats = sparge.AttentionStats(example.q.device)
-    sparge.attention(example.q, example.k, example.v, policy, stats=stats)
+    out, milliseconds = _timed(lambda: _attention(example, policy, stats=stats), example.q.device)
     name = f"sparge, topk {share:g}"
     return _row(name, stats.density, stats.pv_skipped_share, milliseconds, out, truth)
+
+
+def _attention(example: VideoLike, policy: sparge.SparsePolicy, **named: Any) -> Tensor:
+    out = sparge.attention(example.q, example.k, example.v, policy, **named)
+    assert isinstance(out, Tensor)  # a pair only when the log-sum-exp is asked for
+    return out
 
 
 def _row(
@@ -136,9 +143,9 @@ def _row(
     return Row(name, density, skipped, milliseconds, *errors)
 
 
-def _timed(call: Callable[[], Tensor]) -> tuple[Tensor, float]:
+def _timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
     """The result and the milliseconds of a call, compiling and warming up apart."""
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         start = time.perf_counter()
         return call(), 1000 * (time.perf_counter() - start)
     out = call()
@@ -170,7 +177,7 @@ def _picture(example: VideoLike, truth: Tensor) -> Tensor:
     """(height, width, 3) uint8: a row of panels for each kind of head."""
     policy = _policy(example, SHOWN_SHARE)
     plan = sparge.make_plan(example.q, example.k, policy)
-    sparse = sparge.attention(example.q, example.k, example.v, policy, plan=plan)
+    sparse = _attention(example, policy, plan=plan)
     shown = {kind: head for head, kind in reversed(list(enumerate(example.kinds)))}
     order = [
         shown[kind] for kind in dict.fromkeys(kind.name for kind in HEAD_KINDS) if kind in shown
@@ -196,18 +203,20 @@ def _middle_frame(out: Tensor, head: int, example: VideoLike) -> Tensor:
 
 
 def _map_panel(kept: Tensor) -> Tensor:
+    """A key block is half as long as a query block: twice the lines make the panel square."""
     colors = torch.tensor([DROPPED, KEPT], dtype=torch.uint8)
-    # Square panels, whatever the shape of the map.
-    image = colors[kept.cpu().long()].permute(2, 0, 1)[None].float()
-    sides = [max(1, TILE // n) * n for n in kept.shape]
-    return interpolate(image, size=sides)[0].permute(1, 2, 0).byte()
+    zoom = max(1, TILE // kept.shape[1])
+    return _zoomed(colors[kept.cpu().long()], 2 * zoom, zoom)
 
 
 def _gray_panel(values: Tensor) -> Tensor:
     zoom = max(1, TILE // max(values.shape))
     gray = (values.clamp(0, 1) * 255).byte()
-    gray = gray.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
-    return gray.unsqueeze(-1).expand(-1, -1, 3)
+    return _zoomed(gray.unsqueeze(-1).expand(-1, -1, 3), zoom, zoom)
+
+
+def _zoomed(panel: Tensor, lines: int, columns: int) -> Tensor:
+    return panel.repeat_interleave(lines, 0).repeat_interleave(columns, 1)
 
 
 def _framed(panel: Tensor, height: int) -> Tensor:

@@ -43,6 +43,8 @@ class Forward:
         packed = kwargs.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape)
         run.tally.add_forward(layout.family)
+        if layout.blocks is None and run.settings.dense_spans.needs_total:
+            run.note("negative dense_blocks do nothing: this model's block count is unknown")
         reason = run.unusable(x.device)
         if reason is None and not run.window.is_everything:
             # The one place where a run waits for the GPU: once a pass, for a single number.

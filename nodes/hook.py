@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from ..sparge import capabilities
 from . import report
 from .attention_call import AttentionCall
+from .chaining import leads_to
 from .forward_facts import Forward
 from .host import APPLY_MODEL, OUTER_SAMPLE, raise_if_interrupted, show_on_node
 from .run_state import Run
@@ -78,7 +78,7 @@ class Hook:
         sampling = guider.model_patcher.get_model_object("model_sampling")
         run = Run(self.settings, sampling, owner=self)
         if CORE_SPARSE_KEY in _callback_keys(options):
-            run.notes.append(
+            run.note(
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
                 "this node; the results do not add up, remove one"
             )
@@ -132,7 +132,7 @@ class Hook:
 
         One that calls ours instead stays outside, as its author meant it.
         """
-        if found is not None and _leads_to(found, self):
+        if found is not None and leads_to(found, self._is_ours):
             return found
         mark: Mark | None = getattr(self._on_top, MARK, None)
         if mark is None or mark.previous is not found:
@@ -140,6 +140,10 @@ class Hook:
             self._on_top = make_override(self, found)
         assert self._on_top is not None
         return self._on_top
+
+    def _is_ours(self, item: Any) -> bool:
+        mark: Mark | None = getattr(item, MARK, None)
+        return mark is not None and mark.hook is self
 
     def _report(self, run: Run, stopped: bool) -> None:
         try:
@@ -191,52 +195,5 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
     return cast(Override, override)
 
 
-#: What a closure may hold that leads everywhere.
-_NOT_WALKED = (type, ModuleType, torch.nn.Module)
-
-
 def _callback_keys(options: dict[str, Any]) -> set[str | None]:
     return {key for by_key in options.get("callbacks", {}).values() for key in by_key}
-
-
-def _leads_to(override: Override, hook: Hook) -> bool:
-    """Whether calling ``override`` can reach an override of this hook: is it chained on ours?
-
-    Looks where chaining code keeps the previous override: closures, partials, bound methods, and
-    attributes of the objects that these hold. Nothing is called.
-    """
-    seen: set[int] = set()
-    pending: list[Any] = [override]
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        mark: Mark | None = getattr(item, MARK, None)
-        if mark is not None and mark.hook is hook:
-            return True
-        pending.extend(_held_by(item))
-    return False
-
-
-def _held_by(item: Any) -> list[Any]:
-    if isinstance(item, FunctionType):
-        held = []
-        for cell in item.__closure__ or ():
-            try:
-                held.append(cell.cell_contents)
-            except ValueError:  # a cell that is not filled yet
-                continue
-        return [value for value in held if callable(value) or _is_plain_state(value)]
-    if isinstance(item, MethodType):
-        return [item.__func__, item.__self__]
-    if isinstance(item, functools.partial):
-        return [item.func, *item.args, *item.keywords.values()]
-    if isinstance(item, _NOT_WALKED):
-        return []
-    return [value for value in getattr(item, "__dict__", {}).values() if callable(value)]
-
-
-def _is_plain_state(value: Any) -> bool:
-    """An object of a pack's own, as opposed to data or a model."""
-    return hasattr(value, "__dict__") and not isinstance(value, _NOT_WALKED)

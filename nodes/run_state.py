@@ -91,6 +91,12 @@ class Run:
         with self._lock:
             self._unusable.setdefault(device, reason)
 
+    def note(self, text: str) -> None:
+        """Adds a remark to the report, once."""
+        with self._lock:
+            if text not in self.notes:
+                self.notes.append(text)
+
     def density(self) -> float:
         """Kept over valid query-key pairs of all sparse calls. Synchronises with the devices."""
         kept, valid = 0, 0

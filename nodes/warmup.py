@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..sparge import KernelBuildError, kernels
+from ..sparge import KernelBuildError, Unsupported, kernels
 
 logger = logging.getLogger("sparge")
 
@@ -20,6 +20,18 @@ Show = Callable[[str], None]
 
 #: Seconds between two looks at the Cancel button while a run waits.
 _POLL_SECONDS = 0.1
+#: Loading from the disk takes less; only a compilation is worth telling the user about.
+_WORTH_TELLING_SECONDS = 1.0
+
+
+def node_specs(arch: str) -> list[kernels.KernelSpec]:
+    """The kernels that the node can reach: those of the 8-bit precision, for both head_dims."""
+    element = kernels.native_element(arch, sixteen_bit=False, dtype=None)
+    return [
+        spec
+        for spec in kernels.native_specs(arch)
+        if spec.element is element or not spec.reads_element
+    ]
 
 
 class Warmup:
@@ -28,32 +40,34 @@ class Warmup:
     def __init__(self, device: torch.device, show: Show) -> None:
         self._device = device
         self._show = show
-        self._compiled = 0
+        self._started = time.perf_counter()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="sparge-warmup", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
-        started = time.perf_counter()
         try:
-            kernels.warm(self._device, progress=self._progress)
-        except BaseException as error:
+            specs = node_specs(kernels.capabilities(self._device).arch)
+            kernels.warm(self._device, specs, self._progress)
+        except BaseException as error:  # handed to whoever waits
             self._error = error
-        if self._compiled:
-            seconds = time.perf_counter() - started
-            logger.info("[Sparge] compiled %d kernels in %.1f s", self._compiled, seconds)
 
     def _progress(self, done: int, total: int, name: str) -> None:
-        self._compiled = done
-        self._show(f"Compiling kernels for this GPU, once: {done} of {total} ({name})")
+        seconds = time.perf_counter() - self._started
+        if seconds > _WORTH_TELLING_SECONDS:
+            self._show(f"Compiling kernels for this GPU, once: {done} of {total}, {seconds:.0f} s")
+            if done == total:
+                logger.info("[Sparge] %d kernels are ready after %.1f s", total, seconds)
 
     def wait(self, check_cancelled: Callable[[], None]) -> str | None:
         """Blocks until done. Returns why the kernels cannot be used, or None when they can."""
         while self._thread.is_alive():
             check_cancelled()
             self._thread.join(_POLL_SECONDS)
-        if isinstance(self._error, KernelBuildError):
-            logger.error("[Sparge] a kernel did not compile:\n%s", self._error)
+        if isinstance(self._error, Unsupported):
+            return self._error.reason
+        if isinstance(self._error, KernelBuildError | kernels.DriverError):
+            logger.error("[Sparge] %s", self._error)
             return KERNEL_DID_NOT_COMPILE
         if self._error is not None:
             raise self._error

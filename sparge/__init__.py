@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training-free block-sparse attention on INT8 and FP8 tensor cores.
 
-    out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
+out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 """
 
 from .attention import Partials, attention, attention_partials, make_plan

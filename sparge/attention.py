@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from . import ops, reference
+from .call import Call, make_call
 from .errors import Unsupported
-from .kernels import Element, capabilities, native_element
+from .kernels import capabilities
 from .plan.blocks import BlockPlan
-from .policy import PV_FILTER_OFF, Precision, SparsePolicy
+from .policy import PV_FILTER_OFF, SparsePolicy
 from .stats import AttentionStats
-from .validate import (
-    as_heads_first,
-    check_block_mask,
-    check_inference,
-    check_key_lengths,
-    check_pair,
-    check_values,
-)
-from .workspace import CallShape, WorkspaceLayout
+from .validate import as_heads_first
+from .workspace import WorkspaceLayout
 
 #: Workspace a call may take, as a share of q + k + v; beyond it heads are served in groups.
 MEMORY_SHARE = 0.55
@@ -41,53 +35,6 @@ class Partials:
     out_sum: Tensor
     row_max: Tensor
     row_sum: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One validated call: q (B, H, Nq, D), k and v (B, Hkv, Nk, D)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    policy: SparsePolicy
-    scale: float
-    is_causal: bool
-    key_lengths: Tensor | None
-    block_mask: Tensor | None
-    plan: BlockPlan | None
-    thresholds: Tensor | None
-
-    @property
-    def shape(self) -> CallShape:
-        return CallShape.of(self.q, self.k)
-
-    @property
-    def element(self) -> Element:
-        sixteen_bit = self.policy.precision is Precision.SIXTEEN_BIT
-        return native_element(capabilities(self.q.device).arch, sixteen_bit, self.q.dtype)
-
-    @property
-    def routes(self) -> bool:
-        """Whether query statistics are needed: a given plan or mask replaces them."""
-        return self.plan is None and self.block_mask is None
-
-    def heads(self, first: int, last: int) -> _Call:
-        """The kv heads first .. last - 1 and the query heads that read them."""
-        group = self.shape.heads // self.shape.kv_heads
-        kv, query = slice(first, last), slice(first * group, last * group)
-        return _Call(
-            self.q[:, query],
-            self.k[:, kv],
-            None if self.v is None else self.v[:, kv],
-            self.policy,
-            self.scale,
-            self.is_causal,
-            self.key_lengths,
-            None if self.block_mask is None else self.block_mask[:, query],
-            None if self.plan is None else self.plan.heads_slice(query),
-            None if self.thresholds is None else self.thresholds[query],
-        )
 
 
 def attention(
@@ -131,7 +78,7 @@ def attention(
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
         ValueError: shapes, dtypes or devices do not fit together.
     """
-    call = _call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
+    call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
     dtype = output_dtype or call.q.dtype
     out_layout = layout if out_layout is None else out_layout
     out = _empty_output(call, dtype, out_layout)
@@ -160,8 +107,8 @@ def make_plan(
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
 ) -> BlockPlan:
-    """Routing alone: the plan that ``attention`` with these arguments would use. Raises as it does."""
-    call = _call(q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None)
+    """Routing alone: the plan ``attention`` would use with these arguments. Raises as it does."""
+    call = make_call(q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None)
     if not capabilities(q.device).usable:
         return reference.make_plan(
             call.q,
@@ -190,7 +137,7 @@ def attention_partials(
     plan: BlockPlan | None = None,
 ) -> Partials:
     """Attention before its division by the row sum, so that partial results can be combined."""
-    call = _call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
+    call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
     if not capabilities(q.device).usable:
         attended, _ = _reference_attention(call)
         return Partials(attended.unnormalised, attended.row_max, attended.row_sum)
@@ -203,49 +150,7 @@ def attention_partials(
     return Partials(*partials)
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    policy: SparsePolicy | None,
-    layout: str,
-    is_causal: bool,
-    scale: float | None,
-    key_lengths: Tensor | None,
-    block_mask: Tensor | None,
-    plan: BlockPlan | None,
-) -> _Call:
-    policy = SparsePolicy() if policy is None else policy
-    q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
-    check_pair(q, k)
-    check_inference(q, k)
-    if v is not None:
-        v = as_heads_first("v", v, layout)
-        check_pair(q, v, "v")
-        check_values(k, v)
-        check_inference(v)
-    check_key_lengths(key_lengths, q)
-    check_block_mask(block_mask, q, k)
-    if plan is not None:
-        plan.check_fits(q, k, is_causal, key_lengths, block_mask)
-        is_causal, key_lengths = plan.is_causal, plan.key_lengths
-    if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
-        block_mask = block_mask != 0
-    return _Call(
-        q,
-        k,
-        v,
-        policy,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        is_causal,
-        key_lengths,
-        block_mask,
-        plan,
-        policy.head_thresholds(q.shape[1], q.device),
-    )
-
-
-def _empty_output(call: _Call, dtype: torch.dtype, out_layout: str) -> Tensor:
+def _empty_output(call: Call, dtype: torch.dtype, out_layout: str) -> Tensor:
     """(B, H, Nq, D) view of memory in ``out_layout``."""
     batch, heads, queries, channels = call.q.shape
     if out_layout == "HND":
@@ -255,7 +160,7 @@ def _empty_output(call: _Call, dtype: torch.dtype, out_layout: str) -> Tensor:
 
 
 def _run_in_head_groups(
-    call: _Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
+    call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
 ) -> None:
     """All heads at once when the workspace stays within MEMORY_SHARE and fits, else in groups."""
     shape = call.shape
@@ -269,7 +174,8 @@ def _run_in_head_groups(
         if lse is not None:
             part_lse = lse if step == kv_heads else torch.empty_like(lse[:, query])
         try:
-            _run(call.heads(first, last) if step < kv_heads else call, out[:, query], part_lse, counters)
+            part = call if step == kv_heads else call.heads(first, last)
+            _run(part, out[:, query], part_lse, counters)
         except torch.OutOfMemoryError as error:
             if step == 1:
                 needed = _memory_needed(call.heads(first, last)) / 2**20
@@ -284,7 +190,7 @@ def _run_in_head_groups(
         first = last
 
 
-def _memory_needed(call: _Call) -> int:
+def _memory_needed(call: Call) -> int:
     shape = call.shape
     layout = WorkspaceLayout(
         shape, call.element, with_values=call.v is not None, with_queries=call.routes
@@ -293,13 +199,13 @@ def _memory_needed(call: _Call) -> int:
     return layout.nbytes + rows * 4 * (shape.map_words + 1)
 
 
-def _memory_limit(call: _Call) -> int:
+def _memory_limit(call: Call) -> int:
     tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
     return int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors))
 
 
 def _run(
-    call: _Call,
+    call: Call,
     out: Tensor,
     lse: Tensor | None,
     counters: Tensor | None,
@@ -335,7 +241,7 @@ def _run(
     )
 
 
-def _quantize(call: _Call) -> Tensor:
+def _quantize(call: Call) -> Tensor:
     return ops.quantize(
         call.q,
         call.k,
@@ -347,7 +253,7 @@ def _quantize(call: _Call) -> Tensor:
     )
 
 
-def _route(call: _Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
+def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
     policy, shape = call.policy, call.shape
     select = _TOPK if policy.select_by == "topk" else _CDF
     return ops.route(
@@ -377,7 +283,7 @@ def _scalar(value: float | Tensor) -> float:
     return 1.0 if isinstance(value, Tensor) else float(value)
 
 
-def _reference_attention(call: _Call) -> tuple[reference.Attended, BlockPlan]:
+def _reference_attention(call: Call) -> tuple[reference.Attended, BlockPlan]:
     return reference.attention(
         call.q,
         call.k,
@@ -391,7 +297,7 @@ def _reference_attention(call: _Call) -> tuple[reference.Attended, BlockPlan]:
     )
 
 
-def _run_reference(call: _Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def _run_reference(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
     attended, plan = _reference_attention(call)
     out.copy_(attended.out)
     if lse is not None:

@@ -56,9 +56,7 @@ def quantize(
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace."""
     shape = CallShape.of(q, k)
-    layout = WorkspaceLayout(
-        shape, element, with_values=v is not None, with_queries=with_queries
-    )
+    layout = WorkspaceLayout(shape, element, with_values=v is not None, with_queries=with_queries)
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths)
     quantized = element in (Element.INT8_FP16, Element.INT8_E4M3)
@@ -207,7 +205,7 @@ def attend(
         causal=causal,
     )
     grid = (shape.batch * shape.heads * shape.query_blocks, 1, 1)
-    map_bytes = shape.map_words * 4
+    map_bytes = (shape.map_words + 1) * 4  # and the word that ends the list
     _launch("attend", q.device, shape, grid, params, element, pv_filter, extra_shared=map_bytes)
 
 

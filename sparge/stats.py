@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class AttentionStats:
-    """Kept, valid and PV-skipped query-key pairs, summed over every call that was given this object.
+    """Kept, valid and PV-skipped query-key pairs, over all calls that were given this object.
 
-    ``counters`` is an int64 tensor ``[kept, valid, skipped]`` on ``device``. Make it once, outside the
-    attention calls; reading a property synchronises with the device.
+    ``counters`` is an int64 tensor ``[kept, valid, skipped]`` on ``device``. Make it once, outside
+    the attention calls; reading a property synchronises with the device.
     """
 
     def __init__(self, device: torch.device | str) -> None:

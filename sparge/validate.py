@@ -37,6 +37,8 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
                 f"{label}'s last dimension has stride {tensor.stride(-1)}; it must be contiguous "
                 "(the other dimensions may have any strides): call .contiguous() first."
             )
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q {tuple(q.shape)} or {name} {tuple(k.shape)} has an empty dimension.")
     if q.device != k.device:
         raise ValueError(f"q is on {q.device} and {name} on {k.device}; put them on one device.")
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
@@ -46,8 +48,6 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
         )
     if q.shape[-1] > MAX_HEAD_DIM:
         raise Unsupported(f"head_dim is {q.shape[-1]}; up to {MAX_HEAD_DIM} is supported.")
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"q {tuple(q.shape)} or {name} {tuple(k.shape)} has an empty dimension.")
 
 
 def check_values(k: Tensor, v: Tensor) -> None:

@@ -14,6 +14,7 @@ import sparge
 from sparge import Precision, SparsePolicy, reference
 from sparge.metrics import rel_l1
 
+attention: Any = sparge.attention  # a tensor, or a pair with return_lse
 DENSE = SparsePolicy(topk=1.0)
 SPARSE = SparsePolicy(topk=0.4)
 
@@ -31,7 +32,7 @@ def test_this_machine_runs_the_reference(make_qkv, monkeypatch: pytest.MonkeyPat
         return real(*args, **named)
 
     monkeypatch.setattr(reference, "attention", spy)
-    sparge.attention(*make_qkv())
+    attention(*make_qkv())
     assert len(calls) == 1
 
 
@@ -41,7 +42,7 @@ def test_replaces_torchs_attention(make_qkv, dtype: torch.dtype, precision: Prec
     q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, dtype=dtype)
     for is_causal in (False, True):
         policy = SparsePolicy(topk=1.0, precision=precision)
-        out = sparge.attention(q, k, v, policy, is_causal=is_causal)
+        out = attention(q, k, v, policy, is_causal=is_causal)
         truth = scaled_dot_product_attention(
             q.float(), k.float(), v.float(), is_causal=is_causal, enable_gqa=True
         )
@@ -56,9 +57,9 @@ def test_replaces_torchs_attention(make_qkv, dtype: torch.dtype, precision: Prec
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_layouts(make_qkv, layout: str, out_layout: str | None) -> None:
     q, k, v = make_qkv(2, 3, 200, 64, kv_tokens=330)
-    expected = sparge.attention(q, k, v, SPARSE)
+    expected = attention(q, k, v, SPARSE)
     given = [x if layout == "HND" else x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    out = sparge.attention(*given, SPARSE, layout=layout, out_layout=out_layout)
+    out = attention(*given, SPARSE, layout=layout, out_layout=out_layout)
     wanted = out_layout or layout
     assert out.is_contiguous()
     assert torch.equal(out if wanted == "HND" else out.transpose(1, 2), expected)
@@ -66,16 +67,16 @@ def test_layouts(make_qkv, layout: str, out_layout: str | None) -> None:
 
 def test_output_dtype_and_mixed_input_dtypes(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64)
-    out = sparge.attention(q, k.float(), v.half(), SPARSE)
+    out = attention(q, k.float(), v.half(), SPARSE)
     assert out.dtype == torch.bfloat16
-    assert rel_l1(out, sparge.attention(q, k, v, SPARSE)) < 1e-3
-    assert sparge.attention(q, k, v, SPARSE, output_dtype=torch.float32).dtype == torch.float32
+    assert rel_l1(out, attention(q, k, v, SPARSE)) < 1e-3
+    assert attention(q, k, v, SPARSE, output_dtype=torch.float32).dtype == torch.float32
 
 
 def test_float32_is_read_as_bf16(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64, dtype=torch.float32)
-    out = sparge.attention(q, k, v, SPARSE)
-    rounded = sparge.attention(
+    out = attention(q, k, v, SPARSE)
+    rounded = attention(
         q.bfloat16(), k.bfloat16(), v.bfloat16(), SPARSE, output_dtype=torch.float32
     )
     assert torch.equal(out, rounded)
@@ -85,28 +86,28 @@ def test_float32_is_read_as_bf16(make_qkv) -> None:
 def test_head_dims(make_qkv, head_dim: int) -> None:
     q, k, v = make_qkv(1, 2, 200, head_dim)
     truth = scaled_dot_product_attention(q.float(), k.float(), v.float())
-    assert rel_l1(sparge.attention(q, k, v, DENSE), truth) < 0.015
+    assert rel_l1(attention(q, k, v, DENSE), truth) < 0.015
 
 
 def test_key_lengths_cut_keys(make_qkv) -> None:
     q, k, v = make_qkv(2, 2, 300, 64)
     lengths = torch.tensor([300, 77], dtype=torch.int32)
-    out = sparge.attention(q, k, v, DENSE, key_lengths=lengths)
-    assert torch.equal(out[:1], sparge.attention(q[:1], k[:1], v[:1], DENSE))
-    assert torch.equal(out[1:], sparge.attention(q[1:], k[1:, :, :77], v[1:, :, :77], DENSE))
+    out = attention(q, k, v, DENSE, key_lengths=lengths)
+    assert torch.equal(out[:1], attention(q[:1], k[:1], v[:1], DENSE))
+    assert torch.equal(out[1:], attention(q[1:], k[1:, :, :77], v[1:, :, :77], DENSE))
 
 
 def test_lse_is_of_the_true_logits(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64)
     k = k + 3  # far from zero mean: smoothing K must not show
-    out, lse = sparge.attention(q, k, v, DENSE, return_lse=True)
+    out, lse = attention(q, k, v, DENSE, return_lse=True)
     truth = (q.float() @ k.float().mT / 8).logsumexp(-1)
     assert lse.dtype == torch.float32
     assert lse.shape == (1, 2, 200)
     assert (lse - truth).abs().max() < 0.05
-    assert torch.equal(out, sparge.attention(q, k, v, DENSE))
+    assert torch.equal(out, attention(q, k, v, DENSE))
     nothing = torch.zeros(1, dtype=torch.int32)
-    out, lse = sparge.attention(q, k, v, DENSE, return_lse=True, key_lengths=nothing)
+    out, lse = attention(q, k, v, DENSE, return_lse=True, key_lengths=nothing)
     assert out.abs().max() == 0
     assert (lse == -math.inf).all()
 
@@ -114,7 +115,7 @@ def test_lse_is_of_the_true_logits(make_qkv) -> None:
 def test_lse_merges_two_halves_of_the_keys(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64, kv_tokens=640)
     halves = [
-        sparge.attention(
+        attention(
             q, k[:, :, part], v[:, :, part], DENSE, return_lse=True, output_dtype=torch.float32
         )
         for part in (slice(0, 320), slice(320, 640))
@@ -135,9 +136,9 @@ class TestPlan:
         lengths = torch.tensor([300, 200], dtype=torch.int32)
         named = {"layout": layout, "is_causal": is_causal, "key_lengths": lengths}
         plan = sparge.make_plan(q, k, SPARSE, **named)
-        expected = sparge.attention(q, k, v, SPARSE, **named)
-        assert torch.equal(sparge.attention(q, k, v, SPARSE, plan=plan, **named), expected)
-        assert torch.equal(sparge.attention(q, k, v, SPARSE, plan=plan, layout=layout), expected)
+        expected = attention(q, k, v, SPARSE, **named)
+        assert torch.equal(attention(q, k, v, SPARSE, plan=plan, **named), expected)
+        assert torch.equal(attention(q, k, v, SPARSE, plan=plan, layout=layout), expected)
 
     def test_is_what_it_says(self, make_qkv) -> None:
         q, k, _ = make_qkv(2, 4, 300, 64, kv_heads=2, kv_tokens=2200)
@@ -153,30 +154,30 @@ class TestPlan:
         mask = torch.rand(1, 2, 3, 5, generator=generator) < 0.5
         plan = sparge.make_plan(q, k, SPARSE, block_mask=mask)
         assert torch.equal(plan.kept(), mask)
-        direct = sparge.attention(q, k, v, SPARSE, block_mask=mask)
-        assert torch.equal(sparge.attention(q, k, v, SPARSE, plan=plan), direct)
+        direct = attention(q, k, v, SPARSE, block_mask=mask)
+        assert torch.equal(attention(q, k, v, SPARSE, plan=plan), direct)
 
     def test_of_another_call_is_refused(self, make_qkv) -> None:
         q, k, v = make_qkv(1, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)
         mask = torch.ones(1, 2, 3, 5)
         with pytest.raises(ValueError, match=r"\(1, 2, 300, 300\)"):
-            sparge.attention(q[:, :, :200], k, v, SPARSE, plan=plan)
+            attention(q[:, :, :200], k, v, SPARSE, plan=plan)
         with pytest.raises(ValueError, match="is_causal"):
-            sparge.attention(q, k, v, SPARSE, plan=plan, is_causal=True)
+            attention(q, k, v, SPARSE, plan=plan, is_causal=True)
         with pytest.raises(ValueError, match="key_lengths"):
             lengths = torch.tensor([5], dtype=torch.int32)
-            sparge.attention(q, k, v, SPARSE, plan=plan, key_lengths=lengths)
+            attention(q, k, v, SPARSE, plan=plan, key_lengths=lengths)
         with pytest.raises(ValueError, match="block_mask"):
-            sparge.attention(q, k, v, SPARSE, plan=plan, block_mask=mask)
+            attention(q, k, v, SPARSE, plan=plan, block_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
 def test_block_mask_dtypes(make_qkv, generator: torch.Generator, dtype: torch.dtype) -> None:
     q, k, v = make_qkv(1, 2, 300, 64)
     mask = torch.rand(1, 2, 3, 5, generator=generator) < 0.5
-    expected = sparge.attention(q, k, v, SPARSE, block_mask=mask)
-    assert torch.equal(sparge.attention(q, k, v, SPARSE, block_mask=mask.to(dtype)), expected)
+    expected = attention(q, k, v, SPARSE, block_mask=mask)
+    assert torch.equal(attention(q, k, v, SPARSE, block_mask=mask.to(dtype)), expected)
 
 
 class TestStats:
@@ -184,9 +185,9 @@ class TestStats:
         q, k, v = make_qkv(1, 2, 640, 64)
         stats = sparge.AttentionStats("cpu")
         assert (stats.density, stats.calls) == (1.0, 0)
-        sparge.attention(q, k, v, SparsePolicy(topk=0.2), stats=stats)
+        attention(q, k, v, SparsePolicy(topk=0.2), stats=stats)
         assert stats.density == pytest.approx(0.2)
-        sparge.attention(q, k, v, DENSE, stats=stats)
+        attention(q, k, v, DENSE, stats=stats)
         assert stats.density == pytest.approx(0.6)
         assert stats.calls == 2
         assert stats.pv_skipped_share == 0
@@ -198,8 +199,8 @@ class TestStats:
         lengths = torch.tensor([300, 70], dtype=torch.int32)
         plan = sparge.make_plan(q, k, SPARSE, is_causal=True, key_lengths=lengths)
         routed, planned = (sparge.AttentionStats("cpu") for _ in range(2))
-        sparge.attention(q, k, v, SPARSE, is_causal=True, key_lengths=lengths, stats=routed)
-        sparge.attention(q, k, v, SPARSE, plan=plan, stats=planned)
+        attention(q, k, v, SPARSE, is_causal=True, key_lengths=lengths, stats=routed)
+        attention(q, k, v, SPARSE, plan=plan, stats=planned)
         assert torch.equal(routed.counters, planned.counters)
         assert routed.density == pytest.approx(plan.density())
 
@@ -207,7 +208,7 @@ class TestStats:
         q, k, v = make_qkv(1, 1, 640, 64)
         q, k[:, :, :64] = q + 1, k[:, :, :64] + 2
         stats = sparge.AttentionStats("cpu")
-        sparge.attention(q, k, v, SparsePolicy(topk=1.0, pvthreshd=2.0), stats=stats)
+        attention(q, k, v, SparsePolicy(topk=1.0, pvthreshd=2.0), stats=stats)
         assert 0.5 < stats.pv_skipped_share <= 0.9
 
 
@@ -217,21 +218,21 @@ def test_thresholds_by_head(make_qkv) -> None:
     plan = sparge.make_plan(q, k, policy)
     assert plan.counts[0, :, 0].tolist() == [1, 5, 10]
     with pytest.raises(ValueError, match="3 query heads"):
-        sparge.attention(q, k, v, SparsePolicy(topk=torch.tensor([0.1, 0.5])))
+        attention(q, k, v, SparsePolicy(topk=torch.tensor([0.1, 0.5])))
 
 
 def test_partials_give_the_output(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 300, 64)
     partials = sparge.attention_partials(q, k, v, SPARSE)
-    out = sparge.attention(q, k, v, SPARSE, output_dtype=torch.float32)
+    out = attention(q, k, v, SPARSE, output_dtype=torch.float32)
     assert (partials.out_sum / partials.row_sum.unsqueeze(-1) - out).abs().max() < 1e-4
     assert partials.row_max.shape == partials.row_sum.shape == (1, 2, 300)
 
 
 def test_compiled_code_gives_the_same(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 130, 32)
-    compiled = torch.compile(lambda *qkv: sparge.attention(*qkv, SPARSE) * 2, backend="eager")
-    assert torch.equal(compiled(q, k, v), sparge.attention(q, k, v, SPARSE) * 2)
+    compiled = torch.compile(lambda *qkv: attention(*qkv, SPARSE) * 2, backend="eager")
+    assert torch.equal(compiled(q, k, v), attention(q, k, v, SPARSE) * 2)
 
 
 class TestRefusals:
@@ -251,7 +252,7 @@ class TestRefusals:
     )
     def test_tensors(self, make_qkv, change: Any, kind: type[Exception], words: str) -> None:
         with pytest.raises(kind, match=words):
-            sparge.attention(*change(*make_qkv()))
+            attention(*change(*make_qkv()))
 
     @pytest.mark.parametrize(
         ("named", "words"),
@@ -265,7 +266,7 @@ class TestRefusals:
     )
     def test_arguments(self, make_qkv, named: dict[str, Any], words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            sparge.attention(*make_qkv(), **named)
+            attention(*make_qkv(), **named)
 
     @pytest.mark.parametrize(
         ("named", "words"),

@@ -51,7 +51,10 @@ SIGNATURES = {
         **TAIL,
     },
 }
-MEANSIM_NAMES = [name for name in SIGNATURES if "meansim" in name]
+library: Any = sparge.attention
+TOPK_NAMES = [name for name in SIGNATURES if "topk" in name]
+CDF_NAMES = [name for name in SIGNATURES if name.endswith("meansim_cuda")]
+MEANSIM_NAMES = TOPK_NAMES + CDF_NAMES
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -68,33 +71,35 @@ def test_signature_is_upstreams(name: str) -> None:
     assert list(defaults.items()) == list(SIGNATURES[name].items())
 
 
-@pytest.mark.parametrize("name", ["spas_sage2_attn_meansim_topk_cuda", "spas_sage_attn_meansim_topk_cuda"])
+@pytest.mark.parametrize(
+    "name", ["spas_sage2_attn_meansim_topk_cuda", "spas_sage_attn_meansim_topk_cuda"]
+)
 def test_topk_is_the_librarys_attention(make_qkv, name: str) -> None:
     q, k, v = make_qkv(1, 2, 640, 64)
     out, sparsity = function(name)(q, k, v, topk=0.3, return_sparsity=True)
     policy = sparge.SparsePolicy(topk=0.3, keep_diagonal=False)
-    assert torch.equal(out, sparge.attention(q, k, v, policy))
+    assert torch.equal(out, library(q, k, v, policy))
     assert sparsity == pytest.approx(0.7), "3 of 10 blocks of 64 keys"
     assert isinstance(sparsity, float)
 
 
-@pytest.mark.parametrize("name", ["spas_sage2_attn_meansim_cuda", "spas_sage_attn_meansim_cuda"])
+@pytest.mark.parametrize("name", CDF_NAMES)
 def test_cdf_is_the_librarys_attention(make_qkv, name: str) -> None:
     q, k, v = make_qkv(1, 2, 640, 64)
     q, k = (x + x.float().cumsum(2).bfloat16() / 30 for x in (q, k))
-    given = {"simthreshd1": 0.05, "cdfthreshd": 0.7}
+    given: dict[str, Any] = {"simthreshd1": 0.05, "cdfthreshd": 0.7}
     out, sparsity = function(name)(q, k, v, return_sparsity=True, **given)
     policy = sparge.SparsePolicy(select_by="cdf", keep_diagonal=False, **given)
-    assert torch.equal(out, sparge.attention(q, k, v, policy))
+    assert torch.equal(out, library(q, k, v, policy))
     assert 0.1 < sparsity < 0.9
 
 
 def test_cdf_through_the_topk_function(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 640, 64)
-    by_topk = compat.spas_sage2_attn_meansim_topk_cuda
+    by_topk = function("spas_sage2_attn_meansim_topk_cuda")
     out = by_topk(q, k, v, cdfthreshd=0.5, topk=None)
     assert torch.equal(
-        out, compat.spas_sage2_attn_meansim_cuda(q, k, v, simthreshd1=-0.1, cdfthreshd=0.5)
+        out, function("spas_sage2_attn_meansim_cuda")(q, k, v, simthreshd1=-0.1, cdfthreshd=0.5)
     )
     for pair in ({"topk": 0.5, "cdfthreshd": 0.9}, {"topk": None}):
         with pytest.raises(sparge.Unsupported, match="set exactly one"):
@@ -117,7 +122,7 @@ def test_causal_element_by_element(make_qkv, name: str) -> None:
 
 def test_causal_ranks_in_all_blocks_and_leaves_the_diagonal_unprotected(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 640, 64)
-    _, sparsity = compat.spas_sage2_attn_meansim_topk_cuda(
+    _, sparsity = function("spas_sage2_attn_meansim_topk_cuda")(
         q, k, v, is_causal=True, topk=0.2, return_sparsity=True
     )
     policy = sparge.SparsePolicy(topk=0.2, keep_diagonal=False)
@@ -177,7 +182,7 @@ def test_thresholds_by_head(make_qkv, name: str) -> None:
 def test_sink_keeps_the_first_block(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 640, 64)
     v[:, :, :64] += 100
-    call = compat.spas_sage2_attn_meansim_topk_cuda
+    call = function("spas_sage2_attn_meansim_topk_cuda")
     assert (call(q, k, v, topk=0.1, attention_sink=True) > 10).any(-1).all()
     assert not (call(q, k, v, topk=0.1) > 10).any(-1).all()
 
@@ -185,7 +190,7 @@ def test_sink_keeps_the_first_block(make_qkv) -> None:
 def test_pvthreshd_skips(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 640, 64)
     q, k[:, :, :64] = q + 1, k[:, :, :64] + 2  # the first block's logits lie about 16 above
-    call = compat.spas_sage2_attn_meansim_topk_cuda
+    call = function("spas_sage2_attn_meansim_topk_cuda")
     everything = call(q, k, v, topk=1.0)
     assert torch.equal(everything, call(q, k, v, topk=1.0, pvthreshd=1000))
     filtered = call(q, k, v, topk=1.0, pvthreshd=2.0)
@@ -205,14 +210,15 @@ def test_what_is_refused_says_why(make_qkv, name: str) -> None:
             function(name)(q, k, v, tensor_layout="BHND")
 
 
+block_sparse = function("block_sparse_sage2_attn_cuda")
+
+
 class TestBlockSparse:
     def test_keeps_what_the_mask_says(self, make_qkv, generator: torch.Generator) -> None:
         q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, kv_tokens=500)
         mask = torch.rand(2, 4, 3, 8, generator=generator) < 0.4
         mask[0, 1, 2] = False
-        out, sparsity = compat.block_sparse_sage2_attn_cuda(
-            q, k, v, mask.int(), return_sparsity=True
-        )
+        out, sparsity = block_sparse(q, k, v, mask.int(), return_sparsity=True)
         plan = sparge.BlockPlan.from_kept(mask, 300, 500)
         exact, _ = exact_attention(q, k, v, plan=plan)
         assert out[0, 1, 256:].abs().max() == 0, "upstream leaves such rows unwritten"
@@ -222,20 +228,20 @@ class TestBlockSparse:
     def test_sink(self, make_qkv) -> None:
         q, k, v = make_qkv(1, 1, 256, 64)
         mask = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
-        out = compat.block_sparse_sage2_attn_cuda(q, k, v, mask, attention_sink=True)
+        out = block_sparse(q, k, v, mask, attention_sink=True)
         exact, _ = exact_attention(q, k[:, :, :64], v[:, :, :64])
         assert rel_l1(out, exact) < 0.02
         assert not mask.any(), "the caller's mask is not changed"
 
     def test_none_is_refused(self, make_qkv) -> None:
         with pytest.raises(sparge.Unsupported, match=r"mask_id is None.*\(1, 2, 2, 4\)"):
-            compat.block_sparse_sage2_attn_cuda(*make_qkv(1, 2, 256, 64))
+            block_sparse(*make_qkv(1, 2, 256, 64))
 
     @pytest.mark.parametrize("shape", [(1, 2, 4, 2), (1, 1, 2, 4), (2, 4)])
     def test_other_shapes_are_refused(self, make_qkv, shape: tuple[int, ...]) -> None:
         """(1, 2, 4, 2) is upstream's 64 x 128 layout of Hopper."""
         with pytest.raises(sparge.Unsupported, match=r"\(1, 2, 2, 4\).*every GPU"):
-            compat.block_sparse_sage2_attn_cuda(*make_qkv(1, 2, 256, 64), torch.ones(shape))
+            block_sparse(*make_qkv(1, 2, 256, 64), torch.ones(shape))
 
 
 def test_the_shim_gives_these_functions() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sparge import kernels
+from sparge.kernels import build
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +65,8 @@ def test_every_usable_gpu_is_prepared(
 ) -> None:
     one_gpu(monkeypatch, kernels.Capability(True, "", "sm_89"))
     prepared = []
+    compiled = []
+    monkeypatch.setattr(build, "prepare", compiled.append)
 
     def warm(device: int, progress: kernels.loader.Progress) -> None:
         prepared.append(device)
@@ -71,7 +74,7 @@ def test_every_usable_gpu_is_prepared(
 
     monkeypatch.setattr(kernels, "warm", warm)
     assert install.main() == 0
-    assert prepared == [0]
+    assert compiled == ["sm_89"] and prepared == [0]
     text = capsys.readouterr().out
     assert "Card 0" in text and "sm_89" in text and "3 of 3" in text and "ready in" in text
 
@@ -93,6 +96,7 @@ def test_a_failed_build_is_told_and_is_no_failed_install(
     def warm(device: int, progress: object) -> None:
         raise OSError("disk full")
 
+    monkeypatch.setattr(build, "prepare", lambda arch: None)
     monkeypatch.setattr(kernels, "warm", warm)
     assert install.main() == 0
     assert "disk full" in capsys.readouterr().out

@@ -16,7 +16,7 @@ LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 STAGES = ("quantize", "route", "attend")
 LONGEST = 400  # lines; past that a file holds more than one idea
-NOT_OURS = {".git", ".venv", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache"}
+NOT_OURS = re.compile(r"\..+|build|dist|__pycache__|.+\.egg-info")
 
 
 def files(*suffixes: str, under: Path = ROOT) -> list[Path]:
@@ -24,8 +24,7 @@ def files(*suffixes: str, under: Path = ROOT) -> list[Path]:
         path
         for path in under.rglob("*")
         if path.suffix in suffixes
-        and not NOT_OURS.intersection(path.relative_to(ROOT).parts)
-        and not any(part.endswith(".egg-info") for part in path.parts)
+        and not any(map(NOT_OURS.fullmatch, path.relative_to(ROOT).parts[:-1]))
     )
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from . import nvrtc
@@ -18,8 +19,10 @@ from .compile import Compiler, NvccCompiler, NvrtcCompiler
 from .cubin import Cubin
 from .graph import Job, ninja_program, run_in_process, run_ninja
 from .source import find_csrc
-from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs
-from .store import Store, cache_folder, entry_stem
+from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs, native_specs
+from .store import Store, cache_folder, entry_stem, prebuilt_folder
+
+NO_CACHE = "this user has no cache folder: set SPARGE_CACHE to one"
 
 
 def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
@@ -35,6 +38,22 @@ def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
     # ninja knows times, not checksums: a damaged file is built anew here.
     fetch = store.get if done else store.find
     return {spec: fetch(spec, sources[spec.entry], job.compiler) for spec in job.specs}
+
+
+def prepare(arch: str) -> dict[KernelSpec, Cubin | None]:
+    """Put what a user of ``arch`` can reach, and no release ships, into the user's cache.
+
+    Uses every core with any NVRTC, which the threads of ``warm`` do only from 13.0 on.
+    Returns and raises as ``build``; NvrtcNotFoundError without a compiler.
+    """
+    out = cache_folder()
+    if out is None:
+        raise OSError(NO_CACHE)
+    compiler = _compiler("nvrtc", None)
+    job = Job(tuple(native_specs(arch)), find_csrc(), out.absolute(), compiler)
+    shipped, sources = Store(None, prebuilt_folder()), job.sources()
+    missing = (s for s in job.specs if shipped.find(s, sources[s.entry], compiler) is None)
+    return build(replace(job, specs=tuple(missing)), os.cpu_count() or 1)
 
 
 def prune(job: Job) -> list[Path]:
@@ -81,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     out = chosen.out or cache_folder()
     if out is None:
-        parser.error("this user has no cache folder: give --out or set SPARGE_CACHE")
+        parser.error(f"{NO_CACHE}, or give --out")
     if chosen.compiler == "nvcc" and chosen.out is None:
         parser.error("--with nvcc needs --out: the library's cache holds NVRTC's kernels")
     try:

@@ -222,7 +222,7 @@ def _scale(largest: Tensor, levels: float) -> Tensor:
 
 
 def _int8(values: Tensor, largest: Tensor) -> Tensor:
-    """Levels -127..127. Multiplying by 127 / largest settles exact halves, which bf16 is full of."""
+    """Levels -127..127. Multiplying by 127 / largest settles exact halves: bf16 is full of them."""
     # A true division: Python's `127 / tensor` multiplies by a rounded reciprocal.
     inverse = torch.full_like(largest, INT8_MAX).div(largest)
     return (values * torch.where(largest > 0, inverse, 1.0)).round().to(torch.int8)

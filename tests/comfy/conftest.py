@@ -91,8 +91,13 @@ def base_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+@pytest.fixture(scope="session")
+def pack_folder() -> str:
+    return FOLDER_NAME
+
+
 class Worker:
-    """A process with ComfyUI and the pack loaded, which runs functions of scenarios.py."""
+    """A process with ComfyUI and the pack loaded, which runs functions of *_scenarios.py."""
 
     def __init__(self, base: Path, env: dict[str, str]) -> None:
         self.base = base

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-#: 8-bit attention of every block; a wrong layout or grid gives errors around 1.
-EIGHT_BIT = 0.01
+#: Relative error of the latent with every block kept, in 8 bits: at most .0019 (Mochi) here.
+EIGHT_BIT = 0.004
 
 #: 4 steps, of which start_percent 0.2 leaves the first dense.
 SPARSE_STEPS, STEPS = 3, 4
@@ -35,7 +35,7 @@ def test_family(comfyui, name):
     assert all_kept == 1.0
     assert 0.39 < half_kept < 0.85  # 2 of 5 blocks of video; text and all it attends to are kept
     assert got["error_all"] < EIGHT_BIT
-    assert got["error_all"] < got["error_half"]
+    assert got["error_all"] < 0.2 * got["error_half"]
     assert got["original_unchanged"]
     assert sorted({tuple(call["exact"]) for call in got["calls"]}) == [tuple(e) for e in exact]
     assert {call["tokens"] - sum(call["exact"]) for call in got["calls"]} == {grid}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,8 +12,6 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-PACK = HERE.parent.parent
-FOLDER_NAME = "my-sparge-attention"
 
 COMPILERS = ("nvcc", "gcc", "g++", "cc", "clang", "cl", "ninja")
 
@@ -25,7 +24,7 @@ def no_toolchain(comfyui_env: dict[str, str], tmp_path_factory) -> dict[str, str
     (broken / "triton").mkdir()
     (broken / "triton" / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
     assert not any(shutil.which(name, path=str(empty)) for name in COMPILERS)
-    python_path = f"{broken}:{comfyui_env['PYTHONPATH']}"
+    python_path = os.pathsep.join([str(broken), comfyui_env["PYTHONPATH"]])
     return comfyui_env | {"PATH": str(empty), "PYTHONPATH": python_path, "CUDA_HOME": str(empty)}
 
 
@@ -79,10 +78,10 @@ ALL_WIDGETS = {
 }  # fmt: skip
 
 
-def test_the_pack_imports_without_a_toolchain(server):
+def test_the_pack_imports_without_a_toolchain(server, pack_folder):
     # ComfyUI exits 0 whatever fails, and names each pack with the seconds its import took.
     (line,) = (
-        line for line in server.log().splitlines() if re.search("seconds.*" + FOLDER_NAME, line)
+        line for line in server.log().splitlines() if re.search("seconds.*" + pack_folder, line)
     )
     assert "IMPORT FAILED" not in line
 
@@ -131,8 +130,8 @@ def test_a_bad_block_list_is_refused_with_advice(server):
     assert "dense_blocks contains 'first'" in error["details"]
 
 
-def test_help_pages_and_translation_are_served(server):
-    page = f"/extensions/{FOLDER_NAME}/docs/SpargeAttention"
+def test_help_pages_and_translation_are_served(server, pack_folder):
+    page = f"/extensions/{pack_folder}/docs/SpargeAttention"
     assert "# Sparge Attention" in server.get(f"{page}.md")
     assert "稀疏" in server.get(f"{page}/zh.md")
     assert server.get("/i18n")["zh"]["nodeDefs"]["SpargeAttention"]["inputs"]["topk"]["tooltip"]

@@ -28,13 +28,16 @@ def main() -> None:
     import nodes
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
-    import scenarios
+    import composition_scenarios
+    import sampling_scenarios
 
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
             assert loaded, "ComfyUI could not load the pack"
-            answer = {"result": getattr(scenarios, name)(**arguments)}
+            scenario = getattr(sampling_scenarios, name, None)
+            scenario = scenario or getattr(composition_scenarios, name)
+            answer = {"result": scenario(**arguments)}
         except Exception:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

@@ -83,7 +83,7 @@ def make_qkv(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
 
 
 def _draw(case: Case, heads: int, tokens: int, generator: torch.Generator) -> Tensor:
-    """Tokens drift along the sequence, channels have their own mean: blocks differ in importance."""
+    """Tokens drift along the sequence, channels have a mean of their own: blocks differ."""
     shape = (case.batch, heads, tokens, case.head_dim)
     noise = torch.randn(shape, generator=generator)
     knots = torch.randn(*shape[:2], tokens // 48 + 2, case.head_dim, generator=generator)

@@ -28,8 +28,7 @@ def force_element(monkeypatch: pytest.MonkeyPatch) -> Callable[[Element], None]:
     """Runs the kernels of one element, also where it is not this GPU's own (emulated E4M3)."""
 
     def force(element: Element) -> None:
-        # The package exports a function of the same name: ask for the module.
-        module = importlib.import_module("sparge.attention")
+        module = importlib.import_module("sparge.call")
         monkeypatch.setattr(module, "native_element", lambda *_: element)
 
     return force

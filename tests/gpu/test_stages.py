@@ -14,16 +14,16 @@ from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK
 from sparge.policy import Precision
 from sparge.workspace import CallShape, WorkspaceLayout
-
 from tests.gpu.cases import CASES, Case, make_qkv
 
 pytestmark = pytest.mark.gpu
 
 ELEMENTS = [Element.INT8_FP16, Element.INT8_E4M3, Element.BF16]
 
-#: Kernel against emulation, float32 output. Both round P to 11, 4 or 8 bits; exp2 differs in its last bits, so a
-#: few probabilities round the other way: far below one rounding of each.
-TIGHT = {Element.INT8_FP16: 2e-4, Element.INT8_E4M3: 3e-3, Element.BF16: 2e-3, Element.FP16: 2e-4}
+#: Kernel against emulation, float32 output, relative L2. Both round P to 11, 4 or 8 bits; exp2
+#: differs in its last bits, so a few probabilities round the other way: far below one rounding of
+#: each. Measured on an H200: 1.3e-5 (FP16 P), 1.3e-4 (E4M3 P).
+TIGHT = {Element.INT8_FP16: 5e-5, Element.INT8_E4M3: 5e-4, Element.BF16: 1e-3, Element.FP16: 1e-4}
 
 POLICIES = {
     "dense": SparsePolicy(topk=1.0),
@@ -80,9 +80,7 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
         spread = k.float().std() + k.float().abs().mean() + 1e-6
         assert (own.kbar - means["kbar"]).abs().max() <= 1e-4 * spread
         torch.testing.assert_close(own.v_scale, means["v_scale"], rtol=1e-4, atol=1e-6)
-    truth = reference.quantize_qkv(
-        q, k, v, element=element, key_lengths=lengths_of(case), **means
-    )
+    truth = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
     if case.dtype == torch.float16 and not int8:
         pytest.skip("fp16 inputs take the FP16 element in 16-bit precision")
 
@@ -149,9 +147,7 @@ def test_attention(
     plan = make_plan(q, k, policy, **options)
     check_routing(plan, q, k, v, policy, element, case, lengths)
 
-    out, lse = attention(
-        q, k, v, policy, plan=plan, output_dtype=torch.float32, return_lse=True
-    )
+    out, lse = attention(q, k, v, policy, plan=plan, output_dtype=torch.float32, return_lse=True)
     routed = attention(q, k, v, policy, output_dtype=torch.float32, **options)
     assert torch.equal(out, routed), "a plan made beforehand changes nothing"
     assert torch.isfinite(out).all()
@@ -191,4 +187,12 @@ def check_routing(plan, q, k, v, policy, element, case, lengths) -> None:
         # Every score is the same up to rounding: the counts must agree, the choice is arbitrary.
         assert (plan.counts - truth.counts).abs().max() <= 1
         return
-    assert differs.float().mean() <= 2e-3, f"{int(differs.sum())} of {differs.numel()} blocks differ"
+    if policy.select_by == "cdf":
+        # The mass of one block may lie on either side of the target.
+        assert differs.sum(-1).max() <= 1
+        return
+    scores = reference.block_scores(quantized, case.head_dim**-0.5)
+    for row in differs.any(-1).nonzero():
+        at = tuple(row.tolist())
+        tied = scores[at][differs[at]]
+        assert tied.max() - tied.min() <= 1e-4 * (1 + tied.abs().max()), "not a tie"

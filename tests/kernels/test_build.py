@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from sparge.kernels import build as build_module
 from sparge.kernels import graph
-from sparge.kernels.spec import KernelSpec, all_specs
+from sparge.kernels.spec import KernelSpec, all_specs, native_specs
 
 SPECS = (KernelSpec("means", "sm_90a"), KernelSpec("route", "sm_90a"))
 
@@ -164,3 +165,36 @@ def test_a_missing_source_tree_is_an_error_and_no_traceback(tmp_path, capsys):
     arguments = ["--arch", "sm_80", "--csrc", str(tmp_path / "absent"), "--out", str(tmp_path)]
     assert build_module.main(arguments) == 1
     assert "csrc has no" in capsys.readouterr().err
+
+
+def test_prepare_fills_the_users_cache_with_what_no_release_ships(
+    csrc, tmp_path, compiler, monkeypatch
+):
+    monkeypatch.setattr(build_module, "find_csrc", lambda: csrc)
+    monkeypatch.setattr(build_module, "prebuilt_folder", lambda: tmp_path / "prebuilt")
+    monkeypatch.setattr(build_module, "_compiler", lambda name, library: compiler)
+    shipped = KernelSpec("route", "sm_89")
+    build_module.build(graph.Job((shipped,), csrc, tmp_path / "prebuilt", compiler), 1)
+    built = build_module.prepare("sm_89")
+    assert set(built) == set(native_specs("sm_89")) - {shipped}
+    assert all(built.values())
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == len(built)
+    monkeypatch.setattr(build_module, "cache_folder", lambda: None)
+    with pytest.raises(OSError, match="SPARGE_CACHE"):
+        build_module.prepare("sm_89")
+
+
+def test_an_edge_needs_no_torch(job, compiler):
+    """Importing torch takes seconds, once for every kernel."""
+    program = (
+        "import runpy, sys\n"
+        "sys.modules['torch'] = None\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    edge = Path(graph.__file__).with_name("edge.py")
+    arguments = [SPECS[0].id, "--csrc", job.csrc, "--out", job.out]
+    arguments += ["--nvrtc", compiler.nvrtc.path]
+    command = [sys.executable, "-c", program, str(edge), *map(str, arguments)]
+    subprocess.run(command, check=True)
+    assert len(list(job.out.glob("*.cubin"))) == 1

@@ -109,17 +109,18 @@ def test_given_means_are_used(make_qkv) -> None:
     assert (back - v.float()).abs().max() < 0.01
 
 
-def test_zero_maxima_give_scale_one(make_qkv) -> None:
+def test_zero_maxima_give_zero_levels(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 128, 16)
     q[:] = 0
     k[:] = 3
     v[..., 0] = 7
     x = quantize_qkv(q, k, v)
-    assert (x.q_scale == 1).all()
-    assert (x.k_scale == 1).all()
     assert float(x.v_scale[0, 0, 0]) == 1
     for levels in (x.q_levels, x.k_levels, x.v_levels[..., 0]):
         assert levels.float().abs().max() == 0
+    for scale in (x.q_scale, x.k_scale):
+        assert (scale > 0).all()
+        assert scale.max() < 1e-6, "no logit may be as large as one level at scale 1"
     assert x.q_self_similarity.max() == 0
 
 

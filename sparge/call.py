@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One validated attention call, and the part of it that some heads are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernels import Element, capabilities, native_element
+from .plan.blocks import BlockPlan
+from .policy import Precision, SparsePolicy
+from .validate import (
+    as_heads_first,
+    check_block_mask,
+    check_inference,
+    check_key_lengths,
+    check_pair,
+    check_values,
+)
+from .workspace import CallShape
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """q (B, H, Nq, D), k and v (B, Hkv, Nk, D); v is None where only a plan is made."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    policy: SparsePolicy
+    scale: float
+    is_causal: bool
+    key_lengths: Tensor | None
+    block_mask: Tensor | None
+    plan: BlockPlan | None
+    thresholds: Tensor | None
+
+    @property
+    def shape(self) -> CallShape:
+        return CallShape.of(self.q, self.k)
+
+    @property
+    def element(self) -> Element:
+        sixteen_bit = self.policy.precision is Precision.SIXTEEN_BIT
+        return native_element(capabilities(self.q.device).arch, sixteen_bit, self.q.dtype)
+
+    @property
+    def routes(self) -> bool:
+        """Whether query statistics are needed: a given plan or mask replaces them."""
+        return self.plan is None and self.block_mask is None
+
+    def heads(self, first: int, last: int) -> Call:
+        """The kv heads first .. last - 1 and the query heads that read them."""
+        group = self.shape.heads // self.shape.kv_heads
+        kv, query = slice(first, last), slice(first * group, last * group)
+        return Call(
+            self.q[:, query],
+            self.k[:, kv],
+            None if self.v is None else self.v[:, kv],
+            self.policy,
+            self.scale,
+            self.is_causal,
+            self.key_lengths,
+            None if self.block_mask is None else self.block_mask[:, query],
+            None if self.plan is None else self.plan.heads_slice(query),
+            None if self.thresholds is None else self.thresholds[query],
+        )
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    policy: SparsePolicy | None,
+    layout: str,
+    is_causal: bool,
+    scale: float | None,
+    key_lengths: Tensor | None,
+    block_mask: Tensor | None,
+    plan: BlockPlan | None,
+) -> Call:
+    """Raises Unsupported or ValueError, with a sentence for the user, before anything runs."""
+    policy = SparsePolicy() if policy is None else policy
+    q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
+    check_pair(q, k)
+    check_inference(q, k)
+    if v is not None:
+        v = as_heads_first("v", v, layout)
+        check_pair(q, v, "v")
+        check_values(k, v)
+        check_inference(v)
+    check_key_lengths(key_lengths, q)
+    check_block_mask(block_mask, q, k)
+    if plan is not None:
+        plan.check_fits(q, k, is_causal, key_lengths, block_mask)
+        is_causal, key_lengths = plan.is_causal, plan.key_lengths
+    if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
+        block_mask = block_mask != 0
+    return Call(
+        q,
+        k,
+        v,
+        policy,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        is_causal,
+        key_lengths,
+        block_mask,
+        plan,
+        policy.head_thresholds(q.shape[1], q.device),
+    )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patching, sampling and looking on, for the scenarios. Runs in ComfyUI's process."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import comfy.sample
+import models
+import nodes as comfy_nodes
+import torch
+
+#: Below the tokens of every tiny model's video, above its text (the token refiner of HunyuanVideo).
+MIN_TOKENS = 100
+
+
+def pack(name: str) -> Any:
+    """A module of the pack, which ComfyUI loaded under the path of its folder."""
+    return next(
+        module
+        for key, module in sys.modules.items()
+        if "custom_nodes" in key and key.endswith(f".{name}")
+    )
+
+
+def patch(model: Any, **widgets: Any) -> Any:
+    node = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeAttention"]
+    return node.execute(model, **({"min_tokens": MIN_TOKENS, "pvthreshd": 50.0} | widgets))[0]
+
+
+def sample(
+    model: Any,
+    family: str,
+    steps: int = 4,
+    sampler: str = "euler",
+    cfg: float = 4.0,
+    latent: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    latent = models.empty_latent(family) if latent is None else latent
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            model,
+            comfy.sample.prepare_noise(latent, 0),
+            steps,
+            cfg,
+            sampler,
+            "simple",
+            models.conditioning(family),
+            models.conditioning(family, negative=True),
+            latent,
+            seed=0,
+            disable_pbar=True,
+            **kwargs,
+        )
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return float((got - expected).norm() / expected.norm())
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def reports() -> Iterator[list[dict[str, Any]]]:
+    """Collects what every run inside reports, as numbers."""
+    collected: list[dict[str, Any]] = []
+    report = pack("nodes.report")
+    publish = report.publish
+
+    def collect(run: Any, node_id: str | None, stopped: bool) -> None:
+        publish(run, node_id, stopped)
+        tally = run.tally
+        collected.append(
+            {
+                "sparse": tally.sparse,
+                "dense": tally.dense,
+                "cross": tally.cross,
+                "forwards": tally.forwards,
+                "reasons": dict(tally.reasons),
+                "density": run.density(),
+                "stopped": stopped,
+                "text": report.summary(run, stopped),
+            }
+        )
+
+    with replaced(report, "publish", collect):
+        yield collected
+
+
+@contextlib.contextmanager
+def library_calls() -> Iterator[list[dict[str, Any]]]:
+    """Collects what the library is asked for."""
+    collected: list[dict[str, Any]] = []
+    module = pack("nodes.attention_call")
+    attention = module.attention
+
+    def spy(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:
+        out = attention(q, k, v, policy, **kwargs)
+        tokens = q.shape[1 if kwargs["layout"] == "NHD" else 2]
+        collected.append(
+            {
+                "tokens": tokens,
+                "head_dim": q.shape[-1],
+                "batch": q.shape[0],
+                "exact": [policy.exact_prefix, policy.exact_suffix],
+                "topk": policy.topk,
+                "copied": any(t.data_ptr() == 0 for t in (q, k, v)),
+            }
+        )
+        return out
+
+    with replaced(module, "attention", spy):
+        yield collected

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call promises beside its numbers: launches, synchronisations, memory, streams, graphs."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import sparge
+from sparge import AttentionStats, Precision, SparsePolicy, Unsupported, reference
+from sparge.kernels import Element, KernelSpec, capabilities
+from sparge.metrics import rel_l2
+from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+
+pytestmark = pytest.mark.gpu
+
+HALF = SparsePolicy(topk=0.5, pvthreshd=15.0)
+
+
+def draw(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=generator).to("cuda", dtype)
+
+
+def qkv(generator: torch.Generator, heads: int = 4, tokens: int = 1000, head_dim: int = 128):
+    return tuple(draw(1, heads, tokens, head_dim, generator=generator) for _ in range(3))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """Every kernel spec that is launched from here on."""
+    module = importlib.import_module("sparge.launch")
+    specs: list[KernelSpec] = []
+    get_kernel = module.get_kernel
+
+    def record(spec: KernelSpec, index: int):
+        specs.append(spec)
+        return get_kernel(spec, index)
+
+    monkeypatch.setattr(module, "get_kernel", record)
+    return specs
+
+
+def test_four_launches_no_sync_no_copy(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator)
+    stats = AttentionStats("cuda")
+    sparge.attention(q, k, v, HALF, stats=stats)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sparge.attention(q, k, v, HALF, stats=stats, return_lse=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    on_device = [
+        event.name
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    assert sorted(on_device) == ["attend", "means", "quantize", "route"]
+    waits = [event.name for event in trace.events() if "Synchronize" in event.name]
+    assert len(waits) <= 1, f"only the test itself waits: {waits}"
+
+
+def test_a_plan_saves_its_launch(generator: torch.Generator, launched: list[KernelSpec]) -> None:
+    q, k, v = qkv(generator)
+    plan = sparge.make_plan(q, k, HALF)
+    assert [spec.entry for spec in launched] == ["means", "quantize", "route"]
+    launched.clear()
+    sparge.attention(q, k, v, HALF, plan=plan)
+    assert [spec.entry for spec in launched] == ["means", "quantize", "attend"]
+
+
+def test_the_path_that_was_asked_for_runs(
+    generator: torch.Generator, launched: list[KernelSpec]
+) -> None:
+    arch = capabilities("cuda").arch
+    native = Element.INT8_E4M3 if arch in ("sm_89", "sm_120a", "sm_121a") else Element.INT8_FP16
+    for dtype, precision, element in (
+        (torch.bfloat16, Precision.INT8, native),
+        (torch.bfloat16, Precision.SIXTEEN_BIT, Element.BF16),
+        (torch.float16, Precision.SIXTEEN_BIT, Element.FP16),
+    ):
+        for head_dim, padded in ((40, 64), (64, 64), (96, 128), (128, 128)):
+            launched.clear()
+            q, k, v = (draw(1, 2, 200, head_dim, generator=generator, dtype=dtype) for _ in "qkv")
+            sparge.attention(q, k, v, SparsePolicy(precision=precision, pvthreshd=9.0))
+            assert launched[-1] == KernelSpec("attend", arch, padded, element, True)
+            sparge.attention(q, k, v, SparsePolicy(precision=precision))
+            assert launched[-1] == KernelSpec("attend", arch, padded, element, False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tokens", [17776, 44776, 119056])
+def test_extra_memory(tokens: int, head_dim: int) -> None:
+    """At most .55 x (q + k + v) beyond the output."""
+    q, k, v = (
+        torch.randn(1, tokens, 4, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(3)
+    )
+    sparge.attention(q[:, :, :256], k[:, :, :256], v[:, :, :256], HALF)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = sparge.attention(q, k, v, HALF, out_layout="NHD")
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+    assert extra <= 0.55 * 3 * q.numel() * q.element_size()
+
+
+def test_head_groups_give_the_same_bits(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, launched: list[KernelSpec]
+) -> None:
+    q = draw(2, 6, 500, 64, generator=generator)
+    k, v = (draw(2, 3, 500, 64, generator=generator) for _ in range(2))
+    whole, lse = sparge.attention(q, k, v, HALF, return_lse=True)
+    assert len(launched) == 4
+    launched.clear()
+    monkeypatch.setattr(importlib.import_module("sparge.attention"), "MEMORY_SHARE", 0.2)
+    stats = AttentionStats("cuda")
+    grouped, grouped_lse = sparge.attention(q, k, v, HALF, return_lse=True, stats=stats)
+    assert len(launched) > 4
+    assert torch.equal(whole, grouped) and torch.equal(lse, grouped_lse)
+    assert stats.density == pytest.approx(sparge.make_plan(q, k, HALF).density())
+
+
+def test_no_memory_for_one_head_is_a_reason(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def full(*_: object) -> Tensor:
+        tries.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(importlib.import_module("sparge.ops"), "quantize", full)
+    with pytest.raises(Unsupported, match="do not fit in the GPU's free memory"):
+        sparge.attention(*qkv(generator), HALF)
+    assert len(tries) == 3, "4 heads, 2 heads, 1 head"
+
+
+def test_repeats_are_bit_identical(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator, tokens=2000)
+    first = sparge.attention(q, k, v, HALF)
+    assert all(torch.equal(first, sparge.attention(q, k, v, HALF)) for _ in range(20))
+
+
+def test_current_stream(generator: torch.Generator) -> None:
+    """Work is queued behind what the current stream is still computing."""
+    q, k, v = qkv(generator)
+    truth = sparge.attention(q, k, v, HALF)
+    late = torch.zeros_like(q)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(q)
+        out = sparge.attention(late, k, v, HALF)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(out, truth)
+
+
+def test_cuda_graph(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator)
+    sparge.attention(q, k, v, HALF)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparge.attention(q, k, v, HALF)
+    q.copy_(draw(*q.shape, generator=generator))
+    graph.replay()
+    assert torch.equal(out, sparge.attention(q, k, v, HALF))
+
+
+def test_torch_compile_without_a_break(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparge.attention(q * 2, k, v, HALF, out_layout="NHD").flatten(2) + 1
+
+    truth = sparge.attention(q * 2, k, v, HALF, out_layout="NHD").flatten(2) + 1
+    assert torch.equal(layer(q, k, v), truth)
+
+
+def test_ops_pass_opcheck(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator, tokens=300)
+    element = int(Element.INT8_FP16)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    ops = torch.ops.sparge
+    torch.library.opcheck(ops.quantize, (q, k, v, None, True, element, True), test_utils=checks)
+    workspace = ops.quantize(q, k, v, None, True, element, True)
+    shape = [1, 4, 4, 300, 300, 128]
+    route = (workspace, shape, element, True, None, None, None, 0, 2, 1.0, -0.1, 0.09)
+    flags = (False, False, True, 0, 0)
+    counters = torch.zeros(3, dtype=torch.int64, device="cuda")
+    torch.library.opcheck(ops.route, (*route, *flags, counters), test_utils=checks)
+    block_map, _ = ops.route(*route, *flags, None)
+    attend = (q, workspace, block_map, shape, element, True, None, None, 0.09, 50.0, False, False)
+    torch.library.opcheck(
+        ops.attend, (*attend, torch.empty_like(q), None, None, None, None, None), test_utils=checks
+    )
+
+
+def test_stats_count_pairs(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator, heads=2, tokens=777)
+    policy = SparsePolicy(topk=0.4, pvthreshd=2.0)
+    for causal in (False, True):
+        stats = AttentionStats("cuda")
+        sparge.attention(q, k, v, policy, is_causal=causal, stats=stats)
+        plan = sparge.make_plan(q, k, policy, is_causal=causal)
+        quantized = reference.quantize_qkv(q, k, v)
+        attended = reference.attend(quantized, plan, scale=128**-0.5, pvthreshd=2.0)
+        kept, valid, skipped = stats.counters.tolist()
+        assert kept == int(plan.kept_pairs().sum()) and valid == int(plan.valid_pairs().sum())
+        assert skipped == pytest.approx(int(attended.pv_skipped.sum()), rel=0.02) and skipped > 0
+
+
+def test_per_head_thresholds(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator, tokens=1500)
+    topk = torch.tensor([0.1, 0.3, 0.6, 1.0], device="cuda")
+    filters = torch.tensor([2.0, 50.0, 10.0, 3.0], device="cuda")
+    out = sparge.attention(q, k, v, SparsePolicy(topk=topk, pvthreshd=filters))
+    for head in range(4):
+        one = slice(head, head + 1)
+        policy = SparsePolicy(topk=float(topk[head]), pvthreshd=float(filters[head]))
+        alone = sparge.attention(q[:, one], k[:, one], v[:, one], policy)
+        assert torch.equal(out[:, one], alone)
+
+
+def test_block_mask_with_empty_rows(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator, heads=2, tokens=700)
+    mask = torch.rand(1, 2, 6, 11, generator=generator).cuda() < 0.3
+    mask[0, 0, 2] = False
+    for block_mask in (
+        mask,
+        mask.to(torch.int32),
+        mask.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        out, lse = sparge.attention(q, k, v, block_mask=block_mask, return_lse=True)
+        plan = sparge.make_plan(q, k, block_mask=block_mask)
+        assert torch.equal(plan.kept(), mask)
+        exact, exact_lse = reference.exact_attention(q, k, v, plan=plan)
+        rows = slice(2 * QUERY_BLOCK, 3 * QUERY_BLOCK)
+        assert out[0, 0, rows].abs().sum() == 0 and torch.isneginf(lse[0, 0, rows]).all()
+        assert rel_l2(out, exact) < 0.03
+        seen = exact_lse.isfinite()
+        torch.testing.assert_close(lse[seen], exact_lse[seen], atol=0.05, rtol=0.01)
+
+
+def test_partials_combine(generator: torch.Generator) -> None:
+    """Two halves of the key blocks, attended apart, give the whole."""
+    q, k, v = qkv(generator, heads=2, tokens=640)
+    mask = torch.rand(1, 2, 5, 10, generator=generator).cuda() < 0.5
+    parts = [sparge.attention_partials(q, k, v, block_mask=m) for m in (mask, ~mask)]
+    top = torch.maximum(parts[0].row_max, parts[1].row_max)
+    weights = [torch.exp2(part.row_max - top) for part in parts]
+    total = sum(w * part.row_sum for w, part in zip(weights, parts, strict=True))
+    out = sum(w.unsqueeze(-1) * part.out_sum for w, part in zip(weights, parts, strict=True))
+    whole = sparge.attention(q, k, v, SparsePolicy(topk=1.0), output_dtype=torch.float32)
+    assert rel_l2(out / total.unsqueeze(-1), whole) < 1e-3
+
+
+def test_offsets_beyond_two_to_the_31(generator: torch.Generator) -> None:
+    """A head that starts 2^31 elements into the tensor, and tokens that lie 2^31 elements apart."""
+    tokens, head_dim = 300, 64
+    memory = torch.empty(2**31 + 2 * tokens * head_dim, dtype=torch.bfloat16, device="cuda")
+    q, k, v = qkv(generator, heads=2, tokens=tokens, head_dim=head_dim)
+    truth = sparge.attention(q, k, v, HALF)
+    far = memory.as_strided((1, 2, tokens, head_dim), (0, 2**31, head_dim, 1))
+    for name, near in (("q", q), ("k", k), ("v", v)):
+        far.copy_(near)
+        inputs = {"q": q, "k": k, "v": v, name: far}
+        assert torch.equal(sparge.attention(**inputs, policy=HALF), truth)
+    step = 2**31 // tokens // 8 * 8
+    apart = memory.as_strided((1, 1, tokens, head_dim), (0, 0, step, 1))
+    apart.copy_(k[:, :1])
+    one = sparge.attention(q[:, :1], apart, v[:, :1], HALF)
+    assert torch.equal(one, sparge.attention(q[:, :1], k[:, :1], v[:, :1], HALF))
+
+
+@pytest.mark.parametrize("tokens", [17776, 119056])
+def test_long_sequences(tokens: int, generator: torch.Generator) -> None:
+    """A few query blocks of a long sequence against float32 over exactly their blocks."""
+    q, k, v = qkv(generator, heads=1, tokens=tokens, head_dim=64)
+    policy = SparsePolicy(topk=0.05)
+    plan = sparge.make_plan(q, k, policy)
+    out = sparge.attention(q, k, v, policy, plan=plan)
+    assert torch.isfinite(out).all()
+    kept = plan.kept()
+    assert (kept.sum(-1) == max(1, int(0.05 * kept.shape[-1]))).all()
+    for block in (0, kept.shape[2] // 2, kept.shape[2] - 1):
+        rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
+        keys = kept[0, 0, block].repeat_interleave(KEY_BLOCK)[:tokens]
+        exact, _ = reference.exact_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        assert rel_l2(out[:, :, rows], exact) < 0.02

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pack without ComfyUI: stand-ins for the few names it imports, recording what they are given.
+
+tests/comfy runs the same code in real ComfyUI.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+PACK = Path(__file__).resolve().parents[2]
+PACK_NAME = "sparge-pack-under-test"
+
+
+class Recorded(SimpleNamespace):
+    """Whatever a schema is made of: keeps its arguments as attributes."""
+
+    def __init__(self, id: str | None = None, **kwargs: Any) -> None:
+        super().__init__(id=id, **kwargs)
+
+
+class NumberDisplay(str, enum.Enum):
+    slider = "slider"
+
+
+def _io() -> SimpleNamespace:
+    kinds = ("Model", "Combo", "Float", "Int", "String", "Boolean")
+    return SimpleNamespace(
+        ComfyNode=type("ComfyNode", (), {"hidden": None}),
+        Schema=Recorded,
+        NodeOutput=lambda *values: values,
+        NumberDisplay=NumberDisplay,
+        Hidden=SimpleNamespace(unique_id="unique_id"),
+        **{
+            kind: SimpleNamespace(
+                Input=type(f"{kind}Input", (Recorded,), {}),
+                Output=type(f"{kind}Output", (Recorded,), {}),
+            )
+            for kind in kinds
+        },
+    )
+
+
+def _module(name: str, **attributes: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(attributes)
+    return module
+
+
+@pytest.fixture(scope="session")
+def load_pack() -> Any:
+    """load_pack("nodes.hook") imports that module of the pack, with the stand-ins in place."""
+    management = _module(
+        "comfy.model_management",
+        get_torch_device=lambda: torch.device("cpu"),
+        throw_exception_if_processing_interrupted=lambda: None,
+    )
+    stand_ins = {
+        "comfy": _module("comfy", model_management=management),
+        "comfy.model_management": management,
+        "comfy_api": _module("comfy_api"),
+        "comfy_api.latest": _module(
+            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io()
+        ),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stand_ins.items():
+            patch.setitem(sys.modules, name, module)
+        spec = importlib.util.spec_from_file_location(
+            PACK_NAME, PACK / "__init__.py", submodule_search_locations=[str(PACK)]
+        )
+        assert spec and spec.loader
+        package = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, PACK_NAME, package)
+        spec.loader.exec_module(package)
+        yield lambda name="": importlib.import_module(f"{PACK_NAME}.{name}" if name else PACK_NAME)
+
+
+@pytest.fixture
+def reference_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+
+
+@pytest.fixture
+def reference_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+
+
+class Flow:
+    """A model sampling whose sigma falls from 1 to 0 in proportion to the percent."""
+
+    def percent_to_sigma(self, percent: float) -> float:
+        return 1.0 - percent
+
+
+class Patcher:
+    """As much of a ModelPatcher as a node that patches attention sees."""
+
+    def __init__(self) -> None:
+        self.model_options: dict[str, Any] = {"transformer_options": {}}
+        self.wrappers: dict[str, dict[str, list[Any]]] = {}
+        self.load_device = torch.device("cpu")
+
+    def clone(self) -> Patcher:
+        other = Patcher()
+        other.model_options = {"transformer_options": dict(self.transformer_options)}
+        other.wrappers = {
+            point: {key: list(value) for key, value in keys.items()}
+            for point, keys in self.wrappers.items()
+        }
+        return other
+
+    @property
+    def transformer_options(self) -> dict[str, Any]:
+        return self.model_options["transformer_options"]
+
+    def add_wrapper_with_key(self, point: str, key: str, wrapper: Any) -> None:
+        self.wrappers.setdefault(point, {}).setdefault(key, []).append(wrapper)
+
+    def remove_wrappers_with_key(self, point: str, key: str) -> None:
+        self.wrappers.get(point, {}).pop(key, None)
+
+    def get_model_object(self, name: str) -> Any:
+        assert name == "model_sampling"
+        return Flow()
+
+
+class Executor:
+    """What a wrapper is handed: calls on, and knows whom it wraps."""
+
+    def __init__(self, class_obj: Any, function: Any) -> None:
+        self.class_obj = class_obj
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class Session:
+    """Runs a patched model's wrappers and override as ComfyUI does, on a model of your choice."""
+
+    def __init__(self, patcher: Patcher, diffusion_model: Any = None) -> None:
+        self.patcher = patcher
+        self.model = SimpleNamespace(diffusion_model=diffusion_model or torch.nn.Module())
+
+    def sample(self, step: Any, sigmas: list[float]) -> list[Any]:
+        """Calls step(attend) for each sigma; attend(q, k, v, heads, **kwargs) is the model's."""
+        guider = SimpleNamespace(
+            model_options={"transformer_options": dict(self.patcher.transformer_options)},
+            model_patcher=self.patcher,
+        )
+        self.options = guider.model_options["transformer_options"]
+
+        def inner() -> list[Any]:
+            return [self.forward(step, sigma) for sigma in sigmas]
+
+        return self._wrapped("outer_sample", guider, inner)()
+
+    def forward(self, step: Any, sigma: float) -> Any:
+        def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
+            return step(lambda *args, **kwargs: attend(options, *args, **kwargs))
+
+        call = self._wrapped("apply_model", self.model, model)
+        latent = torch.zeros(1, 4, 2, 16, 16)
+        return call(latent, torch.tensor([sigma]), None, None, None, dict(self.options))
+
+    def _wrapped(self, point: str, class_obj: Any, function: Any) -> Any:
+        for keyed in self.patcher.wrappers.get(point, {}).values():
+            for wrapper in keyed:
+                executor = Executor(class_obj, function)
+                function = lambda *a, w=wrapper, e=executor: w(e, *a)  # noqa: E731
+        return function
+
+
+def attend(options: dict[str, Any], q: Any, k: Any, v: Any, heads: int, **kwargs: Any) -> Any:
+    """ComfyUI's wrap_attn around its backend."""
+    kwargs |= {"transformer_options": options, "_inside_attn_wrapper": True}
+    override = options.get("optimized_attention_override")
+    if override is None:
+        return backend(q, k, v, heads, **kwargs)
+    return override(backend, q, k, v, heads, **kwargs)
+
+
+def backend(
+    q: Any,
+    k: Any,
+    v: Any,
+    heads: int,
+    mask: Any = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Dense attention in ComfyUI's conventions."""
+    if not skip_reshape:
+        head_dim = q.shape[-1] // heads
+        q, k, v = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k.to(q.dtype), v.to(q.dtype), mask, enable_gqa=k.shape[1] != q.shape[1],
+        scale=kwargs.get("scale"),
+    )  # fmt: skip
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def session() -> type[Session]:
+    return Session
+
+
+@pytest.fixture
+def patcher() -> Patcher:
+    return Patcher()

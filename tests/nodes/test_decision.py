@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def decision(load_pack):
+    return load_pack("nodes.decision")
+
+
+@pytest.fixture(scope="module")
+def why(load_pack, decision):
+    layout = load_pack("nodes.families").TokenLayout("Test", None, None, 0, 10)
+    settings = load_pack("nodes.settings").Settings(min_tokens=1000, dense_blocks="0, -1")
+
+    def reason(block=5, run_reason=None, tokens=1000, keys=None, **facts):
+        call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
+        return decision.dense_reason(call, block, run_reason, layout, settings)
+
+    return reason
+
+
+def test_plain_long_self_attention_is_sparse(why):
+    assert why() is None
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"keys": 77}, "cross-attention"),
+        ({"has_mask": True}, "attention mask"),
+        ({"refuses_low_precision": True}, "full precision"),
+        ({"unknown_options": ("is_causal",)}, "is_causal"),
+        ({"tokens": 999}, "fewer than min_tokens (1000)"),
+        ({"run_reason": "no GPU"}, "no GPU"),
+        ({"block": 0}, "dense_blocks"),
+        ({"block": 9}, "dense_blocks"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_every_other_case_has_a_reason(why, case, reason):
+    assert reason in why(**case)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "reason"),
+    [
+        (1.0, "before start_percent 0.2"),
+        (0.8, None),
+        (0.8 * (1 + 1e-7), None),  # the float32 schedule's last bit
+        (0.5, None),
+        (0.1, None),
+        (0.09, "after end_percent 0.9"),
+    ],
+)
+def test_the_window(load_pack, decision, sigma, reason):
+    settings = load_pack("nodes.settings").Settings(start_percent=0.2, end_percent=0.9)
+    window = decision.SigmaWindow(start=0.8, end=0.1)
+    assert window.outside_reason(sigma, settings) == reason
+
+
+def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(load_pack):
+    class Odd:
+        def percent_to_sigma(self, percent):
+            return 0.5 if percent in (0.0, 1.0) else 1 - percent
+
+    settings = load_pack("nodes.settings").Settings(start_percent=0.0, end_percent=1.0)
+    window = load_pack("nodes.run_state").sigma_window(settings, Odd())
+    assert window.is_everything
+    assert window.outside_reason(14.6, settings) is None
+    assert window.outside_reason(0.0, settings) is None

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def warmup(load_pack, monkeypatch):
+    module = load_pack("nodes.warmup")
+    monkeypatch.setattr(module, "_warmups", {})
+    monkeypatch.setattr(module, "node_specs", lambda arch: [])
+    return module
+
+
+@pytest.fixture
+def warm(warmup, monkeypatch):
+    """Replaces the library's warm."""
+    return lambda function: monkeypatch.setattr(warmup.kernels, "warm", function)
+
+
+def never_cancelled():
+    pass
+
+
+def test_it_works_in_the_background_once(warmup, warm):
+    calls, finish = [], threading.Event()
+
+    def slow(device, specs, progress):
+        calls.append(device)
+        assert finish.wait(10)
+
+    warm(slow)
+    first = warmup.warm_up(CPU, print)
+    assert warmup.warm_up(CPU, print) is first
+    finish.set()
+    assert first.wait(never_cancelled) is None
+    assert calls == [CPU]
+
+
+def test_waiting_can_be_cancelled(warmup, warm):
+    finish = threading.Event()
+    warm(lambda *args: finish.wait(10))
+
+    class CancelledError(Exception):
+        pass
+
+    def cancel():
+        raise CancelledError
+
+    try:
+        with pytest.raises(CancelledError):
+            warmup.warm_up(CPU, print).wait(cancel)
+    finally:
+        finish.set()
+
+
+def test_only_a_compilation_is_shown(warmup, warm, monkeypatch):
+    shown = []
+    warm(lambda device, specs, progress: [progress(n, 2, "attend") for n in (1, 2)])
+    warmup.warm_up(CPU, shown.append).wait(never_cancelled)
+    assert shown == []
+    monkeypatch.setattr(warmup, "_WORTH_TELLING_SECONDS", -1.0)
+    monkeypatch.setattr(warmup, "_warmups", {})
+    warmup.warm_up(CPU, shown.append).wait(never_cancelled)
+    assert [text.split(": ")[1].split(",")[0] for text in shown] == ["1 of 2", "2 of 2"]
+
+
+def test_failures(load_pack, warmup, warm):
+    sparge = load_pack("sparge")
+
+    def outcome(error):
+        def fail(*args):
+            raise error
+
+        warm(fail)
+        warmup._warmups.clear()
+        return warmup.warm_up(CPU, print).wait(never_cancelled)
+
+    assert outcome(sparge.Unsupported("too old")) == "too old"
+    assert "did not compile" in outcome(sparge.KernelBuildError("attend", "line 1"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        outcome(RuntimeError("a bug"))
+
+
+def test_the_node_needs_only_the_8_bit_kernels(load_pack):
+    module = load_pack("nodes.warmup")
+    specs = module.node_specs("sm_89")
+    assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend"}
+    assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_E4M3"}
+    assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}
