@@ -83,7 +83,6 @@ def row(shape: Shape, peer: str, density: float, ms: float, **more: Any) -> dict
         "executed_tflops": round(shape.flops(density) / ms / 1e9, 1),
         **{name: round(v, 5) if isinstance(v, float) else v for name, v in more.items()},
         "gpu": gpu_name(),
-        "commit": commit(),
     }
 
 
@@ -145,6 +144,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="cogx2b,mochi", help=", ".join(SHAPES))
     parser.add_argument("--densities", default="1,.5,.3,.2,.1")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
+    parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
     options = parser.parse_args()
     capability = sparge.capabilities("cuda")
@@ -155,7 +155,8 @@ def main() -> None:
     densities = [float(text) for text in options.densities.split(",")]
     rows = []
     for name in options.shapes.split(","):
-        rows += bench(SHAPES[name], densities, options.pvthreshd)
+        for measured in bench(SHAPES[name], densities, options.pvthreshd):
+            rows.append({**measured, "commit": options.commit})
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"# {len(rows)} rows in {options.out}")

@@ -52,6 +52,8 @@ def sparse_peers(density: float, head_dim: int) -> list[Peer]:
     kitchen = _import("comfy_kitchen")
     if kitchen is None or not hasattr(kitchen, "sol_attn") or head_dim != 128:
         return []
+    if not kitchen.sol_attn_is_available(torch.device("cuda")):
+        return []  # it would run an eager reference without a word
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = kitchen.sol_attn(*(x.transpose(1, 2) for x in (q, k, v)), topk_ratio=density)

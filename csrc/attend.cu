@@ -18,7 +18,7 @@ namespace sparge::attend {
 
 SPARGE_CHECK_PARAMS(AttendParams);
 
-SPARGE_DEVICE i64 group_pairs(const Work& work, i32 block, bool causal) {
+SPARGE_DEVICE i32 group_pairs(const Work& work, i32 block, bool causal) {
   const i32 first_row = threadIdx.x / kRowGroupThreads * kRowGroup;
   const i32 rows = larger(0, smaller(kRowGroup, work.queries - first_row));
   const i32 first_key = block * kKeyBlock;
@@ -27,29 +27,28 @@ SPARGE_DEVICE i64 group_pairs(const Work& work, i32 block, bool causal) {
 
 SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
   const Work& work = smem.work;
-  if (threadIdx.x == 0) smem.work.read(p.problem);
+  if (threadIdx.x == 0) smem.work.read(p);
   if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
   __syncthreads();
   const i32 words = p.problem.map_words();
   const u32* map_row = p.block_map + (static_cast<i64>(work.head_at) * p.problem.query_blocks() + work.block) * words;
-  for (int word = threadIdx.x; word < words; word += kThreads) map[word] = map_row[word];
+  for (int word = threadIdx.x; word <= words; word += kThreads) map[word] = word < words ? map_row[word] : kEndOfList;
   __syncthreads();
 
-  Pipeline pipeline(smem, p, BlockList(map, words));
+  Pipeline pipeline(smem, p, BlockList(map));
   load_queries(smem, p, work);
-  Softmax softmax;
+  Softmax softmax(smem);
   Accumulators out = {};
-  const float pvthreshd = p.thresholds ? p.thresholds[work.head * 3 + 2] : p.pvthreshd;
 
   for (i32 block = pipeline.wait_keys(); block >= 0; block = pipeline.wait_keys()) {
     const ScoreScale scale{smem, p.scale * kLog2E * pipeline.key_scale()};
     Scores scores;
     score_block(scores, smem.q, pipeline.keys());
     if (needs_mask(work, block, p.causal)) mask_scores(scores, work, block, p.causal);
-    Rescale block_max, alpha;
+    PerRow block_max, alpha;
     softmax.block_max(scores, scale, block_max);
     bool skip = false;
-    if constexpr (kPvFilter) skip = softmax.negligible(block_max, pvthreshd, work.queries);
+    if constexpr (kPvFilter) skip = softmax.negligible(block_max, work.pvthreshd);
     pipeline.wait_values();
     if (skip) {
       if (threadIdx.x % kRowGroupThreads == 0)
@@ -57,11 +56,14 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
       continue;
     }
     softmax.raise_max(block_max, alpha);
-    if constexpr (!kTwoLevel) rescale(out, alpha);
-    softmax.exponentials(scores, scale);
+    rescale(out, alpha);
     Probabilities probabilities;
-    pack_block(probabilities, scores);
-    add_values(out, probabilities, pipeline.values(), alpha);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      softmax.exponentials(scores, m, scale);
+      pack_row_tile(probabilities, scores, m);
+    }
+    add_values(out, probabilities, pipeline.values());
   }
 
   softmax.finish();
@@ -73,7 +75,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
 
 }  // namespace sparge::attend
 
-// Dynamic shared memory: Smem, then map_words x 4 bytes, added by the host.
+// Dynamic shared memory: Smem, then (map_words + 1) x 4 bytes, added by the host.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::attend::kThreads, sizeof(sparge::attend::Smem)};
 
 // Grid: batch x heads x query blocks, query blocks fastest.

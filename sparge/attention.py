@@ -20,6 +20,8 @@ from .workspace import WorkspaceLayout
 
 #: Workspace a call may take, as a share of q + k + v; beyond it heads are served in groups.
 MEMORY_SHARE = 0.55
+#: Never split for less than this many bytes: padding alone outgrows the share in tiny calls.
+MEMORY_FLOOR = 1 << 20
 
 _TOPK, _CDF, _MASK = range(3)
 
@@ -201,7 +203,7 @@ def _memory_needed(call: Call) -> int:
 
 def _memory_limit(call: Call) -> int:
     tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
-    return int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors))
+    return max(MEMORY_FLOOR, int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors)))
 
 
 def _run(
@@ -225,7 +227,7 @@ def _run(
         call.q,
         workspace,
         block_map,
-        list(vars(shape).values()),
+        shape.sizes(),
         int(call.element),
         call.routes,
         call.key_lengths,
@@ -258,7 +260,7 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
     select = _TOPK if policy.select_by == "topk" else _CDF
     return ops.route(
         workspace,
-        list(vars(shape).values()),
+        shape.sizes(),
         int(call.element),
         call.v is not None,
         call.key_lengths,

@@ -31,6 +31,12 @@ class CallShape:
         """From q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
         return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
 
+    def sizes(self) -> list[int]:
+        """The arguments of CallShape, for an op's schema."""
+        return [
+            self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.channels
+        ]  # fmt: skip
+
     @property
     def head_dim(self) -> int:
         """The kernels' head dim: ``channels`` padded up."""

@@ -40,10 +40,10 @@ SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, cons
   constexpr float kUnshift = 1.0f / (kShift == 0.0f ? 1.0f : kValueLevels);
   for (int m = 0; m < kRowTiles; ++m)
     for (int half = 0; half < 2; ++half) {
-      const i32 row = row_of(m, half);
+      const i32 row = first_row() + row_step(m, half);
       if (row >= work.queries) continue;
       const i64 at = static_cast<i64>(work.head_at) * p.problem.queries + work.first_query + row;
-      const float sum = softmax.sum[m][half] * kUnshift, most = softmax.max[m][half];
+      const float sum = softmax.sum[m][half][threadIdx.x] * kUnshift, most = softmax.max[m][half][threadIdx.x];
       if (p.lse) {
         const float correction = is_quantized(kElement) ? smem.q_dot_mean[row] * p.scale : 0.0f;
         p.lse[at] = sum > 0.0f ? (most + log2f(sum)) * kLn2 + correction : kMinusInfinity;
@@ -55,34 +55,36 @@ SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, cons
     }
 }
 
+// One row after another, so that a single row address is alive beside the accumulators.
 SPARGE_DEVICE void store_output(const AttendParams& p, const Work& work, const Accumulators& out, const Softmax& softmax) {
   const i64 out_bytes = p.out.dtype == DType::kFp32 ? 4 : 2;
-  char* head = static_cast<char*>(p.out.data) + (work.b * p.out.batch_stride + work.head * p.out.head_stride) * out_bytes;
+  const i32 channels = p.problem.channels;
   constexpr float kUnshift = 1.0f / (kShift == 0.0f ? 1.0f : kValueLevels);
 #pragma unroll
-  for (int n = 0; n < kChannelTiles; ++n) {
-    const i32 channel = 8 * n + threadIdx.x % 4 * 2;
-    const Value low(p, work.kv_at, channel), high(p, work.kv_at, channel + 1);
+  for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
+    for (int half = 0; half < 2; ++half) {
+      const i32 row = first_row() + row_step(m, half);
+      if (row >= work.queries) continue;
+      const i64 query = work.first_query + row;
+      const float sum = softmax.sum[m][half][threadIdx.x];
+      const bool seen = sum > 0.0f;
+      const float inverse = seen ? 1.0f / sum : 0.0f;
+      char* at = static_cast<char*>(p.out.data) +
+                 (work.b * p.out.batch_stride + work.head * p.out.head_stride + query * p.out.token_stride) * out_bytes;
+      float* partial = p.partial_out ? p.partial_out + (static_cast<i64>(work.head_at) * p.problem.queries + query) * channels : nullptr;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const i32 row = row_of(m, half);
-        if (row >= work.queries) continue;
-        const i64 query = work.first_query + row;
-        const float sum = softmax.sum[m][half];
-        const float first = out[m][n][2 * half], second = out[m][n][2 * half + 1];
-        if (p.partial_out) {
-          float* at = p.partial_out + (static_cast<i64>(work.head_at) * p.problem.queries + query) * p.problem.channels + channel;
-          if (channel < p.problem.channels) at[0] = (low.scale * first + low.mean * sum) * kUnshift;
-          if (channel + 1 < p.problem.channels) at[1] = (high.scale * second + high.mean * sum) * kUnshift;
+      for (int n = 0; n < kChannelTiles; ++n) {
+        const i32 channel = 8 * n + threadIdx.x % 4 * 2;
+        const Value low(p, work.kv_at, channel), high(p, work.kv_at, channel + 1);
+        const float first = low.scale * out[m][n][2 * half], second = high.scale * out[m][n][2 * half + 1];
+        if (partial) {
+          if (channel < channels) partial[channel] = (first + low.mean * sum) * kUnshift;
+          if (channel + 1 < channels) partial[channel + 1] = (second + high.mean * sum) * kUnshift;
         }
-        const float inverse = 1.0f / sum;
-        const bool seen = sum > 0.0f;
-        store_pair(p.out, head + query * p.out.token_stride * out_bytes, channel, p.problem.channels,
-                   seen ? low.mean + low.scale * first * inverse : 0.0f, seen ? high.mean + high.scale * second * inverse : 0.0f);
+        store_pair(p.out, at, channel, channels, seen ? low.mean + first * inverse : 0.0f, seen ? high.mean + second * inverse : 0.0f);
       }
-  }
+    }
 }
 
 }  // namespace sparge::attend

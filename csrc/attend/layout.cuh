@@ -5,6 +5,7 @@
 #include "../common/config.cuh"
 #include "../common/swizzle.cuh"
 #include "../params.cuh"
+#include "../ptx/special.cuh"
 
 namespace sparge::attend {
 
@@ -28,16 +29,12 @@ constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 
 // Shared memory of an SM: 228 KB on 9.0 and 10.0, 164 KB on 8.0, 100 KB on 8.6, 8.9 and 12.0. A block may have 1 KB
 // less than that, and each resident block costs 1 KB. sm_80 code also runs on 8.6-class parts: 99 KB a block is its cap.
-constexpr int kSmBytes = (kArch == 90 || kArch == 100 || kArch == 103 ? 228 : kArch == 80 ? 164 : 100) * 1024;
-constexpr int kMapBytes = 1024;  // room kept for the block map of a row: 8,192 key blocks
-constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes;
-constexpr int tiles_bytes(int key_stages, int value_stages) {
-  return kQueryTileBytes + key_stages * kKeyTileBytes + value_stages * kValueTileBytes + 2 * kQueryBlock * 4 + 256;
-}
-constexpr bool fits(int key_stages, int value_stages) { return tiles_bytes(key_stages, value_stages) <= kBudget; }
-// One value stage costs a second barrier a block, but lets two thread blocks share a 100 KB SM.
-constexpr int kValueStages = fits(3, 3) ? 3 : fits(2, 2) ? 2 : fits(2, 1) || !is_quantized(kElement) ? 1 : 2;
-constexpr int kKeyStages = kValueStages == 1 ? 2 : kValueStages;
+constexpr int kSmBytes = (kArch == 90 || kArch == 100 ? 228 : kArch == 80 ? 164 : 100) * 1024;
+constexpr int kMapBytes = 512;      // room for the block map of a row: 4,096 key blocks at full occupancy
+constexpr int kRowBytes = 6 * 1024; // of Smem besides the tiles, at most
+constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes - kRowBytes;
+constexpr bool fits(int stages) { return kQueryTileBytes + stages * (kKeyTileBytes + kValueTileBytes) <= kBudget; }
+constexpr int kStages = fits(3) ? 3 : fits(2) ? 2 : 1;
 
 constexpr int kRowGroup = 64;  // query rows that skip a block's PV together
 constexpr int kRowGroupThreads = kRowGroup / kWarpRows * kWarpSize;
@@ -50,7 +47,10 @@ struct Work {
   i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
   i32 first_tile;      // of this head: 2^31 tiles are 16 TB of K
 
-  SPARGE_DEVICE void read(const Problem& problem) {
+  float pvthreshd;
+
+  SPARGE_DEVICE void read(const AttendParams& p) {
+    const Problem& problem = p.problem;
     const i32 query_blocks = problem.query_blocks();
     block = blockIdx.x % query_blocks;
     head_at = blockIdx.x / query_blocks;
@@ -61,27 +61,43 @@ struct Work {
     first_query = block * kQueryBlock;
     queries = smaller(kQueryBlock, problem.queries - first_query);
     key_length = problem.key_length(b);
+    pvthreshd = p.thresholds ? p.thresholds[head * 3 + 2] : p.pvthreshd;
   }
+};
+
+// What travels with the tiles of a pipeline stage.
+struct Stage {
+  float k_scale;
+  i32 block;  // -1: the list has ended
 };
 
 struct alignas(256) Smem {  // tiles start at multiples of their row size
   u8 q[kQueryTileBytes];
-  u8 k[kKeyStages][kKeyTileBytes];
-  u8 v[kValueStages][kValueTileBytes];
-  float q_scale[kQueryBlock];    // INT8: max |q| / 127 of the row
-  float q_dot_mean[kQueryBlock]; // q . k_mean, for the log-sum-exp
-  float k_scale[4];              // of the tile in each key stage
-  i32 block[4];                  // key block in each stage
-  u32 skipped_pairs[kRowGroups]; // by the PV filter, of each row group
+  u8 k[kStages][kKeyTileBytes];
+  u8 v[kStages][kValueTileBytes];
+  // Of each thread's four rows: the main loop has no register to spare, and compiler spills would cost more.
+  float row_max[kRowTiles][2][kThreads];  // log2 units
+  float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
+  float q_scale[kQueryBlock];     // INT8: max |q| / 127 of the row
+  float q_dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
+  Stage stage[kStages];
+  u32 skipped_pairs[kRowGroups];  // by the PV filter, of each row group
   Work work;
 };
+static_assert(sizeof(Smem) - kQueryTileBytes - kStages * (kKeyTileBytes + kValueTileBytes) <= kRowBytes,
+              "kRowBytes must cover what Smem holds besides the tiles");
 static_assert(sizeof(Smem) <= 99 * 1024 || kSmBytes > 164 * 1024, "a block of these GPUs has 99 KB of shared memory");
 
-enum NamedBarrier { kBarrierAll = 0, kBarrierFirstRowGroup = 1 };
+// Barrier 0 is __syncthreads; the two row groups vote apart.
+enum NamedBarrier { kBarrierUpperRows = 1, kBarrierLowerRows = 2 };
+static_assert(kRowGroups == 2, "each row group has a named barrier");
 
-// The four rows of the block whose scores a thread holds: tile (0, 1), upper or lower half of the tile.
-SPARGE_DEVICE i32 row_of(i32 tile, i32 half) {
-  return threadIdx.x / kWarpSize * kWarpRows + tile * 16 + half * 8 + threadIdx.x % kWarpSize / 4;
+// The first of the four rows of the block whose scores a thread holds, and how far the others are from it: row tile m,
+// upper or lower half of the tile. Read where it is used: kept across the main loop, it would be spilled.
+SPARGE_DEVICE i32 first_row() {
+  const i32 thread = ptx::thread_index();
+  return thread / kWarpSize * kWarpRows + thread % kWarpSize / 4;
 }
+SPARGE_DEVICE constexpr i32 row_step(i32 m, i32 half) { return 16 * m + 8 * half; }
 
 }  // namespace sparge::attend

@@ -6,17 +6,18 @@
 
 namespace sparge {
 
+// 32 bits hold the pairs below any row of 33 million tokens.
 // Pairs of all rows 0..row with `count` keys, when row r sees the first r + 1 of them.
-SPARGE_DEVICE i64 causal_prefix(i64 row, i64 count) {
+SPARGE_DEVICE i32 causal_prefix(i32 row, i32 count) {
   if (row < 0) return 0;
-  const i64 growing = smaller(row + 1, count);
+  const i32 growing = smaller(row + 1, count);
   return growing * (growing + 1) / 2 + (row + 1 - growing) * count;
 }
 
 // Pairs of queries first_query .. first_query + rows - 1 with the `count` keys from first_key on.
-SPARGE_DEVICE i64 block_pairs(bool causal, i64 first_query, i64 rows, i64 first_key, i64 count) {
+SPARGE_DEVICE i32 block_pairs(bool causal, i32 first_query, i32 rows, i32 first_key, i32 count) {
   if (!causal) return rows * count;
-  const i64 row = first_query - first_key;
+  const i32 row = first_query - first_key;
   return causal_prefix(row + rows - 1, count) - causal_prefix(row - 1, count);
 }
 

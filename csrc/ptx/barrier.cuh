@@ -6,18 +6,19 @@
 
 namespace sparge::ptx {
 
-// True when `vote` is true in each of the `threads` threads that meet at barrier `id`.
-SPARGE_DEVICE bool barrier_all(int id, int threads, bool vote) {
+// True when `vote` is true in each of the kCount threads that meet at barrier kId.
+template <int kId, int kCount>
+SPARGE_DEVICE bool barrier_all(bool vote) {
   u32 all;
   asm volatile(
       "{\n"
       ".reg .pred mine, everyone;\n"
-      "setp.ne.u32 mine, %3, 0;\n"
-      "barrier.cta.red.and.pred everyone, %1, %2, mine;\n"
+      "setp.ne.u32 mine, %1, 0;\n"
+      "barrier.cta.red.and.pred everyone, %2, %3, mine;\n"
       "selp.u32 %0, 1, 0, everyone;\n"
       "}\n"
       : "=r"(all)
-      : "r"(id), "r"(threads), "r"(static_cast<u32>(vote))
+      : "r"(static_cast<u32>(vote)), "n"(kId), "n"(kCount)
       : "memory");
   return all != 0;
 }

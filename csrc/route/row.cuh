@@ -60,7 +60,7 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& 
     if (lane == 0) p.block_map[at * words + word] = bits;
     kept_blocks += __popc(bits);
     if (valid && p.counters) {
-      const u64 pairs = block_pairs(p.causal, row.first_query, row.queries, static_cast<i64>(j) * kKeyBlock, rules.keys(j));
+      const u64 pairs = block_pairs(p.causal, row.first_query, row.queries, j * kKeyBlock, rules.keys(j));
       valid_pairs += pairs;
       if (kept) kept_pairs += pairs;
     }

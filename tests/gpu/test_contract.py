@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
     monkeypatch.setattr(module, "get_kernel", record)
     return specs
+
+
+def trace(work: Callable[[], object]) -> list:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        work()
+    return list(profiler.events() or ())
 
 
 def test_four_launches_no_sync_no_copy(generator: torch.Generator) -> None:
@@ -120,7 +127,9 @@ def test_head_groups_give_the_same_bits(
     whole, lse = sparge.attention(q, k, v, HALF, return_lse=True)
     assert len(launched) == 4
     launched.clear()
-    monkeypatch.setattr(importlib.import_module("sparge.attention"), "MEMORY_SHARE", 0.2)
+    pipeline = importlib.import_module("sparge.attention")
+    monkeypatch.setattr(pipeline, "MEMORY_SHARE", 0.2)
+    monkeypatch.setattr(pipeline, "MEMORY_FLOOR", 0)
     stats = AttentionStats("cuda")
     grouped, grouped_lse = sparge.attention(q, k, v, HALF, return_lse=True, stats=stats)
     assert len(launched) > 4
@@ -208,6 +217,7 @@ def test_ops_pass_opcheck(generator: torch.Generator) -> None:
 
 def test_stats_count_pairs(generator: torch.Generator) -> None:
     q, k, v = qkv(generator, heads=2, tokens=777)
+    q = q * 4  # steep enough for the filter to find something
     policy = SparsePolicy(topk=0.4, pvthreshd=2.0)
     for causal in (False, True):
         stats = AttentionStats("cuda")

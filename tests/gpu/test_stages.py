@@ -20,10 +20,11 @@ pytestmark = pytest.mark.gpu
 
 ELEMENTS = [Element.INT8_FP16, Element.INT8_E4M3, Element.BF16]
 
-#: Kernel against emulation, float32 output, relative L2. Both round P to 11, 4 or 8 bits; exp2
-#: differs in its last bits, so a few probabilities round the other way: far below one rounding of
-#: each. Measured on an H200: 1.3e-5 (FP16 P), 1.3e-4 (E4M3 P).
-TIGHT = {Element.INT8_FP16: 5e-5, Element.INT8_E4M3: 5e-4, Element.BF16: 1e-3, Element.FP16: 1e-4}
+#: Kernel against emulation, float32 output, relative L2. Two effects: exp2 differs in its last bits
+#: and a few probabilities round the other way (to 11, 4 or 8 bits); the offset of INT8 scores
+#: shifts the logits of a block by up to half a level, 1e-3 in the steepest case here.
+#: An H200 reached 1.3e-5, steep 1.0e-4 (FP16 P) and 1.3e-4, steep 8.8e-4 (E4M3 P).
+TIGHT = {Element.INT8_FP16: 2e-4, Element.INT8_E4M3: 2e-3, Element.BF16: 1e-3, Element.FP16: 1e-4}
 
 POLICIES = {
     "dense": SparsePolicy(topk=1.0),
