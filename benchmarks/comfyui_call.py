@@ -55,6 +55,7 @@ def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, writ
     host.sample(model, patcher, None, 1)
     needed = torch.cuda.max_memory_reserved(host.device) / GIB
     total = torch.cuda.get_device_properties(host.device).total_memory / GIB
+    torch.cuda.empty_cache()
     for limit in args.limit_gib:
         torch.cuda.set_per_process_memory_fraction(limit / total, host.device)
         held_gib = max(0.0, limit - needed - args.headroom_gib)

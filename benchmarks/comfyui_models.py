@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+# ComfyUI's modules are not dependencies of the development environment.
+# pyright: reportMissingImports=false
 import torch
 
 

@@ -16,13 +16,14 @@ namespace sparge::means {
 
 SPARGE_CHECK_PARAMS(MeansParams);
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kChannels = 32;
 constexpr int kSlices = kHeadDim / kChannels;
 constexpr int kTokenLanes = kChannels / kLaneChannels;
 constexpr int kTokensPerPass = kThreads / kTokenLanes;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kUnroll = 4;  // 16-byte loads in flight a thread; 512 threads then cover the HBM latency
+constexpr int kUnroll = 6;       // 16-byte loads in flight a thread; the resident threads then cover the HBM latency
+constexpr int kBlocksPerSm = 2;  // all 192 blocks of the Mochi shape run at once on 132 SMs
 
 struct Smem {
   float sum[kWarps][kChannels];
@@ -102,7 +103,7 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Rows<kTy
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::means::kThreads, 0};
 
 // Grid: batch x kv_heads x (K, then V when with_values) x channel slices, slices fastest.
-extern "C" __global__ void __launch_bounds__(sparge::means::kThreads)
+extern "C" __global__ void __launch_bounds__(sparge::means::kThreads, sparge::means::kBlocksPerSm)
     means(const __grid_constant__ sparge::MeansParams p) {
   using namespace sparge;
   __shared__ means::Smem smem;

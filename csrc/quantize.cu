@@ -34,13 +34,13 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
   __shared__ quantize::Smem smem;
   const Problem& problem = p.problem;
   const i32 key_blocks = problem.key_blocks();
-  const i64 kv_tiles = static_cast<i64>(problem.batch) * problem.kv_heads * key_blocks;
-  i64 index = blockIdx.x;
+  const i32 kv_tiles = problem.batch * problem.kv_heads * key_blocks;  // 2^31 tiles are 16 TB of K
+  i32 index = blockIdx.x;
   if (index < (p.with_values ? 2 : 1) * kv_tiles) {
     const bool values = index >= kv_tiles;
     if (values) index -= kv_tiles;
     const i32 block = index % key_blocks;
-    const i64 head_at = index / key_blocks;
+    const i32 head_at = index / key_blocks;
     const i32 head = head_at % problem.kv_heads, b = head_at / problem.kv_heads;
     const i32 count = larger(0, smaller(kKeyBlock, problem.key_length(b) - block * kKeyBlock));
     with_rows(values ? p.v : p.k, b, head, problem.channels, [&](auto rows) {
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     index -= (p.with_values ? 2 : 1) * kv_tiles;
     const i32 query_blocks = problem.query_blocks();
     const i32 block = index % query_blocks;
-    const i64 head_at = index / query_blocks;
+    const i32 head_at = index / query_blocks;
     with_rows(p.q, head_at / problem.heads, head_at % problem.heads, problem.channels,
               [&](auto rows) { quantize::query_block(p, rows, smem.query, index, block); });
   }

@@ -86,17 +86,21 @@ class SpargeAttention(io.ComfyNode):
 
 
 def _widgets() -> list[Any]:
+    # Optional to the server, so that a graph saved before a widget existed, or an API graph that
+    # names only a few, still runs; execute() has the defaults.
     slider = io.NumberDisplay.slider
     return [
         io.Combo.Input(
             "mode",
             options=MODES,
             default=DEFAULT.mode,
+            optional=True,
             tooltip="manual: the numbers below decide.",
         ),
         io.Float.Input(
             "topk",
             default=DEFAULT.topk,
+            optional=True,
             min=0.05,
             max=1.0,
             step=0.01,
@@ -110,6 +114,7 @@ def _widgets() -> list[Any]:
         io.Float.Input(
             "pvthreshd",
             default=DEFAULT.pvthreshd,
+            optional=True,
             min=1.0,
             max=50.0,
             step=0.5,
@@ -122,6 +127,7 @@ def _widgets() -> list[Any]:
         io.Float.Input(
             "start_percent",
             default=DEFAULT.start_percent,
+            optional=True,
             min=0.0,
             max=1.0,
             step=0.01,
@@ -135,6 +141,7 @@ def _widgets() -> list[Any]:
         io.Float.Input(
             "end_percent",
             default=DEFAULT.end_percent,
+            optional=True,
             min=0.0,
             max=1.0,
             step=0.01,
@@ -147,6 +154,7 @@ def _widgets() -> list[Any]:
         io.Int.Input(
             "min_tokens",
             default=DEFAULT.min_tokens,
+            optional=True,
             min=0,
             max=1 << 20,
             step=256,
@@ -159,6 +167,7 @@ def _widgets() -> list[Any]:
         io.String.Input(
             "dense_blocks",
             default=DEFAULT.dense_blocks,
+            optional=True,
             advanced=True,
             placeholder="0-2, -1",
             tooltip=(
@@ -170,6 +179,7 @@ def _widgets() -> list[Any]:
             "select_by",
             options=["topk", "cdf"],
             default=DEFAULT.select_by,
+            optional=True,
             advanced=True,
             tooltip=(
                 "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
@@ -180,6 +190,7 @@ def _widgets() -> list[Any]:
         io.Float.Input(
             "cdfthreshd",
             default=DEFAULT.cdfthreshd,
+            optional=True,
             min=0.0,
             max=1.0,
             step=0.001,
@@ -193,6 +204,7 @@ def _widgets() -> list[Any]:
         io.Float.Input(
             "simthreshd1",
             default=DEFAULT.simthreshd1,
+            optional=True,
             min=-1.0,
             max=1.0,
             step=0.01,

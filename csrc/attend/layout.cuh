@@ -41,7 +41,8 @@ constexpr int kRowGroupThreads = kRowGroup / kWarpRows * kWarpSize;
 constexpr int kRowGroups = kQueryBlock / kRowGroup;
 
 // Which query block of which head this thread block serves: query blocks fastest, so that neighbours share K and V in
-// L2. Kept in shared memory, because the main loop has no register to spare for it.
+// L2, and from both ends inwards: text, which is dense, stands at an end, and a long list must not start last. Kept in
+// shared memory, because the main loop has no register to spare for it.
 struct Work {
   i32 b, head, block, first_query, queries, key_length;
   i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
@@ -52,7 +53,8 @@ struct Work {
   SPARGE_DEVICE void read(const AttendParams& p) {
     const Problem& problem = p.problem;
     const i32 query_blocks = problem.query_blocks();
-    block = blockIdx.x % query_blocks;
+    const i32 turn = blockIdx.x % query_blocks;
+    block = turn % 2 ? query_blocks - 1 - turn / 2 : turn / 2;
     head_at = blockIdx.x / query_blocks;
     b = head_at / problem.heads;
     head = head_at % problem.heads;

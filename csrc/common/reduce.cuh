@@ -29,6 +29,8 @@ SPARGE_DEVICE float lane_min(float value) {
   return value;
 }
 
+SPARGE_DEVICE u32 warp_sum(u32 value) { return __reduce_add_sync(kFullWarp, value); }
+
 SPARGE_DEVICE u64 warp_sum(u64 value) {
 #pragma unroll
   for (int step = 1; step < kWarpSize; step *= 2) value += __shfl_xor_sync(kFullWarp, value, step);

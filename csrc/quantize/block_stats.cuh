@@ -9,7 +9,7 @@
 namespace sparge::quantize {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 3;  // 80 registers a thread: the 32 channel values of a key tile stay in them
+constexpr int kBlocksPerSm = 4;  // 64 registers a thread hold a key tile
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTokenLanes = kHeadDim / kLaneChannels;
 constexpr int kTokensPerPass = kThreads / kTokenLanes;

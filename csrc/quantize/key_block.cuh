@@ -20,10 +20,10 @@ SPARGE_DEVICE u32 pack_bytes(const float* x, float inverse_scale) {
 }
 
 template <DType kType>
-SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, KeySmem& smem, i64 head_at, i32 block, i32 count) {
+SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, KeySmem& smem, i32 head_at, i32 block, i32 count) {
   const Thread thread;
   const i32 blocks = p.problem.key_blocks();
-  const i64 block_at = head_at * blocks + block;
+  const i32 block_at = head_at * blocks + block;
   float mean_here[kLaneChannels] = {};
   if constexpr (is_quantized(kElement)) {
 #pragma unroll
@@ -36,7 +36,6 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, K
     const i32 token = thread.token + pass * kTokensPerPass;
     if (token < count) rows.load(static_cast<i64>(block) * kKeyBlock + token, thread.channel, x[pass]);
   }
-  ChannelSums sums;
   float amax = 0.0f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -47,17 +46,19 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, K
         amax = fmaxf(amax, fabsf(x[pass][i]));
       }
     }
-    sums.add(x[pass]);
   }
+  ChannelSums sums;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) sums.add(x[pass]);
   amax = lane_max<1, kWarpSize>(amax);
   if (thread.lane == 0) smem.amax[thread.warp] = amax;
   float block_mean;
   const float similarity = finish_sums(smem.sums, thread, sums, count, block_mean);
-  if (threadIdx.x < kHeadDim) p.k_block_mean[(head_at * kHeadDim + threadIdx.x) * blocks + block] = block_mean;
+  if (threadIdx.x < kHeadDim) p.k_block_mean[static_cast<i64>(head_at * kHeadDim + threadIdx.x) * blocks + block] = block_mean;
   if (threadIdx.x == 0) p.k_similarity[block_at] = similarity;
 
   constexpr int kRowBytes = kHeadDim * key_bytes(kElement);
-  u8* tile = p.k_tiles + block_at * (kKeyBlock * kRowBytes);
+  u8* tile = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kRowBytes);
   if constexpr (is_quantized(kElement)) {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);

@@ -7,7 +7,7 @@
 namespace sparge::quantize {
 
 template <DType kType>
-SPARGE_DEVICE void query_block(const QuantizeParams& p, const Rows<kType>& rows, SumsSmem& smem, i64 block_at, i32 block) {
+SPARGE_DEVICE void query_block(const QuantizeParams& p, const Rows<kType>& rows, SumsSmem& smem, i32 block_at, i32 block) {
   const Thread thread;
   const i32 first = block * kQueryBlock;
   const i32 count = smaller(kQueryBlock, p.problem.queries - first);
@@ -21,7 +21,7 @@ SPARGE_DEVICE void query_block(const QuantizeParams& p, const Rows<kType>& rows,
   }
   float mean;
   const float similarity = finish_sums(smem, thread, sums, count, mean);
-  if (threadIdx.x < kHeadDim) p.q_block_mean[block_at * kHeadDim + threadIdx.x] = mean;
+  if (threadIdx.x < kHeadDim) p.q_block_mean[static_cast<i64>(block_at) * kHeadDim + threadIdx.x] = mean;
   if (threadIdx.x == 0) p.q_similarity[block_at] = similarity;
 }
 

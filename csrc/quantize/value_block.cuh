@@ -37,7 +37,7 @@ SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
 }
 
 template <DType kType>
-SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows, ValueSmem& smem, i64 head_at, i32 block, i32 count) {
+SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows, ValueSmem& smem, i32 head_at, i32 block, i32 count) {
   const Thread thread;
   float mean[kLaneChannels] = {}, inverse_scale[kLaneChannels];
   if constexpr (is_quantized(kElement)) {
@@ -65,7 +65,7 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows,
   constexpr int kRowBytes = kKeyBlock * kValueBytes;
   constexpr int kRowSectors = kRowBytes / kSectorBytes;
   constexpr int kSectorKeys = kSectorBytes / kValueBytes;
-  u8* tile = p.v_tiles + (head_at * p.problem.key_blocks() + block) * (kHeadDim * kRowBytes);
+  u8* tile = p.v_tiles + static_cast<i64>(head_at * p.problem.key_blocks() + block) * (kHeadDim * kRowBytes);
 #pragma unroll
   for (int sector = threadIdx.x / kHeadDim; sector < kRowSectors; sector += kThreads / kHeadDim) {
     const i32 channel = threadIdx.x % kHeadDim;

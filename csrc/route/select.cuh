@@ -14,9 +14,11 @@ namespace sparge::route {
 constexpr float kMassUnit = 2147483648.0f;
 
 struct Unit {
-  SPARGE_DEVICE u64 operator()(u32) const { return 1; }
+  using Sum = u32;
+  SPARGE_DEVICE u32 operator()(u32) const { return 1; }
 };
 struct Mass {
+  using Sum = u64;
   float highest;
   SPARGE_DEVICE u64 operator()(u32 key) const {
     return static_cast<u64>(expf(unsortable(key) - highest) * kMassUnit);
@@ -31,7 +33,8 @@ struct Cut {
 
 template <typename Weight>
 SPARGE_DEVICE u64 weight_from(const u32* keys, i32 count, u32 least, const Weight& weight) {
-  u64 sum = 0;
+  typename Weight::Sum sum = 0;
+#pragma unroll 4
   for (int j = threadIdx.x % kWarpSize; j < count; j += kWarpSize)
     if (keys[j] >= least) sum += weight(keys[j]);
   return warp_sum(sum);
