@@ -9,7 +9,8 @@
 namespace sparge::quantize {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 4;  // 64 registers a thread hold a key tile
+// 64 registers a thread hold a key tile; for Blackwell at head_dim 128 ptxas wants 80.
+constexpr int kBlocksPerSm = kHeadDim == 128 && kArch >= 100 ? 3 : 4;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTokenLanes = kHeadDim / kLaneChannels;
 constexpr int kTokensPerPass = kThreads / kTokenLanes;
