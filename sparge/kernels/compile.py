@@ -18,7 +18,7 @@ from .source import Sources
 from .spec import KernelSpec
 
 #: For a profiler that shows our lines add "-lineinfo" here; by default it is absent because it
-#: makes the files 5 to 10 times larger (200-600 KB each).
+#: makes the files 3 to 4 times larger (200-600 KB each).
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 #: Plain constexpr functions are for the device too; each compiler has its own word for that.
 _NVRTC_OPTIONS = ("-default-device",)
