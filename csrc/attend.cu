@@ -18,8 +18,8 @@ namespace sparge::attend {
 
 SPARGE_CHECK_PARAMS(AttendParams);
 
-SPARGE_DEVICE i32 group_pairs(const Work& work, i32 block, bool causal) {
-  const i32 first_row = threadIdx.x / kRowGroupThreads * kRowGroup;
+SPARGE_DEVICE i32 group_pairs(const Work& work, i32 group, i32 block, bool causal) {
+  const i32 first_row = group * kRowGroup;
   const i32 rows = larger(0, smaller(kRowGroup, work.queries - first_row));
   const i32 first_key = block * kKeyBlock;
   return block_pairs(causal, work.first_query + first_row, rows, first_key, smaller(kKeyBlock, work.key_length - first_key));
@@ -27,11 +27,11 @@ SPARGE_DEVICE i32 group_pairs(const Work& work, i32 block, bool causal) {
 
 SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
   const Work& work = smem.work;
-  if (threadIdx.x == 0) smem.work.read(p);
+  if (threadIdx.x == 0) smem.work.read(p, blockIdx.x);
   if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
   __syncthreads();
   const i32 words = p.problem.map_words();
-  const u32* map_row = p.block_map + (static_cast<i64>(work.head_at) * p.problem.query_blocks() + work.block) * words;
+  const u32* map_row = p.block_map + work.map_row(p.problem) * words;
   for (int word = threadIdx.x; word <= words; word += kThreads) map[word] = word < words ? map_row[word] : kEndOfList;
   __syncthreads();
 
@@ -45,18 +45,17 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
     Scores scores;
     score_block(scores, smem.q, pipeline.keys());
     if (needs_mask(work, block, p.causal)) mask_scores(scores, work, block, p.causal);
-    PerRow block_max, alpha;
+    PerRow block_max;
     softmax.block_max(scores, scale, block_max);
     bool skip = false;
     if constexpr (kPvFilter) skip = softmax.negligible(block_max, work.pvthreshd);
     pipeline.wait_values();
     if (skip) {
-      if (threadIdx.x % kRowGroupThreads == 0)
-        smem.skipped_pairs[threadIdx.x / kRowGroupThreads] += group_pairs(work, block, p.causal);
+      if (const i32 thread = ptx::thread_index(); thread % kRowGroupThreads == 0)
+        smem.skipped_pairs[thread / kRowGroupThreads] += group_pairs(work, thread / kRowGroupThreads, block, p.causal);
       continue;
     }
-    softmax.raise_max(block_max, alpha);
-    rescale(out, alpha);
+    softmax.raise_max(block_max, out);
     Probabilities probabilities;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -67,10 +66,11 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
   }
 
   softmax.finish();
-  store_row_facts(p, work, smem, softmax);
+  store_facts(p, work, smem, softmax);
   store_output(p, work, out, softmax);
-  if (kPvFilter && p.counters && threadIdx.x % kRowGroupThreads == 0)
-    atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[threadIdx.x / kRowGroupThreads]));
+  const i32 thread = ptx::thread_index();
+  if (kPvFilter && p.counters && thread % kRowGroupThreads == 0)
+    atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[thread / kRowGroupThreads]));
 }
 
 }  // namespace sparge::attend

@@ -64,6 +64,7 @@ struct QuantizeParams {
   float* k_block_mean;   // (batch, kv_heads, head_dim, key_blocks): route reads it along key blocks
   float* q_similarity;   // (batch, heads, query_blocks)
   float* k_similarity;   // (batch, kv_heads, key_blocks)
+  i32* next_turn;        // set to zero
   i32 with_queries;
   i32 with_values;
 };
@@ -112,6 +113,7 @@ struct AttendParams {
   float* partial_max;        // (batch, heads, queries) log2 units, with partial_out
   float* partial_sum;        // (batch, heads, queries), with partial_out
   u64* counters;
+  i32* next_turn;            // zero between launches; only where blocks are persistent
   float scale;               // natural softmax scale
   float pvthreshd;
   i32 causal;

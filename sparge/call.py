@@ -43,6 +43,8 @@ class Call:
 
     @property
     def element(self) -> Element:
+        if self.policy.precision is Precision.INT8_FP16:
+            return Element.INT8_FP16
         sixteen_bit = self.policy.precision is Precision.SIXTEEN_BIT
         return native_element(capabilities(self.q.device).arch, sixteen_bit, self.q.dtype)
 

@@ -18,7 +18,7 @@ from .kernels.params import (
     RouteParams,
     TensorView,
 )
-from .kernels.spec import ARCHS
+from .kernels.spec import ARCHS, HOPPER_ATTEND, attend_path
 from .plan.blocks import block_count
 from .workspace import CallShape, WorkspaceLayout
 
@@ -94,6 +94,7 @@ def quantize(
         k_block_mean=address("k_block_mean"),
         q_similarity=address("q_similarity"),
         k_similarity=address("k_similarity"),
+        next_turn=address("next_turn"),
         with_queries=with_queries,
         with_values=v is not None,
     )
@@ -200,13 +201,19 @@ def attend(
         partial_max=_address(partial_max),
         partial_sum=_address(partial_sum),
         counters=_address(counters),
+        next_turn=layout.address(workspace, "next_turn"),
         scale=scale,
         pvthreshd=pvthreshd,
         causal=causal,
     )
-    grid = (shape.batch * shape.heads * shape.query_blocks, 1, 1)
-    map_bytes = (shape.map_words + 1) * 4  # and the word that ends the list
-    _launch("attend", q.device, shape, grid, params, element, pv_filter, extra_shared=map_bytes)
+    rows = shape.batch * shape.heads * shape.query_blocks
+    entry = attend_path(capabilities(q.device).arch, element).entry
+    map_bytes = 0
+    if entry == HOPPER_ATTEND:  # persistent: one block an SM
+        rows = min(rows, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    else:
+        map_bytes = (shape.map_words + 1) * 4  # and the word that ends the list
+    _launch(entry, q.device, shape, (rows, 1, 1), params, element, pv_filter, map_bytes)
 
 
 def _launch(

@@ -21,7 +21,9 @@ class Precision(enum.Enum):
     """Arithmetic of the two matrix products."""
 
     INT8 = "int8"
-    """INT8 QK; PV in E4M3 where ``mma.sync`` has it in hardware, else in FP16."""
+    """INT8 QK; PV in E4M3 where the tensor cores multiply it in hardware, else in FP16."""
+    INT8_FP16 = "int8_fp16"
+    """INT8 QK and FP16 PV on every GPU: truer than E4M3, and slower where that exists."""
     SIXTEEN_BIT = "16bit"
     """No quantization: bf16 (fp16 for fp16 inputs) products, float32 accumulation."""
 

@@ -83,6 +83,7 @@ class WorkspaceLayout:
         tile = KEY_BLOCK * shape.head_dim
         self._end = 0
         self.fields: dict[str, Field] = {}
+        self._add("next_turn", (1,), torch.int32)
         self._add("k_mean", (*kv, shape.head_dim))
         self._add("k_scale", blocks)
         self._add("k_similarity", blocks)

@@ -221,6 +221,7 @@ def test_a_reused_plan_gives_what_it_was_made_from(make_qkv) -> None:
 def test_element_follows_precision_and_dtype() -> None:
     assert reference_element(Precision.INT8, torch.bfloat16) is Element.INT8_FP16
     assert reference_element(Precision.INT8, torch.float16) is Element.INT8_FP16
+    assert reference_element(Precision.INT8_FP16, torch.bfloat16) is Element.INT8_FP16
     assert reference_element(Precision.SIXTEEN_BIT, torch.float32) is Element.BF16
     assert reference_element(Precision.SIXTEEN_BIT, torch.float16) is Element.FP16
 

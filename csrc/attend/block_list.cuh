@@ -9,18 +9,19 @@ namespace sparge::attend {
 
 constexpr u32 kEndOfList = 0xFFFFFFFFu;
 
+// Its state is one number, because the main loop has no register to spare: each step reads its word again.
 struct BlockList {
   const u32* words;
-  i32 word = -1;
-  u32 bits = 0;
+  i32 last = -1;
 
   SPARGE_DEVICE explicit BlockList(const u32* map_words) : words(map_words) {}
 
   SPARGE_DEVICE i32 next() {
+    const u32 first = last + 1;
+    u32 word = first / kMapBits;
+    u32 bits = words[word] & ~0u << first % kMapBits;
     while (bits == 0) bits = words[++word];
-    const i32 bit = __ffs(bits) - 1;
-    bits &= bits - 1;
-    return word * kMapBits + bit;
+    return last = word * kMapBits + __ffs(bits) - 1;
   }
 };
 

@@ -4,14 +4,16 @@
 
 #include "../common/config.cuh"
 #include "../common/swizzle.cuh"
-#include "../params.cuh"
 #include "../ptx/special.cuh"
+#include "work.cuh"
 
 namespace sparge::attend {
 
 // Four warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads
 // (1,536 clocks a 128 x 64 tile) would outlast the products (1,240 clocks on Hopper's mma.sync).
-constexpr int kWarps = 4;
+// Emulated E4M3 products convert their operands in registers: half the rows leave room for that.
+constexpr bool kEmulated = kElement == Element::kInt8E4M3 && (kArch == 90 || kArch == 100);
+constexpr int kWarps = kEmulated ? 8 : 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kWarpRows = kQueryBlock / kWarps;
 constexpr int kRowTiles = kWarpRows / 16;
@@ -19,7 +21,7 @@ constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
 
 // 255 registers a thread at head_dim 128 (128 accumulators, 64 scores), 168 at 64.
-constexpr int kBlocksPerSm = kHeadDim == 128 ? 2 : 3;
+constexpr int kBlocksPerSm = kEmulated ? 1 : kHeadDim == 128 ? 2 : 3;
 
 constexpr int kQueryRowBytes = kHeadDim * key_bytes(kElement);
 constexpr int kValueRowBytes = kKeyBlock * value_bytes(kElement);
@@ -40,33 +42,6 @@ constexpr int kRowGroup = 64;  // query rows that skip a block's PV together
 constexpr int kRowGroupThreads = kRowGroup / kWarpRows * kWarpSize;
 constexpr int kRowGroups = kQueryBlock / kRowGroup;
 
-// Which query block of which head this thread block serves: query blocks fastest, so that neighbours share K and V in
-// L2, and from both ends inwards: text, which is dense, stands at an end, and a long list must not start last. Kept in
-// shared memory, because the main loop has no register to spare for it.
-struct Work {
-  i32 b, head, block, first_query, queries, key_length;
-  i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
-  i32 first_tile;      // of this head: 2^31 tiles are 16 TB of K
-
-  float pvthreshd;
-
-  SPARGE_DEVICE void read(const AttendParams& p) {
-    const Problem& problem = p.problem;
-    const i32 query_blocks = problem.query_blocks();
-    const i32 turn = blockIdx.x % query_blocks;
-    block = turn % 2 ? query_blocks - 1 - turn / 2 : turn / 2;
-    head_at = blockIdx.x / query_blocks;
-    b = head_at / problem.heads;
-    head = head_at % problem.heads;
-    kv_at = b * problem.kv_heads + problem.kv_head(head);
-    first_tile = kv_at * problem.key_blocks();
-    first_query = block * kQueryBlock;
-    queries = smaller(kQueryBlock, problem.queries - first_query);
-    key_length = problem.key_length(b);
-    pvthreshd = p.thresholds ? p.thresholds[head * 3 + 2] : p.pvthreshd;
-  }
-};
-
 // What travels with the tiles of a pipeline stage.
 struct Stage {
   float k_scale;
@@ -84,7 +59,7 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   float q_dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
   Stage stage[kStages];
   u32 skipped_pairs[kRowGroups];  // by the PV filter, of each row group
-  Work work;
+  Work work;                      // here, because the main loop has no register to spare for it
 };
 static_assert(sizeof(Smem) - kQueryTileBytes - kStages * (kKeyTileBytes + kValueTileBytes) <= kRowBytes,
               "kRowBytes must cover what Smem holds besides the tiles");

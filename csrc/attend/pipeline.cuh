@@ -8,10 +8,11 @@
 
 namespace sparge::attend {
 
+// The thread index is read where it is used: sums of it and the tensors' pointers would be kept across the main loop.
 template <int kBytes>
 SPARGE_DEVICE void copy_tile(u8* destination, const u8* source) {
-  const u32 to = ptx::shared_address(destination) + threadIdx.x * 16;
-  const u8* from = source + threadIdx.x * 16;
+  const u32 to = ptx::shared_address(destination) + ptx::thread_index() * 16;
+  const u8* from = source + ptx::thread_index() * 16;
 #pragma unroll
   for (int offset = 0; offset < kBytes; offset += kThreads * 16) ptx::cp_async_16(to + offset, from + offset);
 }

@@ -5,11 +5,9 @@
 #include "../common/reduce.cuh"
 #include "../ptx/barrier.cuh"
 #include "products.cuh"
+#include "store.cuh"
 
 namespace sparge::attend {
-
-// E4M3 P uses all of E4M3: the shift cancels between numerator and row sum.
-constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
 
 using PerRow = float[kRowTiles][2];  // of the four rows of a thread
 
@@ -57,26 +55,39 @@ struct Softmax {
 
   // Whether the block is negligible for all rows of this warp's row group.
   SPARGE_DEVICE bool negligible(const PerRow& block, float pvthreshd) const {
+    const i32 thread = ptx::thread_index();
     bool all = true;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        all = all && !(block[m][half] - max[m][half][threadIdx.x] >= -pvthreshd);  // also true of -inf - -inf: nothing to add
-    return threadIdx.x < kRowGroupThreads ? ptx::barrier_all<kBarrierUpperRows, kRowGroupThreads>(all)
-                                          : ptx::barrier_all<kBarrierLowerRows, kRowGroupThreads>(all);
+        all = all && !(block[m][half] - max[m][half][thread] >= -pvthreshd);  // also true of -inf - -inf: nothing to add
+    return thread < kRowGroupThreads ? ptx::barrier_all<kRowGroupThreads>(kBarrierUpperRows, all)
+                                     : ptx::barrier_all<kRowGroupThreads>(kBarrierLowerRows, all);
   }
 
-  // Takes the block's maxima in; alpha is what earlier sums shrink by.
-  SPARGE_DEVICE void raise_max(const PerRow& block, PerRow& alpha) {
+  // Takes the block's maxima in and shrinks earlier sums to match. After the first blocks a maximum rarely moves, and
+  // where none of the warp does, every factor is 1.
+  SPARGE_DEVICE void raise_max(const PerRow& block, Accumulators& out) {
+    bool moved = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) moved = moved || block[m][half] > max[m][half][threadIdx.x];
+    if (!__any_sync(kFullWarp, moved)) return;
+    const i32 thread = ptx::thread_index();  // afresh: this branch is rare
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float most = fmaxf(max[m][half][threadIdx.x], block[m][half]);
-        alpha[m][half] = most == kMinusInfinity ? 1.0f : ptx::exp2_approx(max[m][half][threadIdx.x] - most);
-        max[m][half][threadIdx.x] = most;
-        sum[m][half][threadIdx.x] *= alpha[m][half];
+        const float before = max[m][half][thread], most = fmaxf(before, block[m][half]);
+        const float alpha = most == kMinusInfinity ? 1.0f : ptx::exp2_approx(before - most);
+        max[m][half][thread] = most;
+        sum[m][half][thread] *= alpha;
+#pragma unroll
+        for (int n = 0; n < kChannelTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) out[m][n][2 * half + i] *= alpha;
       }
   }
 
@@ -111,7 +122,7 @@ struct Softmax {
 // Past the last key, and above the causal diagonal: minus infinity. Comparing constants with one bound a row keeps this
 // rare branch from costing the main loop registers.
 SPARGE_DEVICE void mask_scores(Scores& s, const Work& work, i32 block, bool causal) {
-  const i32 first_key = block * kKeyBlock + threadIdx.x % 4 * 2;
+  const i32 first_key = block * kKeyBlock + ptx::thread_index() % 4 * 2;
   const i32 first_query = work.first_query + first_row();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
@@ -130,18 +141,6 @@ SPARGE_DEVICE void mask_scores(Scores& s, const Work& work, i32 block, bool caus
 SPARGE_DEVICE bool needs_mask(const Work& work, i32 block, bool causal) {
   const i32 last_key = block * kKeyBlock + kKeyBlock - 1;
   return last_key >= work.key_length || (causal && last_key > work.first_query);
-}
-
-// Rescales only when a maximum moved; after the first blocks it rarely does.
-SPARGE_DEVICE void rescale(Accumulators& out, const PerRow& alpha) {
-  const bool moved = alpha[0][0] != 1.0f || alpha[0][1] != 1.0f || alpha[1][0] != 1.0f || alpha[1][1] != 1.0f;
-  if (!__any_sync(kFullWarp, moved)) return;
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kChannelTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[m][n][i] *= alpha[m][i / 2];
 }
 
 }  // namespace sparge::attend

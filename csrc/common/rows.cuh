@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading eight neighbouring channels of a token from a caller's tensor, whatever its type and strides.
+// Reading neighbouring channels of a token from a caller's tensor, whatever its type and strides.
 #pragma once
 
 #include "../params.cuh"
@@ -45,26 +45,40 @@ struct Rows {
         channels(channel_count),
         vectorized(view.vectorized) {}
 
-  // Channels at and beyond `channels` read as zero: head dims below 64 or 128 are padded here.
-  SPARGE_DEVICE void load(i64 token, i32 channel, float (&x)[kLaneChannels]) const {
+  // Four or eight channels from a multiple of that on. Channels at and beyond `channels` read as zero: head dims below 64
+  // or 128 are padded here.
+  template <int kCount>
+  SPARGE_DEVICE void load(i64 token, i32 channel, float (&x)[kCount]) const {
     const char* row = base + token * token_bytes;
-    if (vectorized && channel + kLaneChannels <= channels) {
-      if constexpr (kType == DType::kFp32) {
-        const Vec16* chunk = reinterpret_cast<const Vec16*>(row + channel * kBytes);
-        const Vec16 low = chunk[0], high = chunk[1];
-        const u32 word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (vectorized && channel + kCount <= channels) {
+      constexpr int kWords = kCount * kBytes / 4;
+      u32 word[kWords];
+      load_words(word, row + channel * kBytes);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2)
+      for (int i = 0; i < kCount; i += 2) {
+        if constexpr (kType == DType::kFp32)
           unpack_pair(DType::kBf16, ptx::pack_bf16(__uint_as_float(word[i]), __uint_as_float(word[i + 1])), x[i], x[i + 1]);
-      } else {
-        const Vec16 chunk = *reinterpret_cast<const Vec16*>(row + channel * kBytes);
-        const u32 word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) unpack_pair(kType, word[i], x[2 * i], x[2 * i + 1]);
+        else
+          unpack_pair(kType, word[i / 2], x[i], x[i + 1]);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kLaneChannels; ++i) x[i] = channel + i < channels ? load_one<kType>(row, channel + i) : 0.0f;
+      for (int i = 0; i < kCount; ++i) x[i] = channel + i < channels ? load_one<kType>(row, channel + i) : 0.0f;
+    }
+  }
+
+ private:
+  template <int kWords>
+  static SPARGE_DEVICE void load_words(u32 (&word)[kWords], const char* at) {
+    if constexpr (kWords == 2) {
+      const Vec8 chunk = *reinterpret_cast<const Vec8*>(at);
+      word[0] = chunk.x, word[1] = chunk.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        const Vec16 chunk = reinterpret_cast<const Vec16*>(at)[i / 4];
+        word[i] = chunk.x, word[i + 1] = chunk.y, word[i + 2] = chunk.z, word[i + 3] = chunk.w;
+      }
     }
   }
 };

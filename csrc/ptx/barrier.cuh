@@ -1,14 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Named barriers over part of a block, with a vote.
+// Named barriers over part of a block, with and without a vote.
 #pragma once
 
 #include "../common/types.cuh"
 
 namespace sparge::ptx {
 
-// True when `vote` is true in each of the kCount threads that meet at barrier kId.
-template <int kId, int kCount>
-SPARGE_DEVICE bool barrier_all(bool vote) {
+template <int kCount>
+SPARGE_DEVICE void barrier_sync(i32 id) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
+}
+
+// Counts towards a barrier without waiting at it.
+template <int kCount>
+SPARGE_DEVICE void barrier_arrive(i32 id) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "n"(kCount) : "memory");
+}
+
+// True when `vote` is true in each of the kCount threads that meet at the barrier.
+template <int kCount>
+SPARGE_DEVICE bool barrier_all(i32 id, bool vote) {
   u32 all;
   asm volatile(
       "{\n"
@@ -18,7 +29,7 @@ SPARGE_DEVICE bool barrier_all(bool vote) {
       "selp.u32 %0, 1, 0, everyone;\n"
       "}\n"
       : "=r"(all)
-      : "r"(static_cast<u32>(vote)), "n"(kId), "n"(kCount)
+      : "r"(static_cast<u32>(vote)), "r"(id), "n"(kCount)
       : "memory");
   return all != 0;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Special registers read afresh.
+// Special registers read afresh, and how many registers a warpgroup owns.
 #pragma once
 
 #include "../common/types.cuh"
@@ -12,5 +12,17 @@ SPARGE_DEVICE i32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
+
+#if SPARGE_ARCH == 90
+// A warpgroup changes how many registers its threads own.
+template <int kCount>
+SPARGE_DEVICE void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+SPARGE_DEVICE void claim_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+#endif
 
 }  // namespace sparge::ptx

@@ -61,6 +61,7 @@ class QuantizeParams(Structure):
         ("k_block_mean", c_void_p),
         ("q_similarity", c_void_p),
         ("k_similarity", c_void_p),
+        ("next_turn", c_void_p),
         ("with_queries", c_int32),
         ("with_values", c_int32),
     )
@@ -111,6 +112,7 @@ class AttendParams(Structure):
         ("partial_max", c_void_p),
         ("partial_sum", c_void_p),
         ("counters", c_void_p),
+        ("next_turn", c_void_p),
         ("scale", c_float),
         ("pvthreshd", c_float),
         ("causal", c_int32),
@@ -122,4 +124,5 @@ PARAMS: dict[str, type[Structure]] = {
     "quantize": QuantizeParams,
     "route": RouteParams,
     "attend": AttendParams,
+    "attend_hopper": AttendParams,
 }

@@ -57,12 +57,14 @@ ARCHS: dict[str, Arch] = {
 #: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
 RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
-ENTRIES = ("means", "quantize", "route", "attend")
+HOPPER_ATTEND = "attend_hopper"
+ENTRIES = ("means", "quantize", "route", "attend", HOPPER_ATTEND)
 _WITHOUT_ELEMENT = ("means", "route")
 HEAD_DIMS = (64, 128)
-#: ``mma.sync`` E4M3 is hardware here; on sm_90a ptxas emulates it, which serves correctness tests.
-_E4M3_NATIVE_PATHS = (89, 120)
-_E4M3_PATHS = (*_E4M3_NATIVE_PATHS, 90)
+_HOPPER_PATH = 90
+#: E4M3 products in hardware: ``mma.sync``, on sm_90a ``wgmma``. There ptxas emulates ``mma.sync``
+#: E4M3, which lets one GPU test the code of all three.
+_E4M3_PATHS = (89, _HOPPER_PATH, 120)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,24 @@ def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
     """The operand types ``arch`` runs fastest: ``dtype`` is q's and matters only to 16-bit."""
     if sixteen_bit:
         return Element.FP16 if str(dtype) == "torch.float16" else Element.BF16
-    return Element.INT8_E4M3 if ARCHS[arch].path in _E4M3_NATIVE_PATHS else Element.INT8_FP16
+    return Element.INT8_E4M3 if ARCHS[arch].path in _E4M3_PATHS else Element.INT8_FP16
+
+
+@dataclass(frozen=True)
+class AttendPath:
+    """Which attend kernel runs, and why, for the reader of a log."""
+
+    entry: str
+    reason: str
+
+
+def attend_path(arch: str, element: Element) -> AttendPath:
+    """The one place that chooses between the ``mma.sync`` family and the warpgroup kernel."""
+    if ARCHS[arch].path != _HOPPER_PATH:
+        return AttendPath("attend", f"mma.sync: {arch} has no wgmma instruction")
+    if element is not Element.INT8_E4M3:
+        return AttendPath("attend", f"mma.sync: the wgmma kernel is not built for {element.name}")
+    return AttendPath(HOPPER_ATTEND, "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units")
 
 
 def all_specs(arch: str) -> list[KernelSpec]:
@@ -135,6 +154,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
         for head_dim in HEAD_DIMS
         for element in elements
         for pv_filter in (False, True)
+        if entry != HOPPER_ATTEND or attend_path(arch, element).entry == entry
     )
     return list(dict.fromkeys(specs))
 
@@ -142,7 +162,15 @@ def all_specs(arch: str) -> list[KernelSpec]:
 def native_specs(arch: str) -> list[KernelSpec]:
     """The part of ``all_specs`` that a user's call can reach: what is worth compiling ahead."""
     reached = (native_element(arch, False, None), Element.BF16, Element.FP16)
-    return [s for s in all_specs(arch) if s.element in reached or not s.reads_element]
+    return [
+        spec
+        for spec in all_specs(arch)
+        if not spec.reads_element
+        or (
+            spec.element in reached
+            and (spec.entry == "quantize" or spec.entry == attend_path(arch, spec.element).entry)
+        )
+    ]
 
 
 def spec_from_id(spec_id: str) -> KernelSpec:

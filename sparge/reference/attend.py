@@ -45,9 +45,17 @@ class Attended:
 
 
 def attend(
-    quantized: Quantized, plan: BlockPlan, *, scale: float, pvthreshd: PerHead = PV_FILTER_OFF
+    quantized: Quantized,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    pvthreshd: PerHead = PV_FILTER_OFF,
+    step_blocks: int = 1,
 ) -> Attended:
-    """Attention over the blocks of `plan`, element by element causal when the plan is."""
+    """Attention over the blocks of `plan`, element by element causal when the plan is.
+
+    step_blocks: kept blocks after which the running maximum is taken; P is rounded relative to it.
+    """
     arithmetic = ARITHMETIC[quantized.element]
     shape = quantized.q_levels.shape
     device = quantized.q_levels.device
@@ -62,7 +70,7 @@ def attend(
     for b in range(shape[0]):
         keys = int(quantized.key_counts[b].sum())
         for h in range(shape[1]):
-            head = _Head.of(quantized, b, h // group, arithmetic, keys, plan.is_causal)
+            head = _Head.of(quantized, b, h // group, arithmetic, keys, plan.is_causal, step_blocks)
             for block in range(plan.query_blocks):
                 blocks = kept[b, h, block].nonzero().squeeze(-1)
                 if blocks.numel() == 0:
@@ -101,6 +109,7 @@ class _Head:
     arithmetic: Arithmetic
     keys: int
     is_causal: bool
+    step_blocks: int
 
     @classmethod
     def of(
@@ -111,6 +120,7 @@ class _Head:
         arithmetic: Arithmetic,
         keys: int,
         is_causal: bool,
+        step_blocks: int,
     ) -> _Head:
         return cls(
             _key_blocks(quantized.k_levels[b, h]),
@@ -121,6 +131,7 @@ class _Head:
             arithmetic,
             keys,
             is_causal,
+            step_blocks,
         )
 
     def attend(
@@ -135,14 +146,15 @@ class _Head:
         block_max = logits.amax(-1)
         running = block_max.cummax(-1).values
         final = running[:, -1]
-        p = torch.exp2(logits.sub_(_finite(running).unsqueeze(-1)))
+        reference = running[:, _step_ends(blocks, self.step_blocks)]
+        p = torch.exp2(logits.sub_(_finite(reference).unsqueeze(-1)))
         skipped = 0
         if threshold < PV_FILTER_OFF:
             skip = _pv_filter(block_max, running, threshold)
             p.masked_fill_(skip.unsqueeze(-1), 0)
             skipped = (visible.sum(-1) * skip).sum()
 
-        rescale = torch.exp2(running - _finite(final).unsqueeze(-1)).unsqueeze(-1)
+        rescale = torch.exp2(reference - _finite(final).unsqueeze(-1)).unsqueeze(-1)
         row_sum = (p.sum(-1, keepdim=True) * rescale).sum((-2, -1))
         stored = self.arithmetic.round(p.mul_(self.arithmetic.p_peak)).float().mul_(rescale)
         acc = stored.flatten(1) @ self.v[blocks].flatten(0, 1) / self.arithmetic.p_peak
@@ -156,6 +168,13 @@ class _Head:
             row = first_row + torch.arange(rows, device=blocks.device)
             return visible & (keys <= row[:, None, None])
         return visible.expand(rows, -1, -1)
+
+
+def _step_ends(blocks: Tensor, step_blocks: int) -> Tensor:
+    """(n,): for each of `blocks` (n,) the position of the last block of its step."""
+    position = torch.arange(blocks.numel(), device=blocks.device)
+    ends = (position // step_blocks + 1) * step_blocks - 1
+    return ends.clamp(max=blocks.numel() - 1)
 
 
 def _pv_filter(block_max: Tensor, running: Tensor, threshold: float) -> Tensor:

@@ -16,7 +16,7 @@ from .route import route
 
 def reference_element(precision: Precision, q_dtype: torch.dtype) -> Element:
     """The element the reference emulates where no GPU names one."""
-    if precision is Precision.INT8:
+    if precision is not Precision.SIXTEEN_BIT:
         return Element.INT8_FP16
     return Element.FP16 if q_dtype == torch.float16 else Element.BF16
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from sparge.kernels import Element, capabilities
+from sparge.kernels.spec import HOPPER_ATTEND, AttendPath
 
 POISON_BYTES = 1 << 28
 
@@ -23,13 +25,34 @@ def poison() -> None:
         del block
 
 
-@pytest.fixture
-def force_element(monkeypatch: pytest.MonkeyPatch) -> Callable[[Element], None]:
-    """Runs the kernels of one element, also where it is not this GPU's own (emulated E4M3)."""
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels a test runs: operand types, attend entry, key blocks between two maxima."""
 
-    def force(element: Element) -> None:
-        module = importlib.import_module("sparge.call")
-        monkeypatch.setattr(module, "native_element", lambda *_: element)
+    element: Element
+    entry: str = "attend"
+    step_blocks: int = 1
+
+    @property
+    def id(self) -> str:
+        return f"{self.entry}-{self.element.name}"
+
+
+HOPPER = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, step_blocks=2)
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
+    """Runs these kernels, also where they are not this GPU's own choice (emulated E4M3)."""
+
+    def force(kernels: Kernels) -> None:
+        if kernels.entry == HOPPER_ATTEND and capabilities("cuda").arch != "sm_90a":
+            pytest.skip("wgmma exists on sm_90a only")
+        call = importlib.import_module("sparge.call")
+        launch = importlib.import_module("sparge.launch")
+        monkeypatch.setattr(call, "native_element", lambda *_: kernels.element)
+        path = AttendPath(kernels.entry, "forced by a test")
+        monkeypatch.setattr(launch, "attend_path", lambda *_: path)
 
     return force
 

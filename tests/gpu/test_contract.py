@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparge
 from sparge import AttentionStats, Precision, SparsePolicy, Unsupported, reference
-from sparge.kernels import Element, KernelSpec, capabilities
+from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
 
@@ -64,10 +64,28 @@ def test_four_launches_no_sync_no_copy(generator: torch.Generator) -> None:
         torch.cuda.set_sync_debug_mode("default")
     cuda = torch.autograd.DeviceType.CUDA
     on_device = [event.name for event in call if event.device_type == cuda]
-    assert sorted(on_device) == ["attend", "means", "quantize", "route"]
+    assert sorted(on_device) == [own_attend(), "means", "quantize", "route"]
     waits = ["Synchronize" in event.name for event in call]
     profilers_own = ["Synchronize" in event.name for event in nothing]
     assert sum(waits) == sum(profilers_own)
+
+
+def e4m3() -> bool:
+    """Whether this GPU's 8-bit precision rounds P and V to E4M3, written down likewise."""
+    return capabilities("cuda").arch in ("sm_89", "sm_90a", "sm_120a", "sm_121a")
+
+
+def rounding() -> float:
+    """Relative L2 error of noise attended to by noise, where no error averages out.
+
+    P and V each lose up to 2^-4 in E4M3 (an H200 reached .040) and 2^-11 in FP16; INT8 scores .02.
+    """
+    return 0.06 if e4m3() else 0.03
+
+
+def own_attend() -> str:
+    """The attend entry of this GPU's 8-bit precision, written down apart from the library."""
+    return "attend_hopper" if capabilities("cuda").arch == "sm_90a" else "attend"
 
 
 def test_a_plan_saves_its_launch(generator: torch.Generator, launched: list[KernelSpec]) -> None:
@@ -76,26 +94,27 @@ def test_a_plan_saves_its_launch(generator: torch.Generator, launched: list[Kern
     assert [spec.entry for spec in launched] == ["means", "quantize", "route"]
     launched.clear()
     sparge.attention(q, k, v, HALF, plan=plan)
-    assert [spec.entry for spec in launched] == ["means", "quantize", "attend"]
+    assert [spec.entry for spec in launched] == ["means", "quantize", own_attend()]
 
 
 def test_the_path_that_was_asked_for_runs(
     generator: torch.Generator, launched: list[KernelSpec]
 ) -> None:
     arch = capabilities("cuda").arch
-    native = Element.INT8_E4M3 if arch in ("sm_89", "sm_120a", "sm_121a") else Element.INT8_FP16
-    for dtype, precision, element in (
-        (torch.bfloat16, Precision.INT8, native),
-        (torch.bfloat16, Precision.SIXTEEN_BIT, Element.BF16),
-        (torch.float16, Precision.SIXTEEN_BIT, Element.FP16),
+    native = Element.INT8_E4M3 if e4m3() else Element.INT8_FP16
+    for dtype, precision, entry, element in (
+        (torch.bfloat16, Precision.INT8, own_attend(), native),
+        (torch.bfloat16, Precision.INT8_FP16, "attend", Element.INT8_FP16),
+        (torch.bfloat16, Precision.SIXTEEN_BIT, "attend", Element.BF16),
+        (torch.float16, Precision.SIXTEEN_BIT, "attend", Element.FP16),
     ):
         for head_dim, padded in ((40, 64), (64, 64), (96, 128), (128, 128)):
             launched.clear()
             q, k, v = (draw(1, 2, 200, head_dim, generator=generator, dtype=dtype) for _ in "qkv")
             sparge.attention(q, k, v, SparsePolicy(precision=precision, pvthreshd=9.0))
-            assert launched[-1] == KernelSpec("attend", arch, padded, element, True)
+            assert launched[-1] == KernelSpec(entry, arch, padded, element, True)
             sparge.attention(q, k, v, SparsePolicy(precision=precision))
-            assert launched[-1] == KernelSpec("attend", arch, padded, element, False)
+            assert launched[-1] == KernelSpec(entry, arch, padded, element, False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -193,9 +212,11 @@ def test_torch_compile_without_a_break(generator: torch.Generator) -> None:
     assert torch.equal(layer(q, k, v), truth)
 
 
-def test_ops_pass_opcheck(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("native", [False, True], ids=["int8-fp16", "native"])
+def test_ops_pass_opcheck(generator: torch.Generator, native: bool) -> None:
     q, k, v = qkv(generator, tokens=300)
-    element = int(Element.INT8_FP16)
+    own = native_element(capabilities("cuda").arch, False, q.dtype)
+    element = int(own if native else Element.INT8_FP16)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops = torch.ops.sparge
     torch.library.opcheck(ops.quantize, (q, k, v, None, True, element, True), test_utils=checks)
@@ -234,7 +255,8 @@ def test_per_head_thresholds(generator: torch.Generator) -> None:
     out = sparge.attention(q, k, v, SparsePolicy(topk=topk, pvthreshd=filters))
     for head in range(4):
         one = slice(head, head + 1)
-        policy = SparsePolicy(topk=float(topk[head]), pvthreshd=float(filters[head]))
+        # A tensor of one, for the filter is compiled in for tensors: another kernel rounds anew.
+        policy = SparsePolicy(topk=float(topk[head]), pvthreshd=filters[one])
         alone = sparge.attention(q[:, one], k[:, one], v[:, one], policy)
         assert torch.equal(out[:, one], alone)
 
@@ -254,7 +276,7 @@ def test_block_mask_with_empty_rows(generator: torch.Generator) -> None:
         exact, exact_lse = reference.exact_attention(q, k, v, plan=plan)
         rows = slice(2 * QUERY_BLOCK, 3 * QUERY_BLOCK)
         assert out[0, 0, rows].abs().sum() == 0 and torch.isneginf(lse[0, 0, rows]).all()
-        assert rel_l2(out, exact) < 0.03
+        assert rel_l2(out, exact) < rounding()
         seen = exact_lse.isfinite()
         torch.testing.assert_close(lse[seen], exact_lse[seen], atol=0.05, rtol=0.01)
 
@@ -269,7 +291,8 @@ def test_partials_combine(generator: torch.Generator) -> None:
     total = sum(w * part.row_sum for w, part in zip(weights, parts, strict=True))
     out = sum(w.unsqueeze(-1) * part.out_sum for w, part in zip(weights, parts, strict=True))
     whole = sparge.attention(q, k, v, SparsePolicy(topk=1.0), output_dtype=torch.float32)
-    assert rel_l2(out / total.unsqueeze(-1), whole) < 1e-3
+    # P is rounded relative to each part's own maximum: FP16 to 11 bits, E4M3 to 4.
+    assert rel_l2(out / total.unsqueeze(-1), whole) < (0.05 if e4m3() else 1e-3)
 
 
 def test_offsets_beyond_two_to_the_31(generator: torch.Generator) -> None:
@@ -304,4 +327,4 @@ def test_long_sequences(tokens: int, generator: torch.Generator) -> None:
         rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
         keys = kept[0, 0, block].repeat_interleave(KEY_BLOCK)[:tokens]
         exact, _ = reference.exact_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys])
-        assert rel_l2(out[:, :, rows], exact) < 0.02
+        assert rel_l2(out[:, :, rows], exact) < rounding()

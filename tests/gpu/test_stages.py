@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +17,12 @@ from sparge.plan.blocks import KEY_BLOCK
 from sparge.policy import Precision
 from sparge.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
+from tests.gpu.conftest import HOPPER, Kernels
 
 pytestmark = pytest.mark.gpu
 
 ELEMENTS = [Element.INT8_FP16, Element.INT8_E4M3, Element.BF16]
+KERNELS = [*map(Kernels, ELEMENTS), HOPPER]
 
 #: Kernel against emulation, float32 output, relative L2. Two effects: exp2 differs in its last bits
 #: and a few probabilities round the other way (to 11, 4 or 8 bits); the offset of INT8 scores
@@ -125,22 +129,23 @@ def value_levels(tiles: Tensor, element: Element, head_dim: int) -> Tensor:
     return rows.transpose(-1, -2).flatten(2, 3)
 
 
-@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_attention(
     case: Case,
     policy: SparsePolicy,
-    element: Element,
+    kernels: Kernels,
     generator: torch.Generator,
     poison: None,
-    force_element,
+    force,
 ) -> None:
     from sparge.attention import attention, make_plan
 
+    element = kernels.element
     if case.dtype == torch.float16 and element is Element.BF16:
         element = Element.FP16
-    force_element(element)
+    force(replace(kernels, element=element))
     policy = with_element(policy, element)
     q, k, v = make_qkv(case, generator)
     lengths = lengths_of(case)
@@ -164,7 +169,13 @@ def test_attention(
         }
     quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
     pvthreshd = policy.pvthreshd
-    emulated = reference.attend(quantized, plan, scale=d**-0.5, pvthreshd=pvthreshd)
+    emulated = reference.attend(
+        quantized,
+        plan,
+        scale=d**-0.5,
+        pvthreshd=pvthreshd,
+        step_blocks=kernels.step_blocks,
+    )
     size = emulated.out.norm().clamp(min=1e-3)
     assert (out - emulated.out).norm() / size <= TIGHT[element]
     seen = emulated.lse.isfinite()

@@ -11,10 +11,12 @@ from sparge.kernels.params import PARAMS
 from sparge.kernels.spec import (
     ARCHS,
     ENTRIES,
+    HOPPER_ATTEND,
     RELEASE_ARCHS,
     Element,
     KernelSpec,
     all_specs,
+    attend_path,
     native_element,
     native_specs,
     spec_from_id,
@@ -83,14 +85,28 @@ def test_native_elements_are_built(arch):
     for sixteen_bit in (False, True):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             element = native_element(arch, sixteen_bit, dtype)
-            assert KernelSpec("attend", arch, 128, element, True) in native
+            entry = attend_path(arch, element).entry
+            assert KernelSpec(entry, arch, 128, element, True) in native
+
+
+def test_the_warpgroup_kernel_is_chosen_where_it_runs():
+    hopper = attend_path("sm_90a", Element.INT8_E4M3)
+    assert hopper.entry == HOPPER_ATTEND and "wgmma" in hopper.reason
+    for arch, element in (
+        ("sm_90a", Element.BF16),
+        ("sm_90a", Element.INT8_FP16),
+        ("sm_120a", Element.INT8_E4M3),
+    ):
+        path = attend_path(arch, element)
+        assert path.entry == "attend" and "mma.sync" in path.reason
 
 
 def test_native_element():
     half, brain = torch.float16, torch.bfloat16
     assert native_element("sm_89", False, half) is Element.INT8_E4M3
     assert native_element("sm_120a", False, brain) is Element.INT8_E4M3
-    assert native_element("sm_90a", False, brain) is Element.INT8_FP16
+    assert native_element("sm_90a", False, brain) is Element.INT8_E4M3
+    assert native_element("sm_100a", False, brain) is Element.INT8_FP16
     assert native_element("sm_90a", True, half) is Element.FP16
     assert native_element("sm_89", True, torch.float32) is Element.BF16
 

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// One warpgroup: scores, softmax and values of 64 query rows, step after step, work item after work item.
+#pragma once
+
+#include "../../common/pairs.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/wgmma.cuh"
+#include "softmax.cuh"
+
+namespace sparge::hopper {
+
+using Sums = float[kSums];
+
+// What a warpgroup carries from step to step of a work item.
+struct Item {
+  Queries queries;
+  Softmax softmax;
+  Levels levels[kStepBlocks];  // scores, then probabilities
+  Skips skips;
+  Probabilities probabilities;
+  PerRow alpha;   // by which the step whose maxima were taken last shrinks what was before
+  Sums fresh;     // of one step
+  Sums out = {};  // of the steps before it
+
+  SPARGE_DEVICE Item(const AttendParams& p, const Work& work, Smem& smem) : queries(p, work, smem), softmax(work) {}
+};
+
+struct Consumer {
+  const AttendParams& p;
+  Smem& smem;
+  const i32 group;
+  const u32 queries, keys, values;  // descriptor addresses, of stage 0
+  Ring ring;
+
+  SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s)
+      : p(params),
+        smem(s),
+        group(uniform(threadIdx.x / kGroupThreads)),
+        queries(ptx::descriptor_address(ptx::shared_address(s.q[uniform(threadIdx.x / kGroupThreads)]))),
+        keys(ptx::descriptor_address(ptx::shared_address(s.stage[0].k))),
+        values(ptx::descriptor_address(ptx::shared_address(s.stage[0].v))) {}
+
+  SPARGE_DEVICE static bool leads() { return threadIdx.x % kGroupThreads == 0; }
+
+  SPARGE_DEVICE void run() {
+    if (leads()) smem.skipped_pairs[group] = 0;
+    if (group == kLowerRows) pass_turn(group);
+    while (next_step(), uniform(smem.step[ring.stage].turn >= 0)) attend_item();
+  }
+
+  SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.full[ring.stage], ring.parity); }
+
+  SPARGE_DEVICE void release(i32 stage) const {
+    if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(smem.free[stage]);
+  }
+
+  SPARGE_DEVICE void attend_item() {
+    const Step& first = smem.step[ring.stage];
+    const bool empty = uniform(first.block[0] < 0);
+    Item item(p, Work(p, first.turn), smem);
+    if (empty) {
+      ring.advance();
+    } else {
+      start_scores(item, 0);
+      start_scores(item, 1);
+      ptx::wgmma_wait<0>();
+      PerRow block_most[kStepBlocks];
+#pragma unroll
+      for (int block = 0; block < kStepBlocks; ++block) find_maximum(item, block_most[block], block);
+      raise_maxima(item, block_most);
+      while (!uniform(smem.step[ring.stage].last)) advance(item);
+      finish(item);
+    }
+    item.softmax.finish();
+    store(item, Work(p, smem.step[ring.stage_before()].turn));
+    release(ring.stage_before());
+  }
+
+  // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers
+  // are free, then values of this step, so that the tensor cores have work during the rest. Nothing is in flight where the
+  // loop closes: ptxas would wait for each product.
+  SPARGE_DEVICE void advance(Item& item) {
+    const i32 stage = ring.stage;
+    ring.advance();
+    await_turn(group);
+    take_exponentials(item, stage, 0);
+    next_step();
+    start_scores(item, 0);
+    take_exponentials(item, stage, 1);
+    pass_turn(group);
+    start_scores(item, 1);
+    start_values(item, stage);
+    PerRow block_most[kStepBlocks];
+    ptx::wgmma_wait<2>();
+    find_maximum(item, block_most[0], 0);
+    ptx::wgmma_wait<1>();
+    find_maximum(item, block_most[1], 1);
+    const PerRow alpha = {item.alpha[0], item.alpha[1]};
+    raise_maxima(item, block_most);
+    ptx::wgmma_wait<0>();
+    promote(item, alpha);
+    release(stage);
+  }
+
+  SPARGE_DEVICE void finish(Item& item) {
+    const i32 stage = ring.stage;
+    ring.advance();
+    await_turn(group);
+#pragma unroll
+    for (int block = 0; block < kStepBlocks; ++block) take_exponentials(item, stage, block);
+    pass_turn(group);
+    start_values(item, stage);
+    ptx::wgmma_wait<0>();
+    promote(item, item.alpha);
+  }
+
+  // Scores of a block of the ring's step are complete.
+  SPARGE_DEVICE void find_maximum(Item& item, PerRow& block_most, int block) const {
+    const Step& step = smem.step[ring.stage];
+    ptx::in_flight(item.levels[block]);
+    if (uniform(step.masked)) mask_scores(item.levels[block], step, step.block[block], p.causal);
+    PerRow scale;
+    scale_of(scale, item, ring.stage, block);
+    Softmax::block_maximum(block_most, item.levels[block], scale);
+  }
+
+  SPARGE_DEVICE void raise_maxima(Item& item, PerRow (&block_most)[kStepBlocks]) {
+    const Step& step = smem.step[ring.stage];
+    if constexpr (kPvFilter) {
+      item.skips = item.softmax.negligible(block_most, step.pvthreshd, group);
+      if (item.skips.any() && leads()) smem.skipped_pairs[group] += pairs_of(step, item.skips);
+    }
+    item.softmax.raise(block_most, item.alpha);
+  }
+
+  // From scores to log2 units.
+  SPARGE_DEVICE void scale_of(PerRow& scale, const Item& item, i32 stage, int block) const {
+    const float key_scale = p.scale * kLog2E * smem.step[stage].k_scale[block];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scale[half] = item.queries.scale[half] * key_scale;
+  }
+
+  SPARGE_DEVICE void take_exponentials(Item& item, i32 stage, int block) const {
+    if (item.skips.block[block]) {
+      Softmax::nothing(item.probabilities, block);
+      return;
+    }
+    PerRow scale;
+    scale_of(scale, item, stage, block);
+    item.softmax.exponentials(item.probabilities, item.levels[block], block, scale);
+  }
+
+  SPARGE_DEVICE void start_scores(Item& item, int block) const {
+    Levels& levels = item.levels[block];
+    const u32 tile = keys + ring.stage * (sizeof(Stage) / ptx::kDescriptorUnit) + block * (kTileBytes / ptx::kDescriptorUnit);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<kScoreZeroBits>();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kQuerySteps; ++step)
+      ptx::wgmma_m64n64k32_s8(levels, ptx::operand_descriptor<kHeadDim>(queries + step * ptx::kKStep),
+                              ptx::operand_descriptor<kHeadDim>(tile + step * ptx::kKStep));
+    ptx::wgmma_commit();
+  }
+
+  // Sums of one step alone: E4M3 tensor cores keep about 14 bits while they add.
+  SPARGE_DEVICE void start_values(Item& item, i32 stage) const {
+    const u32 tiles = values + stage * (sizeof(Stage) / ptx::kDescriptorUnit);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kValueSteps; ++step) {
+      const u32 tile = tiles + step / kBlockValueSteps * (kTileBytes / ptx::kDescriptorUnit);
+      ptx::wgmma_e4m3(item.fresh, item.probabilities[step],
+                      ptx::operand_descriptor<kKeyBlock>(tile + step % kBlockValueSteps * ptx::kKStep), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Takes the sums of one step in; alpha is what it shrinks those before it by.
+  SPARGE_DEVICE static void promote(Item& item, const PerRow& alpha) {
+    ptx::in_flight(item.fresh);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) item.out[i] = item.out[i] * alpha[i % 4 / 2] + item.fresh[i];
+  }
+
+  SPARGE_DEVICE u32 pairs_of(const Step& step, const Skips& skips) const {
+    const i32 first_row = step.first_query + group * kGroupRows;
+    const i32 rows = larger(0, smaller(kGroupRows, p.problem.queries - first_row));
+    u32 pairs = 0;
+#pragma unroll
+    for (int block = 0; block < kStepBlocks; ++block) {
+      if (!skips.block[block] || step.block[block] < 0) continue;
+      const i32 first_key = step.block[block] * kKeyBlock;
+      pairs += block_pairs(p.causal, first_row, rows, first_key, smaller(kKeyBlock, step.key_length - first_key));
+    }
+    return pairs;
+  }
+
+  SPARGE_DEVICE void store(const Item& item, const Work& work) const {
+    const Softmax& softmax = item.softmax;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i32 row = first_row() + 8 * half;
+      if (row >= work.queries) continue;
+      if (quad_lane() == 0) attend::store_row_facts(p, work, row, softmax.most[half], softmax.sum[half], smem.q_dot_mean[row]);
+      const attend::RowStore to(p, work, row, softmax.sum[half]);
+#pragma unroll
+      for (int n = 0; n < kChannelTiles; ++n) to.store(8 * n + 2 * quad_lane(), item.out[4 * n + 2 * half], item.out[4 * n + 2 * half + 1]);
+    }
+    if (kPvFilter && leads()) {
+      if (p.counters) atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[group]));
+      smem.skipped_pairs[group] = 0;
+    }
+  }
+};
+
+}  // namespace sparge::hopper

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shape of the work of one thread block of the sm_90a attend kernel, and its shared memory.
+#pragma once
+
+#include "../work.cuh"
+#include "../../common/config.cuh"
+#include "../../common/swizzle.cuh"
+
+namespace sparge::hopper {
+
+using attend::Work;
+
+// Warpgroups 0 and 1 compute 64 query rows each; one warp of the third fills the pipeline.
+enum WarpgroupRole { kUpperRows = 0, kLowerRows = 1, kProducer = 2 };
+constexpr int kGroupThreads = 128;
+constexpr int kConsumerGroups = 2;
+constexpr int kThreads = (kConsumerGroups + 1) * kGroupThreads;
+constexpr int kGroupRows = 64;
+static_assert(kGroupRows * kConsumerGroups == kQueryBlock, "the consumer warpgroups share one list");
+
+// Two key blocks a step: E4M3 sums are promoted to float32 once a step, after 128 keys.
+constexpr int kStepBlocks = 2;
+constexpr int kKeyTiles = kKeyBlock / 8;
+constexpr int kChannelTiles = kHeadDim / 8;
+constexpr int kScores = 4 * kKeyTiles;  // of a thread and key block
+constexpr int kSums = 4 * kChannelTiles;
+constexpr int kQuerySteps = kHeadDim / 32;               // products of 32 channels each
+constexpr int kBlockValueSteps = kKeyBlock / 32;          // products of 32 keys each
+constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
+
+constexpr int kTileBytes = kKeyBlock * kHeadDim;  // of K and of V: both are 8-bit
+constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
+constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
+// Less the queries, alignment, barriers and the steps' descriptions.
+constexpr int kSharedBytes = 227 * 1024 - 2048 - kConsumerGroups * kQueryTileBytes;
+constexpr int kMostStages = 8;                    // more hide no more latency at head_dim 64
+constexpr int kStages = kSharedBytes / kStepBytes < kMostStages ? kSharedBytes / kStepBytes : kMostStages;
+
+// Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+// What the consumers must know about a pipeline step. They read it where it lies: they have no registers for it.
+struct Step {
+  i32 turn;                // which work item; -1: there is no more
+  i32 block[kStepBlocks];  // [0] = -1: the item's list is empty; [1] = -1: only one block
+  float k_scale[kStepBlocks];
+  float pvthreshd;
+  i32 masked;  // some of its pairs do not exist
+  i32 last;    // of its item
+  i32 first_query, key_length;
+};
+
+struct Stage {
+  u8 k[kStepBlocks * kTileBytes];
+  u8 v[kStepBlocks * kTileBytes];
+};
+
+struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 bytes
+  u8 q[kConsumerGroups][kQueryTileBytes];
+  Stage stage[kStages];
+  float q_dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
+  u32 skipped_pairs[kConsumerGroups];  // by the PV filter
+  Step step[kStages];
+  u64 full[kStages], free[kStages];
+};
+static_assert(sizeof(Smem) <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");
+
+// A value that is the same in all lanes: the shuffle tells the compiler so, which then branches for the whole warp and
+// keeps addresses of stages in uniform registers.
+SPARGE_DEVICE i32 uniform(i32 value) { return __shfl_sync(kFullWarp, value, 0); }
+
+// A position in the ring of stages, and the parity of the barriers' phase there.
+struct Ring {
+  i32 stage = 0;
+  u32 parity = 0;
+
+  SPARGE_DEVICE void advance() {
+    const bool last = stage == kStages - 1;
+    stage = uniform(last ? 0 : stage + 1);
+    parity ^= last;
+  }
+
+  SPARGE_DEVICE i32 stage_before() const { return stage == 0 ? kStages - 1 : stage - 1; }
+};
+
+}  // namespace sparge::hopper

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 64 query rows of a warpgroup, read once from the caller's tensor into a swizzled INT8 tile. (Operand fragments in
+// registers were tried: the 16 registers are wanted for two products in flight.)
+//
+// A thread reads rows g and g + 8 of its warp's 16 (g = lane / 4), those whose scores it gets, and of each row the
+// channels 4t .. 4t + 3 of every 16 (t = lane % 4): four neighbouring lanes read whole 32-byte sectors.
+#pragma once
+
+#include "../../common/reduce.cuh"
+#include "../../common/rows.cuh"
+#include "../../ptx/barrier.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/special.cuh"
+#include "layout.cuh"
+
+namespace sparge::hopper {
+
+// Of the two rows of a thread.
+using PerRow = float[2];
+
+// Row 0 of this thread's two, within the query block.
+SPARGE_DEVICE i32 first_row() { return threadIdx.x / kWarpSize * 16 + threadIdx.x % kWarpSize / 4; }
+SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
+
+// Barrier 0 is __syncthreads. Each consumer warpgroup meets at its own, and awaits its turn at another.
+enum NamedBarrier { kBarrierRows = 1, kBarrierTurn = kBarrierRows + kConsumerGroups };
+
+SPARGE_DEVICE void sync_group(i32 group) { ptx::barrier_sync<kGroupThreads>(kBarrierRows + group); }
+SPARGE_DEVICE bool all_of_group(i32 group, bool vote) { return ptx::barrier_all<kGroupThreads>(kBarrierRows + group, vote); }
+
+// The warpgroups compute exponentials in turns: at the same time, both would wait for one pipe and then leave it idle.
+SPARGE_DEVICE void await_turn(i32 group) { ptx::barrier_sync<2 * kGroupThreads>(kBarrierTurn + group); }
+SPARGE_DEVICE void pass_turn(i32 group) { ptx::barrier_arrive<2 * kGroupThreads>(kBarrierTurn + (kLowerRows - group)); }
+
+struct Queries {
+  PerRow scale;  // INT8 level of each row
+
+  SPARGE_DEVICE Queries(const AttendParams& p, const Work& work, Smem& smem) {
+    with_rows(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_row(p, work, rows, half, smem);
+    });
+    ptx::fence_proxy_async();
+    sync_group(uniform(threadIdx.x / kGroupThreads));
+  }
+
+ private:
+  template <DType kType>
+  SPARGE_DEVICE void load_row(const AttendParams& p, const Work& work, const Rows<kType>& rows, int half, Smem& smem) {
+    constexpr int kChunks = kHeadDim / 16;
+    const i32 row = first_row() + 8 * half;
+    float x[kChunks][4] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      if (row < work.queries) rows.load(work.first_query + row, 16 * chunk + 4 * quad_lane(), x[chunk]);
+    float amax = 0.0f, dot = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) amax = fmaxf(amax, fabsf(x[chunk][i]));
+    if (p.lse) {
+      const float* mean = p.k_mean + work.kv_at * kHeadDim + 4 * quad_lane();
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dot += x[chunk][i] * mean[16 * chunk + i];
+    }
+    amax = lane_max<1, 4>(amax);
+    dot = lane_sum<1, 4>(dot);
+    if (quad_lane() == 0) smem.q_dot_mean[row] = dot;
+    scale[half] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
+    const float inverse = amax > 0.0f ? kKeyLevels / amax : 1.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      u32 packed = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[chunk][i] * inverse) & 0xFF) << (8 * i);
+      *reinterpret_cast<u32*>(smem.q[row / kGroupRows] + tile_offset<kHeadDim>(row % kGroupRows, chunk) + 4 * quad_lane()) = packed;
+    }
+  }
+};
+
+}  // namespace sparge::hopper

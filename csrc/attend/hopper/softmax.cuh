@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online softmax of 64 rows over the two key blocks of a step, in log2 units, with the true running maximum.
+#pragma once
+
+#include "../store.cuh"
+#include "queries.cuh"
+
+namespace sparge::hopper {
+
+using attend::kShift;
+
+// Products start from the bits of 1.5 * 2^23, so that the integer sums read as floats, offset by it: exact for
+// |sum| < 2^22 (127^2 * 128 = 2.06 million). Conversions (I2FP) would load the pipe that finds the maxima.
+constexpr i32 kScoreZeroBits = 0x4B400000;
+constexpr float kScoreZero = __builtin_bit_cast(float, kScoreZeroBits);
+using Levels = i32[kScores];
+using Scores = float[kScores];
+using Probabilities = u32[kValueSteps][4];
+
+// Score (key tile j, row half, column c) of this thread.
+SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
+
+// Past the last key, above the causal diagonal and in a missing second block: minus infinity.
+SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, i32 block, bool causal) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const i32 row = step.first_query + first_row() + 8 * half;
+    const i32 end = causal ? smaller(step.key_length, row + 1) : step.key_length;
+    const i32 bound = block < 0 ? 0 : end - block * kKeyBlock - 2 * quad_lane();
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * j + c >= bound) levels[at(j, half, c)] = __float_as_int(kMinusInfinity);
+  }
+}
+
+// Which of the step's blocks the PV filter leaves out, for all rows of the warpgroup.
+struct Skips {
+  bool block[kStepBlocks] = {};
+
+  SPARGE_DEVICE bool any() const { return block[0] || block[1]; }
+};
+
+// Maximum of rows past the last query: they find every block negligible, so they never hold a skip back.
+constexpr float kNoRow = 1e30f;
+
+struct Softmax {
+  PerRow most;      // log2 units
+  PerRow sum = {};  // this thread's columns only, until finish()
+
+  SPARGE_DEVICE explicit Softmax(const Work& work) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) most[half] = first_row() + 8 * half < work.queries ? kMinusInfinity : kNoRow;
+  }
+
+  // Largest logit of a block among this thread's columns, log2 units.
+  SPARGE_DEVICE static void block_maximum(PerRow& block_most, const Levels& levels, const PerRow& scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = kMinusInfinity, odd = kMinusInfinity;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        even = fmaxf(even, __int_as_float(levels[at(j, half, 0)]));
+        odd = fmaxf(odd, __int_as_float(levels[at(j, half, 1)]));
+      }
+      block_most[half] = (fmaxf(even, odd) - kScoreZero) * scale[half];
+    }
+  }
+
+  // A row that met no key yet finds negligible only what has none for it either.
+  SPARGE_DEVICE Skips negligible(PerRow (&block_most)[kStepBlocks], float pvthreshd, i32 group) const {
+    bool vote[kStepBlocks] = {true, true};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float running = most[half];
+#pragma unroll
+      for (int block = 0; block < kStepBlocks; ++block) {
+        block_most[block][half] = lane_max<1, 4>(block_most[block][half]);
+        vote[block] = vote[block] && !(block_most[block][half] - running >= -pvthreshd);
+        running = fmaxf(running, block_most[block][half]);
+      }
+    }
+    // Where nothing is negligible, which is the rule, one barrier says so.
+    Skips skips;
+    if (!all_of_group(group, vote[0] || vote[1])) return skips;
+#pragma unroll
+    for (int block = 0; block < kStepBlocks; ++block) skips.block[block] = all_of_group(group, vote[block]);
+    return skips;
+  }
+
+  // Takes the step's maxima in; alpha is what earlier sums shrink by.
+  SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float both = fmaxf(block_most[0][half], block_most[1][half]);
+      const float before = most[half];
+      most[half] = fmaxf(before, kPvFilter ? both : lane_max<1, 4>(both));
+      alpha[half] = most[half] == kMinusInfinity ? 1.0f : ptx::exp2_approx(before - most[half]);
+      sum[half] *= alpha[half];
+    }
+  }
+
+  // Scores of one block to probabilities: summed, then packed as the A operand, where two key tiles side by side fill a
+  // register.
+  SPARGE_DEVICE void exponentials(Probabilities& p, const Levels& levels, int block, const PerRow& scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float bias = kShift - (most[half] == kMinusInfinity ? 0.0f : most[half]) - kScoreZero * scale[half];
+      Scores s;
+      float added[2] = {};
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[at(j, half, c)];
+          x = ptx::exp2_approx(__int_as_float(levels[at(j, half, c)]) * scale[half] + bias);
+          added[c] += x;
+        }
+      sum[half] += added[0] + added[1];
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; j += 2)
+        p[block * kBlockValueSteps + j / 4][j % 4 + half] = ptx::pack_e4m3(s[at(j, half, 0)], s[at(j, half, 1)]) |
+                                                            static_cast<u32>(ptx::pack_e4m3(s[at(j + 1, half, 0)], s[at(j + 1, half, 1)])) << 16;
+    }
+  }
+
+  SPARGE_DEVICE static void nothing(Probabilities& p, int block) {
+#pragma unroll
+    for (int step = 0; step < kBlockValueSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[block * kBlockValueSteps + step][i] = 0;
+  }
+
+  SPARGE_DEVICE void finish() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = lane_sum<1, 4>(sum[half]);
+  }
+};
+
+}  // namespace sparge::hopper

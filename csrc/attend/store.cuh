@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// From unnormalised sums to the caller's layout: O = v_mean + v_scale * acc / l, 0 where no key was seen.
+#pragma once
+
+#include "../common/config.cuh"
+#include "../ptx/convert.cuh"
+#include "work.cuh"
+
+namespace sparge::attend {
+
+// E4M3 P uses all of E4M3: the shift cancels between numerator and row sum.
+constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
+constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : 1.0f;
+
+// Writes channels channel and channel + 1 of one row.
+SPARGE_DEVICE void store_pair(const TensorView& view, char* row, i32 channel, i32 channels, float low, float high) {
+  if (view.dtype == DType::kFp32) {
+    float* at = reinterpret_cast<float*>(row) + channel;
+    if (channel < channels) at[0] = low;
+    if (channel + 1 < channels) at[1] = high;
+    return;
+  }
+  const u32 pair = view.dtype == DType::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
+  u16* at = reinterpret_cast<u16*>(row) + channel;
+  if (view.vectorized && channel + 1 < channels) {
+    *reinterpret_cast<u32*>(at) = pair;
+  } else {
+    if (channel < channels) at[0] = static_cast<u16>(pair);
+    if (channel + 1 < channels) at[1] = static_cast<u16>(pair >> 16);
+  }
+}
+
+struct Value {
+  float mean = 0.0f, scale = 1.0f;
+
+  SPARGE_DEVICE Value(const AttendParams& p, i32 kv_at, i32 channel) {
+    if constexpr (is_quantized(kElement)) {
+      mean = p.v_mean[kv_at * kHeadDim + channel];
+      scale = p.v_scale[kv_at * kHeadDim + channel];
+    }
+  }
+};
+
+// The output row of one query, and its row of partial results where those are asked for.
+struct RowStore {
+  const AttendParams& p;
+  const Work& work;
+  char* out;
+  float* partial;
+  float sum, inverse;
+
+  SPARGE_DEVICE RowStore(const AttendParams& params, const Work& w, i32 row, float row_sum)
+      : p(params), work(w), sum(row_sum), inverse(row_sum > 0.0f ? 1.0f / row_sum : 0.0f) {
+    const i64 query = work.first_query + row;
+    const i64 out_bytes = p.out.dtype == DType::kFp32 ? 4 : 2;
+    out = static_cast<char*>(p.out.data) +
+          (work.b * p.out.batch_stride + work.head * p.out.head_stride + query * p.out.token_stride) * out_bytes;
+    partial = p.partial_out ? p.partial_out + (static_cast<i64>(work.head_at) * p.problem.queries + query) * p.problem.channels : nullptr;
+  }
+
+  // Accumulators of channels channel and channel + 1.
+  SPARGE_DEVICE void store(i32 channel, float low_sum, float high_sum) const {
+    const i32 channels = p.problem.channels;
+    const Value low(p, work.kv_at, channel), high(p, work.kv_at, channel + 1);
+    const float first = low.scale * low_sum, second = high.scale * high_sum;
+    if (partial) {
+      if (channel < channels) partial[channel] = (first + low.mean * sum) * kUnshift;
+      if (channel + 1 < channels) partial[channel + 1] = (second + high.mean * sum) * kUnshift;
+    }
+    const bool seen = sum > 0.0f;
+    store_pair(p.out, out, channel, channels, seen ? low.mean + first * inverse : 0.0f, seen ? high.mean + second * inverse : 0.0f);
+  }
+};
+
+// Log-sum-exp, row maximum and row sum of one query; `most` in log2 units, `dot_mean` = q . k_mean.
+SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, i32 row, float most, float row_sum, float dot_mean) {
+  const i64 at = static_cast<i64>(work.head_at) * p.problem.queries + work.first_query + row;
+  const float sum = row_sum * kUnshift;
+  if (p.lse) p.lse[at] = sum > 0.0f ? (most + log2f(sum)) * kLn2 + dot_mean * p.scale : kMinusInfinity;
+  if (p.partial_out) {
+    p.partial_max[at] = most;
+    p.partial_sum[at] = sum;
+  }
+}
+
+}  // namespace sparge::attend

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which query block of which head a thread block serves.
+#pragma once
+
+#include "../params.cuh"
+
+namespace sparge::attend {
+
+struct Work {
+  i32 b, head, block, first_query, queries, key_length;
+  i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
+  i32 first_tile;      // of this head: 2^31 tiles are 16 TB of K
+
+  float pvthreshd;
+
+  // For shared memory, which constructs nothing.
+  Work() = default;
+
+  SPARGE_DEVICE Work(const AttendParams& p, i32 turn) { read(p, turn); }
+
+  // Query blocks fastest, so that neighbours share K and V in L2, and from both ends inwards: text, which is dense,
+  // stands at an end, and a long list must not start last.
+  SPARGE_DEVICE void read(const AttendParams& p, i32 turn) {
+    const Problem& problem = p.problem;
+    const i32 query_blocks = problem.query_blocks();
+    const i32 step = turn % query_blocks;
+    block = step % 2 ? query_blocks - 1 - step / 2 : step / 2;
+    head_at = turn / query_blocks;
+    b = head_at / problem.heads;
+    head = head_at % problem.heads;
+    kv_at = b * problem.kv_heads + problem.kv_head(head);
+    first_tile = kv_at * problem.key_blocks();
+    first_query = block * kQueryBlock;
+    queries = smaller(kQueryBlock, problem.queries - first_query);
+    key_length = problem.key_length(b);
+    pvthreshd = p.thresholds ? p.thresholds[head * 3 + 2] : p.pvthreshd;
+  }
+
+  // Row of the block map.
+  SPARGE_DEVICE i64 map_row(const Problem& problem) const { return static_cast<i64>(head_at) * problem.query_blocks() + block; }
+};
+
+}  // namespace sparge::attend

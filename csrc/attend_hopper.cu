@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch 4 on sm_90a: block-sparse flash attention over the block map on the warpgroup tensor cores, INT8 QK and E4M3 PV.
+//
+// Semantics   as attend.cu, whose E4M3 tiles it reads. P is rounded relative to the running maximum after each step of two
+//             blocks of the list; the PV filter decides block by block.
+// Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
+// Strategy    One producer warp copies tiles in bulk, two consumer warpgroups of 64 rows share every tile. Q and P live in
+//             registers, keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys are promoted to
+//             float32, which rescales for nothing. Persistent blocks take work items one by one, head after head. Scores of
+//             a block of the next step start as soon as its registers are free. ptxas must know at compile time what is in
+//             flight, and a product's registers must not be written after its fence: it waits for each product otherwise.
+// Tried       ms of the dense Mochi shape on an H200, attend alone; what is here takes 30.0.
+//             35.9  score, soften, weigh values one after another
+//             33.1  scores and the values of the step before in flight together
+//             31.9  uniform branches (a shuffle tells ptxas so), one barrier a stage, the end of the list known a step ahead
+//             31.6  integer sums that start from the bits of 1.5 * 2^23 instead of conversions
+//             31.2  scores of the next step block by block, as registers become free
+//             30.0  exponentials of the two warpgroups in turns
+//             34.2  products in turns instead; 31.7 only MUFU and sums in turns (mbarriers a warp pair)
+//             31.7 / 30.0 a quarter / an eighth of the exponentials as polynomials on the FMA pipe (not in turns)
+//             30.7  promotion in the gaps between exponentials (not in turns)
+//             Bound by neither tensor cores (37 % busy) nor MUFU (38 %) nor issue slots (43 %): two warps a scheduler
+//             do not hide each other's latencies.
+#include "attend/hopper/consumer.cuh"
+#include "attend/hopper/producer.cuh"
+
+namespace sparge::hopper {
+
+SPARGE_CHECK_PARAMS(AttendParams);
+static_assert(kElement == Element::kInt8E4M3 && kArch == 90, "this kernel is INT8 and E4M3 on sm_90a");
+
+SPARGE_DEVICE void init_barriers(Smem& smem) {
+  constexpr u32 kConsumerWarps = kConsumerGroups * kGroupThreads / kWarpSize;
+  for (int stage = 0; stage < kStages; ++stage) {
+    ptx::mbarrier_init(smem.full[stage], 1);
+    ptx::mbarrier_init(smem.free[stage], kConsumerWarps);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+}  // namespace sparge::hopper
+
+extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::hopper::kThreads, sizeof(sparge::hopper::Smem)};
+
+// Grid: as many blocks as run at once, at most one a work item.
+extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
+    attend_hopper(const __grid_constant__ sparge::AttendParams p) {
+  using namespace sparge;
+  extern __shared__ __align__(1024) u8 shared[];
+  auto& smem = *reinterpret_cast<hopper::Smem*>(shared);
+  if (threadIdx.x == 0) hopper::init_barriers(smem);
+  __syncthreads();
+  if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
+    ptx::release_registers<hopper::kProducerRegisters>();
+    if (threadIdx.x % hopper::kGroupThreads < kWarpSize) hopper::Producer(p, smem).run();
+  } else {
+    ptx::claim_registers<hopper::kConsumerRegisters>();
+    hopper::Consumer(p, smem).run();
+  }
+}
