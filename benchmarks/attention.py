@@ -48,7 +48,8 @@ def draw(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         offset = torch.randn(size[-2:], generator=generator, device="cuda") * mean
         return noise.mul_(0.5).add_(drift.to(noise.dtype)).add_(offset.to(noise.dtype))
 
-    return tuple(tensor(mean).transpose(1, 2) for mean in (0.0, 1.0, 0.5))  # type: ignore
+    q, k, v = (tensor(mean).transpose(1, 2) for mean in (0.0, 1.0, 0.5))
+    return q, k, v
 
 
 def errors(

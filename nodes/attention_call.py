@@ -56,7 +56,12 @@ class AttentionCall:
         )
 
     def _per_head(self, tensor: Tensor) -> Tensor:
-        """A view with heads as a dimension of their own; k and v may have fewer of them (GQA)."""
+        """A view with heads as a dimension of their own; k and v may have fewer of them (GQA).
+
+        A plain tensor: a GGUF loader's class, which changes new_empty, clone and shape, passes from
+        the weights of a norm to q and k when DynamicVRAM loads the model.
+        """
+        tensor = tensor.as_subclass(Tensor)
         if self.skip_reshape:
             return tensor
         return tensor.unflatten(-1, (-1, self.q.shape[-1] // self.heads))

@@ -85,22 +85,24 @@ class SpargeAttention(io.ComfyNode):
         return io.NodeOutput(patched)
 
 
+def _widget(kind: Any, name: str, **options: Any) -> Any:
+    """Optional to the server, so that a graph saved before the widget existed, or an API graph that
+    names only a few, still runs; execute() has the same defaults."""
+    return kind.Input(name, default=getattr(DEFAULT, name), optional=True, **options)
+
+
 def _widgets() -> list[Any]:
-    # Optional to the server, so that a graph saved before a widget existed, or an API graph that
-    # names only a few, still runs; execute() has the defaults.
     slider = io.NumberDisplay.slider
     return [
-        io.Combo.Input(
+        _widget(
+            io.Combo,
             "mode",
             options=MODES,
-            default=DEFAULT.mode,
-            optional=True,
             tooltip="manual: the numbers below decide.",
         ),
-        io.Float.Input(
+        _widget(
+            io.Float,
             "topk",
-            default=DEFAULT.topk,
-            optional=True,
             min=0.05,
             max=1.0,
             step=0.01,
@@ -111,10 +113,9 @@ def _widgets() -> list[Any]:
                 "Has no effect when select_by is cdf."
             ),
         ),
-        io.Float.Input(
+        _widget(
+            io.Float,
             "pvthreshd",
-            default=DEFAULT.pvthreshd,
-            optional=True,
             min=1.0,
             max=50.0,
             step=0.5,
@@ -124,10 +125,9 @@ def _widgets() -> list[Any]:
                 "powers of two below the largest. Lower is faster, higher is truer; 50 is off."
             ),
         ),
-        io.Float.Input(
+        _widget(
+            io.Float,
             "start_percent",
-            default=DEFAULT.start_percent,
-            optional=True,
             min=0.0,
             max=1.0,
             step=0.01,
@@ -138,10 +138,9 @@ def _widgets() -> list[Any]:
                 "is the share of the steps for most schedulers."
             ),
         ),
-        io.Float.Input(
+        _widget(
+            io.Float,
             "end_percent",
-            default=DEFAULT.end_percent,
-            optional=True,
             min=0.0,
             max=1.0,
             step=0.01,
@@ -151,10 +150,9 @@ def _widgets() -> list[Any]:
                 "fine detail."
             ),
         ),
-        io.Int.Input(
+        _widget(
+            io.Int,
             "min_tokens",
-            default=DEFAULT.min_tokens,
-            optional=True,
             min=0,
             max=1 << 20,
             step=256,
@@ -164,10 +162,9 @@ def _widgets() -> list[Any]:
                 "Lower is faster in small models only, higher is truer."
             ),
         ),
-        io.String.Input(
+        _widget(
+            io.String,
             "dense_blocks",
-            default=DEFAULT.dense_blocks,
-            optional=True,
             advanced=True,
             placeholder="0-2, -1",
             tooltip=(
@@ -175,11 +172,10 @@ def _widgets() -> list[Any]:
                 "the last. Fewer blocks is faster, more is truer."
             ),
         ),
-        io.Combo.Input(
+        _widget(
+            io.Combo,
             "select_by",
             options=["topk", "cdf"],
-            default=DEFAULT.select_by,
-            optional=True,
             advanced=True,
             tooltip=(
                 "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
@@ -187,10 +183,9 @@ def _widgets() -> list[Any]:
                 "not."
             ),
         ),
-        io.Float.Input(
+        _widget(
+            io.Float,
             "cdfthreshd",
-            default=DEFAULT.cdfthreshd,
-            optional=True,
             min=0.0,
             max=1.0,
             step=0.001,
@@ -201,10 +196,9 @@ def _widgets() -> list[Any]:
                 "truer. Used only when select_by is cdf."
             ),
         ),
-        io.Float.Input(
+        _widget(
+            io.Float,
             "simthreshd1",
-            default=DEFAULT.simthreshd1,
-            optional=True,
             min=-1.0,
             max=1.0,
             step=0.01,

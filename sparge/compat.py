@@ -90,23 +90,9 @@ def spas_sage2_attn_meansim_cuda(
 ) -> Result:
     """The same, keeping the best blocks up to a cumulative mass of `cdfthreshd`."""
     return spas_sage2_attn_meansim_topk_cuda(
-        q,
-        k,
-        v,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        smooth_k,
-        simthreshd1,
-        cdfthreshd,
-        None,
-        pvthreshd,
-        attention_sink,
-        tensor_layout,
-        output_dtype,
-        return_sparsity,
-    )
+        q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1, cdfthreshd, None,
+        pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
+    )  # fmt: skip
 
 
 # Upstream's first generation differs in its kernels only; ours serve both.

@@ -28,7 +28,7 @@ def test_one_graph_with_true_strides(with_stats: bool) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     class CapturedError(Exception):
-        pass
+        """Ends the compilation: the kernels of a pretended GPU cannot run."""
 
     def capture(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
         graphs.append(graph)
@@ -40,6 +40,7 @@ def test_one_graph_with_true_strides(with_stats: bool) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         policy = SparsePolicy(topk=0.5, pvthreshd=15.0)
         out = sparge.attention(q * 2, k, v, policy, out_layout="NHD", stats=stats)
+        assert isinstance(out, Tensor)
         return out.view(q.shape[0], q.shape[2], -1) + 1  # a view: the fake strides must be true
 
     q, k, v = (torch.randn(1, 4, 300, 64, dtype=torch.bfloat16) for _ in range(3))

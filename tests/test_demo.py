@@ -14,6 +14,7 @@ import torch
 from benchmarks import demo
 from benchmarks.png import write_png
 from benchmarks.video_like import video_like
+from sparge.kernels import Capability
 
 
 def read_png(path: Path) -> torch.Tensor:
@@ -56,12 +57,17 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(picture.unique()) > 50
 
 
-def test_the_cpu_says_that_it_is_the_reference() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine may run the kernels")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_cpu_says_that_it_is_the_reference_and_why(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_old = Capability(False, "this GPU is too old")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(demo.sparge, "capabilities", lambda device: too_old)
     device, sentence = demo.choose_device()
     assert device.type == "cpu"
     assert "reference" in sentence
+    assert (too_old.reason if has_gpu else "finds no CUDA GPU") in sentence
 
 
 def test_the_example_is_video_like() -> None:

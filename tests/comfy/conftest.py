@@ -74,20 +74,15 @@ def comfyui_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def install_pack(base: Path) -> None:
-    """Copies this pack into the custom_nodes of a ComfyUI base directory."""
+@pytest.fixture(scope="session")
+def base_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ComfyUI base directory with a copy of this pack in custom_nodes."""
+    base = tmp_path_factory.mktemp("base")
     shutil.copytree(
         PACK,
         base / "custom_nodes" / FOLDER_NAME,
         ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "benchmarks", "build", "dist"),
     )
-
-
-@pytest.fixture(scope="session")
-def base_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ComfyUI base directory with a copy of this pack in custom_nodes."""
-    base = tmp_path_factory.mktemp("base")
-    install_pack(base)
     return base
 
 
@@ -145,7 +140,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._log_path = base / "server.log"
         page = base / "page"
-        page.mkdir()
+        page.mkdir(exist_ok=True)
         (page / "index.html").write_text("<html></html>")
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(

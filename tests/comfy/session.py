@@ -117,7 +117,8 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
                 "batch": q.shape[0],
                 "exact": [policy.exact_prefix, policy.exact_suffix],
                 "topk": policy.topk,
-                "copied": any(t.data_ptr() == 0 for t in (q, k, v)),
+                "dtypes": [str(t.dtype).removeprefix("torch.") for t in (q, k, v)],
+                "classes": [type(t).__name__ for t in (q, k, v)],
             }
         )
         return out

@@ -29,15 +29,15 @@ def main() -> None:
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
     import composition_scenarios
+    import gguf_scenarios
     import sampling_scenarios
 
+    scenarios = vars(composition_scenarios) | vars(gguf_scenarios) | vars(sampling_scenarios)
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
             assert loaded, "ComfyUI could not load the pack"
-            scenario = getattr(sampling_scenarios, name, None)
-            scenario = scenario or getattr(composition_scenarios, name)
-            answer = {"result": scenario(**arguments)}
+            answer = {"result": scenarios[name](**arguments)}
         except Exception:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

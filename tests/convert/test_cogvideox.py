@@ -196,9 +196,9 @@ def test_refusals_say_why(
     empty.mkdir()
     assert "holds no .safetensors" in refusal(capsys, tmp_path, empty)
 
-    pickled = tmp_path / "diffusion_pytorch_model.bin"
-    pickled.write_bytes(b"\x80")
-    assert "not a .safetensors file" in refusal(capsys, tmp_path, pickled)
+    not_safetensors = tmp_path / "diffusion_pytorch_model.bin"
+    not_safetensors.write_bytes(b"\x80")
+    assert "not a .safetensors file" in refusal(capsys, tmp_path, not_safetensors)
 
     text = tmp_path / "page.safetensors"
     text.write_text("<html>not found</html>")

@@ -7,6 +7,7 @@ tests/comfy runs the same code in real ComfyUI.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -175,8 +176,7 @@ class Session:
     def _wrapped(self, point: str, class_obj: Any, function: Any) -> Any:
         for keyed in self.patcher.wrappers.get(point, {}).values():
             for wrapper in keyed:
-                executor = Executor(class_obj, function)
-                function = lambda *a, w=wrapper, e=executor: w(e, *a)  # noqa: E731
+                function = functools.partial(wrapper, Executor(class_obj, function))
         return function
 
 

@@ -80,6 +80,36 @@ def test_the_result_has_the_dtype_of_q(calls, everything, load_pack, generator, 
     assert relative_error(out, dense(q, k, v, 4, False, False)) < EIGHT_BIT
 
 
+class LoaderTensor(torch.Tensor):
+    """As a GGUF loader's class, which allocates its own kind and takes a copy for a waste."""
+
+    def new_empty(self, *args, **kwargs):
+        raise AssertionError("the library allocates plain tensors")
+
+    def clone(self, *args, **kwargs):
+        return self
+
+
+@pytest.mark.parametrize("layout", ["flat", "heads first"])
+def test_the_library_gets_plain_tensors(
+    calls, everything, load_pack, generator, monkeypatch, layout
+):
+    q, k, v = qkv(generator, layout)
+    library, received = calls.attention, []
+
+    def spy(*args, **kwargs):
+        received.extend(args[:3])
+        return library(*args, **kwargs)
+
+    monkeypatch.setattr(calls, "attention", spy)
+    theirs = (x.as_subclass(LoaderTensor) for x in (q, k))
+    call = calls.AttentionCall(*theirs, v, 4, False, layout != "flat", False, {})
+    out = call.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
+    assert [type(x) for x in (*received, out)] == 4 * [torch.Tensor]
+    assert [x.data_ptr() for x in received] == [x.data_ptr() for x in (q, k, v)]
+    assert relative_error(out, dense(q, k, v, 4, layout != "flat", False)) < EIGHT_BIT
+
+
 def test_what_the_library_cannot_serve_it_refuses_with_a_reason(
     calls, everything, load_pack, generator
 ):

@@ -207,7 +207,7 @@ def test_nothing_outlives_a_run(patch, patcher, session, step, published):
 
 def test_an_error_passes_through_and_is_reported(patch, patcher, session, published):
     class Cancelled(BaseException):
-        pass
+        """Like ComfyUI's own, which is not an Exception."""
 
     def cancel(attend):
         raise Cancelled

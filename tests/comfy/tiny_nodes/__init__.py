@@ -10,15 +10,15 @@ from comfy_api.latest import ComfyExtension, io
 from . import models
 
 
+def schema(node_id: str, output: io.Output, *inputs: io.Input) -> io.Schema:
+    family = io.Combo.Input("family", options=list(models.FAMILIES))
+    return io.Schema(node_id, category="testing", inputs=[family, *inputs], outputs=[output])
+
+
 class TinyModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TinyModel",
-            category="testing",
-            inputs=[io.Combo.Input("family", options=list(models.FAMILIES))],
-            outputs=[io.Model.Output()],
-        )
+        return schema("TinyModel", io.Model.Output())
 
     @classmethod
     def execute(cls, family: str) -> io.NodeOutput:
@@ -28,15 +28,7 @@ class TinyModel(io.ComfyNode):
 class TinyConditioning(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TinyConditioning",
-            category="testing",
-            inputs=[
-                io.Combo.Input("family", options=list(models.FAMILIES)),
-                io.Boolean.Input("negative"),
-            ],
-            outputs=[io.Conditioning.Output()],
-        )
+        return schema("TinyConditioning", io.Conditioning.Output(), io.Boolean.Input("negative"))
 
     @classmethod
     def execute(cls, family: str, negative: bool) -> io.NodeOutput:
@@ -46,12 +38,7 @@ class TinyConditioning(io.ComfyNode):
 class TinyLatent(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TinyLatent",
-            category="testing",
-            inputs=[io.Combo.Input("family", options=list(models.FAMILIES))],
-            outputs=[io.Latent.Output()],
-        )
+        return schema("TinyLatent", io.Latent.Output())
 
     @classmethod
     def execute(cls, family: str) -> io.NodeOutput:
