@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each token of a video or an image lies, and the order in which attention visits them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from .cubes import cube_ranks
+
+EMPTY = -1  # the token of a slot that holds none
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """The tokens of one sequence: `prefix` text, a grid in raster order, `suffix` text.
+
+    An image is one frame. Raises ValueError for sizes that no grid has.
+    """
+
+    frames: int
+    height: int
+    width: int
+    prefix: int = 0
+    """Tokens before the grid, such as text; always exact."""
+    suffix: int = 0
+    """Tokens after it; always exact. Key lengths may cut these, and only these."""
+    lead_frames: int = 0
+    """Frames at the start that form a segment of their own, whose keys are never dropped."""
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            least = 1 if part.name in ("frames", "height", "width") else 0
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{part.name} is {value!r}; it takes a whole number from {least}.")
+        if self.lead_frames > self.frames:
+            raise ValueError(
+                f"lead_frames is {self.lead_frames}; the grid has {self.frames} frames to lead."
+            )
+
+    @property
+    def frame_tokens(self) -> int:
+        return self.height * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.frames * self.frame_tokens + self.suffix
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens first_token .. first_token + tokens - 1, from key block `first_block` on."""
+
+    first_block: int
+    first_token: int
+    tokens: int
+    keys_exact: bool
+    """No query block drops a key block of it."""
+    queries_exact: bool
+    """Its queries drop nothing."""
+
+    @property
+    def key_blocks(self) -> int:
+        return block_count(self.tokens, KEY_BLOCK)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """A sequence in slots: 64 to a key block, 128 to a query block, some empty at segment ends.
+
+    Inside a key block the tokens come first and the empty slots last.
+    """
+
+    slot_token: Tensor
+    """(slots,) int32, slots = 64 x key blocks: the token in each slot, -1 where it is empty."""
+    token_slot: Tensor
+    """(tokens,) int32, the slot of each token."""
+    block_counts: Tensor
+    """(key_blocks,) int32, tokens in each key block: 1 to 64."""
+    keys_exact: Tensor
+    """(key_blocks,) bool: key blocks that are never dropped."""
+    queries_exact: Tensor
+    """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
+    segments: tuple[Segment, ...]
+    _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return self.token_slot.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.slot_token.shape[0]
+
+    @property
+    def key_blocks(self) -> int:
+        return self.block_counts.shape[0]
+
+    @property
+    def query_blocks(self) -> int:
+        return block_count(self.slots, QUERY_BLOCK)
+
+    def on(self, device: torch.device | str) -> TokenOrder:
+        """This order on `device`: copied there once, so call it before attention is recorded."""
+        device = torch.device(device)
+        if device == self.slot_token.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = TokenOrder(
+                self.slot_token.to(device),
+                self.token_slot.to(device),
+                self.block_counts.to(device),
+                self.keys_exact.to(device),
+                self.queries_exact.to(device),
+                self.segments,
+            )
+        return self._copies[device]
+
+    def query_counts(self) -> Tensor:
+        """(query_blocks,) int32: queries in each query block."""
+        counts = torch.nn.functional.pad(self.block_counts, (0, self.key_blocks % 2))
+        return counts.unflatten(0, (-1, 2)).sum(-1, dtype=torch.int32)
+
+    def valid_slots(self, key_lengths: Tensor | None, batch: int) -> Tensor:
+        """(B, slots) bool: the slot holds a token, and one before `key_lengths` (B,) if given."""
+        token = self.slot_token.expand(batch, -1)
+        if key_lengths is None:
+            return token != EMPTY
+        return (token != EMPTY) & (token < key_lengths.to(token.device).unsqueeze(-1))
+
+    def key_counts(self, key_lengths: Tensor | None, batch: int) -> Tensor:
+        """(B, key_blocks) int32: valid keys of each key block. They are its first ones, because
+        key lengths cut nothing but the suffix."""
+        valid = self.valid_slots(key_lengths, batch)
+        return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
+
+
+@lru_cache(maxsize=32)  # a run uses one grid a conditioning, a context window or two
+def cube_order(grid: TokenGrid) -> TokenOrder:
+    """The packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment."""
+    frame, lead = grid.frame_tokens, grid.lead_frames
+    ranks = [
+        np.arange(grid.prefix),
+        _grid_ranks(lead, grid),
+        _grid_ranks(grid.frames - lead, grid),
+        np.arange(grid.suffix),
+    ]
+    exact = [(True, True), (True, False), (False, False), (True, True)]
+    first_tokens = np.cumsum([0, grid.prefix, lead * frame, (grid.frames - lead) * frame])
+    segments: list[Segment] = []
+    token_slot = np.empty(grid.tokens, np.int32)
+    block = 0
+    for rank, first, (keys_exact, queries_exact) in zip(
+        ranks, first_tokens.tolist(), exact, strict=True
+    ):
+        if rank.size:
+            segments.append(Segment(block, first, rank.size, keys_exact, queries_exact))
+            token_slot[first : first + rank.size] = rank + block * KEY_BLOCK
+            block += segments[-1].key_blocks
+    return _order(torch.from_numpy(token_slot), tuple(segments))
+
+
+@lru_cache(maxsize=32)
+def raster_order(tokens: int) -> TokenOrder:
+    """Tokens in the order they come: slot = token."""
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
+    slots = torch.arange(tokens, dtype=torch.int32)
+    return _order(slots, (Segment(0, 0, tokens, False, False),))
+
+
+def _grid_ranks(frames: int, grid: TokenGrid) -> np.ndarray:
+    return cube_ranks(frames, grid.height, grid.width).ravel() if frames else np.arange(0)
+
+
+def _order(token_slot: Tensor, segments: tuple[Segment, ...]) -> TokenOrder:
+    key_blocks = sum(segment.key_blocks for segment in segments)
+    slot_token = torch.full((key_blocks * KEY_BLOCK,), EMPTY, dtype=torch.int32)
+    slot_token[token_slot.long()] = torch.arange(token_slot.shape[0], dtype=torch.int32)
+    counts = (slot_token != EMPTY).unflatten(0, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
+    keys_exact = torch.zeros(key_blocks, dtype=torch.bool)
+    queries_exact = torch.zeros(block_count(key_blocks * KEY_BLOCK, QUERY_BLOCK), dtype=torch.bool)
+    blocks_a_row = QUERY_BLOCK // KEY_BLOCK
+    for segment in segments:
+        end = segment.first_block + segment.key_blocks
+        if segment.keys_exact:
+            keys_exact[segment.first_block : end] = True
+        if segment.queries_exact:
+            rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
+            queries_exact[rows] = True
+    return TokenOrder(slot_token, token_slot, counts, keys_exact, queries_exact, segments)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All stages together, in a token order and with a budget per head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported
+from ..kernels.spec import Element
+from ..plan.budget import HeadBudget
+from ..plan.grid import TokenOrder
+from ..policy import PV_FILTER_OFF, SparsePolicy
+from .attend import Attended
+from .choose import Choice, choose_blocks, poolable
+from .packed import Packed, pack_qkv, scatter
+from .partial import Partial
+from .pipeline import _scale, reference_element
+from .pooled import attend_packed
+
+
+def budgeted_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy,
+    budget: HeadBudget,
+    *,
+    order: TokenOrder | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    element: Element | None = None,
+) -> tuple[Attended, Choice]:
+    """Sparse attention of q (B, H, Nq, D) over k, v (B, Hkv, Nk, D), rows in the caller's order,
+    and the blocks (of the token order) that it chose.
+
+    Raises:
+        Unsupported: causal attention in a token order, which has no past and future.
+    """
+    if order is not None and is_causal:
+        raise Unsupported(
+            "A token order and is_causal do not go together: blocks of an order hold tokens from "
+            "before and after. Leave one of them out."
+        )
+    packed = pack_qkv(
+        q,
+        k,
+        v,
+        order,
+        element=reference_element(policy.precision, q.dtype) if element is None else element,
+        smooth_k=policy.smooth_k,
+        key_lengths=key_lengths,
+    )
+    choice = choose_blocks(packed, policy, budget, scale=_scale(q, scale), is_causal=is_causal)
+    attended = attend_packed(
+        packed,
+        choice.kept,
+        choice.pooled,
+        budget.gain,
+        scale=_scale(q, scale),
+        is_causal=is_causal,
+        pvthreshd=policy.pvthreshd if policy.pv_filter else PV_FILTER_OFF,
+    )
+    return _in_token_order(attended, order), choice
+
+
+def bucket_partials(
+    packed: Packed, buckets: Tensor, count: int, *, scale: float, is_causal: bool = False
+) -> list[tuple[Partial, Partial]]:
+    """The exact and the pooled part of each bucket of blocks, 0 .. count - 1.
+
+    `buckets` (B, H, nq, nk) int: the bucket of each block, any other number for none. With the
+    first t buckets exact and gain g, the output is that of all exact parts before t together with
+    all pooled parts from t on, `weighted(g)`. Rows are slots where `packed` has an order.
+    """
+    nothing = torch.zeros_like(buckets, dtype=torch.bool)
+    parts: list[tuple[Partial, Partial]] = []
+    for bucket in range(count):
+        blocks = buckets == bucket
+        exact = attend_packed(packed, blocks, scale=scale, is_causal=is_causal)
+        whole = poolable(packed, blocks, is_causal)
+        pooled = attend_packed(packed, nothing, whole, scale=scale)
+        parts.append((_partial(exact), _partial(pooled)))
+    return parts
+
+
+def _partial(attended: Attended) -> Partial:
+    return Partial(attended.unnormalised, attended.row_max, attended.row_sum)
+
+
+def _in_token_order(attended: Attended, order: TokenOrder | None) -> Attended:
+    if order is None:
+        return attended
+    order = order.on(attended.out.device)
+    by_row = ("out", "lse", "row_max", "row_sum", "unnormalised")
+    return replace(attended, **{name: scatter(getattr(attended, name), order) for name in by_row})

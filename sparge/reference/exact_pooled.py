@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with a pooled residual, without quantization and without packing.
+
+An order is nothing but the block that each token belongs to: tokens stay where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from ..plan.grid import TokenOrder
+
+
+def exact_pooled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    pooled: Tensor | None = None,
+    gain: Tensor | float = 1.0,
+    *,
+    order: TokenOrder | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, H, Nq, D) over k, v (B, Hkv, Nk, D), every operation in `dtype`.
+
+    kept (B, H, nq, nk) bool: blocks whose keys take part. pooled, of the same shape: blocks that
+    take part as one key, the mean of theirs, with the weight of n keys times gain (one number, or
+    (H,)). Returns out (B, H, Nq, D) and the natural log-sum-exp (B, H, Nq); a row that sees no key
+    gives 0 and -inf.
+    """
+    batch, heads, n_queries, head_dim = q.shape
+    n_keys, group = k.shape[2], heads // k.shape[1]
+    logit_scale = head_dim**-0.5 if scale is None else scale
+    query_block, key_block = _blocks(order, n_queries, n_keys, q.device)
+    out = torch.zeros(batch, heads, n_queries, v.shape[3], dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, n_queries), -torch.inf, dtype=dtype, device=q.device)
+    gains = torch.as_tensor(gain, dtype=dtype, device=q.device).expand(heads)
+    for b in range(batch):
+        length = n_keys if key_lengths is None else min(n_keys, int(key_lengths[b]))
+        block = key_block[:length]
+        counts = torch.bincount(block, minlength=kept.shape[3]).to(dtype)
+        for h in range(heads):
+            keys = k[b, h // group, :length].to(dtype)
+            values = v[b, h // group, :length].to(dtype)
+            key_means, value_means = (_block_means(x, block, counts) for x in (keys, values))
+            weight = (counts * gains[h]).log()
+            for i in range(kept.shape[2]):
+                rows = (query_block == i).nonzero().squeeze(-1)
+                queries = q[b, h, rows].to(dtype) * logit_scale
+                hidden = ~kept[b, h, i, block].expand(rows.shape[0], -1)
+                if is_causal:
+                    future = torch.arange(length, device=q.device) > rows.unsqueeze(-1)
+                    hidden = hidden | future
+                logits = (queries @ keys.T).masked_fill(hidden, -torch.inf)
+                seen = values
+                if pooled is not None:
+                    pseudo = (queries @ key_means.T + weight).masked_fill(
+                        ~pooled[b, h, i], -torch.inf
+                    )
+                    logits, seen = torch.cat([logits, pseudo], -1), torch.cat([values, value_means])
+                lse[b, h, rows] = logits.logsumexp(-1)
+                blind = (lse[b, h, rows] == -torch.inf).unsqueeze(-1)
+                out[b, h, rows] = logits.softmax(-1).masked_fill(blind, 0) @ seen
+    return out, lse
+
+
+def _blocks(
+    order: TokenOrder | None, n_queries: int, n_keys: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The query block of each query and the key block of each key."""
+    if order is not None:
+        slot = order.on(device).token_slot.long()
+        return slot // QUERY_BLOCK, slot // KEY_BLOCK
+    return (
+        torch.arange(n_queries, device=device) // QUERY_BLOCK,
+        torch.arange(n_keys, device=device) // KEY_BLOCK,
+    )
+
+
+def _block_means(rows: Tensor, block: Tensor, counts: Tensor) -> Tensor:
+    """(nk, D) mean of the rows (N, D) of each block, 0 for an empty block."""
+    sums = rows.new_zeros(counts.shape[0], rows.shape[1]).index_add_(0, block, rows)
+    return sums / counts.clamp(min=1).unsqueeze(-1)

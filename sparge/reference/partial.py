@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention over some of the keys, kept open so that parts can be put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+NO_LOGIT = -torch.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Sums of exp2(s - row_max) over the keys of a part, in float32.
+
+    unnormalised (..., R, D): of exp2(s - m) v. row_max (..., R): m, the reference logit in log2
+    units, -inf where a row has met no key. row_sum (..., R): of exp2(s - m).
+    """
+
+    unnormalised: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+    def weighted(self, gain: Tensor | float) -> Partial:
+        """Every key counted `gain` times; broadcasts against (..., R)."""
+        gain = torch.as_tensor(gain, dtype=torch.float32, device=self.row_sum.device)
+        gain = gain.expand_as(self.row_sum)
+        return Partial(self.unnormalised * gain.unsqueeze(-1), self.row_max, self.row_sum * gain)
+
+    def plus(self, other: Partial) -> Partial:
+        """Both parts together."""
+        top = torch.maximum(self.row_max, other.row_max)
+        mine, others = _shrink(self.row_max, top), _shrink(other.row_max, top)
+        return Partial(
+            self.unnormalised * mine.unsqueeze(-1) + other.unnormalised * others.unsqueeze(-1),
+            top,
+            self.row_sum * mine + other.row_sum * others,
+        )
+
+    def output(self) -> Tensor:
+        """(..., R, D): the attention output, 0 for rows that no key of any weight reached."""
+        inverse = torch.where(self.row_sum > 0, 1 / self.row_sum, 0)
+        return self.unnormalised * inverse.unsqueeze(-1)
+
+
+def combine(parts: Iterable[Partial]) -> Partial:
+    """All parts, over disjoint keys, together."""
+    return reduce(Partial.plus, parts)
+
+
+def finite(maximum: Tensor) -> Tensor:
+    """Rows without any logit yet subtract 0 rather than -inf, which would give NaN."""
+    return maximum.masked_fill(maximum == NO_LOGIT, 0)
+
+
+def _shrink(row_max: Tensor, top: Tensor) -> Tensor:
+    return torch.exp2(row_max - finite(top))

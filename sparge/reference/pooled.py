@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage attend with a pooled residual, in the arithmetic of the kernels.
+
+A dropped block takes part in the softmax as one pseudo-key: its mean key, with the weight of all
+its keys times the gain of the head, and its mean value (design, section 3). Pseudo-keys come last,
+in tiles of 64, and no filter leaves them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from ..policy import PV_FILTER_OFF, PerHead
+from .arithmetic import ARITHMETIC, Arithmetic
+from .attend import LOG2_E, Attended, _Head
+from .packed import Packed
+from .partial import NO_LOGIT, Partial, finite
+from .quantize import INT8_MAX, ZERO_SCALE, _int8
+
+POOL_TILE = 64  # pseudo-keys in a tile, which is shaped like a key block
+
+
+def attend_packed(
+    packed: Packed,
+    kept: Tensor,
+    pooled: Tensor | None = None,
+    gain: Tensor | float = 1.0,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    pvthreshd: PerHead = PV_FILTER_OFF,
+    step_blocks: int = 1,
+) -> Attended:
+    """Attention over the blocks `kept` (B, H, nq, nk) bool, by slot where `packed` has an order.
+
+    `pooled`, of the same shape, names the dropped blocks that stand as pseudo-keys, each key
+    counted `gain` times (one number, or (H,)). `step_blocks` as in `attend`; tiles of pseudo-keys
+    count as kept blocks do. Rows of empty slots hold nothing of meaning.
+    """
+    operands = packed.operands
+    shape, device = operands.q_levels.shape, operands.q_levels.device
+    thresholds = torch.as_tensor(pvthreshd, dtype=torch.float32).expand(shape[1]).tolist()
+    gains = torch.as_tensor(gain, dtype=torch.float32, device=device).expand(shape[1])
+    unnormalised = torch.zeros(shape, device=device)
+    row_max = torch.full(shape[:3], NO_LOGIT, device=device)
+    row_sum = torch.zeros(shape[:3], device=device)
+    pv_skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+    group = operands.heads // operands.kv_heads
+    for b in range(shape[0]):
+        for h in range(shape[1]):
+            head = _PackedHead.of_packed(packed, b, h // group, is_causal, step_blocks)
+            pool = _Pool.of(packed, b, h // group, gains[h], step_blocks * POOL_TILE)
+            for i in range(kept.shape[2]):
+                rows = slice(i * QUERY_BLOCK, min((i + 1) * QUERY_BLOCK, shape[2]))
+                q = operands.q_levels[b, h, rows].float()
+                factors = operands.q_scale[b, h, rows] * (scale * LOG2_E)
+                part = Partial(unnormalised[b, h, rows], row_max[b, h, rows], row_sum[b, h, rows])
+                blocks = kept[b, h, i].nonzero().squeeze(-1)
+                if blocks.numel():
+                    *sums, skipped = head.attend(q, factors, rows.start, blocks, thresholds[h])
+                    part = Partial(*sums)
+                    pv_skipped[b, h] += skipped
+                if pooled is not None and pooled[b, h, i].any():
+                    part = part.plus(pool.attend(q, factors, pooled[b, h, i], part.row_max))
+                unnormalised[b, h, rows] = part.unnormalised
+                row_max[b, h, rows] = part.row_max
+                row_sum[b, h, rows] = part.row_sum
+    out = Partial(unnormalised, row_max, row_sum).output()
+    lse = (row_max + row_sum.log2()) / LOG2_E + operands.q_dot_kbar * scale
+    lse = torch.where(row_sum > 0, lse, NO_LOGIT)
+    return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedHead(_Head):
+    """Keys and values of one KV head, where any block may be ragged and any slot empty."""
+
+    counts: Tensor  # (nk,)
+    occupied: Tensor  # (Nq,) bool: the others have no say in the PV filter
+
+    @classmethod
+    def of_packed(
+        cls, packed: Packed, b: int, h: int, is_causal: bool, step_blocks: int
+    ) -> _PackedHead:
+        operands, arithmetic = packed.operands, ARITHMETIC[packed.operands.element]
+        counts = operands.key_counts[b]
+        head = _Head.of(operands, b, h, arithmetic, int(counts.sum()), is_causal, step_blocks)
+        return cls(**vars(head), counts=counts, occupied=packed.occupied)
+
+    def _visible(self, rows: int, first_row: int, blocks: Tensor) -> Tensor:
+        place = torch.arange(KEY_BLOCK, device=blocks.device)
+        row = first_row + torch.arange(rows, device=blocks.device)
+        visible = (place < self.counts[blocks].unsqueeze(-1)) & self.occupied[row, None, None]
+        if self.is_causal:
+            return visible & (blocks.unsqueeze(-1) * KEY_BLOCK + place <= row[:, None, None])
+        return visible
+
+
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """Pseudo-keys of all blocks for one query head, as float32."""
+
+    k: Tensor  # (nk, D) levels
+    k_scale: Tensor  # (nk,), one a pseudo-key
+    bias: Tensor  # (nk,) log2 of keys times gain
+    v: Tensor  # (nk, D) levels
+    v_scale: Tensor  # (D,)
+    vbar: Tensor  # (D,)
+    arithmetic: Arithmetic
+    step: int  # pseudo-keys between two looks at the running maximum
+
+    @classmethod
+    def of(cls, packed: Packed, b: int, h: int, gain: Tensor, step: int) -> _Pool:
+        operands, arithmetic = packed.operands, ARITHMETIC[packed.operands.element]
+        mean, v_scale = operands.k_block_mean[b, h], operands.v_scale[b, h]
+        if arithmetic.quantized_qk:
+            largest = mean.abs().amax(-1)
+            scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
+            levels = _int8(mean, largest.unsqueeze(-1))
+        else:
+            scale, levels = torch.ones_like(mean[:, 0]), arithmetic.round(mean)
+        return cls(
+            levels.float(),
+            scale,
+            (operands.key_counts[b] * gain).log2(),
+            arithmetic.round(packed.v_block_mean[b, h] / v_scale).float(),
+            v_scale,
+            operands.vbar[b, h],
+            arithmetic,
+            step,
+        )
+
+    def attend(self, q: Tensor, factors: Tensor, pooled: Tensor, start: Tensor) -> Partial:
+        """Rows q (R, D) over the blocks `pooled` (nk,) bool; `start` (R,): maximum met before."""
+        logits = q @ self.k.T * (factors.unsqueeze(-1) * self.k_scale) + self.bias
+        logits = logits.masked_fill(~pooled, NO_LOGIT)
+        spare = -logits.shape[1] % self.step
+        tiles = pad(logits, (0, spare), value=NO_LOGIT).unflatten(-1, (-1, self.step))
+        running = torch.maximum(tiles.amax(-1).cummax(-1).values, start.unsqueeze(-1))
+        p = torch.exp2(tiles - finite(running).unsqueeze(-1))
+        rescale = torch.exp2(running - finite(running[:, -1:])).unsqueeze(-1)
+        row_sum = (p.sum(-1, keepdim=True) * rescale).sum((-2, -1))
+        stored = self.arithmetic.round(p * self.arithmetic.p_peak).float() * rescale
+        acc = stored.flatten(1) @ pad(self.v, (0, 0, 0, spare)) / self.arithmetic.p_peak
+        return Partial(
+            acc * self.v_scale + row_sum.unsqueeze(-1) * self.vbar, running[:, -1], row_sum
+        )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed token orders: which slot holds which token, and which blocks are exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparge.plan import TokenGrid, TokenOrder, block_count, cube_order, raster_order
+from sparge.plan.cubes import cube_ranks
+
+GRIDS = [
+    TokenGrid(28, 30, 53, suffix=200),
+    TokenGrid(13, 30, 45, prefix=226),
+    TokenGrid(21, 30, 52, prefix=30, suffix=1560),
+    TokenGrid(13, 30, 45, prefix=65, lead_frames=1),
+    TokenGrid(1, 45, 64, prefix=512, suffix=33),
+    TokenGrid(1, 1, 1),
+    TokenGrid(3, 1, 1, 1, 1, lead_frames=3),
+    TokenGrid(5, 7, 3, suffix=64),
+]
+
+
+def check(order: TokenOrder, tokens: int) -> None:
+    """Everything that holds for any order."""
+    slots, inverse = order.slot_token, order.token_slot
+    assert slots.dtype == inverse.dtype == order.block_counts.dtype == torch.int32
+    assert (order.tokens, order.slots) == (tokens, 64 * order.key_blocks)
+    assert torch.equal(slots[inverse.long()], torch.arange(tokens, dtype=torch.int32))
+    assert int((slots == -1).sum()) == order.slots - tokens
+    blocks = slots.view(-1, 64)
+    assert torch.equal((blocks != -1).sum(-1), order.block_counts)
+    first_empty = (torch.arange(64) >= order.block_counts.unsqueeze(-1)).flatten()
+    assert torch.equal(slots == -1, first_empty), "empty slots come last in their block"
+    assert order.query_counts().sum() == tokens
+    assert order.query_counts().shape == (order.query_blocks,) == order.queries_exact.shape
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_segments_are_packed_one_after_another(grid: TokenGrid) -> None:
+    order = cube_order(grid)
+    check(order, grid.tokens)
+    frame = grid.height * grid.width
+    lead, rest = grid.lead_frames * frame, (grid.frames - grid.lead_frames) * frame
+    sizes = [size for size in (grid.prefix, lead, rest, grid.suffix) if size]
+    assert [segment.tokens for segment in order.segments] == sizes
+    assert order.key_blocks == sum(block_count(size, 64) for size in sizes), "no padding inside"
+    block = token = 0
+    for segment in order.segments:
+        assert (segment.first_block, segment.first_token) == (block, token)
+        held = order.slot_token[64 * block : 64 * (block + segment.key_blocks)]
+        inside = torch.arange(token, token + segment.tokens, dtype=torch.int32)
+        assert torch.equal(held[: segment.tokens].sort().values, inside)
+        assert (held[segment.tokens :] == -1).all()
+        block, token = block + segment.key_blocks, token + segment.tokens
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> None:
+    order = cube_order(grid)
+    token = torch.arange(grid.tokens)
+    end = grid.tokens - grid.suffix
+    text = (token < grid.prefix) | (token >= end)
+    lead = (token >= grid.prefix) & (token < grid.prefix + grid.lead_frames * grid.frame_tokens)
+    of_keys = torch.zeros(order.key_blocks, dtype=torch.bool)
+    of_keys[order.token_slot[text | lead].long() // 64] = True
+    of_queries = torch.zeros(order.query_blocks, dtype=torch.bool)
+    of_queries[order.token_slot[text].long() // 128] = True
+    assert torch.equal(order.keys_exact, of_keys)
+    assert torch.equal(order.queries_exact, of_queries)
+
+
+def test_text_keeps_its_order_and_the_grid_gets_cubes() -> None:
+    grid = TokenGrid(5, 6, 7, prefix=70, suffix=9)
+    order = cube_order(grid)
+    assert order.slot_token[:70].tolist() == list(range(70))
+    assert order.slot_token[-64:-55].tolist() == list(range(280, 289))
+    ranks = torch.from_numpy(cube_ranks(5, 6, 7)).flatten()
+    assert torch.equal(order.token_slot[70:280] - 128, ranks)
+
+
+def test_key_lengths_cut_the_suffix() -> None:
+    grid = TokenGrid(3, 5, 6, prefix=2, suffix=130)
+    order = cube_order(grid)
+    lengths = torch.tensor([222, 92, 157], dtype=torch.int32)
+    counts = order.key_counts(lengths, 3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [[2, 64, 26, 64, 64, 2], [2, 64, 26, 0, 0, 0], [2, 64, 26, 64, 1, 0]]
+    whole = order.block_counts.expand(2, -1)
+    assert torch.equal(order.key_counts(None, 2), whole)
+    valid = order.valid_slots(lengths, 3)
+    assert torch.equal(valid, order.slot_token.ge(0) & (order.slot_token < lengths.unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 130, 1000])
+def test_raster_order_is_none(tokens: int) -> None:
+    order = raster_order(tokens)
+    check(order, tokens)
+    assert torch.equal(order.token_slot, torch.arange(tokens, dtype=torch.int32))
+    assert not order.keys_exact.any()
+
+
+def test_orders_are_made_once_and_copied_once() -> None:
+    grid = TokenGrid(4, 5, 6, prefix=7)
+    order = cube_order(grid)
+    assert cube_order(replace(grid)) is order
+    assert order.on("cpu") is order
+    copy = order.on("meta")
+    assert copy is order.on(torch.device("meta"))
+    assert copy.slot_token.device.type == copy.queries_exact.device.type == "meta"
+    assert copy.segments == order.segments
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        ({"frames": 0}, "frames is 0; it takes a whole number from 1"),
+        ({"width": 2.5}, "width is 2.5; it takes a whole number from 1"),
+        ({"prefix": -1}, "prefix is -1; it takes a whole number from 0"),
+        ({"lead_frames": 5}, "lead_frames is 5; the grid has 4 frames"),
+    ],
+)
+def test_impossible_grids_are_refused(sizes: dict, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        replace(TokenGrid(4, 5, 6), **sizes)
+
+
+def test_a_sequence_has_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        raster_order(0)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All stages in a token order with a budget per head, and the parts that calibration scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparge.errors import Unsupported
+from sparge.kernels.spec import Element
+from sparge.metrics import rel_l2
+from sparge.plan import HeadBudget, Router, TokenGrid, cube_order
+from sparge.policy import SparsePolicy
+from sparge.reference import exact_attention
+from sparge.reference.budgeted import bucket_partials, budgeted_attention
+from sparge.reference.choose import choose_blocks
+from sparge.reference.exact_pooled import exact_pooled_attention
+from sparge.reference.packed import pack_qkv
+from sparge.reference.partial import Partial, combine
+from sparge.reference.pooled import attend_packed
+
+GRIDS = [
+    TokenGrid(5, 9, 11, prefix=70, suffix=33),
+    TokenGrid(13, 6, 9, prefix=26),
+    TokenGrid(7, 6, 13, suffix=77, lead_frames=1),
+    TokenGrid(1, 20, 27, prefix=77),
+    TokenGrid(4, 8, 12),
+    TokenGrid(1, 1, 5, suffix=3),
+]
+# Relative, of the whole output: P and V in 8 or 16 bits, Q and K in 8 or 16 (design, section 6).
+ROUNDING = {
+    Element.INT8_FP16: 0.02,
+    Element.INT8_E4M3: 0.05,
+    Element.BF16: 0.01,
+    Element.FP16: 0.001,
+}
+
+
+@pytest.mark.parametrize("element", list(Element))
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_order_on_and_off_agree_when_nothing_is_dropped(
+    make_qkv, grid: TokenGrid, element: Element
+) -> None:
+    q, k, v = make_qkv(2, 4, grid.tokens, 16, kv_heads=2)
+    if element == Element.FP16:
+        q, k, v = q.half(), k.half(), v.half()
+    lengths = torch.tensor([grid.tokens, grid.tokens - grid.suffix], dtype=torch.int32)
+    budget = HeadBudget.uniform(4, 1.0, gain=1.0, router=Router.ERROR)
+    exact, exact_lse = exact_attention(q, k, v, key_lengths=lengths)
+    for order in (cube_order(grid), None):
+        result, choice = budgeted_attention(
+            q, k, v, SparsePolicy(), budget, order=order, key_lengths=lengths, element=element
+        )
+        assert torch.equal(choice.kept, choice.valid)
+        assert result.out.shape == q.shape
+        assert result.lse.shape == result.row_max.shape == q.shape[:3]
+        assert rel_l2(result.out, exact) < ROUNDING[element]
+        assert (result.lse - exact_lse).abs().max() < 10 * ROUNDING[element]
+
+
+@pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
+def test_output_comes_back_in_the_callers_order(make_qkv, grid: TokenGrid) -> None:
+    q, k, v = make_qkv(1, 4, grid.tokens, 16, kv_heads=2, dtype=torch.float16)
+    budget = HeadBudget(
+        torch.tensor([0.1, 0.3, 0.2, 0.0]),
+        torch.tensor([1.0, 0.0, 0.5, 2.0]),
+        torch.tensor([0, 0, 1, 1], dtype=torch.int32),
+    )
+    order = cube_order(grid)
+    result, choice = budgeted_attention(
+        q, k, v, SparsePolicy(), budget, order=order, element=Element.FP16
+    )
+    exact, lse = exact_pooled_attention(
+        q, k, v, choice.kept, choice.pooled, budget.gain, order=order
+    )
+    assert choice.pooled.any()
+    assert rel_l2(result.out, exact) < ROUNDING[Element.FP16]
+    assert (result.lse - lse).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("gains", [[0.0, 0.0], [1.0, 0.3], [0.0, 2.0]])
+def test_buckets_of_ranks_combine_to_any_candidate(
+    make_qkv, gains: list[float], is_causal: bool
+) -> None:
+    """(A + g R) / (a + g r): what calibration scores is what attention then computes."""
+    grid = TokenGrid(5, 9, 13, prefix=10)
+    order = None if is_causal else cube_order(grid)
+    q, k, v = make_qkv(1, 2, grid.tokens, 16, dtype=torch.float16)
+    packed = pack_qkv(q, k, v, order, element=Element.FP16)
+    options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal}
+    budget = HeadBudget.uniform(2, 0.5)
+    choice = choose_blocks(packed, SparsePolicy(), budget, **options)
+    # Forced blocks first, which every candidate computes exactly; then ranks, two to a bucket.
+    buckets = torch.where(choice.rank < 0, 0, choice.rank // 2 + 1)
+    buckets = buckets.masked_fill(~choice.valid, -1)
+    count = int(buckets.max()) + 1
+    parts = bucket_partials(packed, buckets, count, **options)
+    gain = torch.tensor(gains)
+    for split in range(1, count + 1):
+        exact = [part for part, _ in parts[:split]]
+        pooled = [part.weighted(gain[:, None]) for _, part in parts[split:]]
+        found = combine([*exact, *pooled]).output()
+        kept = choice.valid & (buckets < split)
+        dropped = choice.valid & ~kept & (gain > 0)[:, None, None]
+        expected = attend_packed(packed, kept, dropped, gain, **options)
+        assert rel_l2(found, expected.out) < ROUNDING[Element.FP16]
+    whole, _ = exact_attention(q, k, v, scale=0.25, is_causal=is_causal)
+    if order is None:
+        assert rel_l2(combine(part for part, _ in parts).output(), whole) < ROUNDING[Element.FP16]
+
+
+def test_parts_without_keys_are_neutral() -> None:
+    some = Partial(torch.ones(1, 2, 4), torch.zeros(1, 2), torch.full((1, 2), 2.0))
+    none = Partial(torch.zeros(1, 2, 4), torch.full((1, 2), -torch.inf), torch.zeros(1, 2))
+    for merged in (some.plus(none), none.plus(some)):
+        assert torch.equal(merged.output(), some.output())
+        assert torch.equal(merged.row_max, some.row_max)
+    assert not none.plus(none).output().any()
+    assert torch.equal(some.plus(some.weighted(0.0)).output(), some.output())
+    shifted = replace(some, row_max=some.row_max + 3)
+    assert torch.allclose(combine([some, shifted]).row_sum, torch.full((1, 2), 2 * (1 / 8 + 1)))
+
+
+def test_pooling_helps_where_blocks_are_alike(make_qkv) -> None:
+    """Keys and values that change slowly: their block means stand for them."""
+    q, k, v = make_qkv(1, 2, 640, 16)
+    k, v = k + 3 * v[:, :, :1], v
+    k, v = (x.float().cumsum(2).bfloat16() / 12 for x in (k, v))
+    exact, _ = exact_attention(q, k, v)
+    errors = []
+    for gain in (0.0, 1.0):
+        budget = HeadBudget.uniform(2, 0.2, gain=gain)
+        result, _ = budgeted_attention(q, k, v, SparsePolicy(), budget)
+        errors.append(rel_l2(result.out, exact))
+    assert errors[1] < errors[0] / 2
+
+
+def test_causal_attention_keeps_its_order(make_qkv) -> None:
+    grid = TokenGrid(2, 8, 8)
+    q, k, v = make_qkv(1, 1, grid.tokens, 16)
+    with pytest.raises(Unsupported, match="do not go together"):
+        budgeted_attention(
+            q,
+            k,
+            v,
+            SparsePolicy(),
+            HeadBudget.uniform(1, 0.5),
+            order=cube_order(grid),
+            is_causal=True,
+        )
