@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the small video model on one GPU, in runs that go on from each other.
+
+python -m benchmarks.tiny_video_dit.train --out DIR --seconds 250 --planned-seconds 750
+    [--resume DIR_OF_THE_RUN_BEFORE] [--seed N] [--commit HASH]
+
+Learning rate and clip sizes follow the share of --planned-seconds that all runs together have used.
+DIR gets three files of bf16 (see checkpoint.py) and log.jsonl, one line every LOG_EVERY steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from benchmarks.tiny_video_dit import checkpoint, flow
+from benchmarks.tiny_video_dit.clips import draw_clips
+from benchmarks.tiny_video_dit.curriculum import FULL, PHASES, Batch, Phase, batch_at, rate_at
+from benchmarks.tiny_video_dit.fastest_attention import fastest_attention
+from benchmarks.tiny_video_dit.latent import clip_size, to_latent
+from benchmarks.tiny_video_dit.model import Attention, Config, VideoDiT, dense, initialised
+from benchmarks.tiny_video_dit.scenes import context, draw_scenes
+from benchmarks.tiny_video_dit.training_state import WORKING_TYPE, TrainingState
+
+WITHOUT_TEXT = 0.1  # share of clips, so that a sampler may guide away from the empty text
+LOG_EVERY = 50
+VALIDATION_SEED = 2**62  # of scenes that training never draws
+VALIDATION_CLIPS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """What the model is given and the flow it should answer."""
+
+    latent: Tensor
+    timestep: Tensor
+    context: Tensor
+    flow: Tensor
+
+
+def draw_example(batch: Batch, seed: int, device: torch.device) -> Example:
+    """Clips, noise and noise levels, all from `seed`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = clip_size(batch.grid)
+    scenes = draw_scenes(batch.clips, size, generator)
+    clean = to_latent(draw_clips(scenes, size))
+    noise = torch.randn(clean.shape, generator=generator, device=device)
+    sigmas = flow.training_sigmas(batch.clips, generator)
+    told = torch.rand(batch.clips, 1, 1, generator=generator, device=device) >= WITHOUT_TEXT
+    return Example(
+        latent=flow.noisy(clean, noise, sigmas).to(WORKING_TYPE),
+        timestep=sigmas * flow.TIMESTEPS,
+        context=(context(scenes) * told).to(WORKING_TYPE),
+        flow=noise - clean,
+    )
+
+
+def loss_of(model: VideoDiT, example: Example, attention: Attention) -> Tensor:
+    answer = model(example.latent, example.timestep, example.context, attention)
+    return mse_loss(answer.float(), example.flow)
+
+
+class Trainer:
+    """A model in training; every step depends on the seed, the step's number and progress only."""
+
+    def __init__(
+        self,
+        config: Config,
+        seed: int,
+        device: torch.device,
+        phases: tuple[Phase, ...] = PHASES,
+        attention: Attention = dense,
+    ) -> None:
+        self.config, self.seed, self.device = config, seed, device
+        self.phases, self.attention = phases, attention
+        self.model = initialised(config, seed)
+        self.state = TrainingState(self.model, device)
+
+    def step(self, progress: float) -> tuple[Batch, Tensor, Tensor]:
+        """One update; returns its batch, loss and gradient norm, the last two on the device."""
+        number = self.state.counters.step
+        batch = batch_at(number, progress, self.phases)
+        example = draw_example(batch, (self.seed << 32) + number, self.device)
+        loss = loss_of(self.model, example, self.attention)
+        loss.backward()
+        return batch, loss.detach(), self.state.update(rate_at(progress))
+
+    @torch.no_grad()
+    def validation_loss(self, batch: Batch, clips: int = VALIDATION_CLIPS) -> float:
+        """Of the averaged weights, on scenes of the batch's size that training does not see."""
+        self.state.working.copy_(self.state.average)
+        seeds = range(VALIDATION_SEED, VALIDATION_SEED + math.ceil(clips / batch.clips))
+        examples = (draw_example(batch, seed, self.device) for seed in seeds)
+        losses = [loss_of(self.model, example, self.attention) for example in examples]
+        self.state.working.copy_(self.state.weights)
+        return float(torch.stack(losses).mean())
+
+
+def train_for(
+    trainer: Trainer,
+    seconds: float,
+    planned_seconds: float,
+    log: Callable[[dict[str, float | str]], None],
+) -> None:
+    """Steps until this many seconds have passed. Raises FloatingPointError if the loss does."""
+    counters = trainer.state.counters
+    before, started, logged = counters.seconds, time.monotonic(), time.monotonic()
+    while (elapsed := time.monotonic() - started) < seconds:
+        progress = min(1.0, (before + elapsed) / planned_seconds)
+        batch, loss, norm = trainer.step(progress)
+        counters.seconds = before + elapsed
+        if counters.step % LOG_EVERY == 0:
+            value = loss.item()  # waits for the GPU
+            now = time.monotonic()
+            log(
+                {
+                    "step": counters.step,
+                    "seconds": round(before + now - started, 1),
+                    "grid": "x".join(map(str, batch.grid)),
+                    "loss": round(value, 5),
+                    "gradient": round(norm.item(), 4),
+                    "rate": round(rate_at(progress), 7),
+                    "ms_per_step": round(1e3 * (now - logged) / LOG_EVERY, 2),
+                }
+            )
+            logged = now
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the loss is {value} at step {counters.step}: lower PEAK_RATE in "
+                    "curriculum.py, or resume from the last good run with another --seed"
+                )
+    counters.seconds = before + seconds
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights and log")
+    parser.add_argument("--seconds", type=float, required=True, help="training time of this run")
+    parser.add_argument("--planned-seconds", type=float, required=True, help="of all runs together")
+    parser.add_argument("--resume", type=Path, help="folder of the run before")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default="", help="noted in the weights' header")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    attention = fastest_attention(_shapes(Config())) if device.type == "cuda" else dense
+    trainer = Trainer(Config(), options.seed, device, attention=attention)
+    if options.resume:
+        checkpoint.resume(options.resume, trainer.state)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "log.jsonl").open("w") as file:
+
+        def log(line: dict[str, float | str]) -> None:
+            print(json.dumps(line), file=file, flush=True)
+            print(json.dumps(line), flush=True)
+
+        train_for(trainer, options.seconds, options.planned_seconds, log)
+        loss = trainer.validation_loss(FULL)
+        log({"step": trainer.state.counters.step, "validation_loss": round(loss, 5)})
+    header = {"loss": round(loss, 5), "seed": options.seed, "commit": options.commit}
+    checkpoint.save(options.out, trainer.state, trainer.config, header)
+
+
+def _shapes(config: Config) -> list[tuple[int, int, int]]:
+    """(clips, heads, tokens) of every batch."""
+    batches = dict.fromkeys(batch for phase in PHASES for batch in phase.batches)
+    return [(batch.clips, config.heads, math.prod(batch.grid)) for batch in batches]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, their running average and AdamW's moments, each one vector: a step is a dozen launches.
+
+The model computes in bf16 on a copy; the weights themselves are float32. AdamW is that of
+Loshchilov & Hutter (2019), the weight decay on matrices only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+WORKING_TYPE = torch.bfloat16
+FIRST_DECAY, SECOND_DECAY = 0.9, 0.99
+WEIGHT_DECAY = 0.01
+TINY = 1e-8
+LARGEST_GRADIENT = 1.0  # norm; larger ones are scaled down
+#: Half-life of 700 steps; shorter at first, so that the average does not start from noise.
+AVERAGE_DECAY = 0.999
+
+
+@dataclass
+class Counters:
+    step: int = 0
+    seconds: float = 0.0
+
+
+class TrainingState:
+    """Takes over the parameters of `model`: they become views of one bf16 vector."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        parameters = dict(model.named_parameters())
+        # Matrices first, so that weight decay is one slice.
+        names = sorted(parameters, key=lambda name: parameters[name].ndim == 1)
+        self.shapes = {name: parameters[name].shape for name in names}
+        flat = [parameters[name].detach().to(device).float().flatten() for name in names]
+        self.decayed = sum(parameters[name].numel() for name in names if parameters[name].ndim > 1)
+        self.weights = torch.cat(flat)
+        self.average = self.weights.clone()
+        self.first = torch.zeros_like(self.weights)
+        self.second = torch.zeros_like(self.weights)
+        self.working = self.weights.to(WORKING_TYPE, copy=True)
+        self.gradient = torch.zeros_like(self.working)
+        self.counters = Counters()
+        values, gradients = self.named(self.working), self.named(self.gradient)
+        for name, parameter in parameters.items():
+            parameter.data, parameter.grad = values[name], gradients[name]
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a vector, by parameter."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = vector.split(sizes)
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def joined(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The inverse of `named`, float32. Raises ValueError where the parameters are others."""
+        got = {name: tensor.shape for name, tensor in tensors.items()}
+        if got != self.shapes:
+            differing = sorted(set(got.items()) ^ set(self.shapes.items()))[:3]
+            raise ValueError(f"a checkpoint of another model, it differs in {differing}")
+        flat = [tensors[name].float().flatten() for name in self.shapes]
+        return torch.cat(flat).to(self.weights.device)
+
+    @torch.no_grad()
+    def update(self, rate: float) -> Tensor:
+        """One AdamW step with the collected gradients, which it clears; returns their norm."""
+        self.counters.step += 1
+        step = self.counters.step
+        gradient = self.gradient.float()
+        norm = gradient.norm()
+        gradient *= (LARGEST_GRADIENT / (norm + TINY)).clamp(max=1)
+        self.first.lerp_(gradient, 1 - FIRST_DECAY)
+        self.second.lerp_(gradient.square(), 1 - SECOND_DECAY)
+        self.weights[: self.decayed] *= 1 - rate * WEIGHT_DECAY
+        deviation = (self.second / (1 - SECOND_DECAY**step)).sqrt_().add_(TINY)
+        self.weights.addcdiv_(self.first, deviation, value=-rate / (1 - FIRST_DECAY**step))
+        self.average.lerp_(self.weights, 1 - min(AVERAGE_DECAY, step / (step + 10)))
+        self.working.copy_(self.weights)
+        self.gradient.zero_()
+        return norm
+
+    @torch.no_grad()
+    def restore(self, average: Tensor, distance: Tensor, second: Tensor) -> None:
+        """Goes on from what `checkpoint` keeps; distance = weights - average."""
+        self.average.copy_(average)
+        self.weights.copy_(self.average + distance)
+        self.second.copy_(second)
+        self.first.zero_()
+        self.working.copy_(self.weights)
+        self.gradient.zero_()
