@@ -93,7 +93,8 @@ def test_cuda_sources_include_downwards() -> None:
             assert target in included, f"{path} includes {target}, which is not there"
             stage = target.relative_to(csrc).parts[0]
             if stage in STAGES:
-                own = here.parts[0].removesuffix(".cu").split("_")[0]  # attend_hopper.cu is attend's
+                # attend_hopper.cu belongs to attend.
+                own = here.parts[0].removesuffix(".cu").split("_")[0]
                 assert own == stage, f"{here} includes {target.name}"
             assert target.suffix == ".cuh", f"{here} includes an entry file"
 
