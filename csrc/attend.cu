@@ -6,8 +6,8 @@
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
 // Strategy    4 warps x 32 rows; scores and accumulators in registers, Q fragments re-read from shared memory every
 //             block; tiles arrive by cp.async 1-2 blocks ahead; 2 thread blocks an SM hide each other's softmax.
-// Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. E4M3 mma.sync is emulated on sm_90a and sm_100a:
-//             those builds exist for correctness tests.
+// Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a, whose own E4M3 path is attend_hopper.cu,
+//             E4M3 mma.sync is emulated: that build exists for correctness tests.
 // Tried       See NOTES.md for figures.
 #include "attend/epilogue.cuh"
 #include "attend/pipeline.cuh"
@@ -22,7 +22,8 @@ SPARGE_DEVICE i32 group_pairs(const Work& work, i32 group, i32 block, bool causa
   const i32 first_row = group * kRowGroup;
   const i32 rows = larger(0, smaller(kRowGroup, work.queries - first_row));
   const i32 first_key = block * kKeyBlock;
-  return block_pairs(causal, work.first_query + first_row, rows, first_key, smaller(kKeyBlock, work.key_length - first_key));
+  return block_pairs(causal, work.first_query + first_row, rows, first_key,
+                     larger(0, smaller(kKeyBlock, work.key_length - first_key)));
 }
 
 SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {

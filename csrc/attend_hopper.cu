@@ -4,12 +4,12 @@
 // Semantics   as attend.cu, whose E4M3 tiles it reads. P is rounded relative to the running maximum after each step of two
 //             blocks of the list; the PV filter decides block by block.
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
-// Strategy    One producer warp copies tiles in bulk, two consumer warpgroups of 64 rows share every tile. Q and P live in
-//             registers, keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys are promoted to
+// Strategy    One producer warp copies tiles in bulk, two consumer warpgroups of 64 rows share every tile. P lives in
+//             registers, Q in shared memory; keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys are promoted to
 //             float32, which rescales for nothing. Persistent blocks take work items one by one, head after head. Scores of
 //             a block of the next step start as soon as its registers are free. ptxas must know at compile time what is in
 //             flight, and a product's registers must not be written after its fence: it waits for each product otherwise.
-// Tried       ms of the dense Mochi shape on an H200, attend alone; what is here takes 30.0.
+// Tried       ms of the dense Mochi shape on an H200, attend alone, random data; what is here took 30.0.
 //             35.9  score, soften, weigh values one after another
 //             33.1  scores and the values of the step before in flight together
 //             31.9  uniform branches (a shuffle tells ptxas so), one barrier a stage, the end of the list known a step ahead

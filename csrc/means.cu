@@ -32,7 +32,8 @@ struct Smem {
 };
 
 template <DType kType>
-SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Rows<kType>& rows, i32 b, i32 head, i32 slice, bool values) {
+SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Rows<kType>& rows, i32 b, i32 head, i32 slice,
+                                bool values) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const i32 channel = slice * kChannels + (lane % kTokenLanes) * kLaneChannels;
   const i32 length = p.problem.key_length(b);

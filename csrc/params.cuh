@@ -32,9 +32,7 @@ struct Problem {
   SPARGE_DEVICE i32 key_blocks() const { return ceil_div(keys, kKeyBlock); }
   SPARGE_DEVICE i32 map_words() const { return ceil_div(key_blocks(), kMapBits); }
   SPARGE_DEVICE i32 kv_head(i32 head) const { return head / (heads / kv_heads); }
-  SPARGE_DEVICE i32 key_length(i32 b) const {
-    return key_lengths ? larger(0, smaller(keys, key_lengths[b])) : keys;
-  }
+  SPARGE_DEVICE i32 key_length(i32 b) const { return key_lengths ? larger(0, smaller(keys, key_lengths[b])) : keys; }
 };
 
 // k_mean, v_mean, v_scale: (batch, kv_heads, head_dim) float32.
@@ -57,14 +55,14 @@ struct QuantizeParams {
   const float* k_mean;
   const float* v_mean;
   const float* v_scale;
-  u8* k_tiles;           // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
-  u8* v_tiles;           // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
-  float* k_scale;        // (batch, kv_heads, key_blocks)
-  float* q_block_mean;   // (batch, heads, query_blocks, head_dim)
-  float* k_block_mean;   // (batch, kv_heads, head_dim, key_blocks): route reads it along key blocks
-  float* q_similarity;   // (batch, heads, query_blocks)
-  float* k_similarity;   // (batch, kv_heads, key_blocks)
-  i32* next_turn;        // set to zero
+  u8* k_tiles;          // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
+  u8* v_tiles;          // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
+  float* k_scale;       // (batch, kv_heads, key_blocks)
+  float* q_block_mean;  // (batch, heads, query_blocks, head_dim)
+  float* k_block_mean;  // (batch, kv_heads, head_dim, key_blocks): route reads it along key blocks
+  float* q_similarity;  // (batch, heads, query_blocks)
+  float* k_similarity;  // (batch, kv_heads, key_blocks)
+  i32* next_turn;       // set to zero where attend has persistent blocks
   i32 with_queries;
   i32 with_values;
 };
@@ -77,23 +75,23 @@ struct RouteParams {
   const float* k_block_mean;
   const float* q_similarity;
   const float* k_similarity;
-  const u8* block_mask;      // Select::kMask: (batch, heads, query_blocks, key_blocks), any strides
+  const u8* block_mask;  // Select::kMask: (batch, heads, query_blocks, key_blocks), any strides
   i64 mask_stride[4];
-  const float* thresholds;   // (heads, 3): selection, simthreshd1, pvthreshd; null: the scalars below
-  u32* block_map;            // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
-  i32* counts;               // (batch, heads, query_blocks)
-  u64* counters;             // kept, valid, skipped pairs; may be null
+  const float* thresholds;  // (heads, 3): selection, simthreshd1, pvthreshd; null: the scalars below
+  u32* block_map;           // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
+  i32* counts;              // (batch, heads, query_blocks)
+  u64* counters;            // kept, valid, skipped pairs; may be null
   float cdfthreshd;
   float simthreshd1;
   float score_scale;
   Select select;
-  i32 topk_blocks;           // the host's max(1, int(topk * key_blocks)), where double precision settles the product
+  i32 topk_blocks;  // the host's max(1, int(topk * key_blocks)), where double precision settles the product
   i32 exact_prefix;
   i32 exact_suffix;
   i32 causal;
   i32 attention_sink;
   i32 keep_diagonal;
-  i32 rows_per_cta;          // query blocks that share a thread block: as many as scores fit, 8 at most
+  i32 rows_per_cta;  // query blocks that share a thread block: as many as scores fit, 8 at most
 };
 
 struct AttendParams {
@@ -108,13 +106,13 @@ struct AttendParams {
   const float* v_scale;
   const u32* block_map;
   const float* thresholds;
-  float* lse;                // (batch, heads, queries) natural log, may be null
-  float* partial_out;        // (batch, heads, queries, channels) unnormalised float32, may be null
-  float* partial_max;        // (batch, heads, queries) log2 units, with partial_out
-  float* partial_sum;        // (batch, heads, queries), with partial_out
+  float* lse;          // (batch, heads, queries) natural log, may be null
+  float* partial_out;  // (batch, heads, queries, channels) unnormalised float32, may be null
+  float* partial_max;  // (batch, heads, queries) log2 units, with partial_out
+  float* partial_sum;  // (batch, heads, queries), with partial_out
   u64* counters;
-  i32* next_turn;            // zero between launches; only where blocks are persistent
-  float scale;               // natural softmax scale
+  i32* next_turn;  // zero between launches, which must not overlap; only where blocks are persistent
+  float scale;     // natural softmax scale
   float pvthreshd;
   i32 causal;
 };

@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
   using namespace sparge;
   __shared__ quantize::Smem smem;
   const Problem& problem = p.problem;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_turn = 0;
+  if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_turn = 0;
   const i32 key_blocks = problem.key_blocks();
   const i32 kv_tiles = problem.batch * problem.kv_heads * key_blocks;  // 2^31 tiles are 16 TB of K
   i32 index = blockIdx.x;

@@ -22,8 +22,7 @@ SPARGE_CHECK_PARAMS(RouteParams);
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
 
 // Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest.
-extern "C" __global__ void __launch_bounds__(sparge::route::kThreads)
-    route(const __grid_constant__ sparge::RouteParams p) {
+extern "C" __global__ void __launch_bounds__(sparge::route::kThreads) route(const __grid_constant__ sparge::RouteParams p) {
   using namespace sparge;
   __shared__ float q_mean[route::kMaxRows][kHeadDim];
   extern __shared__ u32 keys[];

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from .policy import PV_FILTER_OFF, SparsePolicy
 from .stats import AttentionStats
 from .validate import as_heads_first
 from .workspace import WorkspaceLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Workspace a call may take, as a share of q + k + v; beyond it heads are served in groups.
 MEMORY_SHARE = 0.55
@@ -39,6 +43,40 @@ class Partials:
     row_sum: Tensor
 
 
+class _Options(TypedDict, total=False):
+    """Keywords of ``attention`` that do not change what it returns."""
+
+    layout: str
+    out_layout: str | None
+    is_causal: bool
+    scale: float | None
+    key_lengths: Tensor | None
+    block_mask: Tensor | None
+    plan: BlockPlan | None
+    stats: AttentionStats | None
+    output_dtype: torch.dtype | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -187,7 +225,7 @@ def _run_in_head_groups(
                 ) from error
             step = (step + 1) // 2
             continue
-        if lse is not None and part_lse is not lse:
+        if lse is not None and part_lse is not None and part_lse is not lse:
             lse[:, query] = part_lse
         first = last
 
@@ -286,6 +324,7 @@ def _scalar(value: float | Tensor) -> float:
 
 
 def _reference_attention(call: Call) -> tuple[reference.Attended, BlockPlan]:
+    assert call.v is not None  # None only where a plan alone is made
     return reference.attention(
         call.q,
         call.k,

@@ -17,6 +17,7 @@ from .validate import (
     check_inference,
     check_key_lengths,
     check_pair,
+    check_scale,
     check_values,
 )
 from .workspace import CallShape
@@ -95,6 +96,8 @@ def make_call(
         check_inference(v)
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_scale(scale)
     if plan is not None:
         plan.check_fits(q, k, is_causal, key_lengths, block_mask)
         is_causal, key_lengths = plan.is_causal, plan.key_lengths
@@ -105,7 +108,7 @@ def make_call(
         k,
         v,
         policy,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale,
         is_causal,
         key_lengths,
         block_mask,

@@ -153,7 +153,6 @@ def _attend(
         stats=stats,
         output_dtype=output_dtype,
     )
-    assert isinstance(out, Tensor)  # a tuple only with return_lse
     return out if stats is None else (out, 1.0 - stats.density)
 
 

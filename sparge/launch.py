@@ -181,7 +181,10 @@ def attend(
     partials: tuple[Tensor, Tensor, Tensor] | None,
     counters: Tensor | None,
 ) -> None:
-    """Launch 4: writes ``out`` (B, H, Nq, D), and what else was asked for."""
+    """Launch 4: writes ``out`` (B, H, Nq, D), and what else was asked for.
+
+    On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
+    """
     layout = WorkspaceLayout(shape, element, with_values=True, with_queries=with_queries)
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
@@ -206,14 +209,19 @@ def attend(
         pvthreshd=pvthreshd,
         causal=causal,
     )
-    rows = shape.batch * shape.heads * shape.query_blocks
+    blocks = shape.batch * shape.heads * shape.query_blocks
     entry = attend_path(capabilities(q.device).arch, element).entry
     map_bytes = 0
-    if entry == HOPPER_ATTEND:  # persistent: one block an SM
-        rows = min(rows, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    if entry == HOPPER_ATTEND:
+        blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = (shape.map_words + 1) * 4  # and the word that ends the list
-    _launch(entry, q.device, shape, (rows, 1, 1), params, element, pv_filter, map_bytes)
+    _launch(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
+
+
+def resident_blocks(device: torch.device) -> int:
+    """Thread blocks of a persistent kernel that run at once: each has an SM to itself."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -83,6 +85,19 @@ def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         )
     if block_mask.device != q.device:
         raise ValueError(f"block_mask is on {block_mask.device}; put it on {q.device}, as q is.")
+
+
+#: Below it the scale of two all-zero blocks (2^-64 each) underflows to 0, and 0 times a masked
+#: score is NaN.
+LEAST_SCALE = 2.0**-20
+
+
+def check_scale(scale: float) -> None:
+    if not LEAST_SCALE <= scale < math.inf:
+        raise Unsupported(
+            f"scale is {scale}; the softmax scale is a finite number from {LEAST_SCALE:g} up: for a "
+            "negative one pass -q, for 0 average v."
+        )
 
 
 def check_inference(*tensors: Tensor) -> None:

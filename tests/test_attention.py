@@ -283,3 +283,10 @@ class TestRefusals:
     def test_policies(self, named: dict[str, Any], words: str) -> None:
         with pytest.raises(ValueError, match=words):
             SparsePolicy(**named)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 2.0**-21, math.inf, math.nan])
+def test_a_softmax_scale_that_kernels_cannot_take_is_refused(make_qkv, scale: float) -> None:
+    q, k, v = make_qkv(1, 2, 100, 64)
+    with pytest.raises(sparge.Unsupported, match="softmax scale is a finite number"):
+        attention(q, k, v, scale=scale)

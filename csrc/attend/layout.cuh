@@ -12,7 +12,7 @@ namespace sparge::attend {
 // Four warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads
 // (1,536 clocks a 128 x 64 tile) would outlast the products (1,240 clocks on Hopper's mma.sync).
 // Emulated E4M3 products convert their operands in registers: half the rows leave room for that.
-constexpr bool kEmulated = kElement == Element::kInt8E4M3 && (kArch == 90 || kArch == 100);
+constexpr bool kEmulated = kElement == Element::kInt8E4M3 && kArch == 90;
 constexpr int kWarps = kEmulated ? 8 : 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kWarpRows = kQueryBlock / kWarps;
@@ -32,8 +32,8 @@ constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 // Shared memory of an SM: 228 KB on 9.0 and 10.0, 164 KB on 8.0, 100 KB on 8.6, 8.9 and 12.0. A block may have 1 KB
 // less than that, and each resident block costs 1 KB. sm_80 code also runs on 8.6-class parts: 99 KB a block is its cap.
 constexpr int kSmBytes = (kArch == 90 || kArch == 100 ? 228 : kArch == 80 ? 164 : 100) * 1024;
-constexpr int kMapBytes = 512;      // room for the block map of a row: 4,096 key blocks at full occupancy
-constexpr int kRowBytes = 6 * 1024; // of Smem besides the tiles, at most
+constexpr int kMapBytes = 512;       // room for the block map of a row: 4,096 key blocks at full occupancy
+constexpr int kRowBytes = 6 * 1024;  // of Smem besides the tiles, at most
 constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes - kRowBytes;
 constexpr bool fits(int stages) { return kQueryTileBytes + stages * (kKeyTileBytes + kValueTileBytes) <= kBudget; }
 constexpr int kStages = fits(3) ? 3 : fits(2) ? 2 : 1;
@@ -55,8 +55,8 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   // Of each thread's four rows: the main loop has no register to spare, and compiler spills would cost more.
   float row_max[kRowTiles][2][kThreads];  // log2 units
   float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
-  float q_scale[kQueryBlock];     // INT8: max |q| / 127 of the row
-  float q_dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
+  float q_scale[kQueryBlock];             // INT8: max |q| / 127 of the row
+  float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
   Stage stage[kStages];
   u32 skipped_pairs[kRowGroups];  // by the PV filter, of each row group
   Work work;                      // here, because the main loop has no register to spare for it

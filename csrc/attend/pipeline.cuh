@@ -37,7 +37,8 @@ struct Pipeline {
   SPARGE_DEVICE void load_keys(i32 block) {
     const i32 tile = smem.work.first_tile + block;
     copy_tile<kKeyTileBytes>(smem.k[slot], p.k_tiles + static_cast<i64>(tile) * kKeyTileBytes);
-    if (is_quantized(kElement) && threadIdx.x == 0) ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].k_scale), p.k_scale + tile);
+    if (is_quantized(kElement) && threadIdx.x == 0)
+      ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].k_scale), p.k_scale + tile);
   }
   SPARGE_DEVICE void load_values(i32 block) {
     const i64 tile = smem.work.first_tile + block;

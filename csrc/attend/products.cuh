@@ -135,7 +135,7 @@ SPARGE_DEVICE void add_promoted(Accumulators& out, const Probabilities& p, i32 n
 
 // 16-bit products accumulate in place.
 SPARGE_DEVICE void add_in_place(Accumulators& out, const Probabilities& p, i32 n, u32 v) {
-  auto multiply = [](float(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {
+  auto multiply = [](float (&d)[4], const u32(&a)[4], u32 b0, u32 b1) {
     kElement == Element::kBf16 ? ptx::mma_m16n8k16_bf16(d, a, b0, b1) : ptx::mma_m16n8k16_fp16(d, a, b0, b1);
   };
 #pragma unroll

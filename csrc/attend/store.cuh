@@ -50,12 +50,13 @@ struct RowStore {
   float sum, inverse;
 
   SPARGE_DEVICE RowStore(const AttendParams& params, const Work& w, i32 row, float row_sum)
-      : p(params), work(w), sum(row_sum), inverse(row_sum > 0.0f ? 1.0f / row_sum : 0.0f) {
+      : p(params), work(w), sum(row_sum), inverse(row_sum != 0.0f ? 1.0f / row_sum : 0.0f) {
     const i64 query = work.first_query + row;
     const i64 out_bytes = p.out.dtype == DType::kFp32 ? 4 : 2;
     out = static_cast<char*>(p.out.data) +
           (work.b * p.out.batch_stride + work.head * p.out.head_stride + query * p.out.token_stride) * out_bytes;
-    partial = p.partial_out ? p.partial_out + (static_cast<i64>(work.head_at) * p.problem.queries + query) * p.problem.channels : nullptr;
+    partial = p.partial_out ? p.partial_out + (static_cast<i64>(work.head_at) * p.problem.queries + query) * p.problem.channels
+                            : nullptr;
   }
 
   // Accumulators of channels channel and channel + 1.
@@ -67,8 +68,9 @@ struct RowStore {
       if (channel < channels) partial[channel] = (first + low.mean * sum) * kUnshift;
       if (channel + 1 < channels) partial[channel + 1] = (second + high.mean * sum) * kUnshift;
     }
-    const bool seen = sum > 0.0f;
-    store_pair(p.out, out, channel, channels, seen ? low.mean + first * inverse : 0.0f, seen ? high.mean + second * inverse : 0.0f);
+    const bool seen = sum != 0.0f;  // NaN goes on to the output
+    store_pair(p.out, out, channel, channels, seen ? low.mean + first * inverse : 0.0f,
+               seen ? high.mean + second * inverse : 0.0f);
   }
 };
 
@@ -76,7 +78,7 @@ struct RowStore {
 SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, i32 row, float most, float row_sum, float dot_mean) {
   const i64 at = static_cast<i64>(work.head_at) * p.problem.queries + work.first_query + row;
   const float sum = row_sum * kUnshift;
-  if (p.lse) p.lse[at] = sum > 0.0f ? (most + log2f(sum)) * kLn2 + dot_mean * p.scale : kMinusInfinity;
+  if (p.lse) p.lse[at] = sum != 0.0f ? (most + log2f(sum)) * kLn2 + dot_mean * p.scale : kMinusInfinity;
   if (p.partial_out) {
     p.partial_max[at] = most;
     p.partial_sum[at] = sum;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which query block of which head a thread block serves.
+// Which query block of which head a work item is.
 #pragma once
 
 #include "../params.cuh"

@@ -16,16 +16,14 @@ SPARGE_DEVICE float lane_sum(float value) {
 template <int kFirst, int kLast>
 SPARGE_DEVICE float lane_max(float value) {
 #pragma unroll
-  for (int step = kFirst; step < kLast; step *= 2)
-    value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
+  for (int step = kFirst; step < kLast; step *= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
   return value;
 }
 
 template <int kFirst, int kLast>
 SPARGE_DEVICE float lane_min(float value) {
 #pragma unroll
-  for (int step = kFirst; step < kLast; step *= 2)
-    value = fminf(value, __shfl_xor_sync(kFullWarp, value, step));
+  for (int step = kFirst; step < kLast; step *= 2) value = fminf(value, __shfl_xor_sync(kFullWarp, value, step));
   return value;
 }
 

@@ -87,9 +87,15 @@ struct Rows {
 template <typename Body>
 SPARGE_DEVICE void with_rows(const TensorView& view, i32 b, i32 head, i32 channels, Body&& body) {
   switch (view.dtype) {
-    case DType::kBf16: body(Rows<DType::kBf16>(view, b, head, channels)); break;
-    case DType::kFp16: body(Rows<DType::kFp16>(view, b, head, channels)); break;
-    case DType::kFp32: body(Rows<DType::kFp32>(view, b, head, channels)); break;
+    case DType::kBf16:
+      body(Rows<DType::kBf16>(view, b, head, channels));
+      break;
+    case DType::kFp16:
+      body(Rows<DType::kFp16>(view, b, head, channels));
+      break;
+    case DType::kFp32:
+      body(Rows<DType::kFp32>(view, b, head, channels));
+      break;
   }
 }
 

@@ -2,7 +2,7 @@
 // Where a 16-byte chunk of a tile row lives, so that eight rows read at one chunk hit 32 banks.
 //
 // Rows of 128 bytes and more: chunk ^= row mod 8. Rows of 64 bytes: two rows share a 128-byte line, so
-// chunk ^= (row / 2) mod 4. These are also the 128-byte and 64-byte swizzles of the bulk copy engine.
+// chunk ^= (row / 2) mod 4. These are also the tensor cores' 128-byte and 64-byte swizzles (ptx/wgmma.cuh).
 #pragma once
 
 #include "types.cuh"

@@ -35,9 +35,7 @@ enum class DType : i32 { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 // What the two matrix products run on; numbers are sparge.kernels.spec.Element.
 enum class Element : i32 { kInt8Fp16 = 0, kInt8E4M3 = 1, kBf16 = 2, kFp16 = 3 };
 
-constexpr bool is_quantized(Element element) {
-  return element == Element::kInt8Fp16 || element == Element::kInt8E4M3;
-}
+constexpr bool is_quantized(Element element) { return element == Element::kInt8Fp16 || element == Element::kInt8E4M3; }
 constexpr int key_bytes(Element element) { return is_quantized(element) ? 1 : 2; }
 constexpr int value_bytes(Element element) { return element == Element::kInt8E4M3 ? 1 : 2; }
 

@@ -47,10 +47,10 @@ SPARGE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared:
 
 // Both addresses and the size are multiples of 16 bytes.
 SPARGE_DEVICE void bulk_copy(void* destination, const void* source, u32 bytes, u64& barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(destination)),
-      "l"(source), "r"(bytes), "r"(shared_address(&barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(destination)),
+               "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 }  // namespace sparge::ptx

@@ -17,15 +17,15 @@ SPARGE_DEVICE void wgmma_wait() {
 }
 
 // No instruction: tells the compiler that the registers change here, for it does not know that products are asynchronous.
-template <typename T, int kCount>
-SPARGE_DEVICE void in_flight(T (&registers)[kCount]) {
+template <int kCount>
+SPARGE_DEVICE void in_flight(float (&registers)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if constexpr (sizeof(T) == sizeof(float) && static_cast<T>(0.5f) != static_cast<T>(0))
-      asm volatile("" : "+f"(registers[i])::"memory");
-    else
-      asm volatile("" : "+r"(registers[i])::"memory");
-  }
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int kCount>
+SPARGE_DEVICE void in_flight(i32 (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 // A register of its own that holds a constant: left to itself the compiler copies one register to all, some after the fence.
@@ -36,17 +36,17 @@ SPARGE_DEVICE i32 set_register() {
   return value;
 }
 
-#define SPARGE_REGISTERS_8(constraint, d, at)                                                                           \
-  constraint((d)[(at)]), constraint((d)[(at) + 1]), constraint((d)[(at) + 2]), constraint((d)[(at) + 3]),               \
+#define SPARGE_REGISTERS_8(constraint, d, at)                                                             \
+  constraint((d)[(at)]), constraint((d)[(at) + 1]), constraint((d)[(at) + 2]), constraint((d)[(at) + 3]), \
       constraint((d)[(at) + 4]), constraint((d)[(at) + 5]), constraint((d)[(at) + 6]), constraint((d)[(at) + 7])
-#define SPARGE_REGISTERS_32(constraint, d, at)                                                                          \
-  SPARGE_REGISTERS_8(constraint, d, at), SPARGE_REGISTERS_8(constraint, d, (at) + 8),                                   \
+#define SPARGE_REGISTERS_32(constraint, d, at)                                        \
+  SPARGE_REGISTERS_8(constraint, d, at), SPARGE_REGISTERS_8(constraint, d, (at) + 8), \
       SPARGE_REGISTERS_8(constraint, d, (at) + 16), SPARGE_REGISTERS_8(constraint, d, (at) + 24)
-#define SPARGE_NAMES_32                                                                                                 \
+#define SPARGE_NAMES_32 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define SPARGE_NAMES_64                                                                                                 \
-  SPARGE_NAMES_32                                                                                                       \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,"   \
+#define SPARGE_NAMES_64                                                                                               \
+  SPARGE_NAMES_32                                                                                                     \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
   "%60,%61,%62,%63"
 
 SPARGE_DEVICE void wgmma_m64n64k32_s8(i32 (&d)[32], u64 a, u64 b) {
@@ -54,7 +54,8 @@ SPARGE_DEVICE void wgmma_m64n64k32_s8(i32 (&d)[32], u64 a, u64 b) {
       "{\n"
       ".reg .pred accumulate;\n"
       "setp.eq.b32 accumulate, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" SPARGE_NAMES_32 "}, %32, %33, accumulate;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" SPARGE_NAMES_32
+      "}, %32, %33, accumulate;\n"
       "}\n"
       : SPARGE_REGISTERS_32("+r", d, 0)
       : "l"(a), "l"(b));
@@ -65,7 +66,8 @@ SPARGE_DEVICE void wgmma_e4m3(float (&d)[64], const u32 (&a)[4], u64 b, bool acc
       "{\n"
       ".reg .pred accumulate;\n"
       "setp.ne.b32 accumulate, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" SPARGE_NAMES_64 "}, {%64,%65,%66,%67}, %68, accumulate, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" SPARGE_NAMES_64
+      "}, {%64,%65,%66,%67}, %68, accumulate, 1, 1;\n"
       "}\n"
       : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_32("+f", d, 32)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
@@ -76,7 +78,8 @@ SPARGE_DEVICE void wgmma_e4m3(float (&d)[32], const u32 (&a)[4], u64 b, bool acc
       "{\n"
       ".reg .pred accumulate;\n"
       "setp.ne.b32 accumulate, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SPARGE_NAMES_32 "}, {%32,%33,%34,%35}, %36, accumulate, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SPARGE_NAMES_32
+      "}, {%32,%33,%34,%35}, %36, accumulate, 1, 1;\n"
       "}\n"
       : SPARGE_REGISTERS_32("+f", d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));

@@ -25,7 +25,9 @@ SPARGE_DEVICE constexpr i32 key_at(i32 position) {
 SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
 #if SPARGE_ARCH >= 89
   if constexpr (kElement == Element::kInt8E4M3) {
-    auto four = [&](int i) { return ptx::pack_e4m3(x[i], x[i + 1]) | static_cast<u32>(ptx::pack_e4m3(x[i + 2], x[i + 3])) << 16; };
+    auto four = [&](int i) {
+      return ptx::pack_e4m3(x[i], x[i + 1]) | static_cast<u32>(ptx::pack_e4m3(x[i + 2], x[i + 3])) << 16;
+    };
     *reinterpret_cast<Vec8*>(row) = {four(0), four(4)};
     return;
   }
@@ -37,7 +39,8 @@ SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
 }
 
 template <DType kType>
-SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows, ValueSmem& smem, i32 head_at, i32 block, i32 count) {
+SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows, ValueSmem& smem, i32 head_at, i32 block,
+                               i32 count) {
   const Thread thread;
   float mean[kLaneChannels] = {}, inverse_scale[kLaneChannels];
   if constexpr (is_quantized(kElement)) {

@@ -34,8 +34,7 @@ struct Rules {
     return keys(j) > 0 && (!p.causal || j * kKeyBlock <= row.first_query + row.queries - 1);
   }
   SPARGE_DEVICE bool forced(i32 j) const {
-    return (p.attention_sink && j == 0) ||
-           (p.causal && p.keep_diagonal && j * kKeyBlock + kKeyBlock - 1 >= row.first_query) ||
+    return (p.attention_sink && j == 0) || (p.causal && p.keep_diagonal && j * kKeyBlock + kKeyBlock - 1 >= row.first_query) ||
            touches_exact(p, j * kKeyBlock, keys(j), key_length) || !(k_similarity[j] > simthreshd1);
   }
   SPARGE_DEVICE bool dense() const {
@@ -94,7 +93,9 @@ SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, 
   if (highest == 0) return {0, 0};
   const Mass mass{unsortable(highest)};
   const u64 total = weight_from(keys, key_blocks, 1, mass);
-  return cut_at(keys, key_blocks, static_cast<u64>(static_cast<double>(threshold ? threshold[0] : p.cdfthreshd) * static_cast<double>(total)), mass);
+  return cut_at(keys, key_blocks,
+                static_cast<u64>(static_cast<double>(threshold ? threshold[0] : p.cdfthreshd) * static_cast<double>(total)),
+                mass);
 }
 
 // keys: this row's sortable scores, one a key block; entries of blocks that are not ranked become 0.

@@ -20,7 +20,8 @@ SPARGE_DEVICE float unsortable(u32 key) { return __uint_as_float(key & 0x8000000
 
 // keys[r * key_blocks + j] = sortable(q_block_mean[row r] . k_block_mean[j] * scale). Each thread owns key blocks
 // and reads their means coalesced; the query means are broadcast from shared memory.
-SPARGE_DEVICE void score_rows(const RouteParams& p, float (&q_mean)[kMaxRows][kHeadDim], u32* keys, i64 q_at, i64 k_at, i32 rows) {
+SPARGE_DEVICE void score_rows(const RouteParams& p, float (&q_mean)[kMaxRows][kHeadDim], u32* keys, i64 q_at, i64 k_at,
+                              i32 rows) {
   const i32 key_blocks = p.problem.key_blocks();
   for (int i = threadIdx.x; i < kMaxRows * kHeadDim; i += kThreads)
     q_mean[i / kHeadDim][i % kHeadDim] = i / kHeadDim < rows ? p.q_block_mean[q_at * kHeadDim + i] * p.score_scale : 0.0f;

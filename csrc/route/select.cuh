@@ -20,9 +20,7 @@ struct Unit {
 struct Mass {
   using Sum = u64;
   float highest;
-  SPARGE_DEVICE u64 operator()(u32 key) const {
-    return static_cast<u64>(expf(unsortable(key) - highest) * kMassUnit);
-  }
+  SPARGE_DEVICE u64 operator()(u32 key) const { return static_cast<u64>(expf(unsortable(key) - highest) * kMassUnit); }
 };
 
 // Keys above `threshold` are kept, and the first `ties` keys equal to it in ascending order of index.

@@ -119,10 +119,13 @@ class AttendParams(Structure):
     )
 
 
+#: The entry of the warpgroup kernel: csrc/attend_hopper.cu.
+HOPPER_ATTEND = "attend_hopper"
+
 PARAMS: dict[str, type[Structure]] = {
     "means": MeansParams,
     "quantize": QuantizeParams,
     "route": RouteParams,
     "attend": AttendParams,
-    "attend_hopper": AttendParams,
+    HOPPER_ATTEND: AttendParams,
 }

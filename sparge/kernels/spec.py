@@ -7,7 +7,7 @@ import ctypes
 import enum
 from dataclasses import dataclass
 
-from .params import PARAMS
+from .params import HOPPER_ATTEND, PARAMS
 
 
 class Element(enum.IntEnum):
@@ -57,13 +57,12 @@ ARCHS: dict[str, Arch] = {
 #: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
 RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
-HOPPER_ATTEND = "attend_hopper"
 ENTRIES = ("means", "quantize", "route", "attend", HOPPER_ATTEND)
 _WITHOUT_ELEMENT = ("means", "route")
 HEAD_DIMS = (64, 128)
 _HOPPER_PATH = 90
-#: E4M3 products in hardware: ``mma.sync``, on sm_90a ``wgmma``. There ptxas emulates ``mma.sync``
-#: E4M3, which lets one GPU test the code of all three.
+#: E4M3 products in hardware. On sm_90a ``wgmma`` computes them; ``mma.sync`` is emulated there, so
+#: that one GPU tests the code of sm_89 and sm_120a too.
 _E4M3_PATHS = (89, _HOPPER_PATH, 120)
 
 
@@ -88,6 +87,8 @@ class KernelSpec:
             raise ValueError(f"arch {self.arch!r} is not one of {', '.join(ARCHS)}")
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim {self.head_dim} is not built: pad to one of {HEAD_DIMS}")
+        if self.entry == HOPPER_ATTEND and ARCHS[self.arch].path != _HOPPER_PATH:
+            raise ValueError(f"{self.entry} is not built for {self.arch}, which has no wgmma")
         if not self.reads_element:
             object.__setattr__(self, "element", Element.INT8_FP16)
         if self.entry in (*_WITHOUT_ELEMENT, "quantize"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
     fields = kernel_stages(q, k, v, element, lengths_of(case))
     d = case.head_dim
     int8 = element is not Element.BF16
-    means = {}
+    means: dict[str, Any] = {}
     if int8:
         means = {
             "kbar": fields["k_mean"][..., :d],
@@ -160,7 +161,7 @@ def test_attention(
 
     fields = kernel_stages(q, k, v, element, lengths)
     d = case.head_dim
-    means = {}
+    means: dict[str, Any] = {}
     if policy.precision is Precision.INT8:
         means = {
             "kbar": fields["k_mean"][..., :d],

@@ -36,7 +36,7 @@ struct Consumer {
       : p(params),
         smem(s),
         group(uniform(threadIdx.x / kGroupThreads)),
-        queries(ptx::descriptor_address(ptx::shared_address(s.q[uniform(threadIdx.x / kGroupThreads)]))),
+        queries(ptx::descriptor_address(ptx::shared_address(s.q[group]))),
         keys(ptx::descriptor_address(ptx::shared_address(s.stage[0].k))),
         values(ptx::descriptor_address(ptx::shared_address(s.stage[0].v))) {}
 
@@ -191,7 +191,7 @@ struct Consumer {
     for (int block = 0; block < kStepBlocks; ++block) {
       if (!skips.block[block] || step.block[block] < 0) continue;
       const i32 first_key = step.block[block] * kKeyBlock;
-      pairs += block_pairs(p.causal, first_row, rows, first_key, smaller(kKeyBlock, step.key_length - first_key));
+      pairs += block_pairs(p.causal, first_row, rows, first_key, larger(0, smaller(kKeyBlock, step.key_length - first_key)));
     }
     return pairs;
   }
@@ -205,7 +205,8 @@ struct Consumer {
       if (quad_lane() == 0) attend::store_row_facts(p, work, row, softmax.most[half], softmax.sum[half], smem.q_dot_mean[row]);
       const attend::RowStore to(p, work, row, softmax.sum[half]);
 #pragma unroll
-      for (int n = 0; n < kChannelTiles; ++n) to.store(8 * n + 2 * quad_lane(), item.out[4 * n + 2 * half], item.out[4 * n + 2 * half + 1]);
+      for (int n = 0; n < kChannelTiles; ++n)
+        to.store(8 * n + 2 * quad_lane(), item.out[4 * n + 2 * half], item.out[4 * n + 2 * half + 1]);
     }
     if (kPvFilter && leads()) {
       if (p.counters) atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[group]));

@@ -2,9 +2,9 @@
 // Shape of the work of one thread block of the sm_90a attend kernel, and its shared memory.
 #pragma once
 
-#include "../work.cuh"
 #include "../../common/config.cuh"
 #include "../../common/swizzle.cuh"
+#include "../work.cuh"
 
 namespace sparge::hopper {
 
@@ -24,8 +24,8 @@ constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
 constexpr int kScores = 4 * kKeyTiles;  // of a thread and key block
 constexpr int kSums = 4 * kChannelTiles;
-constexpr int kQuerySteps = kHeadDim / 32;               // products of 32 channels each
-constexpr int kBlockValueSteps = kKeyBlock / 32;          // products of 32 keys each
+constexpr int kQuerySteps = kHeadDim / 32;        // products of 32 channels each
+constexpr int kBlockValueSteps = kKeyBlock / 32;  // products of 32 keys each
 constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 
 constexpr int kTileBytes = kKeyBlock * kHeadDim;  // of K and of V: both are 8-bit
@@ -33,12 +33,16 @@ constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
 constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
 // Less the queries, alignment, barriers and the steps' descriptions.
 constexpr int kSharedBytes = 227 * 1024 - 2048 - kConsumerGroups * kQueryTileBytes;
-constexpr int kMostStages = 8;                    // more hide no more latency at head_dim 64
+constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
 constexpr int kStages = kSharedBytes / kStepBytes < kMostStages ? kSharedBytes / kStepBytes : kMostStages;
+static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the step after the one it reads");
+static_assert(kStepBlocks == 2, "the producer pairs blocks, and Skips names two");
 
 // Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+static_assert(kGroupThreads * (kProducerRegisters + kConsumerGroups * kConsumerRegisters) <= 65536 / kThreads / 8 * 8 * kThreads,
+              "a claim beyond what the launch allots (65,536 / kThreads, down to a multiple of 8) waits for ever");
 
 // What the consumers must know about a pipeline step. They read it where it lies: they have no registers for it.
 struct Step {
@@ -59,9 +63,11 @@ struct Stage {
 struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 bytes
   u8 q[kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
-  float q_dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
+  float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   Step step[kStages];
+  // full: one arrival of the producer, and the bytes; free: one of each consumer warp. The ring's parity starts at 0, so a
+  // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full[kStages], free[kStages];
 };
 static_assert(sizeof(Smem) <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");

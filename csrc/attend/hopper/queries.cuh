@@ -29,8 +29,12 @@ SPARGE_DEVICE void sync_group(i32 group) { ptx::barrier_sync<kGroupThreads>(kBar
 SPARGE_DEVICE bool all_of_group(i32 group, bool vote) { return ptx::barrier_all<kGroupThreads>(kBarrierRows + group, vote); }
 
 // The warpgroups compute exponentials in turns: at the same time, both would wait for one pipe and then leave it idle.
-SPARGE_DEVICE void await_turn(i32 group) { ptx::barrier_sync<2 * kGroupThreads>(kBarrierTurn + group); }
-SPARGE_DEVICE void pass_turn(i32 group) { ptx::barrier_arrive<2 * kGroupThreads>(kBarrierTurn + (kLowerRows - group)); }
+// (barrier_all must not meet barrier_arrive at one barrier: that is an illegal instruction.)
+SPARGE_DEVICE void await_turn(i32 group) { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(kBarrierTurn + group); }
+SPARGE_DEVICE void pass_turn(i32 group) {
+  const i32 other = kConsumerGroups - 1 - group;
+  ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(kBarrierTurn + other);
+}
 
 struct Queries {
   PerRow scale;  // INT8 level of each row
@@ -75,7 +79,8 @@ struct Queries {
       u32 packed = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[chunk][i] * inverse) & 0xFF) << (8 * i);
-      *reinterpret_cast<u32*>(smem.q[row / kGroupRows] + tile_offset<kHeadDim>(row % kGroupRows, chunk) + 4 * quad_lane()) = packed;
+      *reinterpret_cast<u32*>(smem.q[row / kGroupRows] + tile_offset<kHeadDim>(row % kGroupRows, chunk) + 4 * quad_lane()) =
+          packed;
     }
   }
 };

@@ -120,8 +120,9 @@ struct Softmax {
       sum[half] += added[0] + added[1];
 #pragma unroll
       for (int j = 0; j < kKeyTiles; j += 2)
-        p[block * kBlockValueSteps + j / 4][j % 4 + half] = ptx::pack_e4m3(s[at(j, half, 0)], s[at(j, half, 1)]) |
-                                                            static_cast<u32>(ptx::pack_e4m3(s[at(j + 1, half, 0)], s[at(j + 1, half, 1)])) << 16;
+        p[block * kBlockValueSteps + j / 4][j % 4 + half] =
+            ptx::pack_e4m3(s[at(j, half, 0)], s[at(j, half, 1)]) |
+            static_cast<u32>(ptx::pack_e4m3(s[at(j + 1, half, 0)], s[at(j + 1, half, 1)])) << 16;
     }
   }
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernel's persistent blocks: how many there are changes nothing.
+
+With few blocks each serves many work items one after another: long and short lists, empty ones, the
+filter's counters. A GPU with more SMs than the small cases have items never gets that far.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from sparge import SparsePolicy, ops
+from sparge.attention import attention
+from sparge.call import make_call
+from sparge.stats import AttentionStats
+from sparge.workspace import WorkspaceLayout
+from tests.gpu.cases import CASES, Case, make_qkv
+from tests.gpu.conftest import HOPPER
+
+pytestmark = pytest.mark.gpu
+
+POLICIES = {
+    "dense": SparsePolicy(topk=1.0),
+    "cdf and filter": SparsePolicy(select_by="cdf", cdfthreshd=0.9, pvthreshd=6.0),
+}
+
+
+def run(case: Case, policy: SparsePolicy, generator: torch.Generator, empty_rows: bool):
+    """A function of no arguments: output, log-sum-exp and counters of one call."""
+    q, k, v = make_qkv(case, generator)
+    lengths = None
+    if case.key_lengths is not None:
+        lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
+    mask = None
+    if empty_rows:
+        blocks = (-(-q.shape[2] // 128), -(-k.shape[2] // 64))
+        mask = torch.rand(*q.shape[:2], *blocks, generator=generator).cuda() < 0.5
+        mask[:, :, ::3] = False
+
+    def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        stats = AttentionStats("cuda")
+        out, lse = attention(
+            q,
+            k,
+            v,
+            policy,
+            return_lse=True,
+            stats=stats,
+            is_causal=case.causal,
+            key_lengths=lengths,
+            block_mask=mask,
+        )
+        return out, lse, stats.counters
+
+    return call
+
+
+@pytest.mark.parametrize("empty_rows", [False, True], ids=["routed", "empty-rows"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_number_of_blocks_changes_nothing(
+    case: Case,
+    policy: SparsePolicy,
+    empty_rows: bool,
+    generator: torch.Generator,
+    poison: None,
+    force,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force(HOPPER)
+    call = run(case, policy, generator, empty_rows)
+    many = call()
+    launch = importlib.import_module("sparge.launch")
+    for blocks in (1, 3):
+        monkeypatch.setattr(launch, "resident_blocks", lambda _, blocks=blocks: blocks)
+        few = call()
+        for one, other in zip(many, few, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_attend_leaves_the_workspace_as_it_was(generator: torch.Generator, force) -> None:
+    force(HOPPER)
+    q, k, v = make_qkv(CASES[0], generator)
+    policy = SparsePolicy(topk=0.5)
+    call = make_call(q, k, v, policy, "HND", False, None, None, None, None)
+    element, sizes = int(call.element), call.shape.sizes()
+    workspace = ops.quantize(q, k, v, None, True, element, True)
+    rules = (0, 1, 1.0, -0.1, call.scale, False, False, False, 0, 0, None)
+    block_map, _ = ops.route(workspace, sizes, element, True, None, None, None, *rules)
+    before = workspace.clone()
+    outs = [torch.empty_like(q) for _ in range(2)]
+    for out in outs:
+        tail = (call.scale, 50.0, False, False, out, None, None, None, None, None)
+        ops.attend(q, workspace, block_map, sizes, element, True, None, None, *tail)
+    assert torch.equal(*outs)
+    assert torch.equal(workspace, before)
+    layout = WorkspaceLayout(call.shape, call.element, with_values=True, with_queries=True)
+    assert int(layout.view(workspace, "next_turn")) == 0
