@@ -95,8 +95,8 @@ LEAST_SCALE = 2.0**-20
 def check_scale(scale: float) -> None:
     if not LEAST_SCALE <= scale < math.inf:
         raise Unsupported(
-            f"scale is {scale}; the softmax scale is a finite number from {LEAST_SCALE:g} up: for a "
-            "negative one pass -q, for 0 average v."
+            f"scale is {scale}; the softmax scale is a finite number from {LEAST_SCALE:g} up: "
+            "for a negative one pass -q, for 0 average v."
         )
 
 
