@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja"}
+#: typing_extensions: for type checkers alone, and torch brings it.
+LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja", "typing_extensions"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 STAGES = ("quantize", "route", "attend")
 LONGEST = 400  # lines; past that a file holds more than one idea
