@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of one candidate for each head: up to a target error, or under a mean density.
+
+Errors are (heads, candidates), costs and densities (candidates,), all float64. A cost is a share of
+dense attention and counts the residual; a density is the share of pairs that are kept.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+ROUNDING = 1e-9  # of a sum of densities
+
+
+def meet_target(errors: Array, costs: Array, target: float) -> Indices:
+    """(heads,): the cheapest candidate with at most `target` error.
+
+    Of equally cheap ones the truest, then the first. A head that no candidate brings to the target
+    gets its truest.
+    """
+    met = errors <= target
+    rank = np.where(met, costs, np.inf)
+    cheapest = rank == rank.min(1, keepdims=True)
+    truest = np.where(cheapest, errors, np.inf).argmin(1)
+    return np.where(met.any(1), truest, errors.argmin(1))
+
+
+def share_density(errors: Array, costs: Array, densities: Array, mean: float) -> Indices:
+    """(heads,): the candidates that leave the least summed error under a mean density.
+
+    Every head starts with its cheapest candidate; then the step along a head's convex hull of cost
+    and error that takes most error away for its cost is made, again and again, while the mean over
+    the heads stays within `mean`. Ties go to the lower head. Where even the cheapest candidates
+    are denser than `mean`, they are what is returned.
+    """
+    hulls = [convex_hull(costs, head) for head in errors]
+    chosen = np.array([hull[0] for hull in hulls])
+    left = mean * len(hulls) - densities[chosen].sum() + ROUNDING
+    steps = [
+        (_slope(costs, errors[head], *step), head, step)
+        for head, hull in enumerate(hulls)
+        for step in pairwise(hull)
+    ]
+    for _, head, (before, after) in sorted(steps, key=_steepest_first):
+        dearer = densities[after] - densities[before]
+        if chosen[head] == before and dearer <= left:
+            chosen[head] = after
+            left -= dearer
+    return chosen
+
+
+def convex_hull(costs: Array, errors: Array) -> list[int]:
+    """Candidates on the lower left of (cost, error), cheapest first: each step takes away less
+    error for its cost than the one before."""
+    hull: list[int] = []
+    by_cost = np.lexsort((errors, costs))
+    least_before = np.minimum.accumulate(np.append(np.inf, errors[by_cost]))[:-1]
+    for index in by_cost[errors[by_cost] < least_before].tolist():
+        while len(hull) > 1 and _slope(costs, errors, hull[-1], index) >= _slope(
+            costs, errors, hull[-2], hull[-1]
+        ):
+            hull.pop()
+        hull.append(index)
+    return hull
+
+
+def _slope(costs: Array, errors: Array, before: int, after: int) -> float:
+    """Error taken away for each unit of cost; the order of a hull has ascending costs."""
+    return float((errors[before] - errors[after]) / (costs[after] - costs[before]))
+
+
+def _steepest_first(step: tuple[float, int, tuple[int, int]]) -> tuple[float, int]:
+    return -step[0], step[1]

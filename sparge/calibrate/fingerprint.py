@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a profile was measured on the model at hand."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SAMPLE = 64  # values kept of each norm: enough to tell models apart, a few KB in all
+#: Relative distance of norms below which they are the same weights in another dtype: bf16 rounds by
+#: 2^-9 = .002, fp8 checkpoints keep their norms in 16 bits.
+SAME_NORMS = 0.005
+
+
+class Fit(enum.Enum):
+    FITS = "fits"
+    DIFFERENT_WEIGHTS = "different weights"
+    """The same architecture, other norms: a finetune or a merged LoRA. Usable, with a warning."""
+    OTHER_MODEL = "other model"
+    """Not usable."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    fit: Fit
+    sentence: str
+    """What a user reads."""
+
+    @property
+    def usable(self) -> bool:
+        return self.fit is not Fit.OTHER_MODEL
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprint:
+    """An architecture and samples of a few of its norm weights."""
+
+    architecture: str
+    """The class name of the model, such as "WanModel"."""
+    norms: Mapping[str, Tensor]
+    """Of each norm by name, (up to 64,) float32 on the CPU."""
+
+    @classmethod
+    def of(cls, architecture: str, weights: Mapping[str, Tensor]) -> Fingerprint:
+        """From a few small norm weights of the model; reads them, so it waits for the GPU."""
+        return cls(
+            architecture,
+            {
+                name: weight.detach().flatten()[:SAMPLE].to("cpu", torch.float32, copy=True)
+                for name, weight in weights.items()
+            },
+        )
+
+    def compare(self, measured_on: Fingerprint) -> Verdict:
+        """Whether what was measured on another fingerprint holds for this one."""
+        if self.architecture != measured_on.architecture:
+            return Verdict(
+                Fit.OTHER_MODEL,
+                f"The profile was measured on {measured_on.architecture} and this model is "
+                f"{self.architecture}, so it is not used and this run measures.",
+            )
+        here = {name: norm.shape for name, norm in self.norms.items()}
+        if here != {name: norm.shape for name, norm in measured_on.norms.items()}:
+            return Verdict(
+                Fit.OTHER_MODEL,
+                f"The profile was measured on a {self.architecture} of another size, so it is not "
+                "used and this run measures.",
+            )
+        changed = [n for n, norm in self.norms.items() if not _same(norm, measured_on.norms[n])]
+        if changed:
+            return Verdict(
+                Fit.DIFFERENT_WEIGHTS,
+                f"The profile was measured on other weights of {self.architecture} "
+                f"({changed[0]} differs): a finetune or a LoRA. It is used; measure again if the "
+                "picture suffers.",
+            )
+        return Verdict(Fit.FITS, f"The profile was measured on this {self.architecture}.")
+
+
+def _same(norm: Tensor, other: Tensor) -> bool:
+    return float((norm - other).norm()) <= SAME_NORMS * float(norm.norm())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact and pooled parts of some query blocks, bucket by bucket: what calibration scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..plan.blocks import QUERY_BLOCK
+from ..plan.budget import HeadBudget
+from ..policy import SparsePolicy
+from ..reference.budgeted import bucket_partials
+from ..reference.choose import choose_blocks
+from ..reference.packed import pack_qkv
+from ..reference.partial import Partial
+from .candidates import CandidateSet
+from .scoring import Parts
+from .workload import Workload
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Parts of S query blocks: Partials (B, H, S, 128, D) of each router and bucket."""
+
+    by_router: Sequence[Parts]
+    occupied: Tensor
+    """(S, 128) bool: the row is a query; others hold nothing of meaning."""
+
+
+class Measure(Protocol):
+    """Attention that hands out its parts; must not synchronise with the GPU."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_blocks: Sequence[int],
+        workload: Workload,
+        candidates: CandidateSet,
+        *,
+        scale: float,
+        key_lengths: Tensor | None,
+    ) -> Measured: ...
+
+
+def reference_measure(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_blocks: Sequence[int],
+    workload: Workload,
+    candidates: CandidateSet,
+    *,
+    scale: float,
+    key_lengths: Tensor | None,
+) -> Measured:
+    """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
+    order = None if workload.is_causal else workload.order  # causal means raster
+    packed = pack_qkv(q, k, v, order, key_lengths=key_lengths)
+    by_router: list[Parts] = []
+    for router in candidates.routers:
+        choice = choose_blocks(
+            packed,
+            SparsePolicy(),
+            HeadBudget.uniform(q.shape[1], 1.0, router=router),
+            scale=scale,
+            is_causal=workload.is_causal,
+        )
+        every = candidates.buckets(choice.rank, choice.valid)
+        sampled = torch.full_like(every, -1)
+        for block in query_blocks:
+            sampled[:, :, block] = every[:, :, block]
+        parts = bucket_partials(
+            packed, sampled, len(candidates.densities), scale=scale, is_causal=workload.is_causal
+        )
+        by_router.append([(_rows(a, query_blocks), _rows(b, query_blocks)) for a, b in parts])
+    return Measured(by_router, _by_block(packed.occupied.unsqueeze(-1), query_blocks)[..., 0])
+
+
+def _rows(part: Partial, query_blocks: Sequence[int]) -> Partial:
+    return Partial(
+        _by_block(part.unnormalised, query_blocks),
+        _by_block(part.row_max.unsqueeze(-1), query_blocks)[..., 0],
+        _by_block(part.row_sum.unsqueeze(-1), query_blocks)[..., 0],
+    )
+
+
+def _by_block(rows: Tensor, query_blocks: Sequence[int]) -> Tensor:
+    """(..., N, D) to (..., S, 128, D)."""
+    blocks = [rows[..., i * QUERY_BLOCK : (i + 1) * QUERY_BLOCK, :] for i in query_blocks]
+    return torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices on disk: a small safetensors file whose metadata says what was measured and when."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .choices import HeadChoices
+from .fingerprint import Fingerprint, Verdict
+from .profile_error import ProfileError
+from .profile_header import Header, Table
+from .profile_tables import checked_choices, checked_norm, tensors_of
+
+METADATA_KEY = "sparge_profile"
+LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 1 MB
+NORM = (
+    "norm."  # starts the names of norm tensors; choices are "0.density", "0.gain", "1.density" ...
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Choices by conditioning and token count, and the model they were measured on."""
+
+    fingerprint: Fingerprint
+    choices: Mapping[Table, HeadChoices]
+    mode: str
+    """"quality" or "budget": what `asked` is, a target error or a mean density."""
+    asked: float
+    created: str = ""
+    """When, as ISO 8601."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Whatever else a reader may want to know: model file, sampler, steps."""
+
+    def fits(self, model: Fingerprint) -> Verdict:
+        """Whether this profile holds for `model`; the verdict's sentence is for the user."""
+        return model.compare(self.fingerprint)
+
+    def save(self, path: Path) -> None:
+        """Write to `path` at once or not at all.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
+        tensors: dict[str, Tensor] = {
+            NORM + name: norm.contiguous() for name, norm in self.fingerprint.norms.items()
+        }
+        for index, choices in enumerate(self.choices.values()):
+            tensors |= {f"{index}.{name}": x for name, x in tensors_of(choices).items()}
+        header = Header(
+            self.fingerprint.architecture,
+            tuple(self.choices),
+            tuple(choices.floor for choices in self.choices.values()),
+            self.mode,
+            self.asked,
+            self.created,
+            dict(self.notes),
+        )
+        data = save(tensors, {METADATA_KEY: header.to_json()})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, data)
+        except OSError as error:
+            raise ProfileError(f"The profile {path.name} cannot be written: {error}.") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read `path`, believing nothing in it.
+
+        Raises:
+            ProfileError: there is no such file, or it is no profile; the message says why.
+        """
+        tensors, header = _read(path)
+        choices = {
+            table: checked_choices(tensors, f"{index}.", floor)
+            for index, (table, floor) in enumerate(zip(header.tables, header.floors, strict=True))
+        }
+        norms = {
+            name.removeprefix(NORM): checked_norm(name, tensors.pop(name))
+            for name in sorted(tensors)
+            if name.startswith(NORM)
+        }
+        if tensors:
+            raise ProfileError(
+                f"The profile {path.name} has a tensor {min(tensors)!r} that no version of it has."
+            )
+        return cls(
+            Fingerprint(header.architecture, norms),
+            choices,
+            header.mode,
+            header.asked,
+            header.created,
+            header.notes,
+        )
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Header]:
+    if not path.is_file():
+        raise ProfileError(f"There is no profile {path.name} in {path.parent.name}.")
+    if path.stat().st_size > LARGEST:
+        raise ProfileError(
+            f"{path.name} has {path.stat().st_size} bytes; a profile has at most {LARGEST}."
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, names = file.metadata() or {}, list(file.keys())
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ProfileError(f"{path.name} is no safetensors file: {error}.") from error
+    if set(metadata) != {METADATA_KEY}:
+        raise ProfileError(f"{path.name} is a safetensors file but no profile of heads.")
+    return tensors, Header.from_json(metadata[METADATA_KEY])
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A reader, or a crash, meets the old file or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

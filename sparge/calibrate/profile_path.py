@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile's name, as a user types it, to a file in the profile folder and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .profile_error import ProfileError
+
+SUFFIX = ".safetensors"
+LONGEST_NAME = 100  # file systems take 255 bytes, and a character may have four of them
+#: Windows opens a device where a file is so named, whatever its suffix.
+RESERVED = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.I)
+#: Separators, drives and streams, wildcards, what shells redirect with; control characters.
+REFUSED = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f]')
+
+
+def profile_path(folder: Path, name: str) -> Path:
+    """The file of the profile `name` in `folder`, with or without its suffix.
+
+    Raises:
+        ProfileError: the name could leave the folder, or is none that every system can have.
+    """
+    stem = name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else name
+    if not stem or len(stem) > LONGEST_NAME:
+        complaint = f"has {len(stem)} characters; it takes 1 to {LONGEST_NAME}"
+    elif found := REFUSED.search(stem):
+        complaint = f"has the character {found[0]!r}, which file names cannot have everywhere"
+    elif stem[0] in ". " or stem[-1] in ". ":
+        complaint = "starts or ends with a dot or a space"
+    elif RESERVED.fullmatch(stem):
+        complaint = "is the name of a device on Windows"
+    else:
+        return folder / (stem + SUFFIX)
+    raise ProfileError(f"The profile name {name!r} {complaint}. Use letters, digits, - and _.")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a profile, and what makes them acceptable."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..plan.budget import Router
+from .choices import HeadChoices
+from .fingerprint import SAMPLE
+from .profile_error import ProfileError
+
+#: Name and dtype of each tensor, and the least and greatest value in it.
+TENSORS = {
+    "density": (torch.float32, 0.0, 1.0),
+    "gain": (torch.float32, 0.0, 100.0),  # a gain past the keys of a block is no residual any more
+    "router": (torch.int32, min(Router), max(Router)),
+    "error": (torch.float32, 0.0, 1e6),
+    "measured": (torch.bool, 0, 1),
+}
+
+
+def tensors_of(choices: HeadChoices) -> dict[str, Tensor]:
+    return {name: getattr(choices, name).cpu().contiguous() for name in TENSORS}
+
+
+def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:
+    """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be."""
+    found: dict[str, Tensor] = {}
+    for name, (dtype, least, greatest) in TENSORS.items():
+        tensor = tensors.pop(prefix + name, None)
+        if tensor is None:
+            raise ProfileError(f"The profile has no tensor {prefix + name}.")
+        if tensor.dtype != dtype or tensor.dim() != (1 if name == "measured" else 2):
+            raise ProfileError(
+                f"{prefix + name} has type {tensor.dtype} and shape {tuple(tensor.shape)}; it "
+                f"takes {dtype} values by layer{'' if name == 'measured' else ' and head'}."
+            )
+        _check_values(prefix + name, tensor, least, greatest)
+        found[name] = tensor
+    shape = found["density"].shape
+    for name, tensor in found.items():
+        if tensor.shape != shape[: tensor.dim()]:
+            raise ProfileError(
+                f"{prefix + name} has shape {tuple(tensor.shape)} beside {tuple(shape)} of the "
+                "densities."
+            )
+    return HeadChoices(**found, floor=floor)
+
+
+def checked_norm(name: str, norm: Tensor) -> Tensor:
+    if norm.dtype != torch.float32 or norm.dim() != 1 or norm.numel() > SAMPLE:
+        raise ProfileError(
+            f"{name} has type {norm.dtype} and shape {tuple(norm.shape)}; it takes up to {SAMPLE} "
+            "float32 values."
+        )
+    _check_values(name, norm, -math.inf, math.inf)
+    return norm
+
+
+def _check_values(name: str, tensor: Tensor, least: float, greatest: float) -> None:
+    if not tensor.numel():
+        raise ProfileError(f"{name} is empty.")
+    values = tensor.double()
+    if not bool(values.isfinite().all()):
+        raise ProfileError(f"{name} holds a value that is not finite.")
+    low, high = float(values.min()), float(values.max())
+    if low < least or high > greatest:
+        raise ProfileError(
+            f"{name} goes from {low:g} to {high:g}; it takes {least:g} to {greatest:g}."
+        )

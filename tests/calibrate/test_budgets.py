@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices for a few heads against all the choices there are."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from sparge.calibrate.budgets import convex_hull, meet_target, share_density
+
+
+@pytest.fixture
+def problem(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Errors of 4 heads and 6 candidates, and the costs of those in no order."""
+    random = np.random.default_rng(seed)
+    costs = random.permutation([0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
+    return random.random((4, 6)) * np.exp(-3 * costs), costs
+
+
+def least_error(errors: np.ndarray, costs: np.ndarray, total: float) -> float:
+    every = np.array(list(product(range(errors.shape[1]), repeat=len(errors))))
+    sums = errors[np.arange(len(errors)), every].sum(1)
+    return float(sums[costs[every].sum(1) <= total + 1e-9].min())
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_water_filling_leaves_the_least_error(seed: int, attempt: int) -> None:
+    """At the densities that whole steps reach, no choice of all 6^4 is better."""
+    random = np.random.default_rng([seed, attempt])
+    costs = random.permutation([0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
+    errors = random.random((4, 6)) * np.exp(-3 * costs)
+    for mean in np.linspace(0.05, 1.0, 50):
+        chosen = share_density(errors, costs, costs, mean)
+        assert costs[chosen].sum() <= mean * 4 + 1e-6
+    on_hull = breakpoints(errors, costs)
+    assert len(on_hull) > 3
+    for total, summed in on_hull:
+        chosen = share_density(errors, costs, costs, total / 4)
+        assert errors[np.arange(4), chosen].sum() == pytest.approx(summed)
+        assert least_error(errors, costs, total) == pytest.approx(summed)
+
+
+def breakpoints(errors: np.ndarray, costs: np.ndarray) -> list[tuple[float, float]]:
+    """Total cost and error of the minima of error + price x cost, over all prices."""
+    found = {}
+    for price in np.geomspace(1e-3, 1e3, 4000):
+        chosen = (errors + price * costs).argmin(1)
+        found[round(float(costs[chosen].sum()), 9)] = float(
+            errors[np.arange(len(errors)), chosen].sum()
+        )
+    return sorted(found.items())
+
+
+def test_a_head_that_needs_keys_gets_those_of_one_that_does_not() -> None:
+    costs = np.array([0.1, 0.2, 0.4])
+    errors = np.array([[0.02, 0.01, 0.0], [0.9, 0.5, 0.1]])
+    assert share_density(errors, costs, costs, 0.25).tolist() == [0, 2]
+
+
+def test_ties_go_to_the_lower_head_and_candidate() -> None:
+    costs = np.array([0.1, 0.2, 0.2])
+    errors = np.array([[0.5, 0.1, 0.1]] * 3)
+    assert share_density(errors, costs, costs, 0.1 + 0.1 / 3).tolist() == [1, 0, 0]
+    assert meet_target(errors, costs, 0.2).tolist() == [1, 1, 1]
+
+
+def test_cost_ranks_and_density_is_what_is_shared() -> None:
+    """A residual costs time, but keeps no pairs."""
+    costs, densities = np.array([0.1, 0.116, 0.2]), np.array([0.1, 0.1, 0.2])
+    errors = np.array([[0.5, 0.2, 0.15]])
+    assert share_density(errors, costs, densities, 0.1).tolist() == [1]
+    worthless = np.array([[0.5, 0.5, 0.1]])
+    assert share_density(worthless, costs, densities, 0.1).tolist() == [0]
+
+
+def test_the_better_step_is_the_better_for_its_cost() -> None:
+    """Room for one step: 0.4 less error for 0.116, residual included, or 0.38 less for 0.1."""
+    costs, densities = np.array([0.1, 0.2, 0.216]), np.array([0.1, 0.2, 0.2])
+    errors = np.array([[0.5, 0.5, 0.1], [0.5, 0.12, 0.12]])
+    assert share_density(errors, costs, densities, 0.15).tolist() == [0, 1]
+
+
+def test_too_little_for_all_gives_the_cheapest() -> None:
+    costs = np.array([0.1, 0.2])
+    assert share_density(np.array([[0.5, 0.1]] * 2), costs, costs, 0.01).tolist() == [0, 0]
+
+
+def test_target_takes_the_cheapest_that_meets_it(problem: tuple[np.ndarray, np.ndarray]) -> None:
+    errors, costs = problem
+    for target in (0.01, 0.05, 0.1, 0.3, 1.0):
+        for head, chosen in enumerate(meet_target(errors, costs, target)):
+            met = [i for i in range(6) if errors[head, i] <= target]
+            expected = min(met, key=costs.__getitem__) if met else errors[head].argmin()
+            assert chosen == expected
+
+
+def test_of_equally_cheap_ones_the_truest() -> None:
+    costs = np.array([0.2, 0.1, 0.1])
+    assert meet_target(np.array([[0.0, 0.05, 0.03]]), costs, 0.06).tolist() == [2]
+
+
+def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray]) -> None:
+    errors, costs = problem
+    for head in errors:
+        chosen = {int((head + price * costs).argmin()) for price in np.geomspace(1e-4, 1e4, 20000)}
+        assert chosen == set(convex_hull(costs, head))

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From samples to budgets, judged by the attention that the budgets then give."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparge.calibrate import Calibration, CandidateSet, Measured, Workload, reference_measure
+from sparge.metrics import rel_l2
+from sparge.plan import HeadBudget, TokenGrid, cube_order
+from sparge.policy import SparsePolicy
+from sparge.reference.budgeted import budgeted_attention
+from sparge.reference.partial import Partial
+
+GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
+CANDIDATES = CandidateSet(densities=(0.2, 0.5, 1.0), gains=(0.0, 0.7))
+EVERY_BLOCK = 1000
+
+
+@pytest.fixture
+def qkv(make_qkv) -> tuple[Tensor, Tensor, Tensor]:
+    """Three heads over one KV head, whose neighbouring keys are alike, from flat to peaked."""
+    q, k, v = (x.float() for x in make_qkv(1, 3, GRID.tokens, 16, kv_heads=1))
+    drift = torch.linspace(0, 60, GRID.tokens)[None, None, :, None]
+    k = k + 2 * torch.sin(drift + torch.arange(16))
+    q = q * torch.tensor([0.5, 1.0, 2.0])[:, None, None]
+    return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+def begin(layers: int = 1, **changes: Any) -> Calibration:
+    options: dict[str, Any] = {
+        "layers": layers,
+        "heads": 3,
+        "workload": Workload(cube_order(GRID)),
+        "candidates": CANDIDATES,
+        "blocks_a_call": EVERY_BLOCK,
+    }
+    return Calibration.begin(**(options | changes))
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], budget: HeadBudget, workload: Workload
+) -> tuple[Tensor, Tensor]:
+    order = None if workload.is_causal else workload.order
+    attended, choice = budgeted_attention(
+        *qkv, SparsePolicy(), budget, order=order, is_causal=workload.is_causal
+    )
+    return attended.out[0], choice.kept[0]
+
+
+def sparse_rows(workload: Workload) -> Tensor:
+    """Tokens in query blocks that may drop something."""
+    block = workload.order.token_slot.long() // 128
+    return torch.isin(block, torch.tensor(workload.sparse_query_blocks()))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
+    workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
+    calibration = begin(workload=workload)
+    calibration.sample(0, *qkv)
+    found = calibration.relative_errors()[0]
+    rows = sparse_rows(workload)
+    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
+    for place in np.ndindex(CANDIDATES.shape):
+        router, density, gain = place
+        budget = HeadBudget.uniform(
+            3, CANDIDATES.densities[density], CANDIDATES.gains[gain], CANDIDATES.routers[router]
+        )
+        out, _ = attend(qkv, budget, workload)
+        for head in range(3):
+            expected = rel_l2(out[head, rows], exact[head, rows])
+            # 0.01: parts round P around their own maxima, to FP16.
+            assert found[head][place] == pytest.approx(expected, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("mean", [0.5, 0.6, 0.8])
+def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv, mean: float) -> None:
+    calibration = begin(layers=2)
+    calibration.sample(0, *qkv)
+    calibration.sample(1, *qkv)
+    choices = calibration.freeze(mean_density=mean)
+    workload = calibration.workload
+    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
+
+    def judged(budget: HeadBudget) -> tuple[float, float, Tensor]:
+        out, kept = attend(qkv, budget, workload)
+        errors = torch.tensor([rel_l2(a, b) for a, b in zip(out, exact, strict=True)])
+        rows = workload.order.query_counts()[:, None]
+        density = float((kept * rows).sum() / (torch.ones_like(kept) * rows).sum())
+        return float(errors.mean()), density, errors
+
+    layers = [budget for layer in range(2) if (budget := choices.budget(layer))]
+    errors, densities, by_head = zip(*(judged(budget) for budget in layers), strict=True)
+    assert len(layers) == 2
+    assert sum(densities) / 2 <= mean + 1e-6
+    assert sum(densities) / 2 > mean - 0.1, "and used"
+    uniform, density, _ = judged(HeadBudget.uniform(3, float(choices.density.mean()) - 0.05))
+    assert density <= mean
+    assert sum(errors) / 2 < uniform
+    assert torch.allclose(choices.error[0], by_head[0], rtol=0.5, atol=0.01)
+
+
+def test_a_target_is_met(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), calibration.workload)
+    reached = []
+    for target in (0.05, 0.2):
+        choices = calibration.freeze(target=target)
+        assert float(choices.error.max()) <= target
+        budget = choices.budget(0)
+        assert budget is not None
+        out, kept = attend(qkv, budget, calibration.workload)
+        assert all(rel_l2(a, b) < 1.3 * target for a, b in zip(out, exact, strict=True))
+        reached.append(float(kept.float().mean()))
+    assert reached[0] > reached[1]
+
+
+def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    choices = calibration.freeze(mean_density=0.1)
+    assert choices.density.tolist() == [[pytest.approx(0.2)] * 3]
+    assert "A mean density of 0.1 is asked for" in caplog.text
+    caplog.clear()
+    calibration.freeze(mean_density=0.8)
+    assert not caplog.text
+
+
+def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
+    calibration = begin(layers=3)
+    calibration.sample(1, *qkv)
+    q, k, v = qkv
+    calibration.sample(2, q, k, v * torch.inf)
+    choices = calibration.freeze(mean_density=0.6)
+    assert choices.measured.tolist() == [False, True, False]
+    assert choices.budget(0) is None
+    assert choices.budget(1) is not None
+    assert choices.density[0].tolist() == [1.0] * 3
+
+
+def test_freeze_wants_one_aim_and_samples(qkv) -> None:
+    calibration = begin()
+    with pytest.raises(ValueError, match="No layer was measured"):
+        calibration.freeze(target=0.1)
+    for aims in ({}, {"target": 0.1, "mean_density": 0.2}):
+        with pytest.raises(ValueError, match="one of the two"):
+            calibration.freeze(**aims)
+
+
+def test_samples_add_up(qkv) -> None:
+    whole, piecewise = begin(), begin(blocks_a_call=1)
+    whole.sample(0, *qkv)
+    for _ in whole.query_blocks:
+        piecewise.sample(0, *qkv)
+    assert whole.samples == piecewise.samples == [len(whole.query_blocks)]
+    torch.testing.assert_close(whole.squared_error, piecewise.squared_error)
+    torch.testing.assert_close(whole.squared_norm, piecewise.squared_norm)
+
+
+def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
+    workload = Workload(cube_order(TokenGrid(12, 32, 48, prefix=300)))
+    calibration = begin(layers=2, workload=workload, blocks_a_call=4)
+    chosen: list[int] = []
+    for call in range(8):
+        calibration.samples[0] = 4 * call
+        chosen += calibration.next_query_blocks(0)
+        assert calibration.next_query_blocks(0) == chosen[-4:]
+        assert calibration.next_query_blocks(1) != chosen[-4:]
+    sparse = workload.sparse_query_blocks()
+    assert 0 not in sparse, "text drops nothing, so there is nothing to measure"
+    assert set(chosen) <= set(sparse)
+    assert len(set(chosen)) == 32
+    assert max(np.diff(sorted(chosen))) <= 2.7 * len(sparse) / 32  # golden: phi^2
+    calibration.samples[0] = 0
+    calibration = replace(calibration, blocks_a_call=10**6)
+    assert sorted(calibration.next_query_blocks(0)) == sparse
+
+
+def test_text_alone_is_not_measured() -> None:
+    with pytest.raises(ValueError, match="leave this attention dense"):
+        begin(workload=Workload(cube_order(TokenGrid(1, 1, 5, prefix=300))))
+
+
+def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
+    """Pseudo-keys that all but leave the output alone bring a hair less error, and cost time."""
+
+    def measure(q, k, v, blocks, workload, candidates, **_) -> Measured:
+        shape, random = (1, 3, len(blocks), 128), torch.randn(16, generator=generator)
+
+        def part(weight: float, value: Tensor) -> Partial:
+            sums = torch.full(shape, weight)
+            return Partial(sums.unsqueeze(-1) * value, torch.zeros(shape), sums)
+
+        values = (random + 1, random, random)
+        parts = [(part(1.0, value), part(1e-4, random)) for value in values]
+        return Measured([parts] * 2, torch.ones(len(blocks), 128).bool())
+
+    calibration = begin(measure=measure)
+    q = torch.zeros(1, 3, GRID.tokens, 16)
+    calibration.sample(0, q, q, q)
+    errors = calibration.relative_errors()[0, 0, 0]
+    assert errors[1, 1] < errors[1, 0]
+    choices = calibration.freeze(target=float(errors[1, 0]) * 1.001)
+    assert not choices.gain.any()
+
+
+def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
+    def dirty(*args, **options) -> Measured:
+        measured = reference_measure(*args, **options)
+        empty = ~measured.occupied.unsqueeze(-1)
+        assert empty.any()
+        for parts in measured.by_router:
+            for part in (part for both in parts for part in both):
+                part.unnormalised.masked_fill_(empty, 1e3)
+                part.row_sum.masked_fill_(empty[..., 0], 1.0)
+                part.row_max.masked_fill_(empty[..., 0], 0.0)
+        return measured
+
+    clean, unclean = begin(), begin(measure=dirty)
+    clean.sample(0, *qkv)
+    unclean.sample(0, *qkv)
+    assert torch.equal(clean.squared_error, unclean.squared_error)
+    assert torch.equal(clean.squared_norm, unclean.squared_norm)
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what would wait for a GPU: values read on the host, shapes that depend on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1].split(".")[0]
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique"), name
+        assert name not in ("_unique2", "_to_copy") or "device" not in (kwargs or {}), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) -> None:
+    q = torch.randn(1, 3, GRID.tokens, 16, generator=generator)
+
+    def measure(q, k, v, blocks, workload, candidates, *, scale, key_lengths) -> Measured:
+        """Parts out of thin air: the reference reads values on the host, kernels will not."""
+        shape = (1, 3, len(blocks), 128)
+
+        def part() -> Partial:
+            sums = torch.rand(shape, generator=generator) + 0.1
+            return Partial(torch.rand(*shape, 16, generator=generator), torch.zeros(shape), sums)
+
+        parts = [(part(), part()) for _ in candidates.densities]
+        return Measured([parts] * len(candidates.routers), torch.ones(len(blocks), 128).bool())
+
+    calibration = begin(measure=measure, blocks_a_call=3)
+    kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
+    pointers = [calibration.squared_error.data_ptr(), calibration.squared_norm.data_ptr()]
+    with NoSync():
+        for _ in range(3):
+            calibration.sample(0, q, q, q)
+    assert all(getattr(calibration, name) is value for name, value in kept.items())
+    assert pointers == [calibration.squared_error.data_ptr(), calibration.squared_norm.data_ptr()]
+    assert calibration.samples == [9]
+    assert float(calibration.squared_norm.min()) > 0
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
+        calibration.squared_norm.sum().item()

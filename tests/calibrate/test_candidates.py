@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A candidate's buckets and cost are what attention makes of its budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparge.calibrate import CandidateSet, Workload
+from sparge.plan import HeadBudget, Router, TokenGrid, cube_order
+from sparge.policy import SparsePolicy
+from sparge.reference.choose import Choice, choose_blocks
+from sparge.reference.packed import Packed, pack_qkv
+
+CASES = [
+    Workload(cube_order(TokenGrid(5, 9, 13, prefix=70, suffix=33))),
+    Workload(cube_order(TokenGrid(7, 6, 13, lead_frames=1))),
+    Workload.of_tokens(1000),
+    Workload.of_tokens(1000, is_causal=True),
+]
+CANDIDATES = CandidateSet(densities=(0.1, 0.3, 0.7, 1.0), floor=2)
+
+
+def choose(packed: Packed, workload: Workload, density: float) -> Choice:
+    ones = torch.ones(2)
+    budget = HeadBudget(ones * density, ones, torch.tensor([0, 1], dtype=torch.int32), floor=2)
+    return choose_blocks(packed, SparsePolicy(), budget, scale=0.25, is_causal=workload.is_causal)
+
+
+@pytest.mark.parametrize("workload", CASES, ids=["text", "lead", "raster", "causal"])
+def test_buckets_and_cost_are_those_of_attention(make_qkv, workload: Workload) -> None:
+    q, k, v = make_qkv(1, 2, workload.order.tokens, 16)
+    packed = pack_qkv(q, k, v, None if workload.is_causal else workload.order)
+    choices = [choose(packed, workload, density) for density in CANDIDATES.densities]
+    buckets = CANDIDATES.buckets(choices[0].rank, choices[0].valid)
+    costs = workload.density(CANDIDATES.kept_ranks(workload.key_blocks))
+    sparse = workload.sparse_query_blocks()
+    assert len(sparse) == int((~workload.order.queries_exact).sum()) > 0
+    rows = workload.order.query_counts()[:, None]
+    for place, choice in enumerate(choices):
+        kept = (buckets >= 0) & (buckets <= place)
+        assert torch.equal(kept[:, :, sparse], choice.kept[:, :, sparse])
+        share = (choice.kept * rows).sum() / (choice.valid * rows).sum()
+        assert costs[place] == pytest.approx(float(share))
+    assert costs[0] < costs[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"densities": (0.5, 0.3, 1.0)}, "densities are .* ascend from above 0 to 1"),
+        ({"densities": (0.5, 0.9)}, "ascend from above 0 to 1"),
+        ({"densities": (0.0, 1.0)}, "ascend from above 0 to 1"),
+        ({"densities": (1.0,)}, "nothing but 1"),
+        ({"gains": (0.5, 1.0)}, "gains are .* from 0"),
+        ({"gains": ()}, "gains are"),
+        ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
+        ({"floor": 0}, "floor is 0"),
+    ],
+)
+def test_other_sets_are_refused(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        CandidateSet(**change)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles: what goes in comes out, and nothing else comes in."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparge.calibrate import (
+    Fingerprint,
+    Fit,
+    HeadChoices,
+    Profile,
+    ProfileError,
+    Table,
+    profile_path,
+)
+
+KEY = "sparge_profile"
+
+
+def choices(generator: torch.Generator, layers: int = 3, heads: int = 4) -> HeadChoices:
+    shape = (layers, heads)
+    return HeadChoices(
+        torch.rand(shape, generator=generator),
+        torch.rand(shape, generator=generator),
+        torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
+        torch.rand(shape, generator=generator),
+        torch.tensor([True, False, True]),
+        floor=2,
+    )
+
+
+@pytest.fixture
+def profile(generator: torch.Generator) -> Profile:
+    model = Fingerprint.of("WanModel", {"norm.q": torch.randn(200, generator=generator)})
+    tables = {Table("cond", 18444): choices(generator), Table("uncond", 512): choices(generator)}
+    notes = {"sampler": "euler, 20 Schritte, schön"}
+    return Profile(model, tables, "budget", 0.2, "2026-11-21T19:00:00Z", notes)
+
+
+def test_round_trip(profile: Profile, tmp_path: Path) -> None:
+    path = profile_path(tmp_path / "new folder", "mine")
+    profile.save(path)
+    found = Profile.load(path)
+    assert list(found.choices) == list(profile.choices)
+    for table, expected in profile.choices.items():
+        for part in fields(HeadChoices):
+            value, before = (getattr(x, part.name) for x in (found.choices[table], expected))
+            assert value == before if part.name == "floor" else torch.equal(value, before)
+    assert (found.mode, found.asked, found.created) == ("budget", 0.2, "2026-11-21T19:00:00Z")
+    assert found.notes == profile.notes
+    assert found.fits(profile.fingerprint).fit is Fit.FITS
+    budget = found.choices[Table("cond", 18444)].budget(0)
+    assert budget is not None
+    assert budget.floor == 2
+    assert found.choices[Table("cond", 18444)].budget(1) is None
+    assert [x.name for x in path.parent.iterdir()] == ["mine.safetensors"]
+
+
+Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
+
+
+def set_tensor(name: str, value: torch.Tensor) -> Change:
+    return lambda tensors, header: tensors.__setitem__(name, value)
+
+
+def set_header(name: str, value: object) -> Change:
+    return lambda tensors, header: header.__setitem__(name, value)
+
+
+def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((3, 4), value, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (set_tensor("0.density", full(1.5)), "0.density goes from 1.5 to 1.5; it takes 0 to 1"),
+        (set_tensor("0.density", full(-0.1)), "0.density goes from"),
+        (set_tensor("1.gain", full(float("nan"))), "1.gain holds a value that is not finite"),
+        (set_tensor("1.gain", full(float("inf"))), "not finite"),
+        (set_tensor("0.gain", full(-1.0)), "0.gain goes from -1"),
+        (set_tensor("0.router", full(2, torch.int32)), "0.router goes from 2 to 2"),
+        (set_tensor("0.router", full(1, torch.int64)), "0.router has type torch.int64"),
+        (set_tensor("0.error", torch.zeros(12)), r"0.error has .* shape \(12,\)"),
+        (set_tensor("0.error", torch.zeros(2, 4)), r"0.error has shape \(2, 4\) beside \(3, 4\)"),
+        (set_tensor("0.measured", torch.ones(2).bool()), r"0.measured has shape \(2,\)"),
+        (set_tensor("0.density", torch.zeros(0, 4)), "0.density is empty"),
+        (set_tensor("0.spare", torch.zeros(1)), "has a tensor '0.spare'"),
+        (set_tensor("2.density", full(1.0)), "has a tensor '2.density'"),
+        (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
+        (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
+        (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
+        (set_header("version", 2), "version 2 and this is for version 1"),
+        (set_header("spare", 1), "header has .*'spare'"),
+        (lambda tensors, header: header.pop("mode"), "header has"),
+        (set_header("mode", "fast"), "mode is 'fast'"),
+        (set_header("asked", 0), "asks for 0"),
+        (set_header("asked", float("nan")), "asks for nan"),
+        (set_header("asked", True), "asked = True"),
+        (set_header("architecture", 7), "architecture = 7"),
+        (set_header("notes", {"a": 1}), "not text"),
+        (set_header("tables", []), "no table"),
+        (set_header("tables", [{"conditioning": "c", "tokens": 5}]), "table has"),
+        (set_header("tables", [{"conditioning": "c", "tokens": 0, "floor": 1}]), "from 1"),
+        (set_header("tables", [{"conditioning": "c", "tokens": 5, "floor": 1}] * 2), "two for"),
+        (
+            lambda tensors, header: header["tables"].append(
+                {"conditioning": "c", "tokens": 5, "floor": 1}
+            ),
+            "no tensor 2.density",
+        ),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_refused(
+    profile: Profile, tmp_path: Path, change: Change, complaint: str
+) -> None:
+    path = profile_path(tmp_path, "a")
+    profile.save(path)
+    tensors = load_file(path)
+    header = json.loads(_metadata(path))
+    change(tensors, header)
+    save_file(tensors, path, {KEY: json.dumps(header)})
+    with pytest.raises(ProfileError, match=complaint):
+        Profile.load(path)
+
+
+def _metadata(path: Path) -> str:
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][KEY]
+
+
+def test_other_files_are_refused(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(ProfileError, match=r"no profile a\.safetensors"):
+        Profile.load(path)
+    path.write_bytes(b"not at all")
+    with pytest.raises(ProfileError, match="no safetensors file"):
+        Profile.load(path)
+    profile.save(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ProfileError, match="no safetensors file"):
+        Profile.load(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ProfileError, match="no profile of heads"):
+        Profile.load(path)
+    for text, complaint in (("{", "no JSON"), ("[]", "version None"), ("[" * 9999, "no JSON")):
+        save_file({"x": torch.zeros(1)}, path, {KEY: text})
+        with pytest.raises(ProfileError, match=complaint):
+            Profile.load(path)
+    with path.open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    with pytest.raises(ProfileError, match="at most"):
+        Profile.load(path)
+
+
+def test_a_failed_write_leaves_the_old_profile(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = profile_path(tmp_path, "a")
+    profile.save(path)
+    before = path.read_bytes()
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(ProfileError, match="No space left"):
+        replace(profile, asked=0.3).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_answer_for_every_model(generator: torch.Generator) -> None:
+    norms = {"norm.q": torch.rand(48, generator=generator) + 0.5, "norm.k": torch.ones(100)}
+    here = Fingerprint.of("WanModel", norms)
+    profile = Profile(here, {}, "quality", 0.05)
+    for model, fit, words in (
+        (here, Fit.FITS, "was measured on this WanModel"),
+        (Fingerprint.of("WanModel", {n: x.bfloat16() for n, x in norms.items()}), Fit.FITS, ""),
+        (
+            Fingerprint.of("WanModel", norms | {"norm.k": torch.ones(100) * 1.02}),
+            Fit.DIFFERENT_WEIGHTS,
+            "norm.k differs",
+        ),
+        (
+            Fingerprint.of("WanModel", norms | {"norm.q": torch.ones(40)}),
+            Fit.OTHER_MODEL,
+            "another size",
+        ),
+        (Fingerprint.of("WanModel", {"norm.q": norms["norm.q"]}), Fit.OTHER_MODEL, "another size"),
+        (Fingerprint.of("Flux", norms), Fit.OTHER_MODEL, "on WanModel and this model is Flux"),
+    ):
+        verdict = profile.fits(model)
+        assert verdict.fit is fit
+        assert words in verdict.sentence
+        assert verdict.usable == (fit is not Fit.OTHER_MODEL)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "../x",
+            "a/b",
+            "a\\b",
+            "C:x",
+            ".hidden",
+            "..",
+            "x.",
+            "x ",
+            "a\nb",
+            "a\0b",
+            'a"b',
+            "a*",
+        ),
+        *("con", "NUL", "nul.txt", "Com1", "LPT9.safetensors", "com¹", "aux .x", "x" * 101),
+    ],
+)
+def test_names_that_leave_the_folder_or_a_system(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProfileError, match="The profile name"):
+        profile_path(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["wan 14b", "wan-2.2_high.v1", "console", "été", "x" * 100])
+def test_names_that_are_fine(tmp_path: Path, name: str) -> None:
+    expected = tmp_path / f"{name}.safetensors"
+    assert profile_path(tmp_path, name) == expected
+    assert profile_path(tmp_path, expected.name) == expected
