@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods compared, all in the same 8-bit arithmetic: what each keeps, and what stands for the
+rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from benchmarks.quality.centroid import attend_with_centroids
+from sparge.kernels.spec import Element
+from sparge.plan.budget import HeadBudget, Router
+from sparge.policy import SparsePolicy
+from sparge.reference.choose import Choice, choose_blocks, kept_and_valid_pairs
+from sparge.reference.packed import Packed
+from sparge.reference.pooled import attend_packed
+from sparge.reference.route import route
+
+ELEMENT = Element.INT8_E4M3  # what the native kernels of Ada, Hopper and Blackwell compute in
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    cubes: bool
+    """Packed cube order where the tokens have a grid; else the order they come in."""
+    gain: float = 0.0
+    router: Router = Router.MASS
+    centroid: bool = False
+    """One pooled term a query block, from its mean query, for all that it drops."""
+    measured: bool = False
+    """Density, gain and router a head as calibration chose them, under the mean density."""
+    upstream: bool = False
+    """Routing as upstream has it: a ragged last block weighs as much as a whole one."""
+    text_sink: bool = False
+    """Under causal the first key block is exact: a language model's first token takes the attention
+    that a head has no use for, and the mean of its block hides it from routing."""
+
+    def policy(self, is_causal: bool) -> SparsePolicy:
+        """Everything but the density, which a HeadBudget holds."""
+        return SparsePolicy(attention_sink=self.text_sink and is_causal)
+
+
+MODES = (
+    # Upstream SpargeAttn: pooled top-k, dropped blocks are gone.
+    Mode("drop", cubes=False, upstream=True),
+    # Sol-Attn (arXiv 2607.24027) orders tokens along a space-filling curve. ComfyUI's port leaves
+    # that out; with cubes it is the harder one to beat.
+    Mode("sol", cubes=True, centroid=True),
+    # What the library does without a measurement.
+    Mode("ours manual", cubes=True, text_sink=True),
+    Mode("ours auto", cubes=True, measured=True, text_sink=True),
+)
+#: The same residual and router in every head, asked for by name: right for encoders, ruinous for
+#: flat heads.
+RESIDUAL = Mode("ours residual", cubes=True, gain=1.0, router=Router.ERROR, text_sink=True)
+BY_NAME = {mode.name: mode for mode in (*MODES, RESIDUAL)}
+
+
+def uniform(mode: Mode, heads: int, share: float) -> HeadBudget:
+    """The budget of a mode that treats all heads alike."""
+    return HeadBudget.uniform(heads, share, mode.gain, mode.router)
+
+
+def attend(
+    mode: Mode,
+    packed: Packed,
+    budget: HeadBudget,
+    *,
+    is_causal: bool = False,
+    query_blocks: Tensor | None = None,
+) -> tuple[Tensor, Choice]:
+    """The attention of a mode by slot, (B, H, Nq, D) float32, and what it chose everywhere.
+
+    query_blocks: (nq,) bool, those to compute; the rows of others hold nothing of meaning.
+    """
+    scale = packed.operands.head_dim**-0.5
+    choice = choose(mode, packed, budget, is_causal)
+    kept, pooled, valid = choice.kept, choice.pooled, choice.valid
+    if query_blocks is not None:
+        kept, pooled, valid = (x & query_blocks[:, None] for x in (kept, pooled, valid))
+    if mode.centroid:
+        dropped = valid & ~kept
+        out = attend_with_centroids(packed, kept, dropped, scale=scale, is_causal=is_causal)
+    else:
+        gain = budget.gain
+        out = attend_packed(packed, kept, pooled, gain, scale=scale, is_causal=is_causal).out
+    return out, choice
+
+
+def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> Choice:
+    """The blocks that a mode keeps and pools."""
+    scale, policy = packed.operands.head_dim**-0.5, mode.policy(is_causal)
+    choice = choose_blocks(packed, policy, budget, scale=scale, is_causal=is_causal)
+    if not mode.upstream:
+        return choice
+    policy = replace(policy, topk=budget.density)
+    plan = route(packed.operands, policy, scale=scale, is_causal=is_causal)
+    return replace(choice, kept=plan.kept())
+
+
+def reached_density(packed: Packed, kept: Tensor, is_causal: bool) -> Tensor:
+    """(heads,) float64: kept over valid query-key pairs."""
+    pairs, valid = kept_and_valid_pairs(packed, kept, is_causal)
+    return pairs.sum(0).double() / valid.sum(0).double()
+
+
+def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> float:
+    """The largest share of key blocks a query block whose density does not exceed `density`.
+
+    They differ: forced blocks come on top, and under causal the early query blocks see few keys.
+    A density that forced blocks alone exceed gives the least share there is.
+    """
+    blocks, heads = packed.operands.key_counts.shape[1], packed.operands.heads
+
+    def density_of(count: int) -> float:
+        budget = HeadBudget.uniform(heads, _share(count, blocks))
+        kept = choose(mode, packed, budget, is_causal).kept
+        return float(reached_density(packed, kept, is_causal).mean())
+
+    low, high = 1, blocks + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if density_of(middle) <= density else (low, middle)
+    return _share(low, blocks)
+
+
+def _share(count: int, blocks: int) -> float:
+    """Routing keeps int(share * blocks); half a block more keeps float32 from rounding below."""
+    return min(1.0, (count + 0.5) / blocks)

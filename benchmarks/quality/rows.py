@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results file: a JSON object a line, one for each data set, mode, density and place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
+KEY = ("data", "mode", "asked_density", "where")
+DIGITS = 6
+
+#: The fields are those of `summary` in judge.py, KEY, commit, and perplexities for a text.
+Row = dict[str, Any]
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    """The rows; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Adds rows; those of the same KEY give way.
+
+    Raises:
+        ValueError: a figure is not finite, so that something before went wrong.
+    """
+    found = {_key(row): row for row in [*read(path), *map(_rounded, rows)]}
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in found.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEY)
+
+
+def _rounded(row: Row) -> Row:
+    return {
+        name: round(value, DIGITS) if isinstance(value, float) else value
+        for name, value in row.items()
+    }

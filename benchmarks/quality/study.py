@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set under every mode: samples, budgets, rows of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.data import DataSet
+from benchmarks.quality.judge import Call, HeadError, Sample, head_errors, summary
+from benchmarks.quality.measured import Measured
+from benchmarks.quality.modes import BY_NAME, Mode, attend, reached_density, share_for, uniform
+from benchmarks.quality.perplexity import perplexity
+from benchmarks.quality.rows import Row
+from sparge.plan.budget import HeadBudget
+
+#: Output (heads, rows, D) of a call on a sample, and density (heads,).
+Attend = Callable[[Mode, Call, HeadBudget, Sample], tuple[Tensor, Tensor]]
+
+PREDICTED_WITHIN = 1.5  # the factor between expected and reached error that the product promises
+DENSE_ERROR = 0.01  # what 8 bits may cost, which calibration does not count
+DROP_NOISE = 1.1  # two samples of query blocks rank a head's candidates this well
+
+
+class Study:
+    """The calls of a data set with their samples, and what calibration measured."""
+
+    def __init__(
+        self, data: DataSet, modes: Iterable[Mode], blocks: int, calibration_blocks: int, seed: int
+    ) -> None:
+        modes = tuple(modes)
+        self.data = data
+        self._measured: Measured | None = None
+        seen = [frozenset[int]()] * len(data.judged)
+        if any(mode.measured for mode in modes):
+            self._measured = Measured.on(data.calibrated, len(data.judged), calibration_blocks)
+            seen = self._measured.seen
+        self._samples = {
+            cubes: [
+                Sample.draw(call.packed(cubes), blocks, seed + index, avoid)
+                for index, (call, avoid) in enumerate(zip(data.judged, seen, strict=True))
+            ]
+            for cubes in {mode.cubes for mode in modes}
+        }
+
+    def budgets(self, mode: Mode, density: float) -> list[HeadBudget]:
+        """One a call: measured ones share the mean density among all heads of all calls."""
+        calls = self.data.judged
+        if not mode.measured:
+            first = calls[0]
+            share = share_for(mode, first.packed(mode.cubes), density, first.is_causal)
+            return [uniform(mode, call.heads, share) for call in calls]
+        assert self._measured is not None  # the mode is one of those the study was made for
+        choices = self._measured.choices(density)
+        budgets = [choices.budget(index) for index in range(len(calls))]
+        return [budget for budget in budgets if budget is not None]
+
+    def row(self, mode: Mode, density: float, run: Attend) -> Row:
+        """Errors on the judged blocks, which calibration has not seen."""
+        errors = self._errors(mode, self.budgets(mode, density), run)
+        named = {"data": self.data.name, "mode": mode.name, "asked_density": density}
+        return named | summary(errors) | (self._promises(density, errors) if mode.measured else {})
+
+    def _errors(self, mode: Mode, budgets: list[HeadBudget], run: Attend) -> list[HeadError]:
+        errors = []
+        for call, budget, judged in zip(
+            self.data.judged, budgets, self._samples[mode.cubes], strict=True
+        ):
+            out, reached = run(mode, call, budget, judged)
+            errors += head_errors(call.layer.name, out, call.truth(judged.tokens), reached)
+        return errors
+
+    def _promises(self, density: float, errors: list[HeadError]) -> Row:
+        """Shares of the heads whose error is as expected, and is no worse than plain drop's at the
+        head's own density."""
+        assert self._measured is not None  # asked for measured modes alone
+        expected = self._measured.choices(density).error.flatten().tolist()
+        measured = self.budgets(BY_NAME["ours auto"], density)
+        zeros = torch.zeros_like(measured[0].gain)
+        plain = [HeadBudget(budget.density, zeros, zeros.int()) for budget in measured]
+        dropping = self._errors(BY_NAME["ours manual"], plain, emulated)
+        ratios = [
+            max(error.rel_l2, DENSE_ERROR) / max(guess, DENSE_ERROR)
+            for error, guess in zip(errors, expected, strict=True)
+        ]
+        near = [1 / PREDICTED_WITHIN <= ratio <= PREDICTED_WITHIN for ratio in ratios]
+        no_worse = [
+            e.rel_l2 <= DROP_NOISE * drop.rel_l2 for e, drop in zip(errors, dropping, strict=True)
+        ]
+        return {
+            "as_expected": sum(near) / len(near),
+            "no_worse_than_drop": sum(no_worse) / len(no_worse),
+        }
+
+    def perplexity(self, mode: Mode, density: float) -> Row:
+        """Of the text, every layer in this mode; the fields to add to its row."""
+        if self.data.text is None:
+            raise ValueError(f"{self.data.name} is no text; perplexity is one of smollm.")
+        model, tokens = self.data.text
+        found, reached = perplexity(model, tokens, mode, self.budgets(mode, density))
+        return {
+            "perplexity": found,
+            "perplexity_density": reached,
+            "dense_perplexity": self.dense_perplexity,
+        }
+
+    @cached_property
+    def dense_perplexity(self) -> float:
+        assert self.data.text is not None  # asked for by `perplexity` alone
+        model, tokens = self.data.text
+        return model.perplexity(tokens)
+
+
+def emulated(mode: Mode, call: Call, budget: HeadBudget, judged: Sample) -> tuple[Tensor, Tensor]:
+    """An `Attend` in the reference's emulation of the kernels."""
+    packed = call.packed(mode.cubes)
+    out, choice = attend(mode, packed, budget, is_causal=call.is_causal, query_blocks=judged.blocks)
+    return out[0, :, judged.slots], reached_density(packed, choice.kept, call.is_causal)
