@@ -96,8 +96,8 @@ def make_call(
         check_inference(v)
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_scale(scale)
+    softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_scale(softmax_scale)
     if plan is not None:
         plan.check_fits(q, k, is_causal, key_lengths, block_mask)
         is_causal, key_lengths = plan.is_causal, plan.key_lengths
@@ -108,7 +108,7 @@ def make_call(
         k,
         v,
         policy,
-        scale,
+        softmax_scale,
         is_causal,
         key_lengths,
         block_mask,
