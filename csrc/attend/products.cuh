@@ -8,13 +8,10 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
+#include "constants.cuh"
 #include "layout.cuh"
 
 namespace sparge::attend {
-
-// Scores of INT8 products leave the tensor cores as 1.5 * 2^23 + sum, read as float32: exact for |sum| < 2^22
-// (127^2 * 128 = 2.06 million), and no conversion instruction is spent.
-constexpr float kScoreZero = is_quantized(kElement) ? 12582912.0f : 0.0f;
 
 using Scores = float[kRowTiles][kKeyTiles][4];
 using Accumulators = float[kRowTiles][kChannelTiles][4];

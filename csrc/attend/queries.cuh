@@ -2,6 +2,7 @@
 // Reads the 128 query rows once, straight from the caller's tensor, into a swizzled tile of INT8 or 16-bit rows.
 #pragma once
 
+#include "../common/int8.cuh"
 #include "../common/reduce.cuh"
 #include "../common/rows.cuh"
 #include "layout.cuh"
@@ -11,23 +12,17 @@ namespace sparge::attend {
 constexpr int kTokenLanes = kHeadDim / kLaneChannels;
 constexpr int kTokensPerPass = kWarpSize / kTokenLanes;
 
-SPARGE_DEVICE u32 pack_query_bytes(const float* x, float inverse_scale) {
-  u32 packed = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[i] * inverse_scale) & 0xFF) << (8 * i);
-  return packed;
-}
-
 SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x)[kLaneChannels]) {
   if constexpr (is_quantized(kElement)) {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) amax = fmaxf(amax, fabsf(x[i]));
     amax = lane_max<1, kTokenLanes>(amax);
+    // common/int8.cuh, written out: as calls, ptxas spills on sm_100a.
     const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
     if (channel == 0) smem.q_scale[row] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
-    *reinterpret_cast<Vec8*>(at) = {pack_query_bytes(x, inverse_scale), pack_query_bytes(x + 4, inverse_scale)};
+    *reinterpret_cast<Vec8*>(at) = {pack_int8(x, inverse_scale), pack_int8(x + 4, inverse_scale)};
   } else {
     auto pack = [&](int i) {
       return kElement == Element::kBf16 ? ptx::pack_bf16(x[i], x[i + 1]) : ptx::pack_fp16(x[i], x[i + 1]);

@@ -21,9 +21,6 @@ struct ScoreScale {
   }
 };
 
-// Maximum of rows past the last query: they find every block negligible, so they never hold a skip back.
-constexpr float kNoRow = 1e30f;
-
 struct Softmax {
   float (&max)[kRowTiles][2][kThreads];  // log2 units
   float (&sum)[kRowTiles][2][kThreads];  // this thread's columns only, until finish()

@@ -2,15 +2,11 @@
 // From unnormalised sums to the caller's layout: O = v_mean + v_scale * acc / l, 0 where no key was seen.
 #pragma once
 
-#include "../common/config.cuh"
 #include "../ptx/convert.cuh"
+#include "constants.cuh"
 #include "work.cuh"
 
 namespace sparge::attend {
-
-// E4M3 P uses all of E4M3: the shift cancels between numerator and row sum.
-constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
-constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : 1.0f;
 
 // Writes channels channel and channel + 1 of one row.
 SPARGE_DEVICE void store_pair(const TensorView& view, char* row, i32 channel, i32 channels, float low, float high) {

@@ -24,7 +24,7 @@ constexpr int kMapBits = 32;
 // so one V scale serves both, and its smallest normal is 2^-23 of the largest.
 constexpr float kValueLevels = 448.0f;
 constexpr float kKeyLevels = 127.0f;
-// Scale of a row or block of zeros: small, so that the offset of INT8 scores (attend/products.cuh) rounds away.
+// Scale of a row or block of zeros: small, so that the offset of INT8 scores (attend/constants.cuh) rounds away.
 constexpr float kZeroScale = 0x1p-64f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;

@@ -2,6 +2,7 @@
 // One block of 64 keys: a swizzled tile of INT8 (one scale a block) or 16-bit keys, its mean and self-similarity.
 #pragma once
 
+#include "../common/int8.cuh"
 #include "../common/swizzle.cuh"
 #include "block_stats.cuh"
 
@@ -11,13 +12,6 @@ struct KeySmem {
   SumsSmem sums;
   float amax[kWarps];
 };
-
-SPARGE_DEVICE u32 pack_bytes(const float* x, float inverse_scale) {
-  u32 packed = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[i] * inverse_scale) & 0xFF) << (8 * i);
-  return packed;
-}
 
 template <DType kType>
 SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, KeySmem& smem, i32 head_at, i32 block, i32 count) {
@@ -62,13 +56,13 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, K
   if constexpr (is_quantized(kElement)) {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
-    const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
-    if (threadIdx.x == 0) p.k_scale[block_at] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
+    const float inverse_scale = int8_inverse_scale(amax);
+    if (threadIdx.x == 0) p.k_scale[block_at] = int8_scale(amax);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const i32 token = thread.token + pass * kTokensPerPass;
       const u32 offset = tile_offset<kRowBytes>(token, thread.channel / 16) + thread.channel % 16;
-      *reinterpret_cast<Vec8*>(tile + offset) = {pack_bytes(x[pass], inverse_scale), pack_bytes(x[pass] + 4, inverse_scale)};
+      *reinterpret_cast<Vec8*>(tile + offset) = {pack_int8(x[pass], inverse_scale), pack_int8(x[pass] + 4, inverse_scale)};
     }
   } else {
     auto pack = [](float low, float high) {

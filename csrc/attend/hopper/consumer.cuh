@@ -154,7 +154,7 @@ struct Consumer {
     Levels& levels = item.levels[block];
     const u32 tile = keys + ring.stage * (sizeof(Stage) / ptx::kDescriptorUnit) + block * (kTileBytes / ptx::kDescriptorUnit);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<kScoreZeroBits>();
+    for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<__builtin_bit_cast(i32, kScoreZero)>();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kQuerySteps; ++step)

@@ -6,6 +6,7 @@
 // channels 4t .. 4t + 3 of every 16 (t = lane % 4): four neighbouring lanes read whole 32-byte sectors.
 #pragma once
 
+#include "../../common/int8.cuh"
 #include "../../common/reduce.cuh"
 #include "../../common/rows.cuh"
 #include "../../ptx/barrier.cuh"
@@ -72,15 +73,12 @@ struct Queries {
     amax = lane_max<1, 4>(amax);
     dot = lane_sum<1, 4>(dot);
     if (quad_lane() == 0) smem.q_dot_mean[row] = dot;
-    scale[half] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
-    const float inverse = amax > 0.0f ? kKeyLevels / amax : 1.0f;
+    scale[half] = int8_scale(amax);
+    const float inverse_scale = int8_inverse_scale(amax);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      u32 packed = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[chunk][i] * inverse) & 0xFF) << (8 * i);
-      *reinterpret_cast<u32*>(smem.q[row / kGroupRows] + tile_offset<kHeadDim>(row % kGroupRows, chunk) + 4 * quad_lane()) =
-          packed;
+      u8* at = smem.q[row / kGroupRows] + tile_offset<kHeadDim>(row % kGroupRows, chunk) + 4 * quad_lane();
+      *reinterpret_cast<u32*>(at) = pack_int8(x[chunk], inverse_scale);
     }
   }
 };

@@ -7,12 +7,10 @@
 
 namespace sparge::hopper {
 
+using attend::kNoRow;
+using attend::kScoreZero;
 using attend::kShift;
 
-// Products start from the bits of 1.5 * 2^23, so that the integer sums read as floats, offset by it: exact for
-// |sum| < 2^22 (127^2 * 128 = 2.06 million). Conversions (I2FP) would load the pipe that finds the maxima.
-constexpr i32 kScoreZeroBits = 0x4B400000;
-constexpr float kScoreZero = __builtin_bit_cast(float, kScoreZeroBits);
 using Levels = i32[kScores];
 using Scores = float[kScores];
 using Probabilities = u32[kValueSteps][4];
@@ -41,9 +39,6 @@ struct Skips {
 
   SPARGE_DEVICE bool any() const { return block[0] || block[1]; }
 };
-
-// Maximum of rows past the last query: they find every block negligible, so they never hold a skip back.
-constexpr float kNoRow = 1e30f;
 
 struct Softmax {
   PerRow most;      // log2 units

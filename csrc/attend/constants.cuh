@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers that scores and softmax share.
+#pragma once
+
+#include "../common/config.cuh"
+
+namespace sparge::attend {
+
+// Products of INT8 start from the bits of 1.5 * 2^23, so that their integer sums read as float32, offset by it: exact for
+// |sum| < 2^22 (127^2 * 128 = 2.06 million), and no conversion is spent.
+constexpr float kScoreZero = is_quantized(kElement) ? 12582912.0f : 0.0f;
+
+// E4M3 P uses all of E4M3: the shift cancels between numerator and row sum.
+constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
+constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : 1.0f;
+
+// Maximum of rows past the last query: they find every block negligible, so they never hold a skip back.
+constexpr float kNoRow = 1e30f;
+
+}  // namespace sparge::attend
