@@ -5,10 +5,11 @@
 //             blocks of the list; the PV filter decides block by block.
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
 // Strategy    One producer warp copies tiles in bulk, two consumer warpgroups of 64 rows share every tile. P lives in
-//             registers, Q in shared memory; keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys are promoted to
-//             float32, which rescales for nothing. Persistent blocks take work items one by one, head after head. Scores of
-//             a block of the next step start as soon as its registers are free. ptxas must know at compile time what is in
-//             flight, and a product's registers must not be written after its fence: it waits for each product otherwise.
+//             registers, Q in shared memory; keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys
+//             are promoted to float32, which rescales for nothing. Persistent blocks take work items one by one, head after
+//             head. Scores of a block of the next step start as soon as its registers are free. ptxas must know at compile
+//             time what is in flight, and a product's registers must not be written after its fence: it waits for each
+//             product otherwise.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data; what is here took 30.0.
 //             35.9  score, soften, weigh values one after another
 //             33.1  scores and the values of the step before in flight together
@@ -19,8 +20,8 @@
 //             34.2  products in turns instead; 31.7 only MUFU and sums in turns (mbarriers a warp pair)
 //             31.7 / 30.0 a quarter / an eighth of the exponentials as polynomials on the FMA pipe (not in turns)
 //             30.7  promotion in the gaps between exponentials (not in turns)
-//             Bound by neither tensor cores (37 % busy) nor MUFU (38 %) nor issue slots (43 %): two warps a scheduler
-//             do not hide each other's latencies.
+//             Bound by neither tensor cores (37 % busy at 33.1) nor MUFU (38 %) nor issue slots (43 %): two warps a
+//             scheduler do not hide each other's latencies.
 #include "attend/hopper/consumer.cuh"
 #include "attend/hopper/producer.cuh"
 

@@ -70,7 +70,7 @@ def load_model(
     """The model of a weights' file, ready to sample."""
     model = VideoDiT(Config(**describe(path)["model"]))
     model.load_state_dict(load_file(path))
-    return model.to(device, dtype).eval().requires_grad_(False)
+    return model.to(device, dtype).train(False).requires_grad_(False)
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

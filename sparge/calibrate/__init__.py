@@ -5,7 +5,7 @@ from .calibration import Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fingerprint import Fingerprint, Fit, Verdict
-from .measure import Measure, Measured, reference_measure
+from .measure import Measure, Measured, Sample, reference_measure
 from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
@@ -22,6 +22,7 @@ __all__ = [
     "Measured",
     "Profile",
     "ProfileError",
+    "Sample",
     "Table",
     "Verdict",
     "Workload",

@@ -25,7 +25,7 @@ from ..plan.budget import Router
 from . import budgets, curves
 from .candidates import CandidateSet
 from .choices import HeadChoices
-from .measure import Measure, reference_measure
+from .measure import Measure, Sample, reference_measure
 from .scoring import exact_output, squared_errors
 from .workload import RESIDUAL_COST, Workload
 
@@ -103,15 +103,9 @@ class Calibration:
         count as one. Errors are against the same arithmetic with nothing dropped.
         """
         blocks = self.next_query_blocks(layer)
+        softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
         measured = self.measure(
-            q,
-            k,
-            v,
-            blocks,
-            self.workload,
-            self.candidates,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            key_lengths=key_lengths,
+            Sample(q, k, v, blocks, self.workload, self.candidates, softmax_scale, key_lengths)
         )
         truth = exact_output(measured.by_router[0])
         empty = ~measured.occupied.unsqueeze(-1)

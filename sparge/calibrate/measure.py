@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,43 +31,36 @@ class Measured:
     """(S, 128) bool: the row is a query; others hold nothing of meaning."""
 
 
-class Measure(Protocol):
-    """Attention that hands out its parts; must not synchronise with the GPU."""
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What to measure: q (B, H, N, D) over k, v (B, Hkv, N, D), on some query blocks."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_blocks: Sequence[int],
-        workload: Workload,
-        candidates: CandidateSet,
-        *,
-        scale: float,
-        key_lengths: Tensor | None,
-    ) -> Measured: ...
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_blocks: Sequence[int]
+    workload: Workload
+    candidates: CandidateSet
+    scale: float
+    key_lengths: Tensor | None
 
 
-def reference_measure(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_blocks: Sequence[int],
-    workload: Workload,
-    candidates: CandidateSet,
-    *,
-    scale: float,
-    key_lengths: Tensor | None,
-) -> Measured:
+#: Attention that hands out its parts; must not synchronise with the GPU.
+Measure = Callable[[Sample], Measured]
+
+
+def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
+    workload, candidates, scale = sample.workload, sample.candidates, sample.scale
+    query_blocks = sample.query_blocks
     order = None if workload.is_causal else workload.order  # causal means raster
-    packed = pack_qkv(q, k, v, order, key_lengths=key_lengths)
+    packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     by_router: list[Parts] = []
     for router in candidates.routers:
         choice = choose_blocks(
             packed,
             SparsePolicy(),
-            HeadBudget.uniform(q.shape[1], 1.0, router=router),
+            HeadBudget.uniform(sample.q.shape[1], 1.0, router=router),
             scale=scale,
             is_causal=workload.is_causal,
         )

@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
+from .partial import NO_LOGIT, finite
 from .quantize import Quantized
 
 PV_GROUP = 64  # query rows that agree before the PV filter skips a block for them
 LOG2_E = math.log2(math.e)
-NO_LOGIT = -math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def attend(
     for b in range(shape[0]):
         keys = int(quantized.key_counts[b].sum())
         for h in range(shape[1]):
-            head = _Head.of(quantized, b, h // group, arithmetic, keys, plan.is_causal, step_blocks)
+            head = Head.of(quantized, b, h // group, arithmetic, keys, plan.is_causal, step_blocks)
             for block in range(plan.query_blocks):
                 blocks = kept[b, h, block].nonzero().squeeze(-1)
                 if blocks.numel() == 0:
@@ -98,7 +98,7 @@ def attend(
 
 
 @dataclass(frozen=True, eq=False)
-class _Head:
+class Head:
     """Keys and values of one KV head, by key block, as float32."""
 
     k: Tensor  # (nk, 64, D) levels
@@ -121,7 +121,7 @@ class _Head:
         keys: int,
         is_causal: bool,
         step_blocks: int,
-    ) -> _Head:
+    ) -> Head:
         return cls(
             _key_blocks(quantized.k_levels[b, h]),
             _key_blocks(quantized.v_levels[b, h]),
@@ -147,14 +147,14 @@ class _Head:
         running = block_max.cummax(-1).values
         final = running[:, -1]
         reference = running[:, _step_ends(blocks, self.step_blocks)]
-        p = torch.exp2(logits.sub_(_finite(reference).unsqueeze(-1)))
+        p = torch.exp2(logits.sub_(finite(reference).unsqueeze(-1)))
         skipped = 0
         if threshold < PV_FILTER_OFF:
             skip = _pv_filter(block_max, running, threshold)
             p.masked_fill_(skip.unsqueeze(-1), 0)
             skipped = (visible.sum(-1) * skip).sum()
 
-        rescale = torch.exp2(reference - _finite(final).unsqueeze(-1)).unsqueeze(-1)
+        rescale = torch.exp2(reference - finite(final).unsqueeze(-1)).unsqueeze(-1)
         row_sum = (p.sum(-1, keepdim=True) * rescale).sum((-2, -1))
         stored = self.arithmetic.round(p.mul_(self.arithmetic.p_peak)).float().mul_(rescale)
         acc = stored.flatten(1) @ self.v[blocks].flatten(0, 1) / self.arithmetic.p_peak
@@ -190,11 +190,6 @@ def _pv_filter(block_max: Tensor, running: Tensor, threshold: float) -> Tensor:
     skip = groups.all(1)
     skip[:, 0] = False
     return skip.repeat_interleave(PV_GROUP, 0)[:rows]
-
-
-def _finite(maximum: Tensor) -> Tensor:
-    """Rows without any logit yet subtract 0 rather than -inf, which would give NaN."""
-    return maximum.masked_fill(maximum == NO_LOGIT, 0)
 
 
 def _key_blocks(levels: Tensor) -> Tensor:

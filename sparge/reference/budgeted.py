@@ -17,7 +17,7 @@ from .attend import Attended
 from .choose import Choice, choose_blocks, poolable
 from .packed import Packed, pack_qkv, scatter
 from .partial import Partial
-from .pipeline import _scale, reference_element
+from .pipeline import reference_element, softmax_scale
 from .pooled import attend_packed
 
 
@@ -54,13 +54,15 @@ def budgeted_attention(
         smooth_k=policy.smooth_k,
         key_lengths=key_lengths,
     )
-    choice = choose_blocks(packed, policy, budget, scale=_scale(q, scale), is_causal=is_causal)
+    choice = choose_blocks(
+        packed, policy, budget, scale=softmax_scale(q, scale), is_causal=is_causal
+    )
     attended = attend_packed(
         packed,
         choice.kept,
         choice.pooled,
         budget.gain,
-        scale=_scale(q, scale),
+        scale=softmax_scale(q, scale),
         is_causal=is_causal,
         pvthreshd=policy.pvthreshd if policy.pv_filter else PV_FILTER_OFF,
     )

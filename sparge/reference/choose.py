@@ -13,13 +13,13 @@ from ..plan.budget import HeadBudget, Router
 from ..policy import SparsePolicy
 from .packed import Packed
 from .route import (
-    _exact_query_blocks,
-    _per_head,
-    _protected_keys,
-    _rank,
-    _touches_diagonal,
-    _valid_blocks,
     block_scores,
+    exact_query_blocks,
+    per_head,
+    protected_keys,
+    rank_blocks,
+    touches_diagonal,
+    valid_blocks,
 )
 
 LEAST_ERROR = 1e-30  # squared; keeps the logarithm of an error of 0 a number, below all others
@@ -88,7 +88,7 @@ def choose_blocks(
     `exact_prefix` and `exact_suffix` do.
     """
     operands, device = packed.operands, packed.operands.key_counts.device
-    valid = _valid_blocks(operands, is_causal).expand(-1, operands.heads, -1, -1)
+    valid = valid_blocks(operands, is_causal).expand(-1, operands.heads, -1, -1)
     forced, dense = _forced(packed, policy, valid, is_causal)
     ranked = valid & ~forced
 
@@ -98,7 +98,7 @@ def choose_blocks(
         error_scores(packed, scale, valid),
         mass_scores(packed, scale),
     ).masked_fill(~ranked, -torch.inf)
-    rank = _rank(scores)
+    rank = rank_blocks(scores)
     kept = forced | (ranked & (rank < _kept_ranks(scores, policy, budget))) | (dense & valid)
 
     dropped = valid & ~kept & (budget.gain.to(device) > 0)[:, None, None]
@@ -110,7 +110,7 @@ def poolable(packed: Packed, blocks: Tensor, is_causal: bool) -> Tensor:
     """Those of `blocks` that a mean can stand for: under causal, rows must not see them in part."""
     if not is_causal:
         return blocks
-    return blocks & ~_touches_diagonal(packed.operands, blocks.device)
+    return blocks & ~touches_diagonal(packed.operands, blocks.device)
 
 
 def kept_and_valid_pairs(packed: Packed, kept: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -128,21 +128,21 @@ def _forced(
 ) -> tuple[Tensor, Tensor]:
     """Forced blocks (B, H, nq, nk), and query blocks that drop nothing, broadcastable to them."""
     operands, device = packed.operands, valid.device
-    threshold = _per_head(policy.simthreshd1, operands.heads, device).unsqueeze(-1)
+    threshold = per_head(policy.simthreshd1, operands.heads, device).unsqueeze(-1)
     group = operands.heads // operands.kv_heads
     k_similarity = operands.k_self_similarity.repeat_interleave(group, 1)
     forced = ~(k_similarity > threshold).unsqueeze(-2)  # not "<=": a NaN is never dropped either
     dense = ~(operands.q_self_similarity > threshold)
     if packed.order is None:
-        forced = forced | _protected_keys(operands, policy)
-        dense = dense | _exact_query_blocks(operands, policy)
+        forced = forced | protected_keys(operands, policy)
+        dense = dense | exact_query_blocks(operands, policy)
     else:
         forced = forced | packed.order.keys_exact
         dense = dense | packed.order.queries_exact
         if policy.attention_sink:
             forced = forced | (torch.arange(forced.shape[-1], device=device) == 0)
     if is_causal and policy.keep_diagonal:
-        forced = forced | _touches_diagonal(operands, device)
+        forced = forced | touches_diagonal(operands, device)
     return forced & valid, dense.unsqueeze(-1)
 
 

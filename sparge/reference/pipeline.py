@@ -35,7 +35,7 @@ def make_plan(
     """The blocks `policy` keeps for q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
     quantized = _quantize(q, k, k, policy, key_lengths, element)
     return route(
-        quantized, policy, scale=_scale(q, scale), is_causal=is_causal, block_mask=block_mask
+        quantized, policy, scale=softmax_scale(q, scale), is_causal=is_causal, block_mask=block_mask
     )
 
 
@@ -59,10 +59,14 @@ def attention(
     quantized = _quantize(q, k, v, policy, key_lengths, element)
     if plan is None:
         plan = route(
-            quantized, policy, scale=_scale(q, scale), is_causal=is_causal, block_mask=block_mask
+            quantized,
+            policy,
+            scale=softmax_scale(q, scale),
+            is_causal=is_causal,
+            block_mask=block_mask,
         )
     pvthreshd = policy.pvthreshd if policy.pv_filter else PV_FILTER_OFF
-    return attend(quantized, plan, scale=_scale(q, scale), pvthreshd=pvthreshd), plan
+    return attend(quantized, plan, scale=softmax_scale(q, scale), pvthreshd=pvthreshd), plan
 
 
 def _quantize(
@@ -83,5 +87,5 @@ def _quantize(
     )
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def softmax_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale

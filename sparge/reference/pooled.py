@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
-from .attend import LOG2_E, Attended, _Head
+from .attend import LOG2_E, Attended, Head
 from .packed import Packed
 from .partial import NO_LOGIT, Partial, finite
-from .quantize import INT8_MAX, ZERO_SCALE, _int8
+from .quantize import INT8_MAX, ZERO_SCALE, int8_levels
 
 POOL_TILE = 64  # pseudo-keys in a tile, which is shaped like a key block
 
@@ -77,7 +77,7 @@ def attend_packed(
 
 
 @dataclass(frozen=True, eq=False)
-class _PackedHead(_Head):
+class _PackedHead(Head):
     """Keys and values of one KV head, where any block may be ragged and any slot empty."""
 
     counts: Tensor  # (nk,)
@@ -89,7 +89,7 @@ class _PackedHead(_Head):
     ) -> _PackedHead:
         operands, arithmetic = packed.operands, ARITHMETIC[packed.operands.element]
         counts = operands.key_counts[b]
-        head = _Head.of(operands, b, h, arithmetic, int(counts.sum()), is_causal, step_blocks)
+        head = Head.of(operands, b, h, arithmetic, int(counts.sum()), is_causal, step_blocks)
         return cls(**vars(head), counts=counts, occupied=packed.occupied)
 
     def _visible(self, rows: int, first_row: int, blocks: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class _Pool:
         if arithmetic.quantized_qk:
             largest = mean.abs().amax(-1)
             scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
-            levels = _int8(mean, largest.unsqueeze(-1))
+            levels = int8_levels(mean, largest.unsqueeze(-1))
         else:
             scale, levels = torch.ones_like(mean[:, 0]), arithmetic.round(mean)
         return cls(

@@ -130,7 +130,7 @@ def _quantize_queries(q: Tensor, arithmetic: Arithmetic, kbar: Tensor) -> dict[s
     if arithmetic.quantized_qk:
         largest = rows.abs().amax(-1)
         scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
-        levels = _int8(rows, largest.unsqueeze(-1))
+        levels = int8_levels(rows, largest.unsqueeze(-1))
     else:
         scale = torch.ones(q.shape[0], device=q.device)
         levels = arithmetic.round(rows)
@@ -157,7 +157,7 @@ def _quantize_keys(
     if arithmetic.quantized_qk:
         largest = blocks.abs().amax((-2, -1))
         scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
-        levels = _int8(blocks, largest[:, None, None]).flatten(0, 1)[: k.shape[0]]
+        levels = int8_levels(blocks, largest[:, None, None]).flatten(0, 1)[: k.shape[0]]
     else:
         scale = torch.ones(counts.shape[0], device=k.device)
         levels = arithmetic.round(centred)
@@ -221,7 +221,7 @@ def _scale(largest: Tensor, levels: float) -> Tensor:
     return torch.where(largest > 0, largest / levels, 1.0)
 
 
-def _int8(values: Tensor, largest: Tensor) -> Tensor:
+def int8_levels(values: Tensor, largest: Tensor) -> Tensor:
     """Levels -127..127. Multiplying by 127 / largest settles exact halves: bf16 is full of them."""
     # A true division: Python's `127 / tensor` multiplies by a rounded reciprocal.
     inverse = torch.full_like(largest, INT8_MAX).div(largest)

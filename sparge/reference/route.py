@@ -27,7 +27,7 @@ def route(
     block_mask: Tensor | None = None,
 ) -> BlockPlan:
     """The plan `policy` makes of the block statistics, or of `block_mask` (B, H, nq, nk) alone."""
-    valid = _valid_blocks(quantized, is_causal)
+    valid = valid_blocks(quantized, is_causal)
     if block_mask is not None:
         kept = block_mask.bool() & valid
     else:
@@ -41,23 +41,23 @@ def _select(
     quantized: Quantized, policy: SparsePolicy, scale: float, is_causal: bool, valid: Tensor
 ) -> Tensor:
     heads, device = quantized.heads, valid.device
-    threshold = _per_head(policy.simthreshd1, heads, device).unsqueeze(-1)
+    threshold = per_head(policy.simthreshd1, heads, device).unsqueeze(-1)
     group = heads // quantized.kv_heads
     k_similarity = quantized.k_self_similarity.repeat_interleave(group, 1)
 
     never_dropped = ~(k_similarity > threshold)  # not "<=": a NaN is never dropped either
-    forced = valid & (never_dropped.unsqueeze(-2) | _protected_keys(quantized, policy))
+    forced = valid & (never_dropped.unsqueeze(-2) | protected_keys(quantized, policy))
     if is_causal and policy.keep_diagonal:
-        forced = forced | (valid & _touches_diagonal(quantized, device))
-    dense = ~(quantized.q_self_similarity > threshold) | _exact_query_blocks(quantized, policy)
+        forced = forced | (valid & touches_diagonal(quantized, device))
+    dense = ~(quantized.q_self_similarity > threshold) | exact_query_blocks(quantized, policy)
 
     ranked = valid & ~forced
     scores = block_scores(quantized, scale).masked_fill(~ranked, -torch.inf)
-    chosen = ranked & (_rank(scores) < _budget(scores, policy, heads))
+    chosen = ranked & (rank_blocks(scores) < _budget(scores, policy, heads))
     return forced | chosen | (dense.unsqueeze(-1) & valid)
 
 
-def _rank(scores: Tensor) -> Tensor:
+def rank_blocks(scores: Tensor) -> Tensor:
     """Place of each block in descending order of score; ties go to the lower index."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
@@ -68,7 +68,7 @@ def _budget(scores: Tensor, policy: SparsePolicy, heads: int) -> Tensor:
     """How many ranked blocks to keep, broadcastable to the scores."""
     if policy.select_by == "topk":
         return _share_of(policy.topk, scores.shape[-1], heads, scores.device)
-    threshold = _per_head(policy.cdfthreshd, heads, scores.device)[:, None, None]
+    threshold = per_head(policy.cdfthreshd, heads, scores.device)[:, None, None]
     mass = scores.softmax(-1).nan_to_num(0.0)  # a row that ranks nothing has no softmax
     within = mass.sort(dim=-1, descending=True, stable=True).values.cumsum(-1) <= threshold
     everything = threshold >= 1  # float32 sums may end a little above 1
@@ -80,11 +80,11 @@ def _share_of(share: PerHead, key_blocks: int, heads: int, device: torch.device)
     if not isinstance(share, Tensor):
         count = max(1, int(share * key_blocks))
         return torch.full((heads, 1, 1), count, device=device)
-    counts = (_per_head(share, heads, device) * key_blocks).long()
+    counts = (per_head(share, heads, device) * key_blocks).long()
     return counts.clamp(min=1)[:, None, None]
 
 
-def _valid_blocks(quantized: Quantized, is_causal: bool) -> Tensor:
+def valid_blocks(quantized: Quantized, is_causal: bool) -> Tensor:
     """(B, 1, nq, nk): the block has a key, and under causal a key that some query may see."""
     device = quantized.key_counts.device
     valid = (quantized.key_counts > 0)[:, None, None, :]
@@ -98,14 +98,14 @@ def _valid_blocks(quantized: Quantized, is_causal: bool) -> Tensor:
     return valid & (first_key <= last_row.unsqueeze(-1))
 
 
-def _touches_diagonal(quantized: Quantized, device: torch.device) -> Tensor:
+def touches_diagonal(quantized: Quantized, device: torch.device) -> Tensor:
     """(nq, nk), to be combined with validity: the last key is not before the first query."""
     first_row = _starts(quantized.q_block_mean.shape[2], QUERY_BLOCK, device)
     last_key = _starts(quantized.key_counts.shape[1], KEY_BLOCK, device) + KEY_BLOCK - 1
     return last_key >= first_row.unsqueeze(-1)
 
 
-def _protected_keys(quantized: Quantized, policy: SparsePolicy) -> Tensor:
+def protected_keys(quantized: Quantized, policy: SparsePolicy) -> Tensor:
     """(B, 1, 1, nk): the key block holds an exact token, or is the sink."""
     starts = _starts(quantized.key_counts.shape[1], KEY_BLOCK, quantized.key_counts.device)
     lengths = quantized.key_counts.sum(-1, keepdim=True)
@@ -115,7 +115,7 @@ def _protected_keys(quantized: Quantized, policy: SparsePolicy) -> Tensor:
     return protected[:, None, None, :]
 
 
-def _exact_query_blocks(quantized: Quantized, policy: SparsePolicy) -> Tensor:
+def exact_query_blocks(quantized: Quantized, policy: SparsePolicy) -> Tensor:
     """(nq,): the query block holds an exact token."""
     device, queries = quantized.q_block_mean.device, quantized.n_queries
     starts = _starts(quantized.q_block_mean.shape[2], QUERY_BLOCK, device)
@@ -134,5 +134,5 @@ def _starts(blocks: int, size: int, device: torch.device) -> Tensor:
     return torch.arange(blocks, device=device) * size
 
 
-def _per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:
+def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32, device=device).expand(heads)

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparge.calibrate import Calibration, CandidateSet, Measured, Workload, reference_measure
+from sparge.calibrate import (
+    Calibration,
+    CandidateSet,
+    Measured,
+    Sample,
+    Workload,
+    reference_measure,
+)
 from sparge.metrics import rel_l2
 from sparge.plan import HeadBudget, TokenGrid, cube_order
 from sparge.policy import SparsePolicy
@@ -193,7 +200,8 @@ def test_text_alone_is_not_measured() -> None:
 def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     """Pseudo-keys that all but leave the output alone bring a hair less error, and cost time."""
 
-    def measure(q, k, v, blocks, workload, candidates, **_) -> Measured:
+    def measure(sample: Sample) -> Measured:
+        blocks = sample.query_blocks
         shape, random = (1, 3, len(blocks), 128), torch.randn(16, generator=generator)
 
         def part(weight: float, value: Tensor) -> Partial:
@@ -214,8 +222,8 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 
 
 def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
-    def dirty(*args, **options) -> Measured:
-        measured = reference_measure(*args, **options)
+    def dirty(sample: Sample) -> Measured:
+        measured = reference_measure(sample)
         empty = ~measured.occupied.unsqueeze(-1)
         assert empty.any()
         for parts in measured.by_router:
@@ -245,8 +253,9 @@ class NoSync(TorchDispatchMode):
 def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) -> None:
     q = torch.randn(1, 3, GRID.tokens, 16, generator=generator)
 
-    def measure(q, k, v, blocks, workload, candidates, *, scale, key_lengths) -> Measured:
+    def measure(sample: Sample) -> Measured:
         """Parts out of thin air: the reference reads values on the host, kernels will not."""
+        blocks, candidates = sample.query_blocks, sample.candidates
         shape = (1, 3, len(blocks), 128)
 
         def part() -> Partial:

@@ -140,7 +140,7 @@ def torch_block(model: Dino, layer: int) -> torch.nn.TransformerEncoderLayer:
     named, at = model.tensors, f"backbone.encoder.layer.{layer}."
     block = torch.nn.TransformerEncoderLayer(
         WIDTH, WIDTH // 64, HIDDEN, 0.0, "gelu", 1e-6, batch_first=True, norm_first=True
-    ).eval()
+    ).train(False)
 
     def linear(name: str, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         matrix = named[f"/backbone/encoder/layer.{layer}/{name}/MatMul"]
