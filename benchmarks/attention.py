@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, BlockPlan, SparsePolicy, ops, reference
+from sparge import AttentionStats, BlockPlan, Precision, SparsePolicy, ops, reference
+from sparge.call import element_of
 from sparge.metrics import rel_l1, rel_l2
 from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
 
@@ -97,7 +99,7 @@ def time_ours(shape: Shape, policy: SparsePolicy, label: str) -> dict[str, Any]:
     _, drop = errors(out, q, k, v, None)
     ms = median_ms(lambda: sparge.attention(q, k, v, policy, out_layout="NHD"))
     planned = median_ms(lambda: sparge.attention(q, k, v, policy, out_layout="NHD", plan=plan))
-    element = int(sparge.kernels.native_element(sparge.capabilities("cuda").arch, False, q.dtype))
+    element = int(element_of(policy.precision, q))
     quantize = median_ms(lambda: ops.quantize(q, k, v, None, True, element, True))
     stages = {
         "means+quantize": round(quantize, 3),
@@ -131,9 +133,14 @@ def bench(shape: Shape, densities: list[float], pvthreshd: float) -> list[dict[s
                 print(f"# {peer.name}, {shape.name}: {str(error).splitlines()[0]}", flush=True)
                 continue
             print(json.dumps(rows[-1]), flush=True)
-        for label, filtered in (("ours", 50.0), ("ours, PV filter", pvthreshd)):
-            policy = SparsePolicy(topk=density, pvthreshd=filtered)
-            rows.append(time_ours(shape, policy, label))
+        policy = SparsePolicy(topk=density)
+        modes = {
+            "ours": policy,
+            "ours, PV filter": replace(policy, pvthreshd=pvthreshd),
+            "ours, FP16 V": replace(policy, precision=Precision.INT8_FP16),
+        }
+        for label, mode in modes.items():
+            rows.append(time_ours(shape, mode, label))
             print(json.dumps(rows[-1]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()

@@ -44,10 +44,7 @@ class Call:
 
     @property
     def element(self) -> Element:
-        if self.policy.precision is Precision.INT8_FP16:
-            return Element.INT8_FP16
-        sixteen_bit = self.policy.precision is Precision.SIXTEEN_BIT
-        return native_element(capabilities(self.q.device).arch, sixteen_bit, self.q.dtype)
+        return element_of(self.policy.precision, self.q)
 
     @property
     def routes(self) -> bool:
@@ -70,6 +67,14 @@ class Call:
             None if self.plan is None else self.plan.heads_slice(query),
             None if self.thresholds is None else self.thresholds[query],
         )
+
+
+def element_of(precision: Precision, q: Tensor) -> Element:
+    """The operand types that ``precision`` means on q's device."""
+    if precision is Precision.INT8_FP16:
+        return Element.INT8_FP16
+    sixteen_bit = precision is Precision.SIXTEEN_BIT
+    return native_element(capabilities(q.device).arch, sixteen_bit, q.dtype)
 
 
 def make_call(
