@@ -80,6 +80,9 @@ def table(built: dict[KernelSpec, Cubin | None]) -> str:
             lines.append(f"{spec.id:36}  failed")
             continue
         report, info = cubin.report, cubin.info
+        if report is None:
+            lines.append(f"{spec.id:36}{info.threads:8}  the compiler reported no resources")
+            continue
         shared = report.static_shared + info.shared_bytes
         lines.append(
             f"{spec.id:36}{info.threads:8}{report.registers:10}{shared:8}{report.stack:7}"

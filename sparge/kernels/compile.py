@@ -23,6 +23,10 @@ _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 #: Plain constexpr functions are for the device too; each compiler has its own word for that.
 _NVRTC_OPTIONS = ("-default-device",)
 _NVCC_OPTIONS = ("--expt-relaxed-constexpr",)
+#: From this version on NVRTC looks into the driver's cache; what it finds there comes without the
+#: assembler's report.
+_NVRTC_CACHES = (12, 9)
+_NVRTC_NO_CACHE = "--no-cache"
 
 
 def options(spec: KernelSpec) -> list[str]:
@@ -56,10 +60,11 @@ class NvrtcCompiler:
         self.label = "nvrtc{}.{}".format(*nvrtc.version)
 
     def compile(self, spec: KernelSpec, sources: Sources) -> Cubin:
+        flags = [*options(spec), *_NVRTC_OPTIONS]
+        if self.version >= _NVRTC_CACHES:
+            flags.append(_NVRTC_NO_CACHE)
         try:
-            built = self.nvrtc.compile(
-                sources.name, sources.text, sources.headers, [*options(spec), *_NVRTC_OPTIONS]
-            )
+            built = self.nvrtc.compile(sources.name, sources.text, sources.headers, flags)
         except NvrtcError as error:
             raise _failure(spec, self.label, error.log or str(error)) from None
         return Cubin(built.image, parse_report(built.log))

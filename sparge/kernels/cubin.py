@@ -26,7 +26,7 @@ class Cubin:
     """A compiled kernel: the ELF image and what the assembler said about it."""
 
     image: bytes
-    report: Report
+    report: Report | None
 
     @property
     def info(self) -> LaunchInfo:

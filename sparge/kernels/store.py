@@ -123,7 +123,8 @@ def read_entry(path: Path) -> Cubin | None:
         image = path.read_bytes()
         if facts["sha256"] != hashlib.sha256(image).hexdigest():
             raise ValueError("its checksum does not fit")
-        return Cubin(image, Report.from_json(facts["report"]))
+        report = facts["report"]
+        return Cubin(image, None if report is None else Report.from_json(report))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -134,7 +135,8 @@ def read_entry(path: Path) -> Cubin | None:
 def write_entry(path: Path, cubin: Cubin) -> None:
     """Publish an entry; raises OSError when the folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"sha256": hashlib.sha256(cubin.image).hexdigest(), "report": cubin.report.to_json()}
+    report = None if cubin.report is None else cubin.report.to_json()
+    facts = {"sha256": hashlib.sha256(cubin.image).hexdigest(), "report": report}
     _publish(path, cubin.image)
     _publish(path.with_suffix(".json"), dump(facts))
 

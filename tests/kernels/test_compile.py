@@ -23,6 +23,7 @@ WARP = 32
 def test_kernel_compiles_and_fits(spec: KernelSpec, pack_cubin):
     cubin = pack_cubin(spec)
     info, report = cubin.info, cubin.report
+    assert report is not None
     assert info.threads % WARP == 0 and 0 < info.threads <= 1024
     assert info.shared_bytes + report.static_shared <= ARCHS[spec.arch].shared_limit
     assert report.registers * info.threads <= 65536
@@ -39,6 +40,22 @@ def test_a_kernel_that_does_not_compile_brings_the_log(compiler, csrc):
     assert "common/twice.cuh(1): catastrophic error: #error directive: not today" in (
         caught.value.log.replace('"', "")
     )
+
+
+def test_the_drivers_cache_is_left_out_where_nvrtc_would_use_it(compiler, csrc, monkeypatch):
+    """What NVRTC 12.9 and later find there comes without a report."""
+    told: list[list[str]] = []
+    build = compiler.nvrtc.compile
+
+    def listen(name, text, headers, options):
+        told.append(options)
+        return build(name, text, headers, [o for o in options if o != "--no-cache"])
+
+    monkeypatch.setattr(compiler.nvrtc, "compile", listen)
+    for version in ((12, 8), (12, 9), (13, 0)):
+        monkeypatch.setattr(compiler, "version", version)
+        compiler.compile(KernelSpec("route", "sm_80"), read_sources("route", csrc))
+    assert ["--no-cache" in options for options in told] == [False, True, True]
 
 
 def test_the_size_of_the_parameters_reaches_the_device(compiler, csrc):
@@ -68,7 +85,7 @@ def test_nvcc_builds_the_same_sources(csrc):
     cubin = nvcc.compile(spec, read_sources("attend", csrc))
     assert nvcc.label.startswith("nvcc")
     assert cubin.info.shared_bytes == 4096
-    assert cubin.report.registers > 0
+    assert cubin.report is not None and cubin.report.registers > 0
     (csrc / "common" / "twice.cuh").write_text("#error not today\n")
     with pytest.raises(KernelBuildError, match="not today"):
         nvcc.compile(spec, read_sources("attend", csrc))

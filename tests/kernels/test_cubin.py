@@ -70,6 +70,7 @@ def test_the_report_of_a_kernel_that_spills(build):
     }
     """
     report = parse_report(build(spilling, "--ptxas-options=-v").log)
+    assert report is not None
     assert report.registers == 64  # what 1024 threads leave each
     assert report.static_shared == 1024
     assert report.spills == report.spill_stores + report.spill_loads > 0
@@ -78,13 +79,13 @@ def test_the_report_of_a_kernel_that_spills(build):
 
 def test_the_report_of_a_small_kernel(build):
     report = parse_report(build(KERNEL, "--ptxas-options=-v").log)
+    assert report is not None
     assert 0 < report.registers <= 32
     assert report == Report(report.registers, 0, 0, 0, 0)
 
 
-def test_a_log_without_report_is_refused(build):
-    with pytest.raises(ValueError, match="no ptxas resource report"):
-        parse_report(build(KERNEL).log)
+def test_a_log_without_a_report_gives_none(build):
+    assert parse_report(build(KERNEL).log) is None
 
 
 def test_the_report_of_nvcc_and_of_older_nvrtc():
@@ -97,6 +98,7 @@ ptxas info    : Used 40 registers, 520 bytes smem, 360 bytes cmem[0]
 k.cu(3): warning #177-D: variable "x" was declared but never referenced
 """
     report = parse_report(log)
+    assert report is not None
     assert report.notes[0].endswith("wgmma.mma_async instructions are serialized")
     assert "177-D" in report.notes[1]
     assert report == Report(40, 520, 48, 12, 20, report.notes)

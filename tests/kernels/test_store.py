@@ -34,6 +34,13 @@ def test_compiles_once_then_reads(tmp_path, sources, counting):
     assert sorted(p.suffix for p in cache.iterdir()) == [".cubin", ".json"]
 
 
+def test_a_kernel_without_a_report_is_kept_like_any_other(tmp_path, sources, counting):
+    path = tmp_path / "kernel.nvrtc13.0.cubin"
+    silent = dataclasses.replace(Store(None).get(SPEC, sources, counting), report=None)
+    write_entry(path, silent)
+    assert read_entry(path) == silent
+
+
 def test_the_name_tells_sources_options_and_compiler(sources, csrc, counting, tmp_path):
     stem = entry_stem(SPEC, sources)
     assert entry_stem(dataclasses.replace(SPEC, head_dim=64), sources) != stem

@@ -50,7 +50,9 @@ struct Consumer {
 
   SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.full[ring.stage], ring.parity); }
 
+  // One lane speaks for the warp, so all of its lanes must be done.
   SPARGE_DEVICE void release(i32 stage) const {
+    __syncwarp();
     if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(smem.free[stage]);
   }
 
