@@ -8,6 +8,8 @@ from .attention import Partials, attention, attention_partials, make_plan
 from .errors import KernelBuildError, Unsupported
 from .kernels import Capability, capabilities
 from .plan.blocks import BlockPlan
+from .plan.budget import HeadBudget, Router
+from .plan.grid import TokenGrid, TokenOrder, cube_order
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
 
@@ -15,13 +17,18 @@ __all__ = [
     "AttentionStats",
     "BlockPlan",
     "Capability",
+    "HeadBudget",
     "KernelBuildError",
     "Partials",
     "Precision",
+    "Router",
     "SparsePolicy",
+    "TokenGrid",
+    "TokenOrder",
     "Unsupported",
     "attention",
     "attention_partials",
     "capabilities",
+    "cube_order",
     "make_plan",
 ]

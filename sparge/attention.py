@@ -14,6 +14,8 @@ from .call import Call, make_call
 from .errors import Unsupported
 from .kernels import capabilities
 from .plan.blocks import BlockPlan
+from .plan.budget import HeadBudget
+from .plan.grid import TokenOrder
 from .policy import PV_FILTER_OFF, SparsePolicy
 from .stats import AttentionStats
 from .validate import as_heads_first
@@ -53,6 +55,8 @@ class _Options(TypedDict, total=False):
     key_lengths: Tensor | None
     block_mask: Tensor | None
     plan: BlockPlan | None
+    order: TokenOrder | None
+    budget: HeadBudget | None
     stats: AttentionStats | None
     output_dtype: torch.dtype | None
 
@@ -90,6 +94,8 @@ def attention(
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
     plan: BlockPlan | None = None,
+    order: TokenOrder | None = None,
+    budget: HeadBudget | None = None,
     stats: AttentionStats | None = None,
     output_dtype: torch.dtype | None = None,
     return_lse: bool = False,
@@ -107,6 +113,9 @@ def attention(
         key_lengths: (B,) int32; keys at and beyond it are never read.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
         plan: from ``make_plan``; replaces routing.
+        order: from ``cube_order``: tokens that lie close together share blocks, and its exact
+            tokens replace the policy's. q, k, v and the result stay in the caller's order.
+        budget: density, pooled residual and router of each head; replaces the policy's density.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
         return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys.
@@ -118,7 +127,9 @@ def attention(
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
         ValueError: shapes, dtypes or devices do not fit together.
     """
-    call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
+    call = make_call(
+        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget
+    )
     dtype = output_dtype or call.q.dtype
     out_layout = layout if out_layout is None else out_layout
     out = _empty_output(call, dtype, out_layout)
@@ -339,11 +350,27 @@ def _reference_attention(call: Call) -> tuple[reference.Attended, BlockPlan]:
 
 
 def _run_reference(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    attended, plan = _reference_attention(call)
+    if call.order is None and call.budget is None:
+        attended, plan = _reference_attention(call)
+        pairs = (plan.kept_pairs(), plan.valid_pairs())
+    else:
+        assert call.v is not None
+        attended, choice = reference.budgeted_attention(
+            call.q,
+            call.k,
+            call.v,
+            call.policy,
+            call.budget,
+            order=call.order,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            key_lengths=call.key_lengths,
+        )
+        pairs = (choice.kept_pairs(), choice.valid_pairs())
     out.copy_(attended.out)
     if lse is not None:
         lse.copy_(attended.lse)
     if counters is not None:
-        counters[0] += plan.kept_pairs().sum()
-        counters[1] += plan.valid_pairs().sum()
+        counters[0] += pairs[0].sum()
+        counters[1] += pairs[1].sum()
         counters[2] += attended.pv_skipped.sum()

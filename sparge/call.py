@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .errors import Unsupported
 from .kernels import Element, capabilities, native_element
 from .plan.blocks import BlockPlan
+from .plan.budget import HeadBudget
+from .plan.grid import TokenOrder
 from .policy import Precision, SparsePolicy
 from .validate import (
     as_heads_first,
@@ -36,6 +39,8 @@ class Call:
     key_lengths: Tensor | None
     block_mask: Tensor | None
     plan: BlockPlan | None
+    order: TokenOrder | None
+    budget: HeadBudget | None
     thresholds: Tensor | None
 
     @property
@@ -55,17 +60,15 @@ class Call:
         """The kv heads first .. last - 1 and the query heads that read them."""
         group = self.shape.heads // self.shape.kv_heads
         kv, query = slice(first, last), slice(first * group, last * group)
-        return Call(
-            self.q[:, query],
-            self.k[:, kv],
-            None if self.v is None else self.v[:, kv],
-            self.policy,
-            self.scale,
-            self.is_causal,
-            self.key_lengths,
-            None if self.block_mask is None else self.block_mask[:, query],
-            None if self.plan is None else self.plan.heads_slice(query),
-            None if self.thresholds is None else self.thresholds[query],
+        return replace(
+            self,
+            q=self.q[:, query],
+            k=self.k[:, kv],
+            v=None if self.v is None else self.v[:, kv],
+            block_mask=None if self.block_mask is None else self.block_mask[:, query],
+            plan=None if self.plan is None else self.plan.heads_slice(query),
+            budget=None if self.budget is None else self.budget.heads_slice(query),
+            thresholds=None if self.thresholds is None else self.thresholds[query],
         )
 
 
@@ -88,6 +91,8 @@ def make_call(
     key_lengths: Tensor | None,
     block_mask: Tensor | None,
     plan: BlockPlan | None,
+    order: TokenOrder | None = None,
+    budget: HeadBudget | None = None,
 ) -> Call:
     """Raises Unsupported or ValueError, with a sentence for the user, before anything runs."""
     policy = SparsePolicy() if policy is None else policy
@@ -101,6 +106,8 @@ def make_call(
         check_inference(v)
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)
+    replaces_routing = plan is not None or block_mask is not None
+    _check_order_and_budget(q, k, is_causal, replaces_routing, order, budget)
     softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_scale(softmax_scale)
     if plan is not None:
@@ -118,5 +125,38 @@ def make_call(
         key_lengths,
         block_mask,
         plan,
-        policy.head_thresholds(q.shape[1], q.device),
+        order,
+        budget,
+        policy.head_thresholds(q.shape[1], q.device) if budget is None else budget.table(policy),
     )
+
+
+def _check_order_and_budget(
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    replaces_routing: bool,
+    order: TokenOrder | None,
+    budget: HeadBudget | None,
+) -> None:
+    if (order is not None or budget is not None) and replaces_routing:
+        raise ValueError(
+            "plan and block_mask replace routing, which order and budget are about: give one or "
+            "the other."
+        )
+    if order is not None:
+        if is_causal:
+            raise Unsupported(
+                "A token order and is_causal do not go together: blocks of an order hold tokens "
+                "from before and after. Leave one of them out."
+            )
+        if q.shape[2] != order.tokens or k.shape[2] != order.tokens:
+            raise Unsupported(
+                f"The call has {q.shape[2]} queries and {k.shape[2]} keys; the token order is one "
+                f"of {order.tokens} tokens that attend to each other. Make an order for this grid."
+            )
+    if budget is not None and (budget.heads != q.shape[1] or budget.device != q.device):
+        raise ValueError(
+            f"The budget is for {budget.heads} heads on {budget.device}, q has {q.shape[1]} heads "
+            f"on {q.device}: give one value for each head, on q's device."
+        )

@@ -12,7 +12,7 @@ from benchmarks.quality.centroid import attend_with_centroids
 from sparge.kernels.spec import Element
 from sparge.plan.budget import HeadBudget, Router
 from sparge.policy import SparsePolicy
-from sparge.reference.choose import Choice, choose_blocks, kept_and_valid_pairs
+from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed
 from sparge.reference.pooled import attend_packed
 from sparge.reference.route import route
@@ -100,10 +100,9 @@ def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> C
     return replace(choice, kept=plan.kept())
 
 
-def reached_density(packed: Packed, kept: Tensor, is_causal: bool) -> Tensor:
+def reached_density(choice: Choice) -> Tensor:
     """(heads,) float64: kept over valid query-key pairs."""
-    pairs, valid = kept_and_valid_pairs(packed, kept, is_causal)
-    return pairs.sum(0).double() / valid.sum(0).double()
+    return choice.kept_pairs().sum(0).double() / choice.valid_pairs().sum(0).double()
 
 
 def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> float:
@@ -116,8 +115,7 @@ def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> fl
 
     def density_of(count: int) -> float:
         budget = HeadBudget.uniform(heads, _share(count, blocks))
-        kept = choose(mode, packed, budget, is_causal).kept
-        return float(reached_density(packed, kept, is_causal).mean())
+        return float(reached_density(choose(mode, packed, budget, is_causal)).mean())
 
     low, high = 1, blocks + 1
     while high - low > 1:

@@ -29,7 +29,7 @@ def attention_of(mode: Mode, budgets: Sequence[HeadBudget], densities: list[Tens
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packed = pack_qkv(q, k, v, element=ELEMENT)
         out, choice = attend(mode, packed, budgets[layer], is_causal=True)
-        densities.append(reached_density(packed, choice.kept, True))
+        densities.append(reached_density(choice))
         return out
 
     return attention

@@ -118,4 +118,4 @@ def emulated(mode: Mode, call: Call, budget: HeadBudget, judged: Sample) -> tupl
     """An `Attend` in the reference's emulation of the kernels."""
     packed = call.packed(mode.cubes)
     out, choice = attend(mode, packed, budget, is_causal=call.is_causal, query_blocks=judged.blocks)
-    return out[0, :, judged.slots], reached_density(packed, choice.kept, call.is_causal)
+    return out[0, :, judged.slots], reached_density(choice)

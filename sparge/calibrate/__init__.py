@@ -5,7 +5,7 @@ from .calibration import Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fingerprint import Fingerprint, Fit, Verdict
-from .measure import Measure, Measured, Sample, reference_measure
+from .measure import Measure, Measured, Sample, measure_for, reference_measure
 from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
@@ -26,6 +26,7 @@ __all__ = [
     "Table",
     "Verdict",
     "Workload",
+    "measure_for",
     "profile_path",
     "reference_measure",
 ]

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from ..policy import PerHead, SparsePolicy
 
 
 class Router(enum.IntEnum):
@@ -17,6 +19,10 @@ class Router(enum.IntEnum):
     """The share of attention that pooled queries and keys give the block."""
     ERROR = 1
     """The error that the block's pooled term would make in its place."""
+
+
+#: Columns of a head's row in `HeadBudget.table`; see `thresholds` in csrc/params.cuh.
+TABLE_COLUMNS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +43,9 @@ class HeadBudget:
     gain: Tensor
     router: Tensor
     floor: int = 1
+    pools: bool = True
+    """Whether any gain may be above 0: with False the kernels prepare no pooled terms."""
+    _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
@@ -49,15 +58,73 @@ class HeadBudget:
     def heads(self) -> int:
         return self.density.numel()
 
+    @property
+    def device(self) -> torch.device:
+        return self.density.device
+
+    def on(self, device: torch.device | str) -> HeadBudget:
+        """The same values on `device`."""
+        return replace(
+            self,
+            density=self.density.to(device),
+            gain=self.gain.to(device),
+            router=self.router.to(device),
+            _tables={},
+        )
+
+    def heads_slice(self, heads: slice) -> HeadBudget:
+        """The budget of some of the query heads."""
+        return replace(
+            self,
+            density=self.density[heads],
+            gain=self.gain[heads],
+            router=self.router[heads],
+            _tables={},
+        )
+
+    def table(self, policy: SparsePolicy) -> Tensor:
+        """(heads, 5) float32 as the kernels read it: density, simthreshd1, pvthreshd, log2 gain,
+        router.
+
+        Kept for policies whose thresholds are numbers, so that a call launches nothing to make it:
+        ask for it before attention is recorded.
+        """
+        similarity, negligible = policy.simthreshd1, policy.pvthreshd
+        if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
+            return self._make_table(similarity, negligible)
+        key = (similarity, negligible)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(similarity, negligible)
+        return self._tables[key]
+
+    def _make_table(self, *thresholds: PerHead) -> Tensor:
+        table = torch.empty(self.heads, TABLE_COLUMNS, device=self.device)
+        columns = (self.density, *thresholds, self.gain.log2(), self.router)
+        for index, column in enumerate(columns):
+            table[:, index] = column
+        return table
+
+    def set_density(self, density: Tensor) -> None:
+        """Other densities (heads,) from the next call on; in place, never synchronises."""
+        self.density.copy_(density)
+        for table in self._tables.values():
+            table[:, 0] = self.density
+
     @classmethod
     def uniform(
-        cls, heads: int, density: float, gain: float = 0.0, router: Router = Router.MASS
+        cls,
+        heads: int,
+        density: float,
+        gain: float = 0.0,
+        router: Router = Router.MASS,
+        device: torch.device | str = "cpu",
     ) -> HeadBudget:
-        """The same for every head, on the CPU."""
+        """The same for every head."""
         return cls(
-            torch.full((heads,), density),
-            torch.full((heads,), gain),
-            torch.full((heads,), int(router), dtype=torch.int32),
+            torch.full((heads,), density, device=device),
+            torch.full((heads,), gain, device=device),
+            torch.full((heads,), int(router), dtype=torch.int32, device=device),
+            pools=gain > 0,
         )
 
 

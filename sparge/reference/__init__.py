@@ -7,7 +7,7 @@ them. Tensors are laid out (B, H, N, D) throughout.
 
 from .attend import Attended, attend
 from .budgeted import bucket_partials, budgeted_attention
-from .choose import Choice, choose_blocks, error_scores, kept_and_valid_pairs, mass_scores, poolable
+from .choose import Choice, choose_blocks, error_scores, mass_scores, poolable
 from .exact import exact_attention
 from .exact_pooled import exact_pooled_attention
 from .packed import Packed, gather, pack_qkv, scatter
@@ -35,7 +35,6 @@ __all__ = [
     "exact_attention",
     "exact_pooled_attention",
     "gather",
-    "kept_and_valid_pairs",
     "make_plan",
     "mass_scores",
     "pack_qkv",

@@ -15,6 +15,7 @@ from .packed import Packed
 from .route import (
     block_scores,
     exact_query_blocks,
+    kept_ranks,
     per_head,
     protected_keys,
     rank_blocks,
@@ -33,6 +34,15 @@ class Choice:
     pooled: Tensor  # bool: stands in the softmax as one pseudo-key
     rank: Tensor  # int64: place among the ranked blocks, from 0; -1 for forced and invalid ones
     valid: Tensor  # bool: holds a pair
+    pairs: Tensor  # int64: query-key pairs of each block, kept or not
+
+    def kept_pairs(self) -> Tensor:
+        """(B, H) int64: query-key pairs inside the kept blocks."""
+        return (self.pairs * self.kept).sum((-2, -1))
+
+    def valid_pairs(self) -> Tensor:
+        """(B, H) int64: query-key pairs inside all blocks."""
+        return self.pairs.sum((-2, -1))
 
 
 def mass_scores(packed: Packed, scale: float) -> Tensor:
@@ -76,12 +86,13 @@ def error_scores(packed: Packed, scale: float, valid: Tensor) -> Tensor:
 def choose_blocks(
     packed: Packed,
     policy: SparsePolicy,
-    budget: HeadBudget,
+    budget: HeadBudget | None,
     *,
     scale: float,
     is_causal: bool = False,
 ) -> Choice:
-    """The blocks that `budget` and the rules of `policy` (all but its density) choose.
+    """The blocks that `budget` and the rules of `policy` (all but its density) choose; without a
+    budget the policy's density counts, by mass and without a residual.
 
     Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
     come on top of the budget. An order says itself which tokens are exact; without one the policy's
@@ -92,18 +103,22 @@ def choose_blocks(
     forced, dense = _forced(packed, policy, valid, is_causal)
     ranked = valid & ~forced
 
-    by_error = budget.router.to(device) == Router.ERROR
-    scores = torch.where(
-        by_error[:, None, None],
-        error_scores(packed, scale, valid),
-        mass_scores(packed, scale),
-    ).masked_fill(~ranked, -torch.inf)
+    scores = mass_scores(packed, scale)
+    if budget is not None:
+        by_error = budget.router.to(device) == Router.ERROR
+        errors = error_scores(packed, scale, valid)
+        scores = torch.where(by_error[:, None, None], errors, scores)
+    scores = scores.masked_fill(~ranked, -torch.inf)
     rank = rank_blocks(scores)
-    kept = forced | (ranked & (rank < _kept_ranks(scores, policy, budget))) | (dense & valid)
-
-    dropped = valid & ~kept & (budget.gain.to(device) > 0)[:, None, None]
-    pooled = poolable(packed, dropped, is_causal)
-    return Choice(kept, pooled, rank.masked_fill(~ranked, -1), valid)
+    if budget is None:
+        counts, pools = kept_ranks(scores, policy, operands.heads), torch.zeros_like(valid)
+    else:
+        counts = _kept_ranks(scores, policy, budget)
+        pools = (budget.gain.to(device) > 0)[:, None, None]
+    kept = forced | (ranked & (rank < counts)) | (dense & valid)
+    pooled = poolable(packed, valid & ~kept & pools, is_causal)
+    pairs = _pairs(packed, is_causal).unsqueeze(1).expand(kept.shape)
+    return Choice(kept, pooled, rank.masked_fill(~ranked, -1), valid, pairs)
 
 
 def poolable(packed: Packed, blocks: Tensor, is_causal: bool) -> Tensor:
@@ -113,14 +128,11 @@ def poolable(packed: Packed, blocks: Tensor, is_causal: bool) -> Tensor:
     return blocks & ~touches_diagonal(packed.operands, blocks.device)
 
 
-def kept_and_valid_pairs(packed: Packed, kept: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """(B, H) int64 each: query-key pairs inside the kept blocks, and inside all of them."""
+def _pairs(packed: Packed, is_causal: bool) -> Tensor:
+    """(B, nq, nk) int64: query-key pairs of each block."""
     if packed.order is None:
-        pairs = block_pairs(packed.operands.n_queries, packed.operands.key_counts, is_causal)
-    else:
-        pairs = packed.query_counts.long()[:, None] * packed.operands.key_counts.long()[:, None]
-    pairs = pairs.unsqueeze(1)
-    return (pairs * kept).sum((-2, -1)), pairs.sum((-2, -1)).expand(kept.shape[:2])
+        return block_pairs(packed.operands.n_queries, packed.operands.key_counts, is_causal)
+    return packed.query_counts.long()[:, None] * packed.operands.key_counts.long()[:, None]
 
 
 def _forced(

@@ -53,7 +53,7 @@ def _select(
 
     ranked = valid & ~forced
     scores = block_scores(quantized, scale).masked_fill(~ranked, -torch.inf)
-    chosen = ranked & (rank_blocks(scores) < _budget(scores, policy, heads))
+    chosen = ranked & (rank_blocks(scores) < kept_ranks(scores, policy, heads))
     return forced | chosen | (dense.unsqueeze(-1) & valid)
 
 
@@ -64,7 +64,7 @@ def rank_blocks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def _budget(scores: Tensor, policy: SparsePolicy, heads: int) -> Tensor:
+def kept_ranks(scores: Tensor, policy: SparsePolicy, heads: int) -> Tensor:
     """How many ranked blocks to keep, broadcastable to the scores."""
     if policy.select_by == "topk":
         return _share_of(policy.topk, scores.shape[-1], heads, scores.device)

@@ -151,7 +151,7 @@ def test_a_share_reaches_its_density_and_no_more(call: Call, density: float) -> 
     def reached(share: float) -> float:
         budget = uniform(mode, call.heads, share)
         _, choice = attend(mode, packed, budget, is_causal=call.is_causal)
-        return float(reached_density(packed, choice.kept, call.is_causal).mean())
+        return float(reached_density(choice).mean())
 
     assert reached(share) <= density
     one_block = 1 / packed.operands.key_counts.shape[1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from sparge.reference import quantize_qkv, route
 from sparge.reference.choose import (
     choose_blocks,
     error_scores,
-    kept_and_valid_pairs,
     mass_scores,
 )
 from sparge.reference.packed import Packed, pack_qkv
@@ -187,9 +187,10 @@ def test_mass_in_raster_order_is_the_existing_route(
     packed = pack_qkv(q, k, v, key_lengths=lengths)
     choice = choose_blocks(packed, policy, budget, scale=SCALE, is_causal=is_causal)
     assert torch.equal(choice.kept, plan.kept())
-    kept, valid = kept_and_valid_pairs(packed, choice.kept, is_causal)
-    assert torch.equal(kept, plan.kept_pairs())
-    assert torch.equal(valid, plan.valid_pairs())
+    assert torch.equal(choice.kept_pairs(), plan.kept_pairs())
+    assert torch.equal(choice.valid_pairs(), plan.valid_pairs())
+    by_policy = choose_blocks(packed, policy, None, scale=SCALE, is_causal=is_causal)
+    assert torch.equal(by_policy.kept, plan.kept()) and not by_policy.pooled.any()
 
 
 def test_ranks_number_the_ranked_blocks(make_qkv) -> None:
@@ -207,12 +208,12 @@ def test_ranks_number_the_ranked_blocks(make_qkv) -> None:
 
 
 def test_pairs_count_tokens_and_not_slots(make_qkv) -> None:
-    x = case(make_qkv, CUBES)
-    everything = torch.ones(2, 4, CUBES.query_blocks, CUBES.key_blocks, dtype=torch.bool)
-    kept, valid = kept_and_valid_pairs(x, everything, False)
-    assert torch.equal(kept, valid)
+    choice = choose_blocks(case(make_qkv, CUBES), SparsePolicy(), BUDGET, scale=SCALE)
+    everything = replace(choice, kept=torch.ones_like(choice.kept))
+    valid = everything.valid_pairs()
+    assert torch.equal(everything.kept_pairs(), valid)
     assert valid.tolist() == [[GRID.tokens * length] * 4 for length in LENGTHS.tolist()]
-    kept, _ = kept_and_valid_pairs(x, everything & CUBES.keys_exact, False)
+    kept = replace(choice, kept=everything.kept & CUBES.keys_exact).kept_pairs()
     exact = GRID.prefix + GRID.frame_tokens
     assert kept[:, 0].tolist() == [GRID.tokens * (exact + cut) for cut in (85, 5)]
 

@@ -165,7 +165,7 @@ def test_pseudo_keys_go_on_where_the_kept_blocks_end(make_qkv, element: Element)
     before = attend_packed(packed, kept, scale=0.25)
     result = attend_packed(packed, kept, dropped, torch.tensor([0.7]), scale=0.25)
 
-    choice = Choice(kept & False, dropped, kept.long(), kept)
+    choice = Choice(kept & False, dropped, kept.long(), kept, kept.long())
     logits, values = stored_logits(packed, choice, 0, 0, False, torch.tensor([0.7]))
     logits = logits[:, packed.operands.n_keys :] / math.log(2)
     values = values[packed.operands.n_keys :] / packed.operands.v_scale[0, 0].double()
