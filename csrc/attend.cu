@@ -18,42 +18,45 @@ namespace sparge::attend {
 
 SPARGE_CHECK_PARAMS(AttendParams);
 
-SPARGE_DEVICE i32 group_pairs(const Work& work, i32 group, i32 block, bool causal) {
-  const i32 first_row = group * kRowGroup;
-  const i32 rows = larger(0, smaller(kRowGroup, work.queries - first_row));
-  const i32 first_key = block * kKeyBlock;
-  return block_pairs(causal, work.first_query + first_row, rows, first_key,
-                     larger(0, smaller(kKeyBlock, work.key_length - first_key)));
+SPARGE_DEVICE i32 group_pairs(const AttendParams& p, const Smem& smem, i32 group, i32 place) {
+  const Work& work = smem.work;
+  if (place >= smem.first_pool_place) return 0;  // of rows without any key yet, pseudo-keys without any weight
+  const i32 first_row = work.first_query + group * kRowGroup;
+  return block_pairs(p.causal, first_row, p.problem.rows_from(first_row), place * kKeyBlock,
+                     p.key_counts[work.first_tile + place]);
 }
+static_assert(kRowGroup == kKeyBlock, "a token order counts its tokens by 64 slots");
 
-SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
+SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
   const Work& work = smem.work;
   if (threadIdx.x == 0) smem.work.read(p, blockIdx.x);
   if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
   __syncthreads();
-  const i32 words = p.problem.map_words();
-  const u32* map_row = p.block_map + work.map_row(p.problem) * words;
-  for (int word = threadIdx.x; word <= words; word += kThreads) map[word] = word < words ? map_row[word] : kEndOfList;
-  __syncthreads();
+  load_list(list, smem, p);
 
-  Pipeline pipeline(smem, p, BlockList(map));
+  Pipeline pipeline(smem, p, list);
   load_queries(smem, p, work);
-  Softmax softmax(smem);
+  Softmax softmax(smem, p.problem);
   Accumulators out = {};
 
-  for (i32 block = pipeline.wait_keys(); block >= 0; block = pipeline.wait_keys()) {
+  for (i32 place = pipeline.wait_keys(); place >= 0; place = pipeline.wait_keys()) {
     const ScoreScale scale{smem, p.scale * kLog2E * pipeline.key_scale()};
     Scores scores;
     score_block(scores, smem.q, pipeline.keys());
-    if (needs_mask(work, block, p.causal)) mask_scores(scores, work, block, p.causal);
+    if (needs_mask(work, place, pipeline.key_count(), p.causal)) {
+      if (pipeline.key_count() < 0)
+        pool_scores(scores, pipeline.columns(), scale);
+      else
+        mask_scores(scores, work, place, pipeline.key_count(), p.causal);
+    }
     PerRow block_max;
     softmax.block_max(scores, scale, block_max);
     bool skip = false;
-    if constexpr (kPvFilter) skip = softmax.negligible(block_max, work.pvthreshd);
-    pipeline.wait_values();
+    if constexpr (kPvFilter) skip = softmax.negligible(block_max, pipeline.key_count() < 0 ? kNeverNegligible : work.pvthreshd);
+    pipeline.wait_values(place);
     if (skip) {
       if (const i32 thread = ptx::thread_index(); thread % kRowGroupThreads == 0)
-        smem.skipped_pairs[thread / kRowGroupThreads] += group_pairs(work, thread / kRowGroupThreads, block, p.causal);
+        smem.skipped_pairs[thread / kRowGroupThreads] += group_pairs(p, smem, thread / kRowGroupThreads, place);
       continue;
     }
     softmax.raise_max(block_max, out);
@@ -76,7 +79,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* map) {
 
 }  // namespace sparge::attend
 
-// Dynamic shared memory: Smem, then (map_words + 1) x 4 bytes, added by the host.
+// Dynamic shared memory: Smem, then the list (attend/block_list.cuh), added by the host.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::attend::kThreads, sizeof(sparge::attend::Smem)};
 
 // Grid: batch x heads x query blocks, query blocks fastest.

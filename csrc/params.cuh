@@ -18,20 +18,50 @@ struct TensorView {
   i32 vectorized;
 };
 
+// A head's row of `thresholds`; sparge/plan/budget.py writes it.
+struct HeadThresholds {
+  float selection;    // share of the key blocks, or of the mass
+  float simthreshd1;
+  float pvthreshd;
+  float log2_gain;    // of pooled terms; minus infinity: plain dropping
+  float router;       // above 0: rank by the error that pooling a block makes
+};
+
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
+//
+// Blocks hold slots. Without a token order slot i is token i; with one (self-attention only) both sides have the order's
+// slots, 64 a key block, some empty at segment ends, and inside a key block the tokens come first.
 struct Problem {
   const i32* key_lengths;
+  const i32* slot_token;   // (slots): the token in each slot, -1 where it is empty; null without an order
+  const i32* slot_counts;  // (key_blocks): tokens in each 64 slots; null without an order
   i32 batch;
   i32 heads;
   i32 kv_heads;
-  i32 queries;
-  i32 keys;
+  i32 queries;  // slots
+  i32 keys;     // slots
   i32 channels;
 
   SPARGE_DEVICE i32 query_blocks() const { return ceil_div(queries, kQueryBlock); }
   SPARGE_DEVICE i32 key_blocks() const { return ceil_div(keys, kKeyBlock); }
   SPARGE_DEVICE i32 map_words() const { return ceil_div(key_blocks(), kMapBits); }
   SPARGE_DEVICE i32 kv_head(i32 head) const { return head / (heads / kv_heads); }
+  SPARGE_DEVICE i32 pool_tiles() const { return ceil_div(key_blocks(), kKeyBlock); }
+  // Tokens among the 64 query slots from `slot` on.
+  SPARGE_DEVICE i32 rows_from(i32 slot) const {
+    if (slot_counts) return slot < queries ? slot_counts[slot / kKeyBlock] : 0;
+    return larger(0, smaller(kKeyBlock, queries - slot));
+  }
+  // -1: the query slot holds none.
+  SPARGE_DEVICE i32 query_token(i32 slot) const {
+    if (slot >= queries) return -1;
+    return slot_token ? slot_token[slot] : slot;
+  }
+  // -1: the key slot holds none that batch entry b has.
+  SPARGE_DEVICE i32 key_token(i32 slot, i32 length) const {
+    const i32 token = slot_token ? slot_token[slot] : slot;
+    return token < length ? token : -1;
+  }
   SPARGE_DEVICE i32 key_length(i32 b) const { return key_lengths ? larger(0, smaller(keys, key_lengths[b])) : keys; }
 };
 
@@ -47,6 +77,12 @@ struct MeansParams {
   i32 with_values;
 };
 
+// What turns the products with a pseudo-key into logits, in log2 units beside the softmax scale.
+struct PoolColumn {
+  float scale;  // of its INT8 levels
+  float bias;   // log2 of the keys it stands for
+};
+
 struct QuantizeParams {
   Problem problem;
   TensorView q;
@@ -58,11 +94,19 @@ struct QuantizeParams {
   u8* k_tiles;          // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
   u8* v_tiles;          // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
   float* k_scale;       // (batch, kv_heads, key_blocks)
+  i32* key_counts;      // (batch, kv_heads, key_blocks): keys that the block really has
   float* q_block_mean;  // (batch, heads, query_blocks, head_dim)
   float* k_block_mean;  // (batch, kv_heads, head_dim, key_blocks): route reads it along key blocks
   float* q_similarity;  // (batch, heads, query_blocks)
   float* k_similarity;  // (batch, kv_heads, key_blocks)
   i32* next_turn;       // set to zero where attend has persistent blocks
+  // What budgets need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
+  float* k_variance;         // (batch, kv_heads, head_dim, key_blocks)
+  float* v_block_mean;       // (batch, kv_heads, head_dim, key_blocks)
+  float* v_variance;         // (batch, kv_heads, key_blocks): summed over channels
+  u8* pool_k;                // (batch, kv_heads, pool_tiles): tiles like k_tiles whose rows are the means of 64 key blocks
+  u8* pool_v;                // likewise, columns as in v_tiles
+  PoolColumn* pool_columns;  // (batch, kv_heads, pool_tiles * 64)
   i32 with_queries;
   i32 with_values;
 };
@@ -77,7 +121,13 @@ struct RouteParams {
   const float* k_similarity;
   const u8* block_mask;  // Select::kMask: (batch, heads, query_blocks, key_blocks), any strides
   i64 mask_stride[4];
-  const float* thresholds;  // (heads, 3): selection, simthreshd1, pvthreshd; null: the scalars below
+  const HeadThresholds* thresholds;  // (heads); null: the scalars below, nothing pooled, ranked by mass
+  const i32* key_counts;
+  const u8* keys_exact;     // (key_blocks) of a token order, null without one; then exact_prefix and exact_suffix count
+  const u8* queries_exact;  // (query_blocks) likewise
+  const float* k_variance;  // null: every head ranks by mass
+  const float* v_block_mean;
+  const float* v_variance;
   u32* block_map;           // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
   i32* counts;              // (batch, heads, query_blocks)
   u64* counters;            // kept, valid, skipped pairs; may be null
@@ -85,6 +135,8 @@ struct RouteParams {
   float simthreshd1;
   float score_scale;
   Select select;
+  i32 floor;        // ranked key blocks that every query block keeps
+  i32 weigh_counts;  // a block's mass counts its keys: with an order or a budget, not in upstream's semantics
   i32 topk_blocks;  // the host's max(1, int(topk * key_blocks)), where double precision settles the product
   i32 exact_prefix;
   i32 exact_suffix;
@@ -101,17 +153,22 @@ struct AttendParams {
   const u8* k_tiles;
   const u8* v_tiles;
   const float* k_scale;
+  const i32* key_counts;
   const float* k_mean;
   const float* v_mean;
   const float* v_scale;
+  const u8* pool_k;  // null: nothing is pooled
+  const u8* pool_v;
+  const PoolColumn* pool_columns;
   const u32* block_map;
-  const float* thresholds;
+  const HeadThresholds* thresholds;
   float* lse;          // (batch, heads, queries) natural log, may be null
   float* partial_out;  // (batch, heads, queries, channels) unnormalised float32, may be null
   float* partial_max;  // (batch, heads, queries) log2 units, with partial_out
   float* partial_sum;  // (batch, heads, queries), with partial_out
   u64* counters;
   i32* next_turn;  // zero between launches, which must not overlap; only where blocks are persistent
+  i32 tokens;      // queries of the caller's tensors: rows of lse and the partial results
   float scale;     // natural softmax scale
   float pvthreshd;
   i32 causal;

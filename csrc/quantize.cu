@@ -3,7 +3,8 @@
 //
 // Semantics   K - mean in INT8, one scale per 64 keys; V - mean in FP16 or E4M3, one scale per channel, transposed;
 //             16-bit elements copy K and V unchanged. Means and self-similarity from true token counts. Rows past
-//             a head's last key are zero.
+//             a head's last key are zero. A token order is followed where tokens are read: nothing is gathered first.
+//             For budgets also the variance of K, mean and variance of V, and the means as tiles of pseudo-keys.
 // Layout      K tile 64 x head_dim, V tile head_dim x 64, 16-byte chunks swizzled (common/swizzle.cuh), so that a
 //             tile is one contiguous copy for every reader. See params.cuh for the statistics.
 // Strategy    One thread block a query, key or value block. Q is only averaged here: attend reads each query row
@@ -44,12 +45,12 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     const i32 block = index % key_blocks;
     const i32 head_at = index / key_blocks;
     const i32 head = head_at % problem.kv_heads, b = head_at / problem.kv_heads;
-    const i32 count = larger(0, smaller(kKeyBlock, problem.key_length(b) - block * kKeyBlock));
+    const quantize::KeySlots slots(problem, b, block);
     with_rows(values ? p.v : p.k, b, head, problem.channels, [&](auto rows) {
       if (values)
-        quantize::value_block(p, rows, smem.value, head_at, block, count);
+        quantize::value_block(p, rows, smem.value, head_at, block, slots);
       else
-        quantize::key_block(p, rows, smem.key, head_at, block, count);
+        quantize::key_block(p, rows, smem.key, head_at, block, slots);
     });
   } else {
     index -= (p.with_values ? 2 : 1) * kv_tiles;

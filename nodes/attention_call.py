@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sparge import AttentionStats, SparsePolicy, attention
+from ..sparge import AttentionStats, HeadBudget, SparsePolicy, TokenOrder, attention
 from .decision import CallFacts
 
 #: Keywords that do not change the result, or that the library honours.
@@ -66,7 +66,32 @@ class AttentionCall:
             return tensor
         return tensor.unflatten(-1, (-1, self.q.shape[-1] // self.heads))
 
-    def sparse(self, policy: SparsePolicy, stats: AttentionStats) -> Tensor:
+    @property
+    def head_count(self) -> int:
+        return self.q.shape[1] if self.skip_reshape else self.heads
+
+    @property
+    def scale(self) -> float | None:
+        return self.options.get("scale")
+
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views (B, H, S, D) of q, k and v."""
+        q, k, v = (self._per_head(tensor) for tensor in (self.q, self.k, self.v))
+        return (q, k, v) if self.skip_reshape else (_swapped(q), _swapped(k), _swapped(v))
+
+    def result_heads_first(self, out: Tensor) -> Tensor:
+        """A view (B, H, S, D) of a result of this call."""
+        if self.skip_output_reshape:
+            return out
+        return _swapped(out.unflatten(-1, (self.head_count, -1)))
+
+    def sparse(
+        self,
+        policy: SparsePolicy,
+        stats: AttentionStats,
+        order: TokenOrder | None = None,
+        budget: HeadBudget | None = None,
+    ) -> Tensor:
         """Raises sparge.Unsupported when the library cannot serve the call."""
         out = attention(
             self._per_head(self.q),
@@ -75,9 +100,15 @@ class AttentionCall:
             policy,
             layout="HND" if self.skip_reshape else "NHD",
             out_layout="HND" if self.skip_output_reshape else "NHD",
-            scale=self.options.get("scale"),
+            scale=self.scale,
+            order=order,
+            budget=budget,
             stats=stats,
             output_dtype=self.q.dtype,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out if self.skip_output_reshape else out.flatten(2)
+
+
+def _swapped(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-Patch = tuple[int, int, int]
+from ..sparge import TokenGrid
+from . import off_grid
+from .off_grid import ModelInputs, OffGrid, Patch
 
 
 class TextPosition(enum.Enum):
@@ -24,6 +26,10 @@ class TextPosition(enum.Enum):
     NONE = "none"
 
 
+def _num_heads(model: Any) -> int | None:
+    return getattr(model, "num_heads", None) or getattr(model, "num_attention_heads", None)
+
+
 @dataclass(frozen=True)
 class Family:
     """name is for the user; patch gives latent cells per token along (time, height, width)."""
@@ -31,6 +37,9 @@ class Family:
     name: str
     text: TextPosition
     patch: Callable[[Any], Patch]
+    off_grid: Callable[[Any, ModelInputs], OffGrid | None] = off_grid.nothing
+    """What stands beside the grid, from the model and what it is given; None when unknown."""
+    heads: Callable[[Any], int | None] = _num_heads
 
 
 def _spatial(model: Any) -> Patch:
@@ -51,19 +60,38 @@ def _one_cell(model: Any) -> Patch:
     return (1, 1, 1)
 
 
+def _heads_of_first_block(model: Any) -> int | None:
+    return model.visual_transformer_blocks[0].self_attention.num_heads
+
+
+_FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
+
 #: By class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
-    "AsymmDiTJoint": Family("Mochi", TextPosition.LAST, _spatial),
-    "CogVideoXTransformer3DModel": Family("CogVideoX", TextPosition.FIRST, _spatial_and_temporal),
-    "WanModel": Family("Wan", TextPosition.NONE, _as_published),
-    "HunyuanVideo": Family("HunyuanVideo", TextPosition.FIRST, _as_published),
-    "LTXBaseModel": Family("LTXV", TextPosition.NONE, _one_cell),
-    "Flux": Family("Flux", TextPosition.FIRST, _spatial),
-    "Chroma": Family("Chroma", TextPosition.FIRST, _spatial),
+    "AsymmDiTJoint": Family("Mochi", _LAST, _spatial, off_grid.mochi),
+    "CogVideoXTransformer3DModel": Family(
+        "CogVideoX", _FIRST, _spatial_and_temporal, off_grid.text_first
+    ),
+    "WanModel": Family("Wan", _NONE, _as_published, off_grid.wan),
+    "HunyuanVideo": Family("HunyuanVideo", _FIRST, _as_published, off_grid.hunyuan),
+    "LTXBaseModel": Family("LTXV", _NONE, _one_cell),
+    "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_block),
+    "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
+    "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.flux),
 }
 
 #: A model has one of these lists, or the first two.
-_BLOCK_LISTS = ("double_blocks", "single_blocks", "blocks", "transformer_blocks", "layers")
+_BLOCK_LISTS = (
+    "double_blocks",
+    "single_blocks",
+    "blocks",
+    "transformer_blocks",
+    "visual_transformer_blocks",
+    "layers",
+)
+
+#: Rows for the layers of a model whose blocks cannot be counted: more than any has.
+_UNCOUNTED_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,8 @@ class TokenLayout:
         grid: tokens along (time, height, width); None when it is not known.
         double_blocks: blocks before the single-stream ones, which models number from 0 again.
         blocks: blocks in all lists; None when the model has no list known here.
+        tokens: the whole self-attention sequence; None when what is beside the grid is not known.
+        heads: attention heads; None when they are not known before a call.
     """
 
     family: str
@@ -83,10 +113,23 @@ class TokenLayout:
     grid: tuple[int, int, int] | None
     double_blocks: int
     blocks: int | None
+    tokens: TokenGrid | None = None
+    heads: int | None = None
 
     @property
     def grid_tokens(self) -> int:
         return math.prod(self.grid) if self.grid else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of tables that hold one for each self-attention layer, as `row` numbers them."""
+        return 2 * self.blocks if self.blocks else _UNCOUNTED_ROWS
+
+    def row(self, block: int, earlier_calls: int) -> int:
+        """Of a self-attention call in `block` after so many others there: a second one, which the
+        control blocks of Wan VACE make under the number of the block they steer, has a row of its
+        own. At least `rows` when there is no room for it."""
+        return block + earlier_calls * (self.blocks or 0)
 
     def exact_tokens(self, tokens: int, references: int = 0) -> tuple[int, int]:
         """(prefix, suffix) of a self-attention over ``tokens`` tokens that must stay exact.
@@ -108,20 +151,54 @@ class TokenLayout:
         return options["block_index"] + (self.double_blocks if single_stream else 0)
 
 
-def token_layout(diffusion_model: Any, latent_shape: Sequence[int]) -> TokenLayout:
-    """Layout for a latent of shape (batch, channels, [time,] height, width)."""
+@dataclass
+class LayerCounter:
+    """Numbers the self-attention calls of one forward pass."""
+
+    layout: TokenLayout
+    calls: int = 0
+    _of_block: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def next(self, options: Mapping[str, Any], tokens: int) -> tuple[int, int]:
+        """(block, row) of a self-attention call over so many tokens."""
+        block, row = self.peek(options)
+        if tokens >= self.layout.grid_tokens:
+            self.calls += 1
+            self._of_block[block] = self._of_block.get(block, 0) + 1
+        return block, row
+
+    def peek(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """The same of a call that is not to be counted."""
+        block = self.layout.block_index(options, self.calls)
+        return block, self.layout.row(block, self._of_block.get(block, 0))
+
+
+def token_layout(
+    diffusion_model: Any,
+    latent_shape: Sequence[int],
+    context: Any = None,
+    extras: Mapping[str, Any] | None = None,
+) -> TokenLayout:
+    """Layout for a latent of shape (batch, channels, [time,] height, width), and what else the
+    model is given: its context (batch, text tokens, width) and named extras."""
     model = getattr(diffusion_model, "_orig_mod", diffusion_model)  # torch.compile's wrapper
     names = [cls.__name__ for cls in type(model).__mro__]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     counts = [
         len(blocks) for name in _BLOCK_LISTS if (blocks := getattr(model, name, None)) is not None
     ]
+    blocks = sum(counts) if counts else None
+    double_blocks = len(getattr(model, "double_blocks", ()))
+    if family is None:
+        return TokenLayout(names[0], None, None, double_blocks, blocks)
+    patch = family.patch(model)
+    grid = _grid(patch, latent_shape)
+    tokens = None
+    if grid is not None:
+        beside = family.off_grid(model, ModelInputs(grid, patch, context, extras or {}))
+        tokens = beside.around(grid) if beside else None
     return TokenLayout(
-        family=family.name if family else names[0],
-        text=family.text if family else None,
-        grid=_grid(family.patch(model), latent_shape) if family else None,
-        double_blocks=len(getattr(model, "double_blocks", ())),
-        blocks=sum(counts) if counts else None,
+        family.name, family.text, grid, double_blocks, blocks, tokens, family.heads(model)
     )
 
 

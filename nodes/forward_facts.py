@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparge import AttentionStats, KernelBuildError, Unsupported
+from ..sparge import KernelBuildError, TokenOrder, Unsupported, cube_order
 from .attention_call import AttentionCall
-from .decision import dense_reason
-from .families import TokenLayout, token_layout
+from .decision import CallFacts, dense_reason
+from .families import LayerCounter, TokenLayout, token_layout
+from .measured_heads import HeadPass, Plan
+from .passes import PassRecord
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 
@@ -30,27 +32,50 @@ class Forward:
     run: Run
     device: torch.device
     layout: TokenLayout
-    dense_because: str | None
-    stats: AttentionStats | None
-    self_attention_calls: int = 0
+    unusable: str | None
+    """Why no call on this device can be sparse."""
+    outside: str | None
+    """Why this step shall not be sparse."""
+    order: TokenOrder | None
+    heads: HeadPass | None
+    """In auto modes, where the device can be sparse."""
+    record: PassRecord
+    layers: LayerCounter
     _handing_on: bool = field(default=False, repr=False)
 
     @classmethod
     def begin(
-        cls, run: Run, diffusion_model: Any, x: Tensor, sigma: Tensor, kwargs: Any
+        cls,
+        run: Run,
+        diffusion_model: Any,
+        x: Tensor,
+        sigma: Tensor,
+        context: Any,
+        options: Mapping[str, Any],
+        extras: Mapping[str, Any],
     ) -> Forward:
-        """x is the latent of this pass and sigma its noise levels; kwargs are apply_model's."""
-        packed = kwargs.get("latent_shapes")  # audio and video in one flat latent: video is first
-        layout = token_layout(diffusion_model, packed[0] if packed else x.shape)
+        """x is the latent of this pass and sigma its noise levels; the rest are apply_model's."""
+        packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
+        layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
         run.tally.add_forward(layout.family)
         if layout.blocks is None and run.settings.dense_spans.needs_total:
             run.note("negative dense_blocks do nothing: this model's block count is unknown")
-        reason = run.unusable(x.device)
-        if reason is None and not run.window.is_everything:
+        unusable, outside = run.unusable(x.device), None
+        if unusable is None and not run.window.is_everything:
             # The one place where a run waits for the GPU: once a pass, for a single number.
-            reason = run.window.outside_reason(float(sigma.max()), run.settings)
-        stats = run.stats(x.device) if reason is None else None
-        return cls(run, x.device, layout, reason, stats)
+            outside = run.window.outside_reason(float(sigma.max()), run.settings)
+        conditioning = tuple(sorted(set(options.get("cond_or_uncond") or (0,))))
+        record = run.begin_pass(
+            conditioning, layout.rows, x.device, unusable is None and outside is None
+        )
+        order, heads = None, None
+        if unusable is None and run.heads is not None:
+            heads = run.heads.begin(layout, x.device, conditioning, record.step, outside)
+        elif record.pairs is not None and layout.tokens is not None:
+            order = cube_order(layout.tokens).on(x.device)
+        return cls(
+            run, x.device, layout, unusable, outside, order, heads, record, LayerCounter(layout)
+        )
 
     def attend(self, call: AttentionCall, dense: Dense) -> Tensor:
         """The call's result, sparse when nothing speaks against it, else from dense()."""
@@ -58,30 +83,56 @@ class Forward:
             return dense()
         facts = call.facts
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
-        block = self.layout.block_index(options, self.self_attention_calls)
-        if facts.is_self_attention and facts.query_tokens >= self.layout.grid_tokens:
-            self.self_attention_calls += 1
-        reason = self.dense_because
-        if reason is None and call.q.device != self.device:
-            reason = f"tensors on {call.q.device} in a forward pass on {self.device}"
-        reason = dense_reason(facts, block, reason, self.layout, self.run.settings)
-        if reason is None:
-            try:
-                return self._sparse(call, facts.query_tokens, options)
-            except Unsupported as refusal:
-                reason = refusal.reason
-            except KernelBuildError as error:
-                logger.error("[Sparge] %s", error)
-                reason = self.dense_because = KERNEL_DID_NOT_COMPILE
-                self.run.give_up(self.device, reason)
+        if facts.is_self_attention:
+            block, row = self.layers.next(options, facts.query_tokens)
+        else:
+            block, row = self.layers.peek(options)
+        try:
+            plan = self._plan(call, facts, block, row)
+            if not isinstance(plan, str):
+                return self._sparse(call, facts.query_tokens, row, plan, options)
+            reason = plan
+        except Unsupported as refusal:
+            reason = refusal.reason
+        except KernelBuildError as error:
+            logger.error("[Sparge] %s", error)
+            reason = self.unusable = KERNEL_DID_NOT_COMPILE
+            self.run.give_up(self.device, reason)
         self.run.tally.add_dense(reason, facts.query_tokens)
+        if facts.is_self_attention:
+            self.record.dense.add(row)
         return self._hand_on(dense)
 
-    def _sparse(self, call: AttentionCall, tokens: int, options: Mapping[str, Any]) -> Tensor:
+    def _plan(
+        self, call: AttentionCall, facts: CallFacts, block: int, row: int
+    ) -> Plan | str | None:
+        """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
+        everywhere = self.unusable
+        if everywhere is None and call.q.device != self.device:
+            everywhere = f"tensors on {call.q.device} in a forward pass on {self.device}"
+        step = self.outside if self.heads is None else None  # which a dense call is measured in
+        reason = dense_reason(facts, block, everywhere or step, self.layout, self.run.settings)
+        if reason is None and self.heads is not None:
+            return self.heads.plan(call, facts.query_tokens, row)
+        return reason
+
+    def _sparse(
+        self,
+        call: AttentionCall,
+        tokens: int,
+        row: int,
+        plan: Plan | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
         references = sum(options.get("reference_image_num_tokens") or ())
         policy = self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
-        assert self.stats is not None
-        out = call.sparse(policy, self.stats)
+        stats = self.record.stats_of(row)
+        if plan is None or self.heads is None:
+            fits = self.order is not None and self.order.tokens == tokens
+            out = call.sparse(policy, stats, self.order if fits else None)
+        else:
+            out = call.sparse(policy, stats, plan.order, plan.budget)
+            self.heads.probe(plan, row, call, out)
         self.run.tally.add_sparse(tokens)
         return out
 

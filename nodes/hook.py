@@ -12,11 +12,14 @@ from typing import Any, cast
 import torch
 
 from ..sparge import capabilities
+from ..sparge.calibrate import Fingerprint, Profile
 from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to
 from .forward_facts import Forward
 from .host import APPLY_MODEL, OUTER_SAMPLE, raise_if_interrupted, show_on_node
+from .profiles import NamedProfile, fingerprint_of
+from .result import RunResult
 from .run_state import Run
 from .settings import Settings
 from .warmup import Warmup, warm_up
@@ -47,11 +50,16 @@ class Mark:
 
 
 class Hook:
-    """One execution of the node. It holds settings only; a run's state is in the run's options."""
+    """One execution of the node. A run's state is in the run's options; what stays here is the
+    result of the last one."""
 
-    def __init__(self, settings: Settings, node_id: str | None) -> None:
+    def __init__(
+        self, settings: Settings, node_id: str | None, profile: NamedProfile | None = None
+    ) -> None:
         self.settings = settings
         self.node_id = node_id
+        self.profile = profile
+        self.last: RunResult | None = None
         self._on_top: Override | None = None
 
     def show(self, text: str) -> None:
@@ -76,7 +84,11 @@ class Hook:
         options = guider.model_options["transformer_options"]
         found = options.get(OVERRIDE_KEY)
         sampling = guider.model_patcher.get_model_object("model_sampling")
-        run = Run(self.settings, sampling, owner=self)
+        fingerprint = fingerprint_of(guider.model_patcher) if self.settings.aim else None
+        profile, remark = self._fitting_profile(fingerprint)
+        run = Run(self.settings, sampling, owner=self, profile=profile)
+        if remark:
+            run.note(remark)
         if CORE_SPARSE_KEY in _callback_keys(options):
             run.note(
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
@@ -95,7 +107,7 @@ class Hook:
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
-            self._report(run, stopped=not finished)
+            self._report(run, fingerprint, stopped=not finished)
 
     def apply_model(
         self,
@@ -112,7 +124,8 @@ class Hook:
         options = transformer_options or {}
         run = options.get(RUN_KEY)
         if run is not None and run.owner is self:
-            forward = Forward.begin(run, executor.class_obj.diffusion_model, x, t, kwargs)
+            network = executor.class_obj.diffusion_model
+            forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs)
             options = {**options, FORWARD_KEY: forward}
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
@@ -145,11 +158,27 @@ class Hook:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
 
-    def _report(self, run: Run, stopped: bool) -> None:
+    def _fitting_profile(self, fingerprint: Fingerprint | None) -> tuple[Profile | None, str]:
+        if self.profile is None:
+            return None, ""
+        return self.profile.usable_for(fingerprint, self.settings.aim)
+
+    def _report(self, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> None:
+        self.last = None  # should this report fail, the one before must not pass for it
         try:
-            report.publish(run, self.node_id, stopped)
+            self.last = RunResult.of(run, fingerprint, stopped)
+            report.publish(self.last, self.node_id)
         except Exception:  # the run's own outcome, good or bad, matters more than the report
             logger.exception("[Sparge] the report failed")
+
+
+def hook_of(model: Any) -> Hook | None:
+    """The hook that takes part in the sampling of ``model``, if our node was used on it."""
+    for wrapper in model.get_wrappers(OUTER_SAMPLE, WRAPPER_KEY):
+        owner = getattr(wrapper, "__self__", None)
+        if isinstance(owner, Hook):
+            return owner
+    return None
 
 
 def make_override(hook: Hook, previous: Override | None) -> Override:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import comfy.model_management
 import torch
@@ -28,3 +30,17 @@ def show_on_node(node_id: str | None, text: str) -> None:
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     if server is not None and node_id is not None:
         server.send_progress_text(text, node_id)
+
+
+def untracked_allocations() -> AbstractContextManager[None]:
+    """Around work inside an attention call that other calls do without: ComfyUI's compiler, where
+    there is one, records the allocations of a forward pass and expects the same in the next."""
+    prefetch = sys.modules.get("comfy.model_prefetch")
+    return getattr(prefetch, "pause_malloc_graph", nullcontext)()
+
+
+def profile_folder() -> Path:
+    """Where profiles of measured heads are kept; it may not exist yet."""
+    import folder_paths
+
+    return Path(folder_paths.models_dir) / "sparge_profiles"

@@ -1,49 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a run, in one line: on the node and in the log, always."""
+"""What happened in a run, in one line: on the node and in the log, always. And in more lines."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from .host import show_on_node
-from .run_state import Run
+from .result import RunResult
 
 logger = logging.getLogger("sparge")
 
 
-def publish(run: Run, node_id: str | None, stopped: bool) -> None:
-    """stopped: the run was cancelled or failed, so the counts cover a part of it."""
-    text = summary(run, stopped)
-    level = logging.WARNING if run.tally.sparse == 0 or run.notes else logging.INFO
+def publish(result: RunResult, node_id: str | None) -> None:
+    text = summary(result)
+    level = logging.WARNING if result.sparse == 0 or result.notes else logging.INFO
     logger.log(level, "[Sparge] %s", text)
     show_on_node(node_id, text)
 
 
-def summary(run: Run, stopped: bool = False) -> str:
-    tally = run.tally
-    parts = [f"{tally.family}, {tally.tokens:,} tokens" if tally.tokens else tally.family]
-    if tally.sparse:
+def summary(result: RunResult) -> str:
+    parts = [f"{result.family}, {result.tokens:,} tokens" if result.tokens else result.family]
+    if result.sparse:
         parts.append(
-            f"{tally.sparse} sparse and {tally.dense} dense self-attention calls, "
-            f"density {100 * run.density():.1f} %"
+            f"{result.sparse} sparse and {result.dense} dense self-attention calls, "
+            f"density {100 * result.density:.1f} %{_head_range(result)}"
         )
+        parts.extend(_errors(result))
     else:
-        parts.append("NOTHING WAS SPARSE" + ("" if tally.calls else f": {_no_calls(run)}"))
-        if tally.dense:
-            parts.append(f"{tally.dense} dense self-attention calls")
-    if tally.reasons:
-        reasons = (f"{why.rstrip('.')} ({count})" for why, count in tally.reasons.most_common())
+        calls = result.dense + result.cross
+        parts.append("NOTHING WAS SPARSE" + ("" if calls else f": {_no_calls(result)}"))
+        if result.dense:
+            parts.append(f"{result.dense} dense self-attention calls")
+    if result.reasons:
+        reasons = (f"{why.rstrip('.')} ({count})" for why, count in result.reasons.items())
         parts.append("dense because: " + ", ".join(reasons))
-    if tally.cross:
-        parts.append(f"{tally.cross} cross-attention calls (always dense)")
-    parts.extend(run.notes)
-    if stopped:
+    if result.cross:
+        parts.append(f"{result.cross} cross-attention calls (always dense)")
+    parts.extend(note.rstrip(".") for note in result.notes)
+    if result.stopped:
         parts.append("stopped early")
     return "; ".join(filter(None, parts))
 
 
-def _no_calls(run: Run) -> str:
-    if run.tally.forwards == 0:
+def details(result: RunResult) -> str:
+    """The line, and below it what was measured of each layer."""
+    return "\n".join([summary(result), *_asked(result), *_layers(result)])
+
+
+def _asked(result: RunResult) -> Iterator[str]:
+    if result.asked:
+        yield f"Asked for {result.asked}."
+    residual = result.of_heads("residual")
+    if residual.numel():
+        share = 100 * float((residual > 0).float().mean())
+        yield f"{share:.0f} % of {residual.numel()} heads use the residual."
+
+
+def _layers(result: RunResult) -> Iterator[str]:
+    for shape in result.shapes:
+        yield f"{shape.tokens:,} tokens: layer, density (least to most), error predicted, probed"
+        for index, layer in enumerate(shape.layers.tolist()):
+            density = shape.density[index]
+            yield (
+                f"{layer:4d}  {_percent(density.mean())} ({_percent(density.min())} to "
+                f"{_percent(density.max())})  {_number(shape.predicted[index])}  "
+                f"{_number(shape.probed[index])}"
+            )
+
+
+def _head_range(result: RunResult) -> str:
+    heads = result.of_heads("density")
+    if not heads.numel():
+        return ""
+    return f" (heads {_percent(heads.min())} to {_percent(heads.max())})"
+
+
+def _errors(result: RunResult) -> Iterator[str]:
+    predicted, probed = result.of_heads("predicted"), result.of_heads("probed")
+    if predicted.numel():
+        yield f"predicted error {_number(predicted)}"
+    if probed.numel():
+        yield f"probed error {_number(probed)}"
+
+
+def _percent(share: Tensor) -> str:
+    return f"{100 * float(share):.1f} %"
+
+
+def _number(errors: Tensor) -> str:
+    """Mean over heads."""
+    known = errors[~errors.isnan()]
+    return f"{float(known.mean()):.3f}" if known.numel() else "-"
+
+
+def _no_calls(result: RunResult) -> str:
+    if result.forwards == 0:
         return "the model did not run"
     return (
         "no attention call reached this node; a node after it replaces the attention, or the model "

@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from ..sparge import AttentionStats, capabilities
+from ..sparge import capabilities
+from ..sparge.calibrate import Profile
 from .decision import CROSS_ATTENTION, SigmaWindow
+from .head_table import Conditioning
+from .measured_heads import MeasuredHeads
+from .passes import PassRecord, total_density
 from .settings import Settings
 
 #: Debugging aid: with the value 1 a device without kernels runs the slow reference, not dense.
@@ -61,23 +65,43 @@ class Tally:
 class Run:
     """State of one run, shared by its forward passes on every device."""
 
-    def __init__(self, settings: Settings, model_sampling: Any, owner: object) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model_sampling: Any,
+        owner: object,
+        profile: Profile | None = None,
+    ) -> None:
         self.owner = owner
         self.settings = settings
         self.window = sigma_window(settings, model_sampling)
         self.tally = Tally()
         self.notes: list[str] = []
-        self._stats: dict[torch.device, AttentionStats] = {}
+        self.records: list[PassRecord] = []
+        self.heads: MeasuredHeads | None = None
+        if settings.aim is not None:
+            self.heads = MeasuredHeads(settings.aim, settings.policy(0, 0), profile, self.note)
+        self._step = 0
+        self._of_step: set[int] = set()
         self._unusable: dict[torch.device, str] = {}
         self._lock = threading.Lock()
 
-    def stats(self, device: torch.device) -> AttentionStats:
-        """Counters on the device. Call it before the forward pass, never inside an attention call:
-        ComfyUI may be recording allocations there, and these outlive the call."""
+    def begin_pass(
+        self, conditioning: Conditioning, rows: int, device: torch.device, may_be_sparse: bool
+    ) -> PassRecord:
+        """Call it before the forward pass, never inside an attention call: ComfyUI may be recording
+        allocations there, and these outlive the call.
+
+        A step is over when one of its conditionings comes again. No noise level is read for that,
+        which would wait for the GPU.
+        """
         with self._lock:
-            if device not in self._stats:
-                self._stats[device] = AttentionStats(device)
-            return self._stats[device]
+            if self._of_step.intersection(conditioning):
+                self._step += 1
+                self._of_step.clear()
+            self._of_step.update(conditioning)
+            self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
+            return self.records[-1]
 
     def unusable(self, device: torch.device) -> str | None:
         """Why attention on this device stays dense for the whole run, or None."""
@@ -99,11 +123,7 @@ class Run:
 
     def density(self) -> float:
         """Kept over valid query-key pairs of all sparse calls. Synchronises with the devices."""
-        kept, valid = 0, 0
-        for stats in self._stats.values():
-            device_kept, device_valid, *_ = stats.counters.tolist()
-            kept, valid = kept + device_kept, valid + device_valid
-        return kept / valid if valid else 1.0
+        return total_density(self.records)
 
 
 def unusable_reason(device: torch.device) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The widgets of SpargeAttention as one frozen value; their defaults are here and nowhere else."""
+"""The widgets of SpargeAttention as one frozen value, and their defaults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..sparge import SparsePolicy
+from .aim import Aim, aim_of
 from .blocks import BlockSpans
 
 
@@ -24,6 +25,12 @@ class Settings:
     select_by: str = "topk"
     cdfthreshd: float = 0.98
     simthreshd1: float = -0.1
+    quality: str = "balanced"
+
+    @cached_property
+    def aim(self) -> Aim | None:
+        """What measured heads shall reach; None in manual mode."""
+        return aim_of(self.mode, self.quality, self.topk)
 
     @cached_property
     def dense_spans(self) -> BlockSpans:
@@ -31,7 +38,8 @@ class Settings:
 
     def policy(self, exact_prefix: int, exact_suffix: int) -> SparsePolicy:
         return SparsePolicy(
-            select_by=self.select_by,
+            # A measured head keeps a share of the blocks, never one of the mass.
+            select_by="topk" if self.aim else self.select_by,
             topk=self.topk,
             cdfthreshd=self.cdfthreshd,
             simthreshd1=self.simthreshd1,

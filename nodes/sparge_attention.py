@@ -7,14 +7,19 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from .aim import AUTO_QUALITY, MODES, QUALITIES
 from .blocks import BlockSpans
 from .hook import Hook
 from .host import inference_device
+from .profiles import NamedProfile
 from .settings import Settings
+from .sparge_profile_load import ProfileSocket
 
 DEFAULT = Settings()
 
-MODES = ["manual"]
+#: What a node that somebody adds now starts with. Not the default of Settings, which an API graph
+#: without `mode` gets: it was written when there was nothing but manual, and has to stay that.
+MODE_OF_NEW_NODES = AUTO_QUALITY
 
 
 class SpargeAttention(io.ComfyNode):
@@ -38,7 +43,19 @@ class SpargeAttention(io.ComfyNode):
                 "speed up video",
                 "accelerate",
             ],
-            inputs=[io.Model.Input("model", tooltip="The model to make faster."), *_widgets()],
+            inputs=[
+                io.Model.Input("model", tooltip="The model to make faster."),
+                *_widgets(),
+                ProfileSocket.Input(
+                    "profile",
+                    optional=True,
+                    tooltip=(
+                        "What an earlier run measured, from Load Sparge Profile. Faster, because "
+                        "the first steps need not measure; truer without, because then this very "
+                        "run is measured."
+                    ),
+                ),
+            ],
             outputs=[io.Model.Output(tooltip="The same model with sparse attention.")],
             hidden=[io.Hidden.unique_id],
         )
@@ -65,6 +82,8 @@ class SpargeAttention(io.ComfyNode):
         select_by: str = DEFAULT.select_by,
         cdfthreshd: float = DEFAULT.cdfthreshd,
         simthreshd1: float = DEFAULT.simthreshd1,
+        quality: str = DEFAULT.quality,
+        profile: NamedProfile | None = None,
     ) -> io.NodeOutput:
         settings = Settings(
             mode=mode,
@@ -77,8 +96,10 @@ class SpargeAttention(io.ComfyNode):
             select_by=select_by,
             cdfthreshd=cdfthreshd,
             simthreshd1=simthreshd1,
+            quality=quality,
         )
-        hook = Hook(settings, node_id=cls.hidden.unique_id if cls.hidden else None)
+        node_id = cls.hidden.unique_id if cls.hidden else None
+        hook = Hook(settings, node_id, profile)
         hook.prepare_kernels(inference_device())
         patched = model.clone()
         hook.install(patched)
@@ -88,7 +109,8 @@ class SpargeAttention(io.ComfyNode):
 def _widget(kind: Any, name: str, **options: Any) -> Any:
     """Optional to the server, so that a graph saved before the widget existed, or an API graph that
     names only a few, still runs; execute() has the same defaults."""
-    return kind.Input(name, default=getattr(DEFAULT, name), optional=True, **options)
+    options.setdefault("default", getattr(DEFAULT, name))
+    return kind.Input(name, optional=True, **options)
 
 
 def _widgets() -> list[Any]:
@@ -97,8 +119,14 @@ def _widgets() -> list[Any]:
         _widget(
             io.Combo,
             "mode",
+            default=MODE_OF_NEW_NODES,
             options=MODES,
-            tooltip="manual: the numbers below decide.",
+            tooltip=(
+                "auto quality measures every head in the first steps and makes each as sparse as "
+                "the quality allows: truer. auto budget shares a mean density, topk, among the "
+                "heads: faster, by an amount you can count on, and truer than manual at the same "
+                "topk. manual: the numbers below decide, the same for every head."
+            ),
         ),
         _widget(
             io.Float,
@@ -110,7 +138,8 @@ def _widgets() -> list[Any]:
             tooltip=(
                 "Share of the attention that is computed. Lower is faster, higher is truer: start "
                 "with 0.5 and go down while you like the result; 1 computes all of it, in 8 bits. "
-                "Has no effect when select_by is cdf."
+                "In auto budget the mean over all heads. Has no effect in auto quality, nor when "
+                "select_by is cdf."
             ),
         ),
         _widget(
@@ -180,7 +209,7 @@ def _widgets() -> list[Any]:
             tooltip=(
                 "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
                 "as cdfthreshd asks for: faster where attention is concentrated, truer where it is "
-                "not."
+                "not. Manual mode only."
             ),
         ),
         _widget(
@@ -193,7 +222,7 @@ def _widgets() -> list[Any]:
             advanced=True,
             tooltip=(
                 "Share of the estimated attention weight that is kept. Lower is faster, higher is "
-                "truer. Used only when select_by is cdf."
+                "truer. Used only in manual mode when select_by is cdf."
             ),
         ),
         _widget(
@@ -206,6 +235,16 @@ def _widgets() -> list[Any]:
             tooltip=(
                 "Blocks whose tokens are less alike than this are never skipped. Lower is faster, "
                 "higher is truer; below 0 is off."
+            ),
+        ),
+        _widget(
+            io.Combo,
+            "quality",
+            options=list(QUALITIES),
+            tooltip=(
+                "How far the attention of each head may be from dense attention, in auto quality: "
+                + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
+                + ". fast is faster, high is truer."
             ),
         ),
     ]

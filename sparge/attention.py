@@ -244,7 +244,11 @@ def _run_in_head_groups(
 def _memory_needed(call: Call) -> int:
     shape = call.shape
     layout = WorkspaceLayout(
-        shape, call.element, with_values=call.v is not None, with_queries=call.routes
+        shape,
+        call.element,
+        with_values=call.v is not None,
+        with_queries=call.routes,
+        with_pools=call.pools,
     )
     rows = shape.batch * shape.heads * shape.query_blocks
     return layout.nbytes + rows * 4 * (shape.map_words + 1)
@@ -289,6 +293,8 @@ def _run(
         lse,
         *(partials or (None, None, None)),
         counters,
+        call.pools,
+        *_slots(call.order),
     )
 
 
@@ -301,7 +307,13 @@ def _quantize(call: Call) -> Tensor:
         call.policy.smooth_k,
         int(call.element),
         call.routes,
+        call.pools,
+        *_slots(call.order),
     )
+
+
+def _slots(order: TokenOrder | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if order is None else (order.slot_token, order.block_counts)
 
 
 def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -326,6 +338,12 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
         policy.exact_prefix,
         policy.exact_suffix,
         counters,
+        call.pools,
+        1 if call.budget is None else call.budget.floor,
+        call.budget is not None or call.order is not None,
+        *_slots(call.order),
+        None if call.order is None else call.order.keys_exact,
+        None if call.order is None else call.order.queries_exact,
     )
 
 

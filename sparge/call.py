@@ -45,7 +45,12 @@ class Call:
 
     @property
     def shape(self) -> CallShape:
-        return CallShape.of(self.q, self.k)
+        return CallShape.of(self.q, self.k, None if self.order is None else self.order.slots)
+
+    @property
+    def pools(self) -> bool:
+        """Whether dropped blocks may take part as their means."""
+        return self.budget is not None and self.budget.pools
 
     @property
     def element(self) -> Element:
@@ -125,7 +130,7 @@ def make_call(
         key_lengths,
         block_mask,
         plan,
-        order,
+        None if order is None else order.on(q.device),
         budget,
         policy.head_thresholds(q.shape[1], q.device) if budget is None else budget.table(policy),
     )

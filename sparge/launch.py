@@ -26,7 +26,7 @@ _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
 _MAX_ROUTE_ROWS = 8  # one warp of the route kernel selects for one query block
 _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
-_STATIC_ROUTE_SHARED = 4096  # bytes the route kernel declares itself, at head_dim 128
+_STATIC_ROUTE_SHARED = 8448  # bytes the route kernel declares itself, at head_dim 128
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,25 @@ class RouteRules:
     keep_diagonal: bool
     exact_prefix: int
     exact_suffix: int
+    floor: int = 1
+    weigh_counts: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OrderFacts:
+    """What kernels read of a `TokenOrder`, on their device; all None without one."""
+
+    slot_token: Tensor | None = None
+    slot_counts: Tensor | None = None
+    keys_exact: Tensor | None = None
+    queries_exact: Tensor | None = None
+
+    @property
+    def slots(self) -> int | None:
+        return None if self.slot_token is None else self.slot_token.shape[0]
+
+
+NO_ORDER = OrderFacts()
 
 
 def quantize(
@@ -53,12 +72,20 @@ def quantize(
     smooth_k: bool,
     element: Element,
     with_queries: bool,
+    with_pools: bool = False,
+    order: OrderFacts = NO_ORDER,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace."""
-    shape = CallShape.of(q, k)
-    layout = WorkspaceLayout(shape, element, with_values=v is not None, with_queries=with_queries)
+    shape = CallShape.of(q, k, order.slots)
+    layout = WorkspaceLayout(
+        shape,
+        element,
+        with_values=v is not None,
+        with_queries=with_queries,
+        with_pools=with_pools,
+    )
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
-    problem = _problem(shape, key_lengths)
+    problem = _problem(shape, key_lengths, order)
     quantized = element in (Element.INT8_FP16, Element.INT8_E4M3)
 
     def address(name: str) -> int | None:
@@ -66,7 +93,7 @@ def quantize(
 
     if quantized:
         means = MeansParams(
-            problem=problem,
+            problem=_problem(CallShape.of(q, k), key_lengths),  # a sum needs no order
             k=_view(k),
             v=_view(v),
             k_mean=address("k_mean"),
@@ -90,11 +117,18 @@ def quantize(
         k_tiles=address("k_tiles"),
         v_tiles=address("v_tiles"),
         k_scale=address("k_scale"),
+        key_counts=address("key_counts"),
         q_block_mean=address("q_block_mean"),
         k_block_mean=address("k_block_mean"),
         q_similarity=address("q_similarity"),
         k_similarity=address("k_similarity"),
         next_turn=address("next_turn"),
+        k_variance=address("k_variance"),
+        v_block_mean=address("v_block_mean"),
+        v_variance=address("v_variance"),
+        pool_k=address("pool_k"),
+        pool_v=address("pool_v"),
+        pool_columns=address("pool_columns"),
         with_queries=with_queries,
         with_values=v is not None,
     )
@@ -107,7 +141,7 @@ def quantize(
 
 
 def route(
-    workspace: Tensor | None,
+    workspace: Tensor,
     shape: CallShape,
     element: Element,
     with_values: bool,
@@ -116,24 +150,38 @@ def route(
     thresholds: Tensor | None,
     rules: RouteRules,
     counters: Tensor | None,
-    device: torch.device,
+    with_pools: bool = False,
+    order: OrderFacts = NO_ORDER,
 ) -> tuple[Tensor, Tensor]:
     """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32."""
+    device = workspace.device
     rows = (shape.batch, shape.heads, shape.query_blocks)
     block_map = torch.empty((*rows, shape.map_words), dtype=torch.int32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    layout = WorkspaceLayout(shape, element, with_values=with_values, with_queries=True)
+    layout = WorkspaceLayout(
+        shape,
+        element,
+        with_values=with_values,
+        with_queries=block_mask is None,
+        with_pools=with_pools,
+    )
 
     def address(name: str) -> int | None:
-        return None if workspace is None else layout.address(workspace, name)
+        return layout.address(workspace, name)
 
     params = RouteParams(
-        problem=_problem(shape, key_lengths),
+        problem=_problem(shape, key_lengths, order),
         q_block_mean=address("q_block_mean"),
         k_block_mean=address("k_block_mean"),
         q_similarity=address("q_similarity"),
         k_similarity=address("k_similarity"),
         thresholds=_address(thresholds),
+        key_counts=address("key_counts"),
+        keys_exact=_address(order.keys_exact),
+        queries_exact=_address(order.queries_exact),
+        k_variance=address("k_variance"),
+        v_block_mean=address("v_block_mean"),
+        v_variance=address("v_variance"),
         block_map=block_map.data_ptr(),
         counts=counts.data_ptr(),
         counters=_address(counters),
@@ -141,6 +189,8 @@ def route(
         simthreshd1=rules.simthreshd1,
         score_scale=rules.scale,
         select=rules.select,
+        floor=rules.floor,
+        weigh_counts=rules.weigh_counts,
         topk_blocks=rules.topk_blocks,
         exact_prefix=rules.exact_prefix,
         exact_suffix=rules.exact_suffix,
@@ -155,8 +205,9 @@ def route(
         params.rows_per_cta = _MAX_ROUTE_ROWS
         shared = 0
     else:
-        params.rows_per_cta = _route_rows(shape, device)
-        shared = params.rows_per_cta * shape.key_blocks * 4
+        row_bytes = shape.key_blocks * (8 if with_pools else 4)  # scores, and room to score errors
+        params.rows_per_cta = _route_rows(shape, row_bytes, device)
+        shared = params.rows_per_cta * row_bytes
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
     _launch("route", device, shape, grid, params, extra_shared=shared)
@@ -180,23 +231,31 @@ def attend(
     lse: Tensor | None,
     partials: tuple[Tensor, Tensor, Tensor] | None,
     counters: Tensor | None,
+    with_pools: bool = False,
+    order: OrderFacts = NO_ORDER,
 ) -> None:
     """Launch 4: writes ``out`` (B, H, Nq, D), and what else was asked for.
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = WorkspaceLayout(shape, element, with_values=True, with_queries=with_queries)
+    layout = WorkspaceLayout(
+        shape, element, with_values=True, with_queries=with_queries, with_pools=with_pools
+    )
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
-        problem=_problem(shape, key_lengths),
+        problem=_problem(shape, key_lengths, order),
         q=_view(q),
         out=_view(out),
         k_tiles=layout.address(workspace, "k_tiles"),
         v_tiles=layout.address(workspace, "v_tiles"),
         k_scale=layout.address(workspace, "k_scale"),
+        key_counts=layout.address(workspace, "key_counts"),
         k_mean=layout.address(workspace, "k_mean"),
         v_mean=layout.address(workspace, "v_mean"),
         v_scale=layout.address(workspace, "v_scale"),
+        pool_k=layout.address(workspace, "pool_k"),
+        pool_v=layout.address(workspace, "pool_v"),
+        pool_columns=layout.address(workspace, "pool_columns"),
         block_map=block_map.data_ptr(),
         thresholds=_address(thresholds),
         lse=_address(lse),
@@ -205,6 +264,7 @@ def attend(
         partial_sum=_address(partial_sum),
         counters=_address(counters),
         next_turn=layout.address(workspace, "next_turn"),
+        tokens=q.shape[2],
         scale=scale,
         pvthreshd=pvthreshd,
         causal=causal,
@@ -215,7 +275,7 @@ def attend(
     if entry == HOPPER_ATTEND:
         blocks = min(blocks, resident_blocks(q.device))
     else:
-        map_bytes = (shape.map_words + 1) * 4  # and the word that ends the list
+        map_bytes = shape.list_words * 4
     _launch(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
 
 
@@ -243,10 +303,10 @@ def _launch(
     get_kernel(spec, index).launch(grid, params, extra_shared, stream)
 
 
-def _route_rows(shape: CallShape, device: torch.device) -> int:
+def _route_rows(shape: CallShape, row_bytes: int, device: torch.device) -> int:
     """As many query blocks as scores fit in shared memory: they share each read of the K means."""
     limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_ROUTE_SHARED
-    rows = limit // (shape.key_blocks * 4)
+    rows = limit // row_bytes
     if rows == 0:
         raise Unsupported(
             f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in this "
@@ -255,9 +315,11 @@ def _route_rows(shape: CallShape, device: torch.device) -> int:
     return min(rows, _MAX_ROUTE_ROWS)
 
 
-def _problem(shape: CallShape, key_lengths: Tensor | None) -> Problem:
+def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:
     return Problem(
         key_lengths=_address(key_lengths),
+        slot_token=_address(order.slot_token),
+        slot_counts=_address(order.slot_counts),
         batch=shape.batch,
         heads=shape.heads,
         kv_heads=shape.kv_heads,

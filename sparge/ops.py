@@ -17,15 +17,19 @@ NAMESPACE = "sparge"
 
 _SCHEMAS = (
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
-    "bool with_queries) -> Tensor",
+    "bool with_queries, bool with_pools=False, Tensor? slot_token=None, Tensor? slot_counts=None) "
+    "-> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
-    "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters) -> (Tensor, Tensor)",
+    "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters, bool with_pools=False, "
+    "int floor=1, bool weigh_counts=False, Tensor? slot_token=None, Tensor? slot_counts=None, "
+    "Tensor? keys_exact=None, Tensor? queries_exact=None) -> (Tensor, Tensor)",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
     "bool with_queries, Tensor? key_lengths, Tensor? thresholds, float scale, float pvthreshd, "
     "bool pv_filter, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, "
-    "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters) -> ()",
+    "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
+    "bool with_pools=False, Tensor? slot_token=None, Tensor? slot_counts=None) -> ()",
 )
 
 
@@ -37,8 +41,14 @@ def _quantize(
     smooth_k: bool,
     element: int,
     with_queries: bool,
+    with_pools: bool = False,
+    slot_token: Tensor | None = None,
+    slot_counts: Tensor | None = None,
 ) -> Tensor:
-    return launch.quantize(q, k, v, key_lengths, smooth_k, Element(element), with_queries)
+    order = launch.OrderFacts(slot_token, slot_counts)
+    return launch.quantize(
+        q, k, v, key_lengths, smooth_k, Element(element), with_queries, with_pools, order
+    )
 
 
 def _quantize_fake(
@@ -49,9 +59,16 @@ def _quantize_fake(
     smooth_k: bool,
     element: int,
     with_queries: bool,
+    with_pools: bool = False,
+    slot_token: Tensor | None = None,
+    slot_counts: Tensor | None = None,
 ) -> Tensor:
     layout = WorkspaceLayout(
-        CallShape.of(q, k), Element(element), with_values=v is not None, with_queries=with_queries
+        CallShape.of(q, k, None if slot_token is None else slot_token.shape[0]),
+        Element(element),
+        with_values=v is not None,
+        with_queries=with_queries,
+        with_pools=with_pools,
     )
     return q.new_empty(layout.nbytes, dtype=torch.uint8)
 
@@ -75,6 +92,13 @@ def _route(
     exact_prefix: int,
     exact_suffix: int,
     counters: Tensor | None,
+    with_pools: bool = False,
+    floor: int = 1,
+    weigh_counts: bool = False,
+    slot_token: Tensor | None = None,
+    slot_counts: Tensor | None = None,
+    keys_exact: Tensor | None = None,
+    queries_exact: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rules = launch.RouteRules(
         select=select,
@@ -87,6 +111,8 @@ def _route(
         keep_diagonal=keep_diagonal,
         exact_prefix=exact_prefix,
         exact_suffix=exact_suffix,
+        floor=floor,
+        weigh_counts=weigh_counts,
     )
     return launch.route(
         workspace,
@@ -98,7 +124,8 @@ def _route(
         thresholds,
         rules,
         counters,
-        workspace.device,
+        with_pools,
+        launch.OrderFacts(slot_token, slot_counts, keys_exact, queries_exact),
     )
 
 
@@ -130,6 +157,9 @@ def _attend(
     partial_max: Tensor | None,
     partial_sum: Tensor | None,
     counters: Tensor | None,
+    with_pools: bool = False,
+    slot_token: Tensor | None = None,
+    slot_counts: Tensor | None = None,
 ) -> None:
     partials = None
     if partial_out is not None and partial_max is not None and partial_sum is not None:
@@ -151,6 +181,8 @@ def _attend(
         lse,
         partials,
         counters,
+        with_pools,
+        launch.OrderFacts(slot_token, slot_counts),
     )
 
 

@@ -82,7 +82,7 @@ class SparsePolicy:
         return self.topk if self.select_by == "topk" else self.cdfthreshd
 
     def head_thresholds(self, heads: int, device: torch.device) -> Tensor | None:
-        """(heads, 3) float32 columns selection, simthreshd1, pvthreshd; None when all are scalars.
+        """(heads, 5) float32 as `HeadBudget.table`, without pooling; None when all are scalars.
 
         Raises:
             ValueError: a per-head tensor does not have one value per query head.
@@ -91,6 +91,8 @@ class SparsePolicy:
             self.select_by: self.selection,
             "simthreshd1": self.simthreshd1,
             "pvthreshd": self.pvthreshd,
+            "log2 gain": -math.inf,
+            "router": 0.0,
         }
         if not any(isinstance(value, Tensor) for value in columns.values()):
             return None

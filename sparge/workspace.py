@@ -17,7 +17,10 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class CallShape:
-    """The sizes of one attention call; ``channels`` is the caller's head dim, up to 128."""
+    """The sizes of one attention call; ``channels`` is the caller's head dim, up to 128.
+
+    ``queries`` and ``keys`` count slots: those of the token order where there is one, else tokens.
+    """
 
     batch: int
     heads: int
@@ -27,9 +30,10 @@ class CallShape:
     channels: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> CallShape:
-        """From q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
-        return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    def of(cls, q: Tensor, k: Tensor, slots: int | None = None) -> CallShape:
+        """From q (B, H, Nq, D) and k (B, Hkv, Nk, D); ``slots`` of a token order."""
+        queries, keys = (q.shape[2], k.shape[2]) if slots is None else (slots, slots)
+        return cls(q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
 
     def sizes(self) -> list[int]:
         """The arguments of CallShape, for an op's schema."""
@@ -54,6 +58,16 @@ class CallShape:
     def map_words(self) -> int:
         return block_count(self.key_blocks, WORD_BITS)
 
+    @property
+    def list_words(self) -> int:
+        """Of what a query block attends to in csrc/attend/block_list.cuh."""
+        return self.map_words + block_count(self.pool_tiles, WORD_BITS) + 1
+
+    @property
+    def pool_tiles(self) -> int:
+        """Tiles of 64 pseudo-keys, one pseudo-key a key block."""
+        return block_count(self.key_blocks, KEY_BLOCK)
+
 
 @dataclass(frozen=True)
 class Field:
@@ -69,11 +83,18 @@ class Field:
 class WorkspaceLayout:
     """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
 
-    A plan needs no values, a call with a given plan no query statistics: those fields are absent.
+    A plan needs no values, a call with a given plan no query statistics, one without a budget no
+    variances and pseudo-keys: those fields are absent.
     """
 
     def __init__(
-        self, shape: CallShape, element: Element, *, with_values: bool, with_queries: bool
+        self,
+        shape: CallShape,
+        element: Element,
+        *,
+        with_values: bool,
+        with_queries: bool,
+        with_pools: bool = False,
     ) -> None:
         kv = (shape.batch, shape.kv_heads)
         blocks = (*kv, shape.key_blocks)
@@ -87,15 +108,25 @@ class WorkspaceLayout:
         self._add("k_mean", (*kv, shape.head_dim))
         self._add("k_scale", blocks)
         self._add("k_similarity", blocks)
+        self._add("key_counts", blocks, torch.int32)
         self._add("k_block_mean", (*kv, shape.head_dim, shape.key_blocks))
-        if with_queries:
-            self._add("q_similarity", queries)
-            self._add("q_block_mean", (*queries, shape.head_dim))
         self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
         if with_values:
             self._add("v_mean", (*kv, shape.head_dim))
             self._add("v_scale", (*kv, shape.head_dim))
             self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
+        if with_pools:
+            tiles = (*kv, shape.pool_tiles)
+            self._add("k_variance", (*kv, shape.head_dim, shape.key_blocks))
+            self._add("v_block_mean", (*kv, shape.head_dim, shape.key_blocks))
+            self._add("v_variance", blocks)
+            self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)
+            self._add("pool_v", (*tiles, tile * value_bytes), torch.uint8)
+            self._add("pool_columns", (*tiles, KEY_BLOCK, 2))
+        # Last, so that nothing else moves where attend serves other queries than were routed.
+        if with_queries:
+            self._add("q_similarity", queries)
+            self._add("q_block_mean", (*queries, shape.head_dim))
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         field = self.fields[name] = Field(self._end, shape, dtype)

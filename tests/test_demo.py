@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo at a size that takes no time: its table is measured, its picture is a picture."""
+"""The demos at sizes that take no time: tables are measured, pictures are pictures."""
 
 from __future__ import annotations
 
-import argparse
 import struct
 import zlib
 from pathlib import Path
@@ -11,8 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import demo
+from benchmarks.demo import device as demo_device
+from benchmarks.demo import made_up, trained
+from benchmarks.demo.__main__ import main
 from benchmarks.png import write_png
+from benchmarks.tiny_video_dit import checkpoint
+from benchmarks.tiny_video_dit.model import Config, VideoDiT
+from benchmarks.tiny_video_dit.training_state import TrainingState
 from benchmarks.video_like import video_like
 from sparge.kernels import Capability
 
@@ -41,20 +45,50 @@ def test_png_round_trip(tmp_path: Path, generator: torch.Generator) -> None:
     assert torch.equal(read_png(tmp_path / "x.png"), pixels)
 
 
-def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = demo.Size((4, 12, 20), text_tokens=20, heads=6, head_dim=32)
-    options = argparse.Namespace(out=tmp_path / "new" / "folder", seed=1)
-    cpu = torch.device("cpu")
-    table = demo.run(size, cpu, "a sentence", options)
-    assert "Ran: a sentence" in capsys.readouterr().out
+def test_table_and_picture(tmp_path: Path) -> None:
+    size = made_up.Size((4, 12, 20), text_tokens=20, heads=6, head_dim=32)
+    table = made_up.run(size, torch.device("cpu"), 1, tmp_path)
     dense, everything, *sparser = table
     assert dense.density == everything.density == 1.0
     assert 0 < everything.rel_l1 < 0.01
     for less, more in zip(sparser[1:], sparser, strict=False):
         assert less.density < more.density < 1
         assert less.rel_l2 > more.rel_l2 > everything.rel_l2
-    picture = read_png(tmp_path / "new" / "folder" / "demo.png")
+    picture = read_png(tmp_path / "demo.png")
     assert len(picture.unique()) > 50
+
+
+def test_a_clip_of_trained_weights(tmp_path: Path, generator: torch.Generator) -> None:
+    model = VideoDiT(Config(width=128, blocks=2, hidden=128)).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        spread = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.2
+        parameter.normal_(2.0 if "norm" in name else 0.0, spread, generator=generator)
+    checkpoint.save(tmp_path, TrainingState(model, torch.device("cpu")), model.config, {})
+    weights = tmp_path / checkpoint.WEIGHTS
+    table = trained.run((4, 9, 10), torch.device("cpu"), weights, 0, tmp_path)
+    dense, *sparser = table
+    assert dense.density == 1 and dense.clip.shape == (4, 36, 80, 3)
+    for less, more in zip(sparser[1:], sparser, strict=False):
+        assert less.density < more.density < 1
+        assert less.psnr < more.psnr < 70
+    picture = read_png(tmp_path / "demo.png")
+    assert picture.shape[1] == 3 * (4 * 80 + trained.MARGIN)
+    assert (tmp_path / "demo.gif").read_bytes().startswith(b"GIF89a")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_clip_is_shown_where_its_weights_are(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(trained, "run", lambda *given: ran.append("trained"))
+    monkeypatch.setattr(made_up, "run", lambda *given: ran.append("made up"))
+    weights = tmp_path / "weights.safetensors"
+    if there:
+        weights.touch()
+    main(["--out", str(tmp_path / "new" / "folder"), "--weights", str(weights)])
+    assert ran == ["trained" if there else "made up"]
+    assert (tmp_path / "new" / "folder").is_dir()
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -63,8 +97,8 @@ def test_the_cpu_says_that_it_is_the_reference_and_why(
 ) -> None:
     too_old = Capability(False, "this GPU is too old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(demo.sparge, "capabilities", lambda device: too_old)
-    device, sentence = demo.choose_device()
+    monkeypatch.setattr(demo_device.sparge, "capabilities", lambda device: too_old)
+    device, sentence = demo_device.choose_device()
     assert device.type == "cpu"
     assert "reference" in sentence
     assert (too_old.reason if has_gpu else "finds no CUDA GPU") in sentence

@@ -3,10 +3,14 @@
 
 python -m benchmarks.quality --data dino [--video FILE | --seed N] [--weights FILE]
 python -m benchmarks.quality --data smollm [--weights FILE] [--tokens N] [--perplexity 0.2]
-python -m benchmarks.quality --data dit [--weights FILE] [--seed N]
+python -m benchmarks.quality --data dit [--weights FILE] [--seed N] [--clips N] [--grid 9 16 14]
 
-Each mode runs in the reference emulation of the kernels, and where a GPU has them and
-`sparge.attention` can express the mode, in the kernels too.
+Each mode runs in an emulation of the kernels, and with --kernels, which a GPU that has them turns
+on, through `sparge.attention` too, as far as that can express the mode. The small video DiT gives
+two tables: calls of a sampling run's sparse steps, and clips sampled in each mode against the same
+clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees those only);
+whole clips are emulated only in modes that do not run through `sparge.attention`. --grid makes
+them small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -15,20 +19,19 @@ import argparse
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from benchmarks.quality import on_gpu
+import sparge
+from benchmarks.quality import end_to_end, library
 from benchmarks.quality.data import DataSet, load
-from benchmarks.quality.judge import Call, Sample
+from benchmarks.quality.end_to_end import Clips
 from benchmarks.quality.modes import BY_NAME, MODES, Mode
-from benchmarks.quality.rows import RESULTS, Row, write
-from benchmarks.quality.study import Attend, Study, emulated
+from benchmarks.quality.rows import EMULATION, RESULTS, Row, write
+from benchmarks.quality.study import Study, emulated
 from benchmarks.quality_data.wheel import WeightsMissingError
-from benchmarks.timing import commit, gpu_name
-from sparge.plan.budget import HeadBudget
+from benchmarks.timing import commit
+from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
-EMULATION = "emulation"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,50 +49,65 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=8, help="query blocks a call to judge by")
     parser.add_argument("--calibration-blocks", type=int, default=16, help="and to calibrate on")
     parser.add_argument("--perplexity", nargs="*", type=float, default=[], help="densities, smollm")
+    parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")
+    parser.add_argument("--grid", type=int, nargs=3, default=FULL_GRID, help="of tokens, dit")
+    parser.add_argument("--clips-only", action="store_true", help="no table of calls, dit")
+    parser.add_argument("--device", type=torch.device, default=_device())
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None, help="to write into the rows")
     options = parser.parse_args(arguments)
     if options.perplexity and options.layers:
         parser.error("--perplexity needs every layer: leave out --layers.")
+    if options.data == "dit" and options.clips and options.layers:
+        parser.error("clips run through every layer: leave out --layers, or give --clips 0.")
+    if options.kernels is None:
+        options.kernels = sparge.capabilities(options.device).usable
     try:
         data = load(options)
     except WeightsMissingError as missing:
         parser.exit(1, f"{missing}\n")
     modes = [BY_NAME[name] for name in options.modes]
+    for mode in modes:
+        if options.kernels and library.why_not(mode):
+            print(f"{mode.name} not through sparge.attention: {library.why_not(mode)}")
+    if not options.clips_only:
+        _judge_calls(data, modes, options)
+    if data.runs and options.clips:
+        _judge_clips(data, modes, options)
+
+
+def _judge_calls(data: DataSet, modes: list[Mode], options: argparse.Namespace) -> None:
     study = Study(data, modes, options.blocks, options.calibration_blocks, options.seed)
-    places = _places(modes, data)
     for density in sorted({*options.densities, *options.perplexity}):
         for mode in modes:
-            for where, run in places[mode.name].items():
-                row = study.row(mode, density, run) | {"where": where}
-                if where == EMULATION and density in options.perplexity:
-                    row |= study.perplexity(mode, density)
-                _report(options.out, row | {"commit": options.commit or commit()})
+            row = study.row(mode, density, emulated) | {"where": EMULATION}
+            if density in options.perplexity:
+                row |= study.perplexity(mode, density)
+            _report(row, options)
+            if options.kernels and not library.why_not(mode):
+                row = study.row(mode, density, library.attend_call)
+                _report(row | {"where": library.where(options.device)}, options)
 
 
-def in_kernels(mode: Mode, call: Call, budget: HeadBudget, judged: Sample) -> tuple[Tensor, Tensor]:
-    return on_gpu.attend(call, float(budget.density[0]), judged)
+def _judge_clips(data: DataSet, modes: list[Mode], options: argparse.Namespace) -> None:
+    clips = Clips(data.runs, options.calibration_blocks)
+    for density in sorted(options.densities):
+        for mode in modes:
+            if options.kernels and not library.why_not(mode):
+                row = clips.row(mode, density, end_to_end.in_library)
+                _report(row | {"where": library.where(options.device)}, options)
+            else:
+                row = clips.row(mode, density, end_to_end.emulated)
+                _report(row | {"where": EMULATION}, options)
 
 
-def _places(modes: list[Mode], data: DataSet) -> dict[str, dict[str, Attend]]:
-    """Where each mode runs; what the kernels leave out is said, not faked."""
-    places: dict[str, dict[str, Attend]] = {mode.name: {EMULATION: emulated} for mode in modes}
-    reason = on_gpu.unusable()
-    if reason:
-        print(f"Emulation only: {reason}")
-        return places
-    has_grid = data.judged[0].layer.grid is not None
-    for mode in modes:
-        reason = on_gpu.why_not(mode, has_grid)
-        if reason:
-            print(f"{mode.name} not in the kernels: {reason}")
-        else:
-            places[mode.name][gpu_name()] = in_kernels
-    return places
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _report(path: Path, row: Row) -> None:
-    write(path, [row])
+def _report(row: Row, options: argparse.Namespace) -> None:
+    write(options.out, [row | {"commit": options.commit or commit()}])
     figures = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)]
     print(f"{row['data']} | {row['mode']} | {row['where']} | {', '.join(figures)}", flush=True)
 

@@ -30,6 +30,8 @@ class Call:
     layer: Layer
     is_causal: bool
     element: Element = ELEMENT
+    place: int = 0
+    """Of the layer among those judged, from 0: which budgets are the call's."""
 
     @property
     def heads(self) -> int:

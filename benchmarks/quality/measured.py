@@ -3,58 +3,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from benchmarks.quality.judge import Call
-from sparge.calibrate import Calibration, CandidateSet, HeadChoices, Workload
+from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
 from sparge.plan.grid import cube_order
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
     calibration: Calibration
-    seen: list[frozenset[int]]
-    """Query blocks of each call; those of other calls where calibration ran on others."""
+    seen: Mapping[int, set[int]]
+    """Query blocks by place of the layer."""
 
     @classmethod
-    def on(cls, calls: Iterable[Call], count: int, blocks: int) -> Measured:
-        """Measure `blocks` query blocks of each of `count` calls of one shape."""
+    def on(cls, calls: Iterable[Call], layers: int, blocks_a_call: int) -> Measured:
+        """Measure some query blocks of each call; all calls have one shape.
+
+        Raises:
+            ValueError: there is no call of some layer.
+        """
         calibration: Calibration | None = None
-        seen: list[frozenset[int]] = []
-        for index, call in enumerate(calls):
+        seen: dict[int, set[int]] = defaultdict(set)
+        for call in calls:
+            q, k, v = call.layer.q, call.layer.k, call.layer.v
             if calibration is None:
                 calibration = Calibration.begin(
-                    layers=count,
+                    layers=layers,
                     heads=call.heads,
                     workload=_workload(call),
-                    candidates=WithSink() if call.is_causal else CandidateSet(),
-                    blocks_a_call=blocks,
+                    blocks_a_call=blocks_a_call,
+                    measure=measure_for(q.device),
+                    device=q.device,
                 )
-            seen.append(frozenset(calibration.next_query_blocks(index)))
-            calibration.sample(index, call.layer.q, call.layer.k, call.layer.v)
-        if calibration is None or len(seen) != count:
-            raise ValueError(f"Calibration saw {len(seen)} calls; {count} are judged.")
+            seen[call.place].update(calibration.next_query_blocks(call.place))
+            calibration.sample(call.place, q, k, v)
+        if calibration is None or len(seen) != layers:
+            raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
         return cls(calibration, seen)
 
     def choices(self, mean_density: float) -> HeadChoices:
         return self.calibration.freeze(mean_density=mean_density)
 
 
-class WithSink(CandidateSet):
-    """The candidates of a text whose first key block is exact, in every density."""
-
-    def buckets(self, rank: Tensor, valid: Tensor) -> Tensor:
-        first = rank[..., :1]
-        closed_up = rank - ((first >= 0) & (rank > first)).long()
-        bucket = super().buckets(closed_up, valid)
-        bucket[..., 0] = 0
-        return bucket
-
-
 def _workload(call: Call) -> Workload:
     if call.layer.grid is None:
-        return Workload.of_tokens(call.layer.q.shape[2], call.is_causal)
+        return Workload.of_tokens(call.layer.q.shape[2], call.is_causal, sink=call.is_causal)
     return Workload(cube_order(call.layer.grid), call.is_causal)

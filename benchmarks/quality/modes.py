@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from benchmarks.quality.centroid import attend_with_centroids
+from benchmarks.quality.at_once import attend_at_once
+from benchmarks.quality.centroid import centroids
 from sparge.kernels.spec import Element
 from sparge.plan.budget import HeadBudget, Router
 from sparge.policy import SparsePolicy
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed
+from sparge.reference.partial import Partial
 from sparge.reference.pooled import attend_packed
 from sparge.reference.route import route
 
@@ -70,23 +72,28 @@ def attend(
     *,
     is_causal: bool = False,
     query_blocks: Tensor | None = None,
+    at_once: bool = False,
 ) -> tuple[Tensor, Choice]:
     """The attention of a mode by slot, (B, H, Nq, D) float32, and what it chose everywhere.
 
     query_blocks: (nq,) bool, those to compute; the rows of others hold nothing of meaning.
+    at_once: in few large products, which is quicker for all query blocks; not for causal.
     """
     scale = packed.operands.head_dim**-0.5
     choice = choose(mode, packed, budget, is_causal)
     kept, pooled, valid = choice.kept, choice.pooled, choice.valid
     if query_blocks is not None:
         kept, pooled, valid = (x & query_blocks[:, None] for x in (kept, pooled, valid))
-    if mode.centroid:
-        dropped = valid & ~kept
-        out = attend_with_centroids(packed, kept, dropped, scale=scale, is_causal=is_causal)
+    if at_once:
+        part = attend_at_once(packed, kept, pooled, budget.gain, scale=scale)
     else:
-        gain = budget.gain
-        out = attend_packed(packed, kept, pooled, gain, scale=scale, is_causal=is_causal).out
-    return out, choice
+        attended = attend_packed(
+            packed, kept, pooled, budget.gain, scale=scale, is_causal=is_causal
+        )
+        part = Partial(attended.unnormalised, attended.row_max, attended.row_sum)
+    if mode.centroid:
+        part = part.plus(centroids(packed, valid & ~kept, scale=scale))
+    return part.output(), choice
 
 
 def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> Choice:

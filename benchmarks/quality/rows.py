@@ -12,6 +12,7 @@ from benchmarks.timing import ROOT
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 KEY = ("data", "mode", "asked_density", "where")
 DIGITS = 6
+EMULATION, REFERENCE = "emulation", "reference"  # values of `where` that are no GPU
 
 #: The fields are those of `summary` in judge.py, KEY, commit, and perplexities for a text.
 Row = dict[str, Any]

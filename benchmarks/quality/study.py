@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -34,14 +35,16 @@ class Study:
         modes = tuple(modes)
         self.data = data
         self._measured: Measured | None = None
-        seen = [frozenset[int]()] * len(data.judged)
+        seen: Mapping[int, set[int]] = {}
         if any(mode.measured for mode in modes):
-            self._measured = Measured.on(data.calibrated, len(data.judged), calibration_blocks)
-            seen = self._measured.seen
+            blocks_a_call = math.ceil(calibration_blocks / data.steps)
+            self._measured = Measured.on(data.calibrated, data.layers, blocks_a_call)
+            if data.calibrated is data.judged:
+                seen = self._measured.seen
         self._samples = {
             cubes: [
-                Sample.draw(call.packed(cubes), blocks, seed + index, avoid)
-                for index, (call, avoid) in enumerate(zip(data.judged, seen, strict=True))
+                Sample.draw(call.packed(cubes), blocks, seed + index, seen.get(call.place, ()))
+                for index, call in enumerate(data.judged)
             ]
             for cubes in {mode.cubes for mode in modes}
         }
@@ -55,7 +58,7 @@ class Study:
             return [uniform(mode, call.heads, share) for call in calls]
         assert self._measured is not None  # the mode is one of those the study was made for
         choices = self._measured.choices(density)
-        budgets = [choices.budget(index) for index in range(len(calls))]
+        budgets = [choices.budget(call.place) for call in calls]
         return [budget for budget in budgets if budget is not None]
 
     def row(self, mode: Mode, density: float, run: Attend) -> Row:
@@ -77,7 +80,8 @@ class Study:
         """Shares of the heads whose error is as expected, and is no worse than plain drop's at the
         head's own density."""
         assert self._measured is not None  # asked for measured modes alone
-        expected = self._measured.choices(density).error.flatten().tolist()
+        by_layer = self._measured.choices(density).error.tolist()
+        expected = [error for call in self.data.judged for error in by_layer[call.place]]
         measured = self.budgets(BY_NAME["ours auto"], density)
         zeros = torch.zeros_like(measured[0].gain)
         plain = [HeadBudget(budget.density, zeros, zeros.int()) for budget in measured]

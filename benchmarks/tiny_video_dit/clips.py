@@ -18,27 +18,32 @@ RIM = 0.35  # how much darker an object is at its rim
 PARALLAX = (0.7, 1.3)
 
 
-def draw_clips(scenes: Scenes, size: tuple[int, int, int]) -> Tensor:
-    """(B, frames, rows, columns, 3) float32 in [0, 1], for size (frames, rows, columns)."""
-    seconds, sight = _line_of_sight(scenes, size)
+def draw_clips(scenes: Scenes, size: tuple[int, int, int], magnified: float = 1.0) -> Tensor:
+    """(B, frames, rows, columns, 3) float32 in [0, 1], for size (frames, rows, columns).
+
+    magnified: pixels of the clip to a pixel of the scenes' lengths.
+    """
+    seconds, sight = _line_of_sight(scenes, size, magnified)
     picture = _ground(scenes, sight - _moved(scenes.pan, seconds))
     for k in range(OBJECTS):
         share = PARALLAX[0] + (PARALLAX[1] - PARALLAX[0]) * k / (OBJECTS - 1)
         own = scenes.velocity[:, k] + share * scenes.pan
         place = scenes.centre[:, k].view(-1, 1, 1, 1, 2) + _moved(own, seconds)
-        colour, cover = _object(scenes, k, sight - place, seconds)
+        colour, cover = _object(scenes, k, sight - place, seconds, magnified)
         picture = torch.lerp(picture, colour, cover.unsqueeze(-1))
     return picture
 
 
-def _line_of_sight(scenes: Scenes, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def _line_of_sight(
+    scenes: Scenes, size: tuple[int, int, int], magnified: float
+) -> tuple[Tensor, Tensor]:
     """Time (frames, 1, 1), and where each pixel looks (B, frames, rows, columns, 2): x, y."""
     device = scenes.ground.device
     frames, rows, columns = (torch.arange(n, device=device, dtype=torch.float32) for n in size)
     y, x = torch.meshgrid(rows - rows.mean(), columns - columns.mean(), indexing="ij")
     time = (frames / TIME_UNIT).view(-1, 1, 1)
     turn = scenes.turn.view(-1, 1, 1, 1) * time
-    scale = torch.exp(scenes.zoom.view(-1, 1, 1, 1) * time)
+    scale = torch.exp(scenes.zoom.view(-1, 1, 1, 1) * time) / magnified
     cos, sin = turn.cos() * scale, turn.sin() * scale
     return time, torch.stack([cos * x - sin * y, sin * x + cos * y], -1)
 
@@ -67,7 +72,9 @@ def _ground(scenes: Scenes, place: Tensor) -> Tensor:
     return torch.lerp(first, second, mix)
 
 
-def _object(scenes: Scenes, k: int, away: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+def _object(
+    scenes: Scenes, k: int, away: Tensor, time: Tensor, magnified: float
+) -> tuple[Tensor, Tensor]:
     """Colour (B, frames, rows, columns, 3) and cover (B, frames, rows, columns) in [0, 1]."""
 
     def of_object(values: Tensor) -> Tensor:
@@ -79,7 +86,7 @@ def _object(scenes: Scenes, k: int, away: Tensor, time: Tensor) -> tuple[Tensor,
     x, y = turn.cos() * x + turn.sin() * y, turn.cos() * y - turn.sin() * x
     distance = torch.sqrt(x * x + y * y + 1e-6)
     outside = _chosen(scenes.shape[:, k], _shapes(x, y, distance), len(SHAPES))
-    cover = (0.5 - outside * radius).clamp(0, 1) * of_object(scenes.present)
+    cover = (0.5 - outside * radius * magnified).clamp(0, 1) * of_object(scenes.present)
     waves = 2 * math.pi * radius / of_object(scenes.pitch)
     mix = _chosen(scenes.texture[:, k], _textures(x, y, distance, waves), len(TEXTURES))
     first, second = scenes.colours[:, k].view(-1, 1, 1, 1, 2, 3).unbind(4)

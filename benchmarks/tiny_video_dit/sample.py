@@ -38,7 +38,6 @@ def starting_noise(clips: int, grid: tuple[int, int, int], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@torch.inference_mode()
 def sample(
     model: nn.Module,
     noise: Tensor,
@@ -56,10 +55,22 @@ def sample(
         guidance: how far to go from the empty text's answer to the text's; 1 asks once a step.
         attention: what computes self-attention in every block.
     """
+    return euler(model, noise, text, flow.sampling_sigmas(steps), guidance, attention)
+
+
+@torch.inference_mode()
+def euler(
+    model: nn.Module,
+    latent: Tensor,
+    text: Tensor,
+    sigmas: Tensor,
+    guidance: float = 1.0,
+    attention: Attention = dense,
+) -> Tensor:
+    """`sample` from a latent at sigmas[0] to one at the last of `sigmas`."""
     weights = next(model.parameters())
-    latent, text = noise.to(weights.device).float(), text.to(weights)
+    latent, text = latent.to(weights.device).float(), text.to(weights)
     empty = torch.zeros_like(text)
-    sigmas = flow.sampling_sigmas(steps)
 
     def answer(sigma: Tensor, given: Tensor) -> Tensor:
         timestep = (sigma * flow.TIMESTEPS).to(latent.device).expand(len(latent))

@@ -1,28 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
-// Walks the set bits of a block map row in ascending order. The row is followed by one word of ones: blocks that lie
-// past the last key, so the walk needs no bound and every block from `key_blocks` on means the end.
+// What a query block attends to, as bits in shared memory that are walked in ascending order: its row of the block map, then
+// the tiles of pseudo-keys that take part, then a word of ones, so that the walk needs no bound.
 #pragma once
 
-#include "../common/types.cuh"
+#include "layout.cuh"
+#include "pool.cuh"
 
 namespace sparge::attend {
 
+// Wide enough for the walk to go on behind the end, once for each stage of the pipeline.
 constexpr u32 kEndOfList = 0xFFFFFFFFu;
+static_assert(kStages < kMapBits, "the walk must stay in the last word");
 
-// Its state is one number, because the main loop has no register to spare: each step reads its word again.
-struct BlockList {
-  const u32* words;
-  i32 last = -1;
+// Words of the list that say which tiles of pseudo-keys take part.
+SPARGE_DEVICE i32 pool_words(const Problem& problem) { return ceil_div(problem.pool_tiles(), kMapBits); }
 
-  SPARGE_DEVICE explicit BlockList(const u32* map_words) : words(map_words) {}
+// Which of the 32 key blocks of a word of the map take part as pseudo-keys; 0 for words after the map.
+SPARGE_DEVICE u32 pooled_blocks(const u32* map, i32 index, i32 end) {
+  return index * kMapBits < end ? open_blocks(map[index], index, end) : 0;
+}
 
-  SPARGE_DEVICE i32 next() {
-    const u32 first = last + 1;
-    u32 word = first / kMapBits;
-    u32 bits = words[word] & ~0u << first % kMapBits;
-    while (bits == 0) bits = words[++word];
-    return last = word * kMapBits + __ffs(bits) - 1;
+// All threads of the block; the list is complete for all of them. Key block j has place j in it, and the tiles of
+// pseudo-keys follow from `first_pool_place` on.
+SPARGE_DEVICE void load_list(u32* list, Smem& smem, const AttendParams& p) {
+  const Problem& problem = p.problem;
+  const Work& work = smem.work;
+  const i32 words = problem.map_words(), tile_words = pool_words(problem), blocks = problem.key_blocks();
+  const u32* map = p.block_map + work.map_row(problem) * words;
+  for (int word = threadIdx.x; word < words; word += kThreads)
+    list[word] = map[word] & open_blocks(0, word, blocks);  // a plan made by hand may hold stray bits
+  const i32 end = work.pools() ? work.poolable(p) : 0, lane = threadIdx.x % kWarpSize;
+  for (int word = threadIdx.x / kWarpSize; word < tile_words; word += kWarps) {
+    const i32 tile = word * kMapBits + lane;
+    const u32 tiles = __ballot_sync(kFullWarp, pooled_blocks(map, 2 * tile, end) | pooled_blocks(map, 2 * tile + 1, end));
+    if (lane == 0) list[words + word] = tiles;
   }
-};
+  if (threadIdx.x == 0) {
+    list[words + tile_words] = kEndOfList;
+    smem.poolable = end;
+    smem.first_pool_place = words * kMapBits;
+    smem.end_of_list = (words + tile_words) * kMapBits;
+  }
+  __syncthreads();
+}
+
+// The place after `last` that is in the list, from `end_of_list` on when there is none; -1 starts.
+SPARGE_DEVICE i32 next_place(const u32* list, i32 last) {
+  const u32 first = last + 1;
+  u32 word = first / kMapBits;
+  u32 bits = list[word] & ~0u << first % kMapBits;
+  while (bits == 0) bits = list[++word];
+  return word * kMapBits + __ffs(bits) - 1;
+}
 
 }  // namespace sparge::attend

@@ -17,4 +17,7 @@ constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels 
 // Maximum of rows past the last query: they find every block negligible, so they never hold a skip back.
 constexpr float kNoRow = 1e30f;
 
+// Threshold of the PV filter that lets every tile pass.
+constexpr float kNeverNegligible = -kMinusInfinity;
+
 }  // namespace sparge::attend

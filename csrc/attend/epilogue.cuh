@@ -11,10 +11,10 @@ SPARGE_DEVICE void store_facts(const AttendParams& p, const Work& work, const Sm
   if (threadIdx.x % 4 != 0) return;
   for (int m = 0; m < kRowTiles; ++m)
     for (int half = 0; half < 2; ++half) {
-      const i32 row = first_row() + row_step(m, half);
-      if (row >= work.queries) continue;
+      const i32 row = first_row() + row_step(m, half), token = work.token(p.problem, row);
+      if (token < 0) continue;
       const float dot_mean = is_quantized(kElement) && p.lse ? smem.q_dot_mean[row] : 0.0f;
-      store_row_facts(p, work, row, softmax.max[m][half][threadIdx.x], softmax.sum[m][half][threadIdx.x], dot_mean);
+      store_row_facts(p, work, token, softmax.max[m][half][threadIdx.x], softmax.sum[m][half][threadIdx.x], dot_mean);
     }
 }
 
@@ -24,9 +24,9 @@ SPARGE_DEVICE void store_output(const AttendParams& p, const Work& work, const A
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i32 row = first_row() + row_step(m, half);
-      if (row >= work.queries) continue;
-      const RowStore at(p, work, row, softmax.sum[m][half][threadIdx.x]);
+      const i32 token = work.token(p.problem, first_row() + row_step(m, half));
+      if (token < 0) continue;
+      const RowStore at(p, work, token, softmax.sum[m][half][threadIdx.x]);
 #pragma unroll
       for (int n = 0; n < kChannelTiles; ++n) at.store(8 * n + threadIdx.x % 4 * 2, out[m][n][2 * half], out[m][n][2 * half + 1]);
     }

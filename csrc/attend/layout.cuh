@@ -35,7 +35,9 @@ constexpr int kSmBytes = (kArch == 90 || kArch == 100 ? 228 : kArch == 80 ? 164 
 constexpr int kMapBytes = 512;       // room for the block map of a row: 4,096 key blocks at full occupancy
 constexpr int kRowBytes = 6 * 1024;  // of Smem besides the tiles, at most
 constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes - kRowBytes;
-constexpr bool fits(int stages) { return kQueryTileBytes + stages * (kKeyTileBytes + kValueTileBytes) <= kBudget; }
+constexpr int kColumnBytes = kKeyBlock * sizeof(PoolColumn);
+constexpr int kStageBytes = kKeyTileBytes + kValueTileBytes + kColumnBytes;
+constexpr bool fits(int stages) { return kQueryTileBytes + stages * kStageBytes <= kBudget; }
 constexpr int kStages = fits(3) ? 3 : fits(2) ? 2 : 1;
 
 constexpr int kRowGroup = 64;  // query rows that skip a block's PV together
@@ -43,26 +45,31 @@ constexpr int kRowGroupThreads = kRowGroup / kWarpRows * kWarpSize;
 constexpr int kRowGroups = kQueryBlock / kRowGroup;
 
 // What travels with the tiles of a pipeline stage.
-struct Stage {
+struct alignas(16) Stage {
   float k_scale;
-  i32 block;  // -1: the list has ended
+  i32 keys;   // that the block really has; -1: pseudo-keys
+  i32 place;  // in the list (block_list.cuh); from end_of_list on: it has ended
 };
 
 struct alignas(256) Smem {  // tiles start at multiples of their row size
+  // INT8: max |q| / 127 of the row. First: on GPUs where shared memory starts at a run-time address (sm_90 and up), an
+  // array behind it that is indexed by a row keeps an address of its own in a register across the main loop.
+  float q_scale[kQueryBlock];
   u8 q[kQueryTileBytes];
   u8 k[kStages][kKeyTileBytes];
   u8 v[kStages][kValueTileBytes];
   // Of each thread's four rows: the main loop has no register to spare, and compiler spills would cost more.
   float row_max[kRowTiles][2][kThreads];  // log2 units
   float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
-  float q_scale[kQueryBlock];             // INT8: max |q| / 127 of the row
   float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
   Stage stage[kStages];
-  u32 skipped_pairs[kRowGroups];  // by the PV filter, of each row group
-  Work work;                      // here, because the main loop has no register to spare for it
+  PoolColumn columns[kStages][kKeyBlock];
+  u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
+  Work work;                                    // here, because the main loop has no register to spare for it
+  i32 first_pool_place, end_of_list, poolable;  // likewise; see block_list.cuh, Work::poolable
 };
-static_assert(sizeof(Smem) - kQueryTileBytes - kStages * (kKeyTileBytes + kValueTileBytes) <= kRowBytes,
-              "kRowBytes must cover what Smem holds besides the tiles");
+static_assert(sizeof(Smem) - kQueryTileBytes - kStages * kStageBytes <= kRowBytes,
+              "kRowBytes must cover what Smem holds besides the stages");
 static_assert(sizeof(Smem) <= 99 * 1024 || kSmBytes > 164 * 1024, "a block of these GPUs has 99 KB of shared memory");
 
 // Barrier 0 is __syncthreads; the two row groups vote apart.

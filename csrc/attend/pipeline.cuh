@@ -18,7 +18,7 @@ SPARGE_DEVICE void copy_tile(u8* destination, const u8* source) {
 }
 
 // Usage:
-//   for (i32 block = wait_keys(); block >= 0; block = wait_keys()) { ... scores ...; wait_values(); ... PV ...; }
+//   for (i32 place = wait_keys(); place >= 0; place = wait_keys()) { ... scores ...; wait_values(place); ... PV ...; }
 //
 // With several stages K and V of a block travel together, kStages - 1 blocks ahead, at one barrier a block; the slot that
 // was handed out last is the next to fill, once every warp is done with it. With one stage V of a block travels during its
@@ -26,63 +26,89 @@ SPARGE_DEVICE void copy_tile(u8* destination, const u8* source) {
 struct Pipeline {
   Smem& smem;
   const AttendParams& p;
-  BlockList ahead;
+  const u32* list;
   i32 slot = 0;
 
-  SPARGE_DEVICE Pipeline(Smem& s, const AttendParams& params, const BlockList& list) : smem(s), p(params), ahead(list) {
+  SPARGE_DEVICE Pipeline(Smem& s, const AttendParams& params, const u32* blocks) : smem(s), p(params), list(blocks) {
+    i32 last = -1;
 #pragma unroll
-    for (int i = 0; i < (kStages > 1 ? kStages - 1 : 1); ++i) fill();
+    for (int i = 0; i < (kStages > 1 ? kStages - 1 : 1); ++i) last = fill(last);
   }
 
-  SPARGE_DEVICE void load_keys(i32 block) {
-    const i32 tile = smem.work.first_tile + block;
+  // Negative for a key block, else the number of a tile of pseudo-keys.
+  SPARGE_DEVICE i32 pool_tile(i32 place) const { return place - smem.first_pool_place; }
+
+  SPARGE_DEVICE void load_keys(i32 place) {
+    if (const i32 pool = pool_tile(place); pool >= 0) return load_pseudo_keys(pool);
+    const i32 tile = smem.work.first_tile + place;
     copy_tile<kKeyTileBytes>(smem.k[slot], p.k_tiles + static_cast<i64>(tile) * kKeyTileBytes);
-    if (is_quantized(kElement) && threadIdx.x == 0)
-      ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].k_scale), p.k_scale + tile);
+    if (ptx::thread_index() > 0) return;
+    if (is_quantized(kElement)) ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].k_scale), p.k_scale + tile);
+    ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].keys), p.key_counts + tile);
   }
-  SPARGE_DEVICE void load_values(i32 block) {
-    const i64 tile = smem.work.first_tile + block;
-    copy_tile<kValueTileBytes>(smem.v[slot], p.v_tiles + tile * kValueTileBytes);
+  SPARGE_DEVICE void load_pseudo_keys(i32 pool) {
+    const i64 tile = smem.work.first_pool + pool;
+    copy_tile<kKeyTileBytes>(smem.k[slot], p.pool_k + tile * kKeyTileBytes);
+    if (const i32 key = ptx::thread_index(); key < kKeyBlock) {
+      const u32 open = pooled_blocks(list, 2 * pool + key / kMapBits, smem.poolable);
+      smem.columns[slot][key] = prepared(p.pool_columns[tile * kKeyBlock + key], smem.work, open >> key % kMapBits & 1);
+    }
+    if (ptx::thread_index() > 0) return;
+    smem.stage[slot].k_scale = kPoolScale;
+    smem.stage[slot].keys = -1;
+  }
+  SPARGE_DEVICE void load_values(i32 place) {
+    const i32 pool = pool_tile(place);
+    const u8* tiles = pool >= 0 ? p.pool_v : p.v_tiles;
+    const i64 tile = pool >= 0 ? smem.work.first_pool + pool : smem.work.first_tile + place;
+    copy_tile<kValueTileBytes>(smem.v[slot], tiles + tile * kValueTileBytes);
   }
 
-  // Asks for the next block of the list; an empty group at its end keeps the group count regular.
-  SPARGE_DEVICE void fill() {
-    i32 block = ahead.next();
-    if (block * kKeyBlock >= p.problem.keys) block = -1;
-    if (threadIdx.x == 0) smem.stage[slot].block = block;
-    if (block >= 0) {
-      load_keys(block);
-      if constexpr (kStages > 1) load_values(block);
+  SPARGE_DEVICE bool ended(i32 place) const { return place >= smem.end_of_list; }
+
+  // Asks for what comes after `last` in the list, and says what that is; an empty group at the end keeps the group count
+  // regular.
+  SPARGE_DEVICE i32 fill(i32 last) {
+    const i32 place = next_place(list, last);
+    if (ptx::thread_index() == 0) smem.stage[slot].place = place;
+    if (!ended(place)) {
+      load_keys(place);
+      if constexpr (kStages > 1) load_values(place);
     }
     if constexpr (kStages > 1) slot = slot + 1 == kStages ? 0 : slot + 1;
     ptx::cp_async_commit();
+    return place;
   }
 
-  // The next block of the list, its keys in shared memory; -1 at the end.
+  // The next place of the list, its keys in shared memory; -1 at the end.
   SPARGE_DEVICE i32 wait_keys() {
     ptx::cp_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
     __syncthreads();  // tiles of all threads have landed, and every warp is done with what is filled below
     if constexpr (kStages > 1) {
-      fill();
-      return smem.stage[slot].block;
+      fill(smem.stage[slot == 0 ? kStages - 1 : slot - 1].place);
+      const i32 place = smem.stage[slot].place;
+      return ended(place) ? -1 : place;
     } else {
-      const i32 block = smem.stage[0].block;
-      if (block >= 0) load_values(block);
+      const i32 place = smem.stage[0].place;
+      if (!ended(place)) load_values(place);
       ptx::cp_async_commit();
-      return block;
+      return ended(place) ? -1 : place;
     }
   }
 
-  SPARGE_DEVICE void wait_values() {
+  // Of the place that wait_keys gave.
+  SPARGE_DEVICE void wait_values(i32 place) {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();
-      fill();
+      fill(place);
     }
   }
 
   SPARGE_DEVICE const u8* keys() const { return smem.k[slot]; }
   SPARGE_DEVICE const u8* values() const { return smem.v[slot]; }
+  SPARGE_DEVICE const PoolColumn* columns() const { return smem.columns[slot]; }
+  SPARGE_DEVICE i32 key_count() const { return smem.stage[slot].keys; }
   SPARGE_DEVICE float key_scale() const { return is_quantized(kElement) ? smem.stage[slot].k_scale : 1.0f; }
 };
 

@@ -25,13 +25,13 @@ using Probabilities = u32[kRowTiles][kValueSteps][4];
 // second chunk; B takes both chunks of eight columns, then the other eight columns. (One order for both was tried: it
 // costs 300 register moves a tile.) Swizzling is XOR, so a k-step is one XOR of the address and multiples of 16 rows
 // are immediate offsets: one register addresses a whole tile, which must start at a multiple of its row size.
-// A's address never changes: the thread index is read afresh, else the XORs of all k-steps are kept across the main loop.
-// Whether that helps or hurts B is up to the register allocator: neither choice is free of spills on every GPU.
+// Addresses of tiles that stay where they are never change: the thread index is read afresh, else the XORs of all k-steps
+// are kept across the main loop.
 enum class Operand { kA, kB };
 
 template <int kRowBytes, Operand kOperand>
 SPARGE_DEVICE u32 lane_address(const u8* tile) {
-  const u32 lane = (kOperand == Operand::kA || kArch >= 100 ? ptx::thread_index() : threadIdx.x) % kWarpSize;
+  const u32 lane = ptx::thread_index() % kWarpSize;
   const u32 row = kOperand == Operand::kA ? lane % 16 : lane / 16 * 8 + lane % 8;
   const u32 chunk = kOperand == Operand::kA ? lane / 16 : lane / 8 % 2;
   return ptx::shared_address(tile) + tile_offset<kRowBytes>(row, chunk);

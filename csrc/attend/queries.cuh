@@ -39,8 +39,9 @@ SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& w
 #pragma unroll 4
     for (int pass = 0; pass < kWarpRows / kTokensPerPass; ++pass) {
       const i32 row = first_row + pass * kTokensPerPass + lane / kTokenLanes;
+      const i32 token = work.token(p.problem, row);
       float x[kLaneChannels] = {};
-      if (row < work.queries) rows.load(work.first_query + row, channel, x);
+      if (token >= 0) rows.load(token, channel, x);
       store_query(smem, row, channel, x);
       if (is_quantized(kElement) && p.lse) {
         float dot = 0.0f;

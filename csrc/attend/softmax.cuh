@@ -4,6 +4,7 @@
 
 #include "../common/reduce.cuh"
 #include "../ptx/barrier.cuh"
+#include "pool.cuh"
 #include "products.cuh"
 #include "store.cuh"
 
@@ -25,13 +26,13 @@ struct Softmax {
   float (&max)[kRowTiles][2][kThreads];  // log2 units
   float (&sum)[kRowTiles][2][kThreads];  // this thread's columns only, until finish()
 
-  SPARGE_DEVICE explicit Softmax(Smem& smem) : max(smem.row_max), sum(smem.row_sum) {
+  SPARGE_DEVICE Softmax(Smem& smem, const Problem& problem) : max(smem.row_max), sum(smem.row_sum) {
     const i32 row = first_row();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        max[m][half][threadIdx.x] = row + row_step(m, half) < smem.work.queries ? kMinusInfinity : kNoRow;
+        max[m][half][threadIdx.x] = smem.work.token(problem, row + row_step(m, half)) >= 0 ? kMinusInfinity : kNoRow;
         sum[m][half][threadIdx.x] = 0.0f;
       }
   }
@@ -116,17 +117,35 @@ struct Softmax {
   }
 };
 
-// Past the last key, and above the causal diagonal: minus infinity. Comparing constants with one bound a row keeps this
-// rare branch from costing the main loop registers.
-SPARGE_DEVICE void mask_scores(Scores& s, const Work& work, i32 block, bool causal) {
-  const i32 first_key = block * kKeyBlock + ptx::thread_index() % 4 * 2;
-  const i32 first_query = work.first_query + first_row();
+// Sums with a tile of pseudo-keys, half row by half row: the main loop has no register to spare.
+SPARGE_DEVICE void pool_scores(Scores& s, const PoolColumn* columns, const ScoreScale& scale) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i32 end = causal ? smaller(work.key_length, first_query + row_step(m, half) + 1) : work.key_length;
-      const i32 bound = end - first_key;
+      const float per_bias = ptx::reciprocal_approx(scale.of(first_row(), m, half));
+      const u32 of_thread = ptx::shared_address(columns) + ptx::thread_index() % 4 * (2 * sizeof(PoolColumn));
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          PoolColumn column;
+          ptx::load_shared(column.scale, column.bias, of_thread + (8 * n + i) * sizeof(PoolColumn));
+          s[m][n][2 * half + i] = pool_score(s[m][n][2 * half + i], column, per_bias);
+        }
+    }
+}
+
+// Past the last key, and above the causal diagonal: minus infinity. Comparing constants with one bound a row keeps this
+// rare branch from costing the main loop registers.
+SPARGE_DEVICE void mask_scores(Scores& s, const Work& work, i32 block, i32 keys, bool causal) {
+  const i32 first_row_end = work.first_query + first_row() + 1 - block * kKeyBlock;  // keys that the first row may see
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i32 end = causal ? smaller(keys, first_row_end + row_step(m, half)) : keys;
+      const i32 bound = end - ptx::thread_index() % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
@@ -135,9 +154,8 @@ SPARGE_DEVICE void mask_scores(Scores& s, const Work& work, i32 block, bool caus
     }
 }
 
-SPARGE_DEVICE bool needs_mask(const Work& work, i32 block, bool causal) {
-  const i32 last_key = block * kKeyBlock + kKeyBlock - 1;
-  return last_key >= work.key_length || (causal && last_key > work.first_query);
+SPARGE_DEVICE bool needs_mask(const Work& work, i32 block, i32 keys, bool causal) {
+  return keys < kKeyBlock || (causal && block * kKeyBlock + kKeyBlock - 1 > work.first_query);
 }
 
 }  // namespace sparge::attend

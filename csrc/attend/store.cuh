@@ -37,7 +37,7 @@ struct Value {
   }
 };
 
-// The output row of one query, and its row of partial results where those are asked for.
+// The output row of one query, by its token, and its row of partial results where those are asked for.
 struct RowStore {
   const AttendParams& p;
   const Work& work;
@@ -45,14 +45,12 @@ struct RowStore {
   float* partial;
   float sum, inverse;
 
-  SPARGE_DEVICE RowStore(const AttendParams& params, const Work& w, i32 row, float row_sum)
+  SPARGE_DEVICE RowStore(const AttendParams& params, const Work& w, i32 token, float row_sum)
       : p(params), work(w), sum(row_sum), inverse(row_sum != 0.0f ? 1.0f / row_sum : 0.0f) {
-    const i64 query = work.first_query + row;
     const i64 out_bytes = p.out.dtype == DType::kFp32 ? 4 : 2;
     out = static_cast<char*>(p.out.data) +
-          (work.b * p.out.batch_stride + work.head * p.out.head_stride + query * p.out.token_stride) * out_bytes;
-    partial = p.partial_out ? p.partial_out + (static_cast<i64>(work.head_at) * p.problem.queries + query) * p.problem.channels
-                            : nullptr;
+          (work.b * p.out.batch_stride + work.head * p.out.head_stride + token * p.out.token_stride) * out_bytes;
+    partial = p.partial_out ? p.partial_out + (static_cast<i64>(work.head_at) * p.tokens + token) * p.problem.channels : nullptr;
   }
 
   // Accumulators of channels channel and channel + 1.
@@ -71,8 +69,9 @@ struct RowStore {
 };
 
 // Log-sum-exp, row maximum and row sum of one query; `most` in log2 units, `dot_mean` = q . k_mean.
-SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, i32 row, float most, float row_sum, float dot_mean) {
-  const i64 at = static_cast<i64>(work.head_at) * p.problem.queries + work.first_query + row;
+SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, i32 token, float most, float row_sum,
+                                   float dot_mean) {
+  const i64 at = static_cast<i64>(work.head_at) * p.tokens + token;
   const float sum = row_sum * kUnshift;
   if (p.lse) p.lse[at] = sum != 0.0f ? (most + log2f(sum)) * kLn2 + dot_mean * p.scale : kMinusInfinity;
   if (p.partial_out) {

@@ -7,11 +7,13 @@
 namespace sparge::attend {
 
 struct Work {
-  i32 b, head, block, first_query, queries, key_length;
+  i32 b, head, block, first_query, queries;
   i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
   i32 first_tile;      // of this head: 2^31 tiles are 16 TB of K
+  i32 first_pool;      // of its tiles of pseudo-keys
 
   float pvthreshd;
+  float log2_gain;  // of pooled terms; minus infinity: there are none
 
   // For shared memory, which constructs nothing.
   Work() = default;
@@ -30,10 +32,22 @@ struct Work {
     head = head_at % problem.heads;
     kv_at = b * problem.kv_heads + problem.kv_head(head);
     first_tile = kv_at * problem.key_blocks();
+    first_pool = kv_at * problem.pool_tiles();
     first_query = block * kQueryBlock;
     queries = smaller(kQueryBlock, problem.queries - first_query);
-    key_length = problem.key_length(b);
-    pvthreshd = p.thresholds ? p.thresholds[head * 3 + 2] : p.pvthreshd;
+    pvthreshd = p.thresholds ? p.thresholds[head].pvthreshd : p.pvthreshd;
+    log2_gain = p.pool_k ? p.thresholds[head].log2_gain : kMinusInfinity;
+  }
+
+  SPARGE_DEVICE bool pools() const { return log2_gain != kMinusInfinity; }
+
+  // Of row `row` of the query block; -1: none.
+  SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(first_query + row); }
+
+  // Key blocks from here on hold no keys, or keys that some row must not see, so that no mean can stand for them.
+  SPARGE_DEVICE i32 poolable(const AttendParams& p) const {
+    const i32 blocks = p.problem.key_blocks();
+    return p.causal ? smaller(blocks, first_query / kKeyBlock) : blocks;
   }
 
   // Row of the block map.

@@ -29,6 +29,7 @@ constexpr float kZeroScale = 0x1p-64f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xFF800000u);
+constexpr float kNotANumber = __builtin_bit_cast(float, 0x7FFFFFFFu);
 
 enum class DType : i32 { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 

@@ -16,6 +16,11 @@ SPARGE_DEVICE void cp_async_4(u32 destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// Two neighbours, in the order of the program: the loads of a long run are not all made first.
+SPARGE_DEVICE void load_shared(float& low, float& high, u32 source) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low), "=f"(high) : "r"(source));
+}
+
 SPARGE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>

@@ -6,10 +6,12 @@
 
 namespace sparge::ptx {
 
-// threadIdx.x, but volatile: what is computed from it is not kept in registers across the kernel.
+// threadIdx.x, but volatile: what is computed from it is not kept in registers across the kernel. Without its range,
+// division by a power of two would be a signed one, with more values on the way.
 SPARGE_DEVICE i32 thread_index() {
   i32 index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  __builtin_assume(index >= 0 && index < 1024);
   return index;
 }
 
@@ -24,5 +26,11 @@ SPARGE_DEVICE void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 #endif
+
+SPARGE_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 }  // namespace sparge::ptx

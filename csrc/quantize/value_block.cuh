@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One block of 64 values, transposed: a swizzled tile of head_dim rows x 64 keys, one scale a channel.
-//
-// E4M3 tiles permute the keys inside each group of 16, so that the accumulator fragment of QK is, value for value,
-// the A fragment of PV: position 4t + 2i + c holds key 8i + 2t + c (t < 4, i < 2, c < 2).
 #pragma once
 
 #include "../common/swizzle.cuh"
-#include "block_stats.cuh"
+#include "pool.cuh"
 
 namespace sparge::quantize {
 
@@ -15,12 +12,10 @@ constexpr int kSectorBytes = 32;  // each thread writes whole DRAM sectors of th
 
 struct alignas(16) ValueSmem {
   u8 rows[kKeyBlock][kHeadDim * kValueBytes];
+  float mean[kHeadDim], inverse_scale[kHeadDim];  // here, because registers hold a tile that is on its way
+  float sums[kWarps][kHeadDim];
+  float variance[kWarps];
 };
-
-SPARGE_DEVICE constexpr i32 key_at(i32 position) {
-  if constexpr (kElement != Element::kInt8E4M3) return position;
-  return (position & ~15) + 8 * ((position >> 1) & 1) + 2 * ((position >> 2) & 3) + (position & 1);
-}
 
 SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
 #if SPARGE_ARCH >= 89
@@ -38,31 +33,63 @@ SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
   *reinterpret_cast<Vec16*>(row) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
 }
 
+// Mean of each channel, and the variance summed over channels, in the caller's units; the mean as a pseudo-key's value.
+SPARGE_DEVICE void value_statistics(const QuantizeParams& p, ValueSmem& smem, const Thread& thread, i32 head_at, i32 block,
+                                    i32 count, const float (&sums)[kLaneChannels], const float (&squares)[kLaneChannels]) {
+  const i32 blocks = p.problem.key_blocks(), channel = threadIdx.x;
+  const float inverse_count = 1.0f / static_cast<float>(larger(1, count));
+  const float mean = channel_sum(smem.sums, thread, sums) * inverse_count;
+  __syncthreads();
+  const float square = channel_sum(smem.sums, thread, squares) * inverse_count;
+  float variance = 0.0f;
+  if (channel < kHeadDim) {
+    const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + channel] : 1.0f;
+    p.v_block_mean[static_cast<i64>(head_at * kHeadDim + channel) * blocks + block] = mean * scale;
+    variance = fmaxf(0.0f, square - mean * mean) * scale * scale;
+  }
+  pool_value(p, head_at, block, mean);
+  variance = lane_sum<1, kWarpSize>(variance);
+  if (thread.lane == 0) smem.variance[thread.warp] = variance;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += smem.variance[w];
+  p.v_variance[head_at * blocks + block] = total;
+}
+
 template <DType kType>
 SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows, ValueSmem& smem, i32 head_at, i32 block,
-                               i32 count) {
+                               const KeySlots& slots) {
   const Thread thread;
-  float mean[kLaneChannels] = {}, inverse_scale[kLaneChannels];
   if constexpr (is_quantized(kElement)) {
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
-      mean[i] = p.v_mean[head_at * kHeadDim + thread.channel + i];
-      inverse_scale[i] = 1.0f / p.v_scale[head_at * kHeadDim + thread.channel + i];
+    if (const i32 channel = threadIdx.x; channel < kHeadDim) {
+      smem.mean[channel] = p.v_mean[head_at * kHeadDim + channel];
+      smem.inverse_scale[channel] = 1.0f / p.v_scale[head_at * kHeadDim + channel];
     }
+    __syncthreads();
   }
+  float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};  // in units of v_scale
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const i32 token = thread.token + pass * kTokensPerPass;
+    const i32 place = thread.token + pass * kTokensPerPass, token = slots.token(place);
     float x[kLaneChannels] = {};
-    if (token < count) {
-      rows.load(static_cast<i64>(block) * kKeyBlock + token, thread.channel, x);
+    if (token >= 0) {
+      rows.load(token, thread.channel, x);
       if constexpr (is_quantized(kElement)) {
 #pragma unroll
-        for (int i = 0; i < kLaneChannels; ++i) x[i] = (x[i] - mean[i]) * inverse_scale[i];
+        for (int i = 0; i < kLaneChannels; ++i)
+          x[i] = (x[i] - smem.mean[thread.channel + i]) * smem.inverse_scale[thread.channel + i];
       }
     }
-    store_row(&smem.rows[token][thread.channel * kValueBytes], x);
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) {
+      sums[i] += x[i];
+      squares[i] += x[i] * x[i];
+    }
+    store_row(&smem.rows[place][thread.channel * kValueBytes], x);
   }
+  if (p.pool_v) value_statistics(p, smem, thread, head_at, block, slots.count, sums, squares);
   __syncthreads();
 
   constexpr int kRowBytes = kKeyBlock * kValueBytes;

@@ -15,7 +15,7 @@ struct Row {
         head(head_),
         block(block_),
         first_query(block_ * kQueryBlock),
-        queries(smaller(kQueryBlock, p.problem.queries - block_ * kQueryBlock)) {}
+        queries(p.problem.rows_from(block_ * kQueryBlock) + p.problem.rows_from(block_ * kQueryBlock + kKeyBlock)) {}
 };
 
 SPARGE_DEVICE bool touches_exact(const RouteParams& p, i32 first, i32 count, i32 length) {
@@ -26,20 +26,32 @@ struct Rules {
   const RouteParams& p;
   const Row& row;
   const float* k_similarity;
+  const i32* key_counts;
   i32 key_length;
   float simthreshd1;
 
-  SPARGE_DEVICE i32 keys(i32 j) const { return larger(0, smaller(kKeyBlock, key_length - j * kKeyBlock)); }
+  SPARGE_DEVICE Rules(const RouteParams& params, const Row& r, i64 kv_at)
+      : p(params),
+        row(r),
+        k_similarity(params.k_similarity + kv_at * params.problem.key_blocks()),
+        key_counts(params.key_counts + kv_at * params.problem.key_blocks()),
+        key_length(params.problem.key_length(r.b)),
+        simthreshd1(params.thresholds ? params.thresholds[r.head].simthreshd1 : params.simthreshd1) {}
+
+  SPARGE_DEVICE i32 keys(i32 j) const { return key_counts[j]; }
   SPARGE_DEVICE bool valid(i32 j) const {
     return keys(j) > 0 && (!p.causal || j * kKeyBlock <= row.first_query + row.queries - 1);
   }
   SPARGE_DEVICE bool forced(i32 j) const {
     return (p.attention_sink && j == 0) || (p.causal && p.keep_diagonal && j * kKeyBlock + kKeyBlock - 1 >= row.first_query) ||
-           touches_exact(p, j * kKeyBlock, keys(j), key_length) || !(k_similarity[j] > simthreshd1);
+           (p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, keys(j), key_length)) ||
+           !(k_similarity[j] > simthreshd1);
   }
   SPARGE_DEVICE bool dense() const {
     const i64 at = (static_cast<i64>(row.b) * p.problem.heads + row.head) * p.problem.query_blocks() + row.block;
-    return touches_exact(p, row.first_query, row.queries, p.problem.queries) || !(p.q_similarity[at] > simthreshd1);
+    return (p.queries_exact ? p.queries_exact[row.block] != 0
+                            : touches_exact(p, row.first_query, row.queries, p.problem.queries)) ||
+           !(p.q_similarity[at] > simthreshd1);
   }
 };
 
@@ -82,10 +94,11 @@ SPARGE_DEVICE void map_from_mask(const RouteParams& p, const Row& row, const Rul
   write_map(p, row, rules, [&](i32 j, bool valid) { return valid && mask[j * p.mask_stride[3]] != 0; });
 }
 
-SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, const float* threshold) {
+SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, i32 head) {
+  const float share = p.thresholds ? p.thresholds[head].selection : p.cdfthreshd;
   if (p.select == Select::kTopK) {
-    const i32 wanted = threshold ? static_cast<i32>(threshold[0] * static_cast<float>(key_blocks)) : p.topk_blocks;
-    return cut_at(keys, key_blocks, larger(1, wanted), Unit{});
+    const i32 wanted = p.thresholds ? static_cast<i32>(share * static_cast<float>(key_blocks)) : p.topk_blocks;
+    return cut_at(keys, key_blocks, larger(p.floor, wanted), Unit{});
   }
   u32 highest = 0;
   for (int j = threadIdx.x % kWarpSize; j < key_blocks; j += kWarpSize) highest = larger(highest, keys[j]);
@@ -93,13 +106,12 @@ SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, 
   if (highest == 0) return {0, 0};
   const Mass mass{unsortable(highest)};
   const u64 total = weight_from(keys, key_blocks, 1, mass);
-  return cut_at(keys, key_blocks,
-                static_cast<u64>(static_cast<double>(threshold ? threshold[0] : p.cdfthreshd) * static_cast<double>(total)),
-                mass);
+  const Cut cut = cut_at(keys, key_blocks, static_cast<u64>(static_cast<double>(share) * static_cast<double>(total)), mass);
+  return p.floor > 1 ? lower(cut, cut_at(keys, key_blocks, p.floor, Unit{})) : cut;
 }
 
 // keys: this row's sortable scores, one a key block; entries of blocks that are not ranked become 0.
-SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, const Rules& rules, u32* keys, const float* threshold) {
+SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, const Rules& rules, u32* keys) {
   const i32 key_blocks = p.problem.key_blocks(), lane = threadIdx.x % kWarpSize;
   if (rules.dense()) {
     write_map(p, row, rules, [](i32, bool valid) { return valid; });
@@ -108,7 +120,7 @@ SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, const R
   for (int j = lane; j < key_blocks; j += kWarpSize)
     if (!rules.valid(j) || rules.forced(j)) keys[j] = 0;
   __syncwarp();
-  const Cut cut = choose(p, keys, key_blocks, threshold);
+  const Cut cut = choose(p, keys, key_blocks, row.head);
   u64 ties = cut.ties;
   write_map(p, row, rules, [&](i32 j, bool valid) {
     const u32 key = valid ? keys[j] : 0;

@@ -29,6 +29,12 @@ struct Cut {
   u64 ties;
 };
 
+// The one that keeps more.
+SPARGE_DEVICE Cut lower(const Cut& a, const Cut& b) {
+  if (a.threshold != b.threshold) return a.threshold < b.threshold ? a : b;
+  return a.ties > b.ties ? a : b;
+}
+
 template <typename Weight>
 SPARGE_DEVICE u64 weight_from(const u32* keys, i32 count, u32 least, const Weight& weight) {
   typename Weight::Sum sum = 0;

@@ -5,7 +5,9 @@ from .calibration import Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fingerprint import Fingerprint, Fit, Verdict
-from .measure import Measure, Measured, Sample, measure_for, reference_measure
+from .kernel_measure import kernel_measure, measure_for
+from .measure import Measure, Measured, Sample, reference_measure
+from .probe import Probe
 from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
@@ -20,12 +22,14 @@ __all__ = [
     "HeadChoices",
     "Measure",
     "Measured",
+    "Probe",
     "Profile",
     "ProfileError",
     "Sample",
     "Table",
     "Verdict",
     "Workload",
+    "kernel_measure",
     "measure_for",
     "profile_path",
     "reference_measure",

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import gcd
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,11 +26,11 @@ from .candidates import CandidateSet
 from .choices import HeadChoices
 from .measure import Measure, Sample, reference_measure
 from .scoring import exact_output, squared_errors
+from .spread import spread_places
 from .workload import RESIDUAL_COST, Workload
 
 logger = logging.getLogger("sparge")
 
-GOLDEN = (5**0.5 - 1) / 2  # of its multiples, modulo 1, any number in a row is evenly spread
 #: Of one density that a head may get to the next: steps of .002 at 3 %, .015 at 20 %.
 DENSITY_RATIO = 1.08
 
@@ -119,15 +118,22 @@ class Calibration:
 
     def next_query_blocks(self, layer: int) -> list[int]:
         """Query blocks that the next `sample` of `layer` measures, on the host."""
-        count = len(self.query_blocks)
-        # About the golden ratio of all: the blocks of any few calls are evenly spread. Coprime to
-        # their number: none comes twice before all came once.
-        step = next(
-            step for step in range(round(count * GOLDEN), 2 * count) if gcd(step, count) == 1
-        )
         first = self.samples[layer] + layer  # neighbouring layers look at other blocks
-        places = range(first, first + min(self.blocks_a_call, count))
-        return [self.query_blocks[place * step % count] for place in places]
+        places = spread_places(len(self.query_blocks), first, self.blocks_a_call)
+        return [self.query_blocks[place] for place in places]
+
+    def joined(self, others: Sequence[Calibration]) -> Calibration:
+        """This and others of the same heads, as if their calls had been one batch: what each
+        measured on its own counts together. Shares nothing with them."""
+        squared_error, squared_norm = self.squared_error.clone(), self.squared_norm.clone()
+        samples = list(self.samples)
+        for other in others:
+            squared_error += other.squared_error
+            squared_norm += other.squared_norm
+            samples = [max(pair) for pair in zip(samples, other.samples, strict=True)]
+        return replace(
+            self, squared_error=squared_error, squared_norm=squared_norm, samples=samples
+        )
 
     def relative_errors(self) -> NDArray[np.float64]:
         """(layers, heads, routers, densities, gains): the root of squared error over squared norm.

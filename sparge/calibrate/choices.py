@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.budget import HeadBudget
+from ..plan.budget import HeadBudget, Router
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +36,14 @@ class HeadChoices:
         return self.density.shape[1]
 
     def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
-        """What `layer` may keep; None where it was not measured, so that it has to stay dense."""
+        """What `layer` may keep, values of its own; None where it was not measured, so that it has
+        to stay dense."""
         if not self.measured[layer]:
             return None
         return HeadBudget(
-            self.density[layer].to(device),
-            self.gain[layer].to(device),
-            self.router[layer].to(device),
+            self.density[layer].to(device, copy=True),
+            self.gain[layer].to(device, copy=True),
+            self.router[layer].to(device, copy=True),
             self.floor,
+            pools=bool(self.gain[layer].any() or (self.router[layer] == Router.ERROR).any()),
         )

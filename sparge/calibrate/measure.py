@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from ..plan.blocks import QUERY_BLOCK
 from ..plan.budget import HeadBudget
-from ..policy import SparsePolicy
 from ..reference.budgeted import bucket_partials
 from ..reference.choose import choose_blocks
 from ..reference.packed import pack_qkv
@@ -59,7 +58,7 @@ def reference_measure(sample: Sample) -> Measured:
     for router in candidates.routers:
         choice = choose_blocks(
             packed,
-            SparsePolicy(),
+            workload.policy(),
             HeadBudget.uniform(sample.q.shape[1], 1.0, router=router),
             scale=scale,
             is_causal=workload.is_causal,
@@ -87,8 +86,3 @@ def _by_block(rows: Tensor, query_blocks: Sequence[int]) -> Tensor:
     """(..., N, D) to (..., S, 128, D)."""
     blocks = [rows[..., i * QUERY_BLOCK : (i + 1) * QUERY_BLOCK, :] for i in query_blocks]
     return torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
-
-
-def measure_for(device: torch.device | str) -> Measure:
-    """The `Measure` that runs on `device`."""
-    return reference_measure

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_pairs
 from ..plan.grid import TokenOrder, raster_order
+from ..policy import SparsePolicy
 
 #: One pseudo-key for 64 keys: a head that pools works this share of dense attention on top.
 RESIDUAL_COST = 1 / KEY_BLOCK
@@ -22,30 +24,52 @@ class Workload:
 
     order: TokenOrder
     is_causal: bool = False
+    sink: bool = False
+    """The first key block is never dropped, as with `SparsePolicy.attention_sink`."""
 
     @classmethod
-    def of_tokens(cls, tokens: int, is_causal: bool = False) -> Workload:
+    def of_tokens(cls, tokens: int, is_causal: bool = False, sink: bool = False) -> Workload:
         """Tokens in the order they come."""
-        return cls(raster_order(tokens), is_causal)
+        return cls(raster_order(tokens), is_causal, sink)
 
     @property
     def key_blocks(self) -> int:
         return self.order.key_blocks
+
+    def policy(self) -> SparsePolicy:
+        """What the call's policy says of blocks that are always kept."""
+        return SparsePolicy(attention_sink=self.sink)
 
     def sparse_query_blocks(self) -> list[int]:
         """Those whose queries may drop something, so those worth a sample."""
         return (~self.order.queries_exact.cpu()).nonzero().flatten().tolist()
 
     def density(self, kept_ranks: Sequence[int]) -> NDArray[np.float64]:
-        """(len(kept_ranks),): share of the blocks that are kept with so many ranked ones a row."""
-        valid = np.full(self.order.query_blocks, self.key_blocks)
-        forced = np.full_like(valid, int(self.order.keys_exact.sum()))
+        """(len(kept_ranks),): share of query-key pairs kept with so many ranked blocks a row.
+
+        Where a row's ranked blocks differ in size, because a segment's last one is ragged, each
+        counts as their mean.
+        """
+        pairs, forced = self._pairs(), self._forced()
+        ranked = (pairs > 0) & ~forced
+        ranked_blocks, always = ranked.sum(1), (pairs * forced).sum(1)
+        mean = (pairs * ranked).sum(1) / np.maximum(ranked_blocks, 1)
+        kept = np.minimum(ranked_blocks, np.asarray(kept_ranks)[:, None])
+        return (always + kept * mean).sum(1) / pairs.sum()
+
+    def _pairs(self) -> NDArray[np.int64]:
+        """(query blocks, key blocks): the query-key pairs of each block."""
+        counts = self.order.block_counts.cpu()
         if self.is_causal:
-            first_row = np.arange(self.order.query_blocks) * QUERY_BLOCK
-            last_row = np.minimum(first_row + QUERY_BLOCK, self.order.tokens) - 1
-            valid = np.minimum(last_row // KEY_BLOCK + 1, self.key_blocks)
-            forced = valid - first_row // KEY_BLOCK  # those on the diagonal
-        forced = np.where(self.order.queries_exact.cpu().numpy(), valid, forced)
-        rows = self.order.query_counts().cpu().numpy().astype(np.float64)
-        kept = np.minimum(forced + np.asarray(kept_ranks)[:, None], valid)
-        return (kept * rows).sum(1) / (valid * rows).sum()
+            return block_pairs(self.order.tokens, counts.unsqueeze(0), True)[0].numpy()
+        return torch.outer(self.order.query_counts().cpu().long(), counts.long()).numpy()
+
+    def _forced(self) -> NDArray[np.bool_]:
+        """(query blocks, key blocks): kept whatever the density."""
+        forced = self.order.queries_exact.cpu().unsqueeze(1) | self.order.keys_exact.cpu()
+        forced[:, 0] |= self.sink
+        if self.is_causal:
+            row = torch.arange(forced.shape[0]).unsqueeze(1) * QUERY_BLOCK
+            last_key = (torch.arange(forced.shape[1]) + 1) * KEY_BLOCK - 1
+            forced |= last_key > row
+        return forced.numpy()

@@ -44,7 +44,7 @@ class HeadBudget:
     router: Tensor
     floor: int = 1
     pools: bool = True
-    """Whether any gain may be above 0: with False the kernels prepare no pooled terms."""
+    """Whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither."""
     _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class HeadBudget:
             torch.full((heads,), density, device=device),
             torch.full((heads,), gain, device=device),
             torch.full((heads,), int(router), dtype=torch.int32, device=device),
-            pools=gain > 0,
+            pools=gain > 0 or router is Router.ERROR,
         )
 
 

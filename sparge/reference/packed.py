@@ -54,14 +54,29 @@ def pack_qkv(
     element: Element = Element.INT8_FP16,
     smooth_k: bool = True,
     key_lengths: Tensor | None = None,
+    kbar: Tensor | None = None,
+    vbar: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Packed:
     """Quantize q (B, H, Nq, D), k and v (B, Hkv, Nk, D) in `order`, or as they come without one.
+
+    Given means and value scales (B, Hkv, D) replace those of the keys.
 
     Raises:
         Unsupported: the tensors are not one sequence of the order's tokens.
         ValueError: key lengths cut into the grid.
     """
-    plain = quantize_qkv(q, k, v, element=element, smooth_k=smooth_k, key_lengths=key_lengths)
+    plain = quantize_qkv(
+        q,
+        k,
+        v,
+        element=element,
+        smooth_k=smooth_k,
+        key_lengths=key_lengths,
+        kbar=kbar,
+        vbar=vbar,
+        v_scale=v_scale,
+    )
     if order is None:
         operands, query_counts = plain, count_rows(q.shape[2], q.device)
         slots = torch.arange(k.shape[2], device=k.device)

@@ -42,7 +42,8 @@ def load_gguf(checkout: str, file_name: str, dynamic_vram: bool) -> Any:
 def gguf_weights(
     checkout: str, family: str, architecture: str, quantization: str, dynamic_vram: bool
 ) -> dict[str, Any]:
-    """Dense, everything kept, and half of the blocks; and the dense model before quantization."""
+    """Dense, everything kept, half of the blocks, and measured heads; and the dense model before
+    quantization."""
     name = f"{family}-{quantization}.gguf"
     folder = Path(folder_paths.get_folder_paths("diffusion_models")[0])
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +65,7 @@ def gguf_weights(
     ):
         everything = sample(patch(model, topk=1.0), family)
         half = sample(patch(model, topk=0.5), family)
+        sample(patch(model, mode="auto quality"), family)
     return {
         "reports": found,
         "delivered": sorted(delivered),

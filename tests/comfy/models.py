@@ -149,6 +149,22 @@ FAMILIES: dict[str, Tiny] = {
         valid=(20, 20),
         extra={"frame_rate": 25.0},
     ),
+    "kandinsky": Tiny(
+        "Kandinsky5",
+        {
+            "image_model": "kandinsky5",
+            "in_text_dim": TEXT_DIM,
+            "in_text_dim2": 48,
+            "time_dim": 64,
+            "model_dim": 128,
+            "ff_dim": 256,
+            "visual_embed_dim": 4 * (16 + 16 + 1),  # a patch of latent, image and mask
+            "num_text_blocks": 1,
+            "num_visual_blocks": 2,
+        },
+        latent=(16, 4, 16, 20),
+        pooled=48,
+    ),
     "flux": Tiny(
         "Flux",
         {

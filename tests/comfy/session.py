@@ -80,19 +80,23 @@ def reports() -> Iterator[list[dict[str, Any]]]:
     report = pack("nodes.report")
     publish = report.publish
 
-    def collect(run: Any, node_id: str | None, stopped: bool) -> None:
-        publish(run, node_id, stopped)
-        tally = run.tally
+    def collect(result: Any, node_id: str | None) -> None:
+        publish(result, node_id)
         collected.append(
             {
-                "sparse": tally.sparse,
-                "dense": tally.dense,
-                "cross": tally.cross,
-                "forwards": tally.forwards,
-                "reasons": dict(tally.reasons),
-                "density": run.density(),
-                "stopped": stopped,
-                "text": report.summary(run, stopped),
+                "sparse": result.sparse,
+                "dense": result.dense,
+                "cross": result.cross,
+                "forwards": result.forwards,
+                "reasons": dict(result.reasons),
+                "density": result.density,
+                "stopped": result.stopped,
+                "text": report.summary(result),
+                "by_step": [[round(x, 3) for x in row] for row in result.by_step.tolist()],
+                "shapes": [shape.tokens for shape in result.shapes],
+                "kept": result.of_heads("density").tolist(),
+                "predicted": result.of_heads("predicted").tolist(),
+                "probed": result.of_heads("probed").tolist(),
             }
         )
 
@@ -116,6 +120,10 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
                 "head_dim": q.shape[-1],
                 "batch": q.shape[0],
                 "exact": [policy.exact_prefix, policy.exact_suffix],
+                "segments": [part.tokens for part in kwargs["order"].segments]
+                if kwargs["order"]
+                else [],
+                "measured": kwargs["budget"] is not None,
                 "topk": policy.topk,
                 "dtypes": [str(t.dtype).removeprefix("torch.") for t in (q, k, v)],
                 "classes": [type(t).__name__ for t in (q, k, v)],

@@ -19,6 +19,7 @@ CASES = {
     "wan": (2, 1, [[0, 0]], 4 * 8 * 10),
     "hunyuan": (3, 1, [[24, 0]], 4 * 8 * 10),
     "ltxv": (2, 1, [[0, 0]], 4 * 8 * 10),
+    "kandinsky": (2, 1, [[0, 0]], 4 * 8 * 10),
     "flux": (3, 1, [[24, 0]], 18 * 20),
 }
 
@@ -41,6 +42,19 @@ def test_family(comfyui, name):
     assert {call["tokens"] - sum(call["exact"]) for call in got["calls"]} == {grid}
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_order_changes_nothing_but_rounding(comfyui, name):
+    """Everything kept: order on and off differ by which tokens share an 8-bit scale, and in 16 bits
+    by the order of sums alone."""
+    _, _, exact, grid = CASES[name]
+    got = comfyui.run("order_on_and_off", name=name)
+    eight_bit, sixteen_bit = got["errors"]
+    assert 0 < eight_bit < EIGHT_BIT
+    assert sixteen_bit < EIGHT_BIT / 5
+    segments = {tuple(filter(None, (before, grid, after))) for before, after in exact}
+    assert {tuple(found) for found in got["segments"]} == segments
+
+
 @pytest.mark.parametrize("name", ["wan", "ltxv"])
 def test_cross_attention_is_counted_apart(comfyui, name):
     report = comfyui.run("family", name=name)["reports"][0]
@@ -48,7 +62,9 @@ def test_cross_attention_is_counted_apart(comfyui, name):
     assert report["dense"] == 2
 
 
-@pytest.mark.parametrize("name", ["mochi", "cogvideox", "ltxv", "hunyuan", "wan", "flux"])
+@pytest.mark.parametrize(
+    "name", ["mochi", "cogvideox", "ltxv", "hunyuan", "wan", "kandinsky", "flux"]
+)
 def test_dense_blocks_work_where_the_model_publishes_no_block_number(comfyui, name):
     blocks, passes, *_ = CASES[name]
     report = comfyui.run("run", name=name, widgets={"dense_blocks": "-1"})

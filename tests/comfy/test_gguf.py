@@ -41,7 +41,8 @@ def test_gguf_weights(comfyui, family, architecture, quantization, blocks, dynam
         quantization=quantization,
         dynamic_vram=dynamic_vram,
     )
-    assert [report["sparse"] for report in got["reports"]] == 2 * [SPARSE_STEPS * blocks]
+    assert [report["sparse"] for report in got["reports"]] == 3 * [SPARSE_STEPS * blocks]
+    assert "predicted error" in got["reports"][2]["text"]
     assert got["dtypes"] == ["float32"]
     # The loader's class leaves the weights with DynamicVRAM only, and never reaches the library.
     assert ("GGMLTensor" in got["delivered"]) == dynamic_vram

@@ -40,7 +40,8 @@ def widget_inputs(
             settings = options[0] if options else {}
             if not is_widget(kind) or settings.get("hidden"):
                 continue
-            value = next(values)
+            # A widget that was appended since the graph was saved gets its default.
+            value = next(values, settings.get("default"))
             named[prefix + name] = value
             if settings.get("control_after_generate"):
                 next(values)

@@ -28,11 +28,13 @@ def main() -> None:
     import nodes
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
+    import auto_scenarios
     import composition_scenarios
     import gguf_scenarios
     import sampling_scenarios
 
-    scenarios = vars(composition_scenarios) | vars(gguf_scenarios) | vars(sampling_scenarios)
+    modules = (auto_scenarios, composition_scenarios, gguf_scenarios, sampling_scenarios)
+    scenarios = {name: value for module in modules for name, value in vars(module).items()}
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:

@@ -10,6 +10,7 @@ import enum
 import functools
 import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,20 +34,22 @@ class NumberDisplay(str, enum.Enum):
 
 
 def _io() -> SimpleNamespace:
-    kinds = ("Model", "Combo", "Float", "Int", "String", "Boolean")
+    kinds = ("Model", "Combo", "Float", "Int", "String", "Boolean", "Latent", "Image")
+
+    def kind_of(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            Input=type(f"{name}Input", (Recorded,), {}),
+            Output=type(f"{name}Output", (Recorded,), {}),
+        )
+
     return SimpleNamespace(
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
         NodeOutput=lambda *values: values,
         NumberDisplay=NumberDisplay,
         Hidden=SimpleNamespace(unique_id="unique_id"),
-        **{
-            kind: SimpleNamespace(
-                Input=type(f"{kind}Input", (Recorded,), {}),
-                Output=type(f"{kind}Output", (Recorded,), {}),
-            )
-            for kind in kinds
-        },
+        Custom=kind_of,
+        **{kind: kind_of(kind) for kind in kinds},
     )
 
 
@@ -85,6 +88,15 @@ def load_pack() -> Any:
         yield lambda name="": importlib.import_module(f"{PACK_NAME}.{name}" if name else PACK_NAME)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def reference_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARGE_REFERENCE", "1")
@@ -105,13 +117,16 @@ class Flow:
 class Patcher:
     """As much of a ModelPatcher as a node that patches attention sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, diffusion_model: Any = None) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
+        self.patches: dict[str, list[Any]] = {}
         self.load_device = torch.device("cpu")
+        self.model = SimpleNamespace(diffusion_model=diffusion_model or torch.nn.Module())
 
     def clone(self) -> Patcher:
-        other = Patcher()
+        other = Patcher(self.model.diffusion_model)
+        other.patches = dict(self.patches)
         other.model_options = {"transformer_options": dict(self.transformer_options)}
         other.wrappers = {
             point: {key: list(value) for key, value in keys.items()}
@@ -128,6 +143,9 @@ class Patcher:
 
     def remove_wrappers_with_key(self, point: str, key: str) -> None:
         self.wrappers.get(point, {}).pop(key, None)
+
+    def get_wrappers(self, point: str, key: str) -> list[Any]:
+        return self.wrappers.get(point, {}).get(key, [])
 
     def get_model_object(self, name: str) -> Any:
         assert name == "model_sampling"
@@ -148,12 +166,19 @@ class Executor:
 class Session:
     """Runs a patched model's wrappers and override as ComfyUI does, on a model of your choice."""
 
-    def __init__(self, patcher: Patcher, diffusion_model: Any = None) -> None:
+    def __init__(
+        self, patcher: Patcher, latent: tuple[int, ...] = (2, 16, 16), context: Any = None
+    ) -> None:
         self.patcher = patcher
-        self.model = SimpleNamespace(diffusion_model=diffusion_model or torch.nn.Module())
+        self.model = patcher.model
+        self.latent = torch.zeros(1, 4, *latent)
+        self.context = context
 
-    def sample(self, step: Any, sigmas: list[float]) -> list[Any]:
-        """Calls step(attend) for each sigma; attend(q, k, v, heads, **kwargs) is the model's."""
+    def sample(
+        self, step: Any, sigmas: list[float], conditionings: Sequence[list[int]] = ([1, 0],)
+    ) -> list[Any]:
+        """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
+        **kwargs) is the model's."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,
@@ -161,17 +186,17 @@ class Session:
         self.options = guider.model_options["transformer_options"]
 
         def inner() -> list[Any]:
-            return [self.forward(step, sigma) for sigma in sigmas]
+            return [self.forward(step, sigma, batch) for sigma in sigmas for batch in conditionings]
 
         return self._wrapped("outer_sample", guider, inner)()
 
-    def forward(self, step: Any, sigma: float) -> Any:
+    def forward(self, step: Any, sigma: float, conditionings: list[int]) -> Any:
         def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
             return step(lambda *args, **kwargs: attend(options, *args, **kwargs))
 
         call = self._wrapped("apply_model", self.model, model)
-        latent = torch.zeros(1, 4, 2, 16, 16)
-        return call(latent, torch.tensor([sigma]), None, None, None, dict(self.options))
+        options = {**self.options, "cond_or_uncond": conditionings}
+        return call(self.latent, torch.tensor([sigma]), None, self.context, None, options)
 
     def _wrapped(self, point: str, class_obj: Any, function: Any) -> Any:
         for keyed in self.patcher.wrappers.get(point, {}).values():
@@ -209,6 +234,21 @@ def backend(
         scale=kwargs.get("scale"),
     )  # fmt: skip
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def runs(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
+    """The (run, stopped) of every run that ends."""
+    seen: list[tuple[Any, bool]] = []
+    result = load_pack("nodes.result").RunResult
+    made = result.of
+
+    def of(run: Any, fingerprint: Any, stopped: bool) -> Any:
+        seen.append((run, stopped))
+        return made(run, fingerprint, stopped)
+
+    monkeypatch.setattr(result, "of", of)
+    return seen
 
 
 @pytest.fixture

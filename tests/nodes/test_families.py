@@ -4,6 +4,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 # class name, its attributes, latent, grid, exact (prefix, suffix) of a sequence 30 tokens longer
 CASES = {
@@ -32,6 +33,18 @@ CASES = {
     ),
     "HunyuanImage": ("HunyuanVideo", {"patch_size": [2, 2]}, (64, 64), (1, 32, 32), (30, 0)),
     "LTXV 1280x720x121": ("LTXBaseModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
+    "Kandinsky 5 768x512x121": (
+        "Kandinsky5",
+        {
+            "patch_size": (1, 2, 2),
+            "visual_transformer_blocks": [
+                SimpleNamespace(self_attention=SimpleNamespace(num_heads=28))
+            ],
+        },
+        (31, 64, 96),
+        (31, 32, 48),
+        (0, 0),
+    ),
     "Flux 1024x1024": ("Flux", {"patch_size": 2}, (128, 128), (1, 64, 64), (30, 0)),
 }
 
@@ -93,3 +106,102 @@ def test_block_numbers(families):
     assert layout.block_index(published | {"block_type": "single"}, 0) == 22
     assert layout.block_index({}, 7) == 7
     assert layout.block_index({"block_index": 0}, 7) == 7  # a U-Net's, which is another thing
+
+
+# class name, attributes, what it is given beside the latent, (frames, prefix, suffix, lead frames)
+BESIDE = {
+    "Mochi without the padding of its prompt": (
+        ("AsymmDiTJoint", {"patch_size": 2}),
+        {"num_tokens": 20},
+        (4, 0, 20, 0),
+    ),
+    "CogVideoX": (
+        ("CogVideoXTransformer3DModel", {"patch_size": 2, "patch_size_t": None}),
+        {},
+        (4, 30, 0, 0),
+    ),
+    "Wan": (("WanModel", {"patch_size": (1, 2, 2)}), {}, (4, 0, 0, 0)),
+    "Wan with a reference frame": (
+        ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": object()}),
+        {"reference_latent": torch.zeros(1, 16, 16, 20)},
+        (5, 0, 0, 1),
+    ),
+    "Wan that ignores a reference": (
+        ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": None}),
+        {"reference_latent": torch.zeros(1, 16, 16, 20)},
+        (4, 0, 0, 0),
+    ),
+    "Wan with latents in its context": (
+        ("WanModel", {"patch_size": (1, 2, 2)}),
+        {
+            "context_latents": [torch.zeros(1, 16, 2, 16, 20), torch.zeros(1, 16, 1, 16, 20)],
+            "time_dim_concat": torch.zeros(1, 16, 1, 16, 20),
+        },
+        (8, 0, 0, 0),
+    ),
+    "HunyuanVideo 1.5": (
+        ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
+        {"txt_byt5": torch.zeros(1, 7, 8), "clip_fea": torch.zeros(1, 5, 8)},
+        (4, 42, 0, 0),
+    ),
+    "HunyuanVideo with a reference": (
+        ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
+        {"ref_latent": torch.zeros(1, 16, 1, 16, 20)},
+        (5, 30, 0, 1),
+    ),
+    "LTXV": (("LTXBaseModel", {}), {}, (4, 0, 0, 0)),
+    "Flux edit of an image of the same size": (
+        ("Flux", {"patch_size": 2}),
+        {"ref_latents": [torch.zeros(1, 16, 16, 20)] * 2},
+        (3, 30, 0, 0),
+    ),
+    "Flux edit of another image": (
+        ("Flux", {"patch_size": 2}),
+        {"ref_latents": [torch.zeros(1, 16, 16, 24)]},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_stands_beside_the_grid(families, case):
+    (class_name, attributes), extras, expected = BESIDE[case]
+    shape = (1, 16, 16, 20) if class_name == "Flux" else (1, 16, 4, 16, 20)
+    context = torch.zeros(1, 30, 8)
+    layout = families.token_layout(model(class_name, **attributes), shape, context, extras)
+    if expected is None:
+        assert layout.tokens is None
+        return
+    tokens = layout.tokens
+    assert (tokens.frames, tokens.prefix, tokens.suffix, tokens.lead_frames) == expected
+    assert (tokens.height, tokens.width) == layout.grid[1:]
+
+
+def test_heads_are_known_before_a_call(families):
+    latent = (1, 16, 4, 16, 20)
+    wan = model("WanModel", patch_size=(1, 2, 2), num_heads=40)
+    ltx = model("LTXBaseModel", num_attention_heads=32)
+    found = [families.token_layout(each, latent).heads for each in (wan, ltx, model("Novelty"))]
+    assert found == [40, 32, None]
+
+
+def test_a_second_call_under_one_block_number_has_a_row_of_its_own(families):
+    """As the control blocks of Wan VACE."""
+    wan = model("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
+    layout = families.token_layout(wan, (1, 16, 4, 16, 20))
+    counter = families.LayerCounter(layout)
+    tokens = layout.grid_tokens
+    rows = [
+        counter.next({"block_index": block, "total_blocks": 30, "block_type": "double"}, tokens)
+        for block in (0, 0, 1, 2, 2)
+    ]
+    assert rows == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
+    assert max(row for _, row in rows) < layout.rows
+
+
+def test_calls_that_are_counted(families):
+    layout = families.token_layout(model("LTXBaseModel", blocks=[0] * 4), (1, 16, 4, 16, 20))
+    counter = families.LayerCounter(layout)
+    tokens = layout.grid_tokens
+    assert [counter.next({}, n)[1] for n in (10, tokens, 10, tokens)] == [0, 0, 1, 1]
+    assert counter.peek({}) == (2, 2)

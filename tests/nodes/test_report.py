@@ -10,58 +10,83 @@ import torch
 
 
 @pytest.fixture
-def run(load_pack, reference_allowed):
-    class Flow:
-        def percent_to_sigma(self, percent):
-            return 1 - percent
-
-    return load_pack("nodes.run_state").Run(load_pack("nodes.settings").Settings(), Flow(), None)
-
-
-@pytest.fixture
 def report(load_pack):
     return load_pack("nodes.report")
 
 
-def count(run, sparse=0, reasons=(), cross=0, forwards=1):
-    for _ in range(forwards):
-        run.tally.add_forward("Mochi")
-    for _ in range(sparse):
-        run.tally.add_sparse(44776)
-    for reason in reasons:
-        run.tally.add_dense(reason, 44776)
-    for _ in range(cross):
-        run.tally.add_dense("cross-attention", 44776)
+@pytest.fixture
+def result(load_pack):
+    """result(...) of a manual run of three steps and two layers, with these changes."""
+
+    def make(**changes):
+        density = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
+        facts = {
+            "family": "Mochi", "tokens": 44776, "stopped": False, "sparse": 3, "dense": 1,
+            "cross": 4, "forwards": 3, "density": 0.25, "layers": torch.tensor([0, 7]),
+            "by_step": density, "reasons": {"before start_percent 0.2": 1}, "notes": (),
+            "asked": "", "shapes": (), "profile": None,
+        }  # fmt: skip
+        return load_pack("nodes.result").RunResult(**(facts | changes))
+
+    return make
 
 
-def test_a_good_run(run, report):
-    count(run, sparse=3, reasons=["before start_percent 0.2"], cross=4)
-    run.stats(torch.device("cpu")).counters += torch.tensor([1, 4, 0])
-    assert report.summary(run) == (
+@pytest.fixture
+def measured(load_pack, result):
+    shape = load_pack("nodes.result").MeasuredShape(
+        44776,
+        torch.tensor([0, 7]),
+        torch.tensor([[0.05, 0.2], [0.3, 1.0]]),
+        torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
+        torch.tensor([[0.06, 0.10], [float("nan")] * 2]),
+        torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+    )
+    return result(asked="a target error of 0.06", shapes=(shape,))
+
+
+def test_a_good_run(result, report):
+    assert report.summary(result()) == (
         "Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
         "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always dense)"
     )
 
 
+def test_measured_heads_are_told(measured, report):
+    line = report.summary(measured)
+    assert "density 25.0 % (heads 5.0 % to 100.0 %)" in line
+    assert "predicted error 0.035; probed error 0.080" in line
+    details = report.details(measured).splitlines()
+    assert details[0] == line
+    assert details[1:3] == [
+        "Asked for a target error of 0.06.",
+        "25 % of 4 heads use the residual.",
+    ]
+    first, second = (" ".join(line.split()) for line in details[-2:])
+    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.060 0.080"
+    assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010 -"
+
+
+NOTHING = {"sparse": 0, "dense": 0, "cross": 0, "reasons": {}}
+
+
 @pytest.mark.parametrize(
-    ("counts", "text"),
+    ("changes", "text"),
     [
-        ({"reasons": ["attention mask"] * 2}, "dense because: attention mask (2)"),
+        ({"dense": 2, "reasons": {"attention mask": 2}}, "dense because: attention mask (2)"),
         ({}, "no attention call reached this node"),
         ({"forwards": 0}, "the model did not run"),
     ],
 )
-def test_nothing_sparse_is_a_warning_with_its_reason(run, report, caplog, counts, text):
-    count(run, **counts)
+def test_nothing_sparse_is_a_warning_with_its_reason(result, report, caplog, changes, text):
     with caplog.at_level(logging.INFO, "sparge"):
-        report.publish(run, None, stopped=False)
+        report.publish(result(**(NOTHING | changes)), None)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "NOTHING WAS SPARSE" in record.message
     assert text in record.message
 
 
-def test_one_line_in_the_log_and_the_same_on_the_node(run, report, caplog, monkeypatch):
+def test_one_line_in_the_log_and_the_same_on_the_node(result, report, caplog, monkeypatch):
     shown = []
     server = SimpleNamespace(
         PromptServer=SimpleNamespace(
@@ -71,16 +96,73 @@ def test_one_line_in_the_log_and_the_same_on_the_node(run, report, caplog, monke
         )
     )
     monkeypatch.setitem(sys.modules, "server", server)
-    count(run, sparse=1)
     with caplog.at_level(logging.INFO, "sparge"):
-        report.publish(run, "12", stopped=True)
+        report.publish(result(stopped=True), "12")
     ((node, text),) = shown
     assert node == "12" and text.endswith("stopped early") and "\n" not in text
     assert [record.message for record in caplog.records] == [f"[Sparge] {text}"]
 
 
-def test_notes_appear_once(run, report):
-    count(run, sparse=1)
+def test_a_note_is_a_warning(result, report, caplog):
+    with caplog.at_level(logging.INFO, "sparge"):
+        report.publish(result(notes=("remove one.",)), None)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.endswith("; remove one")
+
+
+def test_notes_appear_once(load_pack):
+    sampling = SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent)
+    run = load_pack("nodes.run_state").Run(load_pack("nodes.settings").Settings(), sampling, None)
     run.note("remove one")
     run.note("remove one")
-    assert report.summary(run).count("remove one") == 1
+    assert run.notes == ["remove one"]
+
+
+@pytest.fixture
+def picture(load_pack):
+    return load_pack("nodes.picture")
+
+
+def shades(image, colour):
+    """Points of that colour."""
+    return int((image == torch.as_tensor(colour)).all(-1).sum())
+
+
+def test_the_picture_shows_densities_and_errors(picture, measured):
+    image = picture.draw(measured)
+    assert image.ndim == 4 and image.shape[0] == 1 and image.shape[-1] == 3
+    assert image.dtype == torch.float32
+    assert 0 <= float(image.min()) < 0.3 and float(image.max()) == 1.0
+    left, top = picture.LEFT + 5, picture.TOP + 5
+    for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75)]:
+        point = image[0, top + 40 * row, left + 40 * column]
+        torch.testing.assert_close(point, picture._colours(torch.tensor(density)))
+    missing = image[0, top + 40, left + 40]
+    torch.testing.assert_close(missing, torch.tensor(picture.FAINT))
+    assert shades(image, picture.PREDICTED) > 2 * shades(image, picture.PROBED) > 0
+
+
+def test_no_head_measured_and_nothing_run(picture, result):
+    image = picture.draw(result())
+    assert shades(image, picture.PROBED) == 0 and shades(image, picture.INK) > 100
+    empty = result(layers=torch.empty(0).long(), by_step=torch.empty(0, 0))
+    assert shades(picture.draw(empty), picture.INK) > 100
+
+
+@pytest.mark.parametrize(("layers", "steps"), [(1, 1), (60, 50), (200, 1000)])
+def test_pictures_of_any_size(picture, result, layers, steps):
+    density = torch.rand(layers, steps)
+    image = picture.draw(result(layers=torch.arange(layers), by_step=density))
+    assert image.shape[1] <= 800 and image.shape[2] <= 1500
+
+
+def test_letters(load_pack):
+    written = load_pack("nodes.letters").written
+    assert written("L", zoom=1).int().tolist() == [
+        [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0],
+    ]  # fmt: skip
+    assert written("l1").shape == (10, 16)
+    assert not written("~").any() and not written("").any()
+    letters = [written(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,%"]
+    assert len({tuple(x.flatten().tolist()) for x in letters}) == len(letters)

@@ -25,8 +25,16 @@ WIDGETS = {
     "select_by": "topk",
     "cdfthreshd": 0.98,
     "simthreshd1": -0.1,
+    "quality": "balanced",
 }
-COMBOS = {"mode": ["manual"], "select_by": ["topk", "cdf"]}
+COMBOS = {
+    "mode": ["manual", "auto quality", "auto budget"],
+    "select_by": ["topk", "cdf"],
+    "quality": ["high", "balanced", "fast"],
+}
+#: What the frontend puts into a node that is added now, where that is not what execute() assumes.
+NEW_NODES = {"mode": "auto quality"}
+SOCKETS = ["profile"]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +43,16 @@ def node(load_pack):
 
 
 @pytest.fixture(scope="module")
-def widgets(node):
-    model, *widgets = node.define_schema().inputs
+def inputs(node):
+    model, *inputs = node.define_schema().inputs
     assert model.id == "model"
-    return widgets
+    return inputs
+
+
+@pytest.fixture(scope="module")
+def widgets(inputs):
+    assert [socket.id for socket in inputs[len(WIDGETS) :]] == SOCKETS
+    return inputs[: len(WIDGETS)]
 
 
 def test_the_extension_offers_the_node(load_pack, node):
@@ -46,8 +60,12 @@ def test_the_extension_offers_the_node(load_pack, node):
         extension = await load_pack().comfy_entrypoint()
         return await extension.get_node_list()
 
-    assert asyncio.run(nodes()) == [node]
-    assert (PACK / load_pack().WEB_DIRECTORY / "docs" / "SpargeAttention.md").is_file()
+    found = asyncio.run(nodes())
+    assert found[0] is node
+    names = [each.define_schema().node_id for each in found]
+    assert names == ["SpargeAttention", "SpargeProfileLoad", "SpargeReport"]
+    pages = PACK / load_pack().WEB_DIRECTORY / "docs"
+    assert all((pages / f"{name}.md").is_file() for name in names)
 
 
 def test_identity(node):
@@ -59,7 +77,7 @@ def test_identity(node):
 
 
 def test_names_order_and_defaults(widgets):
-    assert {widget.id: widget.default for widget in widgets} == WIDGETS
+    assert {widget.id: widget.default for widget in widgets} == WIDGETS | NEW_NODES
     assert [widget.id for widget in widgets] == list(WIDGETS)
     assert {w.id: w.options for w in widgets if hasattr(w, "options")} == COMBOS
 
@@ -71,12 +89,13 @@ def test_sliders_and_ranges(widgets):
     assert (by_id["topk"].min, by_id["topk"].max) == (0.05, 1.0)
     assert (by_id["pvthreshd"].min, by_id["pvthreshd"].max) == (1.0, 50.0)
     basic = [w.id for w in widgets if not getattr(w, "advanced", False)]
-    assert basic == ["mode", "topk", "pvthreshd"]
+    assert basic == ["mode", "topk", "pvthreshd", "quality"]
 
 
 def test_every_widget_has_a_default_in_execute(node):
     parameters = dict(inspect.signature(node.execute).parameters)
     parameters.pop("model")
+    assert parameters.pop("profile").default is None
     assert {name: p.default for name, p in parameters.items()} == WIDGETS
 
 
@@ -85,10 +104,39 @@ def test_settings_are_the_widgets(load_pack):
     assert dataclasses.asdict(settings) == WIDGETS
 
 
-def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(widgets):
-    for widget in widgets:
-        if widget.id != "mode":  # one option so far: no way to go
-            assert "faster" in widget.tooltip and "truer" in widget.tooltip, widget.id
+def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs):
+    for each in inputs:
+        assert "faster" in each.tooltip.lower() and "truer" in each.tooltip, each.id
+
+
+def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
+    qualities = load_pack("nodes.aim").QUALITIES
+    assert list(qualities) == COMBOS["quality"]
+    assert list(qualities.values()) == sorted(qualities.values())
+    for name, target in qualities.items():
+        assert f"{name} {100 * target:g} %" in widgets[-1].tooltip
+
+
+@pytest.mark.parametrize(
+    ("widgets", "aim"),
+    [
+        ({}, None),
+        ({"mode": "manual", "quality": "high"}, None),
+        ({"mode": "auto quality"}, ("quality", 0.06)),
+        ({"mode": "auto quality", "quality": "high", "topk": 0.2}, ("quality", 0.03)),
+        ({"mode": "auto budget", "quality": "high", "topk": 0.2}, ("budget", 0.2)),
+    ],
+)
+def test_what_the_modes_ask_for(load_pack, widgets, aim):
+    found = load_pack("nodes.settings").Settings(**widgets).aim
+    assert aim == (found and (found.kind, found.value))
+
+
+def test_measured_heads_keep_a_share_of_blocks(load_pack):
+    """A head's density would mean a share of the mass with cdf."""
+    settings = load_pack("nodes.settings").Settings
+    assert settings(select_by="cdf").policy(0, 0).select_by == "cdf"
+    assert settings(select_by="cdf", mode="auto budget").policy(0, 0).select_by == "topk"
 
 
 def test_a_bad_block_list_is_refused_before_anything_runs(node):
@@ -100,11 +148,11 @@ def test_a_bad_block_list_is_refused_before_anything_runs(node):
 def test_the_chinese_translation_covers_the_node(widgets):
     text = (PACK / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
     translated = json.loads(text)["SpargeAttention"]
-    assert list(translated["inputs"]) == ["model", *WIDGETS]
+    assert list(translated["inputs"]) == ["model", *WIDGETS, *SOCKETS]
     assert all(entry["name"] and entry["tooltip"] for entry in translated["inputs"].values())
 
 
 @pytest.mark.parametrize("page", ["SpargeAttention.md", "SpargeAttention/zh.md"])
 def test_the_help_page_names_every_widget(page):
     text = (PACK / "web" / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in WIDGETS if f"| {name} |" not in text] == ["mode"]
+    assert [name for name in [*WIDGETS, *SOCKETS] if f"| {name} |" not in text] == []

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.quality import chart, figures, glyphs
 from benchmarks.quality.chart import Axis, Line, draw
-from benchmarks.quality.rows import write
+from benchmarks.quality.rows import EMULATION, Row, write
 
 
 def test_places_on_an_axis() -> None:
@@ -45,26 +45,44 @@ def test_every_glyph_differs_and_has_its_size() -> None:
     assert torch.equal(glyphs.write("a_b"), glyphs.write("a b"))
 
 
+def row(data: str, mode: str, density: float, where: str = EMULATION, **fields: float) -> Row:
+    named = {"data": data, "mode": mode, "asked_density": density, "where": where}
+    return named | {"density": density} | fields
+
+
 def test_two_pictures_from_the_rows(tmp_path: Path) -> None:
     rows = [
-        {"data": "d", "mode": mode, "asked_density": density, "where": "emulation"}
-        | {"density": density, "rel_l2": error / (1 + density), "psnr": 30 + 20 * density}
+        made
         for mode, error in (("drop", 0.3), ("ours auto", 0.06))
         for density in (0.1, 0.3, 0.9)
+        for made in (
+            row("calls", mode, density, rel_l2=error / (1 + density), psnr=50.0),
+            row("clips", mode, density, psnr=30 + 20 * density),
+        )
     ]
     write(tmp_path / "rows.json", rows)
-    wanted = ["--results", str(tmp_path / "rows.json"), "--out", str(tmp_path / "out"), "--data"]
-    figures.main([*wanted, "d"])
+    wanted = ["--results", str(tmp_path / "rows.json"), "--out", str(tmp_path / "out")]
+    figures.main([*wanted, "--error", "calls", "--psnr", "clips"])
     for name in ("quality_rel_l2.png", "quality_psnr.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        figures.main([*wanted, "other"])
-    points = figures.lines(rows, "psnr")["drop"].points
+    for wrong in ([], ["--psnr", "other"]):
+        with pytest.raises(SystemExit):
+            figures.main([*wanted, *wrong])
+    points = figures.lines((row for row in rows if row["data"] == "clips"), "psnr")["drop"].points
     assert points == [(10.0, 32.0), (30.0, 36.0)], "90 % is beyond the last tick"
 
 
+def test_kernels_go_before_the_emulation() -> None:
+    rows = [
+        row("clips", "drop", 0.1, "a GPU", psnr=31.0),
+        row("clips", "drop", 0.1, psnr=30.0),
+        row("clips", "drop", 0.3, psnr=35.0),
+    ]
+    assert figures.lines(rows, "psnr")["drop"].points == [(10.0, 31.0), (30.0, 35.0)]
+
+
 def test_a_value_gets_ticks_on_both_sides() -> None:
-    rows = [{"mode": "drop", "density": 0.1, "rel_l2": value} for value in (0.03, 0.15)]
-    ticks = figures._around(rows, "rel_l2", figures.ERROR_TICKS)
+    line = Line([(10, 0.03), (20, 0.15)], (0, 0, 0))
+    ticks = figures._around([line], figures.ERROR_TICKS)
     assert ticks == (0.02, 0.05, 0.1, 0.2)
     assert torch.tensor(ticks).diff().min() > 0

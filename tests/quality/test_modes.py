@@ -173,6 +173,21 @@ def test_only_the_sampled_query_blocks_are_computed_and_none_differs(
 
 
 @every_mode
+def test_at_once_is_the_same_attention(video: Call, mode: Mode) -> None:
+    """But for the rounding of P, whose steps are relative to another maximum."""
+    packed, budget = video.packed(mode.cubes), uniform(mode, video.heads, SHARE)
+    by_block, choice = attend(mode, packed, budget)
+    at_once, same = attend(mode, packed, budget, at_once=True)
+    assert torch.equal(choice.kept, same.kept)
+    rows = packed.occupied
+    assert rel_l2(at_once[:, :, rows], by_block[:, :, rows]) < 0.01
+    exact = without_e4m3(video).packed(mode.cubes)
+    by_block, _ = attend(mode, exact, budget)
+    at_once, _ = attend(mode, exact, budget, at_once=True)
+    assert rel_l2(at_once[:, :, rows], by_block[:, :, rows]) < 1e-4
+
+
+@every_mode
 def test_a_language_model_attends_in_the_mode(text: Call, mode: Mode) -> None:
     budgets = [uniform(mode, text.heads, share) for share in (1.0, 0.1)]
     densities: list[Tensor] = []

@@ -16,13 +16,12 @@ struct Item {
   Queries queries;
   Softmax softmax;
   Levels levels[kStepBlocks];  // scores, then probabilities
-  Skips skips;
   Probabilities probabilities;
   PerRow alpha;   // by which the step whose maxima were taken last shrinks what was before
   Sums fresh;     // of one step
   Sums out = {};  // of the steps before it
 
-  SPARGE_DEVICE Item(const AttendParams& p, const Work& work, Smem& smem) : queries(p, work, smem), softmax(work) {}
+  SPARGE_DEVICE Item(const AttendParams& p, const Work& work, Smem& smem) : queries(p, work, smem), softmax(p.problem, work) {}
 };
 
 struct Consumer {
@@ -120,7 +119,12 @@ struct Consumer {
   SPARGE_DEVICE void find_maximum(Item& item, PerRow& block_most, int block) const {
     const Step& step = smem.step[ring.stage];
     ptx::in_flight(item.levels[block]);
-    if (uniform(step.masked)) mask_scores(item.levels[block], step, step.block[block], p.causal);
+    if (uniform(step.masked)) {
+      if (uniform(step.pooled))
+        pool_scores(item.levels[block], smem.stage[ring.stage], block, item.queries.scale, p.scale * kLog2E);
+      else
+        mask_scores(item.levels[block], step, block, p.causal);
+    }
     PerRow scale;
     scale_of(scale, item, ring.stage, block);
     Softmax::block_maximum(block_most, item.levels[block], scale);
@@ -129,8 +133,9 @@ struct Consumer {
   SPARGE_DEVICE void raise_maxima(Item& item, PerRow (&block_most)[kStepBlocks]) {
     const Step& step = smem.step[ring.stage];
     if constexpr (kPvFilter) {
-      item.skips = item.softmax.negligible(block_most, step.pvthreshd, group);
-      if (item.skips.any() && leads()) smem.skipped_pairs[group] += pairs_of(step, item.skips);
+      const Skips skips = item.softmax.negligible(block_most, step.pvthreshd, group);
+      smem.skips[threadIdx.x] = skips.block[0] | skips.block[1] << 1;
+      if (uniform(skips.any()) && leads()) smem.skipped_pairs[group] += pairs_of(step, skips);
     }
     item.softmax.raise(block_most, item.alpha);
   }
@@ -143,7 +148,7 @@ struct Consumer {
   }
 
   SPARGE_DEVICE void take_exponentials(Item& item, i32 stage, int block) const {
-    if (item.skips.block[block]) {
+    if (kPvFilter && smem.skips[threadIdx.x] >> block & 1) {
       Softmax::nothing(item.probabilities, block);
       return;
     }
@@ -187,13 +192,12 @@ struct Consumer {
 
   SPARGE_DEVICE u32 pairs_of(const Step& step, const Skips& skips) const {
     const i32 first_row = step.first_query + group * kGroupRows;
-    const i32 rows = larger(0, smaller(kGroupRows, p.problem.queries - first_row));
+    const i32 rows = p.problem.rows_from(first_row);
     u32 pairs = 0;
 #pragma unroll
     for (int block = 0; block < kStepBlocks; ++block) {
       if (!skips.block[block] || step.block[block] < 0) continue;
-      const i32 first_key = step.block[block] * kKeyBlock;
-      pairs += block_pairs(p.causal, first_row, rows, first_key, larger(0, smaller(kKeyBlock, step.key_length - first_key)));
+      pairs += block_pairs(p.causal, first_row, rows, step.block[block] * kKeyBlock, step.keys[block]);
     }
     return pairs;
   }
@@ -202,10 +206,10 @@ struct Consumer {
     const Softmax& softmax = item.softmax;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i32 row = first_row() + 8 * half;
-      if (row >= work.queries) continue;
-      if (quad_lane() == 0) attend::store_row_facts(p, work, row, softmax.most[half], softmax.sum[half], smem.q_dot_mean[row]);
-      const attend::RowStore to(p, work, row, softmax.sum[half]);
+      const i32 row = first_row() + 8 * half, token = work.token(p.problem, row);
+      if (token < 0) continue;
+      if (quad_lane() == 0) attend::store_row_facts(p, work, token, softmax.most[half], softmax.sum[half], smem.q_dot_mean[row]);
+      const attend::RowStore to(p, work, token, softmax.sum[half]);
 #pragma unroll
       for (int n = 0; n < kChannelTiles; ++n)
         to.store(8 * n + 2 * quad_lane(), item.out[4 * n + 2 * half], item.out[4 * n + 2 * half + 1]);

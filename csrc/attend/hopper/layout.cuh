@@ -20,6 +20,7 @@ static_assert(kGroupRows * kConsumerGroups == kQueryBlock, "the consumer warpgro
 
 // Two key blocks a step: E4M3 sums are promoted to float32 once a step, after 128 keys.
 constexpr int kStepBlocks = 2;
+constexpr int kStepPseudoKeys = kStepBlocks * kKeyBlock;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
 constexpr int kScores = 4 * kKeyTiles;  // of a thread and key block
@@ -34,8 +35,6 @@ constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
 // Less the queries, alignment, barriers and the steps' descriptions.
 constexpr int kSharedBytes = 227 * 1024 - 2048 - kConsumerGroups * kQueryTileBytes;
 constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
-constexpr int kStages = kSharedBytes / kStepBytes < kMostStages ? kSharedBytes / kStepBytes : kMostStages;
-static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the step after the one it reads");
 static_assert(kStepBlocks == 2, "the producer pairs blocks, and Skips names two");
 
 // Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
@@ -48,23 +47,30 @@ static_assert(kGroupThreads * (kProducerRegisters + kConsumerGroups * kConsumerR
 struct Step {
   i32 turn;                // which work item; -1: there is no more
   i32 block[kStepBlocks];  // [0] = -1: the item's list is empty; [1] = -1: only one block
+  i32 keys[kStepBlocks];   // that the blocks really have
   float k_scale[kStepBlocks];
   float pvthreshd;
   i32 masked;  // some of its pairs do not exist
   i32 last;    // of its item
-  i32 first_query, key_length;
+  i32 first_query;
+  i32 pooled;  // pseudo-keys of 128 blocks; they have no keys
 };
 
 struct Stage {
   u8 k[kStepBlocks * kTileBytes];
   u8 v[kStepBlocks * kTileBytes];
+  PoolColumn columns[kStepPseudoKeys];
 };
+static_assert(sizeof(Stage) % 1024 == 0, "the tensor cores' swizzle repeats every 1,024 bytes");
+constexpr int kStages = kSharedBytes / sizeof(Stage) < kMostStages ? kSharedBytes / sizeof(Stage) : kMostStages;
+static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the step after the one it reads");
 
 struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 bytes
   u8 q[kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
-  float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
-  u32 skipped_pairs[kConsumerGroups];  // by the PV filter
+  float q_dot_mean[kQueryBlock];              // q . k_mean, for the log-sum-exp
+  u32 skipped_pairs[kConsumerGroups];         // by the PV filter
+  u8 skips[kConsumerGroups * kGroupThreads];  // bit: the thread leaves out that block of its step; no register is free
   Step step[kStages];
   // full: one arrival of the producer, and the bytes; free: one of each consumer warp. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.

@@ -4,6 +4,7 @@
 
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/special.cuh"
+#include "../pool.cuh"
 #include "layout.cuh"
 
 namespace sparge::hopper {
@@ -40,54 +41,123 @@ struct Producer {
   SPARGE_DEVICE void walk(const Work& work, i32 turn) {
     const i32 words = p.problem.map_words(), key_blocks = p.problem.key_blocks();
     const u32* row = p.block_map + work.map_row(p.problem) * words;
-    Step step = {turn, {-1, -1}, {}, work.pvthreshd, false, false, work.first_query, work.key_length};
+    Step step = {};
+    step.turn = turn;
+    step.block[0] = step.block[1] = -1;
+    step.pvthreshd = work.pvthreshd;
+    step.first_query = work.first_query;
     for (i32 first = 0; first < words; first += kWarpSize) {
       const u32 mine = first + lane < words ? row[first + lane] : 0;
       u32 filled = __ballot_sync(kFullWarp, mine != 0);
-      float next_scale = scale_of(work, filled ? first + __ffs(filled) - 1 : words, key_blocks);
+      Facts next = facts_of(work, filled ? first + __ffs(filled) - 1 : words, key_blocks);
       while (filled) {
         const i32 word = __ffs(filled) - 1;
         filled &= filled - 1;
-        const float scale = next_scale;
-        next_scale = scale_of(work, filled ? first + __ffs(filled) - 1 : words, key_blocks);
+        const Facts facts = next;
+        next = facts_of(work, filled ? first + __ffs(filled) - 1 : words, key_blocks);
         for (u32 bits = __shfl_sync(kFullWarp, mine, word); bits; bits &= bits - 1) {
           const i32 bit = __ffs(bits) - 1;
-          add(step, work, (first + word) * kMapBits + bit, __shfl_sync(kFullWarp, scale, bit));
+          add(step, work, (first + word) * kMapBits + bit,
+              {__shfl_sync(kFullWarp, facts.scale, bit), __shfl_sync(kFullWarp, facts.keys, bit)});
         }
       }
     }
-    step.last = true;
+    Pair pair = work.pools() ? next_open(work, row, 0) : Pair{-1, 0};
+    step.last = pair.index < 0;
     if (step.block[0] >= 0)
       push(work, step);
-    else
+    else if (step.last)
       push_mark(turn);
+    while (pair.index >= 0) {
+      const Pair after = next_open(work, row, pair.index + 1);
+      push_pooled(work, turn, pair, after.index < 0);
+      pair = after;
+    }
   }
 
-  SPARGE_DEVICE void add(Step& step, const Work& work, i32 block, float scale) {
+  // Of one block.
+  struct Facts {
+    float scale;
+    i32 keys;
+  };
+
+  SPARGE_DEVICE void add(Step& step, const Work& work, i32 block, const Facts& facts) {
     if (block >= p.problem.key_blocks()) return;  // a plan made by hand may hold stray bits
     if (step.block[1] >= 0) {
       push(work, step);
       step.block[0] = step.block[1] = -1;
     }
-    if (step.block[0] < 0) {
+    const i32 place = step.block[0] < 0 ? 0 : 1;
+    if (place == 0) {
       step.block[0] = block;
-      step.k_scale[0] = scale;
+      step.k_scale[0] = facts.scale;
+      step.keys[0] = facts.keys;
     } else {
       step.block[1] = block;
     }
-    step.k_scale[1] = scale;
+    step.k_scale[1] = facts.scale;
+    step.keys[1] = place == 0 ? 0 : facts.keys;
   }
 
   // Of this lane's block of a word of the map.
-  SPARGE_DEVICE float scale_of(const Work& work, i32 word, i32 key_blocks) const {
+  SPARGE_DEVICE Facts facts_of(const Work& work, i32 word, i32 key_blocks) const {
     const i32 block = word * kMapBits + lane;
-    return block < key_blocks ? p.k_scale[work.first_tile + block] : 0.0f;
+    if (block >= key_blocks) return {0.0f, 0};
+    return {p.k_scale[work.first_tile + block], p.key_counts[work.first_tile + block]};
+  }
+
+  // Two tiles of pseudo-keys: their place in the head, and in lanes 0 to 3 the bits of those that take part.
+  struct Pair {
+    i32 index;
+    u32 open;
+  };
+
+  // The next pair from `index` on that leaves something to pool, index -1 when there is none.
+  SPARGE_DEVICE Pair next_open(const Work& work, const u32* row, i32 index) const {
+    const i32 words = p.problem.map_words(), end = work.poolable(p);
+    for (; index * kStepPseudoKeys < end; ++index) {
+      const i32 word = index * (kStepPseudoKeys / kMapBits) + lane;
+      u32 open = 0;
+      if (lane < kStepPseudoKeys / kMapBits && word < words) open = attend::open_blocks(row[word], word, end);
+      if (__any_sync(kFullWarp, open != 0)) return {index, open};
+    }
+    return {-1, 0};
+  }
+
+  // The PV filter lets pseudo-keys pass.
+  SPARGE_DEVICE void push_pooled(const Work& work, i32 turn, const Pair& pair, bool last) {
+    const i64 first = work.first_pool + kStepBlocks * pair.index;
+    const i64 second = kStepBlocks * pair.index + 1 < p.problem.pool_tiles() ? first + 1 : first;
+    wait_free();
+    Stage& stage = smem.stage[ring.stage];
+#pragma unroll
+    for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) {
+      const u32 open = __shfl_sync(kFullWarp, pair.open, word);
+      const i64 tile = word * kMapBits < kKeyBlock ? first : second;
+      const PoolColumn& column = p.pool_columns[tile * kKeyBlock + word * kMapBits % kKeyBlock + lane];
+      stage.columns[word * kMapBits + lane] = attend::prepared(column, work, open >> lane & 1);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      Step& step = smem.step[ring.stage];
+      step = {};
+      step.turn = turn;
+      step.pooled = step.masked = true;
+      step.last = last;
+      step.k_scale[0] = step.k_scale[1] = attend::kPoolScale;
+      step.pvthreshd = attend::kNeverNegligible;
+      u64& full = smem.full[ring.stage];
+      ptx::mbarrier_arrive_expect(full, kStepBytes);
+      load(stage.k, p.pool_k, first, second, full);
+      load(stage.v, p.pool_v, first, second, full);
+    }
+    ring.advance();
   }
 
   // A missing second block is the first once more: masked, but finite.
   SPARGE_DEVICE void push(const Work& work, Step step) {
     const i32 last_key = step.block[1] * kKeyBlock + kKeyBlock - 1;
-    step.masked = step.block[1] < 0 || last_key >= work.key_length || (p.causal && last_key > work.first_query);
+    step.masked = step.keys[0] < kKeyBlock || step.keys[1] < kKeyBlock || (p.causal && last_key > work.first_query);
     const i64 first = work.first_tile + step.block[0];
     const i64 second = step.block[1] < 0 ? first : work.first_tile + step.block[1];
     wait_free();
@@ -106,7 +176,8 @@ struct Producer {
   SPARGE_DEVICE void push_mark(i32 turn) {
     wait_free();
     if (lane == 0) {
-      smem.step[ring.stage] = {turn, {-1, -1}, {}, 0.0f, false, true, 0, 0};
+      smem.step[ring.stage].turn = turn;
+      smem.step[ring.stage].block[0] = -1;
       ptx::mbarrier_arrive(smem.full[ring.stage]);
     }
     ring.advance();

@@ -53,11 +53,11 @@ struct Queries {
   template <DType kType>
   SPARGE_DEVICE void load_row(const AttendParams& p, const Work& work, const Rows<kType>& rows, int half, Smem& smem) {
     constexpr int kChunks = kHeadDim / 16;
-    const i32 row = first_row() + 8 * half;
+    const i32 row = first_row() + 8 * half, token = work.token(p.problem, row);
     float x[kChunks][4] = {};
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk)
-      if (row < work.queries) rows.load(work.first_query + row, 16 * chunk + 4 * quad_lane(), x[chunk]);
+      if (token >= 0) rows.load(token, 16 * chunk + 4 * quad_lane(), x[chunk]);
     float amax = 0.0f, dot = 0.0f;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk)

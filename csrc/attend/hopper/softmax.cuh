@@ -2,6 +2,7 @@
 // Online softmax of 64 rows over the two key blocks of a step, in log2 units, with the true running maximum.
 #pragma once
 
+#include "../pool.cuh"
 #include "../store.cuh"
 #include "queries.cuh"
 
@@ -19,17 +20,36 @@ using Probabilities = u32[kValueSteps][4];
 SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
 
 // Past the last key, above the causal diagonal and in a missing second block: minus infinity.
-SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, i32 block, bool causal) {
+SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, int block, bool causal) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const i32 row = step.first_query + first_row() + 8 * half;
-    const i32 end = causal ? smaller(step.key_length, row + 1) : step.key_length;
-    const i32 bound = block < 0 ? 0 : end - block * kKeyBlock - 2 * quad_lane();
+    const i32 keys = step.keys[block];
+    const i32 end = causal ? smaller(keys, row + 1 - step.block[block] * kKeyBlock) : keys;
+    const i32 bound = end - ptx::thread_index() % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         if (8 * j + c >= bound) levels[at(j, half, c)] = __float_as_int(kMinusInfinity);
+  }
+}
+
+// Half by half: the main loop has no register to spare.
+SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, const PerRow& q_scale, float log2_scale) {
+  const volatile PoolColumn* columns = stage.columns + tile * kKeyBlock + 2 * quad_lane();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float per_bias = ptx::reciprocal_approx(q_scale[half] * log2_scale * attend::kPoolScale);
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        i32& level = levels[at(j, half, c)];
+        const volatile PoolColumn& at_key = columns[8 * j + c];
+        const PoolColumn column = {at_key.scale, at_key.bias};
+        level = __float_as_int(attend::pool_score(__int_as_float(level), column, per_bias));
+      }
   }
 }
 
@@ -44,9 +64,9 @@ struct Softmax {
   PerRow most;      // log2 units
   PerRow sum = {};  // this thread's columns only, until finish()
 
-  SPARGE_DEVICE explicit Softmax(const Work& work) {
+  SPARGE_DEVICE Softmax(const Problem& problem, const Work& work) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) most[half] = first_row() + 8 * half < work.queries ? kMinusInfinity : kNoRow;
+    for (int half = 0; half < 2; ++half) most[half] = work.token(problem, first_row() + 8 * half) >= 0 ? kMinusInfinity : kNoRow;
   }
 
   // Largest logit of a block among this thread's columns, log2 units.
@@ -78,9 +98,10 @@ struct Softmax {
     }
     // Where nothing is negligible, which is the rule, one barrier says so.
     Skips skips;
-    if (!all_of_group(group, vote[0] || vote[1])) return skips;
+    if (uniform(all_of_group(group, vote[0] || vote[1]))) {
 #pragma unroll
-    for (int block = 0; block < kStepBlocks; ++block) skips.block[block] = all_of_group(group, vote[block]);
+      for (int block = 0; block < kStepBlocks; ++block) skips.block[block] = all_of_group(group, vote[block]);
+    }
     return skips;
   }
 

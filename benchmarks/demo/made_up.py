@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense and sparse attention side by side on a video-like example: a table and a picture.
-
-python -m benchmarks.demo [--out DIR] [--seed N]
-"""
+"""Dense and sparse attention side by side on a video-like example: a table and a picture."""
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import sparge
+from benchmarks.demo.device import timed
 from benchmarks.png import write_png
 from benchmarks.video_like import HEAD_KINDS, VideoLike, video_like
 from sparge.metrics import cosine, rel_l1, rel_l2
@@ -56,40 +51,16 @@ class Row:
     cosine: float
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the picture")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another video")
-    options = parser.parse_args(arguments)
-    device, what_runs = choose_device()
-    run(GPU_SIZE if device.type == "cuda" else CPU_SIZE, device, what_runs, options)
-
-
-def choose_device() -> tuple[torch.device, str]:
-    """The GPU where our kernels run on it, else the CPU; and a sentence that says so."""
-    if torch.cuda.is_available():
-        capability = sparge.capabilities(torch.device("cuda"))
-        if capability.usable:
-            name = torch.cuda.get_device_name()
-            return torch.device("cuda"), f"CUDA kernels ({capability.arch}) on {name}"
-        reason = capability.reason
-    else:
-        reason = "torch finds no CUDA GPU"
-    slow = "its times say nothing about a GPU, its errors do"
-    return torch.device("cpu"), f"the reference in plain torch on the CPU ({reason}); {slow}"
-
-
-def run(size: Size, device: torch.device, what_runs: str, options: argparse.Namespace) -> list[Row]:
+def run(size: Size, device: torch.device, seed: int, out: Path) -> list[Row]:
     example = video_like(
         size.grid,
         size.heads,
         size.head_dim,
         text_tokens=size.text_tokens,
-        seed=options.seed,
+        seed=seed,
         device=device,
     )
     frames, rows, columns = size.grid
-    print(f"Ran: {what_runs}")
     print(
         f"Example: {frames} x {rows} x {columns} latent grid + {size.text_tokens} text tokens = "
         f"{example.q.shape[2]} tokens, {size.heads} heads of {size.head_dim}, bf16"
@@ -98,8 +69,7 @@ def run(size: Size, device: torch.device, what_runs: str, options: argparse.Name
     table = [_torch_row(example, truth)]
     table += [_sparge_row(example, truth, share) for share in SHARES]
     print(_formatted(table))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "demo.png"
+    path = out / "demo.png"
     write_png(path, _picture(example, truth))
     kinds = ", ".join(dict.fromkeys(example.kinds))
     print(
@@ -116,8 +86,10 @@ def _policy(example: VideoLike, share: float) -> sparge.SparsePolicy:
 
 
 def _torch_row(example: VideoLike, truth: Tensor) -> Row:
-    out, milliseconds = _timed(
-        lambda: scaled_dot_product_attention(example.q, example.k, example.v), example.q.device
+    out, milliseconds = timed(
+        lambda: scaled_dot_product_attention(example.q, example.k, example.v),
+        example.q.device,
+        REPEATS,
     )
     return _row("torch, dense bf16", 1.0, 0.0, milliseconds, out, truth)
 
@@ -125,7 +97,8 @@ def _torch_row(example: VideoLike, truth: Tensor) -> Row:
 def _sparge_row(example: VideoLike, truth: Tensor, share: float) -> Row:
     policy = _policy(example, share)
     stats = sparge.AttentionStats(example.q.device)
-    out, milliseconds = _timed(lambda: _attention(example, policy, stats=stats), example.q.device)
+    device = example.q.device
+    out, milliseconds = timed(lambda: _attention(example, policy, stats=stats), device, REPEATS)
     name = f"sparge, topk {share:g}"
     return _row(name, stats.density, stats.pv_skipped_share, milliseconds, out, truth)
 
@@ -141,23 +114,6 @@ def _row(
 ) -> Row:
     errors = (rel_l1(out, truth), rel_l2(out, truth), cosine(out, truth))
     return Row(name, density, skipped, milliseconds, *errors)
-
-
-def _timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    """The result and the milliseconds of a call, compiling and warming up apart."""
-    if device.type == "cpu":
-        start = time.perf_counter()
-        return call(), 1000 * (time.perf_counter() - start)
-    out = call()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return out, sorted(times)[REPEATS // 2]
 
 
 def _formatted(table: list[Row]) -> str:
@@ -222,7 +178,3 @@ def _zoomed(panel: Tensor, lines: int, columns: int) -> Tensor:
 def _framed(panel: Tensor, height: int) -> Tensor:
     below = height - panel.shape[0] + MARGIN
     return pad(panel, (0, 0, MARGIN, MARGIN, MARGIN, below), value=255)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense and sparse attention side by side: a table and pictures.
+
+python -m benchmarks.demo [--out DIR] [--seed N] [--weights FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.demo import made_up, trained
+from benchmarks.demo.device import choose_device
+from benchmarks.tiny_video_dit.checkpoint import SHIPPED
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the pictures")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another video")
+    parser.add_argument("--weights", type=Path, default=SHIPPED, help="of the small video DiT")
+    options = parser.parse_args(arguments)
+    device, what_runs = choose_device()
+    print(f"Ran: {what_runs}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    on_gpu = device.type == "cuda"
+    if options.weights.is_file():
+        size = trained.GPU_SIZE if on_gpu else trained.CPU_SIZE
+        trained.run(size, device, options.weights, options.seed, options.out)
+    else:
+        size = made_up.GPU_SIZE if on_gpu else made_up.CPU_SIZE
+        made_up.run(size, device, options.seed, options.out)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

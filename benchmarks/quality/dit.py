@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small video DiT sampled with dense attention: its clip, and what its layers were asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.judge import Call
+from benchmarks.quality_data.layer import Layer
+from benchmarks.quality_data.wheel import WeightsMissingError
+from benchmarks.tiny_video_dit import flow
+from benchmarks.tiny_video_dit.checkpoint import SHIPPED, load_model
+from benchmarks.tiny_video_dit.curriculum import FULL_GRID
+from benchmarks.tiny_video_dit.latent import clip_size, to_clips
+from benchmarks.tiny_video_dit.model import Attention, VideoDiT, dense
+from benchmarks.tiny_video_dit.sample import SCENE_SEED, euler, starting_noise
+from benchmarks.tiny_video_dit.scenes import context, draw_scenes
+from sparge.plan.grid import TokenGrid
+
+STEPS = 20
+DENSE_STEPS = 4  # 20 %: calibration sees these
+JUDGED_STEPS = (6, 12, 18)
+TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 780 --planned-seconds 780"
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRun:
+    """One scene's clip."""
+
+    model: VideoDiT
+    grid: TokenGrid
+    seed: int
+    text: Tensor
+    begun: Tensor
+    """The latent after the dense steps, from which sparse runs go on."""
+    clip: Tensor
+    """(frames, rows, columns, 3) in [0, 1]."""
+    calibrated: list[Call]
+    """The calls of the dense steps."""
+    judged: list[Call]
+    """Those of JUDGED_STEPS."""
+
+    def finished(self, attention: Attention = dense) -> Tensor:
+        """The clip (frames, rows, columns, 3) whose steps after the dense ones run so."""
+        sigmas = flow.sampling_sigmas(STEPS)[DENSE_STEPS:]
+        return to_clips(euler(self.model, self.begun, self.text, sigmas, attention=attention))[0]
+
+
+def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
+    """In bf16 on a GPU, in float32 elsewhere.
+
+    Raises:
+        WeightsMissingError: the weights are not there; the message says what to do.
+    """
+    path = weights or SHIPPED
+    if not path.is_file():
+        raise WeightsMissingError(
+            f"{path} is not there: the small video DiT is not trained yet. Train it on a GPU with "
+            f"`{TRAIN}`, then copy DIR/{path.name} there or name it with --weights."
+        )
+    return load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def sample_dense(
+    model: VideoDiT, size: tuple[int, int, int], seed: int, layers: Collection[int] = ()
+) -> DenseRun:
+    """Sample the scene of `seed`; calls are those of `layers`, or of all where it is empty."""
+    scene = torch.Generator().manual_seed(SCENE_SEED + seed)
+    text = context(draw_scenes(1, clip_size(size), scene))
+    grid = TokenGrid(*size)
+    wanted = sorted(layers) or range(len(model.blocks))
+    places = {layer: place for place, layer in enumerate(wanted)}
+    latent = begun = starting_noise(1, size, seed)
+    sigmas = flow.sampling_sigmas(STEPS)
+    calibrated: list[Call] = []
+    judged: list[Call] = []
+
+    for step in range(STEPS):
+        if step == DENSE_STEPS:
+            begun = latent
+        keep = calibrated if step < DENSE_STEPS else judged if step in JUDGED_STEPS else None
+        name = f"dit step {step} layer"
+
+        def watched(q: Tensor, k: Tensor, v: Tensor, block: int, to=keep, name=name) -> Tensor:
+            if to is not None and block in places:
+                layer = Layer(f"{name} {block}", q.bfloat16(), k.bfloat16(), v.bfloat16(), grid)
+                to.append(Call(layer, is_causal=False, place=places[block]))
+            return dense(q, k, v, block)
+
+        latent = euler(model, latent, text, sigmas[step : step + 2], attention=watched)
+    return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], calibrated, judged)
+
+
+def named(grid: TokenGrid, what: str) -> str:
+    """Of a data set; the model's own size goes without saying."""
+    size = (grid.frames, grid.height, grid.width)
+    return f"dit {what}" if size == FULL_GRID else f"dit {what} {'x'.join(map(str, size))}"

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole clips of the small video DiT: sampled in a mode, against the same clip sampled dense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import sparge
+from benchmarks.quality import library
+from benchmarks.quality.dit import DENSE_STEPS, DenseRun, named
+from benchmarks.quality.measured import Measured
+from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density, uniform
+from benchmarks.quality.rows import Row
+from benchmarks.tiny_video_dit.model import Attention
+from sparge.plan.budget import HeadBudget
+from sparge.reference.packed import pack_qkv, scatter
+
+#: Attention of a model in a mode with a budget a layer, and a function that says its mean density.
+Attending = Callable[[DenseRun, Mode, Sequence[HeadBudget]], tuple[Attention, Callable[[], float]]]
+
+
+class Clips:
+    """Dense runs, each measured in its own dense steps, as the product measures each run."""
+
+    def __init__(self, runs: Sequence[DenseRun], calibration_blocks: int) -> None:
+        self.runs = runs
+        self.name = named(runs[0].grid, f"clips {runs[0].seed}-{runs[-1].seed}")
+        self._blocks = math.ceil(calibration_blocks / DENSE_STEPS)
+
+    @cached_property
+    def _measured(self) -> list[Measured]:
+        return [
+            Measured.on(run.calibrated, len(run.model.blocks), self._blocks) for run in self.runs
+        ]
+
+    def row(self, mode: Mode, density: float, attending: Attending) -> Row:
+        """PSNR of the clips in decibels and mean density of the sparse steps, means over clips."""
+        found, densities = [], []
+        for index, run in enumerate(self.runs):
+            attention, reached = attending(run, mode, self.budgets(index, mode, density))
+            found.append(clip_psnr(run.finished(attention), run.clip))
+            densities.append(reached())
+        return {
+            "data": self.name,
+            "mode": mode.name,
+            "asked_density": density,
+            "density": sum(densities) / len(densities),
+            "psnr": sum(found) / len(found),
+            "worst_psnr": min(found),
+        }
+
+    def budgets(self, index: int, mode: Mode, density: float) -> list[HeadBudget]:
+        """Of each layer, for one of the clips."""
+        run = self.runs[index]
+        layers, device = range(len(run.model.blocks)), run.begun.device
+        if not mode.measured:
+            return [uniform(mode, run.model.config.heads, density).on(device) for _ in layers]
+        choices = self._measured[index].choices(density)
+        budgets = [choices.budget(layer, device) for layer in layers]
+        return [budget for budget in budgets if budget is not None]
+
+
+def clip_psnr(clip: Tensor, truth: Tensor) -> float:
+    """Decibels of the range 1 over the root mean square error; `inf` for equal clips."""
+    error = float((clip.double() - truth.double()).square().mean())
+    return -10 * math.log10(error) if error else math.inf
+
+
+def emulated(
+    run: DenseRun, mode: Mode, budgets: Sequence[HeadBudget]
+) -> tuple[Attention, Callable[[], float]]:
+    order = library.order_of(mode, run.grid, run.begun.device)
+    densities: list[Tensor] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+        packed = pack_qkv(q, k, v, order, element=ELEMENT)
+        out, choice = attend(mode, packed, budgets[block], at_once=True)
+        densities.append(reached_density(choice))
+        return (out if order is None else scatter(out, order)).to(q.dtype)
+
+    def density() -> float:
+        return float(torch.stack(densities).mean())
+
+    return attention, density
+
+
+def in_library(
+    run: DenseRun, mode: Mode, budgets: Sequence[HeadBudget]
+) -> tuple[Attention, Callable[[], float]]:
+    """Through `sparge.attention`."""
+    order = library.order_of(mode, run.grid, run.begun.device)
+    stats = sparge.AttentionStats(run.begun.device)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+        return library.attention(mode, q, k, v, budgets[block], order, stats).to(q.dtype)
+
+    def density() -> float:
+        return stats.density
+
+    return attention, density

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modes through `sparge.attention`: the kernels on a GPU, the reference elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import sparge
+from benchmarks.quality.judge import Call, Sample
+from benchmarks.quality.modes import Mode
+from benchmarks.quality.rows import REFERENCE
+from sparge.plan.budget import HeadBudget
+from sparge.plan.grid import TokenGrid, TokenOrder, cube_order
+
+
+def why_not(mode: Mode) -> str:
+    """Why `sparge.attention` cannot run this mode; empty where it can."""
+    if mode.centroid:
+        return "one pooled term a query block is a peer's method, which the library does not have"
+    return ""
+
+
+def where(device: torch.device) -> str:
+    """What `sparge.attention` runs there: the GPU's name for the kernels, or the reference."""
+    if sparge.capabilities(device).usable:
+        return torch.cuda.get_device_name(device)
+    return REFERENCE
+
+
+def attend_call(
+    mode: Mode, call: Call, budget: HeadBudget, judged: Sample
+) -> tuple[Tensor, Tensor]:
+    """Output (heads, rows, D) float32 at the sampled tokens, and the density (heads,) float64,
+    that of all heads together in each."""
+    q, k, v = call.layer.q, call.layer.k, call.layer.v
+    stats = sparge.AttentionStats(q.device)
+    order = order_of(mode, call.layer.grid, q.device)
+    out = attention(mode, q, k, v, budget.on(q.device), order, stats, call.is_causal)
+    density = torch.full((call.heads,), stats.density, dtype=torch.float64)
+    return out[0, :, judged.tokens], density
+
+
+def order_of(mode: Mode, grid: TokenGrid | None, device: torch.device) -> TokenOrder | None:
+    return cube_order(grid).on(device) if mode.cubes and grid is not None else None
+
+
+def attention(
+    mode: Mode,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    budget: HeadBudget,
+    order: TokenOrder | None,
+    stats: sparge.AttentionStats,
+    is_causal: bool = False,
+) -> Tensor:
+    """(B, H, N, D) float32 in token order. `budget` and `order` on q's device."""
+    policy, own = mode.policy(is_causal), budget
+    if not (mode.measured or mode.gain):  # what a policy says is said by a policy
+        policy, own = replace(policy, topk=budget.density), None
+    return sparge.attention(
+        q,
+        k,
+        v,
+        policy,
+        is_causal=is_causal,
+        order=order,
+        budget=own,
+        stats=stats,
+        output_dtype=torch.float32,
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a run in an auto mode knows about heads, and what of it one forward pass uses.
+
+Conditionings that make calls of one shape share their choices, measured on all of them: ComfyUI may
+compute cond and uncond in one batch or one by one, as memory allows, and the choices must not
+depend on that. Where their shapes differ (Mochi's prompts do) so do their choices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..sparge import HeadBudget, SparsePolicy, TokenOrder
+from ..sparge.calibrate import Profile, Table
+from .aim import Aim
+from .attention_call import AttentionCall
+from .families import TokenLayout
+from .head_table import Conditioning, HeadTable, Shape
+
+#: Why a call is dense inside the window: without earlier dense steps, the first pass measures.
+MEASURING = "measuring"
+#: Conditioning under which profiles hold what all of them share.
+SHARED = "shared"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a call shall be sparse."""
+
+    table: HeadTable
+    budget: HeadBudget
+    order: TokenOrder | None
+
+
+class MeasuredHeads:
+    """The tables of one run, by device and shape."""
+
+    def __init__(
+        self, aim: Aim, policy: SparsePolicy, profile: Profile | None, note: Callable[[str], None]
+    ) -> None:
+        self.aim = aim
+        self._policy, self._profile, self._note = policy, profile, note
+        self._tables: dict[tuple[torch.device, Shape], HeadTable] = {}
+        self._met: set[tuple[torch.device, Shape]] = set()
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        layout: TokenLayout,
+        device: torch.device,
+        conditioning: Conditioning,
+        step: int,
+        why_dense: str | None,
+    ) -> HeadPass:
+        """Where a pass begins: makes the tables that it may need, and freezes those it shall use.
+
+        why_dense: why the whole pass has to stay dense; None where it may be sparse.
+        """
+        tables = {
+            shape: self._table(device, shape, layout) for shape in self._shapes(layout, device)
+        }
+        for table in tables.values():
+            if table.choices is None and why_dense is None and table.has_measured(conditioning):
+                table.freeze()
+            if table.choices is None:
+                table.prepare(conditioning)
+            elif why_dense is None:
+                table.tighten(step)
+        return HeadPass(self, device, layout, conditioning, step, why_dense, tables)
+
+    def meet(self, device: torch.device, shape: Shape) -> None:
+        """Remembers a shape that no pass expected, so that the next one has a table for it."""
+        with self._lock:
+            self._met.add((device, shape))
+
+    @property
+    def frozen(self) -> list[HeadTable]:
+        return [table for table in self._tables.values() if table.choices is not None]
+
+    def _shapes(self, layout: TokenLayout, device: torch.device) -> Iterable[Shape]:
+        with self._lock:
+            shapes = {shape for at, shape in self._met if at == device}
+        if layout.tokens is not None and layout.heads is not None:
+            shapes.add(Shape(layout.tokens.tokens, layout.heads, layout.tokens))
+        return shapes
+
+    def _table(self, device: torch.device, shape: Shape, layout: TokenLayout) -> HeadTable:
+        with self._lock:
+            table = self._tables.get((device, shape))
+            if table is None:
+                table = HeadTable(shape, layout.rows, self.aim, self._policy, device)
+                self._tables[device, shape] = table
+                self._use_profile(table)
+            return table
+
+    def _use_profile(self, table: HeadTable) -> None:
+        if self._profile is None:
+            return
+        shape = table.shape
+        choices = self._profile.choices.get(Table(SHARED, shape.tokens))
+        if choices is not None and (choices.layers, choices.heads) == (table.rows, shape.heads):
+            table.use(choices)
+        else:
+            self._note(
+                f"The profile has nothing for {shape.tokens:,} tokens of {shape.heads} heads, so "
+                "this run measures them"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPass:
+    """One forward pass's view of the tables."""
+
+    heads: MeasuredHeads
+    device: torch.device
+    layout: TokenLayout
+    conditioning: Conditioning
+    step: int
+    why_dense: str | None
+    tables: dict[Shape, HeadTable]
+
+    def plan(self, call: AttentionCall, tokens: int, row: int) -> Plan | str:
+        """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
+        while its table is open. Never waits."""
+        grid = self.layout.tokens
+        fits = grid is not None and grid.tokens == tokens
+        shape = Shape(tokens, call.head_count, grid if fits else None)
+        table = self.tables.get(shape)
+        if table is None:
+            self.heads.meet(self.device, shape)
+            return self.why_dense or MEASURING
+        if table.choices is None:
+            table.sample(self.conditioning, row, call)
+            return self.why_dense or table.refusal(row) or MEASURING
+        if self.why_dense is not None:
+            return self.why_dense
+        budget = table.budget(row)
+        return budget if isinstance(budget, str) else Plan(table, budget, table.order)
+
+    def probe(self, plan: Plan, row: int, call: AttentionCall, out: Tensor) -> None:
+        plan.table.probe_call(row, self.step, call, out)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each forward pass did, layer by layer: the material of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..sparge import AttentionStats
+
+
+@dataclass(eq=False)
+class PassRecord:
+    """Made where a pass begins, because its counters outlive the calls that add to them."""
+
+    step: int
+    rows: int
+    stats: AttentionStats | None
+    """None in a pass that cannot be sparse."""
+    pairs: Tensor | None
+    """(rows, 3) int64 on the device of the pass, as in `AttentionStats`."""
+    dense: set[int] = field(default_factory=set)
+    """Rows with a dense self-attention call."""
+
+    @classmethod
+    def begin(cls, step: int, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
+        if not may_be_sparse:
+            return cls(step, rows, None, None)
+        pairs = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        return cls(step, rows, AttentionStats(device), pairs)
+
+    def stats_of(self, row: int) -> AttentionStats:
+        """Counters for a sparse call of a layer. Layers past the last row count there."""
+        assert self.stats is not None and self.pairs is not None
+        self.stats.counters = self.pairs[min(row, self.rows - 1)]
+        return self.stats
+
+
+def total_density(records: Sequence[PassRecord]) -> float:
+    """Kept over valid query-key pairs of all sparse calls. Waits for the devices."""
+    sums = [record.pairs.sum(0).tolist() for record in records if record.pairs is not None]
+    kept, valid = (sum(pairs[part] for pairs in sums) for part in (0, 1))
+    return kept / valid if valid else 1.0
+
+
+def density_by_step(records: Sequence[PassRecord]) -> Tensor:
+    """(rows, steps) float32: share of the attention that was computed, 1 where it was dense, NaN
+    where none was asked for. Waits for the devices."""
+    steps = max((record.step for record in records), default=-1) + 1
+    rows = max((record.rows for record in records), default=0)
+    pairs = torch.zeros(2, rows, steps, dtype=torch.int64)
+    dense = torch.zeros(rows, steps, dtype=torch.bool)
+    for record in records:
+        if record.pairs is not None:
+            pairs[:, : record.rows, record.step] += record.pairs[:, :2].cpu().T
+        for row in record.dense:
+            dense[min(row, rows - 1), record.step] = True
+    kept, valid = pairs
+    density = (kept / valid).where(valid > 0, torch.nan)
+    return torch.where(density.isnan() & dense, 1.0, density)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a run when it is over: numbers on the CPU, nothing of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..sparge.calibrate import Fingerprint, Profile
+from .head_table import HeadTable
+from .passes import density_by_step
+from .profiles import profile_of
+from .run_state import Run
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredShape:
+    """The heads of one attention shape. Tables are (layers, heads) float32 of measured layers."""
+
+    tokens: int
+    layers: Tensor
+    """(layers,) int64: number of each."""
+    density: Tensor
+    """Share of attention that was kept in the end, forced blocks included."""
+    predicted: Tensor
+    """Relative L2 error expected when the choices were made."""
+    probed: Tensor
+    """The one found in sparse calls, against exact attention; NaN where no call was probed."""
+    residual: Tensor
+    """Gain of the pooled term for dropped blocks; 0 is none."""
+
+    @classmethod
+    def of(cls, table: HeadTable) -> MeasuredShape:
+        """Waits for the GPU."""
+        assert table.choices is not None and table.probe is not None
+        layers = table.choices.measured.nonzero().flatten()
+        tables = (table.density(), table.choices.error, table.probe.relative_errors())
+        return cls(table.shape.tokens, layers, *(x[layers] for x in (*tables, table.choices.gain)))
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """One run, as the report and the end-of-run line tell it."""
+
+    family: str
+    tokens: int
+    stopped: bool
+    sparse: int
+    dense: int
+    cross: int
+    forwards: int
+    density: float
+    layers: Tensor
+    """(layers,) int64: number of each with self-attention."""
+    by_step: Tensor
+    """(layers, steps) float32: their share of attention that was computed, 1 where it was dense,
+    NaN in steps without it."""
+    reasons: Mapping[str, int]
+    """Of dense self-attention calls, the most frequent first."""
+    notes: tuple[str, ...]
+    asked: str
+    """What was asked of measured heads, "" in manual mode."""
+    shapes: tuple[MeasuredShape, ...]
+    profile: Profile | None
+    """What can be saved."""
+
+    @classmethod
+    def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
+        """Waits for the GPU."""
+        tally, tables = run.tally, run.heads.frozen if run.heads else []
+        by_step = density_by_step(run.records)
+        layers = (~by_step.isnan()).any(1).nonzero().flatten()
+        profile = None
+        if run.heads is not None and fingerprint is not None:
+            choices = {t.shape.tokens: t.choices for t in tables if t.choices is not None}
+            profile = profile_of(fingerprint, run.heads.aim, choices, {"model": tally.family})
+        return cls(
+            tally.family,
+            tally.tokens,
+            stopped,
+            tally.sparse,
+            tally.dense,
+            tally.cross,
+            tally.forwards,
+            run.density(),
+            layers,
+            by_step[layers],
+            dict(tally.reasons.most_common()),
+            tuple(run.notes),
+            str(run.heads.aim) if run.heads else "",
+            tuple(MeasuredShape.of(table) for table in tables),
+            profile,
+        )
+
+    def of_heads(self, name: str) -> Tensor:
+        """(heads of all shapes and layers,) of one table of `MeasuredShape`, without NaN."""
+        values = [getattr(shape, name).flatten() for shape in self.shapes]
+        joined = torch.cat(values) if values else torch.empty(0)
+        return joined[~joined.isnan()]

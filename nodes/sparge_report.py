@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node SpargeReport: what the last run did, as text and picture, and its profile on disk."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..sparge.calibrate import ProfileError, profile_path
+from . import picture, report
+from .hook import hook_of
+from .host import profile_folder
+from .result import RunResult
+
+logger = logging.getLogger("sparge")
+
+NO_NODE = "This model did not go through Sparge Attention, so there is nothing to report."
+NO_RUN = (
+    "No sampler has run this model yet. Connect the latent of the sampler that uses it, so that "
+    "the report comes after it."
+)
+
+
+class SpargeReport(io.ComfyNode):
+    """Finds the run through the model: the patched model carries the hook of its Sparge Attention
+    node, and the hook keeps the result of its last run. The latent is passed through only so that
+    ComfyUI runs this node after the sampler. Where two samplers use one patched model, the one that
+    ran last is reported."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpargeReport",
+            display_name="Sparge Report",
+            category="model/patch",
+            description=(
+                "Shows what Sparge Attention did in the last run: density by block and step, "
+                "predicted and probed error, and why calls were dense. It can save what was "
+                "measured for Load Sparge Profile."
+            ),
+            search_aliases=["sparse attention", "spargeattn", "statistics", "calibration"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model that Sparge Attention gave out."),
+                io.Latent.Input(
+                    "latent", tooltip="The sampler's result: the report comes after it."
+                ),
+                io.String.Input(
+                    "save_profile",
+                    default="",
+                    optional=True,
+                    tooltip=(
+                        "Name for a file in models/sparge_profiles; empty saves nothing. Runs that "
+                        "load it are faster, because they need not measure; truer without, because "
+                        "then every run is measured itself."
+                    ),
+                ),
+            ],
+            outputs=[
+                io.Latent.Output("latent", tooltip="The latent as it came."),
+                io.String.Output("text", tooltip="What happened, layer by layer."),
+                io.Image.Output("picture", tooltip="Density by block and step, error by block."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, model: Any, latent: Any, save_profile: str = "") -> io.NodeOutput:
+        hook = hook_of(model)
+        if hook is None or hook.last is None:
+            reason = NO_NODE if hook is None else NO_RUN
+            return io.NodeOutput(latent, reason, picture.message(reason))
+        text = report.details(hook.last)
+        if save_profile:
+            text += "\n" + _save(hook.last, save_profile)
+        return io.NodeOutput(latent, text, picture.draw(hook.last))
+
+
+def _save(result: RunResult, name: str) -> str:
+    """What became of it; a name that cannot be used must not cost the user a finished clip."""
+    try:
+        path = profile_path(profile_folder(), name)
+        if result.profile is None:
+            return "No profile was saved: no head was measured, which takes an auto mode."
+        result.profile.save(path)
+    except ProfileError as error:
+        logger.warning("[Sparge] %s", error)
+        return f"No profile was saved: {error}"
+    return f"Saved the profile {path.name}."

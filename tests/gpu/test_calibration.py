@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration on the kernels finds what calibration on the reference finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparge import TokenGrid, cube_order
+from sparge.calibrate import Calibration, Workload, kernel_measure, measure_for, reference_measure
+from sparge.calibrate.measure import Measure
+from tests.gpu.cases import Case, make_qkv
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "cubes and text": (TokenGrid(7, 12, 15, prefix=70), Case("a", heads=4, kv_heads=2)),
+    "text last, NHD, 64": (
+        TokenGrid(5, 14, 13, suffix=45),
+        Case("b", heads=3, kv_heads=3, head_dim=64, layout="NHD", batch=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator) -> None:
+    grid, case = CASES[name]
+    case = Case(**{**vars(case), "queries": grid.tokens, "keys": grid.tokens})
+    q, k, v = make_qkv(case, generator)
+
+    def errors(measure: Measure) -> np.ndarray:
+        workload = Workload(cube_order(grid))
+        calibration = Calibration.begin(
+            layers=1, heads=case.heads, workload=workload, measure=measure, device="cuda"
+        )
+        for _ in range(2):
+            calibration.sample(0, q, k, v)
+        return calibration.relative_errors()
+
+    by_kernels, by_reference = errors(kernel_measure), errors(reference_measure)
+    assert np.isfinite(by_kernels).all()
+    # Rounded P and V differ (E4M3 or FP16), which both count against a dense output rounded alike.
+    difference = np.abs(by_kernels - by_reference)
+    assert (difference <= 0.05 * by_reference + 0.01).all()
+    assert by_kernels[..., 0, :].max() > 0.1, "the least dense candidates drop something"
+
+
+def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
+    assert measure_for("cuda") is kernel_measure
+    grid = TokenGrid(6, 12, 12)
+    case = Case("sync", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
+    q, k, v = make_qkv(case, generator)
+    calibration = Calibration.begin(
+        layers=1,
+        heads=4,
+        workload=Workload(cube_order(grid)),
+        measure=kernel_measure,
+        device="cuda",
+    )
+    calibration.sample(0, q, k, v)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calibration.sample(0, q, k, v)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert calibration.samples == [8]

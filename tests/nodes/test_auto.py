@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in auto modes: what is measured, when it is frozen, what sparse calls are given."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+HEADS, BLOCKS = 2, 2
+LATENT = (4, 16, 16)
+TOKENS = 4 * 8 * 8
+DENSE_THEN_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5]
+
+
+class WanModel(torch.nn.Module):
+    """As much of Wan as the node sees; its name makes it one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_size, self.num_heads, self.blocks = (1, 2, 2), HEADS, [0] * BLOCKS
+        self.norm = torch.nn.LayerNorm(8)
+
+
+@pytest.fixture
+def patch(load_pack, patcher):
+    """patch(model, **widgets): a patched patcher."""
+
+    def patched(model=None, mode="auto quality", **widgets):
+        patcher.model.diffusion_model = model or WanModel()
+        node = load_pack("nodes.sparge_attention").SpargeAttention
+        return node.execute(patcher, mode=mode, **({"min_tokens": TOKENS} | widgets))[0]
+
+    return patched
+
+
+@pytest.fixture
+def step(generator):
+    """A forward pass: a long self-attention in each block, of keys that are alike in space."""
+    drift = torch.linspace(0, 30, TOKENS)[None, :, None] + torch.arange(HEADS * 64)
+    layers = [
+        tuple(torch.randn(1, TOKENS, HEADS * 64, generator=generator) for _ in "qkv")
+        for _ in range(BLOCKS)
+    ]
+
+    def forward(attend):
+        return [attend(q, k + 2 * drift.sin(), v, HEADS) for q, k, v in layers]
+
+    return forward
+
+
+@pytest.fixture
+def calls(load_pack, monkeypatch):
+    """(order's tokens, heads of the budget) of each library call."""
+    module = load_pack("nodes.attention_call")
+    library, seen = module.attention, []
+
+    def spy(*args, order, budget, **kwargs):
+        seen.append((order and order.tokens, budget and budget.heads))
+        return library(*args, order=order, budget=budget, **kwargs)
+
+    monkeypatch.setattr(module, "attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["auto quality", "auto budget"])
+def test_dense_steps_are_measured(patch, session, step, runs, calls, mode):
+    patched = patch(mode=mode)
+    session(patched, LATENT).sample(step, DENSE_THEN_SPARSE)
+    ((run, _),) = runs
+    assert run.tally.reasons == {"before start_percent 0.2": 2 * BLOCKS}
+    assert run.tally.sparse == 3 * BLOCKS
+    assert calls == [(TOKENS, HEADS)] * 3 * BLOCKS
+
+
+def test_without_a_dense_step_the_first_pass_measures(patch, session, step, runs):
+    session(patch(start_percent=0.0), LATENT).sample(step, [0.5, 0.4, 0.3])
+    ((run, _),) = runs
+    assert run.tally.reasons == {"measuring": BLOCKS}
+    assert run.tally.sparse == 2 * BLOCKS
+
+
+@pytest.mark.parametrize("start_percent", [0.0, 0.2])
+def test_each_conditioning_is_measured_alone_or_in_a_batch(
+    patch, session, step, runs, start_percent
+):
+    patched = patch(start_percent=start_percent)
+    sigmas = [0.9, 0.7, 0.5]
+    session(patched, LATENT).sample(step, sigmas)
+    session(patched, LATENT).sample(step, sigmas, conditionings=([0], [1]))
+    (batch, _), (apart, _) = runs
+    assert apart.tally.sparse == 2 * batch.tally.sparse == 2 * 2 * BLOCKS
+    assert apart.tally.dense == 2 * batch.tally.dense == 2 * BLOCKS
+    assert [record.step for record in apart.records] == [0, 0, 1, 1, 2, 2]
+    one, other = (run.heads.frozen[0].choices for run in (batch, apart))
+    # The session gives both conditionings the same tensors: twice the sums, the same ratio.
+    assert torch.equal(one.density, other.density)
+    assert torch.equal(one.gain, other.gain)
+
+
+def test_a_shape_nobody_expected_is_measured_in_the_next_pass(patch, session, step, runs, calls):
+    session(patch(torch.nn.Module(), start_percent=0.0)).sample(step, [0.5, 0.4, 0.3, 0.2])
+    ((run, _),) = runs
+    assert run.tally.reasons == {"measuring": 2 * BLOCKS}
+    assert calls == [(None, HEADS)] * 2 * BLOCKS
+
+
+def test_text_stays_exact_in_cubes(patch, session, runs, calls, generator):
+    class AsymmDiTJoint(WanModel):
+        def __init__(self):
+            super().__init__()
+            self.patch_size = 2
+
+    q = torch.randn(1, TOKENS + 40, HEADS * 64, generator=generator)
+    running = session(patch(AsymmDiTJoint(), "manual"), LATENT, torch.zeros(1, 40, 8))
+    running.sample(lambda attend: attend(q, q, q, HEADS), [0.5])
+    assert calls == [(TOKENS + 40, None)]
+
+
+def test_manual_mode_keeps_the_order_of_tokens_that_do_not_fit(patch, session, step, calls):
+    patched = patch(mode="manual")
+    session(patched, (5, 16, 16)).sample(step, [0.5])
+    session(patched, LATENT).sample(step, [0.5])
+    assert calls == [(None, None)] * BLOCKS + [(TOKENS, None)] * BLOCKS
+
+
+def test_what_outlives_a_call_is_made_between_calls(
+    load_pack, patch, session, step, runs, monkeypatch
+):
+    inside, made = [], Counter()
+    sparge, calibrate = load_pack("sparge"), load_pack("sparge.calibrate")
+
+    def watched(owner, name, original):
+        def made_here(*args, **kwargs):
+            made[name, bool(inside)] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, made_here)
+
+    watched(calibrate.Calibration, "begin", calibrate.Calibration.begin)
+    watched(calibrate.Probe, "begin", calibrate.Probe.begin)
+    watched(sparge.HeadBudget, "_make_table", sparge.HeadBudget._make_table)
+    watched(
+        load_pack("nodes.passes").PassRecord, "begin", load_pack("nodes.passes").PassRecord.begin
+    )
+    forward = load_pack("nodes.forward_facts").Forward
+    attend = forward.attend
+
+    def entered(*args):
+        inside.append(1)
+        try:
+            return attend(*args)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(forward, "attend", entered)
+    session(patch(), LATENT).sample(step, DENSE_THEN_SPARSE)
+    assert made == {
+        ("begin", False): 2 + len(DENSE_THEN_SPARSE),  # a calibration, a probe, a record a pass
+        ("_make_table", False): BLOCKS,
+    }
+
+
+def test_samples_are_spread_over_passes(load_pack, patch, session, step, monkeypatch):
+    sampled = []
+    calibration = load_pack("sparge.calibrate").Calibration
+    original = calibration.sample
+
+    def sample(self, layer, *args, **kwargs):
+        sampled.append(layer)
+        return original(self, layer, *args, **kwargs)
+
+    monkeypatch.setattr(calibration, "sample", sample)
+    session(patch(start_percent=0.5), LATENT).sample(step, [1.0, 0.9, 0.8, 0.7, 0.6, 0.4])
+    assert sampled == [0, 1, 1, 0], "all at first, then each in every third pass"
+
+
+@pytest.mark.parametrize("kind", ["refusal", "memory", "build"])
+def test_what_cannot_be_measured_stays_dense_with_its_reason(
+    load_pack, patch, session, step, runs, monkeypatch, kind
+):
+    error, reason = {
+        "refusal": (load_pack("sparge").Unsupported("no such head"), "no such head"),
+        "memory": (torch.OutOfMemoryError("full"), "not enough memory to measure this layer"),
+        "build": (
+            load_pack("sparge").KernelBuildError("attend", "line 1"),
+            "a kernel did not compile (see the log)",
+        ),
+    }[kind]
+
+    def refuse(sample):
+        raise error
+
+    monkeypatch.setattr(load_pack("nodes.head_table"), "measure_for", lambda device: refuse)
+    session(patch(start_percent=0.0), LATENT).sample(step, [0.5, 0.4])
+    ((run, _),) = runs
+    assert run.tally.reasons == {reason: 2 * BLOCKS}
+
+
+def test_a_layer_without_finite_numbers_stays_dense(patch, session, step, runs):
+    def broken(attend):
+        seen = iter(range(BLOCKS))
+
+        def first_is_infinite(q, k, v, heads):
+            return attend(q, k, v * torch.inf if next(seen) == 0 else v, heads)
+
+        return step(first_is_infinite)
+
+    session(patch(start_percent=0.0), LATENT).sample(broken, [0.5, 0.4])
+    ((run, _),) = runs
+    assert run.tally.reasons == {"measuring": BLOCKS, "this layer could not be measured": 1}
+    assert run.tally.sparse == BLOCKS - 1
+
+
+def test_text_alone_is_no_work_for_heads(patch, session, runs, generator):
+    class Flux(WanModel):
+        def __init__(self):
+            super().__init__()
+            self.patch_size = 2
+
+    # The image's one token is in the query block in which the text ends.
+    q = torch.randn(1, 1 + 190, HEADS * 64, generator=generator)
+    running = session(patch(Flux(), min_tokens=100), (2, 2), torch.zeros(1, 190, 8))
+    running.sample(lambda attend: attend(q, q, q, HEADS), [0.5, 0.4])
+    ((run, _),) = runs
+    (reason,) = run.tally.reasons
+    assert "Every query block holds exact tokens" in reason
+
+
+@pytest.mark.parametrize(("mode", "tightens"), [("auto quality", True), ("auto budget", False)])
+def test_drift_is_answered_in_a_later_step(
+    load_pack, patch, session, step, runs, monkeypatch, mode, tightens
+):
+    """Whatever is probed is far off; cond and uncond of one step are alike all the same."""
+    probe = load_pack("sparge.calibrate").Probe
+    original, probed = probe.sample, []
+
+    def sample(self, layer, q, k, v, out, scale=None):
+        probed.append(layer)
+        original(self, layer, q, k, v, 2 * out, scale)
+
+    monkeypatch.setattr(probe, "sample", sample)
+    monkeypatch.setattr(load_pack("nodes.head_table"), "PASSES_A_PROBE", 2)
+    sigmas = [0.9, *[0.7, 0.6, 0.5, 0.4]]
+    session(patch(mode=mode, topk=0.3, quality="fast"), LATENT).sample(
+        step, sigmas, conditionings=([0], [1])
+    )
+    ((run, _),) = runs
+    assert probed == [1, 1, 0, 0, 1, 1, 0, 0]  # step 1 probes row 1, for both conditionings
+    (table,) = run.heads.frozen
+    measured = table.choices.density[:BLOCKS]
+    now = torch.stack([table.budget(row).density for row in range(BLOCKS)])
+    # Row 1 is corrected in steps 2 and 4, row 0 in step 3: step 4 is the last.
+    factors = torch.tensor([[1.5], [1.5**2]]) if tightens else torch.ones(2, 1)
+    torch.testing.assert_close(now, (measured * factors).clamp(max=1))
+
+
+def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step, runs):
+    patched = patch()
+    session(patched, LATENT).sample(step, DENSE_THEN_SPARSE)
+    result = load_pack("nodes.hook").hook_of(patched).last
+    assert result.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
+    assert (result.by_step[:, :2] == 1).all()
+    assert result.density == pytest.approx(float(result.by_step[:, 2:].mean()))
+    (shape,) = result.shapes
+    assert shape.layers.tolist() == list(range(BLOCKS))
+    assert float(shape.predicted.max()) <= 0.06
+    run = weakref.ref(runs[0][0])
+    runs.clear()
+    gc.collect()
+    assert run() is None
+
+
+def test_the_same_run_twice(patch, session, step):
+    patched = patch(quality="fast")
+    first, second = (session(patched, LATENT).sample(step, DENSE_THEN_SPARSE) for _ in range(2))
+    assert all(
+        torch.equal(a, b) for one, other in zip(first, second, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )  # fmt: skip

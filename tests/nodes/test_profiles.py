@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles: what is saved, what is used again, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+HEADS, TOKENS = 2, 256
+LATENT = (4, 16, 16)
+
+
+class WanModel(torch.nn.Module):
+    """As much of Wan as the node sees; its name makes it one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_size, self.num_heads, self.blocks = (1, 2, 2), HEADS, [0]
+        self.norm = torch.nn.LayerNorm(8)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """ComfyUI's models folder."""
+    paths = ModuleType("folder_paths")
+    vars(paths)["models_dir"] = str(tmp_path)
+    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    return tmp_path / "sparge_profiles"
+
+
+@pytest.fixture
+def run_once(load_pack, session, patcher, generator):
+    """run_once(sigmas, model, **widgets): the patched model, after a run."""
+    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+
+    def run(sigmas=(0.9, 0.7), model=None, patches=None, **widgets):
+        patcher.model.diffusion_model = model or WanModel()
+        patcher.patches = patches or {}
+        node = load_pack("nodes.sparge_attention").SpargeAttention
+        settings = {"mode": "auto quality", "min_tokens": TOKENS} | widgets
+        patched = node.execute(patcher, **settings)[0]
+        session(patched, LATENT).sample(lambda attend: attend(q, q, q, HEADS), list(sigmas))
+        return patched
+
+    return run
+
+
+@pytest.fixture
+def load(load_pack):
+    return lambda name: load_pack("nodes.sparge_profile_load").SpargeProfileLoad.execute(name)[0]
+
+
+@pytest.fixture
+def report(load_pack):
+    """(latent, text, picture) for a patched model."""
+    node = load_pack("nodes.sparge_report").SpargeReport
+    return lambda model, name="": node.execute(model, {"samples": 0}, name)
+
+
+@pytest.fixture
+def saved(folder, run_once, report, load):
+    """The profile of a run, saved and loaded."""
+    _, text, _ = report(run_once(), "clip")
+    assert text.endswith("Saved the profile clip.safetensors.")
+    assert (folder / "clip.safetensors").is_file()
+    return load("clip")
+
+
+def test_a_profile_spares_the_measuring(saved, run_once, runs):
+    run_once(sigmas=[0.7, 0.6], profile=saved)
+    ((run, _),) = runs
+    assert (run.tally.sparse, run.tally.dense, run.notes) == (2, 0, [])
+    chosen = run.heads.frozen[0].choices
+    assert torch.equal(chosen.density, next(iter(saved.profile.choices.values())).density)
+
+
+class OtherModel(WanModel):
+    """Another architecture."""
+
+
+def finetuned():
+    model = WanModel()
+    torch.nn.init.normal_(model.norm.weight)
+    return model
+
+
+REFUSED = {
+    "another model": ({"model": OtherModel()}, "measured on WanModel and this model is OtherModel"),
+    "another quality": ({"quality": "high"}, "a target error of 0.06 and this node asks for"),
+    "another mode": ({"mode": "auto budget"}, "this node asks for a mean density of 50 %"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_profile_that_does_not_fit_is_not_used(saved, run_once, runs, case):
+    changes, reason = REFUSED[case]
+    run_once(sigmas=[0.7, 0.6], profile=saved, **changes)
+    ((run, _),) = runs
+    assert run.tally.reasons == {"measuring": 1}
+    (note,) = run.notes
+    assert reason in note and "this run measures" in note
+
+
+USED = {
+    "finetuned": {"model": finetuned()},
+    "LoRA": {"patches": {"norm.weight": [(0.8, "diff", 1.0)]}},
+}
+
+
+@pytest.mark.parametrize("case", USED)
+def test_other_weights_are_used_with_a_warning(saved, run_once, runs, case):
+    run_once(sigmas=[0.7, 0.6], profile=saved, **USED[case])
+    ((run, _),) = runs
+    assert run.tally.sparse == 2
+    (note,) = run.notes
+    assert "a finetune or a LoRA" in note
+
+
+def test_another_length_is_measured(saved, run_once, runs, monkeypatch, load_pack):
+    profile = saved.profile
+    (table, choices), = profile.choices.items()  # fmt: skip
+    profile.choices[table._replace(tokens=TOKENS + 64)] = choices
+    del profile.choices[table]
+    run_once(sigmas=[0.7, 0.6], profile=saved)
+    ((run, _),) = runs
+    assert run.tally.reasons == {"measuring": 1}
+    assert run.notes == [
+        "The profile has nothing for 256 tokens of 2 heads, so this run measures them"
+    ]
+
+
+def test_manual_mode_has_no_use_for_one(saved, run_once, runs):
+    run_once(mode="manual", profile=saved)
+    ((run, _),) = runs
+    assert run.notes == ["the profile clip has no effect in manual mode"]
+
+
+@pytest.mark.parametrize("name", ["", "none", "../up", "a/b", "C:clip"])
+def test_a_missing_or_unsafe_name_warns_and_the_run_measures(
+    folder, load, run_once, runs, caplog, name
+):
+    found = load(name)
+    assert found.profile is None
+    assert found.problem in caplog.text
+    run_once(sigmas=[0.7, 0.6], profile=found)
+    ((run, _),) = runs
+    assert run.tally.reasons == {"measuring": 1}
+    assert run.notes == [f"{found.problem} This run measures"]
+
+
+def test_a_file_that_was_written_since_is_read_again(saved, folder, load_pack):
+    node = load_pack("nodes.sparge_profile_load").SpargeProfileLoad
+    before = node.fingerprint_inputs("clip")
+    assert before == node.fingerprint_inputs("clip.safetensors") != ""
+    assert node.fingerprint_inputs("none") == node.fingerprint_inputs("../up") == ""
+    (folder / "clip.safetensors").write_bytes(b"")
+    assert node.fingerprint_inputs("clip") != before
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "con"])
+def test_an_unsafe_name_saves_nothing_and_costs_nothing(folder, run_once, report, name):
+    latent, text, _ = report(run_once(), name)
+    assert latent == {"samples": 0}
+    assert "No profile was saved" in text.splitlines()[-1]
+    assert not folder.exists()
+
+
+def test_nothing_measured_is_nothing_to_save(folder, run_once, report):
+    _, text, _ = report(run_once(mode="manual"), "clip")
+    assert text.endswith("takes an auto mode.")
+    assert not folder.exists()
+
+
+def test_reports_without_a_run(report, patcher, load_pack):
+    assert "did not go through" in report(patcher)[1]
+    node = load_pack("nodes.sparge_attention").SpargeAttention
+    latent, text, picture = report(node.execute(patcher)[0])
+    assert "No sampler has run" in text
+    assert latent == {"samples": 0} and picture.ndim == 4
+
+
+def test_a_cancelled_run_is_reported_too(load_pack, session, patcher, report):
+    patcher.model.diffusion_model = WanModel()
+    node = load_pack("nodes.sparge_attention").SpargeAttention
+    patched = node.execute(patcher, mode="auto quality", min_tokens=TOKENS)[0]
+
+    def cancel(attend):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        session(patched, LATENT).sample(cancel, [0.5])
+    assert "stopped early" in report(patched)[1].splitlines()[0]
+
+
+NODES = {
+    "SpargeProfileLoad": ("nodes.sparge_profile_load", ["name"], ["profile"]),
+    "SpargeReport": (
+        "nodes.sparge_report",
+        ["model", "latent", "save_profile"],
+        ["latent", "text", "picture"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_faces_of_the_nodes(load_pack, name):
+    module, inputs, outputs = NODES[name]
+    schema = getattr(load_pack(module), name).define_schema()
+    assert schema.node_id == name
+    assert schema.category == "model/patch"
+    assert [each.id for each in schema.inputs] == inputs
+    assert [each.id for each in schema.outputs] == outputs
+    assert all(each.tooltip for each in [*schema.inputs, *schema.outputs])
+    for each in schema.inputs:
+        if type(each).__name__ == "StringInput":
+            assert "faster" in each.tooltip.lower() and "truer" in each.tooltip
