@@ -2,7 +2,10 @@
 """Seconds and memory of a denoising call in real ComfyUI, without the node and with it.
 
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,wan] [--topk 0.5 0.2]
+                                                         [--mode "auto budget"]
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
+
+In an auto mode the first call is dense and measured: the first of the seconds. The others count.
 
 The models have random weights, and the sampler is ComfyUI's own. With --limit-gib a model of few
 blocks runs in that much GPU memory: the rest of the limit is held, as weights would hold it, so
@@ -90,17 +93,22 @@ def widgets(args: argparse.Namespace, topk: float | None) -> dict[str, Any] | No
     if topk is None:
         return None
     tokens = {"min_tokens": 100} if args.tiny else {}
-    return {"topk": topk, "pvthreshd": args.pvthreshd, "start_percent": 0.0, **tokens}
+    numbers = {"topk": topk, "pvthreshd": args.pvthreshd, "start_percent": 0.0}
+    return {"mode": args.mode, **numbers, **tokens}
 
 
 def config_name(args: argparse.Namespace, topk: float | None) -> str:
-    return "default" if topk is None else f"topk {topk:g}, pvthreshd {args.pvthreshd:g}"
+    if topk is None:
+        return "default"
+    mode = "topk" if args.mode == "manual" else args.mode
+    return f"{mode} {topk:g}, pvthreshd {args.pvthreshd:g}"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
     parser.add_argument("--models", default="mochi,cogvideox,wan")
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--mode", default="manual", help="of the node: manual, auto budget ...")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
     parser.add_argument("--repeats", type=int, default=3, help="timed calls after one untimed")
     parser.add_argument("--limit-gib", type=float, nargs="*", help="measure memory, not time")

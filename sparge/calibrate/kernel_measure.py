@@ -132,10 +132,7 @@ class _Rows:
             scores = log_mass(self.facts, sample.scale)
         rank = rank_blocks(scores.masked_fill(~ranked, -torch.inf)).masked_fill(~ranked, -1)
         bounds = [-1, *sample.candidates.kept_ranks(rank.shape[-1])[:-1], rank.shape[-1]]
-        parts = [
-            (rank >= low) & (rank < high) & valid
-            for low, high in pairwise(bounds)
-        ]
+        parts = [(rank >= low) & (rank < high) & valid for low, high in pairwise(bounds)]
         return torch.stack(parts, 2)
 
 
