@@ -20,11 +20,11 @@ struct TensorView {
 
 // A head's row of `thresholds`; sparge/plan/budget.py writes it.
 struct HeadThresholds {
-  float selection;    // share of the key blocks, or of the mass
+  float selection;  // share of the key blocks, or of the mass
   float simthreshd1;
   float pvthreshd;
-  float log2_gain;    // of pooled terms; minus infinity: plain dropping
-  float router;       // above 0: rank by the error that pooling a block makes
+  float log2_gain;  // of pooled terms; minus infinity: plain dropping
+  float router;     // above 0: rank by the error that pooling a block makes
 };
 
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
@@ -104,6 +104,7 @@ struct QuantizeParams {
   float* k_variance;         // (batch, kv_heads, head_dim, key_blocks)
   float* v_block_mean;       // (batch, kv_heads, head_dim, key_blocks)
   float* v_variance;         // (batch, kv_heads, key_blocks): summed over channels
+  float* v_square;           // (batch, kv_heads, key_blocks): of v_block_mean, summed over channels
   u8* pool_k;                // (batch, kv_heads, pool_tiles): tiles like k_tiles whose rows are the means of 64 key blocks
   u8* pool_v;                // likewise, columns as in v_tiles
   PoolColumn* pool_columns;  // (batch, kv_heads, pool_tiles * 64)
@@ -128,16 +129,17 @@ struct RouteParams {
   const float* k_variance;  // null: every head ranks by mass
   const float* v_block_mean;
   const float* v_variance;
-  u32* block_map;           // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
-  i32* counts;              // (batch, heads, query_blocks)
-  u64* counters;            // kept, valid, skipped pairs; may be null
+  const float* v_square;
+  u32* block_map;  // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
+  i32* counts;     // (batch, heads, query_blocks)
+  u64* counters;   // kept, valid, skipped pairs; may be null
   float cdfthreshd;
   float simthreshd1;
   float score_scale;
   Select select;
-  i32 floor;        // ranked key blocks that every query block keeps
+  i32 floor;         // ranked key blocks that every query block keeps
   i32 weigh_counts;  // a block's mass counts its keys: with an order or a budget, not in upstream's semantics
-  i32 topk_blocks;  // the host's max(1, int(topk * key_blocks)), where double precision settles the product
+  i32 topk_blocks;   // the host's max(1, int(topk * key_blocks)), where double precision settles the product
   i32 exact_prefix;
   i32 exact_suffix;
   i32 causal;

@@ -120,6 +120,7 @@ class WorkspaceLayout:
             self._add("k_variance", (*kv, shape.head_dim, shape.key_blocks))
             self._add("v_block_mean", (*kv, shape.head_dim, shape.key_blocks))
             self._add("v_variance", blocks)
+            self._add("v_square", blocks)
             self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)
             self._add("pool_v", (*tiles, tile * value_bytes), torch.uint8)
             self._add("pool_columns", (*tiles, KEY_BLOCK, 2))

@@ -14,7 +14,7 @@ struct alignas(16) ValueSmem {
   u8 rows[kKeyBlock][kHeadDim * kValueBytes];
   float mean[kHeadDim], inverse_scale[kHeadDim];  // here, because registers hold a tile that is on its way
   float sums[kWarps][kHeadDim];
-  float variance[kWarps];
+  float of_warps[2][kWarps];
 };
 
 SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
@@ -33,7 +33,8 @@ SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
   *reinterpret_cast<Vec16*>(row) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
 }
 
-// Mean of each channel, and the variance summed over channels, in the caller's units; the mean as a pseudo-key's value.
+// Mean of each channel, its square and the variance summed over channels, in the caller's units; the mean as a pseudo-key's
+// value.
 SPARGE_DEVICE void value_statistics(const QuantizeParams& p, ValueSmem& smem, const Thread& thread, i32 head_at, i32 block,
                                     i32 count, const float (&sums)[kLaneChannels], const float (&squares)[kLaneChannels]) {
   const i32 blocks = p.problem.key_blocks(), channel = threadIdx.x;
@@ -41,21 +42,25 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, ValueSmem& smem, co
   const float mean = channel_sum(smem.sums, thread, sums) * inverse_count;
   __syncthreads();
   const float square = channel_sum(smem.sums, thread, squares) * inverse_count;
-  float variance = 0.0f;
+  float of_channel[2] = {};  // variance, squared mean
   if (channel < kHeadDim) {
     const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + channel] : 1.0f;
     p.v_block_mean[static_cast<i64>(head_at * kHeadDim + channel) * blocks + block] = mean * scale;
-    variance = fmaxf(0.0f, square - mean * mean) * scale * scale;
+    of_channel[0] = fmaxf(0.0f, square - mean * mean) * scale * scale;
+    of_channel[1] = mean * scale * (mean * scale);
   }
   pool_value(p, head_at, block, mean);
-  variance = lane_sum<1, kWarpSize>(variance);
-  if (thread.lane == 0) smem.variance[thread.warp] = variance;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float of_warp = lane_sum<1, kWarpSize>(of_channel[i]);
+    if (thread.lane == 0) smem.of_warps[i][thread.warp] = of_warp;
+  }
   __syncthreads();
-  if (threadIdx.x > 0) return;
+  if (threadIdx.x >= 2) return;
   float total = 0.0f;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += smem.variance[w];
-  p.v_variance[head_at * blocks + block] = total;
+  for (int w = 0; w < kWarps; ++w) total += smem.of_warps[threadIdx.x][w];
+  (threadIdx.x == 0 ? p.v_variance : p.v_square)[head_at * blocks + block] = total;
 }
 
 template <DType kType>

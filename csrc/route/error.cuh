@@ -34,22 +34,31 @@ SPARGE_DEVICE void share_mass(const RouteParams& p, const float* log_mass, float
   for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
 }
 
-// smem.vectors[r] = sum of weights[r][j] V_j; a warp takes every eighth channel, its lanes the key blocks.
+// smem.vectors[r] = sum of weights[r][j] V_j; a warp takes four channels at a time, which share each read of the weights, its
+// lanes the key blocks.
 SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, ErrorSmem& smem, i32 rows, i32 key_blocks) {
+  constexpr int kChannels = 4;
   const i32 lane = threadIdx.x % kWarpSize;
-  for (int c = threadIdx.x / kWarpSize; c < kHeadDim; c += kWarps) {
-    float sum[kMaxRows] = {};
+  for (int first = threadIdx.x / kWarpSize * kChannels; first < kHeadDim; first += kWarps * kChannels) {
+    float sum[kChannels][kMaxRows] = {};
     for (int j = lane; j < key_blocks; j += kWarpSize) {
-      const float x = values[static_cast<i64>(c) * key_blocks + j];
+      float x[kChannels];
 #pragma unroll
-      for (int r = 0; r < kMaxRows; ++r)
-        if (r < rows) sum[r] += weights[r * key_blocks + j] * x;
+      for (int c = 0; c < kChannels; ++c) x[c] = values[static_cast<i64>(first + c) * key_blocks + j];
+#pragma unroll
+      for (int r = 0; r < kMaxRows; ++r) {
+        const float weight = r < rows ? weights[r * key_blocks + j] : 0.0f;
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) sum[c][r] += weight * x[c];
+      }
     }
 #pragma unroll
-    for (int r = 0; r < kMaxRows; ++r) {
-      sum[r] = lane_sum<1, kWarpSize>(sum[r]);
-      if (lane == r) smem.vectors[r][c] = sum[r];
-    }
+    for (int c = 0; c < kChannels; ++c)
+#pragma unroll
+      for (int r = 0; r < kMaxRows; ++r) {
+        const float total = lane_sum<1, kWarpSize>(sum[c][r]);
+        if (lane == r) smem.vectors[r][first + c] = total;
+      }
   }
 }
 
@@ -69,18 +78,10 @@ SPARGE_DEVICE void score_error(const RouteParams& p, const RowVectors& q_mean, E
   if (lane == 0) smem.norm[warp] = squares;
   __syncthreads();
   // |V_j - o|^2
-  for (int j = threadIdx.x; j < key_blocks; j += kThreads) {
-    float own = 0.0f;
-    for (int c = 0; c < kHeadDim; ++c) {
-      const float x = values[static_cast<i64>(c) * key_blocks + j];
-      own += x * x;
-    }
-    spare[j] = own;
-  }
   multiply_rows(smem.vectors, values, key_blocks, [&](i32 j, const float (&dot)[kMaxRows]) {
-    const float own = spare[j];
+    const float own = p.v_square[kv_at * key_blocks + j];
 #pragma unroll
-    for (int r = kMaxRows - 1; r >= 0; --r)
+    for (int r = 0; r < kMaxRows; ++r)
       if (r < rows) spare[r * key_blocks + j] = fmaxf(0.0f, smem.norm[r] - 2.0f * dot[r] + own);
   });
   __syncthreads();

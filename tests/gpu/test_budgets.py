@@ -179,6 +179,9 @@ def test_statistics_and_pseudo_keys(
     room = 1e-5 * d * (packed.v_block_mean.square().amax() + packed.v_variance.amax() / d) + 1e-12
     torch.testing.assert_close(fields["v_variance"], packed.v_variance, rtol=2e-3, atol=float(room))
 
+    square = packed.v_block_mean.square().sum(-1)
+    torch.testing.assert_close(fields["v_square"], square, rtol=1e-3, atol=float(1e-6 * size**2))
+
     blocks, int8 = call_blocks(got), element.name.startswith("INT8")
     head_dim = got.call.shape.head_dim
     columns = fields["pool_columns"].flatten(2, 3)[:, :, :blocks]

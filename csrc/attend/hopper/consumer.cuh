@@ -84,10 +84,11 @@ struct Consumer {
     const i32 stage = ring.stage;
     ring.advance();
     await_turn(group);
-    take_exponentials(item, stage, 0);
+    const u32 skips = skipped(stage);
+    take_exponentials(item, stage, 0, skips);
     next_step();
     start_scores(item, 0);
-    take_exponentials(item, stage, 1);
+    take_exponentials(item, stage, 1, skips);
     pass_turn(group);
     start_scores(item, 1);
     start_values(item, stage);
@@ -107,8 +108,9 @@ struct Consumer {
     const i32 stage = ring.stage;
     ring.advance();
     await_turn(group);
+    const u32 skips = skipped(stage);
 #pragma unroll
-    for (int block = 0; block < kStepBlocks; ++block) take_exponentials(item, stage, block);
+    for (int block = 0; block < kStepBlocks; ++block) take_exponentials(item, stage, block, skips);
     pass_turn(group);
     start_values(item, stage);
     ptx::wgmma_wait<0>();
@@ -133,11 +135,23 @@ struct Consumer {
   SPARGE_DEVICE void raise_maxima(Item& item, PerRow (&block_most)[kStepBlocks]) {
     const Step& step = smem.step[ring.stage];
     if constexpr (kPvFilter) {
-      const Skips skips = item.softmax.negligible(block_most, step.pvthreshd, group);
-      smem.skips[threadIdx.x] = skips.block[0] | skips.block[1] << 1;
-      if (uniform(skips.any()) && leads()) smem.skipped_pairs[group] += pairs_of(step, skips);
+      const u32 vote = item.softmax.negligible(block_most, step.pvthreshd);
+      const i32 thread = threadIdx.x % kGroupThreads;
+      if (thread % kWarpSize == 0)
+        reinterpret_cast<u8*>(&smem.votes[ring.stage][group])[thread / kWarpSize] = static_cast<u8>(vote);
     }
     item.softmax.raise(block_most, item.alpha);
+  }
+
+  // Blocks of a stage's step that the PV filter leaves out, a bit each: those that all four warps voted for. The barrier of
+  // the turn lies between the votes and this, so that no warp waits for another's vote on its own.
+  SPARGE_DEVICE u32 skipped(i32 stage) const {
+    if constexpr (!kPvFilter) return 0;
+    u32 votes = smem.votes[stage][group];
+    votes &= votes >> 16;
+    votes = uniform(votes & votes >> 8 & 3);
+    if (votes && leads()) smem.skipped_pairs[group] += pairs_of(smem.step[stage], votes);
+    return votes;
   }
 
   // From scores to log2 units.
@@ -147,8 +161,8 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) scale[half] = item.queries.scale[half] * key_scale;
   }
 
-  SPARGE_DEVICE void take_exponentials(Item& item, i32 stage, int block) const {
-    if (kPvFilter && smem.skips[threadIdx.x] >> block & 1) {
+  SPARGE_DEVICE void take_exponentials(Item& item, i32 stage, int block, u32 skips) const {
+    if (kPvFilter && skips >> block & 1) {
       Softmax::nothing(item.probabilities, block);
       return;
     }
@@ -190,13 +204,13 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) item.out[i] = item.out[i] * alpha[i % 4 / 2] + item.fresh[i];
   }
 
-  SPARGE_DEVICE u32 pairs_of(const Step& step, const Skips& skips) const {
+  SPARGE_DEVICE u32 pairs_of(const Step& step, u32 skips) const {
     const i32 first_row = step.first_query + group * kGroupRows;
     const i32 rows = p.problem.rows_from(first_row);
     u32 pairs = 0;
 #pragma unroll
     for (int block = 0; block < kStepBlocks; ++block) {
-      if (!skips.block[block] || step.block[block] < 0) continue;
+      if (!(skips >> block & 1) || step.block[block] < 0) continue;
       pairs += block_pairs(p.causal, first_row, rows, step.block[block] * kKeyBlock, step.keys[block]);
     }
     return pairs;

@@ -35,7 +35,7 @@ constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
 // Less the queries, alignment, barriers and the steps' descriptions.
 constexpr int kSharedBytes = 227 * 1024 - 2048 - kConsumerGroups * kQueryTileBytes;
 constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
-static_assert(kStepBlocks == 2, "the producer pairs blocks, and Skips names two");
+static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two bits");
 
 // Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
 constexpr int kProducerRegisters = 24;
@@ -68,10 +68,10 @@ static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the s
 struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 bytes
   u8 q[kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
-  float q_dot_mean[kQueryBlock];              // q . k_mean, for the log-sum-exp
-  u32 skipped_pairs[kConsumerGroups];         // by the PV filter
-  u8 skips[kConsumerGroups * kGroupThreads];  // bit: the thread leaves out that block of its step; no register is free
+  float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
+  u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   Step step[kStages];
+  u32 votes[kStages][kConsumerGroups];  // a byte a warp, a bit a block: the PV filter may leave it out
   // full: one arrival of the producer, and the bytes; free: one of each consumer warp. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full[kStages], free[kStages];

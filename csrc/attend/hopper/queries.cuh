@@ -27,10 +27,8 @@ SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
 enum NamedBarrier { kBarrierRows = 1, kBarrierTurn = kBarrierRows + kConsumerGroups };
 
 SPARGE_DEVICE void sync_group(i32 group) { ptx::barrier_sync<kGroupThreads>(kBarrierRows + group); }
-SPARGE_DEVICE bool all_of_group(i32 group, bool vote) { return ptx::barrier_all<kGroupThreads>(kBarrierRows + group, vote); }
 
 // The warpgroups compute exponentials in turns: at the same time, both would wait for one pipe and then leave it idle.
-// (barrier_all must not meet barrier_arrive at one barrier: that is an illegal instruction.)
 SPARGE_DEVICE void await_turn(i32 group) { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(kBarrierTurn + group); }
 SPARGE_DEVICE void pass_turn(i32 group) {
   const i32 other = kConsumerGroups - 1 - group;

@@ -53,13 +53,6 @@ SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, con
   }
 }
 
-// Which of the step's blocks the PV filter leaves out, for all rows of the warpgroup.
-struct Skips {
-  bool block[kStepBlocks] = {};
-
-  SPARGE_DEVICE bool any() const { return block[0] || block[1]; }
-};
-
 struct Softmax {
   PerRow most;      // log2 units
   PerRow sum = {};  // this thread's columns only, until finish()
@@ -83,8 +76,9 @@ struct Softmax {
     }
   }
 
-  // A row that met no key yet finds negligible only what has none for it either.
-  SPARGE_DEVICE Skips negligible(PerRow (&block_most)[kStepBlocks], float pvthreshd, i32 group) const {
+  // Bit: this warp finds that block of the step negligible. A row that met no key yet finds so only what has none for it
+  // either. Also takes the maxima over all columns.
+  SPARGE_DEVICE u32 negligible(PerRow (&block_most)[kStepBlocks], float pvthreshd) const {
     bool vote[kStepBlocks] = {true, true};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -96,13 +90,7 @@ struct Softmax {
         running = fmaxf(running, block_most[block][half]);
       }
     }
-    // Where nothing is negligible, which is the rule, one barrier says so.
-    Skips skips;
-    if (uniform(all_of_group(group, vote[0] || vote[1]))) {
-#pragma unroll
-      for (int block = 0; block < kStepBlocks; ++block) skips.block[block] = all_of_group(group, vote[block]);
-    }
-    return skips;
+    return __all_sync(kFullWarp, vote[0]) | __all_sync(kFullWarp, vote[1]) << 1;
   }
 
   // Takes the step's maxima in; alpha is what earlier sums shrink by.
