@@ -21,7 +21,12 @@ TITLES = {
     "mochi": "Mochi 848x480x163: 24 heads x 128, 44,776 tokens",
     "cogx2b": "CogVideoX-2B 720x480x49: 30 heads x 64, 17,776 tokens",
 }
-CONFIGS = ("default", "topk 0.5, pvthreshd 15", "topk 0.2, pvthreshd 15")
+CONFIGS = (
+    "default",
+    "topk 0.5, pvthreshd 15",
+    "topk 0.2, pvthreshd 15",
+    "auto budget 0.2, pvthreshd 15",
+)
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -75,7 +80,8 @@ def section() -> str:
         "what it drops).\n\n"
     )
     about_models = (
-        f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same GPU:\n\n"
+        f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
+        "GPU, sparse calls (an auto mode's first call is dense and measured):\n\n"
     )
     return f"\n{about_calls}{attention(calls)}{about_models}{comfyui(model_calls)}\n"
 
