@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import on_reference, ops, reference
 from .call import Call, make_call
 from .errors import Unsupported
 from .kernels import capabilities
@@ -142,7 +142,7 @@ def attention(
     if capabilities(q.device).usable:
         _run_in_head_groups(call, out, lse, counters)
     else:
-        _run_reference(call, out, lse, counters)
+        on_reference.run(call, out, lse, counters)
     out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
     return out if lse is None else (out, lse)
 
@@ -190,7 +190,7 @@ def attention_partials(
     """Attention before its division by the row sum, so that partial results can be combined."""
     call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
     if not capabilities(q.device).usable:
-        attended, _ = _reference_attention(call)
+        attended, _ = on_reference.attend(call)
         return Partials(attended.unnormalised, attended.row_max, attended.row_sum)
     rows = call.q.shape[:3]
     partials = tuple(
@@ -350,45 +350,3 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
 def _scalar(value: float | Tensor) -> float:
     """Per-head values travel in ``thresholds``; their scalar is not read then."""
     return 1.0 if isinstance(value, Tensor) else float(value)
-
-
-def _reference_attention(call: Call) -> tuple[reference.Attended, BlockPlan]:
-    assert call.v is not None  # None only where a plan alone is made
-    return reference.attention(
-        call.q,
-        call.k,
-        call.v,
-        call.policy,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        key_lengths=call.key_lengths,
-        block_mask=call.block_mask,
-        plan=call.plan,
-    )
-
-
-def _run_reference(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    if call.order is None and call.budget is None:
-        attended, plan = _reference_attention(call)
-        pairs = (plan.kept_pairs(), plan.valid_pairs())
-    else:
-        assert call.v is not None
-        attended, choice = reference.budgeted_attention(
-            call.q,
-            call.k,
-            call.v,
-            call.policy,
-            call.budget,
-            order=call.order,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            key_lengths=call.key_lengths,
-        )
-        pairs = (choice.kept_pairs(), choice.valid_pairs())
-    out.copy_(attended.out)
-    if lse is not None:
-        lse.copy_(attended.lse)
-    if counters is not None:
-        counters[0] += pairs[0].sum()
-        counters[1] += pairs[1].sum()
-        counters[2] += attended.pv_skipped.sum()
