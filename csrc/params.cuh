@@ -18,7 +18,7 @@ struct TensorView {
   i32 vectorized;
 };
 
-// A head's row of `thresholds`; sparge/plan/budget.py writes it.
+// A head's row of `thresholds`; sparge/thresholds.py writes it.
 struct HeadThresholds {
   float selection;  // share of the key blocks, or of the mass
   float simthreshd1;

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .letters import written
+from ..sparge.glyphs import write
 from .result import RunResult
 
 Colour = tuple[float, float, float]
@@ -38,7 +38,7 @@ class Canvas:
         self.paste(torch.tensor(colour).expand(max(1, height), max(1, width), 3), top, left)
 
     def write(self, text: str, top: int, left: int, colour: Colour = INK) -> None:
-        points = written(text)
+        points = write(text)
         area = self.pixels[top : top + points.shape[0], left : left + points.shape[1]]
         area[points[: area.shape[0], : area.shape[1]]] = torch.tensor(colour)
 
@@ -106,7 +106,7 @@ def _errors(canvas: Canvas, result: RunResult, tall: int, left: int) -> None:
     canvas.write("PROBED", 8, left + 136, PROBED)
     canvas.write("0", TOP - 16, left)
     label = f"{most:.3f}"
-    canvas.write(label, TOP - 16, left + ERROR_WIDTH - 8 * len(label))
+    canvas.write(label, TOP - 16, left + ERROR_WIDTH - write(label).shape[1])
     for row, layer in enumerate(result.layers.tolist()):
         top = TOP + row * tall
         if layer in predicted:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .thresholds import threshold_table
+
 #: One number for all heads, or a float tensor with one value per query head.
 PerHead = float | Tensor
 
@@ -82,7 +84,7 @@ class SparsePolicy:
         return self.topk if self.select_by == "topk" else self.cdfthreshd
 
     def head_thresholds(self, heads: int, device: torch.device) -> Tensor | None:
-        """(heads, 5) float32 as `HeadBudget.table`, without pooling; None when all are scalars.
+        """`threshold_table` of this policy, without pooling; None when all are scalars.
 
         Raises:
             ValueError: a per-head tensor does not have one value per query head.
@@ -91,23 +93,18 @@ class SparsePolicy:
             self.select_by: self.selection,
             "simthreshd1": self.simthreshd1,
             "pvthreshd": self.pvthreshd,
-            "log2 gain": -math.inf,
-            "router": 0.0,
         }
-        if not any(isinstance(value, Tensor) for value in columns.values()):
-            return None
-        table = torch.empty(heads, len(columns), dtype=torch.float32, device=device)
-        for index, (name, value) in enumerate(columns.items()):
-            if isinstance(value, Tensor) and value.shape not in ((), (heads,)):
+        tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+        for name, value in tensors.items():
+            if value.shape not in ((), (heads,)):
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; give one number or one value for each "
                     f"of the {heads} query heads."
                 )
-            if isinstance(value, Tensor):
-                table[:, index].copy_(value, non_blocking=True)
-            else:
-                table[:, index].fill_(value)
-        return table
+        if not tensors:
+            return None
+        columns["selection"] = columns.pop(self.select_by)
+        return threshold_table(heads, device, **columns, log2_gain=-math.inf, router=0.0)
 
 
 def _check_range(name: str, value: PerHead, low: float, high: float) -> None:

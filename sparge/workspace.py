@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .kernels.params import PoolColumn
 from .kernels.spec import HEAD_DIMS, Element
 from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, WORD_BITS, block_count
 
@@ -123,7 +124,7 @@ class WorkspaceLayout:
             self._add("v_square", blocks)
             self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)
             self._add("pool_v", (*tiles, tile * value_bytes), torch.uint8)
-            self._add("pool_columns", (*tiles, KEY_BLOCK, 2))
+            self._add("pool_columns", (*tiles, KEY_BLOCK, len(PoolColumn._fields_)))
         # Last, so that nothing else moves where attend serves other queries than were routed.
         if with_queries:
             self._add("q_similarity", queries)

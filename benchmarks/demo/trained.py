@@ -14,10 +14,10 @@ from benchmarks.demo.device import timed
 from benchmarks.png import write_png
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun, load_dit, sample_dense
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
-from benchmarks.quality.glyphs import write
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.gif import write_gif
+from sparge.glyphs import write
 
 GPU_SIZE = FULL_GRID
 CPU_SIZE = (9, 16, 14)  # 2,016 tokens, which a CPU samples in seconds

@@ -143,6 +143,23 @@ class AttendParams(Structure):
     )
 
 
+class HeadThresholds(Structure):
+    _fields_ = (
+        ("selection", c_float),
+        ("simthreshd1", c_float),
+        ("pvthreshd", c_float),
+        ("log2_gain", c_float),
+        ("router", c_float),
+    )
+
+
+class PoolColumn(Structure):
+    _fields_ = (("scale", c_float), ("bias", c_float))
+
+
+#: Structs that lie in tensors rather than in a parameter block; all their fields are float32.
+IN_TENSORS: tuple[type[Structure], ...] = (HeadThresholds, PoolColumn)
+
 #: The entry of the warpgroup kernel: csrc/attend_hopper.cu.
 HOPPER_ATTEND = "attend_hopper"
 

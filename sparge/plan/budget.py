@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..policy import PerHead, SparsePolicy
+from ..thresholds import SELECTION, threshold_table
 
 
 class Router(enum.IntEnum):
@@ -19,10 +20,6 @@ class Router(enum.IntEnum):
     """The share of attention that pooled queries and keys give the block."""
     ERROR = 1
     """The error that the block's pooled term would make in its place."""
-
-
-#: Columns of a head's row in `HeadBudget.table`; see `thresholds` in csrc/params.cuh.
-TABLE_COLUMNS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +80,7 @@ class HeadBudget:
         )
 
     def table(self, policy: SparsePolicy) -> Tensor:
-        """(heads, 5) float32 as the kernels read it: density, simthreshd1, pvthreshd, log2 gain,
-        router.
+        """`threshold_table` of this budget with the other thresholds of `policy`.
 
         Kept for policies whose thresholds are numbers, so that a call launches nothing to make it:
         ask for it before attention is recorded.
@@ -97,18 +93,22 @@ class HeadBudget:
             self._tables[key] = self._make_table(similarity, negligible)
         return self._tables[key]
 
-    def _make_table(self, *thresholds: PerHead) -> Tensor:
-        table = torch.empty(self.heads, TABLE_COLUMNS, device=self.device)
-        columns = (self.density, *thresholds, self.gain.log2(), self.router)
-        for index, column in enumerate(columns):
-            table[:, index] = column
-        return table
+    def _make_table(self, simthreshd1: PerHead, pvthreshd: PerHead) -> Tensor:
+        return threshold_table(
+            self.heads,
+            self.device,
+            selection=self.density,
+            simthreshd1=simthreshd1,
+            pvthreshd=pvthreshd,
+            log2_gain=self.gain.log2(),
+            router=self.router,
+        )
 
     def set_density(self, density: Tensor) -> None:
         """Other densities (heads,) from the next call on; in place, never synchronises."""
         self.density.copy_(density)
         for table in self._tables.values():
-            table[:, 0] = self.density
+            table[:, SELECTION] = self.density
 
     @classmethod
     def uniform(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparge.kernels.nvrtc import NvrtcError
-from sparge.kernels.params import PARAMS
+from sparge.kernels.params import IN_TENSORS, PARAMS
 from sparge.kernels.source import find_csrc, read_sources
 
 HEADER = "params.cuh"
@@ -28,7 +28,7 @@ def _structs(kind: Any, seen: dict[str, type[Structure]]) -> dict[str, type[Stru
 
 
 STRUCTS: dict[str, type[Structure]] = {}
-for _entry in PARAMS.values():
+for _entry in (*PARAMS.values(), *IN_TENSORS):
     _structs(_entry, STRUCTS)
 
 
@@ -71,6 +71,11 @@ def test_layout(name: str, compiler):
 
 def test_nested_structs_are_looked_at():
     assert set(STRUCTS) > {struct.__name__ for struct in PARAMS.values()}
+
+
+def test_what_lies_in_tensors_is_float32():
+    for struct in IN_TENSORS:
+        assert all(field[1] is ctypes.c_float for field in struct._fields_)
 
 
 def test_each_kind_of_disagreement_is_noticed(compiler):

@@ -155,14 +155,3 @@ def test_pictures_of_any_size(picture, result, layers, steps):
     density = torch.rand(layers, steps)
     image = picture.draw(result(layers=torch.arange(layers), by_step=density))
     assert image.shape[1] <= 800 and image.shape[2] <= 1500
-
-
-def test_letters(load_pack):
-    written = load_pack("nodes.letters").written
-    assert written("L", zoom=1).int().tolist() == [
-        [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0],
-    ]  # fmt: skip
-    assert written("l1").shape == (10, 16)
-    assert not written("~").any() and not written("").any()
-    letters = [written(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,%"]
-    assert len({tuple(x.flatten().tolist()) for x in letters}) == len(letters)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality import chart, figures, glyphs
+from benchmarks.quality import chart, figures
 from benchmarks.quality.chart import Axis, Line, draw
 from benchmarks.quality.rows import EMULATION, Row, write
+from sparge import glyphs
 
 
 def test_places_on_an_axis() -> None:
@@ -42,6 +43,7 @@ def test_every_glyph_differs_and_has_its_size() -> None:
     assert all(p.shape == (glyphs.HEIGHT, glyphs.WIDTH) for p in glyphs.GLYPHS.values())
     assert glyphs.write("t")[0].all() and not glyphs.write("t")[1, 0]
     assert glyphs.write("ab", zoom=2).shape == (14, 22)
+    assert not glyphs.write("~").any() and not glyphs.write("").any()
     assert torch.equal(glyphs.write("a_b"), glyphs.write("a b"))
 
 

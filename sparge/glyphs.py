@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Letters for the figures, 5 x 7 points each, so that they need no font and no library."""
+"""Letters for pictures and figures, 5 x 7 points each, so that they need no font and no library."""
 
 from __future__ import annotations
 
