@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sparge
-from sparge import AttentionStats, Precision, SparsePolicy, Unsupported, reference
+from sparge import (
+    AttentionStats,
+    HeadBudget,
+    Precision,
+    Router,
+    SparsePolicy,
+    TokenGrid,
+    Unsupported,
+    cube_order,
+    reference,
+)
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
@@ -51,15 +61,27 @@ def trace(work: Callable[[], object]) -> list:
     return list(profiler.events() or ())
 
 
-def test_four_launches_no_sync_no_copy(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("gain", [None, 0.0, 0.5])
+def test_four_launches_no_sync_no_copy(
+    gain: float | None, ordered: bool, generator: torch.Generator
+) -> None:
     q, k, v = qkv(generator)
     stats = AttentionStats("cuda")
-    sparge.attention(q, k, v, HALF, stats=stats)
+    order = cube_order(TokenGrid(5, 10, 18, suffix=100)) if ordered else None
+    budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
+
+    def attend() -> object:
+        return sparge.attention(
+            q, k, v, HALF, stats=stats, return_lse=True, order=order, budget=budget
+        )
+
+    attend()
     torch.cuda.synchronize()
     nothing = trace(lambda: None)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        call = trace(lambda: sparge.attention(q, k, v, HALF, stats=stats, return_lse=True))
+        call = trace(attend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_device = [event.name for event in call if event.device_type.name == "CUDA"]

@@ -137,8 +137,7 @@ struct Consumer {
     if constexpr (kPvFilter) {
       const u32 vote = item.softmax.negligible(block_most, step.pvthreshd);
       const i32 thread = threadIdx.x % kGroupThreads;
-      if (thread % kWarpSize == 0)
-        reinterpret_cast<u8*>(&smem.votes[ring.stage][group])[thread / kWarpSize] = static_cast<u8>(vote);
+      if (thread % kWarpSize == 0) smem.votes[ring.stage][group][thread / kWarpSize] = vote;
     }
     item.softmax.raise(block_most, item.alpha);
   }
@@ -147,9 +146,10 @@ struct Consumer {
   // the turn lies between the votes and this, so that no warp waits for another's vote on its own.
   SPARGE_DEVICE u32 skipped(i32 stage) const {
     if constexpr (!kPvFilter) return 0;
-    u32 votes = smem.votes[stage][group];
-    votes &= votes >> 16;
-    votes = uniform(votes & votes >> 8 & 3);
+    u32 votes = ~0u;
+#pragma unroll
+    for (int warp = 0; warp < kGroupWarps; ++warp) votes &= smem.votes[stage][group][warp];
+    votes = uniform(votes);
     if (votes && leads()) smem.skipped_pairs[group] += pairs_of(smem.step[stage], votes);
     return votes;
   }

@@ -13,6 +13,7 @@ using attend::Work;
 // Warpgroups 0 and 1 compute 64 query rows each; one warp of the third fills the pipeline.
 enum WarpgroupRole { kUpperRows = 0, kLowerRows = 1, kProducer = 2 };
 constexpr int kGroupThreads = 128;
+constexpr int kGroupWarps = kGroupThreads / kWarpSize;
 constexpr int kConsumerGroups = 2;
 constexpr int kThreads = (kConsumerGroups + 1) * kGroupThreads;
 constexpr int kGroupRows = 64;
@@ -71,7 +72,7 @@ struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 by
   float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   Step step[kStages];
-  u32 votes[kStages][kConsumerGroups];  // a byte a warp, a bit a block: the PV filter may leave it out
+  u32 votes[kStages][kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
   // full: one arrival of the producer, and the bytes; free: one of each consumer warp. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full[kStages], free[kStages];
