@@ -32,10 +32,9 @@ SPARGE_CHECK_PARAMS(AttendParams);
 static_assert(kElement == Element::kInt8E4M3 && kArch == 90, "this kernel is INT8 and E4M3 on sm_90a");
 
 SPARGE_DEVICE void init_barriers(Smem& smem) {
-  constexpr u32 kConsumerWarps = kConsumerGroups * kGroupThreads / kWarpSize;
   for (int stage = 0; stage < kStages; ++stage) {
     ptx::mbarrier_init(smem.full[stage], 1);
-    ptx::mbarrier_init(smem.free[stage], kConsumerWarps);
+    ptx::mbarrier_init(smem.free[stage], kConsumerGroups * kGroupThreads);
   }
   ptx::mbarrier_init_fence();
 }

@@ -33,13 +33,15 @@ struct HeadThresholds {
 // slots, 64 a key block, some empty at segment ends, and inside a key block the tokens come first.
 struct Problem {
   const i32* key_lengths;
-  const i32* slot_token;   // (slots): the token in each slot, -1 where it is empty; null without an order
+  const i32* slot_token;   // (walks, slots): the token in each slot, -1 where it is empty; null without an order
   const i32* slot_counts;  // (key_blocks): tokens in each 64 slots; null without an order
+  const i32* head_walk;    // (heads): the walk whose slots a head has; null: the first. Heads that share keys share a walk
   i32 batch;
   i32 heads;
   i32 kv_heads;
   i32 queries;  // slots
   i32 keys;     // slots
+  i32 walks;
   i32 channels;
 
   SPARGE_DEVICE i32 query_blocks() const { return ceil_div(queries, kQueryBlock); }
@@ -52,14 +54,19 @@ struct Problem {
     if (slot_counts) return slot < queries ? slot_counts[slot / kKeyBlock] : 0;
     return larger(0, smaller(kKeyBlock, queries - slot));
   }
-  // -1: the query slot holds none.
-  SPARGE_DEVICE i32 query_token(i32 slot) const {
-    if (slot >= queries) return -1;
-    return slot_token ? slot_token[slot] : slot;
+  // Where the walk of the heads that read these keys starts in slot_token. Walks of an order have equal block counts.
+  // Nobody has checked the caller's values: one past the last walk means the last.
+  SPARGE_DEVICE i32 walk_start(i32 kv) const {
+    return head_walk ? larger(0, smaller(head_walk[kv * (heads / kv_heads)], walks - 1)) * keys : 0;
   }
-  // -1: the key slot holds none that batch entry b has.
-  SPARGE_DEVICE i32 key_token(i32 slot, i32 length) const {
-    const i32 token = slot_token ? slot_token[slot] : slot;
+  // -1: the query slot holds none.
+  SPARGE_DEVICE i32 query_token(i32 start, i32 slot) const {
+    if (slot >= queries) return -1;
+    return slot_token ? slot_token[start + slot] : slot;
+  }
+  // -1: the key slot holds none before `length`.
+  SPARGE_DEVICE i32 key_token(i32 start, i32 slot, i32 length) const {
+    const i32 token = slot_token ? slot_token[start + slot] : slot;
     return token < length ? token : -1;
   }
   SPARGE_DEVICE i32 key_length(i32 b) const { return key_lengths ? larger(0, smaller(keys, key_lengths[b])) : keys; }

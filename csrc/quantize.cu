@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     const i32 block = index % key_blocks;
     const i32 head_at = index / key_blocks;
     const i32 head = head_at % problem.kv_heads, b = head_at / problem.kv_heads;
-    const quantize::KeySlots slots(problem, b, block);
+    const quantize::KeySlots slots(problem, b, head, block);
     with_rows(values ? p.v : p.k, b, head, problem.channels, [&](auto rows) {
       if (values)
         quantize::value_block(p, rows, smem.value, head_at, block, slots);
@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     const i32 query_blocks = problem.query_blocks();
     const i32 block = index % query_blocks;
     const i32 head_at = index / query_blocks;
-    with_rows(p.q, head_at / problem.heads, head_at % problem.heads, problem.channels,
-              [&](auto rows) { quantize::query_block(p, rows, smem.query, index, block); });
+    const i32 head = head_at % problem.heads;
+    with_rows(p.q, head_at / problem.heads, head, problem.channels,
+              [&](auto rows) { quantize::query_block(p, rows, smem.query, head, index, block); });
   }
 }

@@ -9,7 +9,8 @@ from .errors import KernelBuildError, Unsupported
 from .kernels import Capability, capabilities
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget, Router
-from .plan.grid import TokenGrid, TokenOrder, cube_order
+from .plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
+from .plan.walks import Walk
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
 
@@ -26,9 +27,11 @@ __all__ = [
     "TokenGrid",
     "TokenOrder",
     "Unsupported",
+    "Walk",
     "attention",
     "attention_partials",
     "capabilities",
     "cube_order",
+    "grid_order",
     "make_plan",
 ]

@@ -113,8 +113,8 @@ def attention(
         key_lengths: (B,) int32; keys at and beyond it are never read.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
         plan: from ``make_plan``; replaces routing.
-        order: from ``cube_order``: tokens that lie close together share blocks, and its exact
-            tokens replace the policy's. q, k, v and the result stay in the caller's order.
+        order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
+            and its exact tokens replace the policy's. q, k, v and the result stay as they come.
         budget: density, pooled residual and router of each head; replaces the policy's density.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
@@ -294,7 +294,7 @@ def _run(
         *(partials or (None, None, None)),
         counters,
         call.pools,
-        *_slots(call.order),
+        *_slots(call),
     )
 
 
@@ -308,12 +308,16 @@ def _quantize(call: Call) -> Tensor:
         int(call.element),
         call.routes,
         call.pools,
-        *_slots(call.order),
+        *_slots(call),
     )
 
 
-def _slots(order: TokenOrder | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if order is None else (order.slot_token, order.block_counts)
+def _slots(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(walks, slots) tokens, (key_blocks,) counts and (heads,) walks, None what there is not."""
+    order, budget = call.order, call.budget
+    if order is None:
+        return None, None, None
+    return order.slot_tokens, order.block_counts, None if budget is None else budget.walk
 
 
 def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -341,7 +345,7 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
         call.pools,
         1 if call.budget is None else call.budget.floor,
         call.budget is not None or call.order is not None,
-        *_slots(call.order),
+        *_slots(call)[:2],
         None if call.order is None else call.order.keys_exact,
         None if call.order is None else call.order.queries_exact,
     )

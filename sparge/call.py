@@ -160,6 +160,11 @@ def _check_order_and_budget(
                 f"The call has {q.shape[2]} queries and {k.shape[2]} keys; the token order is one "
                 f"of {order.tokens} tokens that attend to each other. Make an order for this grid."
             )
+    if budget is not None and budget.walk is not None and order is None:
+        raise ValueError(
+            "The budget says which walk of a token order each head takes, and no order is given: "
+            "give order=grid_order(grid), or a budget without walk."
+        )
     if budget is not None and (budget.heads != q.shape[1] or budget.device != q.device):
         raise ValueError(
             f"The budget is for {budget.heads} heads on {budget.device}, q has {q.shape[1]} heads "

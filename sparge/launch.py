@@ -51,14 +51,19 @@ class RouteRules:
 class OrderFacts:
     """What kernels read of a `TokenOrder`, on their device; all None without one."""
 
-    slot_token: Tensor | None = None
+    slot_tokens: Tensor | None = None
     slot_counts: Tensor | None = None
+    head_walk: Tensor | None = None
     keys_exact: Tensor | None = None
     queries_exact: Tensor | None = None
 
     @property
+    def walks(self) -> int:
+        return 1 if self.slot_tokens is None else self.slot_tokens.shape[0]
+
+    @property
     def slots(self) -> int | None:
-        return None if self.slot_token is None else self.slot_token.shape[0]
+        return None if self.slot_tokens is None else self.slot_tokens.shape[1]
 
 
 NO_ORDER = OrderFacts()
@@ -320,13 +325,15 @@ def _route_rows(shape: CallShape, row_bytes: int, device: torch.device) -> int:
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:
     return Problem(
         key_lengths=_address(key_lengths),
-        slot_token=_address(order.slot_token),
+        slot_token=_address(order.slot_tokens),
         slot_counts=_address(order.slot_counts),
+        head_walk=_address(order.head_walk),
         batch=shape.batch,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         queries=shape.queries,
         keys=shape.keys,
+        walks=order.walks,
         channels=shape.channels,
     )
 

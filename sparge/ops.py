@@ -17,19 +17,20 @@ NAMESPACE = "sparge"
 
 _SCHEMAS = (
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
-    "bool with_queries, bool with_pools=False, Tensor? slot_token=None, Tensor? slot_counts=None) "
-    "-> Tensor",
+    "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
+    "Tensor? head_walk=None) -> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
     "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters, bool with_pools=False, "
-    "int floor=1, bool weigh_counts=False, Tensor? slot_token=None, Tensor? slot_counts=None, "
+    "int floor=1, bool weigh_counts=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? keys_exact=None, Tensor? queries_exact=None) -> (Tensor, Tensor)",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
     "bool with_queries, Tensor? key_lengths, Tensor? thresholds, float scale, float pvthreshd, "
     "bool pv_filter, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, "
     "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
-    "bool with_pools=False, Tensor? slot_token=None, Tensor? slot_counts=None) -> ()",
+    "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
+    "Tensor? head_walk=None) -> ()",
 )
 
 
@@ -42,10 +43,11 @@ def _quantize(
     element: int,
     with_queries: bool,
     with_pools: bool = False,
-    slot_token: Tensor | None = None,
+    slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
+    head_walk: Tensor | None = None,
 ) -> Tensor:
-    order = launch.OrderFacts(slot_token, slot_counts)
+    order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
     return launch.quantize(
         q, k, v, key_lengths, smooth_k, Element(element), with_queries, with_pools, order
     )
@@ -60,11 +62,12 @@ def _quantize_fake(
     element: int,
     with_queries: bool,
     with_pools: bool = False,
-    slot_token: Tensor | None = None,
+    slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
+    head_walk: Tensor | None = None,
 ) -> Tensor:
     layout = WorkspaceLayout(
-        CallShape.of(q, k, None if slot_token is None else slot_token.shape[0]),
+        CallShape.of(q, k, None if slot_tokens is None else slot_tokens.shape[1]),
         Element(element),
         with_values=v is not None,
         with_queries=with_queries,
@@ -95,7 +98,7 @@ def _route(
     with_pools: bool = False,
     floor: int = 1,
     weigh_counts: bool = False,
-    slot_token: Tensor | None = None,
+    slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
     keys_exact: Tensor | None = None,
     queries_exact: Tensor | None = None,
@@ -125,7 +128,7 @@ def _route(
         rules,
         counters,
         with_pools,
-        launch.OrderFacts(slot_token, slot_counts, keys_exact, queries_exact),
+        launch.OrderFacts(slot_tokens, slot_counts, None, keys_exact, queries_exact),
     )
 
 
@@ -158,8 +161,9 @@ def _attend(
     partial_sum: Tensor | None,
     counters: Tensor | None,
     with_pools: bool = False,
-    slot_token: Tensor | None = None,
+    slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
+    head_walk: Tensor | None = None,
 ) -> None:
     partials = None
     if partial_out is not None and partial_max is not None and partial_sum is not None:
@@ -182,7 +186,7 @@ def _attend(
         partials,
         counters,
         with_pools,
-        launch.OrderFacts(slot_token, slot_counts),
+        launch.OrderFacts(slot_tokens, slot_counts, head_walk),
     )
 
 

@@ -11,6 +11,7 @@ struct Work {
   i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
   i32 first_tile;      // of this head: 2^31 tiles are 16 TB of K
   i32 first_pool;      // of its tiles of pseudo-keys
+  i32 walk_start;      // of its slots
 
   float pvthreshd;
   float log2_gain;  // of pooled terms; minus infinity: there are none
@@ -30,7 +31,9 @@ struct Work {
     head_at = turn / query_blocks;
     b = head_at / problem.heads;
     head = head_at % problem.heads;
-    kv_at = b * problem.kv_heads + problem.kv_head(head);
+    const i32 kv = problem.kv_head(head);
+    kv_at = b * problem.kv_heads + kv;
+    walk_start = problem.walk_start(kv);
     first_tile = kv_at * problem.key_blocks();
     first_pool = kv_at * problem.pool_tiles();
     first_query = block * kQueryBlock;
@@ -42,7 +45,7 @@ struct Work {
   SPARGE_DEVICE bool pools() const { return log2_gain != kMinusInfinity; }
 
   // Of row `row` of the query block; -1: none.
-  SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(first_query + row); }
+  SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(walk_start, first_query + row); }
 
   // Key blocks from here on hold no keys, or keys that some row must not see, so that no mean can stand for them.
   SPARGE_DEVICE i32 poolable(const AttendParams& p) const {

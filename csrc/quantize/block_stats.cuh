@@ -27,11 +27,15 @@ struct Thread {
 // grid would leave holes, and `whole` tells so.
 struct KeySlots {
   const Problem& problem;
-  i32 first, length, count;
+  i32 start, first, length, count;
   bool whole = true;
 
-  SPARGE_DEVICE KeySlots(const Problem& p, i32 b, i32 block)
-      : problem(p), first(block * kKeyBlock), length(p.key_length(b)), count(larger(0, smaller(kKeyBlock, length - first))) {
+  SPARGE_DEVICE KeySlots(const Problem& p, i32 b, i32 kv, i32 block)
+      : problem(p),
+        start(p.walk_start(kv)),
+        first(block * kKeyBlock),
+        length(p.key_length(b)),
+        count(larger(0, smaller(kKeyBlock, length - first))) {
     if (!problem.slot_token) return;
     const i32 place = threadIdx.x;
     const bool here = place < kKeyBlock && token(place) >= 0;
@@ -40,7 +44,7 @@ struct KeySlots {
   }
 
   // -1: none.
-  SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(first + place, length); }
+  SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(start, first + place, length); }
 };
 
 // Sums over tokens of the rows and of the rows divided by their norm.

@@ -7,14 +7,15 @@
 namespace sparge::quantize {
 
 template <DType kType>
-SPARGE_DEVICE void query_block(const QuantizeParams& p, const Rows<kType>& rows, SumsSmem& smem, i32 block_at, i32 block) {
+SPARGE_DEVICE void query_block(const QuantizeParams& p, const Rows<kType>& rows, SumsSmem& smem, i32 head, i32 block_at,
+                               i32 block) {
   const Thread thread;
-  const i32 first = block * kQueryBlock;
+  const i32 first = block * kQueryBlock, start = p.problem.walk_start(p.problem.kv_head(head));
   const i32 count = p.problem.rows_from(first) + p.problem.rows_from(first + kKeyBlock);
   ChannelSums sums;
 #pragma unroll 4
   for (int pass = 0; pass < kQueryBlock / kTokensPerPass; ++pass) {
-    const i32 token = p.problem.query_token(first + thread.token + pass * kTokensPerPass);
+    const i32 token = p.problem.query_token(start, first + thread.token + pass * kTokensPerPass);
     float x[kLaneChannels] = {};
     if (token >= 0) rows.load(token, thread.channel, x);
     sums.add(x);

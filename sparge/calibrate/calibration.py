@@ -46,11 +46,11 @@ class Calibration:
     blocks_a_call: int
     measure: Measure
     squared_error: Tensor
-    """(layers, heads, routers, densities, gains) float64, summed over rows and channels."""
+    """(layers, heads, walks, routers, densities, gains) float64, summed over rows and channels."""
     squared_norm: Tensor
-    """(layers, heads) float64, of the exact output."""
-    samples: list[int] = field(repr=False)
-    """Query blocks sampled of each layer."""
+    """(layers, heads, walks) float64, of the exact output."""
+    samples: NDArray[np.int64] = field(repr=False)
+    """(layers, walks): query blocks sampled."""
 
     @classmethod
     def begin(
@@ -75,15 +75,19 @@ class Calibration:
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
+        walks = workload.order.walks
+        sums = torch.zeros(
+            layers, heads, walks, *candidates.shape, dtype=torch.float64, device=device
+        )
         return cls(
             workload,
             candidates,
             query_blocks,
             blocks_a_call,
             measure,
-            torch.zeros(layers, heads, *candidates.shape, dtype=torch.float64, device=device),
-            torch.zeros(layers, heads, dtype=torch.float64, device=device),
-            [0] * layers,
+            sums,
+            torch.zeros(layers, heads, walks, dtype=torch.float64, device=device),
+            np.zeros((layers, walks), np.int64),
         )
 
     def sample(
@@ -98,27 +102,34 @@ class Calibration:
     ) -> None:
         """Measure all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
 
-        Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
-        count as one. Errors are against the same arithmetic with nothing dropped.
+        Each call measures another walk of the workload's order. Other blocks in every call and
+        layer, evenly spread, the same in every run. Batch entries count as one. Errors are against
+        the same arithmetic with nothing dropped.
         """
-        blocks = self.next_query_blocks(layer)
+        walk, blocks = self.next_walk(layer), self.next_query_blocks(layer)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
+        workload = self.workload.walk(walk, q.device)
         measured = self.measure(
-            Sample(q, k, v, blocks, self.workload, self.candidates, softmax_scale, key_lengths)
+            Sample(q, k, v, blocks, workload, self.candidates, softmax_scale, key_lengths)
         )
         truth = exact_output(measured.by_router[0])
         empty = ~measured.occupied.unsqueeze(-1)
         for index, parts in enumerate(measured.by_router):
             errors = squared_errors(parts, self.candidates.gains, truth)
             errors = errors.masked_fill(empty.unsqueeze(-1), 0)
-            self.squared_error[layer, :, index] += errors.sum((0, 2, 3), dtype=torch.float64)
+            self.squared_error[layer, :, walk, index] += errors.sum((0, 2, 3), dtype=torch.float64)
         norms = truth.square().masked_fill(empty, 0)
-        self.squared_norm[layer] += norms.sum((0, 2, 3, 4), dtype=torch.float64)
-        self.samples[layer] += len(blocks)
+        self.squared_norm[layer, :, walk] += norms.sum((0, 2, 3, 4), dtype=torch.float64)
+        self.samples[layer, walk] += len(blocks)
+
+    def next_walk(self, layer: int) -> int:
+        """The walk that the next `sample` of `layer` measures: the first of those least sampled."""
+        return int(self.samples[layer].argmin())
 
     def next_query_blocks(self, layer: int) -> list[int]:
         """Query blocks that the next `sample` of `layer` measures, on the host."""
-        first = self.samples[layer] + layer  # neighbouring layers look at other blocks
+        seen = int(self.samples[layer, self.next_walk(layer)])
+        first = seen + layer  # neighbouring layers look at other blocks
         places = spread_places(len(self.query_blocks), first, self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
@@ -126,17 +137,17 @@ class Calibration:
         """This and others of the same heads, as if their calls had been one batch: what each
         measured on its own counts together. Shares nothing with them."""
         squared_error, squared_norm = self.squared_error.clone(), self.squared_norm.clone()
-        samples = list(self.samples)
+        samples = self.samples
         for other in others:
             squared_error += other.squared_error
             squared_norm += other.squared_norm
-            samples = [max(pair) for pair in zip(samples, other.samples, strict=True)]
+            samples = np.maximum(samples, other.samples)
         return replace(
             self, squared_error=squared_error, squared_norm=squared_norm, samples=samples
         )
 
     def relative_errors(self) -> NDArray[np.float64]:
-        """(layers, heads, routers, densities, gains): the root of squared error over squared norm.
+        """(layers, heads, walks, routers, densities, gains), of squared error over squared norm.
 
         The root of the ratio of sums rather than a mean of ratios: both choose equally well, and
         with 16 query blocks the sums predict the error within a factor of 1.5 for 95 % of DINOv2
@@ -161,16 +172,20 @@ class Calibration:
         """
         if (target is None) == (mean_density is None):
             raise ValueError("Give a target error or a mean density: one of the two.")
-        samples = np.asarray(self.samples)
         errors = self.relative_errors()
-        measured = (samples > 0) & np.isfinite(errors).all((1, 2, 3, 4))
+        known = (self.samples > 0) & np.isfinite(errors).all((1, 3, 4, 5))
+        measured = known.any(1)
         if not measured.any():
             raise ValueError("No layer was measured: call sample in dense calls before freeze.")
-        errors = curves.steady(errors[measured], samples[measured])
         densities = _densities(self.candidates)
         kept = self._kept(densities)
-        errors = curves.between(errors, self._kept(self.candidates.densities), kept)
-        by_head = errors.reshape(-1, errors[0, 0].size)
+        by_walk = [
+            self._curves(errors[measured, :, walk], self.samples[measured, walk], kept)
+            for walk in range(errors.shape[2])
+        ]
+        unknown = ~known[measured][:, None, :, None, None, None]
+        smooth = np.where(unknown, np.inf, np.stack(by_walk, 2))  # no walk is chosen unmeasured
+        by_head = smooth.reshape(-1, smooth[0, 0].size)
         costs, kept = self._costs(kept)
         if mean_density is None:
             assert target is not None
@@ -186,6 +201,14 @@ class Calibration:
                 )
         return self._choices(chosen, by_head, densities, torch.from_numpy(measured))
 
+    def _curves(
+        self, errors: budgets.Array, samples: NDArray[np.int64], kept: budgets.Array
+    ) -> budgets.Array:
+        """Errors (layers, heads, routers, densities, gains) of one walk, at `kept` densities."""
+        finite = np.where(np.isfinite(errors), errors, 0)
+        measured_at = self._kept(self.candidates.densities)
+        return curves.between(curves.steady(finite, samples), measured_at, kept)
+
     def _kept(self, densities: Sequence[float]) -> budgets.Array:
         """The share of pairs that each density really keeps, forced blocks included."""
         shares = CandidateSet(tuple(densities), floor=self.candidates.floor)
@@ -195,8 +218,9 @@ class Calibration:
         """Cost and share of kept pairs of each candidate."""
         routers, gains = self.candidates.routers, np.asarray(self.candidates.gains)
         residual = np.where((gains > 0) & (kept[:, None] < 1), RESIDUAL_COST, 0)
-        cost = np.broadcast_to(kept[:, None] + residual, (len(routers), *residual.shape))
-        return cost.ravel(), np.broadcast_to(kept[:, None], cost.shape).ravel()
+        shape = (self.samples.shape[1], len(routers), *residual.shape)
+        cost = np.broadcast_to(kept[:, None] + residual, shape)
+        return cost.ravel(), np.broadcast_to(kept[:, None], shape).ravel()
 
     def _choices(
         self,
@@ -206,11 +230,11 @@ class Calibration:
         measured: Tensor,
     ) -> HeadChoices:
         routers, gains = self.candidates.routers, self.candidates.gains
-        shape = (len(routers), len(densities), len(gains))
-        router, density, gain = np.unravel_index(chosen, shape)
+        shape = (self.samples.shape[1], len(routers), len(densities), len(gains))
+        walk, router, density, gain = np.unravel_index(chosen, shape)
 
         def table(values: NDArray[np.float64], unmeasured: float, dtype: torch.dtype) -> Tensor:
-            full = torch.full(self.squared_norm.shape, unmeasured, dtype=dtype)
+            full = torch.full(self.squared_norm.shape[:2], unmeasured, dtype=dtype)
             full[measured] = torch.from_numpy(values).to(dtype).view(-1, full.shape[1])
             return full
 
@@ -218,6 +242,7 @@ class Calibration:
             table(np.asarray(densities)[density], 1.0, torch.float32),
             table(np.asarray(gains)[gain], 0.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
+            table(walk, 0, torch.int32),
             table(errors[np.arange(len(chosen)), chosen], 0.0, torch.float32),
             measured,
             self.candidates.floor,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan.budget import Router
+from ..plan.walks import Walk
 from .choices import HeadChoices
 from .fingerprint import SAMPLE
 from .profile_error import ProfileError
@@ -18,6 +19,7 @@ TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
     "gain": (torch.float32, 0.0, 100.0),  # a gain past the keys of a block is no residual any more
     "router": (torch.int32, min(Router), max(Router)),
+    "walk": (torch.int32, min(Walk), max(Walk)),
     "error": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }

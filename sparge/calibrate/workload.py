@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ class Workload:
     def of_tokens(cls, tokens: int, is_causal: bool = False, sink: bool = False) -> Workload:
         """Tokens in the order they come."""
         return cls(raster_order(tokens), is_causal, sink)
+
+    def walk(self, index: int, device: torch.device) -> Workload:
+        """This with one walk of its order, on `device`: copied there once for all walks."""
+        return replace(self, order=self.order.on(device).walk(index))
 
     @property
     def key_blocks(self) -> int:

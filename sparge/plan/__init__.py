@@ -3,7 +3,8 @@
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, block_count, block_pairs, pack, unpack
 from .budget import HeadBudget, Router
-from .grid import Segment, TokenGrid, TokenOrder, cube_order, raster_order
+from .grid import Segment, TokenGrid, TokenOrder, cube_order, grid_order, raster_order
+from .walks import Walk
 
 __all__ = [
     "KEY_BLOCK",
@@ -14,9 +15,11 @@ __all__ = [
     "Segment",
     "TokenGrid",
     "TokenOrder",
+    "Walk",
     "block_count",
     "block_pairs",
     "cube_order",
+    "grid_order",
     "pack",
     "raster_order",
     "unpack",

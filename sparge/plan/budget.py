@@ -32,6 +32,9 @@ class HeadBudget:
         plain dropping and costs nothing.
     router: (heads,) int32, values of `Router`.
     floor: ranked key blocks that every query block keeps, whatever its density.
+    pools: whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither.
+    walk: (heads,) int32, which walk of the call's order each head takes, the last where there are
+        fewer; None: the first. Heads that share keys take that of the first of them.
 
     Values are not checked: reading them would synchronise with the GPU.
     """
@@ -41,13 +44,15 @@ class HeadBudget:
     router: Tensor
     floor: int = 1
     pools: bool = True
-    """Whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither."""
+    walk: Tensor | None = None
     _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
             _check(name, getattr(self, name), dtype, self.heads)
         _check("density", self.density, torch.float32, self.heads)
+        if self.walk is not None:
+            _check("walk", self.walk, torch.int32, self.heads)
         if self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 
@@ -66,6 +71,7 @@ class HeadBudget:
             density=self.density.to(device),
             gain=self.gain.to(device),
             router=self.router.to(device),
+            walk=None if self.walk is None else self.walk.to(device),
             _tables={},
         )
 
@@ -76,6 +82,7 @@ class HeadBudget:
             density=self.density[heads],
             gain=self.gain[heads],
             router=self.router[heads],
+            walk=None if self.walk is None else self.walk[heads],
             _tables={},
         )
 

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from .cubes import cube_ranks
+from .walks import Walk, walk_ranks, walks_of
 
 EMPTY = -1  # the token of a slot that holds none
 
@@ -74,13 +75,16 @@ class Segment:
 class TokenOrder:
     """A sequence in slots: 64 to a key block, 128 to a query block, some empty at segment ends.
 
-    Inside a key block the tokens come first and the empty slots last.
+    Inside a key block the tokens come first and the empty slots last. There may be several walks,
+    of which each head takes one (`HeadBudget.walk`), the first by default. They put other tokens
+    into the slots; which slots are empty and which blocks exact is the same for all.
     """
 
-    slot_token: Tensor
-    """(slots,) int32, slots = 64 x key blocks: the token in each slot, -1 where it is empty."""
-    token_slot: Tensor
-    """(tokens,) int32, the slot of each token."""
+    slot_tokens: Tensor
+    """(walks, slots) int32, slots = 64 x key blocks: the token in each slot, -1 where it is
+    empty."""
+    token_slots: Tensor
+    """(walks, tokens) int32, the slot of each token."""
     block_counts: Tensor
     """(key_blocks,) int32, tokens in each key block: 1 to 64."""
     keys_exact: Tensor
@@ -91,12 +95,26 @@ class TokenOrder:
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, repr=False)
 
     @property
+    def slot_token(self) -> Tensor:
+        """(slots,) of the first walk."""
+        return self.slot_tokens[0]
+
+    @property
+    def token_slot(self) -> Tensor:
+        """(tokens,) of the first walk."""
+        return self.token_slots[0]
+
+    @property
+    def walks(self) -> int:
+        return self.slot_tokens.shape[0]
+
+    @property
     def tokens(self) -> int:
-        return self.token_slot.shape[0]
+        return self.token_slots.shape[1]
 
     @property
     def slots(self) -> int:
-        return self.slot_token.shape[0]
+        return self.slot_tokens.shape[1]
 
     @property
     def key_blocks(self) -> int:
@@ -109,18 +127,28 @@ class TokenOrder:
     def on(self, device: torch.device | str) -> TokenOrder:
         """This order on `device`: copied there once, so call it before attention is recorded."""
         device = torch.device(device)
-        if device == self.slot_token.device:
+        if device == self.slot_tokens.device:
             return self
         if device not in self._copies:
             self._copies[device] = TokenOrder(
-                self.slot_token.to(device),
-                self.token_slot.to(device),
+                self.slot_tokens.to(device),
+                self.token_slots.to(device),
                 self.block_counts.to(device),
                 self.keys_exact.to(device),
                 self.queries_exact.to(device),
                 self.segments,
             )
         return self._copies[device]
+
+    def walk(self, index: int) -> TokenOrder:
+        """This order with one of its walks alone; copies nothing."""
+        only = slice(index, index + 1)
+        return replace(
+            self,
+            slot_tokens=self.slot_tokens[only],
+            token_slots=self.token_slots[only],
+            _copies={},
+        )
 
     def query_counts(self) -> Tensor:
         """(query_blocks,) int32: queries in each query block."""
@@ -141,29 +169,43 @@ class TokenOrder:
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 
-@lru_cache(maxsize=32)  # a run uses one grid a conditioning, a context window or two
 def cube_order(grid: TokenGrid) -> TokenOrder:
     """The packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment."""
+    return walk_order(grid, (Walk.CUBES,))
+
+
+def grid_order(grid: TokenGrid) -> TokenOrder:
+    """All walks through `grid`, cubes first, on the CPU; segments as in `cube_order`."""
+    return walk_order(grid, walks_of(grid.frames))
+
+
+@lru_cache(maxsize=32)  # a run uses one grid a conditioning, a context window or two
+def walk_order(grid: TokenGrid, walks: tuple[Walk, ...]) -> TokenOrder:
+    """The order of `grid` with these walks, on the CPU."""
     frame, lead = grid.frame_tokens, grid.lead_frames
-    ranks = [
-        np.arange(grid.prefix),
-        _grid_ranks(lead, grid),
-        _grid_ranks(grid.frames - lead, grid),
-        np.arange(grid.suffix),
-    ]
+    tokens = [grid.prefix, lead * frame, (grid.frames - lead) * frame, grid.suffix]
     exact = [(True, True), (True, False), (False, False), (True, True)]
-    first_tokens = np.cumsum([0, grid.prefix, lead * frame, (grid.frames - lead) * frame])
     segments: list[Segment] = []
-    token_slot = np.empty(grid.tokens, np.int32)
-    block = 0
-    for rank, first, (keys_exact, queries_exact) in zip(
-        ranks, first_tokens.tolist(), exact, strict=True
-    ):
-        if rank.size:
-            segments.append(Segment(block, first, rank.size, keys_exact, queries_exact))
-            token_slot[first : first + rank.size] = rank + block * KEY_BLOCK
-            block += segments[-1].key_blocks
-    return _order(torch.from_numpy(token_slot), tuple(segments))
+    first = block = 0
+    for count, (keys_exact, queries_exact) in zip(tokens, exact, strict=True):
+        if count:
+            segments.append(Segment(block, first, count, keys_exact, queries_exact))
+            first, block = first + count, block + segments[-1].key_blocks
+    slots = np.stack([_token_slot(grid, walk, segments) for walk in walks])
+    return _order(torch.from_numpy(slots), tuple(segments))
+
+
+def _token_slot(grid: TokenGrid, walk: Walk, segments: list[Segment]) -> NDArray[np.int32]:
+    """(tokens,): segments of whole frames are walked through, text stays as it comes."""
+    parts = []
+    for segment in segments:
+        if segment.queries_exact:
+            rank = np.arange(segment.tokens, dtype=np.int32)
+        else:
+            frames = segment.tokens // grid.frame_tokens
+            rank = walk_ranks(walk, frames, grid.height, grid.width).ravel()
+        parts.append(rank + np.int32(segment.first_block * KEY_BLOCK))
+    return np.concatenate(parts)
 
 
 @lru_cache(maxsize=32)
@@ -172,18 +214,18 @@ def raster_order(tokens: int) -> TokenOrder:
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
     slots = torch.arange(tokens, dtype=torch.int32)
-    return _order(slots, (Segment(0, 0, tokens, False, False),))
+    return _order(slots.unsqueeze(0), (Segment(0, 0, tokens, False, False),))
 
 
-def _grid_ranks(frames: int, grid: TokenGrid) -> np.ndarray:
-    return cube_ranks(frames, grid.height, grid.width).ravel() if frames else np.arange(0)
-
-
-def _order(token_slot: Tensor, segments: tuple[Segment, ...]) -> TokenOrder:
+def _order(token_slots: Tensor, segments: tuple[Segment, ...]) -> TokenOrder:
+    """token_slots (walks, tokens)."""
     key_blocks = sum(segment.key_blocks for segment in segments)
-    slot_token = torch.full((key_blocks * KEY_BLOCK,), EMPTY, dtype=torch.int32)
-    slot_token[token_slot.long()] = torch.arange(token_slot.shape[0], dtype=torch.int32)
-    counts = (slot_token != EMPTY).unflatten(0, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
+    walks, tokens = token_slots.shape
+    slot_tokens = torch.full((walks, key_blocks * KEY_BLOCK), EMPTY, dtype=torch.int32)
+    each_token = torch.arange(tokens, dtype=torch.int32).expand(walks, -1)
+    slot_tokens.scatter_(1, token_slots.long(), each_token)
+    filled = slot_tokens[0] != EMPTY
+    counts = filled.unflatten(0, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
     keys_exact = torch.zeros(key_blocks, dtype=torch.bool)
     queries_exact = torch.zeros(block_count(key_blocks * KEY_BLOCK, QUERY_BLOCK), dtype=torch.bool)
     blocks_a_row = QUERY_BLOCK // KEY_BLOCK
@@ -194,4 +236,4 @@ def _order(token_slot: Tensor, segments: tuple[Segment, ...]) -> TokenOrder:
         if segment.queries_exact:
             rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
             queries_exact[rows] = True
-    return TokenOrder(slot_token, token_slot, counts, keys_exact, queries_exact, segments)
+    return TokenOrder(slot_tokens, token_slots, counts, keys_exact, queries_exact, segments)

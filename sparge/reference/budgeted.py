@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from .partial import Partial
 from .pipeline import reference_element, softmax_scale
 from .pooled import attend_packed
 
+OfHeads = TypeVar("OfHeads", Attended, Choice)
+
 
 def budgeted_attention(
     q: Tensor,
@@ -35,7 +39,7 @@ def budgeted_attention(
     element: Element | None = None,
 ) -> tuple[Attended, Choice]:
     """Sparse attention of q (B, H, Nq, D) over k, v (B, Hkv, Nk, D), rows in the caller's order,
-    and the blocks (of the token order) that it chose.
+    and the blocks (of the token order, of each head's walk) that it chose.
 
     Raises:
         Unsupported: causal attention in a token order, which has no past and future.
@@ -44,6 +48,28 @@ def budgeted_attention(
         raise Unsupported(
             "A token order and is_causal do not go together: blocks of an order hold tokens from "
             "before and after. Leave one of them out."
+        )
+    if order is not None and budget is not None and budget.walk is not None:
+        group = q.shape[1] // k.shape[1]
+        head_walk = budget.walk.view(-1, group)[:, :1].expand(-1, group).flatten()
+        head_walk = head_walk.clamp(0, order.walks - 1)
+        by_walk = {
+            walk: budgeted_attention(
+                q,
+                k,
+                v,
+                policy,
+                replace(budget, walk=None),
+                order=order.walk(walk),
+                scale=scale,
+                key_lengths=key_lengths,
+                element=element,
+            )
+            for walk in sorted(set(head_walk.tolist()))
+        }
+        return (
+            _by_head({walk: attended for walk, (attended, _) in by_walk.items()}, head_walk),
+            _by_head({walk: choice for walk, (_, choice) in by_walk.items()}, head_walk),
         )
     packed = pack_qkv(
         q,
@@ -87,6 +113,19 @@ def bucket_partials(
         pooled = attend_packed(packed, nothing, whole, scale=scale)
         parts.append((_partial(exact), _partial(pooled)))
     return parts
+
+
+def _by_head(by_walk: Mapping[int, OfHeads], head_walk: Tensor) -> OfHeads:
+    """Of each head what its walk gave; all fields are (B, H, ...)."""
+    first = next(iter(by_walk.values()))
+
+    def joined(name: str) -> Tensor:
+        whole = getattr(first, name).clone()
+        for walk, part in by_walk.items():
+            whole[:, head_walk == walk] = getattr(part, name)[:, head_walk == walk]
+        return whole
+
+    return replace(first, **{each.name: joined(each.name) for each in fields(first)})
 
 
 def _partial(attended: Attended) -> Partial:

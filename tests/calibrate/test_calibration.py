@@ -21,7 +21,8 @@ from sparge.calibrate import (
     reference_measure,
 )
 from sparge.metrics import rel_l2
-from sparge.plan import HeadBudget, TokenGrid, cube_order
+from sparge.plan import HeadBudget, TokenGrid, cube_order, grid_order
+from sparge.plan.walks import Walk
 from sparge.policy import SparsePolicy
 from sparge.reference.budgeted import budgeted_attention
 from sparge.reference.partial import Partial
@@ -73,7 +74,7 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
     calibration = begin(workload=workload)
     calibration.sample(0, *qkv)
-    found = calibration.relative_errors()[0]
+    found = calibration.relative_errors()[0, :, 0]
     rows = sparse_rows(workload)
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
     for place in np.ndindex(CANDIDATES.shape):
@@ -168,7 +169,7 @@ def test_samples_add_up(qkv) -> None:
     whole.sample(0, *qkv)
     for _ in whole.query_blocks:
         piecewise.sample(0, *qkv)
-    assert whole.samples == piecewise.samples == [len(whole.query_blocks)]
+    assert whole.samples.tolist() == piecewise.samples.tolist() == [[len(whole.query_blocks)]]
     torch.testing.assert_close(whole.squared_error, piecewise.squared_error)
     torch.testing.assert_close(whole.squared_norm, piecewise.squared_norm)
 
@@ -190,6 +191,40 @@ def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
     calibration.samples[0] = 0
     calibration = replace(calibration, blocks_a_call=10**6)
     assert sorted(calibration.next_query_blocks(0)) == sparse
+
+
+def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
+    """One head's keys are alike along rows, the other's in cubes, all measured in every walk."""
+    grid = TokenGrid(8, 16, 16)
+    order = grid_order(grid)
+    q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
+    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
+        alike = order.walk(walk).token_slot.long() // 64
+        k[0, head] = torch.randn(alike.max() + 1, 16)[alike] * 3
+    calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
+    for call in range(3):
+        assert calibration.next_walk(0) == call
+        calibration.sample(0, q, k, v)
+    assert calibration.samples.tolist() == [[4, 4, 4]]
+    choices = calibration.freeze(mean_density=0.4)
+    assert choices.walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
+    budget = choices.budget(0)
+    assert budget is not None
+    out, _ = attend((q, k, v), budget, Workload(order))
+    exact, _ = attend((q, k, v), HeadBudget.uniform(2, 1.0), Workload(order))
+    swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32), _tables={})
+    wrong, _ = attend((q, k, v), swapped, Workload(order))
+    assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
+
+
+def test_no_walk_is_chosen_unmeasured(qkv) -> None:
+    calibration = begin(workload=Workload(grid_order(GRID)))
+    calibration.sample(0, *qkv)
+    choices = calibration.freeze(mean_density=0.6)
+    assert choices.walk.tolist() == [[0, 0, 0]]
+    budget = choices.budget(0)
+    assert budget is not None
+    assert budget.walk is None
 
 
 def test_text_alone_is_not_measured() -> None:
@@ -215,7 +250,7 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     calibration = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
     calibration.sample(0, q, q, q)
-    errors = calibration.relative_errors()[0, 0, 0]
+    errors = calibration.relative_errors()[0, 0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
     choices = calibration.freeze(target=float(errors[1, 0]) * 1.001)
     assert not choices.gain.any()
@@ -273,7 +308,7 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
             calibration.sample(0, q, q, q)
     assert all(getattr(calibration, name) is value for name, value in kept.items())
     assert pointers == [calibration.squared_error.data_ptr(), calibration.squared_norm.data_ptr()]
-    assert calibration.samples == [9]
+    assert calibration.samples.tolist() == [[9]]
     assert float(calibration.squared_norm.min()) > 0
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         calibration.squared_norm.sum().item()

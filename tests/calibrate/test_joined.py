@@ -31,7 +31,7 @@ def test_entries_joined_are_the_batch(make_qkv) -> None:
             one.sample(0, *(x[entry : entry + 1] for x in (q, k, v)))
     before = apart[0].squared_norm.clone()
     joined = apart[0].joined(apart[1:])
-    assert joined.samples == batch.samples == [4, 0]
+    assert joined.samples.tolist() == batch.samples.tolist() == [[4], [0]]
     torch.testing.assert_close(joined.squared_error, batch.squared_error)
     torch.testing.assert_close(joined.squared_norm, batch.squared_norm)
     assert torch.equal(apart[0].squared_norm, before), "untouched"

@@ -33,6 +33,7 @@ def choices(generator: torch.Generator, layers: int = 3, heads: int = 4) -> Head
         torch.rand(shape, generator=generator),
         torch.rand(shape, generator=generator),
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
+        torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
         torch.rand(shape, generator=generator),
         torch.tensor([True, False, True]),
         floor=2,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparge import TokenGrid, cube_order
+from sparge import TokenGrid, grid_order
 from sparge.calibrate import Calibration, Workload, kernel_measure, measure_for, reference_measure
 from sparge.calibrate.measure import Measure
 from tests.gpu.cases import Case, make_qkv
@@ -30,11 +30,11 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
     q, k, v = make_qkv(case, generator)
 
     def errors(measure: Measure) -> np.ndarray:
-        workload = Workload(cube_order(grid))
+        workload = Workload(grid_order(grid))
         calibration = Calibration.begin(
             layers=1, heads=case.heads, workload=workload, measure=measure, device="cuda"
         )
-        for _ in range(2):
+        for _ in range(4):
             calibration.sample(0, q, k, v)
         return calibration.relative_errors()
 
@@ -54,7 +54,7 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
     calibration = Calibration.begin(
         layers=1,
         heads=4,
-        workload=Workload(cube_order(grid)),
+        workload=Workload(grid_order(grid)),
         measure=kernel_measure,
         device="cuda",
     )
@@ -65,4 +65,4 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
         calibration.sample(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert calibration.samples == [8]
+    assert calibration.samples.sum() == 8

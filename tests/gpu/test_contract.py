@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sparge import (
     SparsePolicy,
     TokenGrid,
     Unsupported,
-    cube_order,
+    grid_order,
     reference,
 )
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
@@ -68,8 +69,11 @@ def test_four_launches_no_sync_no_copy(
 ) -> None:
     q, k, v = qkv(generator)
     stats = AttentionStats("cuda")
-    order = cube_order(TokenGrid(5, 10, 18, suffix=100)) if ordered else None
+    order = grid_order(TokenGrid(5, 10, 18, suffix=100)) if ordered else None
     budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
+    if budget is not None and ordered:
+        walk = torch.tensor([0, 1, 2, 0], dtype=torch.int32, device="cuda")
+        budget = replace(budget, walk=walk, _tables={})
 
     def attend() -> object:
         return sparge.attention(

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparge.plan import TokenGrid, TokenOrder, block_count, cube_order, raster_order
+from sparge.plan import TokenGrid, TokenOrder, block_count, cube_order, grid_order, raster_order
 from sparge.plan.cubes import cube_ranks
+from sparge.plan.walks import Walk
 
 GRIDS = [
     TokenGrid(28, 30, 53, suffix=200),
@@ -79,6 +80,32 @@ def test_text_keeps_its_order_and_the_grid_gets_cubes() -> None:
     assert order.slot_token[-64:-55].tolist() == list(range(280, 289))
     ranks = torch.from_numpy(cube_ranks(5, 6, 7)).flatten()
     assert torch.equal(order.token_slot[70:280] - 128, ranks)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_all_walks_share_blocks_and_text(grid: TokenGrid) -> None:
+    order, cubes = grid_order(grid), cube_order(grid)
+    assert order.walks == (3 if grid.frames > 1 else 2)
+    assert torch.equal(order.slot_token, cubes.slot_token)
+    text = torch.arange(grid.tokens)
+    text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
+    for index in range(order.walks):
+        walk = order.walk(index)
+        check(walk, grid.tokens)
+        assert walk.walks == 1
+        assert walk.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), "a view"
+        assert torch.equal(walk.block_counts, cubes.block_counts)
+        assert torch.equal(walk.token_slot[text], cubes.token_slot[text])
+
+
+def test_walks_make_blocks_of_their_shape() -> None:
+    order = grid_order(TokenGrid(8, 16, 24))
+    frame, row = order.slot_tokens // (16 * 24), order.slot_tokens // 24 % 16
+    frames, rows = (x.view(3, -1, 64) for x in (frame, row))
+    assert (frames[Walk.CUBES].amax(-1) - frames[Walk.CUBES].amin(-1) == 3).all()
+    assert (frames[Walk.FRAMES].amax(-1) == frames[Walk.FRAMES].amin(-1)).all()
+    assert (rows[Walk.FRAMES].amax(-1) - rows[Walk.FRAMES].amin(-1) == 7).all()
+    assert torch.equal(order.slot_tokens[Walk.RASTER], torch.arange(8 * 16 * 24).int())
 
 
 def test_key_lengths_cut_the_suffix() -> None:

@@ -12,7 +12,7 @@ import torch
 from sparge.errors import Unsupported
 from sparge.kernels.spec import Element
 from sparge.metrics import rel_l2
-from sparge.plan import HeadBudget, Router, TokenGrid, cube_order
+from sparge.plan import HeadBudget, Router, TokenGrid, cube_order, grid_order
 from sparge.policy import SparsePolicy
 from sparge.reference import exact_attention
 from sparge.reference.budgeted import bucket_partials, budgeted_attention
@@ -59,6 +59,24 @@ def test_order_on_and_off_agree_when_nothing_is_dropped(
         assert result.lse.shape == result.row_max.shape == q.shape[:3]
         assert rel_l2(result.out, exact) < ROUNDING[element]
         assert (result.lse - exact_lse).abs().max() < 10 * ROUNDING[element]
+
+
+@pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
+def test_each_head_takes_its_walk(make_qkv, grid: TokenGrid) -> None:
+    """Heads 0 and 1 share keys, so head 1 follows head 0; head 3's number means the last walk."""
+    q, k, v = make_qkv(1, 6, grid.tokens, 16, kv_heads=3)
+    order = grid_order(grid)
+    last = order.walks - 1
+    budget = HeadBudget.uniform(6, 0.3, gain=0.5, router=Router.ERROR)
+    walk = torch.tensor([1, 0, 9, last, 0, 0], dtype=torch.int32)
+    mixed, choice = budgeted_attention(
+        q, k, v, SparsePolicy(), replace(budget, walk=walk), order=order
+    )
+    for head, index in enumerate((1, 1, last, last, 0, 0)):
+        alone, chosen = budgeted_attention(q, k, v, SparsePolicy(), budget, order=order.walk(index))
+        assert torch.equal(mixed.out[:, head], alone.out[:, head])
+        assert torch.equal(mixed.lse[:, head], alone.lse[:, head])
+        assert torch.equal(choice.kept[:, head], chosen.kept[:, head])
 
 
 @pytest.mark.parametrize("grid", GRIDS[:4], ids=str)

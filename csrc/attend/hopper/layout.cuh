@@ -73,7 +73,7 @@ struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 by
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   Step step[kStages];
   u32 votes[kStages][kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
-  // full: one arrival of the producer, and the bytes; free: one of each consumer warp. The ring's parity starts at 0, so a
+  // full: one arrival of the producer, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full[kStages], free[kStages];
 };

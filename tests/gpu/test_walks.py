@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A walk per head: each head computes, to the bit, what it does where all heads take its walk."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparge import AttentionStats, TokenGrid, attention, grid_order
+from tests.gpu.cases import Case, make_qkv
+from tests.gpu.conftest import Kernels
+from tests.gpu.test_budgets import KERNELS, PLAIN, Job, budget_of, of_grid
+
+pytestmark = pytest.mark.gpu
+
+JOBS = (
+    of_grid("text first", TokenGrid(5, 9, 11, prefix=70), kv_heads=2),
+    of_grid(
+        "key lengths cut the text",
+        TokenGrid(3, 8, 9, suffix=100),
+        batch=2,
+        key_lengths=(216, 250),
+        head_dim=64,
+        kv_heads=4,
+    ),
+    of_grid("lead frame, NHD", TokenGrid(7, 10, 13, lead_frames=1), layout="NHD", kv_heads=4),
+    of_grid("an image", TokenGrid(1, 40, 30), kv_heads=4),
+)
+#: Of four heads; 7 is none of the walks and means the last.
+HEAD_WALK = (1, 0, 7, 2)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.case.id)
+def test_each_head_takes_its_walk(
+    job: Job,
+    kernels: Kernels,
+    generator: torch.Generator,
+    poison: None,
+    force: Callable[[Kernels], None],
+) -> None:
+    force(kernels)
+    case, grid = job.case, job.grid
+    assert grid is not None
+    q, k, v = make_qkv(case, generator)
+    lengths = None
+    if case.key_lengths is not None:
+        lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
+    order, budget = grid_order(grid), budget_of(case.heads)
+    walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device="cuda")
+
+    def run(**options):
+        return attention(q, k, v, PLAIN, key_lengths=lengths, return_lse=True, **options)
+
+    stats = AttentionStats("cuda")
+    mixed, mixed_lse = run(order=order, budget=replace(budget, walk=walk, _tables={}), stats=stats)
+    group = case.heads // (case.kv_heads or case.heads)
+    taken = [min(HEAD_WALK[head // group * group], order.walks - 1) for head in range(case.heads)]
+    assert len(set(taken)) > 1
+    kept = 0
+    for head, index in enumerate(taken):
+        own = AttentionStats("cuda")
+        out, lse = run(order=order.walk(index), budget=budget, stats=own)
+        assert torch.equal(mixed[:, head], out[:, head])
+        assert torch.equal(mixed_lse[:, head], lse[:, head])
+        kept += own.counters[1] // case.heads
+    assert stats.counters[1] == kept
+
+
+def test_head_groups_keep_their_walks(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = TokenGrid(6, 14, 15)
+    case = Case("groups", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
+    q, k, v = make_qkv(case, generator)
+    walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device="cuda")
+    budget = replace(budget_of(4), walk=walk, _tables={})
+    whole = attention(q, k, v, PLAIN, order=grid_order(grid), budget=budget)
+    monkeypatch.setattr(importlib.import_module("sparge.attention"), "_memory_limit", lambda _: 1)
+    parts = attention(q, k, v, PLAIN, order=grid_order(grid), budget=budget)
+    assert torch.equal(whole, parts)
