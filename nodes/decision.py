@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .families import TokenLayout
 from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"
+
+#: A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32 schedule
+#: and the float64 edge differ in the last bits: this share is above that, below a step.
+SAME_SIGMA = 1e-5
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,24 @@ class SigmaWindow:
         return self.start == float("inf") and self.end == 0.0
 
     def outside_reason(self, sigma: float, settings: Settings) -> str | None:
-        # A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32
-        # schedule and the float64 edge differ in the last bits: 1e-5 is above that, below a step.
-        if sigma > self.start * (1 + 1e-5):
+        if self._is_before(sigma):
             return f"before start_percent {settings.start_percent:g}"
-        if sigma < self.end * (1 - 1e-5):
+        if sigma < self.end * (1 - SAME_SIGMA):
             return f"after end_percent {settings.end_percent:g}"
         return None
+
+    def dense_steps_left(self, sigma: float, schedule: Sequence[float]) -> int | None:
+        """Steps of a schedule before the window and below sigma; None where sigma is not before it.
+
+        By noise level and not by counting passes: right wherever a sampler evaluates the model.
+        """
+        if not self._is_before(sigma):
+            return None
+        below = sigma * (1 - SAME_SIGMA)
+        return len({level for level in schedule if level < below and self._is_before(level)})
+
+    def _is_before(self, sigma: float) -> bool:
+        return sigma > self.start * (1 + SAME_SIGMA)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to
 from .forward_facts import Forward
-from .host import APPLY_MODEL, OUTER_SAMPLE, raise_if_interrupted, show_on_node
+from .host import APPLY_MODEL, OUTER_SAMPLE, raise_if_interrupted, show_on_node, step_sigmas
 from .profiles import NamedProfile, fingerprint_of
 from .result import RunResult
 from .run_state import Run
@@ -86,7 +86,8 @@ class Hook:
         sampling = guider.model_patcher.get_model_object("model_sampling")
         fingerprint = fingerprint_of(guider.model_patcher) if self.settings.aim else None
         profile, remark = self._fitting_profile(fingerprint)
-        run = Run(self.settings, sampling, owner=self, profile=profile)
+        schedule = step_sigmas(args, kwargs)
+        run = Run(self.settings, sampling, owner=self, profile=profile, schedule=schedule)
         if remark:
             run.note(remark)
         if CORE_SPARSE_KEY in _callback_keys(options):

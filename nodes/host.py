@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -13,6 +15,13 @@ import torch
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
 APPLY_MODEL = "apply_model"
+
+
+def step_sigmas(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
+    """The noise level of each step, from the arguments of CFGGuider.outer_sample: (noise, latent,
+    sampler, sigmas, ...). Empty when they hold no sigmas. May wait for the GPU."""
+    sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
+    return sigmas[:-1].tolist() if isinstance(sigmas, torch.Tensor) else []
 
 
 def inference_device() -> torch.device:

@@ -3,7 +3,7 @@
 
 Conditionings that make calls of one shape share their choices, measured on all of them: ComfyUI may
 compute cond and uncond in one batch or one by one, as memory allows, and the choices must not
-depend on that. Where their shapes differ (Mochi's prompts do) so do their choices.
+depend on it. Where the shapes differ (Mochi's prompts do) so do the choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..sparge.calibrate import Profile, Table
 from .aim import Aim
 from .attention_call import AttentionCall
 from .families import TokenLayout
-from .head_table import Conditioning, HeadTable, Shape
+from .head_table import HeadTable, Shape
+from .sample_schedule import Conditioning
 
 #: Why a call is dense inside the window: without earlier dense steps, the first pass measures.
 MEASURING = "measuring"
@@ -56,22 +57,16 @@ class MeasuredHeads:
         conditioning: Conditioning,
         step: int,
         why_dense: str | None,
+        steps_left: int | None,
     ) -> HeadPass:
-        """Where a pass begins: makes the tables that it may need, and freezes those it shall use.
-
-        why_dense: why the whole pass has to stay dense; None where it may be sparse.
-        """
+        """Where a pass begins: makes the tables that it may need, the rest as in
+        `HeadTable.begin_pass`."""
         tables = {
             shape: self._table(device, shape, layout) for shape in self._shapes(layout, device)
         }
         for table in tables.values():
-            if table.choices is None and why_dense is None and table.has_measured(conditioning):
-                table.freeze()
-            if table.choices is None:
-                table.prepare(conditioning)
-            elif why_dense is None:
-                table.tighten(step)
-        return HeadPass(self, device, layout, conditioning, step, why_dense, tables)
+            table.begin_pass(conditioning, step, why_dense, steps_left)
+        return HeadPass(self, device, layout, step, why_dense, tables)
 
     def meet(self, device: torch.device, shape: Shape) -> None:
         """Remembers a shape that no pass expected, so that the next one has a table for it."""
@@ -119,7 +114,6 @@ class HeadPass:
     heads: MeasuredHeads
     device: torch.device
     layout: TokenLayout
-    conditioning: Conditioning
     step: int
     why_dense: str | None
     tables: dict[Shape, HeadTable]
@@ -135,7 +129,7 @@ class HeadPass:
             self.heads.meet(self.device, shape)
             return self.why_dense or MEASURING
         if table.choices is None:
-            table.sample(self.conditioning, row, call)
+            table.sample(row, call)
             return self.why_dense or table.refusal(row) or MEASURING
         if self.why_dense is not None:
             return self.why_dense

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from ..sparge import capabilities
 from ..sparge.calibrate import Profile
 from .decision import CROSS_ATTENTION, SigmaWindow
-from .head_table import Conditioning
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord, total_density
+from .sample_schedule import Conditioning
 from .settings import Settings
 
 #: Debugging aid: with the value 1 a device without kernels runs the slow reference, not dense.
@@ -71,10 +72,13 @@ class Run:
         model_sampling: Any,
         owner: object,
         profile: Profile | None = None,
+        schedule: Sequence[float] = (),
     ) -> None:
+        """schedule: the noise level of each step, as far as it is known."""
         self.owner = owner
         self.settings = settings
         self.window = sigma_window(settings, model_sampling)
+        self.schedule = schedule
         self.tally = Tally()
         self.notes: list[str] = []
         self.records: list[PassRecord] = []

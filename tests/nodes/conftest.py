@@ -175,24 +175,35 @@ class Session:
         self.context = context
 
     def sample(
-        self, step: Any, sigmas: list[float], conditionings: Sequence[list[int]] = ([1, 0],)
+        self,
+        step: Any,
+        sigmas: list[float],
+        conditionings: Sequence[list[int]] = ([1, 0],),
+        schedule: list[float] | None = None,
     ) -> list[Any]:
         """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
-        **kwargs) is the model's."""
+        **kwargs) is the model's, of q, k, v that all conditionings of a batch share. schedule: noise levels of the steps, where the sampler evaluates
+        the model at others too."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,
         )
         self.options = guider.model_options["transformer_options"]
 
-        def inner() -> list[Any]:
+        def inner(*_: Any) -> list[Any]:
             return [self.forward(step, sigma, batch) for sigma in sigmas for batch in conditionings]
 
-        return self._wrapped("outer_sample", guider, inner)()
+        levels = torch.tensor([*(sigmas if schedule is None else schedule), 0.0])
+        noise = latent = sampler = None
+        return self._wrapped("outer_sample", guider, inner)(noise, latent, sampler, levels)
 
     def forward(self, step: Any, sigma: float, conditionings: list[int]) -> Any:
         def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
-            return step(lambda *args, **kwargs: attend(options, *args, **kwargs))
+            def attend_batch(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+                q, k, v = (torch.cat([each] * len(conditionings)) for each in (q, k, v))
+                return attend(options, q, k, v, *args, **kwargs)
+
+            return step(attend_batch)
 
         call = self._wrapped("apply_model", self.model, model)
         options = {**self.options, "cond_or_uncond": conditionings}

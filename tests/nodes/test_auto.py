@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 
@@ -166,18 +167,86 @@ def test_what_outlives_a_call_is_made_between_calls(
     }
 
 
-def test_samples_are_spread_over_passes(load_pack, patch, session, step, monkeypatch):
-    sampled = []
+@pytest.fixture
+def samples(load_pack, monkeypatch):
+    """(layer, sum of q) of each sample."""
+    seen = []
     calibration = load_pack("sparge.calibrate").Calibration
     original = calibration.sample
 
-    def sample(self, layer, *args, **kwargs):
-        sampled.append(layer)
-        return original(self, layer, *args, **kwargs)
+    def sample(self, layer, q, k, v, **kwargs):
+        seen.append((layer, float(q.sum())))
+        return original(self, layer, q, k, v, **kwargs)
 
     monkeypatch.setattr(calibration, "sample", sample)
-    session(patch(start_percent=0.5), LATENT).sample(step, [1.0, 0.9, 0.8, 0.7, 0.6, 0.4])
-    assert sampled == [0, 1, 1, 0], "all at first, then each in every third pass"
+    return seen
+
+
+@pytest.fixture
+def numbered(step):
+    """The n-th forward pass has queries (n + 1) times as large: their sum tells which one it is."""
+    sums, passes = [], itertools.count(1)
+
+    def forward(attend):
+        factor, layers = next(passes), itertools.count()
+
+        def scaled(q, k, v, heads):
+            if next(layers) == 0:
+                sums.append(float((q * factor).sum()))
+            return attend(q * factor, k, v, heads)
+
+        return step(scaled)
+
+    forward.sums = sums
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("conditionings", "measured"),
+    [(([1, 0],), [3, 4, 4]), (([1], [0]), [7, 8, 9])],
+    ids=["in one batch", "one by one"],
+)
+def test_the_last_calls_of_the_dense_window_are_measured(
+    patch, session, numbered, samples, conditionings, measured
+):
+    running = session(patch(start_percent=0.45), LATENT)
+    running.sample(numbered, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5], conditionings)
+    assert Counter(layer for layer, _ in samples) == dict.fromkeys(range(BLOCKS), 3)
+    first = [total for layer, total in samples if layer == 0]
+    assert [numbered.sums.index(total) for total in first] == measured
+
+
+def test_evaluations_between_steps_are_placed_by_noise_level(patch, session, numbered, samples):
+    """A midpoint sampler; .55 and above is dense. Of pass 7 one entry of two."""
+    between = [1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.5]
+    session(patch(start_percent=0.45), LATENT).sample(
+        numbered, between, schedule=[1.0, 0.9, 0.8, 0.7, 0.5]
+    )
+    first = [total for layer, total in samples if layer == 0]
+    assert [numbered.sums.index(total) for total in first] == [6, 6, 7]
+
+
+@pytest.mark.parametrize("comes_again", [True, False])
+def test_a_layer_that_was_skipped_when_it_should_be_measured(
+    patch, session, step, runs, comes_again
+):
+    """By a cache in the last three dense passes: it delays the first sparse pass by one."""
+    passes = itertools.count()
+
+    def cached(attend):
+        number, layers = next(passes), itertools.count()
+        skips = 1 <= number <= 3 or (number > 3 and not comes_again)
+
+        def first_only(q, k, v, heads):
+            return v if skips and next(layers) == 1 else attend(q, k, v, heads)
+
+        return step(first_only)
+
+    running = session(patch(start_percent=0.45), LATENT)
+    running.sample(cached, [1.0, 0.9, 0.8, 0.7, 0.5, 0.4])
+    ((run, _),) = runs
+    assert run.tally.reasons["measuring"] == (2 if comes_again else 1)
+    assert run.tally.sparse == (2 if comes_again else 1)
 
 
 @pytest.mark.parametrize("kind", ["refusal", "memory", "build"])

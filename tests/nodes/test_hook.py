@@ -223,7 +223,7 @@ def test_a_failing_report_does_not_hide_the_result(
         raise RuntimeError("no report")
 
     monkeypatch.setattr(load_pack("nodes.report"), "publish", fail)
-    assert session(patch(patcher)).sample(step, [0.5])[0].shape == (1, TOKENS, HEADS * 64)
+    assert session(patch(patcher)).sample(step, [0.5])[0].shape == (2, TOKENS, HEADS * 64)
 
 
 def test_two_runs_at_once_do_not_mix(patch, patcher, session, step, published):
