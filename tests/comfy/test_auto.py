@@ -105,7 +105,7 @@ def test_two_samplers_with_a_model_each(comfyui, mode):
         # Levels of steps 0 1 1 2 2 3 3.
         ({"steps": 20, "sampler": "heun"}, [(1, 5), (0, 5), (1, 6)]),
         ({"steps": 20, "sampler": "dpmpp_2s_ancestral"}, [(1, 6), (0, 6), (1, 7)]),
-        # 20 of 22 steps, of which three are dense. In the first nobody knows yet of the second entry.
+        # 20 of 22 steps, of which three are dense; how many entries the first has is not known.
         ({"steps": 20, "denoise": 0.9}, [(1, 0), (0, 1), (1, 2), (0, 2)]),
         ({"steps": 20, "denoise": 0.5}, [(1, 0), (0, 0)]),
         ({"steps": 4}, [(1, 0), (0, 0)]),
