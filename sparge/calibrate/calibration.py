@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from . import budgets, curves
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .measure import Measure, Sample, reference_measure
-from .scoring import exact_output, squared_errors
+from .scoring import squared_errors
 from .spread import spread_places
 from .workload import RESIDUAL_COST, Workload
 
@@ -45,6 +46,8 @@ class Calibration:
     """Those worth a sample."""
     blocks_a_call: int
     measure: Measure
+    log_gains: Tensor = field(repr=False)
+    """(gains,) float32, natural: of the candidates, on the device."""
     squared_error: Tensor
     """(layers, heads, walks, routers, densities, gains) float64, summed over rows and channels."""
     squared_norm: Tensor
@@ -85,6 +88,7 @@ class Calibration:
             query_blocks,
             blocks_a_call,
             measure,
+            torch.tensor(candidates.gains, device=device).log(),
             sums,
             torch.zeros(layers, heads, walks, dtype=torch.float64, device=device),
             np.zeros((layers, walks), np.int64),
@@ -112,14 +116,12 @@ class Calibration:
         measured = self.measure(
             Sample(q, k, v, blocks, workload, self.candidates, softmax_scale, key_lengths)
         )
-        truth = exact_output(measured.by_router[0])
-        empty = ~measured.occupied.unsqueeze(-1)
-        for index, parts in enumerate(measured.by_router):
-            errors = squared_errors(parts, self.candidates.gains, truth)
-            errors = errors.masked_fill(empty.unsqueeze(-1), 0)
-            self.squared_error[layer, :, walk, index] += errors.sum((0, 2, 3), dtype=torch.float64)
-        norms = truth.square().masked_fill(empty, 0)
-        self.squared_norm[layer, :, walk] += norms.sum((0, 2, 3, 4), dtype=torch.float64)
+        empty = ~measured.occupied
+        errors = squared_errors(measured.distances, self.log_gains)
+        errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((2, 4, 5), dtype=torch.float64)
+        self.squared_error[layer, :, walk] += errors.movedim(2, 0)
+        norms = measured.distances.norm.masked_fill(empty, 0)
+        self.squared_norm[layer, :, walk] += norms.sum((0, 2, 3), dtype=torch.float64)
         self.samples[layer, walk] += len(blocks)
 
     def next_walk(self, layer: int) -> int:
@@ -233,7 +235,7 @@ class Calibration:
         shape = (self.samples.shape[1], len(routers), len(densities), len(gains))
         walk, router, density, gain = np.unravel_index(chosen, shape)
 
-        def table(values: NDArray[np.float64], unmeasured: float, dtype: torch.dtype) -> Tensor:
+        def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
             full = torch.full(self.squared_norm.shape[:2], unmeasured, dtype=dtype)
             full[measured] = torch.from_numpy(values).to(dtype).view(-1, full.shape[1])
             return full

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact and pooled parts of some query blocks, bucket by bucket: what calibration scores."""
+"""Exact and pooled parts of some query blocks, bucket by bucket, and how far they lie from exact
+attention: what calibration scores."""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ from ..plan.blocks import QUERY_BLOCK
 from ..plan.budget import HeadBudget
 from ..reference.budgeted import bucket_partials
 from ..reference.choose import choose_blocks
-from ..reference.packed import pack_qkv
+from ..reference.packed import Packed, pack_qkv
 from ..reference.partial import Partial
 from .candidates import CandidateSet
-from .scoring import Parts
+from .scoring import Distances, bucket_distances
 from .workload import Workload
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Parts of S query blocks: Partials (B, H, S, 128, D) of each router and bucket."""
+    """What a sample of S query blocks says of every candidate."""
 
-    by_router: Sequence[Parts]
+    distances: Distances
+    """Of rows (B, H, S, 128)."""
     occupied: Tensor
     """(S, 128) bool: the row is a query; others hold nothing of meaning."""
 
@@ -44,17 +46,22 @@ class Sample:
     key_lengths: Tensor | None
 
 
-#: Attention that hands out its parts; must not synchronise with the GPU.
+#: Attention that says how far its parts lie from the whole; must not synchronise with the GPU.
 Measure = Callable[[Sample], Measured]
 
 
 def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
-    workload, candidates, scale = sample.workload, sample.candidates, sample.scale
-    query_blocks = sample.query_blocks
-    order = None if workload.is_causal else workload.order  # causal means raster
+    order = None if sample.workload.is_causal else sample.workload.order  # causal means raster
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
-    by_router: list[Parts] = []
+    occupied = _by_block(packed.occupied.unsqueeze(-1), sample.query_blocks)[..., 0]
+    return Measured(bucket_distances(_bucket_partials(sample, packed)), occupied)
+
+
+def _bucket_partials(sample: Sample, packed: Packed) -> list[list[tuple[Partial, Partial]]]:
+    """Of each router and bucket the exact and the pooled part (B, H, S, 128, D)."""
+    workload, candidates, scale = sample.workload, sample.candidates, sample.scale
+    by_router: list[list[tuple[Partial, Partial]]] = []
     for router in candidates.routers:
         choice = choose_blocks(
             packed,
@@ -65,13 +72,14 @@ def reference_measure(sample: Sample) -> Measured:
         )
         every = candidates.buckets(choice.rank, choice.valid)
         sampled = torch.full_like(every, -1)
-        for block in query_blocks:
+        for block in sample.query_blocks:
             sampled[:, :, block] = every[:, :, block]
         parts = bucket_partials(
             packed, sampled, len(candidates.densities), scale=scale, is_causal=workload.is_causal
         )
-        by_router.append([(_rows(a, query_blocks), _rows(b, query_blocks)) for a, b in parts])
-    return Measured(by_router, _by_block(packed.occupied.unsqueeze(-1), query_blocks)[..., 0])
+        rows = [[_rows(part, sample.query_blocks) for part in both] for both in parts]
+        by_router.append([(exact, pooled) for exact, pooled in rows])
+    return by_router
 
 
 def _rows(part: Partial, query_blocks: Sequence[int]) -> Partial:

@@ -7,15 +7,17 @@ the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a +
 
     |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
-and three products a row and density serve all gains. Outputs of more and more parts are running
-means, and what has no channels is computed for all densities at once: on a GPU it is the number of
-operations that counts, which each have little to do.
+and three products a row and density serve all gains. On a GPU it is the number of operations that
+counts, which each have little to do, and the memory of what has channels: so routers and densities
+are dimensions here, and outputs are overwritten where they were last wanted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,63 +26,112 @@ from ..reference.partial import Partial
 
 LOG_2 = math.log(2)  # natural logs of a unit of row_max
 
-#: Of each bucket of blocks its exact part and its pooled part (with gain 1).
-Parts = Sequence[tuple[Partial, Partial]]
 
+@dataclass(frozen=True, eq=False)
+class Distances:
+    """How far the two outputs of each density lie from the true one, o; all float32.
 
-def squared_errors(parts: Parts, gains: Sequence[float], truth: Tensor) -> Tensor:
-    """(..., R, densities, gains) float32: squared distance of each row's output from `truth`.
-
-    Density t has the buckets 0 .. t exact, so there are as many as buckets. `truth` (..., R, D).
-    Rows that neither part reaches give 0, as attention does.
+    near |e - o|^2 (routers, densities, ...); between <e - o, p - o>, far |p - o|^2 and advantage
+    ln(a / r) (routers, densities - 1, ...), because the last density pools nothing; norm |o|^2
+    (...).
     """
-    exact, exact_logs = _running([exact for exact, _ in parts])
-    pooled, pooled_logs = _running([_without_keys(parts[0][1]), *(p for _, p in parts[:0:-1])])
-    products: list[tuple[Tensor, Tensor, Tensor]] = []
-    for from_exact, from_pooled in zip(exact, reversed(list(pooled)), strict=True):
-        e, p = from_exact - truth, from_pooled - truth
-        products.append(((e * e).sum(-1), (e * p).sum(-1), (p * p).sum(-1)))
-    near, between, far = (
-        torch.stack(each, -1).unsqueeze(-1) for each in zip(*products, strict=True)
+
+    near: Tensor
+    between: Tensor
+    far: Tensor
+    advantage: Tensor
+    norm: Tensor
+
+
+def distances(buckets: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Distances:
+    """Of exact buckets (routers, densities, ..., D), whose `unnormalised` is taken over and
+    overwritten, and of all that each density pools (routers, densities - 1, ..., D).
+
+    What is true is the exact output, as the first router splits it. `pooled.unnormalised` may be of
+    any float type and counts in `unit`s, which broadcast to (...); one router of it at a time is
+    held in float32.
+    """
+    values, exact_logs = _running(buckets)
+    truth = values[0, -1].clone()
+    errors = values.sub_(truth)
+    scales = (_inverse(pooled.row_sum) * unit).unsqueeze(-1)
+    beside = [
+        _beside(*router, truth)
+        for router in zip(errors[:, :-1], pooled.unnormalised, scales, strict=True)
+    ]
+    between, far = (torch.stack(each) for each in zip(*beside, strict=True))
+    return Distances(
+        _squared(errors),
+        between,
+        far,
+        exact_logs[:, :-1] - _log_sum(pooled),
+        _squared(truth),
     )
-    advantage = (exact_logs - pooled_logs.flip(0)).movedim(0, -1).unsqueeze(-1)
-    log_gains = torch.stack([truth.new_full((), gain) for gain in gains]).log()
+
+
+def _beside(error: Tensor, sums: Tensor, scale: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """<e - o, p - o> and |p - o|^2 of one router. A function of its own so that p is freed."""
+    other = (sums * scale).sub_(truth)
+    far = _squared(other)
+    return other.mul_(error).sum(-1), far
+
+
+def bucket_distances(by_router: Sequence[Sequence[tuple[Partial, Partial]]]) -> Distances:
+    """Of each router the exact and the pooled part of each bucket."""
+    exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
+    pooled = []
+    for parts in by_router:
+        from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
+        pooled.append(_stacked(list(from_last)[::-1]))
+    return distances(_stacked(exact), _stacked(pooled))
+
+
+def squared_errors(measured: Distances, log_gains: Tensor) -> Tensor:
+    """(routers, densities, ..., gains) float32: squared distance of each row's output from truth.
+
+    log_gains (gains,) float32, natural, -inf for plain dropping. Rows that neither part reaches
+    give 0, as attention does.
+    """
+    near, between, far, advantage = (
+        x.unsqueeze(-1) for x in (measured.near, measured.between, measured.far, measured.advantage)
+    )
+    lead = advantage - log_gains
     # NaN where there is neither part, so that both outputs are 0.
-    w = torch.sigmoid(advantage - log_gains).nan_to_num(1.0)
-    rest = torch.sigmoid(log_gains - advantage).nan_to_num(0.0)
+    w, rest = lead.sigmoid().nan_to_num_(1.0), lead.neg_().sigmoid_().nan_to_num_(0.0)
     # A pooled part as good as the exact one may leave a sum just below 0.
-    return (w * w * near + 2 * w * rest * between + rest * rest * far).clamp(min=0)
+    mixed = (w * w * near[:, :-1] + 2 * w * rest * between + rest * rest * far).clamp_(min=0)
+    return torch.cat([mixed, near[:, -1:].expand_as(mixed[:, :1])], 1)
 
 
-def exact_output(parts: Parts) -> Tensor:
-    """(..., R, D): the output with all blocks exact."""
-    outputs, _ = _running([exact for exact, _ in parts])
-    *_, whole = outputs
-    return whole
+def _stacked(parts: Sequence[Partial]) -> Partial:
+    fields = ((part.unnormalised, part.row_max, part.row_sum) for part in parts)
+    return Partial(*(torch.stack(each) for each in zip(*fields, strict=True)))
 
 
-def _running(parts: Sequence[Partial]) -> tuple[Iterator[Tensor], Tensor]:
-    """Of the first 1, 2 ... parts together, outputs (..., R, D), 0 where they have no key, and
-    (parts, ..., R) natural logs of their sums of exponentials, -inf there."""
-    sums = torch.stack([part.row_sum for part in parts])
-    logs = (torch.stack([part.row_max for part in parts]) + sums.log2()) * LOG_2
-    together = logs.logcumsumexp(0)
-    shares = (logs - together).exp().nan_to_num(0.0)  # NaN: no key so far
-    inverse = (1 / sums).nan_to_num(posinf=0.0)
+def _running(parts: Partial) -> tuple[Tensor, Tensor]:
+    """Of the first 1, 2 ... parts together, outputs in the place of `unnormalised`, 0 where they
+    have no key, and natural logs of their sums of exponentials, -inf there.
 
-    def outputs() -> Iterator[Tensor]:
-        mean = torch.zeros_like(parts[0].unnormalised)
-        for part, share, scale in zip(parts, shares, inverse, strict=True):
-            own = part.unnormalised * scale.unsqueeze(-1)
-            mean = torch.lerp(mean, own, share.unsqueeze(-1))
-            yield mean
-
-    return outputs(), together
+    Running means: each part has maxima of its own, and may be all there is to a row although its
+    weight beside later ones underflows.
+    """
+    logs = _log_sum(parts)
+    together = logs.logcumsumexp(1)
+    shares = (logs - together).exp_().nan_to_num_(0.0).unsqueeze(-1)  # NaN: no key so far
+    values = parts.unnormalised.mul_(_inverse(parts.row_sum).unsqueeze(-1))
+    means = values.unbind(1)
+    for before, own, share in zip(means, means[1:], shares.unbind(1)[1:], strict=False):
+        torch.lerp(before, own, share, out=own)
+    return values, together
 
 
-def _without_keys(like: Partial) -> Partial:
-    return Partial(
-        torch.zeros_like(like.unnormalised),
-        torch.full_like(like.row_max, -torch.inf),
-        torch.zeros_like(like.row_sum),
-    )
+def _log_sum(part: Partial) -> Tensor:
+    return (part.row_max + part.row_sum.log2()).mul_(LOG_2)
+
+
+def _inverse(sums: Tensor) -> Tensor:
+    return (1 / sums).nan_to_num_(posinf=0.0)
+
+
+def _squared(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1).square_()

@@ -30,7 +30,8 @@ class BlockFacts:
 
     def of_query_heads(self, of_keys: Tensor) -> Tensor:
         """(B, Hkv, ...) to (B, H, ...)."""
-        return of_keys.repeat_interleave(self.q_block_mean.shape[1] // of_keys.shape[1], 1)
+        group = self.q_block_mean.shape[1] // of_keys.shape[1]
+        return of_keys if group == 1 else of_keys.repeat_interleave(group, 1)
 
 
 def log_mass(facts: BlockFacts, scale: float) -> Tensor:
@@ -42,7 +43,13 @@ def log_mass(facts: BlockFacts, scale: float) -> Tensor:
 
 
 def log_error(facts: BlockFacts, scale: float, valid: Tensor) -> Tensor:
-    """(B, H, nq, nk) natural log of the error that pooling a block makes, up to a constant a row.
+    """(B, H, nq, nk): the second of `log_scores`."""
+    return log_scores(facts, scale, valid)[1]
+
+
+def log_scores(facts: BlockFacts, scale: float, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """`log_mass`, and the natural log of the error that pooling a block makes, both (B, H, nq, nk)
+    and up to a constant a row.
 
     With logits of variance s in a block, its true mass is exp(s / 2) times that of its mean key.
     The mean key misses about s / 2 of it, which pulls the output by mean(V_j) - o, and the pairing
@@ -54,7 +61,8 @@ def log_error(facts: BlockFacts, scale: float, valid: Tensor) -> Tensor:
     The design's form, without exp(s / 2) and with s / 4, leaves 7 to 18 % more error in the output
     of 18 heads of DINOv2 on a video at 10 to 30 % density, with the residual.
     """
-    by_mass = log_mass(facts, scale).masked_fill(~valid, -torch.inf)
+    any_block = log_mass(facts, scale)
+    by_mass = any_block.masked_fill(~valid, -torch.inf)
     mass = by_mass.softmax(-1).nan_to_num(0.0)  # a row without valid blocks has no softmax
     values = facts.of_query_heads(facts.v_block_mean)
     output = mass @ values
@@ -67,4 +75,4 @@ def log_error(facts: BlockFacts, scale: float, valid: Tensor) -> Tensor:
     variance = facts.q_block_mean.square() @ key_variance.transpose(-1, -2) * scale**2
     scatter = facts.of_query_heads(facts.v_variance).unsqueeze(-2)
     squared = (variance / 2).square() * distance + variance / KEY_BLOCK * scatter
-    return by_mass + variance / 2 + squared.clamp(min=LEAST_ERROR).log() / 2
+    return any_block, by_mass + variance / 2 + squared.clamp(min=LEAST_ERROR).log() / 2

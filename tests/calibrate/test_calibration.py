@@ -20,6 +20,7 @@ from sparge.calibrate import (
     Workload,
     reference_measure,
 )
+from sparge.calibrate.scoring import Distances, bucket_distances
 from sparge.metrics import rel_l2
 from sparge.plan import HeadBudget, TokenGrid, cube_order, grid_order
 from sparge.plan.walks import Walk
@@ -200,7 +201,7 @@ def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
     q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
     for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
         alike = order.walk(walk).token_slot.long() // 64
-        k[0, head] = torch.randn(alike.max() + 1, 16)[alike] * 3
+        k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
     calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
     for call in range(3):
         assert calibration.next_walk(0) == call
@@ -245,7 +246,7 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 
         values = (random + 1, random, random)
         parts = [(part(1.0, value), part(1e-4, random)) for value in values]
-        return Measured([parts] * 2, torch.ones(len(blocks), 128).bool())
+        return Measured(bucket_distances([parts] * 2), torch.ones(len(blocks), 128).bool())
 
     calibration = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
@@ -259,13 +260,10 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
     def dirty(sample: Sample) -> Measured:
         measured = reference_measure(sample)
-        empty = ~measured.occupied.unsqueeze(-1)
+        empty = ~measured.occupied
         assert empty.any()
-        for parts in measured.by_router:
-            for part in (part for both in parts for part in both):
-                part.unnormalised.masked_fill_(empty, 1e3)
-                part.row_sum.masked_fill_(empty[..., 0], 1.0)
-                part.row_max.masked_fill_(empty[..., 0], 0.0)
+        for each in fields(Distances):
+            getattr(measured.distances, each.name).masked_fill_(empty, 1e3)
         return measured
 
     clean, unclean = begin(), begin(measure=dirty)
@@ -298,7 +296,8 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
             return Partial(torch.rand(*shape, 16, generator=generator), torch.zeros(shape), sums)
 
         parts = [(part(), part()) for _ in candidates.densities]
-        return Measured([parts] * len(candidates.routers), torch.ones(len(blocks), 128).bool())
+        found = bucket_distances([parts] * len(candidates.routers))
+        return Measured(found, torch.ones(len(blocks), 128).bool())
 
     calibration = begin(measure=measure, blocks_a_call=3)
     kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sparge.calibrate.scoring import exact_output, squared_errors
-from sparge.reference.partial import Partial
+from sparge.calibrate.scoring import Distances, bucket_distances, distances, squared_errors
+from sparge.reference.partial import Partial, combine
 
 GAINS = [0.0, 0.3, 1.0, 2.5]
 LOG2_E = 1.4426950408889634
@@ -20,6 +23,11 @@ def part(logits: Tensor, values: Tensor) -> Partial:
     top = log2.amax(-1) if logits.shape[1] else torch.full(logits.shape[:1], -torch.inf)
     p = torch.exp2(log2 - top.masked_fill(top == -torch.inf, 0).unsqueeze(-1))
     return Partial(p @ values, top, p.sum(-1))
+
+
+def errors(parts: list[tuple[Partial, Partial]], gains: list[float]) -> Tensor:
+    """(densities, rows, gains) of one router."""
+    return squared_errors(bucket_distances([parts]), torch.tensor(gains).log())[0]
 
 
 def softmax_output(logits: Tensor, values: Tensor) -> Tensor:
@@ -40,9 +48,10 @@ def test_every_density_and_gain(generator: torch.Generator, spread: float) -> No
         for pair in sizes
     ]
     parts = [(part(*exact), part(*pooled)) for exact, pooled in keys]
-    truth = torch.randn(6, 4, generator=generator)
-    found = squared_errors(parts, GAINS, truth)
-    assert found.shape == (6, len(sizes), len(GAINS))
+    found = errors(parts, GAINS)
+    whole = torch.cat([exact[0] for exact, _ in keys], 1), torch.cat([e[1] for e, _ in keys])
+    truth = softmax_output(*whole)
+    assert found.shape == (len(sizes), 6, len(GAINS))
     for density in range(len(sizes)):
         for index, gain in enumerate(GAINS):
             taken = [exact for exact, _ in keys[: density + 1]]
@@ -53,25 +62,58 @@ def test_every_density_and_gain(generator: torch.Generator, spread: float) -> No
             logits = torch.cat([logits for logits, _ in taken], 1)
             values = torch.cat([values for _, values in taken])
             expected = (softmax_output(logits, values) - truth).square().sum(-1)
-            torch.testing.assert_close(found[:, density, index], expected, rtol=1e-4, atol=1e-6)
-    whole = torch.cat([exact[0] for exact, _ in keys], 1), torch.cat([e[1] for e, _ in keys])
-    torch.testing.assert_close(exact_output(parts), softmax_output(*whole))
+            torch.testing.assert_close(found[density, :, index], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_kept_keys_far_below_the_dropped_ones() -> None:
     """Their weight beside the pseudo-keys underflows; with gain 0 they are all there is."""
     kept = part(torch.full((1, 2), -500.0), torch.ones(2, 3))
     dropped = part(torch.zeros(1, 2), torch.full((2, 3), 7.0))
-    found = squared_errors([(kept, kept), (dropped, dropped)], [0.0, 1.0], torch.zeros(1, 3))
-    torch.testing.assert_close(found[0, 0], torch.tensor([3.0, 3 * 49.0]))
-    torch.testing.assert_close(found[0, 1], torch.tensor([3 * 49.0, 3 * 49.0]))
+    found = errors([(kept, kept), (dropped, dropped)], [0.0, 1.0])
+    torch.testing.assert_close(found[0, 0], torch.tensor([3 * 36.0, 0.0]))  # true: 7
+    assert not found[1].any()
 
 
 def test_rows_that_reach_no_key_give_zero() -> None:
     none = part(torch.zeros(1, 0), torch.zeros(0, 3))
     some = part(torch.zeros(1, 1), torch.full((1, 3), 2.0))
-    found = squared_errors([(none, none), (none, some)], [0.0, 1.0], torch.ones(1, 3))
-    torch.testing.assert_close(found[0, 0], torch.tensor([3.0, 3.0]))  # |0 - 1|^2, |2 - 1|^2
-    torch.testing.assert_close(found[0, 1], torch.tensor([3.0, 3.0]))
-    nothing = squared_errors([(none, none), (none, none)], [0.0, 1.0], torch.ones(1, 3))
-    assert nothing.flatten().tolist() == [3.0] * 4
+    found = errors([(none, none), (none, some)], [0.0, 1.0])  # true: 0
+    assert found.squeeze(1).tolist() == [[0.0, 3 * 4.0], [0.0, 0.0]]
+    assert not errors([(none, none), (none, none)], [0.0, 1.0]).any()
+
+
+def test_routers_are_judged_by_the_output_of_the_first(generator: torch.Generator) -> None:
+    def some(keys: int) -> Partial:
+        logits = torch.randn(6, keys, generator=generator)
+        return part(logits, torch.randn(keys, 4, generator=generator))
+
+    routers = [[(some(5), some(2)) for _ in range(3)] for _ in range(2)]
+    truth = combine(exact for exact, _ in routers[0]).output()
+    expected = torch.empty(2, 3, 6, len(GAINS))
+    for router, density, gain in np.ndindex(2, 3, len(GAINS)):
+        exact = [of_bucket for of_bucket, _ in routers[router][: density + 1]]
+        dropped = [of_bucket for _, of_bucket in routers[router][density + 1 :]]
+        output = combine([*exact, *(pooled.weighted(GAINS[gain]) for pooled in dropped)]).output()
+        expected[router, density, :, gain] = (output - truth).square().sum(-1)
+    found = bucket_distances(routers)
+    torch.testing.assert_close(found.norm, truth.square().sum(-1))
+    log_gains = torch.tensor(GAINS).log()
+    torch.testing.assert_close(squared_errors(found, log_gains), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> None:
+    unit = torch.tensor([[0.5], [8.0]])  # of each of two heads, with three rows
+    shapes = {"exact": (1, 2, 2, 3), "pooled": (1, 1, 2, 3)}
+    exact, pooled = (
+        Partial(
+            torch.randint(-9, 9, (*shape, 4), generator=generator).float(),
+            torch.randn(shape, generator=generator),
+            torch.rand(shape, generator=generator) + 1,
+        )
+        for shape in shapes.values()
+    )
+    in_units = replace(pooled, unnormalised=(pooled.unnormalised / unit.unsqueeze(-1)).half())
+    whole = distances(replace(exact, unnormalised=exact.unnormalised.clone()), pooled)
+    found = distances(exact, in_units, unit)
+    for each in fields(Distances):
+        torch.testing.assert_close(getattr(found, each.name), getattr(whole, each.name))
