@@ -69,7 +69,7 @@ def run(size: Size, device: torch.device, seed: int, out: Path) -> list[Row]:
     table = [_torch_row(example, truth)]
     table += [_sparge_row(example, truth, share) for share in SHARES]
     print(_formatted(table))
-    path = out / "demo.png"
+    path = out / "attention.png"
     write_png(path, _picture(example, truth))
     kinds = ", ".join(dict.fromkeys(example.kinds))
     print(

@@ -8,9 +8,9 @@ python -m benchmarks.quality --data dit [--weights FILE] [--seed N] [--clips N] 
 Each mode runs in an emulation of the kernels, and with --kernels, which a GPU that has them turns
 on, through `sparge.attention` too, as far as that can express the mode. The small video DiT gives
 two tables: calls of a sampling run's sparse steps, and clips sampled in each mode against the same
-clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees those only);
-whole clips are emulated only in modes that do not run through `sparge.attention`. --grid makes
-them small enough for a CPU.
+clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees the last 3 of
+those); whole clips are emulated only in modes that do not run through `sparge.attention`. --grid
+makes them small enough for a CPU.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.quality.dit import DENSE_STEPS, DenseRun, load_dit, named, sample_dense
+from benchmarks.quality.dit import DenseRun, load_dit, named, sample_dense
 from benchmarks.quality.judge import Call
 from benchmarks.quality_data.clips import make_clip
 from benchmarks.quality_data.dino import Dino
@@ -30,7 +30,6 @@ class DataSet:
     name: str
     judged: list[Call]
     calibrated: Iterable[Call]
-    steps: int = 1
     """Calls of each layer to calibrate on."""
     text: tuple[SmolLM, Tensor] | None = None
     """The language model and the tokens to take the perplexity of."""
@@ -79,7 +78,7 @@ def _dit(options: Namespace) -> DataSet:
     runs = tuple(sample_dense(model, grid, seed, options.layers) for seed in seeds)
     first = runs[0]
     name = named(first.grid, f"scene {first.seed}")
-    return DataSet(name, first.judged, first.calibrated, steps=DENSE_STEPS, runs=runs)
+    return DataSet(name, first.judged, first.calibrated, runs=runs)
 
 
 def _calls(

@@ -23,7 +23,8 @@ from benchmarks.tiny_video_dit.scenes import context, draw_scenes
 from sparge.plan.grid import TokenGrid
 
 STEPS = 20
-DENSE_STEPS = 4  # 20 %: calibration sees these
+DENSE_STEPS = 4  # 20 %
+CALIBRATED_STEP = DENSE_STEPS - 1  # as in nodes/sample_schedule.py
 JUDGED_STEPS = (6, 12, 18)
 TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 780 --planned-seconds 780"
 
@@ -41,7 +42,7 @@ class DenseRun:
     clip: Tensor
     """(frames, rows, columns, 3) in [0, 1]."""
     calibrated: list[Call]
-    """The calls of the dense steps."""
+    """The calls of CALIBRATED_STEP."""
     judged: list[Call]
     """Those of JUDGED_STEPS."""
 
@@ -79,11 +80,12 @@ def sample_dense(
     sigmas = flow.sampling_sigmas(STEPS)
     calibrated: list[Call] = []
     judged: list[Call] = []
+    kept = {CALIBRATED_STEP: calibrated, **dict.fromkeys(JUDGED_STEPS, judged)}
 
     for step in range(STEPS):
         if step == DENSE_STEPS:
             begun = latent
-        keep = calibrated if step < DENSE_STEPS else judged if step in JUDGED_STEPS else None
+        keep = kept.get(step)
         name = f"dit step {step} layer"
 
         def watched(q: Tensor, k: Tensor, v: Tensor, block: int, to=keep, name=name) -> Tensor:

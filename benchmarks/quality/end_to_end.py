@@ -12,10 +12,11 @@ from torch import Tensor
 
 import sparge
 from benchmarks.quality import library
-from benchmarks.quality.dit import DENSE_STEPS, DenseRun, named
+from benchmarks.quality.dit import DenseRun, named
 from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density, uniform
 from benchmarks.quality.rows import Row
+from benchmarks.quality.walks import by_walk, of_heads
 from benchmarks.tiny_video_dit.model import Attention
 from sparge.plan.budget import HeadBudget
 from sparge.reference.packed import pack_qkv, scatter
@@ -30,7 +31,7 @@ class Clips:
     def __init__(self, runs: Sequence[DenseRun], calibration_blocks: int) -> None:
         self.runs = runs
         self.name = named(runs[0].grid, f"clips {runs[0].seed}-{runs[-1].seed}")
-        self._blocks = math.ceil(calibration_blocks / DENSE_STEPS)
+        self._blocks = calibration_blocks
 
     @cached_property
     def _measured(self) -> list[Measured]:
@@ -78,10 +79,18 @@ def emulated(
     densities: list[Tensor] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-        packed = pack_qkv(q, k, v, order, element=ELEMENT)
-        out, choice = attend(mode, packed, budgets[block], at_once=True)
-        densities.append(reached_density(choice))
-        return (out if order is None else scatter(out, order)).to(q.dtype)
+        outs, reached = [], []
+        for walk, budget in by_walk(budgets[block]):
+            walked = None if order is None else order.walk(walk)
+            packed = pack_qkv(q, k, v, walked, element=ELEMENT)
+            out, choice = attend(mode, packed, budget, at_once=True)
+            outs.append(out if walked is None else scatter(out, walked))
+            reached.append(reached_density(choice))
+        if len(outs) > 1:
+            outs = [of_heads(budgets[block], outs, dim=1)]
+            reached = [of_heads(budgets[block], reached)]
+        densities.append(reached[0])
+        return outs[0].to(q.dtype)
 
     def density() -> float:
         return float(torch.stack(densities).mean())

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures: error against density and PSNR against density, one line a mode.
+"""The README's figures, error against density and PSNR against density, and its tables.
 
+python -m benchmarks.quality.figures
 python -m benchmarks.quality.figures --out DIR --error "dino clip 0" --psnr "dit clips 0-1"
 
 From the rows that `benchmarks.quality` wrote; where a mode has rows of several places, those of a
-GPU's kernels count.
+GPU's kernels count. The first form rewrites the README's section and the pictures beside the rows;
+the second draws any data.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch import Tensor
+
 from benchmarks.png import write_png
 from benchmarks.quality.chart import Axis, Colour, Line, draw
-from benchmarks.quality.rows import EMULATION, REFERENCE, RESULTS, Row, read
+from benchmarks.quality.rows import RESULTS, Row, read
+from benchmarks.quality.section import BEGIN, END, PARTS, best_places, chosen, section
+from benchmarks.timing import ROOT
 
+README = ROOT / "README.md"
 #: Okabe and Ito's palette, which colour-blind readers tell apart.
 COLOURS: dict[str, Colour] = {
     "drop": (213, 94, 0),
@@ -27,6 +34,13 @@ COLOURS: dict[str, Colour] = {
 DENSITY_TICKS = (0, 10, 20, 30, 40, 50, 60)
 ERROR_TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DECIBEL_TICKS = tuple(float(level) for level in range(0, 101, 5))
+ACROSS = "density, % of query-key pairs"
+#: By the rows' field: title, ticks, whether they are spaced by their logarithms.
+UP = {
+    "rel_l2": ("relative L2 error", ERROR_TICKS, True),
+    "psnr": ("PSNR, dB", DECIBEL_TICKS, False),
+}
+OPTION = {"rel_l2": "error", "psnr": "psnr"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,46 +48,64 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--error", help="data, as the rows name it, of the first picture")
-    parser.add_argument("--psnr", help="data of the second")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
+    parser.add_argument("--error", help="data, as the rows name it, of an error picture")
+    parser.add_argument("--psnr", help="data of a PSNR picture")
+    parser.add_argument("--out", type=Path, help="folder of those pictures")
     options = parser.parse_args(arguments)
     rows = read(options.results)
-    pictures = [
-        ("rel_l2", "relative L2 error", ERROR_TICKS, True, options.error),
-        ("psnr", "PSNR, dB", DECIBEL_TICKS, False, options.psnr),
-    ]
-    wanted = [picture for picture in pictures if picture[-1]]
+    wanted = [(field, data) for field in UP if (data := getattr(options, OPTION[field]))]
+    if bool(wanted) != bool(options.out):
+        parser.error("Pictures of other data take --out and --error, --psnr, or both.")
     if not wanted:
-        parser.error("Name the data of a picture with --error, --psnr, or both.")
-    across = Axis("density, % of query-key pairs", DENSITY_TICKS)
-    for field, title, ticks, logarithmic, data in wanted:
-        drawn = lines((row for row in rows if row["data"] == data), field)
-        if not drawn:
+        README.write_text(readme(rows), encoding="utf-8")
+        for name, pixels in shown(rows).items():
+            write_png(RESULTS.with_name(name), pixels)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    for field, data in wanted:
+        found = [row for row in rows if row["data"] == data]
+        if not lines(found, field):
             names = sorted({row["data"] for row in rows})
             parser.error(f"{options.results} has no rows of {data!r} to draw, but of {names}.")
-        options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"quality_{field}.png"
-        up = Axis(title, _around(drawn.values(), ticks), logarithmic)
-        write_png(path, draw(data, across, up, drawn))
+        write_png(path, picture(found, field))
         print(path)
+
+
+def readme(rows: list[Row]) -> str:
+    """The README's text with the section that these rows make."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + section(rows) + END + rest.split(END)[1]
+
+
+def shown(rows: list[Row]) -> dict[str, Tensor]:
+    """The README's pictures by file name."""
+    return {
+        part.picture: picture(found, part.field)
+        for part in PARTS
+        if part.picture and (found := chosen(rows, part))
+    }
+
+
+def picture(rows: list[Row], field: str) -> Tensor:
+    """(height, width, 3) uint8, of rows of one data set."""
+    drawn = lines(rows, field)
+    title, ticks, logarithmic = UP[field]
+    up = Axis(title, _around(drawn.values(), ticks), logarithmic)
+    return draw(rows[0]["data"], Axis(ACROSS, DENSITY_TICKS), up, drawn)
 
 
 def lines(rows: Iterable[Row], field: str) -> dict[str, Line]:
     """Points (density in percent, field) of each mode that has a colour, up to the last tick; one
     for each asked density, from the kernels where they ran."""
     points: dict[str, dict[float, tuple[float, float]]] = {mode: {} for mode in COLOURS}
-    for row in sorted(rows, key=_by_kernels):
+    for row in best_places(rows):
         percent = 100 * row["density"]
         if row["mode"] in points and percent <= DENSITY_TICKS[-1]:
             points[row["mode"]][row["asked_density"]] = (percent, row[field])
     return {
         mode: Line(sorted(found.values()), COLOURS[mode]) for mode, found in points.items() if found
     }
-
-
-def _by_kernels(row: Row) -> bool:
-    return row["where"] not in (EMULATION, REFERENCE)
 
 
 def _around(drawn: Iterable[Line], ticks: tuple[float, ...]) -> tuple[float, ...]:

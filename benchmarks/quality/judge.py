@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,7 +17,7 @@ from benchmarks.quality_data.layer import Layer
 from sparge import metrics
 from sparge.kernels.spec import Element
 from sparge.plan.blocks import QUERY_BLOCK
-from sparge.plan.grid import cube_order
+from sparge.plan.grid import grid_order
 from sparge.reference.packed import Packed, pack_qkv
 
 PERCENTILE = 0.95
@@ -32,6 +32,7 @@ class Call:
     element: Element = ELEMENT
     place: int = 0
     """Of the layer among those judged, from 0: which budgets are the call's."""
+    _walked: dict[int, Packed] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def heads(self) -> int:
@@ -41,13 +42,19 @@ class Call:
     def raster(self) -> Packed:
         return pack_qkv(self.layer.q, self.layer.k, self.layer.v, element=self.element)
 
-    @cached_property
+    @property
     def cubes(self) -> Packed:
-        """Raster where the tokens have no grid."""
+        return self.walked(0)
+
+    def walked(self, walk: int) -> Packed:
+        """In one of the walks of `grid_order`; raster where the tokens have no grid."""
         if self.layer.grid is None:
             return self.raster
-        order = cube_order(self.layer.grid)
-        return pack_qkv(self.layer.q, self.layer.k, self.layer.v, order, element=self.element)
+        if walk not in self._walked:
+            order = grid_order(self.layer.grid).walk(walk)
+            q, k, v = self.layer.q, self.layer.k, self.layer.v
+            self._walked[walk] = pack_qkv(q, k, v, order, element=self.element)
+        return self._walked[walk]
 
     def packed(self, cubes: bool) -> Packed:
         return self.cubes if cubes else self.raster
@@ -79,6 +86,16 @@ class Sample:
         slots = (rows & packed.occupied).nonzero().squeeze(-1)
         tokens = slots if packed.order is None else packed.order.slot_token[slots].long()
         return cls(wanted, slots, tokens)
+
+    @classmethod
+    def holding(cls, packed: Packed, tokens: Tensor) -> Sample:
+        """The query blocks of a packing with an order that hold `tokens`, and those alone as rows,
+        in the order given."""
+        assert packed.order is not None  # walks are ways through a grid
+        slots = packed.order.token_slot[tokens].long()
+        blocks = torch.zeros(len(packed.query_counts), dtype=torch.bool, device=slots.device)
+        blocks[slots // QUERY_BLOCK] = True
+        return cls(blocks, slots, tokens)
 
     @classmethod
     def draw(cls, packed: Packed, count: int, seed: int, avoid: Collection[int]) -> Sample:

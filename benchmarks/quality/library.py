@@ -13,7 +13,7 @@ from benchmarks.quality.judge import Call, Sample
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.rows import REFERENCE
 from sparge.plan.budget import HeadBudget
-from sparge.plan.grid import TokenGrid, TokenOrder, cube_order
+from sparge.plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
 
 
 def why_not(mode: Mode) -> str:
@@ -44,7 +44,10 @@ def attend_call(
 
 
 def order_of(mode: Mode, grid: TokenGrid | None, device: torch.device) -> TokenOrder | None:
-    return cube_order(grid).on(device) if mode.cubes and grid is not None else None
+    """All walks where each head has its own, else cubes or the order that the tokens come in."""
+    if grid is None or not mode.cubes:
+        return None
+    return (grid_order(grid) if mode.measured else cube_order(grid)).on(device)
 
 
 def attention(

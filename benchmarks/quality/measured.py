@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.quality.judge import Call
 from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
-from sparge.plan.grid import cube_order
+from sparge.plan.grid import grid_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,4 +51,4 @@ class Measured:
 def _workload(call: Call) -> Workload:
     if call.layer.grid is None:
         return Workload.of_tokens(call.layer.q.shape[2], call.is_causal, sink=call.is_causal)
-    return Workload(cube_order(call.layer.grid), call.is_causal)
+    return Workload(grid_order(call.layer.grid), call.is_causal)

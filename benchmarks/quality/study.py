@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
@@ -16,6 +15,7 @@ from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import BY_NAME, Mode, attend, reached_density, share_for, uniform
 from benchmarks.quality.perplexity import perplexity
 from benchmarks.quality.rows import Row
+from benchmarks.quality.walks import by_walk, of_heads
 from sparge.plan.budget import HeadBudget
 
 #: Output (heads, rows, D) of a call on a sample, and density (heads,).
@@ -37,8 +37,7 @@ class Study:
         self._measured: Measured | None = None
         seen: Mapping[int, set[int]] = {}
         if any(mode.measured for mode in modes):
-            blocks_a_call = math.ceil(calibration_blocks / data.steps)
-            self._measured = Measured.on(data.calibrated, data.layers, blocks_a_call)
+            self._measured = Measured.on(data.calibrated, data.layers, calibration_blocks)
             if data.calibrated is data.judged:
                 seen = self._measured.seen
         self._samples = {
@@ -120,6 +119,17 @@ class Study:
 
 def emulated(mode: Mode, call: Call, budget: HeadBudget, judged: Sample) -> tuple[Tensor, Tensor]:
     """An `Attend` in the reference's emulation of the kernels."""
-    packed = call.packed(mode.cubes)
-    out, choice = attend(mode, packed, budget, is_causal=call.is_causal, query_blocks=judged.blocks)
-    return out[0, :, judged.slots], reached_density(choice)
+    if budget.walk is None:
+        packed = call.packed(mode.cubes)
+        out, choice = attend(
+            mode, packed, budget, is_causal=call.is_causal, query_blocks=judged.blocks
+        )
+        return out[0, :, judged.slots], reached_density(choice)
+    outs, densities = [], []
+    for walk, own in by_walk(budget):
+        packed = call.walked(walk)
+        sample = Sample.holding(packed, judged.tokens)
+        out, choice = attend(mode, packed, own, query_blocks=sample.blocks)
+        outs.append(out[0, :, sample.slots])
+        densities.append(reached_density(choice))
+    return of_heads(budget, outs), of_heads(budget, densities)

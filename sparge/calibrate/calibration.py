@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..plan.budget import Router
 from . import budgets, curves
 from .candidates import CandidateSet
 from .choices import HeadChoices
-from .measure import Measure, Sample, reference_measure
+from .measure import Measure, Measured, Sample, reference_measure
 from .scoring import squared_errors
 from .spread import spread_places
 from .workload import RESIDUAL_COST, Workload
@@ -52,8 +52,8 @@ class Calibration:
     """(layers, heads, walks, routers, densities, gains) float64, summed over rows and channels."""
     squared_norm: Tensor
     """(layers, heads, walks) float64, of the exact output."""
-    samples: NDArray[np.int64] = field(repr=False)
-    """(layers, walks): query blocks sampled."""
+    samples: list[int] = field(repr=False)
+    """Query blocks sampled of each layer, in each walk."""
 
     @classmethod
     def begin(
@@ -91,7 +91,7 @@ class Calibration:
             torch.tensor(candidates.gains, device=device).log(),
             sums,
             torch.zeros(layers, heads, walks, dtype=torch.float64, device=device),
-            np.zeros((layers, walks), np.int64),
+            [0] * layers,
         )
 
     def sample(
@@ -106,47 +106,37 @@ class Calibration:
     ) -> None:
         """Measure all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
 
-        Each call measures another walk of the workload's order. Other blocks in every call and
-        layer, evenly spread, the same in every run. Batch entries count as one. Errors are against
-        the same arithmetic with nothing dropped.
+        Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
+        count as one. Errors are against the same arithmetic with nothing dropped. All walks of the
+        workload's order are measured in the same call: the error of a head can halve from one step
+        to the next, so walks measured in different steps do not compare.
         """
-        walk, blocks = self.next_walk(layer), self.next_query_blocks(layer)
+        blocks = self.next_query_blocks(layer)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
-        workload = self.workload.walk(walk, q.device)
-        measured = self.measure(
-            Sample(q, k, v, blocks, workload, self.candidates, softmax_scale, key_lengths)
-        )
+        for walk in range(self.workload.order.walks):
+            workload = self.workload.walk(walk, q.device)
+            self._add(
+                layer,
+                walk,
+                self.measure(
+                    Sample(q, k, v, blocks, workload, self.candidates, softmax_scale, key_lengths)
+                ),
+            )
+        self.samples[layer] += len(blocks)
+
+    def next_query_blocks(self, layer: int) -> list[int]:
+        """Query blocks that the next `sample` of `layer` measures, on the host."""
+        first = self.samples[layer] + layer  # neighbouring layers look at other blocks
+        places = spread_places(len(self.query_blocks), first, self.blocks_a_call)
+        return [self.query_blocks[place] for place in places]
+
+    def _add(self, layer: int, walk: int, measured: Measured) -> None:
         empty = ~measured.occupied
         errors = squared_errors(measured.distances, self.log_gains)
         errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((2, 4, 5), dtype=torch.float64)
         self.squared_error[layer, :, walk] += errors.movedim(2, 0)
         norms = measured.distances.norm.masked_fill(empty, 0)
         self.squared_norm[layer, :, walk] += norms.sum((0, 2, 3), dtype=torch.float64)
-        self.samples[layer, walk] += len(blocks)
-
-    def next_walk(self, layer: int) -> int:
-        """The walk that the next `sample` of `layer` measures: the first of those least sampled."""
-        return int(self.samples[layer].argmin())
-
-    def next_query_blocks(self, layer: int) -> list[int]:
-        """Query blocks that the next `sample` of `layer` measures, on the host."""
-        seen = int(self.samples[layer, self.next_walk(layer)])
-        first = seen + layer  # neighbouring layers look at other blocks
-        places = spread_places(len(self.query_blocks), first, self.blocks_a_call)
-        return [self.query_blocks[place] for place in places]
-
-    def joined(self, others: Sequence[Calibration]) -> Calibration:
-        """This and others of the same heads, as if their calls had been one batch: what each
-        measured on its own counts together. Shares nothing with them."""
-        squared_error, squared_norm = self.squared_error.clone(), self.squared_norm.clone()
-        samples = self.samples
-        for other in others:
-            squared_error += other.squared_error
-            squared_norm += other.squared_norm
-            samples = np.maximum(samples, other.samples)
-        return replace(
-            self, squared_error=squared_error, squared_norm=squared_norm, samples=samples
-        )
 
     def relative_errors(self) -> NDArray[np.float64]:
         """(layers, heads, walks, routers, densities, gains), of squared error over squared norm.
@@ -174,19 +164,16 @@ class Calibration:
         """
         if (target is None) == (mean_density is None):
             raise ValueError("Give a target error or a mean density: one of the two.")
+        samples = np.asarray(self.samples)
         errors = self.relative_errors()
-        known = (self.samples > 0) & np.isfinite(errors).all((1, 3, 4, 5))
-        measured = known.any(1)
+        measured = (samples > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
         if not measured.any():
             raise ValueError("No layer was measured: call sample in dense calls before freeze.")
         densities = _densities(self.candidates)
         kept = self._kept(densities)
-        by_walk = [
-            self._curves(errors[measured, :, walk], self.samples[measured, walk], kept)
-            for walk in range(errors.shape[2])
-        ]
-        unknown = ~known[measured][:, None, :, None, None, None]
-        smooth = np.where(unknown, np.inf, np.stack(by_walk, 2))  # no walk is chosen unmeasured
+        errors = np.moveaxis(errors[measured], 2, 0)
+        by_walk = [self._curves(walk, samples[measured], kept) for walk in errors]
+        smooth = np.stack(by_walk, 2)
         by_head = smooth.reshape(-1, smooth[0, 0].size)
         costs, kept = self._costs(kept)
         if mean_density is None:
@@ -207,9 +194,8 @@ class Calibration:
         self, errors: budgets.Array, samples: NDArray[np.int64], kept: budgets.Array
     ) -> budgets.Array:
         """Errors (layers, heads, routers, densities, gains) of one walk, at `kept` densities."""
-        finite = np.where(np.isfinite(errors), errors, 0)
         measured_at = self._kept(self.candidates.densities)
-        return curves.between(curves.steady(finite, samples), measured_at, kept)
+        return curves.between(curves.steady(errors, samples), measured_at, kept)
 
     def _kept(self, densities: Sequence[float]) -> budgets.Array:
         """The share of pairs that each density really keeps, forced blocks included."""
@@ -220,7 +206,7 @@ class Calibration:
         """Cost and share of kept pairs of each candidate."""
         routers, gains = self.candidates.routers, np.asarray(self.candidates.gains)
         residual = np.where((gains > 0) & (kept[:, None] < 1), RESIDUAL_COST, 0)
-        shape = (self.samples.shape[1], len(routers), *residual.shape)
+        shape = (self.workload.order.walks, len(routers), *residual.shape)
         cost = np.broadcast_to(kept[:, None] + residual, shape)
         return cost.ravel(), np.broadcast_to(kept[:, None], shape).ravel()
 
@@ -232,7 +218,7 @@ class Calibration:
         measured: Tensor,
     ) -> HeadChoices:
         routers, gains = self.candidates.routers, self.candidates.gains
-        shape = (self.samples.shape[1], len(routers), len(densities), len(gains))
+        shape = (self.workload.order.walks, len(routers), len(densities), len(gains))
         walk, router, density, gain = np.unravel_index(chosen, shape)
 
         def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:

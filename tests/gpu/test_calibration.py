@@ -34,7 +34,7 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
         calibration = Calibration.begin(
             layers=1, heads=case.heads, workload=workload, measure=measure, device="cuda"
         )
-        for _ in range(4):
+        for _ in range(2):
             calibration.sample(0, q, k, v)
         return calibration.relative_errors()
 
@@ -65,4 +65,4 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
         calibration.sample(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert calibration.samples.sum() == 8
+    assert calibration.samples == [8]

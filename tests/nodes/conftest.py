@@ -182,8 +182,8 @@ class Session:
         schedule: list[float] | None = None,
     ) -> list[Any]:
         """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
-        **kwargs) is the model's, of q, k, v that all conditionings of a batch share. schedule: noise levels of the steps, where the sampler evaluates
-        the model at others too."""
+        **kwargs) is the model's, of q, k, v that all conditionings of a batch share. schedule:
+        noise levels of the steps, where the sampler evaluates the model at others too."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,

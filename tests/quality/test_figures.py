@@ -63,13 +63,14 @@ def test_two_pictures_from_the_rows(tmp_path: Path) -> None:
         )
     ]
     write(tmp_path / "rows.json", rows)
-    wanted = ["--results", str(tmp_path / "rows.json"), "--out", str(tmp_path / "out")]
+    results = ["--results", str(tmp_path / "rows.json")]
+    wanted = [*results, "--out", str(tmp_path / "out")]
     figures.main([*wanted, "--error", "calls", "--psnr", "clips"])
     for name in ("quality_rel_l2.png", "quality_psnr.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
-    for wrong in ([], ["--psnr", "other"]):
+    for wrong in (wanted, [*wanted, "--psnr", "other"], [*results, "--psnr", "clips"]):
         with pytest.raises(SystemExit):
-            figures.main([*wanted, *wrong])
+            figures.main(wrong)
     points = figures.lines((row for row in rows if row["data"] == "clips"), "psnr")["drop"].points
     assert points == [(10.0, 32.0), (30.0, 36.0)], "90 % is beyond the last tick"
 

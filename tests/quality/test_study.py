@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -120,8 +121,9 @@ def test_rows_of_the_same_case_give_way(tmp_path) -> None:
 def test_layers_are_measured_in_all_their_calls(video: Call) -> None:
     calls = [replace(video, place=place) for place in (0, 1, 0, 1)]
     measured = Measured.on(calls, 2, blocks_a_call=2)
+    assert measured.calibration.samples == [4, 4]
     assert [len(measured.seen[place]) for place in (0, 1)] == [4, 4]
-    data = DataSet("made", calls[:2], calls, steps=2)
+    data = DataSet("made", calls[:2], calls)
     study = Study(data, [BY_NAME["ours auto"]], 2, 3, seed=0)
     assert len(study.budgets(BY_NAME["ours auto"], 0.5)) == 2
     assert study.row(BY_NAME["ours auto"], 0.5, emulated)["density"] <= 0.51
@@ -134,7 +136,7 @@ def test_the_library_is_asked_for_what_it_can_do() -> None:
 in_the_library = pytest.mark.parametrize("name", ["drop", "ours manual", "ours residual"])
 
 
-def compare(call: Call, name: str, device: str) -> None:
+def compare(call: Call, name: str, device: str, walks: Sequence[int] = ()) -> None:
     mode = BY_NAME[name]
     layer = call.layer
     there = replace(call, layer=layer._replace(**{x: getattr(layer, x).to(device) for x in "qkv"}))
@@ -142,7 +144,13 @@ def compare(call: Call, name: str, device: str) -> None:
     avoid = () if layer.grid is None else (0,)  # the exact tokens' block shows no difference
     sample = Sample.draw(packed, 3, seed=2, avoid=avoid)
     budget = uniform(mode, call.heads, 0.3)
+    if walks:
+        plain, _ = emulated(mode, there, budget, sample)
+        budget = replace(budget, walk=torch.tensor(walks, dtype=torch.int32))
     expected, density = emulated(mode, there, budget, sample)
+    for head, walk in enumerate(walks):
+        changed = rel_l2(expected[head], plain[head]) > 2 * EIGHT_BITS
+        assert changed == (walk > 0), "the first walk is the one without a choice"
     out, reached = library.attend_call(mode, there, budget, sample)
     assert torch.allclose(reached.mean(), density.mean().cpu())
     assert rel_l2(out, expected) < EIGHT_BITS
@@ -152,6 +160,20 @@ def compare(call: Call, name: str, device: str) -> None:
 def test_the_library_and_the_emulation_agree(call: Call, name: str) -> None:
     """On a CPU `sparge.attention` is the reference, with FP16 PV; the next test has the kernels."""
     compare(call, name, "cpu")
+
+
+different_walks = pytest.mark.parametrize("walks", [(1, 2), (2, 0), (0, 1)])
+
+
+@different_walks
+def test_each_head_takes_its_walk(video: Call, walks: tuple[int, int]) -> None:
+    compare(video, "ours auto", "cpu", walks)
+
+
+@pytest.mark.gpu
+@different_walks
+def test_each_head_takes_its_walk_in_kernels(video: Call, walks: tuple[int, int]) -> None:
+    compare(video, "ours auto", "cuda", walks)
 
 
 @pytest.mark.gpu

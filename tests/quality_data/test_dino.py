@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.quality_data import dino
@@ -168,6 +169,22 @@ def torch_block(model: Dino, layer: int) -> torch.nn.TransformerEncoderLayer:
 
 
 PARTS = ("weight", "bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_same_tensors_in_a_safetensors_file(
+    backbone: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    tensors = Dino.load(backbone).tensors
+    stored = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    save_file(stored, tmp_path / "some.safetensors")
+    loaded = Dino.load(tmp_path / "some.safetensors")
+    assert loaded.depth == DEPTH and loaded.tensors.keys() == tensors.keys()
+    for name, tensor in loaded.tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, stored[name].float())
+    with pytest.raises(WeightsMissingError):
+        Dino.load(tmp_path / "other.safetensors")
 
 
 @torch.no_grad()

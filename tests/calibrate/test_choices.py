@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch measured at once, and its entries one by one."""
+"""What budgets share with the choices they come from, and which places samples take."""
 
 from __future__ import annotations
 
@@ -20,24 +20,6 @@ def begin() -> Calibration:
         candidates=CandidateSet(densities=(0.2, 0.5, 1.0), gains=(0.0, 0.7)),
         blocks_a_call=2,
     )
-
-
-def test_entries_joined_are_the_batch(make_qkv) -> None:
-    q, k, v = make_qkv(2, 2, GRID.tokens, 16)
-    batch, *apart = begin(), begin(), begin()
-    for _ in range(2):
-        batch.sample(0, q, k, v)
-        for entry, one in enumerate(apart):
-            one.sample(0, *(x[entry : entry + 1] for x in (q, k, v)))
-    before = apart[0].squared_norm.clone()
-    joined = apart[0].joined(apart[1:])
-    assert joined.samples.tolist() == batch.samples.tolist() == [[4], [0]]
-    torch.testing.assert_close(joined.squared_error, batch.squared_error)
-    torch.testing.assert_close(joined.squared_norm, batch.squared_norm)
-    assert torch.equal(apart[0].squared_norm, before), "untouched"
-    one, other = joined.freeze(mean_density=0.5), batch.freeze(mean_density=0.5)
-    assert torch.equal(one.density, other.density)
-    assert torch.equal(one.gain, other.gain)
 
 
 def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:

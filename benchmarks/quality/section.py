@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's section on quality, from the rows of benchmarks/results/quality.json alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.quality.rows import EMULATION, REFERENCE, Row
+
+BEGIN, END = "<!-- quality:begin -->\n", "<!-- quality:end -->"
+#: In this order in tables and pictures.
+MODES = {
+    "drop": "`drop` is SpargeAttn's rule: a top-k of block means, and the rest is gone",
+    "sol": "`sol` adds one term a query block for the rest, as Sol-Attn does",
+    "ours manual": "`ours manual` is this node with mode manual",
+    "ours auto": "`ours auto` is mode auto budget",
+}
+SMALL_GRID = re.compile(r" \d+x\d+x\d+$")  # how a name says that the clips were not of full size
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of data: a table, and a picture where it has a file name."""
+
+    begins: str
+    """How the rows' data are named."""
+    field: str
+    title: str
+    """Of the picture's vertical axis."""
+    about: str
+    digits: int
+    picture: str = ""
+
+
+PARTS = (
+    Part(
+        "dino ",
+        "rel_l2",
+        "relative L2 error",
+        "Relative L2 error of an attention call, mean over the 12 layers and 6 heads of DINOv2 "
+        "ViT-S on 12 video frames that attend jointly (18,444 tokens)",
+        3,
+        "quality_rel_l2.png",
+    ),
+    Part(
+        "dit clips ",
+        "psnr",
+        "PSNR, dB",
+        "PSNR in dB of clips of our small video DiT (21,420 tokens, 20 steps, the first 4 dense) "
+        "against the same clips sampled dense",
+        1,
+        "quality_psnr.png",
+    ),
+    Part("dit comfyui clips ", "psnr", "PSNR, dB", "The same by ComfyUI's own sampler", 1),
+)
+
+
+def chosen(rows: Iterable[Row], part: Part) -> list[Row]:
+    """The rows of the part's data set; of several, the one that entered the file last. Where a
+    mode ran in several places, only those of a GPU's kernels."""
+    rows = list(rows)
+    names = [row["data"] for row in rows if row["data"].startswith(part.begins)]
+    names = [name for name in names if not SMALL_GRID.search(name)]
+    return best_places(row for row in rows if names and row["data"] == names[-1])
+
+
+def best_places(rows: Iterable[Row]) -> list[Row]:
+    """One row for each mode and asked density, from the kernels where they ran."""
+    found = {(row["mode"], row["asked_density"]): row for row in sorted(rows, key=by_kernels)}
+    return list(found.values())
+
+
+def by_kernels(row: Row) -> bool:
+    return row["where"] not in (EMULATION, REFERENCE)
+
+
+def section(rows: Sequence[Row]) -> str:
+    """What stands between BEGIN and END; a sentence where nothing was measured."""
+    parts = [(part, found) for part in PARTS if (found := chosen(rows, part))]
+    if not parts:
+        return "\nNot measured yet: `python -m benchmarks.quality --help`.\n\n"
+    pictures = [
+        f"![{part.title} against density](benchmarks/results/{part.picture})\n"
+        for part, _ in parts
+        if part.picture
+    ]
+    tables = [_table(part, found) for part, found in parts]
+    return "\n".join(["", f"{'; '.join(MODES.values())}. All in 8 bits.\n", *pictures, *tables, ""])
+
+
+def _table(part: Part, rows: list[Row]) -> str:
+    densities = sorted({row["asked_density"] for row in rows})
+    values = {(row["mode"], row["asked_density"]): row[part.field] for row in rows}
+    header = [f"{rows[0]['data']}, asked density", *(f"{100 * d:g} %" for d in densities)]
+    lines = [header, ["---"] * len(header)]
+    for mode in MODES:
+        cells = [values.get((mode, density)) for density in densities]
+        if any(cell is not None for cell in cells):
+            lines.append([mode, *("" if c is None else f"{c:.{part.digits}f}" for c in cells)])
+    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return f"{part.about} ({_places(rows)}):\n\n{text}"
+
+
+def _places(rows: list[Row]) -> str:
+    """Where each mode ran, and at which commits."""
+    modes: dict[str, list[str]] = {}
+    for row in rows:
+        if row["mode"] in MODES:
+            named = modes.setdefault(row["where"], [])
+            named += [row["mode"]] if row["mode"] not in named else []
+    places = "; ".join(f"{where}: {', '.join(named)}" for where, named in modes.items())
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return f"{places}; commit {commits}"

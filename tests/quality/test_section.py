@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's section on quality is made from the results file, and from nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.png import write_png
+from benchmarks.quality import figures
+from benchmarks.quality.rows import EMULATION, REFERENCE, RESULTS, Row, read, write
+from benchmarks.quality.section import BEGIN, END, PARTS, chosen, section
+
+GPU = "some GPU"
+CALLS, CLIPS, COMFYUI = PARTS
+
+
+def row(
+    data: str, mode: str, density: float, where: str, commit: str = "c1", **fields: float
+) -> Row:
+    named = {"data": data, "mode": mode, "asked_density": density, "where": where}
+    return named | {"density": density + 0.004, "commit": commit} | fields
+
+
+#: As `benchmarks.quality --data dino`, `--data dit` and `comfyui_clip` write them on a GPU.
+ROWS = [
+    row("dino some film", "drop", 0.2, EMULATION, rel_l2=0.21, psnr=30.0),
+    row("dino some film", "drop", 0.2, GPU, rel_l2=0.2087, psnr=30.1),
+    row("dino some film", "sol", 0.2, EMULATION, rel_l2=0.128, psnr=33.0),
+    row("dino some film", "ours auto", 0.2, GPU, rel_l2=0.0449, psnr=41.0),
+    row("dit scene 0", "ours auto", 0.2, GPU, rel_l2=0.3, psnr=20.0),
+    row("dit clips 0-5", "sol", 0.2, EMULATION, psnr=20.61, worst_psnr=18.0),
+    row("dit clips 0-5", "drop", 0.2, GPU, psnr=27.44, worst_psnr=25.0),
+    row("dit clips 0-5", "drop", 0.5, GPU, psnr=32.2, worst_psnr=25.0),
+    row("dit clips 0-5", "ours auto", 0.2, GPU, "c2", psnr=31.36, worst_psnr=29.0),
+    row("dit clips 0-1 5x10x9", "drop", 0.2, REFERENCE, psnr=1.0, worst_psnr=1.0),
+    row("dit comfyui clips 0-3", "drop", 0.2, GPU, psnr=27.5, worst_psnr=25.0),
+]
+
+
+def cells(text: str, mode: str) -> list[list[str]]:
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line[1:]] for line in lines if line[0].strip() == mode]
+
+
+def test_the_readme_holds_what_the_rows_say(tmp_path: Path) -> None:
+    rows = read(RESULTS)
+    text = figures.README.read_text(encoding="utf-8")
+    assert figures.readme(rows) == text, "run: python -m benchmarks.quality.figures"
+    for name, pixels in figures.shown(rows).items():
+        # Another zlib packs other bytes, another torch rounds an edge differently.
+        write_png(tmp_path / name, pixels)
+        here, there = ((folder / name).stat().st_size for folder in (tmp_path, RESULTS.parent))
+        assert there == pytest.approx(here, rel=0.02), "run: python -m benchmarks.quality.figures"
+
+
+def test_without_rows_the_section_says_so() -> None:
+    assert "Not measured yet" in section([])
+    assert "Not measured yet" in section([row("dit clips 0-0 5x10x9", "drop", 0.2, GPU, psnr=1.0)])
+
+
+def test_each_table_holds_its_figures() -> None:
+    text = section(ROWS)
+    assert cells(text, "drop") == [["0.209"], ["27.4", "32.2"], ["27.5"]]
+    assert cells(text, "sol") == [["0.128"], ["20.6", ""]]
+    assert cells(text, "ours auto") == [["0.045"], ["31.4", ""]]
+    assert not cells(text, "ours manual")
+    assert "some GPU: drop, ours auto; emulation: sol; commit c1)" in text
+    assert "commit c1, c2)" in text, "of the clips"
+    assert text.count("](benchmarks/results/quality_") == 2
+    assert "scene 0" not in text and "5x10x9" not in text
+
+
+def test_the_data_that_came_last_are_shown() -> None:
+    later = [row("dino clip 3", "drop", 0.1, GPU, rel_l2=0.5)]
+    assert chosen([*ROWS, *later], CALLS) == later
+    assert {found["data"] for found in chosen(ROWS, CLIPS)} == {"dit clips 0-5"}
+
+
+def test_section_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "rows.json"
+    readme.write_text(f"before\n{BEGIN}old\n{END}\nafter\n", encoding="utf-8")
+    write(results, ROWS)
+    monkeypatch.setattr(figures, "README", readme)
+    monkeypatch.setattr(figures, "RESULTS", results)
+    figures.main(["--results", str(results)])
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{BEGIN}") and text.endswith(f"{END}\nafter\n")
+    assert section(ROWS) in text and "old" not in text
+    assert figures.readme(ROWS) == text, "once is enough"
+    shown = figures.shown(ROWS)
+    assert list(shown) == [CALLS.picture, CLIPS.picture] and not COMFYUI.picture
+    for name, pixels in shown.items():
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert len(torch.unique(pixels.flatten(0, 1), dim=0)) > 4
