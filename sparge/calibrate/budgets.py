@@ -39,7 +39,8 @@ def share_density(errors: Array, costs: Array, densities: Array, mean: float) ->
     the heads stays within `mean`. Ties go to the lower head. Where even the cheapest candidates
     are denser than `mean`, they are what is returned.
     """
-    hulls = [convex_hull(costs, head) for head in errors]
+    truest = truest_of_each_cost(errors, costs)
+    hulls = [convex_hull(costs, *each) for each in zip(errors, truest, strict=True)]
     chosen = np.array([hull[0] for hull in hulls])
     left = mean * len(hulls) - densities[chosen].sum() + ROUNDING
     steps = [
@@ -55,11 +56,19 @@ def share_density(errors: Array, costs: Array, densities: Array, mean: float) ->
     return chosen
 
 
-def convex_hull(costs: Array, errors: Array) -> list[int]:
-    """Candidates on the lower left of (cost, error), cheapest first: each step takes away less
-    error for its cost than the one before."""
+def truest_of_each_cost(errors: Array, costs: Array) -> Indices:
+    """(heads, distinct costs): of the candidates of each cost, ascending, the one of least error,
+    the first of equal ones. For all heads at once: a hull, which is found head by head, has few
+    candidates left to look at then."""
+    distinct, place = np.unique(costs, return_inverse=True)
+    groups = [np.flatnonzero(place == index) for index in range(len(distinct))]
+    return np.stack([group[errors[:, group].argmin(1)] for group in groups], 1)
+
+
+def convex_hull(costs: Array, errors: Array, by_cost: Indices) -> list[int]:
+    """Of the candidates `by_cost`, of ascending costs, those on the lower left of (cost, error):
+    each step takes away less error for its cost than the one before."""
     hull: list[int] = []
-    by_cost = np.lexsort((errors, costs))
     least_before = np.minimum.accumulate(np.append(np.inf, errors[by_cost]))[:-1]
     for index in by_cost[errors[by_cost] < least_before].tolist():
         while len(hull) > 1 and _slope(costs, errors, hull[-1], index) >= _slope(

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sparge.calibrate.budgets import convex_hull, meet_target, share_density
+from sparge.calibrate.budgets import convex_hull, meet_target, share_density, truest_of_each_cost
 
 
 @pytest.fixture
@@ -101,8 +101,14 @@ def test_of_equally_cheap_ones_the_truest() -> None:
     assert meet_target(np.array([[0.0, 0.05, 0.03]]), costs, 0.06).tolist() == [2]
 
 
+def test_of_one_cost_the_truest_is_left() -> None:
+    costs = np.array([0.2, 0.1, 0.2, 0.1, 0.3])
+    errors = np.array([[0.3, 0.5, 0.2, 0.5, 0.1], [0.2, 0.4, 0.2, 0.3, 0.4]])
+    assert truest_of_each_cost(errors, costs).tolist() == [[2, 1, 4], [0, 3, 4]]
+
+
 def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray]) -> None:
     errors, costs = problem
     for head in errors:
         chosen = {int((head + price * costs).argmin()) for price in np.geomspace(1e-4, 1e4, 20000)}
-        assert chosen == set(convex_hull(costs, head))
+        assert chosen == set(convex_hull(costs, head, costs.argsort()))
