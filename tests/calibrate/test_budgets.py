@@ -104,7 +104,7 @@ def test_of_equally_cheap_ones_the_truest() -> None:
 def test_of_one_cost_the_truest_is_left() -> None:
     costs = np.array([0.2, 0.1, 0.2, 0.1, 0.3])
     errors = np.array([[0.3, 0.5, 0.2, 0.5, 0.1], [0.2, 0.4, 0.2, 0.3, 0.4]])
-    assert truest_of_each_cost(errors, costs).tolist() == [[2, 1, 4], [0, 3, 4]]
+    assert truest_of_each_cost(errors, costs).tolist() == [[1, 2, 4], [3, 0, 4]]
 
 
 def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray]) -> None:
