@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor
 
+from ..sparge import Walk
 from .host import show_on_node
 from .result import RunResult
 
 logger = logging.getLogger("sparge")
+
+BLOCKS_OF = {Walk.CUBES: "cubes", Walk.FRAMES: "squares of a frame", Walk.RASTER: "rows"}
 
 
 def publish(result: RunResult, node_id: str | None) -> None:
@@ -57,6 +61,10 @@ def _asked(result: RunResult) -> Iterator[str]:
     if residual.numel():
         share = 100 * float((residual > 0).float().mean())
         yield f"{share:.0f} % of {residual.numel()} heads use the residual."
+    walks = sum((Counter(shape.walks) for shape in result.shapes), Counter())
+    if walks:
+        heads = (f"{BLOCKS_OF[walk]} in {walks[walk]}" for walk in sorted(walks))
+        yield f"Blocks of tokens by head: {', '.join(heads)}."
 
 
 def _layers(result: RunResult) -> Iterator[str]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..sparge import Walk
 from ..sparge.calibrate import Fingerprint, Profile
+from ..sparge.plan.walks import walks_of
 from .head_table import HeadTable
 from .passes import density_by_step
 from .profiles import profile_of
@@ -31,6 +33,8 @@ class MeasuredShape:
     """The one found in sparse calls, against exact attention; NaN where no call was probed."""
     residual: Tensor
     """Gain of the pooled term for dropped blocks; 0 is none."""
+    walks: Mapping[Walk, int]
+    """Heads by their walk through the tokens; empty where there was no choice."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -38,7 +42,13 @@ class MeasuredShape:
         assert table.choices is not None and table.probe is not None
         layers = table.choices.measured.nonzero().flatten()
         tables = (table.density(), table.choices.error, table.probe.relative_errors())
-        return cls(table.shape.tokens, layers, *(x[layers] for x in (*tables, table.choices.gain)))
+        walks: dict[Walk, int] = {}
+        if table.shape.grid is not None:
+            taken = table.choices.walk[layers].flatten().tolist()
+            for index, walk in enumerate(walks_of(table.shape.grid.frames)):
+                walks[walk] = taken.count(index)
+        tables = (*tables, table.choices.gain)
+        return cls(table.shape.tokens, layers, *(x[layers] for x in tables), walks=walks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,7 @@ def measured(load_pack, result):
         torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
         torch.tensor([[0.06, 0.10], [float("nan")] * 2]),
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        {walk: 3 - place for place, walk in enumerate(load_pack("sparge").Walk)},
     )
     return result(asked="a target error of 0.06", shapes=(shape,))
 
@@ -57,9 +58,10 @@ def test_measured_heads_are_told(measured, report):
     assert "predicted error 0.035; probed error 0.080" in line
     details = report.details(measured).splitlines()
     assert details[0] == line
-    assert details[1:3] == [
+    assert details[1:4] == [
         "Asked for a target error of 0.06.",
         "25 % of 4 heads use the residual.",
+        "Blocks of tokens by head: cubes in 3, squares of a frame in 2, rows in 1.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])
     assert first == "0 12.5 % (5.0 % to 20.0 %) 0.060 0.080"
