@@ -20,6 +20,8 @@
 //             34.2  products in turns instead; 31.7 only MUFU and sums in turns (mbarriers a warp pair)
 //             31.7 / 30.0 a quarter / an eighth of the exponentials as polynomials on the FMA pipe (not in turns)
 //             30.7  promotion in the gaps between exponentials (not in turns)
+//             30.2  every lane of a warp frees a stage instead of one (two runs, 2 %; 3 % at head_dim 64): kept, for racecheck
+//                   reports the one lane's arrival after __syncwarp as a race with the other lanes' reads
 //             34.6  with the PV filter; 34.9 with a barrier of its own for the votes instead of the turn's
 //             Bound by neither tensor cores (37 % busy at 33.1) nor MUFU (38 %) nor issue slots (43 %): two warps a
 //             scheduler do not hide each other's latencies.
