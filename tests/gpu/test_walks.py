@@ -13,21 +13,14 @@ import torch
 from sparge import AttentionStats, TokenGrid, attention, grid_order
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
+from tests.gpu.test_budgets import JOBS as BUDGET_JOBS
 from tests.gpu.test_budgets import KERNELS, PLAIN, Job, budget_of, of_grid
 
 pytestmark = pytest.mark.gpu
 
+WITH_EXACT_TOKENS = ("text first", "key lengths cut the text", "lead frame, NHD")
 JOBS = (
-    of_grid("text first", TokenGrid(5, 9, 11, prefix=70), kv_heads=2),
-    of_grid(
-        "key lengths cut the text",
-        TokenGrid(3, 8, 9, suffix=100),
-        batch=2,
-        key_lengths=(216, 250),
-        head_dim=64,
-        kv_heads=4,
-    ),
-    of_grid("lead frame, NHD", TokenGrid(7, 10, 13, lead_frames=1), layout="NHD", kv_heads=4),
+    *(job for job in BUDGET_JOBS if job.case.reason in WITH_EXACT_TOKENS),
     of_grid("an image", TokenGrid(1, 40, 30), kv_heads=4),
 )
 #: Of four heads; 7 is none of the walks and means the last.
