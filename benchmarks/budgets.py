@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What token orders, budgets per head and calibration cost, in one process.
+
+    python -m benchmarks.budgets [--shapes mochi,cogx2b] [--density .2] [--out FILE]
+
+One JSON object a line. Of calls: shape, case, density (reached), ms (every stage), over_raster (of
+ms, against the same density of time in raster order), gpu, commit. Of calibration: shape, case,
+blocks, ms (of the GPU, all walks), dense_ms (PyTorch's own attention), share_of_dense_call,
+peak_mib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import sparge
+from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
+from sparge.calibrate import Calibration, Workload, measure_for
+
+from .attention import draw
+from .shapes import SHAPES
+from .timing import ROOT, commit, gpu_name, median_ms
+
+GRIDS = {
+    "cogx2b": TokenGrid(13, 30, 45, prefix=226),
+    "cogx5b": TokenGrid(13, 30, 45, prefix=226),
+    "wan480": TokenGrid(21, 30, 52),
+    "mochi": TokenGrid(28, 30, 53, suffix=256),
+}
+BLOCKS_A_SAMPLE = (2, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    name: str
+    policy: SparsePolicy
+    order: TokenOrder | None = None
+    budget: HeadBudget | None = None
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
+        return sparge.attention(*qkv, self.policy, order=self.order, budget=self.budget, **options)
+
+
+def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | str) -> list[Case]:
+    """From uniform mass routing in raster order, text exact, to all that calibration may choose:
+    densities spread tenfold, half of the heads pooled and ranked by error, a walk each."""
+    order = sparge.grid_order(grid).on(device)
+    uniform = torch.full((heads,), density, device=device)
+    spread = torch.logspace(-0.5, 0.5, heads, device=device)
+    spread = (spread / spread.mean() * density).clamp(max=1)
+    every_second = torch.arange(heads, device=device) % 2
+    gain, error = every_second.float(), every_second.int() * Router.ERROR
+    mass = torch.zeros_like(error)
+    walk = (torch.arange(heads, device=device) % order.walks).int()
+    policy = SparsePolicy(topk=density)
+    raster = SparsePolicy(topk=density, exact_prefix=grid.prefix, exact_suffix=grid.suffix)
+    plain = HeadBudget(uniform, torch.zeros_like(gain), mass, pools=False)
+    return [
+        Case("raster, uniform", raster),
+        Case("cubes, uniform", policy, order, plain),
+        Case("cubes, half pooled", policy, order, HeadBudget(uniform, gain, mass)),
+        Case("cubes, half pooled by error", policy, order, HeadBudget(uniform, gain, error)),
+        Case("cubes, spread, by error", policy, order, HeadBudget(spread, gain, error)),
+        Case("walks, spread, by error", policy, order, HeadBudget(spread, gain, error, walk=walk)),
+    ]
+
+
+def time_cases(name: str, asked: float) -> Iterator[dict[str, Any]]:
+    shape, grid = SHAPES[name], GRIDS[name]
+    qkv = draw(shape)
+    raster = None
+    for case in cases(grid, shape.heads, asked, "cuda"):
+        stats = AttentionStats("cuda")
+        case.attend(qkv, stats=stats)
+        ms = median_ms(lambda case=case: case.attend(qkv, out_layout="NHD"))
+        raster = raster or (ms, stats.density)
+        over = ms / raster[0] * (raster[1] / stats.density) - 1
+        yield {
+            "shape": name,
+            "case": case.name,
+            "density": round(stats.density, 4),
+            "ms": round(ms, 3),
+            "over_raster": round(over, 3),
+        }
+
+
+def time_calibration(name: str) -> Iterator[dict[str, Any]]:
+    shape, qkv = SHAPES[name], draw(SHAPES[name])
+    dense_ms = median_ms(lambda: scaled_dot_product_attention(*qkv), repeats=5)
+    for blocks in BLOCKS_A_SAMPLE:
+        calibration = Calibration.begin(
+            layers=1,
+            heads=shape.heads,
+            workload=Workload(sparge.grid_order(GRIDS[name])),
+            blocks_a_call=blocks,
+            measure=measure_for("cuda"),
+            device="cuda",
+        )
+        calibration.sample(0, *qkv)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        ms = median_ms(lambda calibration=calibration: calibration.sample(0, *qkv))
+        peak = torch.cuda.max_memory_allocated() - before
+        yield {
+            "shape": name,
+            "case": "calibration sample",
+            "blocks": blocks,
+            "ms": round(ms, 3),
+            "dense_ms": round(dense_ms, 3),
+            "share_of_dense_call": round(ms / dense_ms, 3),
+            "peak_mib": round(peak / 2**20),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--shapes", default="mochi,cogx2b", help=", ".join(GRIDS))
+    parser.add_argument("--density", type=float, default=0.2)
+    parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
+    options = parser.parse_args()
+    capability = sparge.capabilities("cuda")
+    if not capability.usable:
+        raise SystemExit(f"Nothing to time: {capability.reason}")
+    rows: list[dict[str, Any]] = []
+    for name in options.shapes.split(","):
+        for row in (*time_cases(name, options.density), *time_calibration(name)):
+            rows.append({**row, "gpu": gpu_name(), "commit": options.commit})
+            print(json.dumps(rows[-1]), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases whose times are compared do the same amount of work, each in its own way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.budgets import GRIDS, cases
+from benchmarks.shapes import SHAPES
+from sparge import AttentionStats, TokenGrid
+from sparge.metrics import rel_l2
+
+GRID = TokenGrid(10, 16, 18, suffix=40)
+DENSITY = 0.2
+
+
+def test_all_cases_run_at_one_density(generator: torch.Generator) -> None:
+    qkv = tuple(torch.randn(1, 4, GRID.tokens, 32, generator=generator) for _ in "qkv")
+    q, k, v = qkv
+    densities, outputs = [], []
+    for case in cases(GRID, 4, DENSITY, "cpu"):
+        stats = AttentionStats("cpu")
+        outputs.append(case.attend((q, k, v), stats=stats))
+        densities.append(stats.density)
+    assert max(densities) < 1.05 * min(densities)
+    for index, one in enumerate(outputs):
+        for other in outputs[:index]:
+            assert rel_l2(one, other) > 0.01, "a case of its own"
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_are_those_of_the_shapes(name: str) -> None:
+    assert GRIDS[name].tokens == SHAPES[name].tokens
