@@ -72,7 +72,7 @@ def test_a_clip_of_trained_weights(tmp_path: Path, generator: torch.Generator) -
         assert less.density < more.density < 1
         assert less.psnr < more.psnr < 70
     picture = read_png(tmp_path / "demo.png")
-    assert picture.shape[1] == 3 * (4 * 80 + trained.MARGIN)
+    assert picture.shape[1] == (2 + len(trained.DENSITIES)) * (4 * 80 + trained.MARGIN)
     assert (tmp_path / "demo.gif").read_bytes().startswith(b"GIF89a")
 
 
