@@ -105,7 +105,7 @@ def _formatted(table: list[Row]) -> str:
 
 
 def _panels(clips: list[Tensor]) -> list[Tensor]:
-    """Clips (frames, rows, columns, 3) scaled up, the dense one first, and what the last changes."""
+    """Clips (frames, rows, columns, 3) scaled up, dense first, then what the last one changes."""
     dense, last = clips[0], clips[-1]
     zoom = max(1, -(-PANEL // dense.shape[2]))
     difference = ((dense - last).abs() * ERROR_GAIN).clamp(max=1)
