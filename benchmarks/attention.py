@@ -30,7 +30,7 @@ from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
 
 from .peers import Peer, absent, available, dense_peers, sparse_peers
 from .shapes import SHAPES, Shape
-from .timing import ROOT, commit, gpu_name, median_ms
+from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
 
 SAMPLED_BLOCKS = 3
 
@@ -155,9 +155,7 @@ def main() -> None:
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
     options = parser.parse_args()
-    capability = sparge.capabilities("cuda")
-    if not capability.usable:
-        raise SystemExit(f"Nothing to time: {capability.reason}")
+    require_kernels()
     for reason in absent():
         print(f"# {reason}", flush=True)
     densities = [float(text) for text in options.densities.split(",")]
@@ -165,8 +163,7 @@ def main() -> None:
     for name in options.shapes.split(","):
         for measured in bench(SHAPES[name], densities, options.pvthreshd):
             rows.append({**measured, "commit": options.commit})
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(options.out, rows)
     print(f"# {len(rows)} rows in {options.out}")
 
 

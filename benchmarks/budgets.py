@@ -28,7 +28,7 @@ from sparge.calibrate import Calibration, Workload, measure_for
 
 from .attention import draw
 from .shapes import SHAPES
-from .timing import ROOT, commit, gpu_name, median_ms
+from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
 
 GRIDS = {
     "cogx2b": TokenGrid(13, 30, 45, prefix=226),
@@ -129,16 +129,13 @@ def main() -> None:
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
     options = parser.parse_args()
-    capability = sparge.capabilities("cuda")
-    if not capability.usable:
-        raise SystemExit(f"Nothing to time: {capability.reason}")
+    require_kernels()
     rows: list[dict[str, Any]] = []
     for name in options.shapes.split(","):
         for row in (*time_cases(name, options.density), *time_calibration(name)):
             rows.append({**row, "gpu": gpu_name(), "commit": options.commit})
             print(json.dumps(rows[-1]), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+
+import sparge
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,3 +47,16 @@ def commit() -> str:
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def require_kernels() -> None:
+    """Raises SystemExit with the reason where this machine cannot run the kernels."""
+    capability = sparge.capabilities("cuda")
+    if not capability.usable:
+        raise SystemExit(f"Nothing to time: {capability.reason}")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
