@@ -4,9 +4,9 @@
     python -m benchmarks.budgets [--shapes mochi,cogx2b] [--density .2] [--out FILE]
 
 One JSON object a line. Of calls: shape, case, density (reached), ms (every stage), over_raster (of
-ms, against the same density of time in raster order), gpu, commit. Of calibration: shape, case,
-blocks, ms (of the GPU, all walks), dense_ms (PyTorch's own attention), share_of_dense_call,
-peak_mib.
+ms, against as much density in raster order), gpu, commit. Of calibration: shape, case, blocks, ms
+(all walks, from the first launch to the end of the last: the host's time where that is longer),
+dense_ms (PyTorch's own attention), share_of_dense_call, peak_mib (beyond what stays allocated).
 """
 
 from __future__ import annotations

@@ -34,15 +34,14 @@ class SigmaWindow:
             return f"after end_percent {settings.end_percent:g}"
         return None
 
-    def dense_steps_left(self, sigma: float, schedule: Sequence[float]) -> int | None:
-        """Steps of a schedule before the window and below sigma; None where sigma is not before it.
+    def is_last_dense(self, sigma: float, schedule: Sequence[float]) -> bool:
+        """Whether sigma is before the window and no step of the schedule lies between.
 
         By noise level and not by counting passes: right wherever a sampler evaluates the model.
         """
-        if not self._is_before(sigma):
-            return None
         below = sigma * (1 - SAME_SIGMA)
-        return len({level for level in schedule if level < below and self._is_before(level)})
+        later = any(level < below and self._is_before(level) for level in schedule)
+        return self._is_before(sigma) and not later
 
     def _is_before(self, sigma: float) -> bool:
         return sigma > self.start * (1 + SAME_SIGMA)

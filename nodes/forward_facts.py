@@ -60,12 +60,12 @@ class Forward:
         run.tally.add_forward(layout.family)
         if layout.blocks is None and run.settings.dense_spans.needs_total:
             run.note("negative dense_blocks do nothing: this model's block count is unknown")
-        unusable, outside, steps_left = run.unusable(x.device), None, None
+        unusable, outside, is_last_dense = run.unusable(x.device), None, False
         if unusable is None and not run.window.is_everything:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
             outside = run.window.outside_reason(level, run.settings)
-            steps_left = run.window.dense_steps_left(level, run.schedule)
+            is_last_dense = run.window.is_last_dense(level, run.schedule)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
         record = run.begin_pass(
             conditioning, layout.rows, x.device, unusable is None and outside is None
@@ -73,7 +73,7 @@ class Forward:
         order, heads = None, None
         if unusable is None and run.heads is not None:
             heads = run.heads.begin(
-                layout, x.device, conditioning, record.step, outside, steps_left
+                layout, x.device, conditioning, record.step, outside, is_last_dense
             )
         elif record.pairs is not None and layout.tokens is not None:
             order = cube_order(layout.tokens).on(x.device)

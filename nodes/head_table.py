@@ -22,13 +22,9 @@ from .attention_call import AttentionCall
 from .host import untracked_allocations
 from .sample_schedule import Conditioning, SampleSchedule
 
-#: Query blocks of every head that one sample measures. More cost hardly any time (a sample is many
-#: small operations), and 4 predict better than 2 (DINOv2 video at 20 %: error .040 instead of .044
-#: with half of them).
-BLOCKS_A_CALL = 4
-#: Sparse passes in which a layer is probed once: 8 of 350 query blocks, exact, in every eighth pass
-#: are .3 % of the products of dense attention.
-PASSES_A_PROBE = 8
+#: Steps of which a layer is probed in one: 8 of 350 query blocks, exact, in every eighth step are
+#: .3 % of the products of dense attention.
+STEPS_A_PROBE = 8
 
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
@@ -43,9 +39,6 @@ class Shape:
     grid: TokenGrid | None
     """None where the tokens stay in the order they come."""
 
-    def order(self, device: torch.device) -> TokenOrder | None:
-        return None if self.grid is None else grid_order(self.grid).on(device)
-
     def workload(self) -> Workload:
         if self.grid is None:
             return Workload.of_tokens(self.tokens)
@@ -59,13 +52,13 @@ class HeadTable:
         self, shape: Shape, rows: int, aim: Aim, policy: SparsePolicy, device: torch.device
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
-        self.order = shape.order(device)
         self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
-        self._workload.order.on(device)  # copied there now, not inside a call
+        order = self._workload.order.on(device)  # copied there now, not inside a call
+        self.order: TokenOrder | None = None if shape.grid is None else order
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
         self._batch_entries = 1  # of the running pass
@@ -73,15 +66,15 @@ class HeadTable:
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
-        self._probed: list[tuple[int, int]] = []  # (pass, row) that _tighten has not yet seen
+        self._probed: list[tuple[int, int]] = []  # (step, row) that _tighten has not yet seen
 
     def begin_pass(
-        self, conditioning: Conditioning, step: int, why_dense: str | None, steps_left: int | None
+        self, conditioning: Conditioning, step: int, why_dense: str | None, is_last_dense: bool
     ) -> None:
         """Where a pass begins. May wait for the GPU, once: when the choices are made.
 
-        why_dense: why the whole pass has to stay dense; None where it may be sparse. steps_left:
-        as in `SampleSchedule.begin_pass`.
+        why_dense: why the whole pass has to stay dense; None where it may be sparse.
+        is_last_dense: it belongs to the last dense step before the window.
         """
         may_be_sparse = why_dense is None
         self._batch_entries = len(conditioning)
@@ -90,7 +83,7 @@ class HeadTable:
             if may_be_sparse and self._schedule.is_done(conditioning, missed):
                 self._freeze()
             else:
-                self._schedule.begin_pass(conditioning, may_be_sparse, steps_left)
+                self._schedule.begin_pass(conditioning, may_be_sparse, is_last_dense)
                 self._prepare()
         if self.choices is not None and may_be_sparse:
             self._tighten(step)
@@ -104,7 +97,6 @@ class HeadTable:
                 layers=self.rows,
                 heads=self.shape.heads,
                 workload=self._workload,
-                blocks_a_call=BLOCKS_A_CALL,
                 measure=measure_for(self.device),
                 device=self.device,
             )
@@ -173,7 +165,7 @@ class HeadTable:
 
     def probe_call(self, row: int, step: int, call: AttentionCall, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then. Never waits."""
-        if self.probe is None or row % PASSES_A_PROBE != step % PASSES_A_PROBE:
+        if self.probe is None or row % STEPS_A_PROBE != step % STEPS_A_PROBE:
             return
         with untracked_allocations():
             rows = call.result_heads_first(out)

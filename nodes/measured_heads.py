@@ -23,7 +23,7 @@ from .families import TokenLayout
 from .head_table import HeadTable, Shape
 from .sample_schedule import Conditioning
 
-#: Why a call is dense inside the window: without earlier dense steps, the first pass measures.
+#: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
 #: Conditioning under which profiles hold what all of them share.
 SHARED = "shared"
@@ -57,7 +57,7 @@ class MeasuredHeads:
         conditioning: Conditioning,
         step: int,
         why_dense: str | None,
-        steps_left: int | None,
+        is_last_dense: bool,
     ) -> HeadPass:
         """Where a pass begins: makes the tables that it may need, the rest as in
         `HeadTable.begin_pass`."""
@@ -65,7 +65,7 @@ class MeasuredHeads:
             shape: self._table(device, shape, layout) for shape in self._shapes(layout, device)
         }
         for table in tables.values():
-            table.begin_pass(conditioning, step, why_dense, steps_left)
+            table.begin_pass(conditioning, step, why_dense, is_last_dense)
         return HeadPass(self, device, layout, step, why_dense, tables)
 
     def meet(self, device: torch.device, shape: Shape) -> None:
@@ -98,7 +98,9 @@ class MeasuredHeads:
             return
         shape = table.shape
         choices = self._profile.choices.get(Table(SHARED, shape.tokens))
-        if choices is not None and (choices.layers, choices.heads) == (table.rows, shape.heads):
+        fits = choices is not None and (choices.layers, choices.heads) == (table.rows, shape.heads)
+        # Without a grid there is one walk; the choices may be of a clip with as many tokens.
+        if choices is not None and fits and (shape.grid is not None or not choices.walk.any()):
             table.use(choices)
         else:
             self._note(

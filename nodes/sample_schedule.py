@@ -26,26 +26,25 @@ class SampleSchedule:
         self.measuring: list[int] = []
         """Places in the batch of the running pass that are to be measured."""
         self._conditioning: Conditioning = ()
-        self._steps_left: int | None = None
-        self._measured: dict[int, int | None] = {}  # conditioning: steps left when it last was
+        self._after = False
+        self._measured: dict[int, bool] = {}  # conditioning: whether after the dense steps
 
     def begin_pass(
-        self, conditioning: Conditioning, may_be_sparse: bool, steps_left: int | None
+        self, conditioning: Conditioning, may_be_sparse: bool, is_last_dense: bool
     ) -> None:
         """Before each pass until `is_done`. may_be_sparse: the pass is after the dense steps.
-        steps_left: dense steps that follow its own; None when it is in none of them."""
-        self._conditioning, self._steps_left = conditioning, steps_left
+        is_last_dense: it belongs to the last of them."""
+        self._conditioning, self._after = conditioning, may_be_sparse
         self.measuring = []
         for place, one in enumerate(conditioning):
-            last_chance = steps_left == 0 and self._measured.get(one) != 0
-            wanted = last_chance or (steps_left is None and may_be_sparse)
+            wanted = may_be_sparse or (is_last_dense and one not in self._measured)
             if wanted and one not in conditioning[:place]:
                 self.measuring.append(place)
 
     def measured(self) -> None:
         """A layer was measured in the running pass, in all its places."""
         for place in self.measuring:
-            self._measured[self._conditioning[place]] = self._steps_left
+            self._measured[self._conditioning[place]] = self._after
 
     def is_done(self, conditioning: Conditioning, layers_missed: bool) -> bool:
         """Whether enough is known for a sparse pass of these: each was measured, in one batch or
@@ -57,5 +56,4 @@ class SampleSchedule:
         """
         if not self._measured.keys() >= set(conditioning):
             return False
-        after = all(self._measured[one] is None for one in conditioning)
-        return after or not layers_missed
+        return not layers_missed or all(self._measured[one] for one in conditioning)

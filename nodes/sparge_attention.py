@@ -51,7 +51,7 @@ class SpargeAttention(io.ComfyNode):
                     optional=True,
                     tooltip=(
                         "What an earlier run measured, from Load Sparge Profile. Faster, because "
-                        "the first steps need not measure; truer without, because then this very "
+                        "this run need not measure; truer without, because then this very "
                         "run is measured."
                     ),
                 ),
@@ -122,8 +122,8 @@ def _widgets() -> list[Any]:
             default=MODE_OF_NEW_NODES,
             options=MODES,
             tooltip=(
-                "auto quality measures every head in the first steps and makes each as sparse as "
-                "the quality allows: truer. auto budget shares a mean density, topk, among the "
+                "auto quality measures every head in the last dense step and makes each as sparse "
+                "as the quality allows: truer. auto budget shares a mean density, topk, among the "
                 "heads: faster, by an amount you can count on, and truer than manual at the same "
                 "topk. manual: the numbers below decide, the same for every head."
             ),

@@ -38,7 +38,7 @@ class SpargeProfileLoad(io.ComfyNode):
                     default="",
                     tooltip=(
                         "Name of a file in models/sparge_profiles, which Sparge Report saves. "
-                        "Faster, because the first steps need not measure; truer without, because "
+                        "Faster, because the run need not measure; truer without, because "
                         "then this very run is measured."
                     ),
                 )

@@ -17,12 +17,12 @@ from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.gif import write_gif
+from sparge.calibrate import BLOCKS_A_CALL
 from sparge.glyphs import write
 
 GPU_SIZE = FULL_GRID
 CPU_SIZE = (9, 16, 14)  # 2,016 tokens: about a minute of one core, most of it our reference
 DENSITIES = (0.5, 0.2)
-CALIBRATION_BLOCKS = 16
 SHOWN_FRAMES = 3
 ERROR_GAIN = 4
 REPEATS = 3  # timed runs on a GPU; the median counts
@@ -52,7 +52,7 @@ def run(
     )
     _, milliseconds = timed(dense.finished, device, REPEATS)
     table = [Row("torch, dense", 1.0, milliseconds / 1000, float("inf"), dense.clip)]
-    clips = Clips([dense], CALIBRATION_BLOCKS)
+    clips = Clips([dense], BLOCKS_A_CALL)
     table += [_sparse_row(dense, clips, density) for density in DENSITIES]
     print(_formatted(table))
     panels = _panels([row.clip.cpu() for row in table])
@@ -97,7 +97,7 @@ def _formatted(table: list[Row]) -> str:
         [
             *lines,
             f"Of the last {STEPS - DENSE_STEPS} steps; the first {DENSE_STEPS} are dense, and the "
-            "heads are measured there. PSNR is against the dense clip.",
+            "heads are measured in the last of them. PSNR is against the dense clip.",
             "Small clips have few blocks to choose from: they lose more than large ones.",
             "",
         ]

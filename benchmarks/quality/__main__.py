@@ -8,7 +8,7 @@ python -m benchmarks.quality --data dit [--weights FILE] [--seed N] [--clips N] 
 Each mode runs in an emulation of the kernels, and with --kernels, which a GPU that has them turns
 on, through `sparge.attention` too, as far as that can express the mode. The small video DiT gives
 two tables: calls of a sampling run's sparse steps, and clips sampled in each mode against the same
-clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees the last 3 of
+clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees the last of
 those); whole clips are emulated only in modes that do not run through `sparge.attention`. --grid
 makes them small enough for a CPU.
 """
@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--densities", nargs="+", type=float, default=DENSITIES)
     parser.add_argument("--layers", nargs="+", type=int, default=[], help="all by default")
     parser.add_argument("--blocks", type=int, default=8, help="query blocks a call to judge by")
-    parser.add_argument("--calibration-blocks", type=int, default=16, help="and to calibrate on")
+    parser.add_argument(
+        "--calibration-blocks", type=int, default=BLOCKS_A_CALL, help="and to calibrate on"
+    )
     parser.add_argument("--perplexity", nargs="*", type=float, default=[], help="densities, smollm")
     parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")
     parser.add_argument("--grid", type=int, nargs=3, default=FULL_GRID, help="of tokens, dit")

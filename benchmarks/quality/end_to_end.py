@@ -26,7 +26,7 @@ Attending = Callable[[DenseRun, Mode, Sequence[HeadBudget]], tuple[Attention, Ca
 
 
 class Clips:
-    """Dense runs, each measured in its own dense steps, as the product measures each run."""
+    """Dense runs, each measured in its own last dense step, as the product measures each run."""
 
     def __init__(self, runs: Sequence[DenseRun], calibration_blocks: int) -> None:
         self.runs = runs
@@ -58,12 +58,11 @@ class Clips:
     def budgets(self, index: int, mode: Mode, density: float) -> list[HeadBudget]:
         """Of each layer, for one of the clips."""
         run = self.runs[index]
-        layers, device = range(len(run.model.blocks)), run.begun.device
-        if not mode.measured:
-            return [uniform(mode, run.model.config.heads, density).on(device) for _ in layers]
-        choices = self._measured[index].choices(density)
-        budgets = [choices.budget(layer, device) for layer in layers]
-        return [budget for budget in budgets if budget is not None]
+        device = run.begun.device
+        if mode.measured:
+            return self._measured[index].budgets(density, device)
+        budget = uniform(mode, run.model.config.heads, density).on(device)
+        return [budget] * len(run.model.blocks)
 
 
 def clip_psnr(clip: Tensor, truth: Tensor) -> float:

@@ -7,8 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.quality.judge import Call
 from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
+from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import grid_order
 
 
@@ -43,6 +46,14 @@ class Measured:
         if calibration is None or len(seen) != layers:
             raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
         return cls(calibration, seen)
+
+    def budgets(self, mean_density: float, device: torch.device | str = "cpu") -> list[HeadBudget]:
+        """Of each layer, by place; all of them were measured."""
+        choices = self.choices(mean_density)
+        budgets = [choices.budget(place, device) for place in range(choices.layers)]
+        measured = [budget for budget in budgets if budget is not None]
+        assert len(measured) == len(budgets)
+        return measured
 
     def choices(self, mean_density: float) -> HeadChoices:
         return self.calibration.freeze(mean_density=mean_density)

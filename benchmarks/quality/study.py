@@ -56,9 +56,8 @@ class Study:
             share = share_for(mode, first.packed(mode.cubes), density, first.is_causal)
             return [uniform(mode, call.heads, share) for call in calls]
         assert self._measured is not None  # the mode is one of those the study was made for
-        choices = self._measured.choices(density)
-        budgets = [choices.budget(call.place) for call in calls]
-        return [budget for budget in budgets if budget is not None]
+        by_place = self._measured.budgets(density)
+        return [by_place[call.place] for call in calls]
 
     def row(self, mode: Mode, density: float, run: Attend) -> Row:
         """Errors on the judged blocks, which calibration has not seen."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each head measured in the dense steps, then sparse as far as the asked quality allows."""
+"""Each head measured in dense calls, then sparse as far as the asked quality allows."""
 
-from .calibration import Calibration
+from .calibration import BLOCKS_A_CALL, Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fingerprint import Fingerprint, Fit, Verdict
@@ -15,6 +15,7 @@ from .profile_path import profile_path
 from .workload import Workload
 
 __all__ = [
+    "BLOCKS_A_CALL",
     "Calibration",
     "CandidateSet",
     "Fingerprint",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error over density, made robust to few samples and read between the measured densities.
 
-Errors are float64 arrays (layers, heads, routers, densities, gains), the last density being 1.
+Errors are float64 arrays (layers, heads, ..., densities, gains), the last density being 1.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LEAST = 1e-6  # keeps the logarithm of an error of 0 a number, far below the 8-b
 def steady(errors: Array, samples: NDArray[np.int64]) -> Array:
     """Errors that fall with density, the shape of their fall drawn towards the layer's mean.
 
-    samples: (layers,) query blocks measured of each head. Each (head, router, gain) keeps its own
+    samples: (layers,) query blocks measured of each head. Each (head, ..., gain) keeps its own
     level, so what a gain does to one head never follows from what it does to others.
     """
     falling = fall(errors)
     inner = np.log(np.maximum(falling[..., :-1, :], LEAST))
     level = inner.mean(-2, keepdims=True)
     shared = (inner - level).mean(1, keepdims=True)
-    own = (samples / (samples + SHARED_SHAPE_WEIGHT))[:, None, None, None, None]
+    own = (samples / (samples + SHARED_SHAPE_WEIGHT)).reshape(-1, *[1] * (errors.ndim - 1))
     drawn = np.exp(level + own * (inner - level) + (1 - own) * shared)
     return np.concatenate([np.maximum(drawn, falling[..., -1:, :]), falling[..., -1:, :]], -2)
 

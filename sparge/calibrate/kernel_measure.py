@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration's measurement on the GPU: one attend launch over the sampled rows.
 
-On a GPU it is the number of operations that counts, which each have little to do: routers and
-buckets are dimensions here, not loops. Query blocks go in slices that bound the memory.
+Routers and buckets are dimensions here, not loops; see `scoring`. Query blocks go in slices that
+bound the memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..plan.blocks import QUERY_BLOCK, pack
 from ..plan.budget import Router
 from ..plan.grid import EMPTY, TokenOrder
 from ..policy import PV_FILTER_OFF, Precision
+from ..reference.attend import LOG2_E
 from ..reference.partial import Partial, finite
 from ..reference.route import rank_blocks
 from ..reference.scores import BlockFacts, log_scores
@@ -28,7 +29,6 @@ from ..workspace import CallShape, WorkspaceLayout
 from .measure import Measure, Measured, Sample, reference_measure
 from .scoring import Distances, distances
 
-_LOG2_E = 1.4426950408889634
 #: Bytes of a slice's exact sums, half of the peak: two query blocks of Mochi's 24 heads are 44 MB.
 _SUMS_BYTES = 48 << 20
 
@@ -152,10 +152,6 @@ class _Keys:
             unit,
         )
 
-    @property
-    def group(self) -> int:
-        return self.shape.heads // self.shape.kv_heads
-
 
 def _distances(
     sample: Sample, keys: _Keys, query_blocks: Sequence[int], tokens: Tensor
@@ -164,7 +160,7 @@ def _distances(
     buckets = _buckets(sample, keys, query_blocks)
     pooled = _pooled_parts(sample, keys, q, buckets)  # first, while its operands have the room
     exact = _exact_parts(sample, keys, q, buckets)
-    return distances(exact, pooled, keys.unit[..., 0].repeat_interleave(keys.group, 1)[..., None])
+    return distances(exact, pooled, keys.facts.of_query_heads(keys.unit))
 
 
 def _buckets(sample: Sample, keys: _Keys, query_blocks: Sequence[int]) -> Tensor:
@@ -256,7 +252,7 @@ def _pseudo_keys(sample: Sample, keys: _Keys, q: Tensor) -> tuple[Tensor, Tensor
         bias.reshape(kv, 1, -1),
         q.float().view(kv, -1, channels),
         keys.facts.k_block_mean.flatten(0, 1).transpose(-1, -2),
-        alpha=sample.scale * _LOG2_E,
+        alpha=sample.scale * LOG2_E,
     )
     row_max = logits.amax(-1, keepdim=True)
     p = logits.sub_(finite(row_max)).exp2_().half()

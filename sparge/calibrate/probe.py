@@ -35,7 +35,6 @@ DENSER = 1.5
 class Probe:
     """Sums over the probed query blocks; make it with `begin`."""
 
-    workload: Workload
     tokens: Tensor = field(repr=False)
     """(probed blocks, 128) int64: the tokens of the query blocks that may drop something."""
     occupied: Tensor = field(repr=False)
@@ -52,17 +51,19 @@ class Probe:
         cls, *, layers: int, heads: int, workload: Workload, device: torch.device | str
     ) -> Probe:
         """Allocates all that probing keeps, so call it where sampling or a forward starts."""
+        if workload.is_causal:
+            raise ValueError("Causal attention is not probed: compare it with dense attention.")
         slots = workload.order.slot_token.cpu().long()
         by_block = torch.nn.functional.pad(slots, (0, -slots.numel() % QUERY_BLOCK), value=EMPTY)
         tokens = by_block.view(-1, QUERY_BLOCK)[workload.sparse_query_blocks()].to(device)
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
-        return cls(workload, tokens.clamp(min=0), tokens != EMPTY, sums, sums.clone(), [0] * layers)
+        return cls(tokens.clamp(min=0), tokens != EMPTY, sums, sums.clone(), [0] * layers)
 
     def sample(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None = None
     ) -> None:
         """Compare rows of `out` (B, H, N, D), which a sparse call gave, with exact attention of
-        q (B, H, N, D) over k, v (B, Hkv, N, D), all in the caller's token order.
+        q (B, H, N, D) over all of k, v (B, Hkv, N, D), all in the caller's token order.
 
         Other query blocks in every sample, evenly spread, the same in every run.
         """

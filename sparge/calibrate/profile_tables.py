@@ -19,7 +19,7 @@ TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
     "gain": (torch.float32, 0.0, 100.0),  # a gain past the keys of a block is no residual any more
     "router": (torch.int32, min(Router), max(Router)),
-    "walk": (torch.int32, min(Walk), max(Walk)),
+    "walk": (torch.int32, 0, len(Walk) - 1),  # an index into the walks of the order
     "error": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }

@@ -33,8 +33,8 @@ class HeadBudget:
     router: (heads,) int32, values of `Router`.
     floor: ranked key blocks that every query block keeps, whatever its density.
     pools: whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither.
-    walk: (heads,) int32, which walk of the call's order each head takes, the last where there are
-        fewer; None: the first. Heads that share keys take that of the first of them.
+    walk: (heads,) int32, index of the walk of the call's order that each head takes, the last where
+        there are fewer; None: the first. Heads that share keys take that of the first of them.
 
     Values are not checked: reading them would synchronise with the GPU.
     """

@@ -171,16 +171,16 @@ class TokenOrder:
 
 def cube_order(grid: TokenGrid) -> TokenOrder:
     """The packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment."""
-    return walk_order(grid, (Walk.CUBES,))
+    return _walk_order(grid, (Walk.CUBES,))
 
 
 def grid_order(grid: TokenGrid) -> TokenOrder:
     """All walks through `grid`, cubes first, on the CPU; segments as in `cube_order`."""
-    return walk_order(grid, walks_of(grid.frames))
+    return _walk_order(grid, walks_of(grid.frames))
 
 
 @lru_cache(maxsize=32)  # a run uses one grid a conditioning, a context window or two
-def walk_order(grid: TokenGrid, walks: tuple[Walk, ...]) -> TokenOrder:
+def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...]) -> TokenOrder:
     """The order of `grid` with these walks, on the CPU."""
     frame, lead = grid.frame_tokens, grid.lead_frames
     tokens = [grid.prefix, lead * frame, (grid.frames - lead) * frame, grid.suffix]

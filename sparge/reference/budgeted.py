@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TypeVar
 
@@ -51,10 +51,9 @@ def budgeted_attention(
         )
     if order is not None and budget is not None and budget.walk is not None:
         group = q.shape[1] // k.shape[1]
-        head_walk = budget.walk.view(-1, group)[:, :1].expand(-1, group).flatten()
-        head_walk = head_walk.clamp(0, order.walks - 1)
-        by_walk = {
-            walk: budgeted_attention(
+        head_walk = budget.walk.to(q.device).view(-1, group)[:, :1].expand(-1, group).flatten()
+        by_walk = [
+            budgeted_attention(
                 q,
                 k,
                 v,
@@ -65,12 +64,10 @@ def budgeted_attention(
                 key_lengths=key_lengths,
                 element=element,
             )
-            for walk in sorted(set(head_walk.tolist()))
-        }
-        return (
-            _by_head({walk: attended for walk, (attended, _) in by_walk.items()}, head_walk),
-            _by_head({walk: choice for walk, (_, choice) in by_walk.items()}, head_walk),
-        )
+            for walk in range(order.walks)
+        ]
+        attended, choices = zip(*by_walk, strict=True)
+        return _by_head(attended, head_walk), _by_head(choices, head_walk)
     packed = pack_qkv(
         q,
         k,
@@ -115,17 +112,15 @@ def bucket_partials(
     return parts
 
 
-def _by_head(by_walk: Mapping[int, OfHeads], head_walk: Tensor) -> OfHeads:
-    """Of each head what its walk gave; all fields are (B, H, ...)."""
-    first = next(iter(by_walk.values()))
+def _by_head(by_walk: Sequence[OfHeads], head_walk: Tensor) -> OfHeads:
+    """Of each head what its walk gave, the last for a number beyond; all fields are (B, H, ...)."""
+    walk = head_walk.long().clamp(0, len(by_walk) - 1)
+    heads = torch.arange(len(walk), device=walk.device)
 
     def joined(name: str) -> Tensor:
-        whole = getattr(first, name).clone()
-        for walk, part in by_walk.items():
-            whole[:, head_walk == walk] = getattr(part, name)[:, head_walk == walk]
-        return whole
+        return torch.stack([getattr(part, name) for part in by_walk], 1)[:, walk, heads]
 
-    return replace(first, **{each.name: joined(each.name) for each in fields(first)})
+    return replace(by_walk[0], **{each.name: joined(each.name) for each in fields(by_walk[0])})
 
 
 def _partial(attended: Attended) -> Partial:

@@ -21,7 +21,7 @@ from .route import (
     touches_diagonal,
     valid_blocks,
 )
-from .scores import BlockFacts, log_error, log_mass
+from .scores import BlockFacts, log_mass, log_scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,8 @@ def mass_scores(packed: Packed, scale: float) -> Tensor:
 
 
 def error_scores(packed: Packed, scale: float, valid: Tensor) -> Tensor:
-    """`log_error` of all blocks: (B, H, nq, nk)."""
-    return log_error(_facts(packed), scale, valid)
+    """The second of `log_scores`, of all blocks: (B, H, nq, nk)."""
+    return log_scores(_facts(packed), scale, valid)[1]
 
 
 def _facts(packed: Packed) -> BlockFacts:

@@ -42,11 +42,6 @@ def log_mass(facts: BlockFacts, scale: float) -> Tensor:
     return facts.q_block_mean @ key_means.transpose(-1, -2) * scale + fill.log()[:, None, None]
 
 
-def log_error(facts: BlockFacts, scale: float, valid: Tensor) -> Tensor:
-    """(B, H, nq, nk): the second of `log_scores`."""
-    return log_scores(facts, scale, valid)[1]
-
-
 def log_scores(facts: BlockFacts, scale: float, valid: Tensor) -> tuple[Tensor, Tensor]:
     """`log_mass`, and the natural log of the error that pooling a block makes, both (B, H, nq, nk)
     and up to a constant a row.

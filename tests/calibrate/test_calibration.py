@@ -211,9 +211,20 @@ def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
     assert budget is not None
     out, _ = attend((q, k, v), budget, Workload(order))
     exact, _ = attend((q, k, v), HeadBudget.uniform(2, 1.0), Workload(order))
-    swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32), _tables={})
+    swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32))
     wrong, _ = attend((q, k, v), swapped, Workload(order))
     assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
+
+
+def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
+    calibration = begin(workload=Workload(grid_order(GRID)))
+    calibration.sample(0, *qkv)
+    cubes_alone = begin()
+    cubes_alone.sample(0, *qkv)
+    choices, expected = (x.freeze(mean_density=0.6) for x in (calibration, cubes_alone))
+    assert choices.walk.tolist() == [[0, 0, 0]]
+    assert torch.equal(choices.density, expected.density)
+    assert torch.equal(choices.error, expected.error)
 
 
 def test_text_alone_is_not_measured() -> None:

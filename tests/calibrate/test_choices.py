@@ -29,7 +29,7 @@ def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     before = choices.density.clone()
     budget = choices.budget(0)
     assert budget is not None
-    assert budget.pools == bool(choices.gain[0].any())
+    assert budget.pools == bool(choices.gain[0].any() or choices.router[0].any())
     budget.set_density(torch.ones(2))
     assert torch.equal(choices.density, before)
 

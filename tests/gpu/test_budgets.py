@@ -40,6 +40,7 @@ from tests.gpu.test_stages import ELEMENTS, TIGHT, unswizzle, value_levels, with
 pytestmark = pytest.mark.gpu
 
 KERNELS = [*map(Kernels, ELEMENTS), HOPPER]
+every_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
 GAINS = (0.0, 0.5, 1.0, 1.2)
 DENSITIES = (0.1, 0.3, 0.25, 0.6)
 
@@ -236,7 +237,7 @@ def choose(got: Prepared) -> Choice:
     )
 
 
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
+@every_kernel
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.case.id)
 def test_output(
     job: Job,

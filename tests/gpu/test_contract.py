@@ -73,7 +73,7 @@ def test_four_launches_no_sync_no_copy(
     budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
     if budget is not None and ordered:
         walk = torch.tensor([0, 1, 2, 0], dtype=torch.int32, device="cuda")
-        budget = replace(budget, walk=walk, _tables={})
+        budget = replace(budget, walk=walk)
 
     def attend() -> object:
         return sparge.attention(

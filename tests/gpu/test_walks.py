@@ -14,7 +14,7 @@ from sparge import AttentionStats, TokenGrid, attention, grid_order
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import JOBS as BUDGET_JOBS
-from tests.gpu.test_budgets import KERNELS, PLAIN, Job, budget_of, of_grid
+from tests.gpu.test_budgets import PLAIN, Job, budget_of, every_kernel, of_grid
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ JOBS = (
 HEAD_WALK = (1, 0, 7, 2)
 
 
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
+@every_kernel
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.case.id)
 def test_each_head_takes_its_walk(
     job: Job,
@@ -50,7 +50,7 @@ def test_each_head_takes_its_walk(
         return attention(q, k, v, PLAIN, key_lengths=lengths, return_lse=True, **options)
 
     stats = AttentionStats("cuda")
-    mixed, mixed_lse = run(order=order, budget=replace(budget, walk=walk, _tables={}), stats=stats)
+    mixed, mixed_lse = run(order=order, budget=replace(budget, walk=walk), stats=stats)
     group = case.heads // (case.kv_heads or case.heads)
     taken = [min(HEAD_WALK[head // group * group], order.walks - 1) for head in range(case.heads)]
     assert len(set(taken)) > 1
@@ -71,7 +71,7 @@ def test_head_groups_keep_their_walks(
     case = Case("groups", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
     walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device="cuda")
-    budget = replace(budget_of(4), walk=walk, _tables={})
+    budget = replace(budget_of(4), walk=walk)
     whole = attention(q, k, v, PLAIN, order=grid_order(grid), budget=budget)
     monkeypatch.setattr(importlib.import_module("sparge.attention"), "_memory_limit", lambda _: 1)
     parts = attention(q, k, v, PLAIN, order=grid_order(grid), budget=budget)

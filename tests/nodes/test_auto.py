@@ -314,7 +314,7 @@ def test_drift_is_answered_in_a_later_step(
         original(self, layer, q, k, v, 2 * out, scale)
 
     monkeypatch.setattr(probe, "sample", sample)
-    monkeypatch.setattr(load_pack("nodes.head_table"), "PASSES_A_PROBE", 2)
+    monkeypatch.setattr(load_pack("nodes.head_table"), "STEPS_A_PROBE", 2)
     sigmas = [0.9, *[0.7, 0.6, 0.5, 0.4]]
     session(patch(mode=mode, topk=0.3, quality="fast"), LATENT).sample(
         step, sigmas, conditionings=([0], [1])

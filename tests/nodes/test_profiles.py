@@ -134,6 +134,24 @@ def test_another_length_is_measured(saved, run_once, runs, monkeypatch, load_pac
     ]
 
 
+def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs):
+    """A model with as many tokens and heads, whose tokens nobody can order."""
+    (choices,) = saved.profile.choices.values()
+    choices.walk[:] = 1
+    run_once(sigmas=[0.7, 0.6], model=WanModel(), profile=saved)
+    ((known, _),) = runs
+    assert known.tally.reasons == {}
+    heads = known.heads
+    shape = heads.frozen[0].shape
+    unordered = type(shape)(shape.tokens, shape.heads, None)
+    table = type(heads.frozen[0])(
+        unordered, choices.layers, heads.aim, known.settings.policy(0, 0), torch.device("cpu")
+    )
+    heads._use_profile(table)
+    assert table.choices is None
+    assert "The profile has nothing for 256 tokens of 2 heads" in known.notes[-1]
+
+
 def test_manual_mode_has_no_use_for_one(saved, run_once, runs):
     run_once(mode="manual", profile=saved)
     ((run, _),) = runs

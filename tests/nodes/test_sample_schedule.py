@@ -7,9 +7,12 @@ c1.5 is between steps 1 and 2, c1' again at step 1.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 STEPS = 20
+runs = partial(pytest.mark.parametrize, ("passes", "expected", "sparse_from"))
 CONDITIONINGS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1)}
 
 
@@ -24,11 +27,11 @@ def measured(load_pack):
         schedule, found = new_schedule(), []
         for name in passes.split():
             conditioning = CONDITIONINGS[name[0]]
-            steps_left = window.dense_steps_left(STEPS - float(name[1:].rstrip("'")), levels)
-            may_be_sparse = steps_left is None
+            level = STEPS - float(name[1:].rstrip("'"))
+            may_be_sparse = level <= window.start
             if may_be_sparse and schedule.is_done(conditioning, layers_missed=False):
                 return " ".join(found), name
-            schedule.begin_pass(conditioning, may_be_sparse, steps_left)
+            schedule.begin_pass(conditioning, may_be_sparse, window.is_last_dense(level, levels))
             if schedule.measuring:
                 schedule.measured()
                 schedule.measured()  # of a second layer: still one sample of each
@@ -38,8 +41,7 @@ def measured(load_pack):
     return run
 
 
-@pytest.mark.parametrize(
-    ("passes", "expected", "sparse_from"),
+@runs(
     [
         ("c0 u0 c1 u1 c2 u2 c3 u3 c4 u4", "c3 u3", "c4"),
         ("b0 b1 b2 b3 b4", "c3 u3", "b4"),
@@ -68,8 +70,7 @@ def test_short_windows(measured, dense, passes, expected, sparse_from):
     assert measured(passes, dense) == (expected, sparse_from)
 
 
-@pytest.mark.parametrize(
-    ("passes", "expected", "sparse_from"),
+@runs(
     [
         ("c0 u0 c1 u1", "c0 u0", "c1"),
         ("b0 b1", "c0 u0", "b1"),
@@ -88,8 +89,7 @@ def test_a_run_that_starts_in_the_window_or_past_it(measured):
     assert measured("c10 u10 c11", dense=4, levels=range(10, 0, -1)) == ("c10 u10", "c11")
 
 
-@pytest.mark.parametrize(
-    ("passes", "expected", "sparse_from"),
+@runs(
     [
         # Heun: at the level of the next step, and there again.
         ("b0 b1 b1' b2 b2' b3 b3' b4 b4'", "c3 u3", "b4"),
@@ -108,8 +108,7 @@ def test_a_window_that_starts_between_two_evaluations(measured):
     assert measured(passes, dense=3.4) == ("c3 u3", "b3.5")
 
 
-@pytest.mark.parametrize(
-    ("passes", "expected", "sparse_from"),
+@runs(
     [
         ("c0 c1 c2 c3 u3 c4 u4", "c3 u3", "c4"),
         ("c0 c1 c2 c3 u4 c4 u5", "c3 u4", "c4"),
@@ -122,8 +121,7 @@ def test_conditionings_that_come_late_or_stay_away(measured, passes, expected, s
     assert measured(passes, dense=4) == (expected, sparse_from)
 
 
-@pytest.mark.parametrize(
-    ("passes", "expected", "sparse_from"),
+@runs(
     [
         ("c0 u0 c1 u1 c4 u4 c5", "c4 u4", "c5"),  # the last dense steps never come
         ("c0 u0 c4 u4 c5", "c4 u4", "c5"),
@@ -151,12 +149,12 @@ def test_a_schedule_nobody_knows_is_measured_at_once(measured):
 
 def test_layers_that_were_missed_get_one_more_pass_of_each_conditioning(load_pack):
     schedule = load_pack("nodes.sample_schedule").SampleSchedule()
-    schedule.begin_pass((0, 1), may_be_sparse=False, steps_left=0)
+    schedule.begin_pass((0, 1), may_be_sparse=False, is_last_dense=True)
     schedule.measured()
     assert schedule.is_done((0, 1), layers_missed=False)
     for one in (0,), (1,):
         assert not schedule.is_done(one, layers_missed=True)
-        schedule.begin_pass(one, may_be_sparse=True, steps_left=None)
+        schedule.begin_pass(one, may_be_sparse=True, is_last_dense=False)
         assert schedule.measuring
         schedule.measured()
         assert schedule.is_done(one, layers_missed=True)
@@ -164,5 +162,5 @@ def test_layers_that_were_missed_get_one_more_pass_of_each_conditioning(load_pac
 
 def test_after_the_window_nothing_is_measured(load_pack):
     schedule = load_pack("nodes.sample_schedule").SampleSchedule()
-    schedule.begin_pass((0,), may_be_sparse=False, steps_left=None)
+    schedule.begin_pass((0,), may_be_sparse=False, is_last_dense=False)
     assert not schedule.measuring
