@@ -321,7 +321,7 @@ def _slots(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 
 def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
-    policy, shape = call.policy, call.shape
+    policy, shape, order = call.policy, call.shape, call.order
     select = _TOPK if policy.select_by == "topk" else _CDF
     return ops.route(
         workspace,
@@ -344,10 +344,10 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
         counters,
         call.pools,
         1 if call.budget is None else call.budget.floor,
-        call.budget is not None or call.order is not None,
-        *_slots(call)[:2],
-        None if call.order is None else call.order.keys_exact,
-        None if call.order is None else call.order.queries_exact,
+        call.budget is not None or order is not None,
+        None if order is None else order.block_counts,
+        None if order is None else order.keys_exact,
+        None if order is None else order.queries_exact,
     )
 
 

@@ -23,8 +23,8 @@ _SCHEMAS = (
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
     "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters, bool with_pools=False, "
-    "int floor=1, bool weigh_counts=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? keys_exact=None, Tensor? queries_exact=None) -> (Tensor, Tensor)",
+    "int floor=1, bool weigh_counts=False, Tensor? slot_counts=None, Tensor? keys_exact=None, "
+    "Tensor? queries_exact=None) -> (Tensor, Tensor)",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
     "bool with_queries, Tensor? key_lengths, Tensor? thresholds, float scale, float pvthreshd, "
     "bool pv_filter, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, "
@@ -98,7 +98,6 @@ def _route(
     with_pools: bool = False,
     floor: int = 1,
     weigh_counts: bool = False,
-    slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
     keys_exact: Tensor | None = None,
     queries_exact: Tensor | None = None,
@@ -128,7 +127,9 @@ def _route(
         rules,
         counters,
         with_pools,
-        launch.OrderFacts(slot_tokens, slot_counts, None, keys_exact, queries_exact),
+        launch.OrderFacts(
+            slot_counts=slot_counts, keys_exact=keys_exact, queries_exact=queries_exact
+        ),
     )
 
 
