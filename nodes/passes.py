@@ -39,25 +39,31 @@ class PassRecord:
         return self.stats
 
 
-def total_density(records: Sequence[PassRecord]) -> float:
-    """Kept over valid query-key pairs of all sparse calls. Waits for the devices."""
-    sums = [record.pairs.sum(0).tolist() for record in records if record.pairs is not None]
-    kept, valid = (sum(pairs[part] for pairs in sums) for part in (0, 1))
-    return kept / valid if valid else 1.0
+@dataclass(frozen=True, eq=False)
+class Densities:
+    """Shares of the attention that was computed."""
 
+    overall: float
+    """Of all sparse calls; 1 when there were none."""
+    by_step: Tensor
+    """(rows, steps) float32: 1 where calls were dense, NaN where none was made."""
 
-def density_by_step(records: Sequence[PassRecord]) -> Tensor:
-    """(rows, steps) float32: share of the attention that was computed, 1 where it was dense, NaN
-    where none was asked for. Waits for the devices."""
-    steps = max((record.step for record in records), default=-1) + 1
-    rows = max((record.rows for record in records), default=0)
-    pairs = torch.zeros(2, rows, steps, dtype=torch.int64)
-    dense = torch.zeros(rows, steps, dtype=torch.bool)
-    for record in records:
-        if record.pairs is not None:
-            pairs[:, : record.rows, record.step] += record.pairs[:, :2].cpu().T
-        for row in record.dense:
-            dense[min(row, rows - 1), record.step] = True
-    kept, valid = pairs
-    density = (kept / valid).where(valid > 0, torch.nan)
-    return torch.where(density.isnan() & dense, 1.0, density)
+    @classmethod
+    def of(cls, records: Sequence[PassRecord]) -> Densities:
+        """Waits for the devices."""
+        steps = max((record.step for record in records), default=-1) + 1
+        rows = max((record.rows for record in records), default=0)
+        pairs = torch.zeros(2, rows, steps, dtype=torch.int64)
+        dense = torch.zeros(rows, steps, dtype=torch.bool)
+        for record in records:
+            if record.pairs is not None:
+                pairs[:, : record.rows, record.step] += record.pairs[:, :2].cpu().T
+            for row in record.dense:
+                dense[min(row, rows - 1), record.step] = True
+        kept, valid = pairs
+        by_step = (kept / valid).where(valid > 0, torch.nan)
+        total = int(valid.sum())
+        return cls(
+            int(kept.sum()) / total if total else 1.0,
+            torch.where(by_step.isnan() & dense, 1.0, by_step),
+        )

@@ -13,7 +13,7 @@ from ..sparge import Walk
 from ..sparge.calibrate import Fingerprint, Profile
 from ..sparge.plan.walks import walks_of
 from .head_table import HeadTable
-from .passes import density_by_step
+from .passes import Densities
 from .profiles import profile_of
 from .run_state import Run
 
@@ -81,7 +81,8 @@ class RunResult:
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
         """Waits for the GPU."""
         tally, tables = run.tally, run.heads.frozen if run.heads else []
-        by_step = density_by_step(run.records)
+        densities = Densities.of(run.records)
+        by_step = densities.by_step
         layers = (~by_step.isnan()).any(1).nonzero().flatten()
         profile = None
         if run.heads is not None and fingerprint is not None:
@@ -95,7 +96,7 @@ class RunResult:
             tally.dense,
             tally.cross,
             tally.forwards,
-            run.density(),
+            densities.overall,
             layers,
             by_step[layers],
             dict(tally.reasons.most_common()),

@@ -16,7 +16,7 @@ from ..sparge import capabilities
 from ..sparge.calibrate import Profile
 from .decision import CROSS_ATTENTION, SigmaWindow
 from .measured_heads import MeasuredHeads
-from .passes import PassRecord, total_density
+from .passes import PassRecord
 from .sample_schedule import Conditioning
 from .settings import Settings
 
@@ -124,10 +124,6 @@ class Run:
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
-
-    def density(self) -> float:
-        """Kept over valid query-key pairs of all sparse calls. Synchronises with the devices."""
-        return total_density(self.records)
 
 
 def unusable_reason(device: torch.device) -> str | None:
