@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks.timing import median_ms
 
 
 def choose_device() -> tuple[torch.device, str]:
@@ -31,13 +32,4 @@ def timed(call: Callable[[], Tensor], device: torch.device, repeats: int) -> tup
     if device.type == "cpu":
         start = time.perf_counter()
         return call(), 1000 * (time.perf_counter() - start)
-    out = call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return out, sorted(times)[repeats // 2]
+    return call(), median_ms(call, repeats, warm_up=0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.quality.dit import DenseRun, load_dit, named, sample_dense
+from benchmarks.quality.dit import JUDGED_STEPS, DenseRun, load_dit, named, sample_dense
 from benchmarks.quality.judge import Call
 from benchmarks.quality_data.clips import make_clip
 from benchmarks.quality_data.dino import Dino
@@ -75,8 +75,9 @@ def _dit(options: Namespace) -> DataSet:
     model = load_dit(options.weights, options.device)
     grid = tuple(options.grid)
     seeds = range(options.seed, options.seed + max(1, options.clips))
-    runs = tuple(sample_dense(model, grid, seed, options.layers) for seed in seeds)
-    first = runs[0]
+    first = sample_dense(model, grid, seeds[0], options.layers, JUDGED_STEPS)
+    others = (sample_dense(model, grid, seed, options.layers) for seed in seeds[1:])
+    runs = (first, *others)
     name = named(first.grid, f"scene {first.seed}")
     return DataSet(name, first.judged, first.calibrated, runs=runs)
 

@@ -16,10 +16,10 @@ from benchmarks.quality_data.wheel import WeightsMissingError
 from benchmarks.tiny_video_dit import flow
 from benchmarks.tiny_video_dit.checkpoint import SHIPPED, load_model
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from benchmarks.tiny_video_dit.latent import clip_size, to_clips
+from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.model import Attention, VideoDiT, dense
-from benchmarks.tiny_video_dit.sample import SCENE_SEED, euler, starting_noise
-from benchmarks.tiny_video_dit.scenes import context, draw_scenes
+from benchmarks.tiny_video_dit.sample import euler, scenes_to_sample, starting_noise
+from benchmarks.tiny_video_dit.scenes import context
 from sparge.plan.grid import TokenGrid
 
 STEPS = 20
@@ -44,7 +44,7 @@ class DenseRun:
     calibrated: list[Call]
     """The calls of CALIBRATED_STEP."""
     judged: list[Call]
-    """Those of JUDGED_STEPS."""
+    """Those of the steps asked for."""
 
     def finished(self, attention: Attention = dense) -> Tensor:
         """The clip (frames, rows, columns, 3) whose steps after the dense ones run so."""
@@ -68,11 +68,17 @@ def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
 
 
 def sample_dense(
-    model: VideoDiT, size: tuple[int, int, int], seed: int, layers: Collection[int] = ()
+    model: VideoDiT,
+    size: tuple[int, int, int],
+    seed: int,
+    layers: Collection[int] = (),
+    judged_steps: Collection[int] = (),
 ) -> DenseRun:
-    """Sample the scene of `seed`; calls are those of `layers`, or of all where it is empty."""
-    scene = torch.Generator().manual_seed(SCENE_SEED + seed)
-    text = context(draw_scenes(1, clip_size(size), scene))
+    """Sample the scene of `seed`; calls are those of `layers`, or of all where it is empty.
+
+    judged_steps: whose calls to keep for judging, 263 MB a step at the full grid.
+    """
+    text = context(scenes_to_sample(1, size, seed))
     grid = TokenGrid(*size)
     wanted = sorted(layers) or range(len(model.blocks))
     places = {layer: place for place, layer in enumerate(wanted)}
@@ -80,7 +86,7 @@ def sample_dense(
     sigmas = flow.sampling_sigmas(STEPS)
     calibrated: list[Call] = []
     judged: list[Call] = []
-    kept = {CALIBRATED_STEP: calibrated, **dict.fromkeys(JUDGED_STEPS, judged)}
+    kept = {CALIBRATED_STEP: calibrated, **dict.fromkeys(judged_steps, judged)}
 
     for step in range(STEPS):
         if step == DENSE_STEPS:

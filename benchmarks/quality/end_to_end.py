@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -13,6 +12,7 @@ from torch import Tensor
 import sparge
 from benchmarks.quality import library
 from benchmarks.quality.dit import DenseRun, named
+from benchmarks.quality.judge import psnr
 from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density, uniform
 from benchmarks.quality.rows import Row
@@ -67,8 +67,7 @@ class Clips:
 
 def clip_psnr(clip: Tensor, truth: Tensor) -> float:
     """Decibels of the range 1 over the root mean square error; `inf` for equal clips."""
-    error = float((clip.double() - truth.double()).square().mean())
-    return -10 * math.log10(error) if error else math.inf
+    return psnr(clip, truth, extent=1.0)
 
 
 def emulated(

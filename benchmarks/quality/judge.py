@@ -144,10 +144,11 @@ def head_errors(name: str, value: Tensor, truth: Tensor, density: Tensor) -> lis
     ]
 
 
-def psnr(value: Tensor, truth: Tensor) -> float:
-    """Decibels of the range of `truth` over the root mean square error."""
+def psnr(value: Tensor, truth: Tensor, extent: float | None = None) -> float:
+    """Decibels of `extent`, the range of `truth` when None, over the root mean square error."""
     noise = float((value.double() - truth.double()).square().mean())
-    extent = float(truth.max()) - float(truth.min())
+    if extent is None:
+        extent = float(truth.max()) - float(truth.min())
     return math.inf if noise == 0 else 10 * math.log10(extent**2 / noise)
 
 

@@ -34,9 +34,9 @@ from benchmarks.timing import commit
 from benchmarks.tiny_video_dit import flow
 from benchmarks.tiny_video_dit.checkpoint import SHIPPED
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from benchmarks.tiny_video_dit.latent import clip_size, to_clips
-from benchmarks.tiny_video_dit.sample import SCENE_SEED, starting_noise
-from benchmarks.tiny_video_dit.scenes import context, draw_scenes
+from benchmarks.tiny_video_dit.latent import to_clips
+from benchmarks.tiny_video_dit.sample import scenes_to_sample, starting_noise
+from benchmarks.tiny_video_dit.scenes import context
 from sparge.plan.grid import TokenGrid
 
 #: Widget `mode` of the node; drop is not a mode of the node.
@@ -119,8 +119,7 @@ def sample(model: Any, size: Size, seed: int) -> Tensor:
     """(frames, rows, columns, 3) in [0, 1], of the scene of `seed`."""
     import comfy.sample
 
-    scene = torch.Generator().manual_seed(SCENE_SEED + seed)
-    text = context(draw_scenes(1, clip_size(size), scene))
+    text = context(scenes_to_sample(1, size, seed))
     noise = starting_noise(1, size, seed)
     prompts = ([[text, {}]], [[torch.zeros_like(text), {}]])
     with torch.inference_mode():

@@ -25,10 +25,16 @@ from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.gif import write_gif
 from benchmarks.tiny_video_dit.latent import clip_size, to_clips
 from benchmarks.tiny_video_dit.model import CHANNELS, PATCH, Attention, dense
-from benchmarks.tiny_video_dit.scenes import context, draw_scenes
+from benchmarks.tiny_video_dit.scenes import Scenes, context, draw_scenes
 
 SHOWN_FRAMES = 5  # of each clip in the picture
 SCENE_SEED = 1_000_000  # away from the seeds of training
+
+
+def scenes_to_sample(count: int, grid: tuple[int, int, int], seed: int) -> Scenes:
+    """Scenes for clips of grid (in tokens), the same for a seed wherever they are sampled."""
+    generator = torch.Generator().manual_seed(SCENE_SEED + seed)
+    return draw_scenes(count, clip_size(grid), generator)
 
 
 def starting_noise(clips: int, grid: tuple[int, int, int], seed: int) -> Tensor:
@@ -97,8 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     grid = tuple(options.grid)
-    generator = torch.Generator().manual_seed(SCENE_SEED + options.seed)
-    scenes = draw_scenes(options.clips, clip_size(grid), generator)
+    scenes = scenes_to_sample(options.clips, grid, options.seed)
     described = draw_clips(scenes, clip_size(grid))
     model = load_model(options.weights, device)
     started = time.perf_counter()

@@ -40,7 +40,7 @@ def model() -> VideoDiT:
 
 @pytest.fixture(scope="module")
 def run(model: VideoDiT) -> DenseRun:
-    return sample_dense(model, SIZE, seed=4)
+    return sample_dense(model, SIZE, seed=4, judged_steps=JUDGED_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +121,13 @@ def test_rows_of_the_asked_layers(weights: Path) -> None:
             seed=1,
             layers=[1],
             grid=SIZE,
-            clips=0,
+            clips=2,
             device=torch.device("cpu"),
         )
     )
     assert found.layers == 1
     assert {(call.layer.name[-1], call.place) for call in found.judged} == {("1", 0)}
+    assert [len(run.judged) for run in found.runs] == [len(JUDGED_STEPS), 0]
 
 
 def test_without_weights_the_command_that_makes_them(
