@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import on_reference, ops, reference
+from . import on_reference, ops, reference, reference_op
 from .call import Call, make_call
 from .errors import Unsupported
 from .kernels import capabilities
@@ -142,7 +142,7 @@ def attention(
     if capabilities(q.device).usable:
         _run_in_head_groups(call, out, lse, counters)
     else:
-        on_reference.run(call, out, lse, counters)
+        reference_op.run(call, out, lse, counters)
     out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
     return out if lse is None else (out, lse)
 

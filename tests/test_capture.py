@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,48 @@ from torch import Tensor
 import sparge
 from sparge import AttentionStats, SparsePolicy
 from sparge.kernels import Capability
+
+
+@pytest.mark.parametrize("policy", [SparsePolicy(topk=0.5), SparsePolicy(select_by="cdf")])
+@pytest.mark.parametrize("given", ["nothing", "stats", "lengths", "mask", "plan", "per head"])
+def test_the_reference_is_one_graph_too(make_qkv, policy: SparsePolicy, given: str) -> None:
+    """Where no kernel runs, the same code compiles with the same result."""
+    torch._dynamo.reset()
+    q, k, v = make_qkv(2, 3, 300, 64, dtype=torch.float16)
+    options: dict[str, Any] = {"out_layout": "NHD", "return_lse": True}
+    if given == "stats":
+        options["stats"] = AttentionStats("cpu")
+    if given == "lengths":
+        options["key_lengths"] = torch.tensor([70, 300], dtype=torch.int32)
+    if given == "mask":
+        options["block_mask"] = torch.arange(90).view(2, 3, 3, 5) % 3 == 0
+    if given == "plan":
+        options["plan"] = sparge.make_plan(q * 2, k, policy)
+    if given == "per head":
+        policy = replace(policy, topk=torch.tensor([0.2, 0.5, 1.0]), pvthreshd=3.0)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = sparge.attention(q * 2, k, v, policy, **options)
+        return out.view(q.shape[0], q.shape[2], -1) + 1, lse  # a view: strides must be true
+
+    expected = layer(q, k, v)
+    counted = options["stats"].counters.clone() if given == "stats" else None
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+    if counted is not None:
+        assert counted[1] == 2 * 3 * 300 * 300
+        assert torch.equal(options["stats"].counters, 2 * counted)
+
+
+def test_the_reference_passes_opcheck(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 150, 32)
+    out = torch.empty(1, 150, 2, 32, dtype=q.dtype).transpose(1, 2)
+    of_policy = (None, None, None, None, None, "topk", 0.5, 0.98, -0.1, 15.0)
+    flags = (False, True, 0, 7, True, "int8", 0.2, True)
+    counters = torch.zeros(3, dtype=torch.int64)
+    results = (out, torch.empty(1, 2, 150), counters)
+    torch.library.opcheck(torch.ops.sparge.reference, (q, k, v, *of_policy, *flags, *results))
 
 
 @pytest.fixture

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference as one torch.library op: what it computes depends on the data, which torch.compile
+could not trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import on_reference
+from .call import Call
+from .ops import NAMESPACE
+from .plan.blocks import BlockPlan
+from .policy import PerHead, Precision, SparsePolicy
+from .thresholds import COLUMNS
+
+_SCHEMA = (
+    "reference(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? block_mask, "
+    "Tensor? block_map, Tensor? counts, Tensor? thresholds, str select_by, float topk, "
+    "float cdfthreshd, float simthreshd1, float pvthreshd, bool attention_sink, "
+    "bool keep_diagonal, SymInt exact_prefix, SymInt exact_suffix, bool smooth_k, str precision, "
+    "float scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counters) -> ()"
+)
+
+
+def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    """`on_reference.run`, in one node of a traced graph where there is no order and no budget."""
+    if call.order is not None or call.budget is not None:
+        on_reference.run(call, out, lse, counters)
+        return
+    policy, plan = call.policy, call.plan
+    torch.ops.sparge.reference(
+        call.q,
+        call.k,
+        call.v,
+        call.key_lengths,
+        call.block_mask,
+        None if plan is None else plan.block_map,
+        None if plan is None else plan.counts,
+        call.thresholds,
+        policy.select_by,
+        _number(policy.topk),
+        _number(policy.cdfthreshd),
+        _number(policy.simthreshd1),
+        _number(policy.pvthreshd),
+        policy.attention_sink,
+        policy.keep_diagonal,
+        policy.exact_prefix,
+        policy.exact_suffix,
+        policy.smooth_k,
+        policy.precision.value,
+        call.scale,
+        call.is_causal,
+        out,
+        lse,
+        counters,
+    )
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_lengths: Tensor | None,
+    block_mask: Tensor | None,
+    block_map: Tensor | None,
+    counts: Tensor | None,
+    thresholds: Tensor | None,
+    select_by: str,
+    topk: float,
+    cdfthreshd: float,
+    simthreshd1: float,
+    pvthreshd: float,
+    attention_sink: bool,
+    keep_diagonal: bool,
+    exact_prefix: int,
+    exact_suffix: int,
+    smooth_k: bool,
+    precision: str,
+    scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    numbers: dict[str, PerHead] = {
+        "topk": topk,
+        "cdfthreshd": cdfthreshd,
+        "simthreshd1": simthreshd1,
+        "pvthreshd": pvthreshd,
+    }
+    if thresholds is not None:
+        by_head = dict(zip(COLUMNS, thresholds.unbind(1), strict=True))
+        numbers["topk" if select_by == "topk" else "cdfthreshd"] = by_head["selection"]
+        numbers |= {name: by_head[name] for name in ("simthreshd1", "pvthreshd")}
+    policy = SparsePolicy(
+        select_by=select_by,
+        attention_sink=attention_sink,
+        keep_diagonal=keep_diagonal,
+        exact_prefix=exact_prefix,
+        exact_suffix=exact_suffix,
+        smooth_k=smooth_k,
+        precision=Precision(precision),
+        **numbers,
+    )
+    plan = None
+    if block_map is not None and counts is not None:
+        plan = BlockPlan(block_map, counts, q.shape[2], k.shape[2], causal, key_lengths)
+    call = Call(
+        q, k, v, policy, scale, causal, key_lengths, block_mask, plan, None, None, thresholds
+    )
+    on_reference.run(call, out, lse, counters)
+
+
+def _fake(*_: object) -> None:
+    return None
+
+
+def _number(value: PerHead) -> float:
+    """Per-head values travel in ``thresholds``; their number is not read then."""
+    return 1.0 if isinstance(value, Tensor) else float(value)
+
+
+def _register() -> torch.library.Library | None:
+    if hasattr(torch.ops.sparge, "reference"):
+        return None
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl("reference", _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::reference", _fake, lib=library)
+    return library
+
+
+# The op lives as long as the object that defined it.
+_library = _register()
