@@ -18,7 +18,7 @@ from .plan.budget import HeadBudget
 from .plan.grid import TokenOrder
 from .policy import PV_FILTER_OFF, SparsePolicy
 from .stats import AttentionStats
-from .validate import as_heads_first
+from .validate import as_heads_first, check_output_dtype
 from .workspace import WorkspaceLayout
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def attention(
     call = make_call(
         q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget
     )
+    check_output_dtype(output_dtype)
     dtype = output_dtype or call.q.dtype
     out_layout = layout if out_layout is None else out_layout
     out = _empty_output(call, dtype, out_layout)

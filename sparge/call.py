@@ -106,8 +106,8 @@ def make_call(
     check_inference(q, k)
     if v is not None:
         v = as_heads_first("v", v, layout)
-        check_pair(q, v, "v")
         check_values(k, v)
+        check_pair(q, v, "v")
         check_inference(v)
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)

@@ -53,6 +53,11 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
 
 
 def check_values(k: Tensor, v: Tensor) -> None:
+    """Torch's own attention takes values of another width, so that is no mistake of the caller."""
+    if v.shape[:-1] == k.shape[:-1] and v.shape[-1] != k.shape[-1]:
+        raise Unsupported(
+            f"v has head_dim {v.shape[-1]} and k {k.shape[-1]}: they must be equal here."
+        )
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}: they must agree.")
 
@@ -85,6 +90,14 @@ def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         )
     if block_mask.device != q.device:
         raise ValueError(f"block_mask is on {block_mask.device}; put it on {q.device}, as q is.")
+
+
+def check_output_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise Unsupported(
+            f"output_dtype is {dtype}; bfloat16, float16 and float32 are supported, and None "
+            "means q's."
+        )
 
 
 #: Below it the scale of two all-zero blocks (2^-64 each) underflows to 0, and 0 times a masked

@@ -243,6 +243,7 @@ class TestRefusals:
             (lambda q, k, v: (q.double(), k, v), sparge.Unsupported, "bfloat16, float16"),
             (lambda q, k, v: (q, k[..., :32], v), ValueError, "B and D must be equal"),
             (lambda q, k, v: (q, k[:, :, :9], v), ValueError, "they must agree"),
+            (lambda q, k, v: (q, k, v[..., :32]), sparge.Unsupported, "v has head_dim 32"),
             (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, "empty|heads"),
             (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), ValueError, "empty dimension"),
             (lambda q, k, v: (q.mT.contiguous().mT, k, v), sparge.Unsupported, "contiguous"),
@@ -283,6 +284,12 @@ class TestRefusals:
     def test_policies(self, named: dict[str, Any], words: str) -> None:
         with pytest.raises(ValueError, match=words):
             SparsePolicy(**named)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_an_output_dtype_that_kernels_cannot_write_is_refused(make_qkv, dtype: torch.dtype) -> None:
+    with pytest.raises(sparge.Unsupported, match="output_dtype is"):
+        attention(*make_qkv(), output_dtype=dtype)
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 2.0**-21, math.inf, math.nan])
