@@ -27,7 +27,13 @@ class BlockSpans:
                     'commas, for example "0-2, -1" (negative numbers count from the last block).'
                 )
             first = int(match[1])
-            spans.append((first, first if match[2] is None else int(match[2])))
+            last = first if match[2] is None else int(match[2])
+            if last < first and (last < 0) == (first < 0):
+                raise ValueError(
+                    f"dense_blocks contains {part!r}, which ends before it begins: write {last}-"
+                    f"{first}."
+                )
+            spans.append((first, last))
         return cls(tuple(spans))
 
     def contains(self, block: int, total: int | None) -> bool:
@@ -37,6 +43,10 @@ class BlockSpans:
             for first, last in self.spans
             if total is not None or (first >= 0 and last >= 0)
         )
+
+    def missing(self, total: int) -> list[int]:
+        """Numbers that stand in the text and that none of `total` blocks has."""
+        return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
 
     @property
     def needs_total(self) -> bool:

@@ -58,8 +58,12 @@ class Forward:
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
         run.tally.add_forward(layout.family)
-        if layout.blocks is None and run.settings.dense_spans.needs_total:
+        spans = run.settings.dense_spans
+        if layout.blocks is None and spans.needs_total:
             run.note("negative dense_blocks do nothing: this model's block count is unknown")
+        if layout.blocks is not None and (missing := spans.missing(layout.blocks)):
+            numbers = ", ".join(map(str, missing))
+            run.note(f"dense_blocks names {numbers}; this model has blocks 0-{layout.blocks - 1}")
         unusable, outside, is_last_dense = run.unusable(x.device), None, False
         if unusable is None and not run.window.is_everything:
             # The one place where a run waits for the GPU: once a pass, for a single number.

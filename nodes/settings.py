@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..sparge import SparsePolicy
-from .aim import Aim, aim_of
+from .aim import MODES, QUALITIES, Aim, aim_of
 from .blocks import BlockSpans
 
 
@@ -26,6 +26,18 @@ class Settings:
     cdfthreshd: float = 0.98
     simthreshd1: float = -0.1
     quality: str = "balanced"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when the node runs, not steps later: what comes through a link instead
+        of a widget, the server has not looked at."""
+        for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {options}.")
+        for name in ("start_percent", "end_percent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes a number from 0 to 1.")
+        self.policy(0, 0)
+        BlockSpans.parse(self.dense_blocks)
 
     @cached_property
     def aim(self) -> Aim | None:

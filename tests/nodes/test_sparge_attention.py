@@ -145,6 +145,24 @@ def test_a_bad_block_list_is_refused_before_anything_runs(node):
     assert node.validate_inputs(dense_blocks=None) is True  # a linked input is not known yet
 
 
+@pytest.mark.parametrize(
+    ("linked", "words"),
+    [
+        ({"topk": 2.0}, "topk is 2.0; it takes a number from 0 to 1"),
+        ({"mode": "turbo"}, "mode is 'turbo'; it takes one of"),
+        ({"mode": "auto quality", "quality": "best"}, "quality is 'best'"),
+        ({"select_by": "topp"}, "select_by is 'topp'"),
+        ({"end_percent": 80.0}, "end_percent is 80.0; it takes a number from 0 to 1"),
+        ({"dense_blocks": "first"}, "dense_blocks contains 'first'"),
+        ({"pvthreshd": -1.0}, "pvthreshd"),
+    ],
+)
+def test_what_comes_through_a_link_is_refused_when_the_node_runs(node, patcher, linked, words):
+    """The server checks widgets only."""
+    with pytest.raises(ValueError, match=words):
+        node.execute(patcher, **linked)
+
+
 def test_the_chinese_translation_covers_the_node(widgets):
     text = (PACK / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
     translated = json.loads(text)["SpargeAttention"]
