@@ -270,3 +270,14 @@ def test_dense_without_a_usable_device(
     ((run, _),) = published
     assert run.tally.sparse == 0
     assert any("cpu" in reason.lower() or "NVIDIA" in reason for reason in run.tally.reasons)
+
+
+def test_a_block_that_the_model_lacks_is_named(patch, patcher, session, step, published):
+    network = torch.nn.Module()
+    network.blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+    model = type(patcher)(network)
+    session(patch(model, dense_blocks="0-3, -4, -1")).sample(step, [0.5])
+    session(patch(model, dense_blocks="0-2, -3")).sample(step, [0.5])
+    first, second = (run.notes for run, _ in published)
+    assert first == ["dense_blocks names -4, 3; this model has blocks 0-2"]
+    assert second == []
