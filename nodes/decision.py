@@ -81,6 +81,8 @@ def dense_reason(
         return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
     if call.query_tokens < settings.min_tokens:
         return f"fewer than min_tokens ({settings.min_tokens}) tokens"
+    if call.query_tokens < layout.frame_tokens:
+        return "fewer tokens than a frame has"  # text or sound alone; text stays exact
     if run_reason is not None:
         return run_reason
     if settings.dense_spans.contains(block, layout.blocks):

@@ -121,6 +121,10 @@ class TokenLayout:
         return math.prod(self.grid) if self.grid else 0
 
     @property
+    def frame_tokens(self) -> int:
+        return math.prod(self.grid[1:]) if self.grid else 0
+
+    @property
     def rows(self) -> int:
         """Rows of tables that hold one for each self-attention layer, as `row` numbers them."""
         return 2 * self.blocks if self.blocks else _UNCOUNTED_ROWS

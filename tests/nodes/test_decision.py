@@ -43,6 +43,17 @@ def test_every_other_case_has_a_reason(why, case, reason):
     assert reason in why(**case)
 
 
+def test_text_that_attends_to_itself_stays_exact(load_pack, decision):
+    """The token refiner of HunyuanVideo, with min_tokens 0."""
+    layout = load_pack("nodes.families").TokenLayout("Test", None, (4, 8, 10), 0, 10)
+    settings = load_pack("nodes.settings").Settings(min_tokens=0)
+    why = [
+        decision.dense_reason(decision.CallFacts(tokens, tokens), 0, None, layout, settings)
+        for tokens in (24, 79, 80, 320, 344)
+    ]
+    assert why == ["fewer tokens than a frame has"] * 2 + [None] * 3
+
+
 @pytest.mark.parametrize(
     ("sigma", "reason"),
     [
