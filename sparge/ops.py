@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages as torch.library ops, so that torch.compile sees tensors in and tensors out.
 
-Registered once in a process, even when the node pack and an installed ``sparge`` both load.
+A process may hold several copies of the library: an installed one and that of a node pack. Each has
+ops of its own, because copies differ in version, and in the classes of what they raise.
 """
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import Tensor
@@ -13,7 +16,10 @@ from . import launch
 from .kernels import Element
 from .workspace import CallShape, WorkspaceLayout
 
+#: "sparge" for the installed library; ComfyUI names a pack after its path, which may hold anything.
 NAMESPACE = "sparge"
+if __package__ != NAMESPACE:
+    NAMESPACE += "_" + re.sub(r"\W", "_", __package__ or "", flags=re.ASCII)
 
 _SCHEMAS = (
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
@@ -213,6 +219,5 @@ def _register() -> torch.library.Library | None:
 
 # Ops live as long as the object that defined them.
 _library = _register()
-quantize = torch.ops.sparge.quantize
-route = torch.ops.sparge.route
-attend = torch.ops.sparge.attend
+_ops = getattr(torch.ops, NAMESPACE)
+quantize, route, attend = _ops.quantize, _ops.route, _ops.attend

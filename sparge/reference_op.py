@@ -29,7 +29,7 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
         on_reference.run(call, out, lse, counters)
         return
     policy, plan = call.policy, call.plan
-    torch.ops.sparge.reference(
+    reference(
         call.q,
         call.k,
         call.v,
@@ -122,7 +122,7 @@ def _number(value: PerHead) -> float:
 
 
 def _register() -> torch.library.Library | None:
-    if hasattr(torch.ops.sparge, "reference"):
+    if hasattr(getattr(torch.ops, NAMESPACE), "reference"):
         return None
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(_SCHEMA)
@@ -133,3 +133,4 @@ def _register() -> torch.library.Library | None:
 
 # The op lives as long as the object that defined it.
 _library = _register()
+reference = getattr(torch.ops, NAMESPACE).reference

@@ -281,3 +281,20 @@ def test_a_block_that_the_model_lacks_is_named(patch, patcher, session, step, pu
     first, second = (run.notes for run, _ in published)
     assert first == ["dense_blocks names -4, 3; this model has blocks 0-2"]
     assert second == []
+
+
+def test_an_installed_library_beside_the_pack_changes_nothing(load_pack, monkeypatch, make_qkv):
+    """Copies may differ in version; and what the pack's ops raise, the pack must know."""
+    import sparge
+
+    ours = load_pack("sparge")
+    q, k, v = make_qkv(1, 2, 200, 64)
+    assert torch.equal(ours.attention(q, k, v), sparge.attention(q, k, v))
+
+    def refuse(*_):
+        raise ours.Unsupported("the test allows nothing")
+
+    monkeypatch.setattr(load_pack("sparge.on_reference"), "run", refuse)
+    with pytest.raises(ours.Unsupported):
+        ours.attention(q, k, v)
+    sparge.attention(q, k, v)
