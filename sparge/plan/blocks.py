@@ -32,6 +32,15 @@ def unpack(block_map: Tensor, key_blocks: int) -> Tensor:
     return bits.flatten(-2)[..., :key_blocks].bool()
 
 
+def touches_diagonal(blocks: Tensor) -> Tensor:
+    """(nq, nk) bool for a map `blocks` (..., nq, nk), to be combined with validity: the block's
+    last key is not before its first query."""
+    query_blocks, key_blocks = blocks.shape[-2:]
+    first_query = torch.arange(query_blocks, device=blocks.device) * QUERY_BLOCK
+    last_key = (torch.arange(key_blocks, device=blocks.device) + 1) * KEY_BLOCK - 1
+    return last_key >= first_query.unsqueeze(-1)
+
+
 def block_pairs(n_queries: int, key_counts: Tensor, is_causal: bool) -> Tensor:
     """Query-key pairs inside each block: (B, nq, nk) int64.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.blocks import block_pairs
+from ..plan.blocks import block_pairs, touches_diagonal
 from ..plan.budget import HeadBudget, Router
 from ..policy import SparsePolicy
 from .packed import Packed
@@ -18,7 +18,6 @@ from .route import (
     per_head,
     protected_keys,
     rank_blocks,
-    touches_diagonal,
     valid_blocks,
 )
 from .scores import BlockFacts, log_mass, log_scores
@@ -107,7 +106,7 @@ def poolable(packed: Packed, blocks: Tensor, is_causal: bool) -> Tensor:
     """Those of `blocks` that a mean can stand for: under causal, rows must not see them in part."""
     if not is_causal:
         return blocks
-    return blocks & ~touches_diagonal(packed.operands, blocks.device)
+    return blocks & ~touches_diagonal(blocks)
 
 
 def _pairs(packed: Packed, is_causal: bool) -> Tensor:
@@ -136,7 +135,7 @@ def _forced(
         if policy.attention_sink:
             forced = forced | (torch.arange(forced.shape[-1], device=device) == 0)
     if is_causal and policy.keep_diagonal:
-        forced = forced | touches_diagonal(operands, device)
+        forced = forced | touches_diagonal(valid)
     return forced & valid, dense.unsqueeze(-1)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
+from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, touches_diagonal
 from ..policy import PerHead, SparsePolicy
 from .quantize import Quantized
 
@@ -48,7 +48,7 @@ def _select(
     never_dropped = ~(k_similarity > threshold)  # not "<=": a NaN is never dropped either
     forced = valid & (never_dropped.unsqueeze(-2) | protected_keys(quantized, policy))
     if is_causal and policy.keep_diagonal:
-        forced = forced | (valid & touches_diagonal(quantized, device))
+        forced = forced | (valid & touches_diagonal(valid))
     dense = ~(quantized.q_self_similarity > threshold) | exact_query_blocks(quantized, policy)
 
     ranked = valid & ~forced
@@ -96,13 +96,6 @@ def valid_blocks(quantized: Quantized, is_causal: bool) -> Tensor:
     )
     first_key = _starts(quantized.key_counts.shape[1], KEY_BLOCK, device)
     return valid & (first_key <= last_row.unsqueeze(-1))
-
-
-def touches_diagonal(quantized: Quantized, device: torch.device) -> Tensor:
-    """(nq, nk), to be combined with validity: the last key is not before the first query."""
-    first_row = _starts(quantized.q_block_mean.shape[2], QUERY_BLOCK, device)
-    last_key = _starts(quantized.key_counts.shape[1], KEY_BLOCK, device) + KEY_BLOCK - 1
-    return last_key >= first_row.unsqueeze(-1)
 
 
 def protected_keys(quantized: Quantized, policy: SparsePolicy) -> Tensor:
