@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our attention beside its peers, in one process: time, work and error on real shapes.
+"""Our attention beside its peers, in one process: time, work, error and memory on real shapes.
 
-    python -m benchmarks.attention [--shapes mochi,cogx2b] [--densities 1,.5] [--out FILE]
+    python -m benchmarks.attention [--shapes mochi,cogx2b] [--densities 1,.5] [--seconds 180]
+                                   [--out FILE]
 
-One JSON object a line: shape, peer, density, ms, dense_equivalent_tflops, executed_tflops, rel_l1,
-rel_l2, gpu, commit, stages. Every stage of a call is inside `ms`. Errors are against float32
-attention on sampled query blocks: of a dense row the whole result, of a sparse row ("rel_l1" of
-"ours") the same kept blocks, so that they speak of arithmetic; "drop_rel_l2" is the distance to
-dense attention, which on the synthetic data says little about a model.
+One JSON object for each shape, peer or mode of ours, and asked density: density (reached), ms
+(every stage of a call), repeats (the median is of), dense_equivalent_tflops, executed_tflops,
+rel_l1, rel_l2, extra_mib (peak beyond inputs and result), gpu, torch, commit; of ours also stages
+(ms of means, quantize, route and attend, from calls of their own), pooled_heads (the share that
+add pseudo-keys) and drop_rel_l2. A peer that is absent, and a case for which no time was left, has
+`absent`: why.
+
+Errors are against float32 attention on sampled query blocks: of a dense row or a peer over all
+keys, of a sparse row of ours over the blocks that it kept, so that they speak of arithmetic;
+drop_rel_l2 is the distance to dense attention, which on the synthetic data says little about a
+model. Rows with budgets are measured against all keys, too: half of their heads pool what they
+drop.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,147 +32,147 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, BlockPlan, Precision, SparsePolicy, ops, reference
-from sparge.call import element_of
-from sparge.metrics import rel_l1, rel_l2
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge import AttentionStats, Precision, SparsePolicy
+from sparge.kernels import Element, KernelSpec, capabilities, native_element, warm
+from sparge.kernels.spec import all_specs, attend_path
 
-from .peers import Peer, absent, available, dense_peers, sparse_peers
+from .budgets import Case, cases
+from .inputs import draw
+from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
-from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
+from .speed_rows import absent_row, errors, row
+from .stages import stage_ms
+from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
-SAMPLED_BLOCKS = 3
+#: The shapes that have bars come first, then the others by their work.
+ORDER = ("mochi", "cogx2b", "flux1k", "cogx5b", "wan480", "wan720", "hunyuan")
+OTHER_STAGES = ("means", "quantize", "route")
+LONG_MS = 50  # a call of that length is sampled once for its stages
+OURS, OURS_BUDGETS, OURS_SPREAD = "ours", "ours, budgets", "ours, budgets spread tenfold"
 
-
-def draw(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """(1, H, N, D) views of NHD memory: slow drift along the tokens, noise, channel means."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def tensor(mean: float) -> Tensor:
-        size = (1, shape.tokens, shape.heads, shape.head_dim)
-        noise = torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
-        knots = torch.randn(
-            shape.heads * shape.head_dim, 1, shape.tokens // 64, generator=generator, device="cuda"
-        )
-        drift = torch.nn.functional.interpolate(knots, size=shape.tokens, mode="linear")
-        drift = drift.view(1, shape.heads, shape.head_dim, shape.tokens).permute(0, 3, 1, 2)
-        offset = torch.randn(size[-2:], generator=generator, device="cuda") * mean
-        return noise.mul_(0.5).add_(drift.to(noise.dtype)).add_(offset.to(noise.dtype))
-
-    q, k, v = (tensor(mean).transpose(1, 2) for mean in (0.0, 1.0, 0.5))
-    return q, k, v
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 
-def errors(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan | None
-) -> tuple[float, float]:
-    """Relative L1 and L2 on a few query blocks of two heads."""
-    tokens = q.shape[2]
-    blocks = -(-tokens // QUERY_BLOCK)
-    got, truth = [], []
-    for head in {0, q.shape[1] - 1}:
-        for block in {blocks * i // SAMPLED_BLOCKS for i in range(SAMPLED_BLOCKS)}:
-            rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
-            keys = slice(None)
-            if plan is not None:
-                keys = plan.kept()[0, head, block].repeat_interleave(KEY_BLOCK)[:tokens]
-            one = (x[:, head : head + 1] for x in (k, v))
-            exact, _ = reference.exact_attention(
-                q[:, head : head + 1, rows], *(x[:, :, keys] for x in one)
-            )
-            truth.append(exact.flatten())
-            got.append(out[:, head : head + 1, rows].float().flatten())
-    return rel_l1(torch.cat(got), torch.cat(truth)), rel_l2(torch.cat(got), torch.cat(truth))
+def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device | str) -> list[Case]:
+    """What is timed of ours. The budgets pool half of the heads' dropped blocks in cube order, or,
+    below density 1, spread densities tenfold between heads that take three walks."""
+    policy = SparsePolicy(topk=density)
+    by_name = {case.name: case for case in cases(shape.grid, shape.heads, density, device)}
+    found = [
+        Case(OURS, policy),
+        Case("ours, PV filter", replace(policy, pvthreshd=pvthreshd)),
+        Case("ours, FP16 V", replace(policy, precision=Precision.INT8_FP16)),
+        replace(by_name["cubes, half pooled by error"], name=OURS_BUDGETS),
+    ]
+    if density < 1:
+        found.append(replace(by_name["walks, spread, by error"], name=OURS_SPREAD))
+    return found
 
 
-def row(shape: Shape, peer: str, density: float, ms: float, **more: Any) -> dict[str, Any]:
-    return {
-        "shape": shape.name,
-        "peer": peer,
-        "density": round(density, 4),
-        "ms": round(ms, 3),
-        "dense_equivalent_tflops": round(shape.flops() / ms / 1e9, 1),
-        "executed_tflops": round(shape.flops(density) / ms / 1e9, 1),
-        **{name: round(v, 5) if isinstance(v, float) else v for name, v in more.items()},
-        "gpu": gpu_name(),
-    }
+def with_extra_memory(work: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """The result, and the MiB that the call held at its peak beyond it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = work()
+    peak = torch.cuda.max_memory_allocated() - before
+    return out, round((peak - out.numel() * out.element_size()) / 2**20)
 
 
-def time_ours(shape: Shape, policy: SparsePolicy, label: str) -> dict[str, Any]:
-    q, k, v = draw(shape)
-    stats = AttentionStats("cuda")
-    out = sparge.attention(q, k, v, policy, out_layout="HND", stats=stats)
-    density = stats.density
-    plan = sparge.make_plan(q, k, policy)
-    l1, l2 = errors(out, q, k, v, plan)
-    _, drop = errors(out, q, k, v, None)
-    ms = median_ms(lambda: sparge.attention(q, k, v, policy, out_layout="NHD"))
-    planned = median_ms(lambda: sparge.attention(q, k, v, policy, out_layout="NHD", plan=plan))
-    element = int(element_of(policy.precision, q))
-    quantize = median_ms(lambda: ops.quantize(q, k, v, None, True, element, True))
-    stages = {
-        "means+quantize": round(quantize, 3),
-        "means+quantize+attend": round(planned, 3),
-        "all": round(ms, 3),
-    }
-    more = {"rel_l1": l1, "rel_l2": l2, "drop_rel_l2": drop, "stages": stages}
-    return row(shape, label, density, ms, **more)
+def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) -> dict[str, Any]:
+    stats = AttentionStats(qkv[0].device)
+    out, extra_mib = with_extra_memory(lambda: case.attend(qkv, stats=stats))
+    plan = None if case.order else sparge.make_plan(*qkv[:2], case.policy)
+    l1, l2 = errors(out, *qkv, plan)
+    drop = l2 if plan is None else errors(out, *qkv, None)[1]
+    del out, plan
+    ms, repeats = median_within(lambda: case.attend(qkv, out_layout="NHD"), seconds)
+    stages = stage_ms(lambda: case.attend(qkv, out_layout="NHD"), 1 if ms > LONG_MS else 5)
+    pooled = float((case.budget.gain > 0).float().mean()) if case.budget else 0.0
+    return row(
+        shape,
+        case.name,
+        asked,
+        stats.density,
+        ms,
+        repeats=repeats,
+        rel_l1=l1,
+        rel_l2=l2,
+        drop_rel_l2=drop,
+        extra_mib=extra_mib,
+        pooled_heads=pooled,
+        stages={stage: round(value, 4) for stage, value in stages.items()},
+    )
 
 
-def time_peer(shape: Shape, peer: Peer) -> dict[str, Any]:
-    q, k, v = draw(shape)
-    out = peer.run(q, k, v)
-    l1, l2 = errors(out, q, k, v, None)
-    ms = median_ms(lambda: peer.run(q, k, v))
-    return row(shape, peer.name, peer.density, ms, rel_l1=l1, rel_l2=l2, stages=None)
+def time_peer(shape: Shape, qkv: Qkv, peer: Peer, asked: float, seconds: float) -> dict[str, Any]:
+    out, extra_mib = with_extra_memory(lambda: peer.run(*qkv))
+    l1, l2 = errors(out, *qkv, None)
+    del out
+    ms, repeats = median_within(lambda: peer.run(*qkv), seconds)
+    more = {"repeats": repeats, "rel_l1": l1, "rel_l2": l2, "extra_mib": extra_mib}
+    return row(shape, peer.name, asked, asked, ms, **more)
 
 
-def bench(shape: Shape, densities: list[float], pvthreshd: float) -> list[dict[str, Any]]:
-    rows = []
-    for density in densities:
-        peers = sparse_peers(density, shape.head_dim) if density < 1 else dense_peers()
-        for peer in peers:
-            reason = available(peer, torch.device("cuda")) if shape.head_dim == 128 else ""
-            if reason:
-                print(f"# {peer.name} does not run here: {reason}", flush=True)
-                continue
-            try:
-                rows.append(time_peer(shape, peer))
-            except RuntimeError as error:
-                print(f"# {peer.name}, {shape.name}: {str(error).splitlines()[0]}", flush=True)
-                continue
-            print(json.dumps(rows[-1]), flush=True)
-        policy = SparsePolicy(topk=density)
-        modes = {
-            "ours": policy,
-            "ours, PV filter": replace(policy, pvthreshd=pvthreshd),
-            "ours, FP16 V": replace(policy, precision=Precision.INT8_FP16),
-        }
-        for label, mode in modes.items():
-            rows.append(time_ours(shape, mode, label))
-            print(json.dumps(rows[-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    return rows
+def bench(
+    shape: Shape, densities: list[float], pvthreshd: float, allowance: Allowance
+) -> Iterator[dict[str, Any]]:
+    qkv = draw(shape)
+    for asked in densities:
+        for case in (*peers(asked, shape.head_dim), *modes(shape, asked, pvthreshd, qkv[0].device)):
+            seconds = allowance.next()
+            if not isinstance(case, Case):
+                case = working(case, shape.head_dim)
+            if isinstance(case, Absent):
+                yield absent_row(shape, case.name, asked, case.reason)
+            elif seconds == 0:
+                yield absent_row(shape, case.name, asked, "no time was left in this run")
+            elif isinstance(case, Case):
+                yield time_ours(shape, qkv, case, asked, seconds)
+            else:
+                try:
+                    yield time_peer(shape, qkv, case, asked, seconds)
+                except RuntimeError as error:
+                    yield absent_row(shape, case.name, asked, in_a_line(error))
+    del qkv
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def specs(arch: str, head_dims: set[int]) -> list[KernelSpec]:
+    """The kernels behind `modes`."""
+    elements = (native_element(arch, False, None), Element.INT8_FP16)
+    return [
+        spec
+        for spec in all_specs(arch)
+        if spec.head_dim in head_dims
+        and (not spec.reads_element or spec.element in elements)
+        and (spec.entry in OTHER_STAGES or spec.entry == attend_path(arch, spec.element).entry)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shapes", default="cogx2b,mochi", help=", ".join(SHAPES))
+    parser.add_argument("--shapes", default=",".join(ORDER), help="default: all, as named here")
     parser.add_argument("--densities", default="1,.5,.3,.2,.1")
+    parser.add_argument("--seconds", type=float, default=180, help="of the whole run, but warm-up")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.json")
     options = parser.parse_args()
     require_kernels()
-    for reason in absent():
-        print(f"# {reason}", flush=True)
     densities = [float(text) for text in options.densities.split(",")]
-    rows = []
-    for name in options.shapes.split(","):
-        for measured in bench(SHAPES[name], densities, options.pvthreshd):
-            rows.append({**measured, "commit": options.commit})
-    write_rows(options.out, rows)
+    shapes = [SHAPES[name] for name in options.shapes.split(",")]
+    warm("cuda", specs(capabilities("cuda").arch, {shape.head_dim for shape in shapes}))
+    facts = {"gpu": gpu_name(), "torch": torch.__version__, "commit": options.commit}
+    a_shape = sum(len(peers(d, 128)) + len(modes(shapes[0], d, 0, "cpu")) for d in densities)
+    allowance = Allowance(options.seconds, len(shapes) * a_shape)
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        for measured in bench(shape, densities, options.pvthreshd, allowance):
+            rows.append(measured | facts)
+            print(json.dumps(rows[-1]), flush=True)
+        write_rows(options.out, rows)  # after each shape, so that a run cut short leaves something
     print(f"# {len(rows)} rows in {options.out}")
 
 

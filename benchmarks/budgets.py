@@ -26,16 +26,10 @@ import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
 from sparge.calibrate import Calibration, Workload, measure_for
 
-from .attention import draw
+from .inputs import draw
 from .shapes import SHAPES
 from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
 
-GRIDS = {
-    "cogx2b": TokenGrid(13, 30, 45, prefix=226),
-    "cogx5b": TokenGrid(13, 30, 45, prefix=226),
-    "wan480": TokenGrid(21, 30, 52),
-    "mochi": TokenGrid(28, 30, 53, suffix=256),
-}
 BLOCKS_A_SAMPLE = (2, 4)
 
 
@@ -75,10 +69,10 @@ def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | st
 
 
 def time_cases(name: str, asked: float) -> Iterator[dict[str, Any]]:
-    shape, grid = SHAPES[name], GRIDS[name]
+    shape = SHAPES[name]
     qkv = draw(shape)
     raster = None
-    for case in cases(grid, shape.heads, asked, "cuda"):
+    for case in cases(shape.grid, shape.heads, asked, "cuda"):
         stats = AttentionStats("cuda")
         case.attend(qkv, stats=stats)
         ms = median_ms(lambda case=case: case.attend(qkv, out_layout="NHD"))
@@ -100,7 +94,7 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
         calibration = Calibration.begin(
             layers=1,
             heads=shape.heads,
-            workload=Workload(sparge.grid_order(GRIDS[name])),
+            workload=Workload(sparge.grid_order(shape.grid)),
             blocks_a_call=blocks,
             measure=measure_for("cuda"),
             device="cuda",
@@ -124,7 +118,7 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shapes", default="mochi,cogx2b", help=", ".join(GRIDS))
+    parser.add_argument("--shapes", default="mochi,cogx2b", help=", ".join(SHAPES))
     parser.add_argument("--density", type=float, default=0.2)
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+SMALL_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -18,77 +21,98 @@ class Peer:
     """q, k, v and the result are (B, H, N, D) views of NHD memory, as models hold them."""
 
     name: str
-    density: float
     run: Attention
 
 
-def dense_peers() -> list[Peer]:
-    def sdpa(backend: SDPBackend) -> Attention:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+@dataclass(frozen=True)
+class Absent:
+    """A peer that cannot be timed here: nothing is skipped in silence."""
 
-        return run
+    name: str
+    reason: str
 
-    peers = [
-        Peer("torch cudnn", 1.0, sdpa(SDPBackend.CUDNN_ATTENTION)),
-        Peer("torch flash", 1.0, sdpa(SDPBackend.FLASH_ATTENTION)),
+
+def peers(density: float, head_dim: int) -> list[Peer | Absent]:
+    """Those that compute attention of that density."""
+    if density < 1:
+        return [_sol_attn(density, head_dim)]
+    return [
+        Peer("torch cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION)),
+        Peer("torch flash", _sdpa(SDPBackend.FLASH_ATTENTION)),
+        _int8_attention(),
+        _flash_attention_4(),
     ]
-    kitchen = _import("comfy_kitchen")
-    if kitchen is not None and hasattr(kitchen, "int8_attention"):
-        peers.append(Peer("comfy-kitchen int8_attention", 1.0, kitchen.int8_attention))
-    flash4 = _import("flash_attn.cute")
-    if flash4 is not None:
-
-        def run_flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = flash4.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)))
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-        peers.append(Peer("flash-attn-4", 1.0, run_flash4))
-    return peers
 
 
-def sparse_peers(density: float, head_dim: int) -> list[Peer]:
-    kitchen = _import("comfy_kitchen")
-    if kitchen is None or not hasattr(kitchen, "sol_attn") or head_dim != 128:
-        return []
+def working(peer: Peer | Absent, head_dim: int) -> Peer | Absent:
+    """The peer when it computes a small call, else why not."""
+    if isinstance(peer, Absent):
+        return peer
+    size = (1, SMALL_TOKENS, 2, head_dim)
+    q = torch.randn(size, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    try:
+        peer.run(q, q, q)
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever a peer raises is its reason
+        return Absent(peer.name, in_a_line(error))
+    return peer
+
+
+def in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _sdpa(backend: SDPBackend) -> Attention:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return run
+
+
+def _int8_attention() -> Peer | Absent:
+    name, kitchen = "comfy-kitchen int8_attention", _import("comfy_kitchen")
+    if isinstance(kitchen, Exception):
+        return Absent(name, in_a_line(kitchen))
+    if not hasattr(kitchen, "int8_attention"):
+        return Absent(name, "this comfy-kitchen is too old to have it")
+    return Peer(name, kitchen.int8_attention)
+
+
+def _sol_attn(density: float, head_dim: int) -> Peer | Absent:
+    name, kitchen = "comfy-kitchen sol_attn", _import("comfy_kitchen")
+    if isinstance(kitchen, Exception):
+        return Absent(name, in_a_line(kitchen))
+    if not hasattr(kitchen, "sol_attn"):
+        return Absent(name, "this comfy-kitchen has none (0.2.33 and newer do)")
+    if head_dim != 128:
+        return Absent(name, "it takes head_dim 128 only")
     if not kitchen.sol_attn_is_available(torch.device("cuda")):
-        return []  # it would run an eager reference without a word
+        # It would run an eager reference without a word.
+        return Absent(name, "its CUDA kernels do not run on this GPU")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = kitchen.sol_attn(*(x.transpose(1, 2) for x in (q, k, v)), topk_ratio=density)
         return out.transpose(1, 2)
 
-    return [Peer("comfy-kitchen sol_attn", density, run)]
+    return Peer(name, run)
 
 
-def absent() -> list[str]:
-    """The peers this Python lacks, for the log: nothing is skipped in silence."""
-    wanted = {"comfy_kitchen": "comfy-kitchen", "flash_attn.cute": "flash-attn-4"}
-    missing = [
-        f"{name} is not importable" for module, name in wanted.items() if not _import(module)
-    ]
-    kitchen = _import("comfy_kitchen")
-    if kitchen is not None and not hasattr(kitchen, "sol_attn"):
-        missing.append("this comfy-kitchen has no sol_attn (0.2.33 and newer do)")
-    return missing
+def _flash_attention_4() -> Peer | Absent:
+    name, flash = "flash-attn-4", _import("flash_attn.cute")
+    if isinstance(flash, Exception):
+        return Absent(name, in_a_line(flash))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)))
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return Peer(name, run)
 
 
-def _import(name: str):
-    import importlib
-
+def _import(name: str) -> Any:
+    """The module, or what its import raised."""
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError):
-        return None
-
-
-def available(peer: Peer, device: torch.device) -> str:
-    """ "" when the peer computes a small call, else its error."""
-    q = torch.randn(1, 512, 2, 128, device=device, dtype=torch.bfloat16).transpose(1, 2)
-    try:
-        peer.run(q, q, q)
-        torch.cuda.synchronize()
-    except Exception as error:  # whatever a peer raises is its reason
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return ""
+    except Exception as error:  # a package that is there may fail in any way
+        return error

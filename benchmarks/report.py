@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the README's benchmark tables from benchmarks/results; a test runs it with --check.
+"""Writes the README's benchmark tables and pictures from benchmarks/results; a test checks them.
 
 python -m benchmarks.report [--check]
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from .timing import ROOT
+from .limits import Ceilings, read_ceilings
+from .png import write_png
+from .speed_plot import picture_name, pictures
+from .speed_table import OURS, TITLES, table, tables
+from .timing import ROOT, read_rows
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
-DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
-TITLES = {
-    "mochi": "Mochi 848x480x163: 24 heads x 128, 44,776 tokens",
-    "cogx2b": "CogVideoX-2B 720x480x49: 30 heads x 64, 17,776 tokens",
-}
+#: Of `benchmarks.attention`, the newest kind first, and of `benchmarks.limits`.
+SPEEDS = ("h200.json", "h200_attention.jsonl")
+LIMITS = "h200_limits.json"
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",
@@ -30,34 +31,11 @@ CONFIGS = (
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return read_rows(RESULTS / name)
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
-def attention(rows: list[dict[str, Any]]) -> str:
-    text = ""
-    for shape, title in TITLES.items():
-        of_shape = [row for row in rows if row["shape"] == shape]
-        cells = {
-            (row["peer"], min(DENSITIES, key=lambda d: abs(d - row["density"]))): row
-            for row in of_shape
-        }
-        peers = list(dict.fromkeys(row["peer"] for row in of_shape))
-        lines = []
-        for peer in peers:
-            found = [cells.get((peer, density)) for density in DENSITIES]
-            error = max(row["rel_l1"] for row in found if row)
-            times = [f"{row['ms']:.1f}" if row else "" for row in found]
-            lines.append([peer, *times, f"{error:.4f}"])
-        header = [title, "dense", *(f"{100 * d:.0f} %" for d in DENSITIES[1:]), "rel. L1"]
-        text += table(header, lines) + "\n"
-    return text
+def speeds_file() -> Path:
+    return next(path for name in SPEEDS if (path := RESULTS / name).exists())
 
 
 def comfyui(rows: list[dict[str, Any]]) -> str:
@@ -71,29 +49,53 @@ def comfyui(rows: list[dict[str, Any]]) -> str:
     return table(["one denoising call, seconds", *CONFIGS], lines)
 
 
-def section() -> str:
-    calls, model_calls = read("h200_attention.jsonl"), read("h200_comfyui.jsonl")
+def section(
+    calls: list[dict[str, Any]], most: Ceilings | None, model_calls: list[dict[str, Any]]
+) -> str:
+    """What stands between BEGIN and END."""
     about_calls = (
         f"Milliseconds of one attention call on one {calls[0]['gpu']}, every stage included, one "
         f"run (commit {calls[0]['commit']}). Error: of our rows against float32 over the same "
         "blocks, of the others against float32 over all keys (`sol_attn` adds pooled terms for "
-        "what it drops).\n\n"
+        "what it drops).\n"
     )
+    about_budgets = (
+        "With budgets: tokens in cube order, half of the heads add pooled terms for what they "
+        "drop, and the error is against float32 over all keys.\n"
+    )
+    about_limits = (
+        "The limit of this GPU is the time that its measured rates allow if all overlaps "
+        "(`benchmarks/limits.py` has the formula).\n"
+    )
+    folder = RESULTS.relative_to(ROOT).as_posix()
+    shown = [
+        f"![Milliseconds against density: {TITLES[shape]}]({folder}/{picture_name(shape)})\n"
+        for shape in pictures(calls, most)
+    ]
     about_models = (
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
-        "GPU, sparse calls (an auto mode's first call is dense and measured):\n\n"
+        "GPU, sparse calls (an auto mode's first call is dense and measured):\n"
     )
-    return f"\n{about_calls}{attention(calls)}{about_models}{comfyui(model_calls)}\n"
+    about = [about_calls]
+    if any(row["peer"] == OURS for row in calls):
+        about.append(about_budgets)
+    if most is not None:
+        about.append(about_limits)
+    made = [*about, *shown, tables(calls, most), about_models, comfyui(model_calls)]
+    return "\n".join(["", *made, ""])
 
 
 def main() -> int:
     text = README.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    wanted = before + BEGIN + section() + END + after
+    calls, most = read_rows(speeds_file()), read_ceilings(RESULTS / LIMITS)
+    made = section(calls, most, read("h200_comfyui.jsonl"))
+    wanted = before + BEGIN + made + END + rest.split(END)[1]
     if "--check" in sys.argv[1:]:
         return int(wanted != text)
     README.write_text(wanted, encoding="utf-8")
+    for shape, pixels in pictures(calls, most).items():
+        write_png(RESULTS / picture_name(shape), pixels)
     return 0
 
 

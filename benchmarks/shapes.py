@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparge import TokenGrid
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -12,6 +14,7 @@ class Shape:
     heads: int
     tokens: int
     head_dim: int
+    grid: TokenGrid
 
     def flops(self, density: float = 1.0) -> float:
         """Multiply-adds of QK and PV, counted as two operations each."""
@@ -21,12 +24,18 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("flux1k", 24, 4608, 128),  # Flux, 1024 x 1024, 512 text tokens
-        Shape("cogx2b", 30, 17776, 64),  # CogVideoX-2B, 720x480x49, 226 text tokens
-        Shape("cogx5b", 48, 17776, 64),
-        Shape("wan480", 40, 32760, 128),  # Wan 14B, 832x480x81
-        Shape("mochi", 24, 44776, 128),  # Mochi, 848x480x163, 256 text tokens
-        Shape("wan720", 40, 75600, 128),
-        Shape("hunyuan", 24, 119056, 128),  # HunyuanVideo, 1280x720x129, 256 text tokens
+        # Flux, 1024 x 1024
+        Shape("flux1k", 24, 4608, 128, TokenGrid(1, 64, 64, prefix=512)),
+        # CogVideoX-2B and 5B, 720x480x49
+        Shape("cogx2b", 30, 17776, 64, TokenGrid(13, 30, 45, prefix=226)),
+        Shape("cogx5b", 48, 17776, 64, TokenGrid(13, 30, 45, prefix=226)),
+        # Wan 14B, 832x480x81
+        Shape("wan480", 40, 32760, 128, TokenGrid(21, 30, 52)),
+        # Mochi, 848x480x163
+        Shape("mochi", 24, 44776, 128, TokenGrid(28, 30, 53, suffix=256)),
+        # Wan 14B, 1280x720x81
+        Shape("wan720", 40, 75600, 128, TokenGrid(21, 45, 80)),
+        # HunyuanVideo, 1280x720x129
+        Shape("hunyuan", 24, 119056, 128, TokenGrid(33, 45, 80, prefix=256)),
     )
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import sparge
 
 ROOT = Path(__file__).resolve().parent.parent
+FEWEST, MOST = 3, 20  # calls that a median is taken of
 
 
 def median_ms(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> float:
@@ -34,6 +36,27 @@ def median_ms(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def median_within(work: Callable[[], object], seconds: float) -> tuple[float, int]:
+    """Median milliseconds and of how many calls: as many as fit, within FEWEST and MOST."""
+    once = median_ms(work, repeats=1, warm_up=1)
+    repeats = min(MOST, max(FEWEST, int(1000 * seconds / once)))
+    return median_ms(work, repeats, warm_up=repeats // 5), repeats
+
+
+class Allowance:
+    """Seconds of a whole run, shared out evenly over the cases that are still to come."""
+
+    def __init__(self, seconds: float, cases: int) -> None:
+        self._end = time.monotonic() + seconds
+        self._cases = cases
+
+    def next(self) -> float:
+        """Seconds for the next case; 0 when the time is over."""
+        left = max(0.0, self._end - time.monotonic()) / max(1, self._cases)
+        self._cases -= 1
+        return left
 
 
 def gpu_name() -> str:
@@ -57,6 +80,15 @@ def require_kernels() -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """One JSON object a line; in a file called `.json` they are the elements of an array."""
+    lines = [json.dumps(row, allow_nan=False) for row in rows]
+    array = path.suffix == ".json"
+    text = "[\n" + ",\n".join(lines) + "\n]\n" if array else "".join(f"{x}\n" for x in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What `write_rows` wrote."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text if path.suffix == ".json" else f"[{','.join(text.splitlines())}]")

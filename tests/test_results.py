@@ -3,9 +3,49 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from benchmarks import report
+import pytest
+import torch
+
+from benchmarks import report, speed_plot, speed_table
+from benchmarks.limits import DENSITIES, Ceilings, bound, read_ceilings
+from benchmarks.png import write_png
+from benchmarks.shapes import SHAPES
+from benchmarks.speed_table import Speeds
+from benchmarks.timing import read_rows
+
+MOST = Ceilings(1.5e15, 1.5e15, 7e14, 3.7e12, 3e13, 8e12, 4e12)
+
+
+def timed(shape: str, peer: str, asked: float, ms: float, **more: Any) -> dict[str, Any]:
+    named = {
+        "shape": shape,
+        "peer": peer,
+        "asked_density": asked,
+        "density": asked + 0.01 * (asked < 1),
+    }
+    flops = SHAPES[shape].flops() / ms / 1e9
+    return named | {"ms": ms, "dense_equivalent_tflops": flops, "rel_l1": 0.002, **more}
+
+
+def some_rows() -> list[dict[str, Any]]:
+    rows = []
+    for shape in ("mochi", "cogx2b", "hunyuan"):
+        rows += [timed(shape, "torch cudnn", 1.0, 42.0), timed(shape, "torch flash", 1.0, 67.0)]
+        rows += [timed(shape, "ours", density, 30.0 * density) for density in DENSITIES]
+        pooled = {"pooled_heads": 0.5}
+        rows += [timed(shape, "ours, budgets", d, 33.0 * d, **pooled) for d in DENSITIES]
+        absent = {"shape": shape, "peer": "flash-attn-4", "asked_density": 1.0}
+        rows.append(absent | {"absent": "it is not importable"})
+    rows.append(timed("hunyuan", "comfy-kitchen sol_attn", 0.2, 18.8))
+    return [row | {"gpu": "some GPU", "commit": "c1"} for row in rows]
+
+
+def cells(text: str, first: str) -> list[list[str]]:
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line[1:]] for line in lines if line[0].strip() == first]
 
 
 def test_readme_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,7 +53,76 @@ def test_readme_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.main() == 0, "run: python -m benchmarks.report"
 
 
+def test_pictures_are_generated(tmp_path: Path) -> None:
+    rows, most = read_rows(report.speeds_file()), read_ceilings(report.RESULTS / report.LIMITS)
+    found = speed_plot.pictures(rows, most)
+    assert set(found) == set(speed_table.TITLES)
+    for shape, pixels in found.items():
+        name = speed_plot.picture_name(shape)
+        # Another zlib packs other bytes, another torch rounds an edge differently.
+        write_png(tmp_path / name, pixels)
+        here, there = ((folder / name).stat().st_size for folder in (tmp_path, report.RESULTS))
+        assert there == pytest.approx(here, rel=0.02), "run: python -m benchmarks.report"
+
+
 def test_each_figure_says_where_it_was_measured() -> None:
-    for name in ("h200_attention.jsonl", "h200_comfyui.jsonl", "h200_memory.jsonl"):
+    for name in (report.speeds_file().name, "h200_comfyui.jsonl", "h200_memory.jsonl"):
         for row in report.read(name):
             assert row["gpu"] and row["commit"]
+
+
+def test_new_results_go_before_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for name in reversed(report.SPEEDS):
+        (tmp_path / name).touch()
+        assert report.speeds_file().name == name
+
+
+def test_tables_hold_times_limits_and_shares() -> None:
+    text = speed_table.tables(some_rows(), MOST)
+    wanted = ["30.0", "15.0", "9.00", "6.00", "3.00", "0.0020"]
+    assert cells(text, "ours") == [wanted, wanted]
+    assert cells(text, "torch flash")[0] == ["67.0", "", "", "", "", "0.0020"]
+    mochi, pooled = (bound(SHAPES["mochi"], 0.21, MOST, heads).total for heads in (0.0, 0.5))
+    assert cells(text, "limit of this GPU")[0][3] == f"{mochi:.2f}"
+    assert cells(text, "limit / ours")[0][3] == f"{100 * mochi / 6:.0f} %"
+    assert cells(text, "limit / ours, budgets")[0][3] == f"{100 * pooled / 6.6:.0f} %"
+    assert "Not measured: flash-attn-4: it is not importable (mochi, cogx2b, hunyuan)." in text
+
+
+def test_other_shapes_share_a_table() -> None:
+    text = speed_table.tables(some_rows(), MOST)
+    (found,) = cells(text, "hunyuan: 24 x 128, 119,056 tokens")
+    assert found[:4] == ["42.0 (torch cudnn)", "18.8", "33.0", "16.5"]
+    assert found[7] == f"{SHAPES['hunyuan'].flops() / 6.6e-3 / 1e15:.2f}"
+    assert found[8].endswith(" %")
+
+
+def test_without_limits_the_tables_have_none() -> None:
+    text = speed_table.tables(some_rows(), None)
+    assert "limit of this GPU" not in text and cells(text, "ours")
+
+
+def test_lines_of_a_picture() -> None:
+    lines = speed_plot.lines(Speeds.of(some_rows(), "mochi"), MOST)
+    assert list(lines) == ["cudnn", "ours", "limit"], "the fastest dense peer, no sparse one"
+    assert {ms for _, ms in lines["cudnn"].points} == {42.0}
+    assert lines["ours"].points[0] == (10.0, pytest.approx(3.3)), "with budgets"
+    plain = [row for row in some_rows() if "budgets" not in row["peer"]]
+    assert speed_plot.lines(Speeds.of(plain, "mochi"), None)["ours"].points[0] == (10.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [(2.1, 42.0, (2, 5, 10, 20, 50)), (0.3, 0.3, (0.2, 0.5)), (1.0, 10.0, (1, 2, 5, 10))],
+)
+def test_ticks_hold_all_values(low: float, high: float, wanted: tuple[float, ...]) -> None:
+    assert speed_plot.ticks(low, high) == pytest.approx(wanted)
+
+
+def test_pictures_show_every_line() -> None:
+    pictures = speed_plot.pictures(some_rows(), MOST)
+    assert list(pictures) == ["mochi", "cogx2b"]
+    for pixels in pictures.values():
+        seen = {tuple(colour) for colour in torch.unique(pixels.flatten(0, 1), dim=0).tolist()}
+        assert {speed_plot.ORANGE, speed_plot.BLUE, speed_plot.BLACK} <= seen

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measured call as a row of the results, and how far it is from float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge import BlockPlan, reference
+from sparge.metrics import rel_l1, rel_l2
+from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+
+from .shapes import Shape
+
+SAMPLED_BLOCKS = 3
+
+
+def errors(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan | None
+) -> tuple[float, float]:
+    """Relative L1 and L2 on a few query blocks of two heads."""
+    tokens = q.shape[2]
+    blocks = block_count(tokens, QUERY_BLOCK)
+    got, truth = [], []
+    for head in {0, q.shape[1] - 1}:
+        for block in {blocks * i // SAMPLED_BLOCKS for i in range(SAMPLED_BLOCKS)}:
+            rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
+            keys = slice(None)
+            if plan is not None:
+                keys = plan.kept()[0, head, block].repeat_interleave(KEY_BLOCK)[:tokens]
+            one = (x[:, head : head + 1] for x in (k, v))
+            exact, _ = reference.exact_attention(
+                q[:, head : head + 1, rows], *(x[:, :, keys] for x in one)
+            )
+            truth.append(exact.flatten())
+            got.append(out[:, head : head + 1, rows].float().flatten())
+    return rel_l1(torch.cat(got), torch.cat(truth)), rel_l2(torch.cat(got), torch.cat(truth))
+
+
+def row(
+    shape: Shape, peer: str, asked: float, density: float, ms: float, **more: Any
+) -> dict[str, Any]:
+    return {
+        "shape": shape.name,
+        "peer": peer,
+        "asked_density": asked,
+        "density": round(density, 4),
+        "ms": round(ms, 3),
+        "dense_equivalent_tflops": round(shape.flops() / ms / 1e9, 1),
+        "executed_tflops": round(shape.flops(density) / ms / 1e9, 1),
+        **{name: round(v, 5) if isinstance(v, float) else v for name, v in more.items()},
+    }
+
+
+def absent_row(shape: Shape, peer: str, asked: float, reason: str) -> dict[str, Any]:
+    return {"shape": shape.name, "peer": peer, "asked_density": asked, "absent": reason}

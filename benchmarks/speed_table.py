@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of `benchmarks.attention` as the README's tables, with the limits of the GPU beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .limits import DENSITIES, Ceilings, bound
+from .shapes import SHAPES
+
+Row = dict[str, Any]
+
+#: The shapes that have tables of their own.
+TITLES = {
+    "mochi": "Mochi 848x480x163: 24 heads x 128, 44,776 tokens",
+    "cogx2b": "CogVideoX-2B 720x480x49: 30 heads x 64, 17,776 tokens",
+}
+OURS = "ours, budgets"  # everything on: cube order, half of the heads pooled
+PLAIN = "ours"
+SPARSE_PEER = "comfy-kitchen sol_attn"
+SUMMARY_DENSITY = 0.2
+
+
+def asked_density(row: Row) -> float:
+    """Rows before `asked_density` was written were of an even density."""
+    return row.get("asked_density") or min(DENSITIES, key=lambda d: abs(d - row["density"]))
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The rows of one shape, by who and how dense."""
+
+    shape: str
+    cells: dict[tuple[str, float], Row]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], shape: str) -> Speeds:
+        timed = [row for row in rows if row["shape"] == shape and "ms" in row]
+        return cls(shape, {(row["peer"], asked_density(row)): row for row in timed})
+
+    @property
+    def peers(self) -> list[str]:
+        return list(dict.fromkeys(peer for peer, _ in self.cells))
+
+    def ms(self, peer: str, density: float) -> float | None:
+        row = self.cells.get((peer, density))
+        return row["ms"] if row else None
+
+    def limit(self, peer: str, density: float, most: Ceilings) -> float | None:
+        """Milliseconds that the row's own work takes at least."""
+        row = self.cells.get((peer, density))
+        if row is None:
+            return None
+        pooled = row.get("pooled_heads", 0.0)
+        return bound(SHAPES[self.shape], row["density"], most, pooled).total
+
+    def reached(self, peer: str, density: float, most: Ceilings) -> float | None:
+        """The limit's share of the time."""
+        limit, ms = self.limit(peer, density, most), self.ms(peer, density)
+        return None if limit is None or ms is None else limit / ms
+
+    def fastest_dense_peer(self) -> str | None:
+        peers = [p for p, density in self.cells if density == 1 and not p.startswith(PLAIN)]
+        return min(peers, key=lambda peer: self.cells[peer, 1.0]["ms"], default=None)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
+    """A table for each of TITLES, one for all other shapes, and who is absent."""
+    parts = [_shape_table(Speeds.of(rows, shape), title, most) for shape, title in TITLES.items()]
+    others = [shape for shape in dict.fromkeys(row["shape"] for row in rows) if shape not in TITLES]
+    if others:
+        parts.append(_summary([Speeds.of(rows, shape) for shape in others], most))
+    if names := absent(rows):
+        parts.append(f"Not measured: {'; '.join(names)}.\n")
+    return "\n".join(parts)
+
+
+def absent(rows: Iterable[Row]) -> list[str]:
+    """Each peer and reason once, with the shapes that it concerns."""
+    shapes: dict[str, list[str]] = {}
+    for row in rows:
+        if "absent" in row:
+            named = shapes.setdefault(f"{row['peer']}: {row['absent']}", [])
+            named += [row["shape"]] if row["shape"] not in named else []
+    return [f"{what} ({', '.join(names)})" for what, names in shapes.items()]
+
+
+def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
+    lines = []
+    for peer in speeds.peers:
+        found = [speeds.cells.get((peer, density)) for density in DENSITIES]
+        error = max(row["rel_l1"] for row in found if row)
+        times = [_milliseconds(speeds.ms(peer, density)) for density in DENSITIES]
+        lines.append([peer, *times, f"{error:.4f}"])
+    if most is not None:
+        limits = [speeds.limit(PLAIN, density, most) for density in DENSITIES]
+        lines.append(["limit of this GPU", *map(_milliseconds, limits), ""])
+        for peer in (PLAIN, OURS):
+            shares = [speeds.reached(peer, density, most) for density in DENSITIES]
+            if any(shares):
+                lines.append([f"limit / {peer}", *map(_percent, shares), ""])
+    header = [title, "dense", *(f"{100 * d:.0f} %" for d in DENSITIES[1:]), "rel. L1"]
+    return table(header, lines)
+
+
+def _summary(shapes: Sequence[Speeds], most: Ceilings | None) -> str:
+    lines = []
+    for speeds in shapes:
+        peer, row = speeds.fastest_dense_peer(), speeds.cells.get((OURS, SUMMARY_DENSITY))
+        lines.append(
+            [
+                _about(speeds.shape),
+                f"{_milliseconds(speeds.ms(peer, 1.0))} ({peer})" if peer else "",
+                _milliseconds(speeds.ms(SPARSE_PEER, SUMMARY_DENSITY)),
+                *(_milliseconds(speeds.ms(OURS, density)) for density in DENSITIES),
+                f"{row['dense_equivalent_tflops'] / 1000:.2f}" if row else "",
+                _percent(speeds.reached(OURS, SUMMARY_DENSITY, most)) if most else "",
+            ]
+        )
+    percent = f"{100 * SUMMARY_DENSITY:.0f} %"
+    header = [
+        "other shapes",
+        "fastest dense peer",
+        f"sol_attn {percent}",
+        f"{OURS}: dense",
+        *(f"{100 * d:.0f} %" for d in DENSITIES[1:]),
+        f"PFLOP/s dense-equivalent at {percent}",
+        f"limit / ours at {percent}",
+    ]
+    return table(header, lines)
+
+
+def _about(name: str) -> str:
+    shape = SHAPES[name]
+    return f"{name}: {shape.heads} x {shape.head_dim}, {shape.tokens:,} tokens"
+
+
+def _milliseconds(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison with peers: each case is timed or named, and its row says what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks import attention, stages, timing
+from benchmarks.peers import Absent, Peer, in_a_line, peers, working
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.speed_rows import row
+from benchmarks.timing import Allowance, read_rows, write_rows
+from sparge import TokenGrid, launch
+from sparge.kernels import Element, KernelSpec, all_specs
+
+TINY = Shape("tiny", 2, 676, 32, TokenGrid(4, 12, 13, prefix=52))
+MODES = ["ours", "ours, PV filter", "ours, FP16 V", "ours, budgets", "ours, budgets spread tenfold"]
+
+
+def refuses(*_: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for this\nand more")
+
+
+PEERS = [
+    Peer("exact", scaled_dot_product_attention),
+    Peer("broken", refuses),
+    Absent("elsewhere", "it is not installed"),
+]
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """The reference stands for the kernels, and a call takes 2 ms."""
+
+    def draw(shape: Shape) -> tuple[Tensor, ...]:
+        size = (1, shape.heads, shape.tokens, shape.head_dim)
+        return tuple(torch.randn(size, generator=generator) for _ in "qkv")
+
+    def median_within(work: Callable[[], object], _: float) -> tuple[float, int]:
+        work()
+        return 2.0, 7
+
+    monkeypatch.setattr(attention, "draw", draw)
+    monkeypatch.setattr(attention, "peers", lambda *_: PEERS)
+    monkeypatch.setattr(attention, "working", lambda peer, _: peer)
+    monkeypatch.setattr(attention, "with_extra_memory", lambda work: (work(), 5))
+    monkeypatch.setattr(attention, "median_within", median_within)
+    monkeypatch.setattr(attention, "stage_ms", lambda *_: {"attend": 1.23456})
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_run_times_or_names_every_case() -> None:
+    rows = list(attention.bench(TINY, [1.0, 0.3], 15.0, Allowance(1000, 20)))
+    json.dumps(rows, allow_nan=False)
+    named = [(row["asked_density"], row["peer"]) for row in rows]
+    both = [(1.0, name) for name in ("exact", "broken", "elsewhere", *MODES[:-1])]
+    assert named == both + [(0.3, name) for name in ("exact", "broken", "elsewhere", *MODES)]
+    for found in rows:
+        if found["peer"] == "broken":
+            assert found["absent"] == "RuntimeError: no kernel for this"
+        elif found["peer"] == "elsewhere":
+            assert found["absent"] == "it is not installed"
+        else:
+            assert found["ms"] == 2.0 and found["repeats"] == 7 and found["extra_mib"] == 5
+    ours = {(r["asked_density"], r["peer"]): r for r in rows if r["peer"].startswith("ours")}
+    for (asked, name), found in ours.items():
+        assert found["stages"] == {"attend": 1.2346}
+        assert found["pooled_heads"] == (0.5 if "budgets" in name else 0.0)
+        if asked == 1.0 or "budgets" not in name:
+            assert found["rel_l2"] < 0.03, "arithmetic alone"
+        assert asked - 1 / 11 < found["density"] <= 1.0, "of 11 key blocks a whole number"
+    assert ours[0.3, "ours"]["drop_rel_l2"] > 0.3, "of noise, no key stands for another"
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_when_the_time_is_over_the_rest_is_named() -> None:
+    rows = list(attention.bench(TINY, [0.3], 15.0, Allowance(0, 8)))
+    assert [found["peer"] for found in rows if found["absent"].startswith("no time")] == [
+        "exact",
+        "broken",
+        *MODES,
+    ]
+
+
+def test_a_row_counts_executed_and_dense_equivalent_work() -> None:
+    found = row(SHAPES["mochi"], "ours", 0.2, 0.25, 10.0, rel_l1=0.1234567)
+    flops = 4 * 24 * 44776**2 * 128
+    assert found["dense_equivalent_tflops"] == pytest.approx(flops / 10e-3 / 1e12, abs=0.1)
+    assert found["executed_tflops"] == pytest.approx(0.25 * flops / 10e-3 / 1e12, abs=0.1)
+    assert found["asked_density"] == 0.2 and found["rel_l1"] == 0.12346
+
+
+def test_all_shapes_are_in_a_default_run() -> None:
+    assert sorted(attention.ORDER) == sorted(SHAPES)
+
+
+def test_the_warmed_kernels_are_those_of_the_modes() -> None:
+    specs = attention.specs("sm_90a", {128})
+    assert {spec.entry for spec in specs} == {"means", "quantize", "route", *attends(specs)}
+    assert attends(specs) == {"attend", "attend_hopper"}
+    assert {s.element for s in specs if s.entry == "attend"} == {Element.INT8_FP16}
+    assert all(spec.head_dim == 128 for spec in specs) and set(specs) < set(all_specs("sm_90a"))
+
+
+def attends(specs: list[KernelSpec]) -> set[str]:
+    return {spec.entry for spec in specs if spec.entry.startswith("attend")}
+
+
+@pytest.mark.parametrize("density", [1.0, 0.2])
+def test_peers_that_are_not_installed_say_so(
+    density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str) -> Any:
+        raise ModuleNotFoundError(f"no {name}")
+
+    monkeypatch.setattr("importlib.import_module", fails)
+    found = [peer for peer in peers(density, 128) if isinstance(peer, Absent)]
+    names = {1.0: ["comfy-kitchen int8_attention", "flash-attn-4"], 0.2: ["comfy-kitchen sol_attn"]}
+    assert [peer.name for peer in found] == names[density]
+    assert all(peer.reason.startswith("ModuleNotFoundError: no ") for peer in found)
+    assert [working(peer, 64) for peer in found] == found
+
+
+def test_sol_attn_is_absent_where_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    kitchen = SimpleNamespace(sol_attn=None, sol_attn_is_available=lambda _: False)
+    monkeypatch.setattr("importlib.import_module", lambda _: kitchen)
+    for head_dim, reason in ((64, "head_dim 128 only"), (128, "do not run on this GPU")):
+        (peer,) = peers(0.2, head_dim)
+        assert isinstance(peer, Absent) and reason in peer.reason
+
+
+def test_a_reason_fits_a_line() -> None:
+    assert in_a_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert in_a_line(ValueError()) == "ValueError: "
+
+
+def test_the_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    allowance = Allowance(100, 4)
+    assert allowance.next() == 25
+    now[0] = 10.0  # the case took less: the others get more
+    assert allowance.next() == 30
+    now[0] = 98.0
+    assert allowance.next() == 1
+    now[0] = 101.0
+    assert allowance.next() == 0
+
+
+@pytest.mark.parametrize(("ms", "repeats"), [(0.1, 20), (100.0, 10), (900.0, 3)])
+def test_long_calls_are_repeated_less(
+    ms: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def median_ms(work: Callable[[], object], repeats: int, warm_up: int) -> float:
+        asked.append(repeats)
+        return ms
+
+    monkeypatch.setattr(timing, "median_ms", median_ms)
+    assert timing.median_within(dict, 1.0) == (ms, repeats)
+    assert asked == [1, repeats]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_rows_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": None}, {"a": 2.5, "b": "x, y"}]
+    write_rows(tmp_path / name, rows)
+    assert read_rows(tmp_path / name) == rows
+    lines = (tmp_path / name).read_text().splitlines()
+    assert len(lines) == (4 if name.endswith(".json") else 2)
+    write_rows(tmp_path / name, [])
+    assert read_rows(tmp_path / name) == []
+    with pytest.raises(ValueError, match="JSON"):
+        write_rows(tmp_path / name, [{"a": float("nan")}])
+
+
+class FakeEvent:
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = FakeEvent.clock
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_stages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call in two head groups launches each stage twice."""
+    takes = {"means": 1.0, "quantize": 2.0, "route": 0.5, "attend_hopper": 10.0}
+
+    def get_kernel(spec: KernelSpec, _: int) -> Any:
+        def kernel_launch(*arguments: object, stream: int) -> None:
+            assert arguments == ("grid", "params") and stream == 9
+            FakeEvent.clock += takes[spec.entry]
+
+        return SimpleNamespace(launch=kernel_launch)
+
+    def call() -> None:
+        for entry in (*takes, *takes):
+            kernel: Any = launch.get_kernel(KernelSpec(entry, "sm_90a"), 0)
+            kernel.launch("grid", "params", stream=9)
+            FakeEvent.clock += 100.0  # between launches
+
+    monkeypatch.setattr(launch, "get_kernel", get_kernel)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    wanted = {"means": 2.0, "quantize": 4.0, "route": 1.0, "attend": 20.0}
+    assert stages.stage_ms(call, 3) == wanted
+    assert launch.get_kernel is get_kernel, "the library is as it was"
