@@ -20,7 +20,10 @@ SAMPLED_BLOCKS = 3
 def errors(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan | None
 ) -> tuple[float, float]:
-    """Relative L1 and L2 on a few query blocks of two heads."""
+    """Relative L1 and L2 on a few query blocks of two heads.
+
+    Raises RuntimeError where the result is not finite: a time of it would mean nothing.
+    """
     tokens = q.shape[2]
     blocks = block_count(tokens, QUERY_BLOCK)
     got, truth = [], []
@@ -36,7 +39,10 @@ def errors(
             )
             truth.append(exact.flatten())
             got.append(out[:, head : head + 1, rows].float().flatten())
-    return rel_l1(torch.cat(got), torch.cat(truth)), rel_l2(torch.cat(got), torch.cat(truth))
+    result, wanted = torch.cat(got), torch.cat(truth)
+    if not result.isfinite().all():
+        raise RuntimeError("its result is not finite")
+    return rel_l1(result, wanted), rel_l2(result, wanted)
 
 
 def row(

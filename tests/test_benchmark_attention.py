@@ -30,9 +30,14 @@ def refuses(*_: Tensor) -> Tensor:
     raise RuntimeError("no kernel for this\nand more")
 
 
+def nothing(q: Tensor, *_: Tensor) -> Tensor:
+    return torch.full_like(q, torch.nan)
+
+
 PEERS = [
     Peer("exact", scaled_dot_product_attention),
     Peer("broken", refuses),
+    Peer("wrong", nothing),
     Absent("elsewhere", "it is not installed"),
 ]
 
@@ -62,11 +67,15 @@ def test_a_run_times_or_names_every_case() -> None:
     rows = list(attention.bench(TINY, [1.0, 0.3], 15.0, Allowance(1000, 20)))
     json.dumps(rows, allow_nan=False)
     named = [(row["asked_density"], row["peer"]) for row in rows]
-    both = [(1.0, name) for name in ("exact", "broken", "elsewhere", *MODES[:-1])]
-    assert named == both + [(0.3, name) for name in ("exact", "broken", "elsewhere", *MODES)]
+    both = [(1.0, name) for name in ("exact", "broken", "wrong", "elsewhere", *MODES[:-1])]
+    assert named == both + [
+        (0.3, name) for name in ("exact", "broken", "wrong", "elsewhere", *MODES)
+    ]
     for found in rows:
         if found["peer"] == "broken":
             assert found["absent"] == "RuntimeError: no kernel for this"
+        elif found["peer"] == "wrong":
+            assert found["absent"] == "RuntimeError: its result is not finite"
         elif found["peer"] == "elsewhere":
             assert found["absent"] == "it is not installed"
         else:
@@ -87,6 +96,7 @@ def test_when_the_time_is_over_the_rest_is_named() -> None:
     assert [found["peer"] for found in rows if found["absent"].startswith("no time")] == [
         "exact",
         "broken",
+        "wrong",
         *MODES,
     ]
 

@@ -151,8 +151,8 @@ def library_rates(size: int = 8192) -> Rates:
     a_int8, b_int8 = ((40 * x).clamp(-127, 127).to(torch.int8) for x in (a, b))
 
     def e4m3() -> Tensor:
-        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
-        return torch.ops.aten._scaled_mm(a_e4m3, b_e4m3.t(), **options)
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return torch.ops.aten._scaled_mm(a_e4m3, b_e4m3.t(), one, one, **options)
 
     def rate(product: Callable[[], Tensor]) -> float | str:
         try:

@@ -37,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(kWarpSize) tiles(const __grid_const
   ptx::mbarrier_init_fence();
   const i32* list = p.list + static_cast<i64>(blockIdx.x) * p.tiles_a_block;
   u32 sum = 0;
+  i32 next = list[0];  // read a turn ahead, so that no copy waits for its place
   for (i32 turn = 0; turn < p.tiles_a_block + kStages; ++turn) {
     const i32 stage = turn % kStages;
     if (turn >= kStages) {
@@ -45,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(kWarpSize) tiles(const __grid_const
     }
     if (turn < p.tiles_a_block) {
       ptx::mbarrier_arrive_expect(smem.full[stage], TILE_BYTES);
-      ptx::bulk_copy(smem.tile[stage], p.region + static_cast<i64>(list[turn]) * TILE_BYTES, TILE_BYTES, smem.full[stage]);
+      ptx::bulk_copy(smem.tile[stage], p.region + static_cast<i64>(next) * TILE_BYTES, TILE_BYTES, smem.full[stage]);
+      next = list[smaller(turn + 1, p.tiles_a_block - 1)];
     }
   }
   p.sums[blockIdx.x] = sum;
