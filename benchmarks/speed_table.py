@@ -83,14 +83,17 @@ def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
     return "\n".join(parts)
 
 
-def absent(rows: Iterable[Row]) -> list[str]:
-    """Each peer and reason once, with the shapes that it concerns."""
-    shapes: dict[str, list[str]] = {}
+def absent(rows: Sequence[Row]) -> list[str]:
+    """Each peer and reason once, with the shapes that it concerns where that is not all."""
+    everywhere = dict.fromkeys(row["shape"] for row in rows)
+    shapes: dict[str, dict[str, None]] = {}
     for row in rows:
         if "absent" in row:
-            named = shapes.setdefault(f"{row['peer']}: {row['absent']}", [])
-            named += [row["shape"]] if row["shape"] not in named else []
-    return [f"{what} ({', '.join(names)})" for what, names in shapes.items()]
+            shapes.setdefault(f"{row['peer']}: {row['absent']}", {})[row["shape"]] = None
+    return [
+        what if len(names) == len(everywhere) else f"{what} ({', '.join(names)})"
+        for what, names in shapes.items()
+    ]
 
 
 def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
@@ -100,6 +103,10 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
         error = max(row["rel_l1"] for row in found if row)
         times = [_milliseconds(speeds.ms(peer, density)) for density in DENSITIES]
         lines.append([peer, *times, f"{error:.4f}"])
+    ours = OURS if OURS in speeds.peers else PLAIN
+    executed = [speeds.cells.get((ours, density)) for density in DENSITIES]
+    rates = [f"{row['executed_tflops'] / 1000:.2f}" if row else "" for row in executed]
+    lines.append([f"PFLOP/s executed by {ours}", *rates, ""])
     if most is not None:
         limits = [speeds.limit(PLAIN, density, most) for density in DENSITIES]
         lines.append(["limit of this GPU", *map(_milliseconds, limits), ""])

@@ -27,7 +27,8 @@ def timed(shape: str, peer: str, asked: float, ms: float, **more: Any) -> dict[s
         "density": asked + 0.01 * (asked < 1),
     }
     flops = SHAPES[shape].flops() / ms / 1e9
-    return named | {"ms": ms, "dense_equivalent_tflops": flops, "rel_l1": 0.002, **more}
+    rates = {"dense_equivalent_tflops": flops, "executed_tflops": flops * named["density"]}
+    return named | rates | {"ms": ms, "rel_l1": 0.002, **more}
 
 
 def some_rows() -> list[dict[str, Any]]:
@@ -87,7 +88,15 @@ def test_tables_hold_times_limits_and_shares() -> None:
     assert cells(text, "limit of this GPU")[0][3] == f"{mochi:.2f}"
     assert cells(text, "limit / ours")[0][3] == f"{100 * mochi / 6:.0f} %"
     assert cells(text, "limit / ours, budgets")[0][3] == f"{100 * pooled / 6.6:.0f} %"
-    assert "Not measured: flash-attn-4: it is not importable (mochi, cogx2b, hunyuan)." in text
+    executed = SHAPES["mochi"].flops(0.21) / 6.6e-3 / 1e15
+    assert cells(text, "PFLOP/s executed by ours, budgets")[0][3] == f"{executed:.2f}"
+
+
+def test_who_was_not_measured_is_named() -> None:
+    rows = some_rows()
+    assert "Not measured: flash-attn-4: it is not importable." in speed_table.tables(rows, MOST)
+    late = {"shape": "mochi", "peer": "ours", "asked_density": 0.1, "absent": "no time was left"}
+    assert speed_table.absent([*rows, late, late])[1:] == ["ours: no time was left (mochi)"]
 
 
 def test_other_shapes_share_a_table() -> None:
