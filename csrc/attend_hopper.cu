@@ -41,6 +41,17 @@ SPARGE_DEVICE void init_barriers(Smem& smem) {
   ptx::mbarrier_init_fence();
 }
 
+// What no bulk copy overwrites.
+SPARGE_DEVICE void fill_ones(Smem& smem) {
+  constexpr u32 kOnes = 0x38383838;  // four times 1 in E4M3
+  constexpr int kWords = sizeof(ValueTile::ones) / sizeof(u32);
+  for (int i = threadIdx.x; i < kStages * kStepBlocks * kWords; i += kThreads) {
+    ValueTile& tile = smem.stage[i / kWords / kStepBlocks].v[i / kWords % kStepBlocks];
+    reinterpret_cast<u32*>(tile.ones)[i % kWords] = kOnes;
+  }
+  ptx::fence_proxy_async();
+}
+
 }  // namespace sparge::hopper
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::hopper::kThreads, sizeof(sparge::hopper::Smem)};
@@ -52,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   extern __shared__ __align__(1024) u8 shared[];
   auto& smem = *reinterpret_cast<hopper::Smem*>(shared);
   if (threadIdx.x == 0) hopper::init_barriers(smem);
+  hopper::fill_ones(smem);
   __syncthreads();
   if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
     ptx::release_registers<hopper::kProducerRegisters>();

@@ -36,9 +36,9 @@ SPARGE_DEVICE i32 set_register() {
   return value;
 }
 
-#define SPARGE_REGISTERS_8(constraint, d, at)                                                             \
-  constraint((d)[(at)]), constraint((d)[(at) + 1]), constraint((d)[(at) + 2]), constraint((d)[(at) + 3]), \
-      constraint((d)[(at) + 4]), constraint((d)[(at) + 5]), constraint((d)[(at) + 6]), constraint((d)[(at) + 7])
+#define SPARGE_REGISTERS_4(constraint, d, at) \
+  constraint((d)[(at)]), constraint((d)[(at) + 1]), constraint((d)[(at) + 2]), constraint((d)[(at) + 3])
+#define SPARGE_REGISTERS_8(constraint, d, at) SPARGE_REGISTERS_4(constraint, d, at), SPARGE_REGISTERS_4(constraint, d, (at) + 4)
 #define SPARGE_REGISTERS_32(constraint, d, at)                                        \
   SPARGE_REGISTERS_8(constraint, d, at), SPARGE_REGISTERS_8(constraint, d, (at) + 8), \
       SPARGE_REGISTERS_8(constraint, d, (at) + 16), SPARGE_REGISTERS_8(constraint, d, (at) + 24)
@@ -61,30 +61,31 @@ SPARGE_DEVICE void wgmma_m64n64k32_s8(i32 (&d)[32], u64 a, u64 b) {
       : "l"(a), "l"(b));
 }
 
-SPARGE_DEVICE void wgmma_e4m3(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+SPARGE_DEVICE void wgmma_e4m3(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" SPARGE_NAMES_64
-      "}, {%64,%65,%66,%67}, %68, accumulate, 1, 1;\n"
+      "setp.ne.b32 accumulate, %73, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 {" SPARGE_NAMES_64
+      ",%64,%65,%66,%67}, {%68,%69,%70,%71}, %72, accumulate, 1, 1;\n"
       "}\n"
-      : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_32("+f", d, 32)
+      : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_32("+f", d, 32), SPARGE_REGISTERS_4("+f", d, 64)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-SPARGE_DEVICE void wgmma_e4m3(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+SPARGE_DEVICE void wgmma_e4m3(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SPARGE_NAMES_32
-      "}, {%32,%33,%34,%35}, %36, accumulate, 1, 1;\n"
+      "setp.ne.b32 accumulate, %41, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 {" SPARGE_NAMES_32
+      ",%32,%33,%34,%35}, {%36,%37,%38,%39}, %40, accumulate, 1, 1;\n"
       "}\n"
-      : SPARGE_REGISTERS_32("+f", d, 0)
+      : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_4("+f", d, 32)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
+#undef SPARGE_REGISTERS_4
 #undef SPARGE_REGISTERS_8
 #undef SPARGE_REGISTERS_32
 #undef SPARGE_NAMES_32

@@ -26,6 +26,27 @@ PV_GROUP = 64  # query rows that agree before the PV filter skips a block for th
 LOG2_E = math.log2(math.e)
 
 
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """In what the softmaxes of the attend kernels differ; the defaults are those of mma.sync."""
+
+    step_blocks: int = 1
+    """Kept blocks after which the running maximum is taken; P is rounded relative to it."""
+    sums_rounded: bool = False
+    """The row sums are of P as it was rounded: the tensor cores add them beside the values."""
+
+    def row_sum(self, p: Tensor, stored: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """Sums over the keys of p (..., keys), which is `stored` in units of 1 / p_peak."""
+        if not self.sums_rounded:
+            return p.sum(-1, keepdim=True)
+        return stored.sum(-1, keepdim=True) / arithmetic.p_peak
+
+
+PORTABLE_SOFTMAX = OnlineSoftmax()
+#: Of the sm_90a kernel.
+HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Attended:
     """What attention gives, in float32, all (B, H, Nq) or (B, H, Nq, D).
@@ -50,12 +71,9 @@ def attend(
     *,
     scale: float,
     pvthreshd: PerHead = PV_FILTER_OFF,
-    step_blocks: int = 1,
+    softmax: OnlineSoftmax = PORTABLE_SOFTMAX,
 ) -> Attended:
-    """Attention over the blocks of `plan`, element by element causal when the plan is.
-
-    step_blocks: kept blocks after which the running maximum is taken; P is rounded relative to it.
-    """
+    """Attention over the blocks of `plan`, element by element causal when the plan is."""
     arithmetic = ARITHMETIC[quantized.element]
     shape = quantized.q_levels.shape
     device = quantized.q_levels.device
@@ -70,7 +88,7 @@ def attend(
     for b in range(shape[0]):
         keys = int(quantized.key_counts[b].sum())
         for h in range(shape[1]):
-            head = Head.of(quantized, b, h // group, arithmetic, keys, plan.is_causal, step_blocks)
+            head = Head.of(quantized, b, h // group, arithmetic, keys, plan.is_causal, softmax)
             for block in range(plan.query_blocks):
                 blocks = kept[b, h, block].nonzero().squeeze(-1)
                 if blocks.numel() == 0:
@@ -109,7 +127,7 @@ class Head:
     arithmetic: Arithmetic
     keys: int
     is_causal: bool
-    step_blocks: int
+    softmax: OnlineSoftmax
 
     @classmethod
     def of(
@@ -120,7 +138,7 @@ class Head:
         arithmetic: Arithmetic,
         keys: int,
         is_causal: bool,
-        step_blocks: int,
+        softmax: OnlineSoftmax,
     ) -> Head:
         return cls(
             _key_blocks(quantized.k_levels[b, h]),
@@ -131,7 +149,7 @@ class Head:
             arithmetic,
             keys,
             is_causal,
-            step_blocks,
+            softmax,
         )
 
     def attend(
@@ -146,7 +164,7 @@ class Head:
         block_max = logits.amax(-1)
         running = block_max.cummax(-1).values
         final = running[:, -1]
-        reference = running[:, _step_ends(blocks, self.step_blocks)]
+        reference = running[:, _step_ends(blocks, self.softmax.step_blocks)]
         p = torch.exp2(logits.sub_(finite(reference).unsqueeze(-1)))
         skipped = 0
         if threshold < PV_FILTER_OFF:
@@ -155,8 +173,9 @@ class Head:
             skipped = (visible.sum(-1) * skip).sum()
 
         rescale = torch.exp2(reference - finite(final).unsqueeze(-1)).unsqueeze(-1)
-        row_sum = (p.sum(-1, keepdim=True) * rescale).sum((-2, -1))
-        stored = self.arithmetic.round(p.mul_(self.arithmetic.p_peak)).float().mul_(rescale)
+        stored = self.arithmetic.round(p * self.arithmetic.p_peak).float()
+        row_sum = (self.softmax.row_sum(p, stored, self.arithmetic) * rescale).sum((-2, -1))
+        stored.mul_(rescale)
         acc = stored.flatten(1) @ self.v[blocks].flatten(0, 1) / self.arithmetic.p_peak
         return acc * self.v_scale + row_sum.unsqueeze(-1) * self.vbar, final, row_sum, skipped
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
-from .attend import LOG2_E, Attended, Head
+from .attend import LOG2_E, PORTABLE_SOFTMAX, Attended, Head, OnlineSoftmax
 from .packed import Packed
 from .partial import NO_LOGIT, Partial, finite
 from .quantize import INT8_MAX, ZERO_SCALE, int8_levels
@@ -34,13 +34,13 @@ def attend_packed(
     scale: float,
     is_causal: bool = False,
     pvthreshd: PerHead = PV_FILTER_OFF,
-    step_blocks: int = 1,
+    softmax: OnlineSoftmax = PORTABLE_SOFTMAX,
 ) -> Attended:
     """Attention over the blocks `kept` (B, H, nq, nk) bool, by slot where `packed` has an order.
 
     `pooled`, of the same shape, names the dropped blocks that stand as pseudo-keys, each key
-    counted `gain` times (one number, or (H,)). `step_blocks` as in `attend`; tiles of pseudo-keys
-    count as kept blocks do. Rows of empty slots hold nothing of meaning.
+    counted `gain` times (one number, or (H,)). Tiles of pseudo-keys count as
+    kept blocks do in `softmax`. Rows of empty slots hold nothing of meaning.
     """
     operands = packed.operands
     shape, device = operands.q_levels.shape, operands.q_levels.device
@@ -53,8 +53,8 @@ def attend_packed(
     group = operands.heads // operands.kv_heads
     for b in range(shape[0]):
         for h in range(shape[1]):
-            head = _PackedHead.of_packed(packed, b, h // group, is_causal, step_blocks)
-            pool = _Pool.of(packed, b, h // group, gains[h], step_blocks * POOL_TILE)
+            head = _PackedHead.of_packed(packed, b, h // group, is_causal, softmax)
+            pool = _Pool.of(packed, b, h // group, gains[h], softmax)
             for i in range(kept.shape[2]):
                 rows = slice(i * QUERY_BLOCK, min((i + 1) * QUERY_BLOCK, shape[2]))
                 q = operands.q_levels[b, h, rows].float()
@@ -85,11 +85,11 @@ class _PackedHead(Head):
 
     @classmethod
     def of_packed(
-        cls, packed: Packed, b: int, h: int, is_causal: bool, step_blocks: int
+        cls, packed: Packed, b: int, h: int, is_causal: bool, softmax: OnlineSoftmax
     ) -> _PackedHead:
         operands, arithmetic = packed.operands, ARITHMETIC[packed.operands.element]
         counts = operands.key_counts[b]
-        head = Head.of(operands, b, h, arithmetic, int(counts.sum()), is_causal, step_blocks)
+        head = Head.of(operands, b, h, arithmetic, int(counts.sum()), is_causal, softmax)
         return cls(**vars(head), counts=counts, occupied=packed.occupied)
 
     def _visible(self, rows: int, first_row: int, blocks: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ class _Pool:
     v_scale: Tensor  # (D,)
     vbar: Tensor  # (D,)
     arithmetic: Arithmetic
-    step: int  # pseudo-keys between two looks at the running maximum
+    softmax: OnlineSoftmax
 
     @classmethod
-    def of(cls, packed: Packed, b: int, h: int, gain: Tensor, step: int) -> _Pool:
+    def of(cls, packed: Packed, b: int, h: int, gain: Tensor, softmax: OnlineSoftmax) -> _Pool:
         operands, arithmetic = packed.operands, ARITHMETIC[packed.operands.element]
         mean, v_scale = operands.k_block_mean[b, h], operands.v_scale[b, h]
         if arithmetic.quantized_qk:
@@ -132,20 +132,22 @@ class _Pool:
             v_scale,
             operands.vbar[b, h],
             arithmetic,
-            step,
+            softmax,
         )
 
     def attend(self, q: Tensor, factors: Tensor, pooled: Tensor, start: Tensor) -> Partial:
         """Rows q (R, D) over the blocks `pooled` (nk,) bool; `start` (R,): maximum met before."""
         logits = q @ self.k.T * (factors.unsqueeze(-1) * self.k_scale) + self.bias
         logits = logits.masked_fill(~pooled, NO_LOGIT)
-        spare = -logits.shape[1] % self.step
-        tiles = pad(logits, (0, spare), value=NO_LOGIT).unflatten(-1, (-1, self.step))
+        step = self.softmax.step_blocks * POOL_TILE
+        spare = -logits.shape[1] % step
+        tiles = pad(logits, (0, spare), value=NO_LOGIT).unflatten(-1, (-1, step))
         running = torch.maximum(tiles.amax(-1).cummax(-1).values, start.unsqueeze(-1))
         p = torch.exp2(tiles - finite(running).unsqueeze(-1))
         rescale = torch.exp2(running - finite(running[:, -1:])).unsqueeze(-1)
-        row_sum = (p.sum(-1, keepdim=True) * rescale).sum((-2, -1))
-        stored = self.arithmetic.round(p * self.arithmetic.p_peak).float() * rescale
+        stored = self.arithmetic.round(p * self.arithmetic.p_peak).float()
+        row_sum = (self.softmax.row_sum(p, stored, self.arithmetic) * rescale).sum((-2, -1))
+        stored = stored * rescale
         acc = stored.flatten(1) @ pad(self.v, (0, 0, 0, spare)) / self.arithmetic.p_peak
         return Partial(
             acc * self.v_scale + row_sum.unsqueeze(-1) * self.vbar, running[:, -1], row_sum

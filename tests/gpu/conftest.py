@@ -12,6 +12,7 @@ import torch
 
 from sparge.kernels import Element, capabilities
 from sparge.kernels.spec import HOPPER_ATTEND, AttendPath
+from sparge.reference.attend import HOPPER_SOFTMAX, PORTABLE_SOFTMAX, OnlineSoftmax
 
 POISON_BYTES = 1 << 28
 
@@ -27,18 +28,18 @@ def poison() -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels a test runs: operand types, attend entry, key blocks between two maxima."""
+    """Which kernels a test runs: operand types, attend entry and its softmax."""
 
     element: Element
     entry: str = "attend"
-    step_blocks: int = 1
+    softmax: OnlineSoftmax = PORTABLE_SOFTMAX
 
     @property
     def id(self) -> str:
         return f"{self.entry}-{self.element.name}"
 
 
-HOPPER = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, step_blocks=2)
+HOPPER = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX)
 
 
 @pytest.fixture

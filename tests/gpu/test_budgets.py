@@ -277,7 +277,7 @@ def test_output(
         scale=got.scale,
         is_causal=call.is_causal,
         pvthreshd=call.policy.pvthreshd,
-        step_blocks=kernels.step_blocks,
+        softmax=kernels.softmax,
     )
     truth = in_token_order(emulated.out, call.order)
     size = truth.norm().clamp(min=1e-3)

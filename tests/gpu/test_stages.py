@@ -175,7 +175,7 @@ def test_attention(
         plan,
         scale=d**-0.5,
         pvthreshd=pvthreshd,
-        step_blocks=kernels.step_blocks,
+        softmax=kernels.softmax,
     )
     size = emulated.out.norm().clamp(min=1e-3)
     assert (out - emulated.out).norm() / size <= TIGHT[element]

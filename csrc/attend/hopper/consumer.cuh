@@ -4,12 +4,14 @@
 
 #include "../../common/pairs.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/schedule.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "softmax.cuh"
 
 namespace sparge::hopper {
 
 using Sums = float[kSums];
+using ValueSums = float[kValueSums];  // of values, then of probabilities
 
 // What a warpgroup carries from step to step of a work item.
 struct Item {
@@ -17,9 +19,9 @@ struct Item {
   Softmax softmax;
   Levels levels[kStepBlocks];  // scores, then probabilities
   Probabilities probabilities;
-  PerRow alpha;   // by which the step whose maxima were taken last shrinks what was before
-  Sums fresh;     // of one step
-  Sums out = {};  // of the steps before it
+  PerRow alpha;     // by which the step whose maxima were taken last shrinks what was before
+  ValueSums fresh;  // of one step
+  Sums out = {};    // of the steps before it
 
   SPARGE_DEVICE Item(const AttendParams& p, const Work& work, Smem& smem) : queries(p, work, smem), softmax(p.problem, work) {}
 };
@@ -37,7 +39,7 @@ struct Consumer {
         group(uniform(threadIdx.x / kGroupThreads)),
         queries(ptx::descriptor_address(ptx::shared_address(s.q[group]))),
         keys(ptx::descriptor_address(ptx::shared_address(s.stage[0].k))),
-        values(ptx::descriptor_address(ptx::shared_address(s.stage[0].v))) {}
+        values(ptx::descriptor_address(ptx::shared_address(s.stage[0].v[0].v))) {}
 
   SPARGE_DEVICE static bool leads() { return threadIdx.x % kGroupThreads == 0; }
 
@@ -64,39 +66,49 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       PerRow block_most[kStepBlocks];
 #pragma unroll
-      for (int block = 0; block < kStepBlocks; ++block) find_maximum(item, block_most[block], block);
+      for (int block = 0; block < kStepBlocks; ++block) {
+        mask(item, block, uniform(first.masked));
+        find_maximum(item, block_most[block], block);
+      }
       raise_maxima(item, block_most);
       while (!uniform(smem.step[ring.stage].last)) advance(item);
       finish(item);
     }
-    item.softmax.finish();
     store(item, Work(p, smem.step[ring.stage_before()].turn));
     release(ring.stage_before());
   }
 
   // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers
-  // are free, then values of this step, so that the tensor cores have work during the rest. Nothing is in flight where the
-  // loop closes: ptxas would wait for each product.
+  // are free, and its maximum is found among the exponentials of the block after: a warp alone must fill the gaps of eight
+  // clocks between them. Nothing is in flight where the loop closes: ptxas would wait for each product.
   SPARGE_DEVICE void advance(Item& item) {
     const i32 stage = ring.stage;
     ring.advance();
+    next_step();
+    const bool masked = uniform(smem.step[ring.stage].masked);  // before the products are waited for
+    PerRow scale, block_most[kStepBlocks];
+    scale_of(scale, item, stage, 0);
     await_turn(group);
     const u32 skips = skipped(stage);
-    take_exponentials(item, stage, 0, skips);
-    next_step();
+    Scores x;
+    item.softmax.exponents(x, item.levels[0], scale);
     start_scores(item, 0);
-    take_exponentials(item, stage, 1, skips);
-    pass_turn(group);
+    Softmax::exponentials(item.probabilities, x, 0, skips & 1);
+    take_exponents(x, item, stage, 1);
     start_scores(item, 1);
-    start_values(item, stage);
-    PerRow block_most[kStepBlocks];
-    ptx::wgmma_wait<2>();
-    find_maximum(item, block_most[0], 0);
     ptx::wgmma_wait<1>();
+    mask(item, 0, masked);
+    Softmax::exponentials(item.probabilities, x, 1, skips & 2);
+    find_maximum(item, block_most[0], 0);
+    pass_turn(group);
+    start_values(item, stage);
+    ptx::wgmma_wait<1>();
+    mask(item, 1, masked);
     find_maximum(item, block_most[1], 1);
+    settle(block_most[1]);
+    ptx::wgmma_wait<0>();
     const PerRow alpha = {item.alpha[0], item.alpha[1]};
     raise_maxima(item, block_most);
-    ptx::wgmma_wait<0>();
     promote(item, alpha);
     release(stage);
   }
@@ -107,7 +119,11 @@ struct Consumer {
     await_turn(group);
     const u32 skips = skipped(stage);
 #pragma unroll
-    for (int block = 0; block < kStepBlocks; ++block) take_exponentials(item, stage, block, skips);
+    for (int block = 0; block < kStepBlocks; ++block) {
+      Scores x;
+      take_exponents(x, item, stage, block);
+      Softmax::exponentials(item.probabilities, x, block, skips >> block & 1);
+    }
     pass_turn(group);
     start_values(item, stage);
     ptx::wgmma_wait<0>();
@@ -115,19 +131,26 @@ struct Consumer {
   }
 
   // Scores of a block of the ring's step are complete.
-  SPARGE_DEVICE void find_maximum(Item& item, PerRow& block_most, int block) const {
-    const Step& step = smem.step[ring.stage];
+  SPARGE_DEVICE void mask(Item& item, int block, bool masked) const {
     ptx::in_flight(item.levels[block]);
-    if (uniform(step.masked)) {
-      if (uniform(step.pooled))
-        pool_scores(item.levels[block], smem.stage[ring.stage], block, item.queries.scale, p.scale * kLog2E);
-      else
-        mask_scores(item.levels[block], step, block, p.causal);
-    }
+    if (!masked) return;
+    const Step& step = smem.step[ring.stage];
+    if (uniform(step.pooled))
+      pool_scores(item.levels[block], smem.stage[ring.stage], block, item.queries.scale, p.scale * kLog2E);
+    else
+      mask_scores(item.levels[block], step, block, p.causal);
+  }
+
+  SPARGE_DEVICE void find_maximum(const Item& item, PerRow& block_most, int block) const {
     PerRow scale;
     scale_of(scale, item, ring.stage, block);
     Softmax::block_maximum(block_most, item.levels[block], scale);
+    ptx::compute_here(block_most);
   }
+
+  // Computes the values before the wait that follows; left to itself ptxas finds maxima only when the values' products are
+  // complete. Nothing reads what a NaN would store.
+  SPARGE_DEVICE void settle(const PerRow& values) const { ptx::store_if_nan(smem.never_read, values[0], values[1]); }
 
   SPARGE_DEVICE void raise_maxima(Item& item, PerRow (&block_most)[kStepBlocks]) {
     const Step& step = smem.step[ring.stage];
@@ -158,14 +181,10 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) scale[half] = item.queries.scale[half] * key_scale;
   }
 
-  SPARGE_DEVICE void take_exponentials(Item& item, i32 stage, int block, u32 skips) const {
-    if (kPvFilter && skips >> block & 1) {
-      Softmax::nothing(item.probabilities, block);
-      return;
-    }
+  SPARGE_DEVICE void take_exponents(Scores& x, const Item& item, i32 stage, int block) const {
     PerRow scale;
     scale_of(scale, item, stage, block);
-    item.softmax.exponentials(item.probabilities, item.levels[block], block, scale);
+    item.softmax.exponents(x, item.levels[block], scale);
   }
 
   SPARGE_DEVICE void start_scores(Item& item, int block) const {
@@ -187,7 +206,7 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
-      const u32 tile = tiles + step / kBlockValueSteps * (kTileBytes / ptx::kDescriptorUnit);
+      const u32 tile = tiles + step / kBlockValueSteps * (sizeof(ValueTile) / ptx::kDescriptorUnit);
       ptx::wgmma_e4m3(item.fresh, item.probabilities[step],
                       ptx::operand_descriptor<kKeyBlock>(tile + step % kBlockValueSteps * ptx::kKStep), step > 0);
     }
@@ -199,6 +218,9 @@ struct Consumer {
     ptx::in_flight(item.fresh);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) item.out[i] = item.out[i] * alpha[i % 4 / 2] + item.fresh[i];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      item.softmax.sum[half] = item.softmax.sum[half] * alpha[half] + item.fresh[kSums + 2 * half];
   }
 
   SPARGE_DEVICE u32 pairs_of(const Step& step, u32 skips) const {

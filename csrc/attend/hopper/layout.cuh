@@ -26,10 +26,13 @@ constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
 constexpr int kScores = 4 * kKeyTiles;  // of a thread and key block
 constexpr int kSums = 4 * kChannelTiles;
+constexpr int kOnesChannels = 8;  // as few as a product may have
+constexpr int kValueSums = kSums + kOnesChannels / 2;
 constexpr int kQuerySteps = kHeadDim / 32;        // products of 32 channels each
 constexpr int kBlockValueSteps = kKeyBlock / 32;  // products of 32 keys each
 constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 
+constexpr int kSwizzleBytes = 1024;               // after which the tensor cores' swizzle repeats
 constexpr int kTileBytes = kKeyBlock * kHeadDim;  // of K and of V: both are 8-bit
 constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
 constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
@@ -57,20 +60,29 @@ struct Step {
   i32 pooled;  // pseudo-keys of 128 blocks; they have no keys
 };
 
+// V with eight more channels that are all ones and that the bulk copies leave alone: the products of values sum the rows of P
+// as well.
+struct ValueTile {
+  u8 v[kTileBytes];
+  u8 ones[kOnesChannels * kKeyBlock];
+  u8 unused[kSwizzleBytes - kOnesChannels * kKeyBlock];
+};
+
 struct Stage {
-  u8 k[kStepBlocks * kTileBytes];
-  u8 v[kStepBlocks * kTileBytes];
+  u8 k[kStepBlocks][kTileBytes];
+  ValueTile v[kStepBlocks];
   PoolColumn columns[kStepPseudoKeys];
 };
-static_assert(sizeof(Stage) % 1024 == 0, "the tensor cores' swizzle repeats every 1,024 bytes");
+static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
 constexpr int kStages = kSharedBytes / sizeof(Stage) < kMostStages ? kSharedBytes / sizeof(Stage) : kMostStages;
 static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the step after the one it reads");
 
-struct alignas(1024) Smem {  // the tensor cores' swizzle repeats every 1,024 bytes
+struct alignas(kSwizzleBytes) Smem {
   u8 q[kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
   float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
+  u32 never_read;                      // see Consumer::settle
   Step step[kStages];
   u32 votes[kStages][kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
   // full: one arrival of the producer, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a

@@ -148,8 +148,7 @@ struct Producer {
       step.pvthreshd = attend::kNeverNegligible;
       u64& full = smem.full[ring.stage];
       ptx::mbarrier_arrive_expect(full, kStepBytes);
-      load(stage.k, p.pool_k, first, second, full);
-      load(stage.v, p.pool_v, first, second, full);
+      load(stage, p.pool_k, p.pool_v, first, second, full);
     }
     ring.advance();
   }
@@ -166,8 +165,7 @@ struct Producer {
       Stage& stage = smem.stage[ring.stage];
       smem.step[ring.stage] = step;
       ptx::mbarrier_arrive_expect(full, kStepBytes);
-      load(stage.k, p.k_tiles, first, second, full);
-      load(stage.v, p.v_tiles, first, second, full);
+      load(stage, p.k_tiles, p.v_tiles, first, second, full);
     }
     ring.advance();
   }
@@ -186,9 +184,13 @@ struct Producer {
   // A fresh barrier counts as free: the phase before its first has completed.
   SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.free[ring.stage], ring.parity ^ 1); }
 
-  static SPARGE_DEVICE void load(u8* to, const u8* tiles, i64 first, i64 second, u64& barrier) {
-    ptx::bulk_copy(to, tiles + first * kTileBytes, kTileBytes, barrier);
-    ptx::bulk_copy(to + kTileBytes, tiles + second * kTileBytes, kTileBytes, barrier);
+  static SPARGE_DEVICE void load(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second, u64& barrier) {
+#pragma unroll
+    for (int block = 0; block < kStepBlocks; ++block) {
+      const i64 at = (block == 0 ? first : second) * kTileBytes;
+      ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, barrier);
+      ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, barrier);
+    }
   }
 };
 

@@ -55,7 +55,7 @@ SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, con
 
 struct Softmax {
   PerRow most;      // log2 units
-  PerRow sum = {};  // this thread's columns only, until finish()
+  PerRow sum = {};  // of the probabilities as they were rounded
 
   SPARGE_DEVICE Softmax(const Problem& problem, const Work& work) {
 #pragma unroll
@@ -66,13 +66,14 @@ struct Softmax {
   SPARGE_DEVICE static void block_maximum(PerRow& block_most, const Levels& levels, const PerRow& scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float even = kMinusInfinity, odd = kMinusInfinity;
+      constexpr int kChains = 4;  // of maxima, each of which waits for the one before it
+      float chain[kChains];
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        even = fmaxf(even, __int_as_float(levels[at(j, half, 0)]));
-        odd = fmaxf(odd, __int_as_float(levels[at(j, half, 1)]));
+      for (int i = 0; i < 2 * kKeyTiles; ++i) {
+        const float level = __int_as_float(levels[at(i / 2, half, i % 2)]);
+        chain[i % kChains] = i < kChains ? level : fmaxf(chain[i % kChains], level);
       }
-      block_most[half] = (fmaxf(even, odd) - kScoreZero) * scale[half];
+      block_most[half] = (fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])) - kScoreZero) * scale[half];
     }
   }
 
@@ -101,45 +102,35 @@ struct Softmax {
       const float before = most[half];
       most[half] = fmaxf(before, kPvFilter ? both : lane_max<1, 4>(both));
       alpha[half] = most[half] == kMinusInfinity ? 1.0f : ptx::exp2_approx(before - most[half]);
-      sum[half] *= alpha[half];
     }
   }
 
-  // Scores of one block to probabilities: summed, then packed as the A operand, where two key tiles side by side fill a
-  // register.
-  SPARGE_DEVICE void exponentials(Probabilities& p, const Levels& levels, int block, const PerRow& scale) {
+  // Scores of one block to the exponents of its probabilities, which frees the registers of the scores.
+  SPARGE_DEVICE void exponents(Scores& x, const Levels& levels, const PerRow& scale) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float bias = kShift - (most[half] == kMinusInfinity ? 0.0f : most[half]) - kScoreZero * scale[half];
-      Scores s;
-      float added[2] = {};
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s[at(j, half, c)];
-          x = ptx::exp2_approx(__int_as_float(levels[at(j, half, c)]) * scale[half] + bias);
-          added[c] += x;
-        }
-      sum[half] += added[0] + added[1];
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; j += 2)
-        p[block * kBlockValueSteps + j / 4][j % 4 + half] =
-            ptx::pack_e4m3(s[at(j, half, 0)], s[at(j, half, 1)]) |
-            static_cast<u32>(ptx::pack_e4m3(s[at(j + 1, half, 0)], s[at(j + 1, half, 1)])) << 16;
+        for (int c = 0; c < 2; ++c) x[at(j, half, c)] = __int_as_float(levels[at(j, half, c)]) * scale[half] + bias;
     }
   }
 
-  SPARGE_DEVICE static void nothing(Probabilities& p, int block) {
+  // Exponents of one block to probabilities, packed as the A operand: two key tiles side by side fill a register. What the PV
+  // filter skips becomes zeros without a branch, which would part the exponentials from what fills the gaps between them.
+  SPARGE_DEVICE static void exponentials(Probabilities& p, const Scores& x, int block, bool skip) {
+    const u32 kept = kPvFilter && skip ? 0 : ~0u;
 #pragma unroll
-    for (int step = 0; step < kBlockValueSteps; ++step)
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[block * kBlockValueSteps + step][i] = 0;
-  }
-
-  SPARGE_DEVICE void finish() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = lane_sum<1, 4>(sum[half]);
+      for (int j = 0; j < kKeyTiles; j += 2) {
+        auto pack = [&](int tile) -> u32 {
+          return ptx::pack_e4m3(ptx::exp2_approx(x[at(tile, half, 0)]), ptx::exp2_approx(x[at(tile, half, 1)]));
+        };
+        p[block * kBlockValueSteps + j / 4][j % 4 + half] = kept & (pack(j) | pack(j + 1) << 16);
+      }
+    }
   }
 };
 

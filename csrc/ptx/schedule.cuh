@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the compilers compute values that later code needs: both move work towards its use, and past barriers and waits.
+#pragma once
+
+#include "cp_async.cuh"
+
+namespace sparge::ptx {
+
+// No instruction: keeps LLVM from moving what computes the values into the basic block that uses them.
+template <int kCount>
+SPARGE_DEVICE void compute_here(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i]));
+}
+
+// ptxas keeps stores, and so what decides about this one, before a wait or barrier that follows.
+SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
+  asm volatile(
+      "{\n"
+      ".reg .pred nan;\n"
+      "setp.nan.f32 nan, %0, %1;\n"
+      "@nan st.volatile.shared.u32 [%2], 0;\n"
+      "}\n" ::"f"(first),
+      "f"(second), "r"(shared_address(&place))
+      : "memory");
+}
+
+}  // namespace sparge::ptx
