@@ -13,6 +13,7 @@ from . import on_reference, ops, reference, reference_op
 from .call import Call, make_call
 from .errors import Unsupported
 from .kernels import capabilities
+from .launch import Select
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget
 from .plan.grid import TokenOrder
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.55
 #: Never split for less than this many bytes: padding alone outgrows the share in tiny calls.
 MEMORY_FLOOR = 1 << 20
-
-_TOPK, _CDF, _MASK = range(3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +322,7 @@ def _slots(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
     policy, shape, order = call.policy, call.shape, call.order
-    select = _TOPK if policy.select_by == "topk" else _CDF
+    select = Select.TOPK if policy.select_by == "topk" else Select.CDF
     return ops.route(
         workspace,
         shape.sizes(),
@@ -332,7 +331,7 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
         call.key_lengths,
         call.block_mask,
         call.thresholds,
-        select if call.block_mask is None else _MASK,
+        int(select if call.block_mask is None else Select.MASK),
         max(1, int(_scalar(policy.topk) * shape.key_blocks)),
         _scalar(policy.cdfthreshd),
         _scalar(policy.simthreshd1),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +30,17 @@ _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
 _STATIC_ROUTE_SHARED = 8448  # bytes the route kernel declares itself, at head_dim 128
 
 
+class Select(enum.IntEnum):
+    """What decides among the blocks that nothing forces; as in ``csrc/params.cuh``."""
+
+    TOPK = 0
+    CDF = 1
+    MASK = 2
+
+
 @dataclass(frozen=True)
 class RouteRules:
-    """The scalars of a policy as route reads them; ``select`` as in ``csrc/params.cuh``."""
+    """The scalars of a policy as route reads them; ``select`` is a ``Select``."""
 
     select: int
     topk_blocks: int
@@ -79,8 +88,12 @@ def quantize(
     with_queries: bool,
     with_pools: bool = False,
     order: OrderFacts = NO_ORDER,
+    room: int = 0,
 ) -> Tensor:
-    """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace."""
+    """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
+
+    room: bytes behind it, for the means of queries that the caller fills in.
+    """
     shape = CallShape.of(q, k, order.slots)
     layout = WorkspaceLayout(
         shape,
@@ -89,7 +102,7 @@ def quantize(
         with_queries=with_queries,
         with_pools=with_pools,
     )
-    workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
+    workspace = torch.empty(layout.nbytes + room, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
     quantized = element in (Element.INT8_FP16, Element.INT8_E4M3)
 

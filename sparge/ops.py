@@ -24,7 +24,7 @@ if __package__ != NAMESPACE:
 _SCHEMAS = (
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None) -> Tensor",
+    "Tensor? head_walk=None, SymInt room=0) -> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
@@ -52,10 +52,11 @@ def _quantize(
     slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
+    room: int = 0,
 ) -> Tensor:
     order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
     return launch.quantize(
-        q, k, v, key_lengths, smooth_k, Element(element), with_queries, with_pools, order
+        q, k, v, key_lengths, smooth_k, Element(element), with_queries, with_pools, order, room
     )
 
 
@@ -71,6 +72,7 @@ def _quantize_fake(
     slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
+    room: int = 0,
 ) -> Tensor:
     layout = WorkspaceLayout(
         CallShape.of(q, k, None if slot_tokens is None else slot_tokens.shape[1]),
@@ -79,7 +81,7 @@ def _quantize_fake(
         with_queries=with_queries,
         with_pools=with_pools,
     )
-    return q.new_empty(layout.nbytes, dtype=torch.uint8)
+    return q.new_empty(layout.nbytes + room, dtype=torch.uint8)
 
 
 def _route(

@@ -103,6 +103,7 @@ class WorkspaceLayout:
         key_bytes = 1 if element in (Element.INT8_FP16, Element.INT8_E4M3) else 2
         value_bytes = 1 if element is Element.INT8_E4M3 else 2
         tile = KEY_BLOCK * shape.head_dim
+        self.shape, self.element = shape, element
         self._end = 0
         self.fields: dict[str, Field] = {}
         self._add("next_turn", (1,), torch.int32)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration's measurement on the GPU: one attend launch over the sampled rows.
+"""Calibration's measurement on the GPU, in groups of heads that bound the memory.
 
-Routers and buckets are dimensions here, not loops; see `scoring`. Query blocks go in slices that
-bound the memory.
+Of each group: keys and values quantized, the sampled query blocks routed for every candidate in one
+launch, and attended to in one, bucket by bucket. Routers and buckets are dimensions here, not
+loops; see `scoring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,20 +20,22 @@ from torch.nn.functional import pad
 from .. import ops
 from ..call import element_of
 from ..kernels import capabilities
-from ..plan.blocks import QUERY_BLOCK, pack
-from ..plan.budget import Router
-from ..plan.grid import EMPTY, TokenOrder
+from ..launch import Select
+from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count, unpack
+from ..plan.grid import TokenOrder
 from ..policy import PV_FILTER_OFF, Precision
 from ..reference.attend import LOG2_E
 from ..reference.partial import Partial, finite
-from ..reference.route import rank_blocks
-from ..reference.scores import BlockFacts, log_scores
 from ..workspace import CallShape, WorkspaceLayout
-from .measure import Measure, Measured, Sample, reference_measure
+from .measure import Measure, Measured, Sample, joined, reference_measure
+from .sampled_rows import SampledRows
 from .scoring import Distances, distances
 
-#: Bytes of a slice's exact sums, half of the peak: two query blocks of Mochi's 24 heads are 44 MB.
-_SUMS_BYTES = 48 << 20
+#: Bytes that a group of heads may take, of the 100 MB that calibration may: workspace, sums, rows.
+_GROUP_BYTES = 94_000_000
+#: Share of the key blocks in the longest piece of a bucket. A group of 5 heads is a tenth of a
+#: millisecond of work, and a row of blocks that one SM walks alone must not take twice as long.
+_LONGEST_PIECE = 0.2
 
 
 def kernel_measure(sample: Sample) -> Measured:
@@ -41,11 +46,10 @@ def kernel_measure(sample: Sample) -> Measured:
     """
     if sample.workload.is_causal:
         return reference_measure(sample)
-    keys = _Keys.of(sample)
-    slices = list(_slices(sample))
-    tokens = [_tokens(keys.order, blocks) for blocks in slices]
-    found = [_distances(sample, keys, *each) for each in zip(slices, tokens, strict=True)]
-    return Measured(_joined(found), torch.cat(tokens) != EMPTY)
+    order = sample.workload.order.on(sample.q.device)
+    rows = SampledRows.of(sample, order)
+    found = [_Group.of(sample, order, rows, heads).distances() for heads in _head_groups(sample)]
+    return Measured(joined(found), rows.occupied[:, :: sample.row_step])
 
 
 def measure_for(device: torch.device | str) -> Measure:
@@ -53,213 +57,234 @@ def measure_for(device: torch.device | str) -> Measure:
     return kernel_measure if capabilities(device).usable else reference_measure
 
 
-def _slices(sample: Sample) -> Iterator[Sequence[int]]:
+def _head_groups(sample: Sample) -> Iterator[slice]:
+    """KV heads, in groups of about one size."""
+    kv_heads = sample.k.shape[1]
+    groups = block_count(kv_heads, max(1, _GROUP_BYTES // _bytes_a_kv_head(sample)))
+    for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
+        yield slice(first, end)
+
+
+def _bytes_a_kv_head(sample: Sample) -> int:
+    """What attend needs, or what scoring needs once the workspace is gone."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    of_a_block = batch * heads * routers * densities * QUERY_BLOCK * channels * 4
-    count = max(1, _SUMS_BYTES // of_a_block)
-    for first in range(0, len(sample.query_blocks), count):
-        yield sample.query_blocks[first : first + count]
+    rows = batch * heads // sample.k.shape[1] * len(sample.query_blocks) * QUERY_BLOCK
+    pieces = routers * sum(_pieces(sample.candidates.densities))
+    attended = rows * (pieces + 1) * (channels * (4 + sample.q.element_size()) + 8)
+    masses = sample.workload.key_blocks * (2 * routers * (densities - 1) + 6)
+    values = 4 * channels * (pieces + 2 * routers * densities)
+    scored = rows // sample.row_step * (masses + values)
+    shape = _routed_shape(sample.of_heads(slice(0, 1)))
+    return attended + max(_layout(shape, sample, with_queries=True).nbytes, scored)
 
 
-def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
-    """(S, 128) int32, -1 in empty slots."""
-    slots = pad(order.slot_token, (0, -order.slots % QUERY_BLOCK), value=EMPTY)
-    return _at(slots.view(-1, QUERY_BLOCK), 0, blocks)
+def _pieces(densities: tuple[float, ...]) -> list[int]:
+    """Into how many pieces the bucket of each density is cut."""
+    widths = [after - before for before, after in pairwise((0.0, *densities))]
+    return [math.ceil(width / _LONGEST_PIECE - 1e-6) for width in widths]
 
 
-def _at(tensor: Tensor, dim: int, places: Sequence[int]) -> Tensor:
-    """`tensor` at some places of a dimension; an index tensor would come from the host and wait."""
-    return torch.stack([tensor.select(dim, place) for place in places], dim)
+def _routed_shape(sample: Sample) -> CallShape:
+    """Of a call whose queries are the sampled blocks and whose heads are the candidates of each
+    head, all routers and all densities but the last."""
+    batch, heads, _, channels = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    queries, slots = len(sample.query_blocks) * QUERY_BLOCK, sample.workload.order.slots
+    candidates = heads * routers * (densities - 1)
+    return CallShape(batch, candidates, sample.k.shape[1], queries, slots, channels)
 
 
-def _joined(slices: Sequence[Distances]) -> Distances:
-    if len(slices) == 1:
-        return slices[0]
-    names = [field.name for field in fields(Distances)]
-    return Distances(*(torch.cat([getattr(each, name) for each in slices], -2) for name in names))
+def _layout(shape: CallShape, sample: Sample, *, with_queries: bool) -> WorkspaceLayout:
+    element = element_of(Precision.INT8, sample.q)
+    return WorkspaceLayout(
+        shape, element, with_values=True, with_queries=with_queries, with_pools=True
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class _Keys:
-    """What the quantize kernel says about all keys and blocks."""
+class _PooledBlocks:
+    """Every key block as one pseudo-key."""
 
-    order: TokenOrder
-    workspace: Tensor
-    shape: CallShape
-    element: int
-    facts: BlockFacts  # of all query blocks
-    valid: Tensor  # (B, nk) bool
-    ranked: Tensor  # (B, nk) bool: valid, and may be dropped
-    log_counts: Tensor  # (B, nk) log2 of the keys, -inf for a block that is never dropped
-    values: Tensor  # (B, Hkv, nk, D) fp16: mean values, in units of `unit`
+    keys: Tensor  # (B, Hkv, D, nk) float32, around the mean key
+    values: Tensor  # (B, Hkv, nk, D) fp16, in units of `unit`
     unit: Tensor  # (B, Hkv, 1, 1) float32
 
     @classmethod
-    def of(cls, sample: Sample) -> _Keys:
-        order = sample.workload.order.on(sample.q.device)
-        element = element_of(Precision.INT8, sample.q)
-        shape = CallShape.of(sample.q, sample.k, order.slots)
+    def of(cls, workspace: Tensor, layout: WorkspaceLayout, channels: int) -> _PooledBlocks:
+        """Copies: the workspace is not kept."""
+        keys = layout.view(workspace, "k_block_mean")[..., :channels, :].clone()
+        values = layout.view(workspace, "v_block_mean")[..., :channels, :].transpose(-1, -2)
+        values = values + layout.view(workspace, "v_mean")[..., :channels].unsqueeze(2)
+        tiny = torch.finfo(torch.float32).tiny
+        unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
+        return cls(keys, torch.div(values, unit).half(), unit)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Some heads of a sample and their sampled rows."""
+
+    sample: Sample
+    order: TokenOrder
+    rows: SampledRows
+    q: Tensor  # (B, H, S x 128, D)
+    means: Tensor  # (B, H, S, D) float32
+
+    @classmethod
+    def of(cls, sample: Sample, order: TokenOrder, rows: SampledRows, kv_heads: slice) -> _Group:
+        group = sample.q.shape[1] // sample.k.shape[1]
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        own = sample.of_heads(kv_heads)
+        return cls(own, order, rows, *rows.of_heads(own.q, heads))
+
+    def distances(self) -> Distances:
+        exact, kept, blocks = self._attended()
+        pooled = self._pooled(kept, blocks)
+        unit = blocks.unit.repeat_interleave(self.q.shape[1] // blocks.unit.shape[1], 1)
+        return distances(exact, pooled, unit, _pieces(self.sample.candidates.densities))
+
+    def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
+        """The exact parts (routers, pieces, B, H, S, rows, ...), the maps of `_kept`, and what
+        pooled parts take from the workspace, which is gone by then."""
+        sample, order = self.sample, self.order
+        shape = _routed_shape(sample)
+        layout = _layout(shape, sample, with_queries=True)
+        room = layout.nbytes - _layout(shape, sample, with_queries=False).nbytes
         workspace = ops.quantize(
             sample.q,
             sample.k,
             sample.v,
             sample.key_lengths,
             True,
-            int(element),
-            True,
+            int(layout.element),
+            False,
             True,
             order.slot_tokens,
             order.block_counts,
+            sample.walk,
+            room,
         )
-        layout = WorkspaceLayout(
-            shape, element, with_values=True, with_queries=True, with_pools=True
-        )
+        kept = self._kept(workspace, layout)
+        exact = self._exact(workspace, layout, self._in_pieces(kept))
+        return exact, kept, _PooledBlocks.of(workspace, layout, shape.channels)
 
-        def field(name: str) -> Tensor:
-            return layout.view(workspace, name)
-
-        def by_block(name: str) -> Tensor:
-            return field(name).transpose(-1, -2)[..., : shape.channels]
-
-        facts = BlockFacts(
-            field("q_block_mean")[..., : shape.channels],
-            by_block("k_block_mean"),
-            field("key_counts")[:, 0],
-            by_block("k_variance"),
-            by_block("v_block_mean"),
-            field("v_variance"),
-        )
-        valid = facts.key_counts > 0
-        ranked = valid & ~order.keys_exact
-        if sample.workload.sink:
-            ranked[:, 0] = False
-        log_counts = facts.key_counts.log2().masked_fill_(~ranked, -torch.inf)
-        values = facts.v_block_mean + field("v_mean")[..., : shape.channels].unsqueeze(2)
-        tiny = torch.finfo(torch.float32).tiny
-        unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
-        values = torch.div(values, unit).half()
-        return cls(
-            order,
+    def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
+        """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
+        sample, shape = self.sample, layout.shape
+        routers, densities, _ = sample.candidates.shape
+        candidates = routers * (densities - 1)
+        batch, heads, blocks, channels = self.means.shape
+        layout.view(workspace, "q_similarity").zero_()
+        means = layout.view(workspace, "q_block_mean").view(batch, heads, candidates, blocks, -1)
+        means.copy_(pad(self.means, (0, means.shape[-1] - channels)).unsqueeze(2).expand_as(means))
+        kept, _ = ops.route(
             workspace,
-            shape,
-            int(element),
-            facts,
-            valid,
-            ranked,
-            log_counts,
-            values,
-            unit,
+            shape.sizes(),
+            int(layout.element),
+            True,
+            sample.key_lengths,
+            None,
+            self.rows.thresholds.repeat(heads, 1),
+            int(Select.TOPK),
+            1,
+            1.0,
+            0.0,
+            sample.scale,
+            False,
+            sample.workload.sink,
+            False,
+            0,
+            0,
+            None,
+            True,
+            sample.candidates.floor,
+            True,
+            None,  # the sampled blocks are no slots of the order
+            None,
+            self.order.keys_exact,
+            None,
+        )
+        return kept.view(batch, heads, routers, densities - 1, blocks, -1)
+
+    def _in_pieces(self, kept: Tensor) -> Tensor:
+        """(B, H, routers, pieces, S, words) int32: what each density adds, in pieces."""
+        every = self.rows.every_block[:, None, None, None, None].expand_as(kept[:, :, :, :1])
+        kept = torch.cat([kept, every], 3)
+        added = (kept[:, :, :, :1], *(kept[:, :, :, 1:] ^ kept[:, :, :, :-1]).split(1, 3))
+        counts = _pieces(self.sample.candidates.densities)
+        pieces = [
+            bucket if count == 1 else bucket & _every(count, first)
+            for bucket, count in zip(added, counts, strict=True)
+            for first in range(count)
+        ]
+        return torch.cat(pieces, 3)
+
+    def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
+        """Each sampled block attends to each piece of its key blocks, as a query block of its
+        own."""
+        sample = self.sample
+        batch, heads, routers, count, blocks, words = pieces.shape
+        rows = self.q.repeat(1, 1, routers * count, 1)
+        sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        row_max = sums.new_empty(sums.shape[:3])
+        row_sum = torch.empty_like(row_max)
+        ops.attend(
+            rows,
+            workspace,
+            pieces.view(batch, heads, -1, words),
+            replace(layout.shape, heads=heads, queries=rows.shape[2]).sizes(),
+            int(layout.element),
+            False,
+            sample.key_lengths,
+            None,
+            sample.scale,
+            PV_FILTER_OFF,
+            False,
+            False,
+            rows,  # what is not asked for goes where every row was read before it is written
+            None,
+            sums,
+            row_max,
+            row_sum,
+            None,
         )
 
+        def compared(values: Tensor) -> Tensor:
+            by_piece = values.unflatten(2, (routers, count, blocks, QUERY_BLOCK))
+            return by_piece.movedim((2, 3), (0, 1))[:, :, :, :, :, :: sample.row_step]
 
-def _distances(
-    sample: Sample, keys: _Keys, query_blocks: Sequence[int], tokens: Tensor
-) -> Distances:
-    q = sample.q.index_select(2, tokens.flatten().clamp(min=0))
-    buckets = _buckets(sample, keys, query_blocks)
-    pooled = _pooled_parts(sample, keys, q, buckets)  # first, while its operands have the room
-    exact = _exact_parts(sample, keys, q, buckets)
-    return distances(exact, pooled, keys.facts.of_query_heads(keys.unit))
+        return Partial(compared(sums), compared(row_max), compared(row_sum))
 
+    def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
+        """(routers, densities - 1, B, H, S, rows, ...): of each density the blocks that it drops,
+        as pseudo-keys around one maximum a row; what underflows counts for nothing."""
+        p, row_max = self._pseudo_keys(blocks)
+        dropped = ~unpack(kept, p.shape[-1])
+        p = p[:, :, None, None] * dropped.unsqueeze(-2)
+        of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
+        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1).movedim((2, 3), (0, 1))
+        row_sum = p.sum(-1, dtype=torch.float32).movedim((2, 3), (0, 1))
+        return Partial(sums, row_max.expand_as(row_sum), row_sum)
 
-def _buckets(sample: Sample, keys: _Keys, query_blocks: Sequence[int]) -> Tensor:
-    """(B, H, routers, S, nk) int64: see `CandidateSet.buckets`."""
-    # Heads that share keys stand as query blocks of one head.
-    means = _at(keys.facts.q_block_mean, 2, query_blocks)
-    by_kv_head = means.view(means.shape[0], keys.shape.kv_heads, -1, means.shape[-1])
-    facts = replace(keys.facts, q_block_mean=by_kv_head)
-    mass, error = log_scores(facts, sample.scale, keys.valid[:, None, None])
-    scores = {Router.MASS: mass, Router.ERROR: error}
-    by_router = [scores[router].view(*means.shape[:3], -1) for router in sample.candidates.routers]
-    ranked = keys.ranked[:, None, None, None]
-    rank = rank_blocks(torch.stack(by_router, 2).masked_fill_(~ranked, -torch.inf))
-    return sample.candidates.buckets(
-        rank.masked_fill_(~ranked, -1), keys.valid[:, None, None, None]
-    )
-
-
-def _exact_parts(sample: Sample, keys: _Keys, q: Tensor, buckets: Tensor) -> Partial:
-    """(routers, T, B, H, S, 128, ...): each sampled block attends to each bucket of key blocks, as
-    a query block of its own."""
-    routers, count = buckets.shape[2], sample.candidates.shape[1]
-    inside = buckets.unsqueeze(3) == _column(count, buckets)
-    rows = q.repeat(1, 1, routers * count, 1)
-    shape = [*keys.shape.sizes()[:3], rows.shape[2], *keys.shape.sizes()[4:]]
-    sums = torch.empty(rows.shape, dtype=torch.float32, device=q.device)
-    row_max = sums.new_empty(sums.shape[:3])
-    row_sum = torch.empty_like(row_max)
-    ops.attend(
-        rows,
-        keys.workspace,
-        pack(inside.flatten(2, 4)),
-        shape,
-        keys.element,
-        True,
-        sample.key_lengths,
-        None,
-        sample.scale,
-        PV_FILTER_OFF,
-        False,
-        False,
-        rows,  # what is not asked for goes where every row was read before it is written
-        None,
-        sums,
-        row_max,
-        row_sum,
-        None,
-    )
-    split = (routers, count, -1, QUERY_BLOCK)
-    return Partial(
-        *(x.unflatten(2, split).movedim((2, 3), (0, 1)) for x in (sums, row_max, row_sum))
-    )
+    def _pseudo_keys(self, blocks: _PooledBlocks) -> tuple[Tensor, Tensor]:
+        """Weights (B, H, S, rows, nk) fp16 of all pseudo-keys, of the row's maximum
+        (B, H, S, rows)."""
+        q = self.q.unflatten(2, (-1, QUERY_BLOCK))[:, :, :, :: self.sample.row_step].float()
+        batch, kv_heads, channels, key_blocks = blocks.keys.shape
+        bias = self.rows.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
+        logits = torch.baddbmm(
+            bias.reshape(batch * kv_heads, 1, key_blocks),
+            q.reshape(batch * kv_heads, -1, channels),
+            blocks.keys.flatten(0, 1),
+            alpha=self.sample.scale * LOG2_E,
+        )
+        row_max = logits.amax(-1, keepdim=True)
+        p = logits.sub_(finite(row_max)).exp2_().half()
+        return p.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
 
 
-def _pooled_parts(sample: Sample, keys: _Keys, q: Tensor, buckets: Tensor) -> Partial:
-    """(routers, T - 1, B, H, S, 128, ...): of each density the blocks beyond it, as pseudo-keys
-    around one maximum a row; what underflows counts for nothing."""
-    p, row_max = _pseudo_keys(sample, keys, q)
-    beyond = buckets.unsqueeze(3) > _column(sample.candidates.shape[1] - 1, buckets)
-    blocks = buckets.shape[3]
-    batch, heads, routers, densities = beyond.shape[:4]
-    sums = p.new_empty(blocks, batch, heads, routers, densities, QUERY_BLOCK, q.shape[-1])
-    row_sums = [
-        _pooled_block(p[:, :, s], beyond[..., s, :], keys.values, sums[s]) for s in range(blocks)
-    ]
-    row_sum = torch.stack(row_sums)
-    order = (3, 4, 1, 2, 0, 5)
-    row_sum = row_sum.permute(order)
-    return Partial(sums.permute(*order, 6), row_max.expand_as(row_sum), row_sum)
-
-
-def _pooled_block(p: Tensor, beyond: Tensor, values: Tensor, out: Tensor) -> Tensor:
-    """Writes the sums (B, H, routers, T - 1, 128, D) of one query block with p (B, H, 128, nk), and
-    gives its row sums. A function of its own so that what it multiplies is freed."""
-    p = p[:, :, None, None] * beyond.unsqueeze(4)
-    by_kv_head = (values.shape[0], values.shape[1], -1)
-    torch.matmul(
-        p.view(*by_kv_head, values.shape[2]), values, out=out.view(*by_kv_head, values.shape[3])
-    )
-    return p.sum(-1, dtype=torch.float32)
-
-
-def _pseudo_keys(sample: Sample, keys: _Keys, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (B, H, S, 128, nk) fp16 of all pseudo-keys, of the row's maximum (B, H, S, 128)."""
-    batch, heads, rows, channels = q.shape
-    kv = batch * keys.shape.kv_heads
-    bias = keys.log_counts[:, None, None].expand(-1, keys.shape.kv_heads, -1, -1)
-    logits = torch.baddbmm(
-        bias.reshape(kv, 1, -1),
-        q.float().view(kv, -1, channels),
-        keys.facts.k_block_mean.flatten(0, 1).transpose(-1, -2),
-        alpha=sample.scale * LOG2_E,
-    )
-    row_max = logits.amax(-1, keepdim=True)
-    p = logits.sub_(finite(row_max)).exp2_().half()
-    by_block = (batch, heads, rows // QUERY_BLOCK, QUERY_BLOCK)
-    return p.view(*by_block, -1), row_max.view(by_block)
-
-
-def _column(count: int, like: Tensor) -> Tensor:
-    """0 .. count - 1 of (count, 1, 1)."""
-    return torch.arange(count, device=like.device)[:, None, None]
+def _every(count: int, first: int) -> int:
+    """Every `count`-th bit of a map's word from `first` on, as int32."""
+    bits = sum(1 << bit for bit in range(first, WORD_BITS, count))
+    return bits - (bits >> (WORD_BITS - 1) << WORD_BITS)

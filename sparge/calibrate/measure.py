@@ -5,7 +5,7 @@ attention: what calibration scores."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ class Measured:
     """What a sample of S query blocks says of every candidate."""
 
     distances: Distances
-    """Of rows (B, H, S, 128)."""
+    """Of rows (B, H, S, rows a block)."""
     occupied: Tensor
-    """(S, 128) bool: the row is a query; others hold nothing of meaning."""
+    """(S, rows a block) bool: the row is a query; others hold nothing of meaning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,24 @@ class Sample:
     candidates: CandidateSet
     scale: float
     key_lengths: Tensor | None
+    walk: Tensor | None = None
+    """(H,) int32: the walk of the workload's order that each head takes, one for heads that share
+    keys; None: all take the first."""
+    row_step: int = 1
+    """Every so many-th row of a query block is compared; a divisor of 128."""
+
+    def of_heads(self, heads: slice) -> Sample:
+        """The same of some KV heads and the query heads that read them."""
+        group = self.q.shape[1] // self.k.shape[1]
+        query = slice(heads.start * group, heads.stop * group)
+        walk = None if self.walk is None else self.walk[query]
+        return replace(self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads], walk=walk)
+
+
+def joined(of_heads: Sequence[Distances]) -> Distances:
+    """What was found of some heads each, of all of them."""
+    names = [field.name for field in fields(Distances)]
+    return Distances(*(torch.cat([getattr(x, name) for x in of_heads], -3) for name in names))
 
 
 #: Attention that says how far its parts lie from the whole; must not synchronise with the GPU.
@@ -52,9 +70,26 @@ Measure = Callable[[Sample], Measured]
 
 def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
-    order = None if sample.workload.is_causal else sample.workload.order  # causal means raster
+    if sample.walk is None:
+        return _in_first_walk(sample)
+    group = sample.q.shape[1] // sample.k.shape[1]
+    walks = sample.walk[::group].tolist()
+    measured = [
+        _in_first_walk(
+            replace(
+                sample.of_heads(slice(head, head + 1)),
+                workload=sample.workload.walk(walk, sample.q.device),
+            )
+        )
+        for head, walk in enumerate(walks)
+    ]
+    return Measured(joined([each.distances for each in measured]), measured[0].occupied)
+
+
+def _in_first_walk(sample: Sample) -> Measured:
+    order = None if sample.workload.is_causal else sample.workload.walk(0, sample.q.device).order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
-    occupied = _by_block(packed.occupied.unsqueeze(-1), sample.query_blocks)[..., 0]
+    occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
     return Measured(bucket_distances(_bucket_partials(sample, packed)), occupied)
 
 
@@ -77,20 +112,22 @@ def _bucket_partials(sample: Sample, packed: Packed) -> list[list[tuple[Partial,
         parts = bucket_partials(
             packed, sampled, len(candidates.densities), scale=scale, is_causal=workload.is_causal
         )
-        rows = [[_rows(part, sample.query_blocks) for part in both] for both in parts]
+        rows = [[_rows(part, sample) for part in both] for both in parts]
         by_router.append([(exact, pooled) for exact, pooled in rows])
     return by_router
 
 
-def _rows(part: Partial, query_blocks: Sequence[int]) -> Partial:
+def _rows(part: Partial, sample: Sample) -> Partial:
     return Partial(
-        _by_block(part.unnormalised, query_blocks),
-        _by_block(part.row_max.unsqueeze(-1), query_blocks)[..., 0],
-        _by_block(part.row_sum.unsqueeze(-1), query_blocks)[..., 0],
+        _by_block(part.unnormalised, sample),
+        _by_block(part.row_max.unsqueeze(-1), sample)[..., 0],
+        _by_block(part.row_sum.unsqueeze(-1), sample)[..., 0],
     )
 
 
-def _by_block(rows: Tensor, query_blocks: Sequence[int]) -> Tensor:
-    """(..., N, D) to (..., S, 128, D)."""
-    blocks = [rows[..., i * QUERY_BLOCK : (i + 1) * QUERY_BLOCK, :] for i in query_blocks]
-    return torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
+def _by_block(rows: Tensor, sample: Sample) -> Tensor:
+    """(..., N, D) to (..., S, rows a block, D)."""
+    firsts = [block * QUERY_BLOCK for block in sample.query_blocks]
+    blocks = [rows[..., first : first + QUERY_BLOCK, :] for first in firsts]
+    whole = torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
+    return whole[..., :: sample.row_step, :]

@@ -43,15 +43,20 @@ class Distances:
     norm: Tensor
 
 
-def distances(buckets: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Distances:
-    """Of exact buckets (routers, densities, ..., D), whose `unnormalised` is taken over and
-    overwritten, and of all that each density pools (routers, densities - 1, ..., D).
+def distances(
+    exact: Partial,
+    pooled: Partial,
+    unit: Tensor | float = 1.0,
+    pieces: Sequence[int] | None = None,
+) -> Distances:
+    """Of the exact buckets, in pieces (routers, pieces, ..., D), and of all that each density pools
+    (routers, densities - 1, ..., D).
 
     What is true is the exact output, as the first router splits it. `pooled.unnormalised` may be of
     any float type and counts in `unit`s, which broadcast to (...); one router of it at a time is
-    held in float32.
+    held in float32. pieces: those of each density's bucket, one each by default.
     """
-    values, exact_logs = _running(buckets)
+    values, exact_logs = _running(exact, pieces or [1] * exact.row_sum.shape[1])
     truth = values[0, -1].clone()
     errors = values.sub_(truth)
     scales = (_inverse(pooled.row_sum) * unit).unsqueeze(-1)
@@ -108,21 +113,26 @@ def _stacked(parts: Sequence[Partial]) -> Partial:
     return Partial(*(torch.stack(each) for each in zip(*fields, strict=True)))
 
 
-def _running(parts: Partial) -> tuple[Tensor, Tensor]:
-    """Of the first 1, 2 ... parts together, outputs in the place of `unnormalised`, 0 where they
+def _running(parts: Partial, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of the first 1, 2 ... buckets together, outputs (routers, densities, ..., D), 0 where they
     have no key, and natural logs of their sums of exponentials, -inf there.
 
-    Running means: each part has maxima of its own, and may be all there is to a row although its
-    weight beside later ones underflows.
+    One product of a (densities, pieces) matrix a row: few large operations. Its weights are shares
+    of what the density keeps: a part may be all there is to a row although its weight beside later
+    ones underflows.
     """
     logs = _log_sum(parts)
-    together = logs.logcumsumexp(1)
-    shares = (logs - together).exp_().nan_to_num_(0.0).unsqueeze(-1)  # NaN: no key so far
-    values = parts.unnormalised.mul_(_inverse(parts.row_sum).unsqueeze(-1))
-    means = values.unbind(1)
-    for before, own, share in zip(means, means[1:], shares.unbind(1)[1:], strict=False):
-        torch.lerp(before, own, share, out=own)
-    return values, together
+    ends = list(accumulate(pieces))
+    running = logs.logcumsumexp(1)
+    together = torch.stack([running[:, end - 1] for end in ends], 1)
+    weights = logs.unsqueeze(1) - together.unsqueeze(2)
+    later = torch.ones(len(logs[0]), len(logs[0]), dtype=torch.bool, device=logs.device).triu_(1)
+    later = torch.stack([later[end - 1] for end in ends])
+    weights.masked_fill_(later.view(*later.shape, *[1] * (logs.dim() - 2)), -torch.inf)
+    weights.exp_().nan_to_num_(0.0)  # NaN: no key so far
+    weights.mul_(_inverse(parts.row_sum).unsqueeze(1))
+    values = weights.movedim((1, 2), (-2, -1)) @ parts.unnormalised.movedim(1, -2)
+    return values.movedim(-2, 1), together
 
 
 def _log_sum(part: Partial) -> Tensor:

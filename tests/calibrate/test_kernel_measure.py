@@ -12,20 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.calibrate import CandidateSet, Measured, Sample, Workload, reference_measure
+from sparge.calibrate import (
+    BLOCKS_A_CALL,
+    CandidateSet,
+    Measured,
+    Sample,
+    Workload,
+    reference_measure,
+)
+from sparge.calibrate.calibration import ROW_STEP
 from sparge.calibrate.scoring import Distances, squared_errors
 from sparge.kernels import Element
-from sparge.plan import QUERY_BLOCK, Router, TokenGrid, cube_order, unpack
+from sparge.launch import Select
+from sparge.plan import QUERY_BLOCK, Router, TokenGrid, cube_order, grid_order, pack, unpack
 from sparge.reference.packed import Packed, pack_qkv
 from sparge.reference.pooled import attend_packed
 from sparge.reference.quantize import count_rows, quantize_qkv
+from sparge.reference.route import rank_blocks
+from sparge.reference.scores import BlockFacts, log_scores
+from sparge.thresholds import COLUMNS
 from sparge.workspace import CallShape, WorkspaceLayout
 
 # By its name: the package has a function of the same one.
 module = importlib.import_module("sparge.calibrate.kernel_measure")
 
 GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but the text are empty
-CANDIDATES = CandidateSet(densities=(0.1, 0.3, 0.6, 1.0), gains=(0.0, 0.7, 1.0))
+CANDIDATES = CandidateSet(
+    densities=(0.1, 0.5, 1.0), gains=(0.0, 0.7, 1.0), routers=tuple(Router)
+)
 
 
 class Stages:
@@ -33,67 +47,128 @@ class Stages:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.packed: list[Packed] = []
+        self.packed: list[Packed] = []  # of the KV heads of the last workspace
         self.attended: list[Tensor] = []
+        self.held: list[int] = []  # bytes of each workspace
 
     def quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, *_: object
+        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, *rest: Any
     ) -> Tensor:
-        order = self.workload.order
-        packed = pack_qkv(q, k, v, order, element=Element.INT8_FP16, key_lengths=key_lengths)
-        self.packed.append(packed)
+        _, _, with_queries, with_pools, _, _, head_walk, room = rest
+        order, group = self.workload.order, q.shape[1] // k.shape[1]
         layout = WorkspaceLayout(
             CallShape.of(q, k, order.slots),
             Element.INT8_FP16,
             with_values=True,
-            with_queries=True,
-            with_pools=True,
+            with_queries=with_queries,
+            with_pools=with_pools,
         )
-        workspace = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        operands = packed.operands
-        for name, values in {
-            "q_block_mean": operands.q_block_mean,
-            "k_block_mean": operands.k_block_mean.transpose(-1, -2),
-            "key_counts": operands.key_counts.unsqueeze(1).expand(-1, k.shape[1], -1),
-            "k_variance": packed.k_variance.transpose(-1, -2),
-            "v_block_mean": packed.v_block_mean.transpose(-1, -2),
-            "v_variance": packed.v_variance,
-            "v_mean": operands.vbar,
-        }.items():  # of the caller's channels; the rest is padding
-            layout.view(workspace, name)[tuple(map(slice, values.shape))] = values
+        workspace = torch.full((layout.nbytes + room,), 255, dtype=torch.uint8)  # NaN
+        self.held.append(workspace.numel())
+        self.packed = []
+        for head in range(k.shape[1]):
+            walk = 0 if head_walk is None else int(head_walk[head * group])
+            own = slice(head, head + 1)
+            packed = pack_qkv(
+                q[:, head * group : (head + 1) * group],
+                k[:, own],
+                v[:, own],
+                order.walk(walk),
+                element=Element.INT8_FP16,
+                key_lengths=key_lengths,
+            )
+            self.packed.append(packed)
+            operands = packed.operands
+            for name, values in {
+                "k_block_mean": operands.k_block_mean.transpose(-1, -2),
+                "key_counts": operands.key_counts.unsqueeze(1),
+                "k_variance": packed.k_variance.transpose(-1, -2),
+                "v_block_mean": packed.v_block_mean.transpose(-1, -2),
+                "v_variance": packed.v_variance,
+                "v_mean": operands.vbar,
+            }.items():  # of the caller's channels; the rest is padding
+                field = layout.view(workspace, name)[:, own]
+                field.zero_()[tuple(map(slice, values.shape))] = values
         return workspace
+
+    def route(
+        self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        _, block_mask, thresholds, select, _, _, _, scale, causal, sink = rest[:10]
+        with_pools, floor, _, _, _, keys_exact, queries_exact = rest[14:]
+        assert (block_mask, select, causal, queries_exact) == (None, Select.TOPK, False, None)
+        layout = WorkspaceLayout(
+            CallShape(*shape),
+            Element(element),
+            with_values=with_values,
+            with_queries=True,
+            with_pools=with_pools,
+        )
+        assert layout.nbytes == workspace.numel()
+        assert (layout.view(workspace, "q_similarity") > -1).all()
+        facts = BlockFacts(
+            layout.view(workspace, "q_block_mean"),
+            layout.view(workspace, "k_block_mean").transpose(-1, -2),
+            layout.view(workspace, "key_counts")[:, 0],
+            layout.view(workspace, "k_variance").transpose(-1, -2),
+            layout.view(workspace, "v_block_mean").transpose(-1, -2),
+            layout.view(workspace, "v_variance"),
+        )
+        valid = (facts.key_counts > 0)[:, None, None]
+        forced = keys_exact.clone()
+        forced[0] |= sink
+        mass, error = log_scores(facts, scale, valid)
+        by_error = thresholds[:, COLUMNS.index("router")] > 0
+        scores = torch.where(by_error[:, None, None], error, mass)
+        rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
+        share = thresholds[:, COLUMNS.index("selection")]
+        wanted = (share * scores.shape[-1]).long().clamp(min=floor)
+        kept = valid & (forced | (rank < wanted[:, None, None]))
+        return pack(kept), kept.sum(-1, dtype=torch.int32)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
         _, _, _, _, _, scale, _, _, _, _, _, sums, row_max, row_sum, _ = rest
-        (packed,) = self.packed
-        own = quantize_qkv(q, q, q, element=Element.INT8_FP16)
-        of_queries = ("q_levels", "q_scale", "q_dot_kbar")
-        operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
-        rows = replace(
-            packed, operands=operands, order=None, query_counts=count_rows(q.shape[2], q.device)
-        )
-        kept = unpack(block_map, packed.operands.key_counts.shape[1])
-        found = attend_packed(rows, kept, scale=scale)
-        sums.copy_(found.unnormalised)
-        row_max.copy_(found.row_max)
-        row_sum.copy_(found.row_sum)
+        group = q.shape[1] // len(self.packed)
+        for head, packed in enumerate(self.packed):
+            heads = slice(head * group, (head + 1) * group)
+            rows = q[:, heads]
+            own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
+            of_queries = ("q_levels", "q_scale", "q_dot_kbar")
+            operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
+            found = attend_packed(
+                replace(
+                    packed,
+                    operands=operands,
+                    order=None,
+                    query_counts=count_rows(rows.shape[2], rows.device),
+                ),
+                unpack(block_map[:, heads], packed.operands.key_counts.shape[1]),
+                scale=scale,
+            )
+            sums[:, heads] = found.unnormalised
+            row_max[:, heads] = found.row_max
+            row_sum[:, heads] = found.row_sum
         self.attended.append(q)
 
 
-@pytest.fixture
-def sample(make_qkv) -> Sample:
+@pytest.fixture(params=["cubes", "walks"])
+def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     """Four heads over two KV heads, of 40 channels; text is exact, and the sink not text."""
-    workload = Workload(cube_order(GRID), sink=True)
+    walks = request.param == "walks"
+    workload = Workload(grid_order(GRID) if walks else cube_order(GRID), sink=True)
     q, k, v = make_qkv(2, 4, GRID.tokens, 40, kv_heads=2)
     k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
     blocks = workload.sparse_query_blocks()[-2:]
-    return Sample(q, k.bfloat16(), v, blocks, workload, CANDIDATES, 40**-0.5, None)
+    walk = torch.tensor([2, 2, 0, 0], dtype=torch.int32) if walks else None
+    return Sample(
+        q, k.bfloat16(), v, blocks, workload, CANDIDATES, 40**-0.5, None, walk, row_step=2
+    )
 
 
 @pytest.fixture
 def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
     stages = Stages(sample.workload)
-    ops = SimpleNamespace(quantize=stages.quantize, attend=stages.attend)
+    ops = SimpleNamespace(quantize=stages.quantize, route=stages.route, attend=stages.attend)
     monkeypatch.setattr(module, "ops", ops)
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_FP16)
     return stages
@@ -107,12 +182,9 @@ def errors(measured: Measured) -> Tensor:
     return (sums / distances.norm.masked_fill(empty, 0).sum((0, 2, 3))[:, None]).sqrt()
 
 
-@pytest.mark.parametrize("routers", [tuple(Router), (Router.ERROR,)])
-def test_errors_are_those_of_the_reference(
-    sample: Sample, stages: Stages, routers: tuple[Router, ...]
-) -> None:
-    sample = replace(sample, candidates=replace(CANDIDATES, routers=routers))
+def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> None:
     found, expected = module.kernel_measure(sample), reference_measure(sample)
+    assert found.occupied.shape == (2, QUERY_BLOCK // 2)
     assert torch.equal(found.occupied, expected.occupied)
     assert not found.occupied.all()
     assert len(stages.attended) == 1, "one launch"
@@ -125,18 +197,49 @@ def test_errors_are_those_of_the_reference(
     assert float(errors(found)[:, 0].max()) > 0.1, "the least dense candidates drop something"
 
 
-def test_slices_of_query_blocks_are_the_whole(
+def test_groups_of_heads_are_the_whole(
     sample: Sample, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sample = replace(sample, candidates=replace(CANDIDATES, routers=(Router.ERROR,)))
     whole = module.kernel_measure(sample)
-    stages.packed.clear()
-    monkeypatch.setattr(module, "_SUMS_BYTES", 1)
-    sliced = module.kernel_measure(sample)
-    assert [rows.shape[2] for rows in stages.attended] == [2 * 8 * QUERY_BLOCK] + 2 * [
-        8 * QUERY_BLOCK
-    ]
-    assert torch.equal(sliced.occupied, whole.occupied)
+    monkeypatch.setattr(module, "_GROUP_BYTES", 1)
+    grouped = module.kernel_measure(sample)
+    assert [rows.shape[1] for rows in stages.attended] == [4, 2, 2]
+    assert max(stages.held[1:]) < 0.6 * stages.held[0]
+    assert torch.equal(grouped.occupied, whole.occupied)
     for each in fields(Distances):
         torch.testing.assert_close(
-            getattr(sliced.distances, each.name), getattr(whole.distances, each.name)
+            getattr(grouped.distances, each.name), getattr(whole.distances, each.name)
         )
+
+
+def test_key_lengths_hide_text(sample: Sample, stages: Stages) -> None:
+    lengths = torch.tensor([GRID.tokens - 7, GRID.tokens], dtype=torch.int32)
+    sample = replace(sample, key_lengths=lengths, query_blocks=sample.query_blocks[:1])
+    found, expected = module.kernel_measure(sample), reference_measure(sample)
+    torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
+
+
+def test_pieces_are_the_buckets() -> None:
+    """Every bit of a bucket is in one of its pieces."""
+    assert module._pieces((0.03, 0.23, 0.6, 1.0)) == [1, 1, 2, 2]
+    for count in (1, 2, 3, 5):
+        pieces = [module._every(count, first) for first in range(count)]
+        assert all(-(2**31) <= piece < 2**31 for piece in pieces)
+        bits = [{bit for bit in range(32) if piece >> bit & 1} for piece in pieces]
+        assert sorted(bit for of_piece in bits for bit in of_piece) == list(range(32))
+
+
+def test_mochi_stays_below_100_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the layout and the sums take; the rest are views and single rows."""
+    monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_E4M3)
+    grid = TokenGrid(28, 30, 53, suffix=256)
+    q = torch.empty(1, 24, grid.tokens, 128, dtype=torch.bfloat16, device="meta")
+    workload = Workload(grid_order(grid))
+    blocks = workload.sparse_query_blocks()[:BLOCKS_A_CALL]
+    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, None, ROW_STEP)
+    groups = list(module._head_groups(sample))
+    sizes = [heads.stop - heads.start for heads in groups]
+    assert sum(sizes) == 24
+    assert len(groups) <= 6, "few launches"
+    assert max(sizes) * module._bytes_a_kv_head(sample) <= module._GROUP_BYTES < 100e6
