@@ -5,8 +5,9 @@
 
 One JSON object a line. Of calls: shape, case, density (reached), ms (every stage), over_raster (of
 ms, against as much density in raster order), gpu, commit. Of calibration: shape, case, blocks, ms
-(all walks, from the first launch to the end of the last: the host's time where that is longer),
-dense_ms (PyTorch's own attention), share_of_dense_call, peak_mib (beyond what stays allocated).
+(from the first launch to the end of the last: the host's time where that is longer), walks_ms (to
+choose walks: in the first sample of a layer), dense_ms (PyTorch's own attention),
+share_of_dense_call, peak_mib (beyond what stays allocated).
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
-from sparge.calibrate import Calibration, Workload, measure_for
+from sparge.calibrate import BLOCKS_A_CALL, Calibration, Workload, measure_for
+from sparge.calibrate.walk_choice import choose_walks
 
 from .inputs import draw
 from .shapes import SHAPES
 from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
 
-BLOCKS_A_SAMPLE = (2, 4)
+BLOCKS_A_SAMPLE = (4, BLOCKS_A_CALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +106,15 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         ms = median_ms(lambda calibration=calibration: calibration.sample(0, *qkv))
+        keys = calibration.walk_keys
+        walks_ms = median_ms(lambda keys=keys: choose_walks(*qkv[:2], keys))
         peak = torch.cuda.max_memory_allocated() - before
         yield {
             "shape": name,
             "case": "calibration sample",
             "blocks": blocks,
             "ms": round(ms, 3),
+            "walks_ms": round(walks_ms, 3),
             "dense_ms": round(dense_ms, 3),
             "share_of_dense_call": round(ms / dense_ms, 3),
             "peak_mib": round(peak / 2**20),

@@ -122,8 +122,8 @@ class Calibration:
 
         Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
         count as one. Errors are against the same arithmetic with nothing dropped. The first sample
-        of a layer decides the walks of its heads, in which all its samples measure: what is measured
-        in two walks does not add up.
+        of a layer decides the walks of its heads, in which all of them measure: what is measured in
+        two walks does not add up.
         """
         blocks = self.next_query_blocks(layer)
         walk = None

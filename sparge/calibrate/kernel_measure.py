@@ -9,7 +9,7 @@ loops; see `scoring`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,11 +25,11 @@ from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count, unpack
 from ..plan.grid import TokenOrder
 from ..policy import PV_FILTER_OFF, Precision
 from ..reference.attend import LOG2_E
-from ..reference.partial import Partial, finite
+from ..reference.partial import Partial
 from ..workspace import CallShape, WorkspaceLayout
-from .measure import Measure, Measured, Sample, joined, reference_measure
+from .measure import Measure, Measured, Sample, reference_measure
 from .sampled_rows import SampledRows
-from .scoring import Distances, distances
+from .scoring import Products, distances, products
 
 #: Bytes that a group of heads may take, of the 100 MB that calibration may: workspace, sums, rows.
 _GROUP_BYTES = 94_000_000
@@ -48,13 +48,22 @@ def kernel_measure(sample: Sample) -> Measured:
         return reference_measure(sample)
     order = sample.workload.order.on(sample.q.device)
     rows = SampledRows.of(sample, order)
-    found = [_Group.of(sample, order, rows, heads).distances() for heads in _head_groups(sample)]
-    return Measured(joined(found), rows.occupied[:, :: sample.row_step])
+    found = [_Group.of(sample, order, rows, heads).products() for heads in _head_groups(sample)]
+    pieces = _pieces(sample.candidates.densities)
+    return Measured(distances(_joined(found), pieces), rows.occupied[:, :: sample.row_step])
 
 
 def measure_for(device: torch.device | str) -> Measure:
     """The `Measure` that runs on `device`: the kernels where they can, else the reference."""
     return kernel_measure if capabilities(device).usable else reference_measure
+
+
+def _joined(groups: Sequence[Products]) -> Products:
+    return Products(
+        torch.cat([group.gram for group in groups], -5),
+        torch.cat([group.exact_logs for group in groups], -3),
+        torch.cat([group.pooled_logs for group in groups], -3),
+    )
 
 
 def _head_groups(sample: Sample) -> Iterator[slice]:
@@ -66,14 +75,14 @@ def _head_groups(sample: Sample) -> Iterator[slice]:
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
-    """What attend needs, or what scoring needs once the workspace is gone."""
+    """Of the workspace and attend, or of scoring once the workspace is gone."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     rows = batch * heads // sample.k.shape[1] * len(sample.query_blocks) * QUERY_BLOCK
     pieces = routers * sum(_pieces(sample.candidates.densities))
     attended = rows * (pieces + 1) * (channels * (4 + sample.q.element_size()) + 8)
     masses = sample.workload.key_blocks * (2 * routers * (densities - 1) + 6)
-    values = 4 * channels * (pieces + 2 * routers * densities)
+    values = 4 * channels * (pieces + routers * densities)
     scored = rows // sample.row_step * (masses + values)
     shape = _routed_shape(sample.of_heads(slice(0, 1)))
     return attended + max(_layout(shape, sample, with_queries=True).nbytes, scored)
@@ -120,29 +129,32 @@ class _PooledBlocks:
         unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
         return cls(keys, torch.div(values, unit).half(), unit)
 
+    def unit_of_query_heads(self, heads: int) -> Tensor:
+        """(B, heads, 1, 1)."""
+        batch, kv_heads = self.unit.shape[:2]
+        return self.unit.expand(-1, -1, heads // kv_heads, -1).reshape(batch, heads, 1, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Some heads of a sample and their sampled rows."""
+    """Some heads of a sample."""
 
     sample: Sample
     order: TokenOrder
-    rows: SampledRows
-    q: Tensor  # (B, H, S x 128, D)
-    means: Tensor  # (B, H, S, D) float32
+    rows: SampledRows  # of all heads
+    q: Tensor  # (B, H, S x 128, D), the sampled rows
+    means: Tensor  # (B, H, S, D) float32, of their blocks
 
     @classmethod
     def of(cls, sample: Sample, order: TokenOrder, rows: SampledRows, kv_heads: slice) -> _Group:
         group = sample.q.shape[1] // sample.k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        own = sample.of_heads(kv_heads)
-        return cls(own, order, rows, *rows.of_heads(own.q, heads))
+        return cls(sample.of_heads(kv_heads), order, rows, rows.q[:, heads], rows.means[:, heads])
 
-    def distances(self) -> Distances:
+    def products(self) -> Products:
         exact, kept, blocks = self._attended()
         pooled = self._pooled(kept, blocks)
-        unit = blocks.unit.repeat_interleave(self.q.shape[1] // blocks.unit.shape[1], 1)
-        return distances(exact, pooled, unit, _pieces(self.sample.candidates.densities))
+        return products(exact, pooled, blocks.unit_of_query_heads(self.q.shape[1]))
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
         """The exact parts (routers, pieces, B, H, S, rows, ...), the maps of `_kept`, and what
@@ -280,7 +292,8 @@ class _Group:
             alpha=self.sample.scale * LOG2_E,
         )
         row_max = logits.amax(-1, keepdim=True)
-        p = logits.sub_(finite(row_max)).exp2_().half()
+        least = torch.finfo(torch.float32).min
+        p = logits.sub_(row_max.clamp_(min=least)).exp2_().half()  # of a row without any, 0
         return p.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
 
 

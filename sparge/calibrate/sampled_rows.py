@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sample on the GPU knows before it touches keys: its query rows, and the blocks they may
-drop. The same for all groups of heads, so made once."""
+drop. Made once for all groups of heads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from .measure import Sample
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    tokens: Tensor
-    """(H, S x 128) int64: of each head the tokens in the sampled query blocks of its walk, any in
-    empty slots."""
+    q: Tensor
+    """(B, H, S x 128, D): the sampled query blocks, of each head in its walk; 0 in empty slots."""
+    means: Tensor
+    """(B, H, S, D) float32: of the queries of each block."""
     occupied: Tensor
     """(S, 128) bool, in every walk."""
     every_block: Tensor
@@ -31,36 +32,33 @@ class SampledRows:
     log_counts: Tensor
     """(B, nk) float32: log2 of the keys, -inf for a block that is never dropped."""
     thresholds: Tensor
-    """(routers x (densities - 1), 5) float32: what routes as each candidate, see `HeadThresholds`."""
+    """(routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
 
     @classmethod
     def of(cls, sample: Sample, order: TokenOrder) -> SampledRows:
         """On the device of the sample; never waits for it."""
-        batch, heads = sample.q.shape[:2]
+        batch, heads, _, channels = sample.q.shape
         tokens = _tokens(order, sample.query_blocks)
+        occupied = tokens[0] != EMPTY
         by_head = tokens[:1].expand(heads, -1, -1)
         if sample.walk is not None:
             by_head = tokens.index_select(0, sample.walk)
+        places = by_head.flatten(1).clamp(min=0).long().unsqueeze(-1)
+        q = sample.q.gather(2, places.expand(batch, -1, -1, channels))
+        q.masked_fill_(~occupied.view(-1, 1), 0)
+        sums = q.unflatten(2, occupied.shape).sum(3, dtype=torch.float32)
         counts = order.key_counts(sample.key_lengths, batch)
         never_dropped = (counts == 0) | order.keys_exact
         if sample.workload.sink:
             never_dropped[:, 0] = True
         return cls(
-            by_head.flatten(1).clamp(min=0).long(),
-            tokens[0] != EMPTY,
+            q,
+            sums.div_(occupied.sum(1, keepdim=True)),
+            occupied,
             pack(counts > 0),
             counts.log2().masked_fill_(never_dropped, -torch.inf),
             _thresholds(sample.candidates, sample.q.device),
         )
-
-    def of_heads(self, q: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Rows (B, heads, S x 128, D) of q (B, heads, N, D), 0 in empty slots, and the means
-        (B, heads, S, D) float32 of their blocks."""
-        batch, _, _, channels = q.shape
-        tokens = self.tokens[heads].unsqueeze(-1).expand(batch, -1, -1, channels)
-        rows = q.gather(2, tokens).masked_fill_(~self.occupied.view(-1, 1), 0)
-        sums = rows.unflatten(2, self.occupied.shape).sum(3, dtype=torch.float32)
-        return rows, sums.div_(self.occupied.sum(1, keepdim=True))
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:

@@ -7,9 +7,12 @@ the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a +
 
     |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
-and three products a row and density serve all gains. On a GPU it is the number of operations that
-counts, which each have little to do, and the memory of what has channels: so routers and densities
-are dimensions here, and outputs are overwritten where they were last wanted.
+and three products a row and density serve all gains. The outputs y_u of pieces of the kept keys
+make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o, p_t - o and o are all that
+is needed of the channels: few operations for a group of heads, the rest for all heads together. On
+a GPU it is the number of operations that counts here, which each have little to do, and the memory
+of what has channels; so routers, densities and pieces are dimensions. Around o, because products
+around 0 would lose a small e - o in rounding.
 """
 
 from __future__ import annotations
@@ -43,42 +46,62 @@ class Distances:
     norm: Tensor
 
 
-def distances(
-    exact: Partial,
-    pooled: Partial,
-    unit: Tensor | float = 1.0,
-    pieces: Sequence[int] | None = None,
-) -> Distances:
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Of each row the products of all pairs of vectors: of each piece y_u - o, of each density but
+    the last p_t - o, then o; all float32.
+
+    gram (routers, ..., pieces + densities, pieces + densities); exact_logs (routers, pieces, ...)
+    and pooled_logs (routers, densities - 1, ...): natural logs of sums of exponentials, -inf where
+    there is no key.
+    """
+
+    gram: Tensor
+    exact_logs: Tensor
+    pooled_logs: Tensor
+
+
+def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Products:
     """Of the exact buckets, in pieces (routers, pieces, ..., D), and of all that each density pools
     (routers, densities - 1, ..., D).
 
     What is true is the exact output, as the first router splits it. `pooled.unnormalised` may be of
-    any float type and counts in `unit`s, which broadcast to (...); one router of it at a time is
-    held in float32. pieces: those of each density's bucket, one each by default.
+    any float type and counts in `unit`s, which broadcast to (...).
     """
-    values, exact_logs = _running(exact, pieces or [1] * exact.row_sum.shape[1])
-    truth = values[0, -1].clone()
-    errors = values.sub_(truth)
-    scales = (_inverse(pooled.row_sum) * unit).unsqueeze(-1)
-    beside = [
-        _beside(*router, truth)
-        for router in zip(errors[:, :-1], pooled.unnormalised, scales, strict=True)
-    ]
-    between, far = (torch.stack(each) for each in zip(*beside, strict=True))
+    values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
+    pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
+    vectors = values.new_empty(*values.shape[:-2], count + 1, values.shape[-1])
+    for part, place, scale in (
+        (values, slice(pieces), _inverse(exact.row_sum)),
+        (others, slice(pieces, count), _inverse(pooled.row_sum) * unit),
+    ):
+        torch.mul(part, scale.movedim(1, -1).unsqueeze(-1), out=vectors[..., place, :])
+    exact_logs = _log_sum(exact)
+    shares = exact_logs[0].softmax(0).nan_to_num_(0.0).movedim(0, -1)  # NaN: no key
+    truth = shares.unsqueeze(-2) @ vectors[0, ..., :pieces, :]
+    vectors[..., :count, :] -= truth
+    vectors[..., count:, :] = truth
+    return Products(vectors @ vectors.transpose(-1, -2), exact_logs, _log_sum(pooled))
+
+
+def distances(found: Products, pieces: Sequence[int]) -> Distances:
+    """pieces: into how many the bucket of each density was cut."""
+    gram = found.gram
+    first, last = sum(pieces), gram.shape[-1] - 1  # places of the first p_t - o and of o
+    shares, exact_logs = _running(found.exact_logs, pieces)
+    weights = torch.zeros_like(gram[..., : len(pieces), :])
+    weights[..., :first] = shares
+    weights[..., last] = shares.sum(-1).sub_(1)  # 0, but -1 where there is no key so far: e = 0
+    errors = weights @ gram
+    between = errors[..., :-1, first:last].diagonal(dim1=-2, dim2=-1)
+    far = gram.diagonal(dim1=-2, dim2=-1)[..., first:last]
     return Distances(
-        _squared(errors),
-        between,
-        far,
-        exact_logs[:, :-1] - _log_sum(pooled),
-        _squared(truth),
+        (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 1),
+        between.movedim(-1, 1),
+        far.movedim(-1, 1),
+        exact_logs[:, :-1] - found.pooled_logs,
+        gram[0, ..., last, last],
     )
-
-
-def _beside(error: Tensor, sums: Tensor, scale: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """<e - o, p - o> and |p - o|^2 of one router. A function of its own so that p is freed."""
-    other = (sums * scale).sub_(truth)
-    far = _squared(other)
-    return other.mul_(error).sum(-1), far
 
 
 def bucket_distances(by_router: Sequence[Sequence[tuple[Partial, Partial]]]) -> Distances:
@@ -88,7 +111,8 @@ def bucket_distances(by_router: Sequence[Sequence[tuple[Partial, Partial]]]) -> 
     for parts in by_router:
         from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
         pooled.append(_stacked(list(from_last)[::-1]))
-    return distances(_stacked(exact), _stacked(pooled))
+    found = products(_stacked(exact), _stacked(pooled))
+    return distances(found, [1] * len(by_router[0]))
 
 
 def squared_errors(measured: Distances, log_gains: Tensor) -> Tensor:
@@ -113,26 +137,20 @@ def _stacked(parts: Sequence[Partial]) -> Partial:
     return Partial(*(torch.stack(each) for each in zip(*fields, strict=True)))
 
 
-def _running(parts: Partial, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of the first 1, 2 ... buckets together, outputs (routers, densities, ..., D), 0 where they
-    have no key, and natural logs of their sums of exponentials, -inf there.
+def _running(logs: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of logs (routers, pieces, ...) the shares (routers, ..., densities, pieces) of each piece in
+    what a density keeps, and the logs (routers, densities, ...) of that.
 
-    One product of a (densities, pieces) matrix a row: few large operations. Its weights are shares
-    of what the density keeps: a part may be all there is to a row although its weight beside later
-    ones underflows.
+    Shares of what is kept: it may be all there is to a row although its weight beside later pieces
+    underflows.
     """
-    logs = _log_sum(parts)
     ends = list(accumulate(pieces))
     running = logs.logcumsumexp(1)
-    together = torch.stack([running[:, end - 1] for end in ends], 1)
-    weights = logs.unsqueeze(1) - together.unsqueeze(2)
-    later = torch.ones(len(logs[0]), len(logs[0]), dtype=torch.bool, device=logs.device).triu_(1)
+    kept = torch.stack([running[:, end - 1] for end in ends], 1)
+    shares = logs.movedim(1, -1).unsqueeze(-2) - kept.movedim(1, -1).unsqueeze(-1)
+    later = torch.ones(ends[-1], ends[-1], dtype=torch.bool, device=logs.device).triu_(1)
     later = torch.stack([later[end - 1] for end in ends])
-    weights.masked_fill_(later.view(*later.shape, *[1] * (logs.dim() - 2)), -torch.inf)
-    weights.exp_().nan_to_num_(0.0)  # NaN: no key so far
-    weights.mul_(_inverse(parts.row_sum).unsqueeze(1))
-    values = weights.movedim((1, 2), (-2, -1)) @ parts.unnormalised.movedim(1, -2)
-    return values.movedim(-2, 1), together
+    return shares.masked_fill_(later, -torch.inf).exp_().nan_to_num_(0.0), kept  # NaN: no key
 
 
 def _log_sum(part: Partial) -> Tensor:
@@ -140,8 +158,4 @@ def _log_sum(part: Partial) -> Tensor:
 
 
 def _inverse(sums: Tensor) -> Tensor:
-    return (1 / sums).nan_to_num_(posinf=0.0)
-
-
-def _squared(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1).square_()
+    return sums.reciprocal().nan_to_num_(posinf=0.0)

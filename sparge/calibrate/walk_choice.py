@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which walk through the tokens each head takes, from how alike the keys of its blocks are.
 
-A block is pooled well when the logits of its keys are alike, so a head takes the walk with the least
-variance of logits inside key blocks, sum_c E[q_c^2] Var(K_c in the block), over a few blocks.
+A block is pooled well when the logits of its keys are alike, so a head takes the walk with the
+least variance of logits inside key blocks, sum_c E[q_c^2] Var(K_c in the block), over a few blocks.
 
 Measuring every walk of every head costs three times as much and chooses no better: on the small DiT
 (13x24x20, two clips) the walks chosen so leave 1.3 % more error than the best walk of each head, on
@@ -26,8 +26,8 @@ QUERIES = 1024
 
 
 def sampled_keys(order: TokenOrder) -> Tensor:
-    """(walks, blocks, 64) int64, on the CPU: the tokens of up to KEY_BLOCKS full key blocks that may
-    be dropped. Spread, not strided: a stride may hit the same place of every frame."""
+    """(walks, blocks, 64) int64, on the CPU: the tokens of up to KEY_BLOCKS full key blocks that
+    may be dropped. Spread, not strided: a stride may hit the same place of every frame."""
     full = (order.block_counts.cpu() == KEY_BLOCK) & ~order.keys_exact.cpu()
     blocks = full.nonzero().flatten()
     chosen = blocks[spread_places(len(blocks), 0, KEY_BLOCKS)] if len(blocks) else blocks

@@ -37,9 +37,7 @@ from sparge.workspace import CallShape, WorkspaceLayout
 module = importlib.import_module("sparge.calibrate.kernel_measure")
 
 GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but the text are empty
-CANDIDATES = CandidateSet(
-    densities=(0.1, 0.5, 1.0), gains=(0.0, 0.7, 1.0), routers=tuple(Router)
-)
+CANDIDATES = CandidateSet(densities=(0.1, 0.5, 1.0), gains=(0.0, 0.7, 1.0), routers=tuple(Router))
 
 
 class Stages:

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.calibrate.scoring import Distances, bucket_distances, distances, squared_errors
+from sparge.calibrate.scoring import (
+    Distances,
+    bucket_distances,
+    distances,
+    products,
+    squared_errors,
+)
 from sparge.reference.partial import Partial, combine
 
 GAINS = [0.0, 0.3, 1.0, 2.5]
@@ -113,7 +119,43 @@ def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> 
         for shape in shapes.values()
     )
     in_units = replace(pooled, unnormalised=(pooled.unnormalised / unit.unsqueeze(-1)).half())
-    whole = distances(replace(exact, unnormalised=exact.unnormalised.clone()), pooled)
-    found = distances(exact, in_units, unit)
+    whole = distances(products(exact, pooled), [1, 1])
+    found = distances(products(exact, in_units, unit), [1, 1])
     for each in fields(Distances):
         torch.testing.assert_close(getattr(found, each.name), getattr(whole, each.name))
+
+
+def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
+    exact = [part(torch.randn(6, n, generator=generator) * 5, torch.randn(n, 4)) for n in range(5)]
+    pooled = [part(torch.randn(6, 3, generator=generator), torch.randn(3, 4)) for _ in range(2)]
+    pieces = [1, 1, 3]
+    buckets = [exact[0], exact[1], combine(exact[2:])]
+    found, expected = (
+        distances(products(stacked(parts), stacked(pooled)), counts)
+        for parts, counts in ((exact, pieces), (buckets, [1, 1, 1]))
+    )
+    for each in fields(Distances):
+        torch.testing.assert_close(getattr(found, each.name), getattr(expected, each.name))
+
+
+def test_small_errors_beside_large_values(generator: torch.Generator) -> None:
+    """All values lie 1,000 times further from 0 than from each other."""
+    parts = [
+        (part(torch.randn(6, 9, generator=generator), 1000 + torch.randn(9, 4)), part(*EMPTY))
+        for _ in range(3)
+    ]
+    found = errors(parts, [0.0])
+    double = [replace(exact, unnormalised=exact.unnormalised.double()) for exact, _ in parts]
+    truth = combine(double).output()
+    for density in range(2):
+        expected = (combine(double[: density + 1]).output() - truth).square().sum(-1)
+        torch.testing.assert_close(found[density, :, 0], expected.float(), rtol=2e-3, atol=1e-5)
+
+
+EMPTY = torch.zeros(6, 0), torch.zeros(0, 4)
+
+
+def stacked(parts: list[Partial]) -> Partial:
+    """Of one router."""
+    each = zip(*((x.unnormalised, x.row_max, x.row_sum) for x in parts), strict=True)
+    return Partial(*(torch.stack(x)[None] for x in each))

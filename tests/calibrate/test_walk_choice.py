@@ -41,7 +41,9 @@ def test_channels_count_as_queries_weigh_them(generator: torch.Generator) -> Non
     q[:, 1, :, :8] *= 0.01
     assert choose_walks(q, k, sampled_keys(order)).tolist() == [Walk.FRAMES, Walk.RASTER]
     # Heads that share keys: those of the larger queries decide for both.
-    shared = choose_walks(q * torch.tensor([1.0, 3.0])[:, None, None], k[:, :1], sampled_keys(order))
+    shared = choose_walks(
+        q * torch.tensor([1.0, 3.0])[:, None, None], k[:, :1], sampled_keys(order)
+    )
     assert shared.tolist() == [Walk.RASTER] * 2
 
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a table measures of conditionings whose tensors differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+CUBES, FRAMES, RASTER = range(3)
+
+
+@pytest.fixture
+def grid(load_pack):
+    return load_pack("sparge").TokenGrid(8, 16, 16)
+
+
+@pytest.fixture
+def call_of(load_pack, grid, generator):
+    """call_of(*walks): q, k, v of two heads whose keys are alike in the blocks of these walks."""
+    order = load_pack("sparge").grid_order(grid)
+
+    def made(*walks: int) -> list[Tensor]:
+        q, k, v = torch.randn(3, 1, 2, grid.tokens, 32, generator=generator)
+        for head, walk in enumerate(walks):
+            block = order.token_slots[walk].long() // 64
+            k[0, head] = 2 * torch.randn(order.key_blocks, 32, generator=generator)[block]
+        return [q, k, v]
+
+    return made
+
+
+@pytest.fixture
+def frozen(load_pack, grid):
+    """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
+    module = load_pack("nodes.head_table")
+    aim = load_pack("nodes.aim").Aim("budget", 0.5)
+
+    def run(*passes):
+        shape = module.Shape(grid.tokens, 2, grid)
+        policy = load_pack("sparge").SparsePolicy()
+        table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"))
+        for conditioning, *qkv in passes:
+            table.begin_pass(conditioning, 0, "before start_percent", True)
+            table.sample(0, SimpleNamespace(heads_first=lambda qkv=qkv: qkv, scale=None))
+        table.begin_pass(passes[0][0], 1, None, False)
+        return table.choices
+
+    return run
+
+
+def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
+    """Their tensors differ, and so do the walks that suit them: the first one decides."""
+    uncond, cond = call_of(RASTER, CUBES), call_of(CUBES, FRAMES)
+    both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
+    batch = frozen(((1, 0), *both))
+    apart = frozen(((1,), *uncond), ((0,), *cond))
+    assert batch.walk.tolist() == apart.walk.tolist() == [[RASTER, CUBES]]
+    for name in ("density", "gain", "router", "error"):
+        assert torch.equal(getattr(batch, name), getattr(apart, name)), name
+    alone = frozen(((1,), *uncond))
+    assert not torch.equal(alone.error, apart.error), "both conditionings count"
