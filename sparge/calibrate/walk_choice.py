@@ -48,7 +48,7 @@ def choose_walks(q: Tensor, k: Tensor, keys: Tensor) -> Tensor:
     energy = energy.view(batch, k.shape[1], -1, channels).sum(2)
     variances = torch.stack([_variance(k, tokens) for tokens in keys])
     walk = (energy * variances).nan_to_num(torch.inf).sum((1, 3)).argmin(0)
-    return walk.int().repeat_interleave(heads // k.shape[1])
+    return walk.int().unsqueeze(1).expand(-1, heads // k.shape[1]).flatten()
 
 
 def _variance(k: Tensor, tokens: Tensor) -> Tensor:

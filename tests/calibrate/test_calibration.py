@@ -311,7 +311,7 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
     def measure(sample: Sample) -> Measured:
         """Parts out of thin air: the reference reads values on the host, kernels will not."""
         blocks, candidates = sample.query_blocks, sample.candidates
-        shape = (1, 3, len(blocks), 128)
+        shape = (1, 3, len(blocks), 128 // sample.row_step)
 
         def part() -> Partial:
             sums = torch.rand(shape, generator=generator) + 0.1
@@ -319,16 +319,19 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
 
         parts = [(part(), part()) for _ in candidates.densities]
         found = bucket_distances([parts] * len(candidates.routers))
-        return Measured(found, torch.ones(len(blocks), 128).bool())
+        return Measured(found, torch.ones(shape[2:]).bool())
 
-    calibration = begin(measure=measure, blocks_a_call=3)
+    calibration = begin(
+        workload=Workload(grid_order(GRID)), measure=measure, blocks_a_call=3, row_step=2
+    )
     kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
-    pointers = [calibration.squared_error.data_ptr(), calibration.squared_norm.data_ptr()]
+    sums = (calibration.walk, calibration.squared_error, calibration.squared_norm)
+    pointers = [each.data_ptr() for each in sums]
     with NoSync():
         for _ in range(3):
             calibration.sample(0, q, q, q)
     assert all(getattr(calibration, name) is value for name, value in kept.items())
-    assert pointers == [calibration.squared_error.data_ptr(), calibration.squared_norm.data_ptr()]
+    assert pointers == [each.data_ptr() for each in sums]
     assert calibration.samples == [9]
     assert float(calibration.squared_norm.min()) > 0
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():

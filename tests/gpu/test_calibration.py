@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from sparge import TokenGrid, grid_order
-from sparge.calibrate import Calibration, Workload, kernel_measure, measure_for, reference_measure
+from sparge import Router, TokenGrid, grid_order
+from sparge.calibrate import (
+    BLOCKS_A_CALL,
+    Calibration,
+    CandidateSet,
+    Workload,
+    kernel_measure,
+    measure_for,
+    reference_measure,
+)
 from sparge.calibrate.measure import Measure
 from tests.gpu.cases import Case, make_qkv
 
@@ -29,13 +37,23 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
     case = Case(**{**vars(case), "queries": grid.tokens, "keys": grid.tokens})
     q, k, v = make_qkv(case, generator)
 
+    group = case.heads // case.kv_heads
+
     def errors(measure: Measure) -> np.ndarray:
         workload = Workload(grid_order(grid))
         calibration = Calibration.begin(
-            layers=1, heads=case.heads, workload=workload, measure=measure, device="cuda"
+            layers=1,
+            heads=case.heads,
+            workload=workload,
+            candidates=CandidateSet(routers=tuple(Router)),
+            measure=measure,
+            device="cuda",
         )
-        for _ in range(2):
-            calibration.sample(0, q, k, v)
+        calibration.sample(0, q, k, v)
+        # Random keys suit no walk: see that each head is measured in its own.
+        walks = torch.arange(case.heads, dtype=torch.int32, device="cuda") // group
+        calibration.walk[0] = 2 - walks % 3
+        calibration.sample(0, q, k, v)
         return calibration.relative_errors()
 
     by_kernels, by_reference = errors(kernel_measure), errors(reference_measure)
@@ -60,9 +78,31 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
     )
     calibration.sample(0, q, k, v)
     torch.cuda.synchronize()
+    calibration.samples[0] = 0  # so that walks are chosen again
     torch.cuda.set_sync_debug_mode("error")
     try:
         calibration.sample(0, q, k, v)
+        calibration.sample(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert calibration.samples == [8]
+    assert calibration.samples == [2 * BLOCKS_A_CALL]
+
+
+def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> None:
+    """Where the workspace of all heads at once alone takes 130."""
+    grid = TokenGrid(13, 30, 45, prefix=226)
+    case = Case("large", heads=24, kv_heads=24, queries=grid.tokens, keys=grid.tokens)
+    q, k, v = make_qkv(case, generator)
+    calibration = Calibration.begin(
+        layers=1,
+        heads=24,
+        workload=Workload(grid_order(grid)),
+        measure=kernel_measure,
+        device="cuda",
+    )
+    calibration.sample(0, q, k, v)  # what the libraries keep
+    calibration.samples[0] = 0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    calibration.sample(0, q, k, v)
+    assert torch.cuda.max_memory_allocated() - before <= 100e6
