@@ -213,7 +213,6 @@ class _Group:
             sample.candidates.floor,
             True,
             None,  # the sampled blocks are no slots of the order
-            None,
             self.order.keys_exact,
             None,
         )

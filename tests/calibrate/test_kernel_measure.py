@@ -93,7 +93,7 @@ class Stages:
         self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         _, block_mask, thresholds, select, _, _, _, scale, causal, sink = rest[:10]
-        with_pools, floor, _, _, _, keys_exact, queries_exact = rest[14:]
+        with_pools, floor, _, _, keys_exact, queries_exact = rest[14:]
         assert (block_mask, select, causal, queries_exact) == (None, Select.TOPK, False, None)
         layout = WorkspaceLayout(
             CallShape(*shape),
