@@ -32,7 +32,7 @@ from .inputs import draw
 from .shapes import SHAPES
 from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
 
-BLOCKS_A_SAMPLE = (4, BLOCKS_A_CALL)
+BLOCKS_A_SAMPLE = (BLOCKS_A_CALL, 2 * BLOCKS_A_CALL)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,14 @@
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
 // Strategy    One producer warp copies tiles in bulk, two consumer warpgroups of 64 rows share every tile. P lives in
 //             registers, Q in shared memory; keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys
-//             are promoted to float32, which rescales for nothing. Persistent blocks take work items one by one, head after
-//             head. Scores of a block of the next step start as soon as its registers are free. ptxas must know at compile
-//             time what is in flight, and a product's registers must not be written after its fence: it waits for each
-//             product otherwise.
-// Tried       ms of the dense Mochi shape on an H200, attend alone, random data; what is here took 30.0.
+//             are promoted to float32, which rescales for nothing. Eight channels of ones beside V make the tensor cores sum
+//             the rows of P, as rounded, too. Persistent blocks take work items one by one, head after head. Scores of a
+//             block of the next step start as soon as its registers are free; its maximum is found among the exponentials of
+//             the next block. ptxas must know at compile time what is in flight, and a product's registers must not be
+//             written after its fence: it waits for each product otherwise. It moves maxima past waits, and LLVM into later
+//             basic blocks, unless told not to (ptx/schedule.cuh).
+// Tried       ms of the dense Mochi shape on an H200, attend alone, random data; what is here takes 27.6 (one machine: 29.4 to
+//             30.2 before the second part of the list).
 //             35.9  score, soften, weigh values one after another
 //             33.1  scores and the values of the step before in flight together
 //             31.9  uniform branches (a shuffle tells ptxas so), one barrier a stage, the end of the list known a step ahead
@@ -22,9 +25,17 @@
 //             30.7  promotion in the gaps between exponentials (not in turns)
 //             30.2  every lane of a warp frees a stage instead of one (two runs, 2 %; 3 % at head_dim 64): kept, for racecheck
 //                   reports the one lane's arrival after __syncwarp as a race with the other lanes' reads
-//             34.6  with the PV filter; 34.9 with a barrier of its own for the votes instead of the turn's
-//             Bound by neither tensor cores (37 % busy at 33.1) nor MUFU (38 %) nor issue slots (43 %): two warps a
-//             scheduler do not hide each other's latencies.
+//             29.4  both maxima before the wait for the values
+//             28.6  the first maximum among the second block's exponentials, what a branch needs read before the wait
+//             27.7  row sums by the tensor cores (64 of 571 instructions a step)
+//             27.6  shuffles of the maxima beside the promotion, maxima in four chains
+//             29.0  at 28.6: without turns; 30.8 with the first block's exponents before the turn; 32.3 with the turn passed on
+//                   only after all exponentials
+//             31.3  steps of 64 keys, exponentials, maxima and promotion all in the same basic blocks: 640 instructions for
+//                   128 keys instead of 571, and operands wait for registers that the tensor cores use
+//             30.4  with the PV filter; 33.4 when it branched around the exponentials
+//             Profile at 27.7, of 2,120 clocks a step and warp: 507 issue, 573 fixed latencies (MUFU 8 each), 320 wait for
+//             dispatch (register banks beside the tensor cores'), 213 for the other warp, 138 for shuffles and MUFU.
 #include "attend/hopper/consumer.cuh"
 #include "attend/hopper/producer.cuh"
 

@@ -117,7 +117,9 @@ def attention(
         budget: density, pooled residual and router of each head; replaces the policy's density.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
-        return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys.
+        return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys. With
+            8-bit operands on sm_90a it is that of the weights as rounded to E4M3, as is the result:
+            off by 1e-3 as a rule, by .06 at most where one weight makes the row.
 
     Returns:
         The result; rows that see no key are 0 (log-sum-exp -inf).

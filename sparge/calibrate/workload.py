@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_pairs
+from ..plan.blocks import KEY_BLOCK, block_pairs, touches_diagonal
 from ..plan.grid import TokenOrder, raster_order
 from ..policy import SparsePolicy
 
@@ -73,7 +73,5 @@ class Workload:
         forced = self.order.queries_exact.cpu().unsqueeze(1) | self.order.keys_exact.cpu()
         forced[:, 0] |= self.sink
         if self.is_causal:
-            row = torch.arange(forced.shape[0]).unsqueeze(1) * QUERY_BLOCK
-            last_key = (torch.arange(forced.shape[1]) + 1) * KEY_BLOCK - 1
-            forced |= last_key > row
+            forced |= touches_diagonal(forced)
         return forced.numpy()

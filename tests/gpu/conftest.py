@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparge.kernels import Element, capabilities
 from sparge.kernels.spec import HOPPER_ATTEND, AttendPath
@@ -56,6 +57,24 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
         monkeypatch.setattr(launch, "attend_path", lambda *_: path)
 
     return force
+
+
+def assert_same_lse(lse: Tensor, emulated: Tensor, kernels: Kernels, tolerance: float) -> None:
+    """Log-sum-exps of the same rows; both say where a row sees no key.
+
+    Where the tensor cores sum P as it was rounded, a weight that rounds the other way moves a row
+    that it dominates: E4M3 has three bits, so by up to an eighth of the weight. An H200 reached
+    .026, and beyond 1e-3 one row in two hundred. They add with 13 bits, which lost 1e-3 at most.
+    """
+    seen = emulated.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    off = lse[seen] - emulated[seen]
+    if not kernels.softmax.sums_rounded:
+        torch.testing.assert_close(lse[seen], emulated[seen], rtol=1e-4, atol=tolerance)
+    elif off.numel():
+        assert off.abs().max() <= 1 / 16
+        assert (off.abs() > 2 * tolerance).sum() <= 1 + off.numel() // 100
+        assert off.mean().abs() <= 2 * tolerance
 
 
 def int8_elements() -> list[Element]:

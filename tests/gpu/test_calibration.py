@@ -66,7 +66,7 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
 
 def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
     assert measure_for("cuda") is kernel_measure
-    grid = TokenGrid(6, 12, 12)
+    grid = TokenGrid(9, 12, 12)  # more query blocks than a sample takes
     case = Case("sync", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
     calibration = Calibration.begin(
