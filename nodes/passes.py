@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..sparge import AttentionStats
+from ..sparge.stats import Counter
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class PassRecord:
     stats: AttentionStats | None
     """None in a pass that cannot be sparse."""
     pairs: Tensor | None
-    """(rows, 3) int64 on the device of the pass, as in `AttentionStats`."""
+    """(rows, counters) int64 on the device of the pass, as in `AttentionStats`."""
     dense: set[int] = field(default_factory=set)
     """Rows with a dense self-attention call."""
 
@@ -29,7 +30,7 @@ class PassRecord:
     def begin(cls, step: int, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
         if not may_be_sparse:
             return cls(step, rows, None, None)
-        pairs = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        pairs = torch.zeros(rows, len(Counter), dtype=torch.int64, device=device)
         return cls(step, rows, AttentionStats(device), pairs)
 
     def stats_of(self, row: int) -> AttentionStats:
@@ -57,7 +58,8 @@ class Densities:
         dense = torch.zeros(rows, steps, dtype=torch.bool)
         for record in records:
             if record.pairs is not None:
-                pairs[:, : record.rows, record.step] += record.pairs[:, :2].cpu().T
+                counts = record.pairs.cpu().T
+                pairs[:, : record.rows, record.step] += counts[[Counter.KEPT, Counter.VALID]]
             for row in record.dense:
                 dense[min(row, rows - 1), record.step] = True
         kept, valid = pairs

@@ -18,7 +18,7 @@ from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget
 from .plan.grid import TokenOrder
 from .policy import PV_FILTER_OFF, SparsePolicy
-from .stats import AttentionStats
+from .stats import AttentionStats, Counter
 from .validate import as_heads_first, check_output_dtype
 from .workspace import WorkspaceLayout
 
@@ -275,8 +275,9 @@ def _run(
     else:
         block_map = call.plan.block_map
         if counters is not None:
-            counters[0] += call.plan.kept_pairs().sum()
-            counters[1] += call.plan.valid_pairs().sum()
+            counters[Counter.KEPT] += call.plan.kept_pairs().sum()
+            counters[Counter.VALID] += call.plan.valid_pairs().sum()
+            counters[Counter.KEPT_BLOCKS] += call.plan.counts.sum()
     pvthreshd = call.policy.pvthreshd
     ops.attend(
         call.q,

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import reference
 from .call import Call
 from .plan.blocks import BlockPlan
+from .stats import Counter
 
 
 def attend(call: Call) -> tuple[reference.Attended, BlockPlan]:
@@ -30,7 +31,7 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
     """Writes what the kernels would write, and adds to the counters of `AttentionStats`."""
     if call.order is None and call.budget is None:
         attended, plan = attend(call)
-        pairs = (plan.kept_pairs(), plan.valid_pairs())
+        kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.counts
     else:
         assert call.v is not None
         attended, choice = reference.budgeted_attention(
@@ -44,11 +45,12 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
             scale=call.scale,
             key_lengths=call.key_lengths,
         )
-        pairs = (choice.kept_pairs(), choice.valid_pairs())
+        kept, valid, blocks = choice.kept_pairs(), choice.valid_pairs(), choice.kept
     out.copy_(attended.out)
     if lse is not None:
         lse.copy_(attended.lse)
     if counters is not None:
-        counters[0] += pairs[0].sum()
-        counters[1] += pairs[1].sum()
-        counters[2] += attended.pv_skipped.sum()
+        counters[Counter.KEPT] += kept.sum()
+        counters[Counter.VALID] += valid.sum()
+        counters[Counter.PV_SKIPPED] += attended.pv_skipped.sum()
+        counters[Counter.KEPT_BLOCKS] += blocks.sum()

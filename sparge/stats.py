@@ -3,19 +3,30 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
 
-class AttentionStats:
-    """Kept, valid and PV-skipped query-key pairs, over all calls that were given this object.
+class Counter(IntEnum):
+    """Places in the counters: of query-key pairs, and of pairs of a query and a key block."""
 
-    ``counters`` is an int64 tensor ``[kept, valid, skipped]`` on ``device``. Make it once, outside
-    the attention calls; reading a property synchronises with the device.
+    KEPT = 0
+    VALID = 1
+    PV_SKIPPED = 2
+    KEPT_BLOCKS = 3
+
+
+class AttentionStats:
+    """What was kept and skipped, over all calls that were given this object.
+
+    ``counters`` is an int64 tensor on ``device``, a number for each `Counter`. Make it once,
+    outside the attention calls; reading a property synchronises with the device.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.counters: Tensor = torch.zeros(3, dtype=torch.int64, device=device)
+        self.counters: Tensor = torch.zeros(len(Counter), dtype=torch.int64, device=device)
         self.calls = 0
 
     def reset(self) -> None:
@@ -25,11 +36,18 @@ class AttentionStats:
     @property
     def density(self) -> float:
         """Kept pairs over valid pairs, forced blocks included; 1.0 before any call."""
-        kept, valid, _ = self.counters.tolist()
-        return kept / valid if valid else 1.0
+        counts = self.counters.tolist()
+        valid = counts[Counter.VALID]
+        return counts[Counter.KEPT] / valid if valid else 1.0
+
+    @property
+    def blocks_kept(self) -> int:
+        """Key blocks that query blocks attended to, over all heads and batch entries."""
+        return int(self.counters[Counter.KEPT_BLOCKS])
 
     @property
     def pv_skipped_share(self) -> float:
         """Share of the kept pairs whose exp and PV the filter skipped."""
-        kept, _, skipped = self.counters.tolist()
-        return skipped / kept if kept else 0.0
+        counts = self.counters.tolist()
+        kept = counts[Counter.KEPT]
+        return counts[Counter.PV_SKIPPED] / kept if kept else 0.0

@@ -184,11 +184,13 @@ class TestStats:
     def test_add_up_over_calls(self, make_qkv) -> None:
         q, k, v = make_qkv(1, 2, 640, 64)
         stats = sparge.AttentionStats("cpu")
-        assert (stats.density, stats.calls) == (1.0, 0)
+        assert (stats.density, stats.calls, stats.blocks_kept) == (1.0, 0, 0)
         attention(q, k, v, SparsePolicy(topk=0.2), stats=stats)
         assert stats.density == pytest.approx(0.2)
+        assert stats.blocks_kept == 2 * 5 * 2  # of 2 heads and 5 query blocks, 2 of 10
         attention(q, k, v, DENSE, stats=stats)
         assert stats.density == pytest.approx(0.6)
+        assert stats.blocks_kept == 2 * 5 * (2 + 10)
         assert stats.calls == 2
         assert stats.pv_skipped_share == 0
         stats.reset()

@@ -14,6 +14,7 @@ from torch import Tensor
 import sparge
 from sparge import AttentionStats, SparsePolicy
 from sparge.kernels import Capability
+from sparge.stats import Counter
 
 
 @pytest.mark.parametrize("policy", [SparsePolicy(topk=0.5), SparsePolicy(select_by="cdf")])
@@ -53,7 +54,7 @@ def test_the_reference_passes_opcheck(make_qkv) -> None:
     out = torch.empty(1, 150, 2, 32, dtype=q.dtype).transpose(1, 2)
     of_policy = (None, None, None, None, None, "topk", 0.5, 0.98, -0.1, 15.0)
     flags = (False, True, 0, 7, True, "int8", 0.2, True)
-    counters = torch.zeros(3, dtype=torch.int64)
+    counters = torch.zeros(len(Counter), dtype=torch.int64)
     results = (out, torch.empty(1, 2, 150), counters)
     torch.library.opcheck(torch.ops.sparge.reference, (q, k, v, *of_policy, *flags, *results))
 

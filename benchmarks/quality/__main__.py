@@ -49,7 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", nargs="+", type=int, default=[], help="all by default")
     parser.add_argument("--blocks", type=int, default=8, help="query blocks a call to judge by")
     parser.add_argument(
-        "--calibration-blocks", type=int, default=BLOCKS_A_CALL, help="and to calibrate on"
+        "--calibration-blocks",
+        type=int,
+        default=2 * BLOCKS_A_CALL,
+        help="and to calibrate on; by default as many as a run with cond and uncond samples",
     )
     parser.add_argument("--perplexity", nargs="*", type=float, default=[], help="densities, smollm")
     parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")

@@ -284,7 +284,8 @@ def test_output(
     assert (out - truth).norm() / size <= TIGHT[element]
     assert_same_lse(lse, in_token_order(emulated.lse, call.order), kernels, 2e-3)
     counted = replace(choice, kept=got.kept)
-    kept, valid, skipped = stats.counters.tolist()
+    kept, valid, skipped, blocks = stats.counters.tolist()
+    assert blocks == int(got.kept.sum())
     assert kept == int(counted.kept_pairs().sum()) and valid == int(counted.valid_pairs().sum())
     assert skipped == pytest.approx(int(emulated.pv_skipped.sum()), rel=0.05, abs=128 * KEY_BLOCK)
 

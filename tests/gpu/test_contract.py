@@ -27,6 +27,7 @@ from sparge import (
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.stats import Counter
 
 pytestmark = pytest.mark.gpu
 
@@ -250,7 +251,7 @@ def test_ops_pass_opcheck(generator: torch.Generator, native: bool) -> None:
     shape = [1, 4, 4, 300, 300, 128]
     route = (workspace, shape, element, True, None, None, None, 0, 2, 1.0, -0.1, 0.09)
     flags = (False, False, True, 0, 0)
-    counters = torch.zeros(3, dtype=torch.int64, device="cuda")
+    counters = torch.zeros(len(Counter), dtype=torch.int64, device="cuda")
     torch.library.opcheck(ops.route, (*route, *flags, counters), test_utils=checks)
     block_map, _ = ops.route(*route, *flags, None)
     attend = (q, workspace, block_map, shape, element, True, None, None, 0.09, 50.0, False, False)
@@ -269,7 +270,8 @@ def test_stats_count_pairs(generator: torch.Generator) -> None:
         plan = sparge.make_plan(q, k, policy, is_causal=causal)
         quantized = reference.quantize_qkv(q, k, v)
         attended = reference.attend(quantized, plan, scale=128**-0.5, pvthreshd=2.0)
-        kept, valid, skipped = stats.counters.tolist()
+        kept, valid, skipped, blocks = stats.counters.tolist()
+        assert blocks == stats.blocks_kept == int(plan.counts.sum())
         assert kept == int(plan.kept_pairs().sum()) and valid == int(plan.valid_pairs().sum())
         assert skipped == pytest.approx(int(attended.pv_skipped.sum()), rel=0.02) and skipped > 0
 
