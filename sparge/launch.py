@@ -21,6 +21,7 @@ from .kernels.params import (
 )
 from .kernels.spec import ARCHS, HOPPER_ATTEND, attend_path
 from .plan.blocks import block_count
+from .stats import Counter
 from .workspace import CallShape, WorkspaceLayout
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -204,7 +205,7 @@ def route(
         v_square=address("v_square"),
         block_map=block_map.data_ptr(),
         counts=counts.data_ptr(),
-        counters=_address(counters),
+        counters=_counters(counters),
         cdfthreshd=rules.cdfthreshd,
         simthreshd1=rules.simthreshd1,
         score_scale=rules.scale,
@@ -282,7 +283,7 @@ def attend(
         partial_out=_address(partial_out),
         partial_max=_address(partial_max),
         partial_sum=_address(partial_sum),
-        counters=_address(counters),
+        counters=_counters(counters),
         next_turn=layout.address(workspace, "next_turn"),
         tokens=q.shape[2],
         scale=scale,
@@ -372,3 +373,12 @@ def _view(tensor: Tensor | None) -> TensorView:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _counters(counters: Tensor | None) -> int | None:
+    if counters is not None and (counters.dtype, counters.shape) != (torch.int64, (len(Counter),)):
+        raise ValueError(
+            f"counters are {counters.dtype} of shape {tuple(counters.shape)}; give those of an "
+            f"AttentionStats, int64 of shape ({len(Counter)},)."
+        )
+    return _address(counters)
