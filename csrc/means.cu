@@ -3,95 +3,173 @@
 //
 // Semantics   k_mean = sum K / n (0 without smooth_k); v_mean = sum V / n;
 //             v_scale = max(max V - v_mean, v_mean - min V) / 448, 1 when that is 0.
-// Strategy    One thread block owns 32 channels (64 bytes of a 16-bit token: two DRAM sectors) of one head and
-//             walks every token, so no partial sums, counters or atomics exist and the bits never change.
-//             Blocks of neighbouring channels walk in step and share the DRAM pages.
-// Tried       Nothing else yet. The bound is one read of K and V.
+// Strategy    On Hopper a cluster of thread blocks has K or V of one head: its blocks take turns at whole tokens, and each
+//             then adds up 32 channels of all. Elsewhere each block reads its 32 channels (64 bytes) of every token.
+//             No counters or atomics exist, and the bits never change. A thread keeps ten copies of 16 bytes on their way
+//             to shared memory, and waits for its own only.
+// Tried       H200, Mochi shape / CogVideoX-2B in us; one read of K and V takes 134 / 33 at 4.1 TB/s.
+//             169 / 60 loads inside the branches that know the tensor's type: one in flight a thread
+//             163 / 49 eight loads in flight, extremes of 16-bit pairs as loaded
+//             178 / 41 copies to shared memory, ten in flight
+//             135 / 37 and clusters that read whole tokens
+#include "common/chunks.cuh"
 #include "common/config.cuh"
 #include "common/reduce.cuh"
-#include "common/rows.cuh"
 #include "params.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace sparge::means {
 
 SPARGE_CHECK_PARAMS(MeansParams);
 
 constexpr int kThreads = 256;
-constexpr int kChannels = 32;
-constexpr int kSlices = kHeadDim / kChannels;
-constexpr int kTokenLanes = kChannels / kLaneChannels;
-constexpr int kTokensPerPass = kThreads / kTokenLanes;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kUnroll = 6;       // 16-byte loads in flight a thread; the resident threads then cover the HBM latency
+constexpr int kChannels = 32;                  // that a thread block answers for
+constexpr int kSlices = kHeadDim / kChannels;  // thread blocks that share a head's K or V
+constexpr bool kClustered = ptx::kClusters;
+constexpr int kReadChannels = kClustered ? kHeadDim : kChannels;
+constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that take turns at the tokens
+constexpr int kTokenLanes = kReadChannels / kLaneChannels;
+constexpr int kTokensPerPass = kThreads / kTokenLanes;
+constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as much as static shared memory has room for
 constexpr int kBlocksPerSm = 2;  // all 192 blocks of the Mochi shape run at once on 132 SMs
 
-struct Smem {
-  float sum[kWarps][kChannels];
-  float low[kWarps][kChannels];
-  float high[kWarps][kChannels];
+struct Sums {
+  float of_warps[3][kWarps][kReadChannels];  // sum, least, most
+  float of_block[3][kReadChannels];
 };
 
-template <DType kType>
-SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Rows<kType>& rows, i32 b, i32 head, i32 slice,
+union Smem {
+  Chunk stages[kStages][kThreads];
+  Sums sums;
+};
+
+// Sums of a thread's tokens, and their extremes as 16-bit pairs.
+template <Source kSource>
+struct Channels {
+  const Chunks<kSource>& rows;
+  float sum[kLaneChannels] = {};
+  Chunk low, high;
+
+  SPARGE_DEVICE explicit Channels(const Chunks<kSource>& r) : rows(r) {
+    const u32 infinity = rows.half() ? 0x7C007C00u : 0x7F807F80u;
+#pragma unroll
+    for (int i = 0; i < kLaneChannels / 2; ++i) low.word[i] = infinity, high.word[i] = infinity | 0x80008000u;
+  }
+
+  SPARGE_DEVICE void add(const Chunk& chunk) {
+    float x[kLaneChannels];
+    rows.unpack(chunk, x);
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) sum[i] += x[i];
+#pragma unroll
+    for (int i = 0; i < kLaneChannels / 2; ++i) {
+      low.word[i] = rows.half() ? ptx::min_fp16(low.word[i], chunk.word[i]) : ptx::min_bf16(low.word[i], chunk.word[i]);
+      high.word[i] = rows.half() ? ptx::max_fp16(high.word[i], chunk.word[i]) : ptx::max_bf16(high.word[i], chunk.word[i]);
+    }
+  }
+};
+
+// Adds every kReaders * kTokensPerPass-th token from `token` on.
+template <Source kSource>
+SPARGE_DEVICE void add_tokens(Channels<kSource>& channels, Chunk (&stages)[kStages][kThreads], i32 token, i32 channel,
+                              i32 length) {
+  constexpr i32 kStep = kReaders * kTokensPerPass;
+  const Chunks<kSource>& rows = channels.rows;
+  if constexpr (kSource == Source::kOther) {
+    for (; token < length; token += kStep) channels.add(rows.load(token, channel));
+  } else {
+    const char* source = rows.at(token, channel);
+    const i64 stride = kStep * rows.token_bytes;
+    i32 ahead = channel < rows.channels ? token : length;  // padding is never read
+    auto fetch = [&](i32 stage) {
+      const bool inside = ahead < length;
+      ptx::cp_async_16_or_zero(ptx::shared_address(&stages[stage][threadIdx.x]), inside ? source : rows.base, inside);
+      ptx::cp_async_commit();
+      source += stride;
+      ahead += kStep;
+    };
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) fetch(stage);
+    while (token < length) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage, token += kStep) {
+        ptx::cp_async_wait<kStages - 1>();
+        const Chunk chunk = stages[stage][threadIdx.x];
+        fetch(stage);
+        if (token < length) channels.add(chunk);
+      }
+    }
+    ptx::cp_async_wait<0>();
+  }
+}
+
+struct Extent {
+  float sum = 0.0f, low = -kMinusInfinity, high = kMinusInfinity;
+
+  SPARGE_DEVICE void add(float other_sum, float other_low, float other_high) {
+    sum += other_sum;
+    low = fminf(low, other_low);
+    high = fmaxf(high, other_high);
+  }
+};
+
+// Over the thread block, then over the cluster: of channel threadIdx.x of the slice.
+SPARGE_DEVICE Extent over_blocks(Sums& sums, i32 slice) {
+  const i32 channel = threadIdx.x;
+  Extent extent;
+  if (channel < kReadChannels)
+    for (int w = 0; w < kWarps; ++w)
+      extent.add(sums.of_warps[0][w][channel], sums.of_warps[1][w][channel], sums.of_warps[2][w][channel]);
+#if SPARGE_ARCH == 90
+  if (channel < kReadChannels) {
+    sums.of_block[0][channel] = extent.sum;
+    sums.of_block[1][channel] = extent.low;
+    sums.of_block[2][channel] = extent.high;
+  }
+  ptx::cluster_sync();
+  if (channel < kChannels) {
+    const i32 own = slice * kChannels + channel;
+    extent = {};
+    for (int rank = 0; rank < kReaders; ++rank)
+      extent.add(ptx::load_cluster(sums.of_block[0][own], rank), ptx::load_cluster(sums.of_block[1][own], rank),
+                 ptx::load_cluster(sums.of_block[2][own], rank));
+  }
+  ptx::cluster_sync();  // nobody leaves while another reads its sums
+#endif
+  return extent;
+}
+
+template <Source kSource>
+SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<kSource>& rows, i32 b, i32 head, i32 slice,
                                 bool values) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const i32 channel = slice * kChannels + (lane % kTokenLanes) * kLaneChannels;
+  const i32 own_channel = (lane % kTokenLanes) * kLaneChannels;
   const i32 length = p.problem.key_length(b);
-  float sum[kLaneChannels], low[kLaneChannels], high[kLaneChannels];
+  Channels<kSource> channels(rows);
+  const i32 token = threadIdx.x / kTokenLanes + (kClustered ? slice * kTokensPerPass : 0);
+  add_tokens(channels, smem.stages, token, own_channel + (kClustered ? 0 : slice * kChannels), length);
+  __syncthreads();  // sums lie where copies did
+  float low[kLaneChannels], high[kLaneChannels];
+  rows.unpack(channels.low, low);
+  rows.unpack(channels.high, high);
 #pragma unroll
   for (int i = 0; i < kLaneChannels; ++i) {
-    sum[i] = 0.0f;
-    low[i] = -kMinusInfinity;
-    high[i] = kMinusInfinity;
-  }
-
-  auto add = [&](const float (&x)[kLaneChannels]) {
+    const float of_warp[3] = {lane_sum<kTokenLanes, kWarpSize>(channels.sum[i]), lane_min<kTokenLanes, kWarpSize>(low[i]),
+                              lane_max<kTokenLanes, kWarpSize>(high[i])};
+    if (lane < kTokenLanes)
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
-      sum[i] += x[i];
-      low[i] = fminf(low[i], x[i]);
-      high[i] = fmaxf(high[i], x[i]);
-    }
-  };
-  i32 token = threadIdx.x / kTokenLanes;
-  for (; token + (kUnroll - 1) * kTokensPerPass < length; token += kUnroll * kTokensPerPass) {
-    float x[kUnroll][kLaneChannels];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) rows.load(token + u * kTokensPerPass, channel, x[u]);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) add(x[u]);
-  }
-  for (; token < length; token += kTokensPerPass) {
-    float x[kLaneChannels];
-    rows.load(token, channel, x);
-    add(x);
-  }
-
-#pragma unroll
-  for (int i = 0; i < kLaneChannels; ++i) {
-    const i32 c = (lane % kTokenLanes) * kLaneChannels + i;
-    const float warp_sum = lane_sum<kTokenLanes, kWarpSize>(sum[i]);
-    const float warp_low = lane_min<kTokenLanes, kWarpSize>(low[i]);
-    const float warp_high = lane_max<kTokenLanes, kWarpSize>(high[i]);
-    if (lane < kTokenLanes) {
-      smem.sum[warp][c] = warp_sum;
-      smem.low[warp][c] = warp_low;
-      smem.high[warp][c] = warp_high;
-    }
+      for (int k = 0; k < 3; ++k) smem.sums.of_warps[k][warp][own_channel + i] = of_warp[k];
   }
   __syncthreads();
+  const Extent extent = over_blocks(smem.sums, slice);
   if (threadIdx.x >= kChannels) return;
 
-  float total = 0.0f, least = -kMinusInfinity, most = kMinusInfinity;
-  for (int w = 0; w < kWarps; ++w) {
-    total += smem.sum[w][threadIdx.x];
-    least = fminf(least, smem.low[w][threadIdx.x]);
-    most = fmaxf(most, smem.high[w][threadIdx.x]);
-  }
-  const float mean = length ? total / static_cast<float>(length) : 0.0f;
+  const float mean = length ? extent.sum / static_cast<float>(length) : 0.0f;
   const i64 at = (static_cast<i64>(b) * p.problem.kv_heads + head) * kHeadDim + slice * kChannels + threadIdx.x;
   if (values) {
-    const float reach = length ? fmaxf(most - mean, mean - least) : 0.0f;
+    const float reach = length ? fmaxf(extent.high - mean, mean - extent.low) : 0.0f;
     p.v_mean[at] = mean;
     p.v_scale[at] = reach > 0.0f ? reach / kValueLevels : 1.0f;
   } else {
@@ -103,9 +181,9 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Rows<kTy
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::means::kThreads, 0};
 
-// Grid: batch x kv_heads x (K, then V when with_values) x channel slices, slices fastest.
-extern "C" __global__ void __launch_bounds__(sparge::means::kThreads, sparge::means::kBlocksPerSm)
-    means(const __grid_constant__ sparge::MeansParams p) {
+// Grid: batch x kv_heads x (K, then V when with_values) x channel slices, slices fastest: a cluster has those of one tensor.
+extern "C" __global__ void SPARGE_CLUSTER(sparge::means::kSlices)
+    __launch_bounds__(sparge::means::kThreads, sparge::means::kBlocksPerSm) means(const __grid_constant__ sparge::MeansParams p) {
   using namespace sparge;
   __shared__ means::Smem smem;
   const i32 tensors = p.with_values ? 2 : 1;
@@ -115,6 +193,6 @@ extern "C" __global__ void __launch_bounds__(sparge::means::kThreads, sparge::me
   const bool values = index % tensors == 1;
   index /= tensors;
   const i32 head = index % p.problem.kv_heads, b = index / p.problem.kv_heads;
-  with_rows(values ? p.v : p.k, b, head, p.problem.channels,
-            [&](auto rows) { means::reduce_slice(p, smem, rows, b, head, slice, values); });
+  with_chunks(values ? p.v : p.k, b, head, p.problem.channels,
+              [&](auto rows) { means::reduce_slice(p, smem, rows, b, head, slice, values); });
 }

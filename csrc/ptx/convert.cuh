@@ -26,6 +26,19 @@ SPARGE_DEVICE u32 pack_fp16(float low, float high) {
   return packed;
 }
 
+// Of both halves of a pair; a NaN loses against a number.
+#define SPARGE_PAIRWISE(name, instruction)                         \
+  SPARGE_DEVICE u32 name(u32 a, u32 b) {                           \
+    u32 pair;                                                      \
+    asm(instruction " %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b)); \
+    return pair;                                                   \
+  }
+SPARGE_PAIRWISE(min_bf16, "min.bf16x2")
+SPARGE_PAIRWISE(max_bf16, "max.bf16x2")
+SPARGE_PAIRWISE(min_fp16, "min.f16x2")
+SPARGE_PAIRWISE(max_fp16, "max.f16x2")
+#undef SPARGE_PAIRWISE
+
 SPARGE_DEVICE i32 round_to_int(float value) {
   i32 rounded;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(rounded) : "f"(value));

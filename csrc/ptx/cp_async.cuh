@@ -12,6 +12,11 @@ SPARGE_DEVICE void cp_async_16(u32 destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// 16 bytes of zeros where there is nothing to read.
+SPARGE_DEVICE void cp_async_16_or_zero(u32 destination, const void* source, bool read) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(read ? 16 : 0) : "memory");
+}
+
 SPARGE_DEVICE void cp_async_4(u32 destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// Eight neighbouring channels of a token as one load that nobody waits for: a thread keeps several in flight, and unpacks
+// them when it needs numbers. (Rows, in rows.cuh, unpacks inside the branch that loads: one load at a time.)
+#pragma once
+
+#include "rows.cuh"
+
+namespace sparge {
+
+// 16-bit pairs, as the tensor holds them; float32 as bf16.
+struct alignas(16) Chunk {
+  u32 word[kLaneChannels / 2];
+};
+
+// kOther: a type, strides or a head dim that 16-byte loads of 16-bit numbers do not fit.
+enum class Source : i32 { kBf16, kFp16, kOther };
+
+// The tokens of one (batch, head) of a view.
+template <Source kSource>
+struct Chunks {
+  const char* base;
+  i64 token_bytes;  // below 2^32 unless kOther: one multiplication an address
+  i32 channels;
+  DType dtype;
+  bool vectorized;
+
+  SPARGE_DEVICE Chunks(const TensorView& view, i32 b, i32 head, i32 channel_count)
+      : channels(channel_count), dtype(view.dtype), vectorized(view.vectorized) {
+    const i32 bytes = kSource == Source::kOther && dtype == DType::kFp32 ? 4 : 2;
+    base = static_cast<const char*>(view.data) + (b * view.batch_stride + head * view.head_stride) * bytes;
+    token_bytes = view.token_stride * bytes;
+  }
+
+  // The pairs are FP16, else bf16.
+  SPARGE_DEVICE bool half() const { return kSource == Source::kFp16 || (kSource == Source::kOther && dtype == DType::kFp16); }
+
+  // From a channel that is a multiple of eight. Zero for token -1, and past the tensor's channels.
+  SPARGE_DEVICE Chunk load(i32 token, i32 channel) const {
+    Chunk chunk = {};
+    if constexpr (kSource == Source::kOther) {
+      if (token >= 0) load_other(chunk, base + token * token_bytes, channel);
+    } else if (token >= 0 && channel < channels) {
+      const u64 offset = static_cast<u64>(static_cast<u32>(token)) * static_cast<u32>(token_bytes);
+      const Vec16 words = *reinterpret_cast<const Vec16*>(base + channel * 2 + offset);
+      chunk = {words.x, words.y, words.z, words.w};
+    }
+    return chunk;
+  }
+
+  SPARGE_DEVICE const char* at(i64 token, i32 channel) const { return base + token * token_bytes + channel * 2; }
+
+  SPARGE_DEVICE void unpack(u32 word, float& low, float& high) const {
+    unpack_pair(half() ? DType::kFp16 : DType::kBf16, word, low, high);
+  }
+  SPARGE_DEVICE void unpack(const Chunk& chunk, float (&x)[kLaneChannels]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; i += 2) unpack(chunk.word[i / 2], x[i], x[i + 1]);
+  }
+
+ private:
+  SPARGE_DEVICE void load_other(Chunk& chunk, const char* row, i32 channel) const {
+    if (vectorized && dtype == DType::kFp32 && channel + kLaneChannels <= channels) {
+      const Vec16* words = reinterpret_cast<const Vec16*>(row + channel * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Vec16 four = words[i];
+        chunk.word[2 * i] = ptx::pack_bf16(__uint_as_float(four.x), __uint_as_float(four.y));
+        chunk.word[2 * i + 1] = ptx::pack_bf16(__uint_as_float(four.z), __uint_as_float(four.w));
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) {
+      if (channel + i >= channels) continue;
+      const u32 bits = dtype == DType::kFp32 ? ptx::pack_bf16(reinterpret_cast<const float*>(row)[channel + i], 0.0f)
+                                             : reinterpret_cast<const u16*>(row)[channel + i];
+      chunk.word[i / 2] |= bits << (16 * (i % 2));
+    }
+  }
+};
+
+// Calls `body(Chunks<source>)` for the view's run-time type.
+template <typename Body>
+SPARGE_DEVICE void with_chunks(const TensorView& view, i32 b, i32 head, i32 channels, Body&& body) {
+  const bool whole = view.vectorized && channels % kLaneChannels == 0 && view.token_stride < (1ll << 31);
+  if (whole && view.dtype == DType::kBf16)
+    body(Chunks<Source::kBf16>(view, b, head, channels));
+  else if (whole && view.dtype == DType::kFp16)
+    body(Chunks<Source::kFp16>(view, b, head, channels));
+  else
+    body(Chunks<Source::kOther>(view, b, head, channels));
+}
+
+}  // namespace sparge
