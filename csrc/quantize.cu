@@ -7,8 +7,21 @@
 //             For budgets also the variance of K, mean and variance of V, and the means as tiles of pseudo-keys.
 // Layout      K tile 64 x head_dim, V tile head_dim x 64, 16-byte chunks swizzled (common/swizzle.cuh), so that a
 //             tile is one contiguous copy for every reader. See params.cuh for the statistics.
-// Strategy    One thread block a query, key or value block. Q is only averaged here: attend reads each query row
-//             once and quantizes it in place, which saves the INT8 copy (a sixth of q+k+v) and its traffic.
+// Strategy    One thread block a query, key or value block; its loads are on their way before anything is waited for.
+//             What only statistics need is finished by single warps at the end, without barriers. Q is only averaged
+//             here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a sixth of
+//             q+k+v) and its traffic.
+// Tried       H200 in us, Mochi shape / with walks and statistics / CogVideoX-2B; at 4.1 TB/s the first takes 268, the last 67.
+//             529 / 707 / 168 loads inside the branches that know the tensor's type: one in flight a thread
+//             418 / 609 / 139 four in flight
+//             417 / 603 / 139 heads fastest, the last tokens first, which means read last
+//             357 / 500 / 91  V transposed in words of four keys; 128 threads at head_dim 64; one barrier for all sums
+//             314 / 454 / 84  selects instead of branches, approximate reciprocals, unsigned divisions
+//             324 / 408 / 85  statistics by single warps after the tile: kept, as budgets are the rule
+// Untried     A thread block takes four blocks in turn, the next on its way to shared memory (64 registers hold it on sm_90a
+//             only).
+//             Block statistics as rows of head_dim instead of columns: written in whole sectors.
+//             Mean, variance and pseudo-key of a block by a warp each.
 #include "params.cuh"
 #include "quantize/key_block.cuh"
 #include "quantize/query_block.cuh"
@@ -24,11 +37,16 @@ union Smem {
   ValueSmem value;
 };
 
+// Without a division in the usual case.
+SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
+  return batch == 1 ? 0 : static_cast<u32>(head_at) / static_cast<u32>(heads);
+}
+
 }  // namespace sparge::quantize
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid: key blocks of all (batch, kv head), then value blocks when with_values, then query blocks when with_queries.
+// Grid: key and (with_values) value blocks by turns, then query blocks when with_queries; (batch, head) fastest.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
     quantize(const __grid_constant__ sparge::QuantizeParams p) {
   using namespace sparge;
@@ -36,29 +54,31 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
   const Problem& problem = p.problem;
   if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_turn = 0;
-  const i32 key_blocks = problem.key_blocks();
-  const i32 kv_tiles = problem.batch * problem.kv_heads * key_blocks;  // 2^31 tiles are 16 TB of K
-  i32 index = blockIdx.x;
-  if (index < (p.with_values ? 2 : 1) * kv_tiles) {
-    const bool values = index >= kv_tiles;
-    if (values) index -= kv_tiles;
-    const i32 block = index % key_blocks;
-    const i32 head_at = index / key_blocks;
-    const i32 head = head_at % problem.kv_heads, b = head_at / problem.kv_heads;
+  const u32 key_blocks = problem.key_blocks();
+  // Heads fastest, the last tokens first: neighbours run at the same time, and what means read last is still in the L2.
+  u32 index = blockIdx.x;
+  const u32 tensors = p.with_values ? 2 : 1, kv_heads = problem.batch * problem.kv_heads;
+  const u32 kv_tiles = tensors * kv_heads * key_blocks;  // 2^31 tiles are 16 TB of K
+  if (index < kv_tiles) {
+    const u32 turn = index / kv_heads;
+    const i32 head_at = index - turn * kv_heads;
+    const bool values = p.with_values && turn % 2 == 1;
+    const i32 block = key_blocks - 1 - turn / tensors;
+    const i32 b = quantize::batch_of(head_at, problem.batch, problem.kv_heads), head = head_at - b * problem.kv_heads;
     const quantize::KeySlots slots(problem, b, head, block);
-    with_rows(values ? p.v : p.k, b, head, problem.channels, [&](auto rows) {
+    with_chunks(values ? p.v : p.k, b, head, problem.channels, [&](auto rows) {
       if (values)
         quantize::value_block(p, rows, smem.value, head_at, block, slots);
       else
         quantize::key_block(p, rows, smem.key, head_at, block, slots);
     });
   } else {
-    index -= (p.with_values ? 2 : 1) * kv_tiles;
-    const i32 query_blocks = problem.query_blocks();
-    const i32 block = index % query_blocks;
-    const i32 head_at = index / query_blocks;
-    const i32 head = head_at % problem.heads;
-    with_rows(p.q, head_at / problem.heads, head, problem.channels,
-              [&](auto rows) { quantize::query_block(p, rows, smem.query, head, index, block); });
+    index -= kv_tiles;
+    const u32 heads = problem.batch * problem.heads;
+    const i32 block = index / heads, head_at = index - block * heads;
+    const i32 b = quantize::batch_of(head_at, problem.batch, problem.heads), head = head_at - b * problem.heads;
+    with_chunks(p.q, b, head, problem.channels, [&](auto rows) {
+      quantize::query_block(p, rows, smem.query, head, head_at * problem.query_blocks() + block, block);
+    });
   }
 }

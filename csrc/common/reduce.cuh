@@ -27,6 +27,28 @@ SPARGE_DEVICE float lane_min(float value) {
   return value;
 }
 
+// Eight sums over eight lanes whose numbers differ in the bits kFirst, 2 kFirst and 4 kFirst, one for each of these lanes: seven
+// shuffles instead of 24.
+template <int kFirst>
+SPARGE_DEVICE float lane_sum_of_eight(const float (&x)[8], i32 lane) {
+  float four[4], two[2];
+  auto half = [&](float low, float high, int step) {
+    const bool upper = lane & step;
+    return (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, step);
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four[i] = half(x[i], x[i + 4], kFirst);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) two[i] = half(four[i], four[i + 2], 2 * kFirst);
+  return half(two[0], two[1], 4 * kFirst);
+}
+
+// Which of the eight sums that is.
+template <int kFirst>
+SPARGE_DEVICE i32 lane_channel(i32 lane) {
+  return (lane & kFirst ? 4 : 0) + (lane & 2 * kFirst ? 2 : 0) + (lane & 4 * kFirst ? 1 : 0);
+}
+
 SPARGE_DEVICE u32 warp_sum(u32 value) { return __reduce_add_sync(kFullWarp, value); }
 
 SPARGE_DEVICE u64 warp_sum(u64 value) {

@@ -27,6 +27,12 @@ SPARGE_DEVICE void claim_registers() {
 }
 #endif
 
+SPARGE_DEVICE float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 SPARGE_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -2,21 +2,23 @@
 // A block of tokens spread over a thread block, and its per-channel sums.
 #pragma once
 
+#include "../common/chunks.cuh"
 #include "../common/config.cuh"
 #include "../common/reduce.cuh"
-#include "../common/rows.cuh"
+#include "../ptx/special.cuh"
 
 namespace sparge::quantize {
 
-constexpr int kThreads = 256;
-// 64 registers a thread, which hold a key tile: what else lives as long as it is in shared memory. Three blocks take 18 % longer
-// (H200); sm_89 gets them with E4M3 tiles of 128 channels, where ptxas spills 32 bytes at 64 registers.
-constexpr bool kNeedsRegisters = kArch == 89 && kHeadDim == 128 && kElement == Element::kInt8E4M3;
-constexpr int kBlocksPerSm = kNeedsRegisters ? 3 : 4;
-constexpr int kWarps = kThreads / kWarpSize;
+// Sixteen tokens at a time, eight channels a thread: four of its chunks are a key block.
 constexpr int kTokenLanes = kHeadDim / kLaneChannels;
-constexpr int kTokensPerPass = kThreads / kTokenLanes;
+constexpr int kTokensPerPass = 16;
+constexpr int kThreads = kTokenLanes * kTokensPerPass;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPasses = kKeyBlock / kTokensPerPass;
+// 64 registers a thread, which hold a key tile: what else lives as long as it is in shared memory. Three blocks of 256 threads
+// take 18 % longer (H200); sm_89 gets them with E4M3 tiles of 128 channels, where ptxas spills 32 bytes at 64 registers.
+constexpr bool kNeedsRegisters = kArch == 89 && kHeadDim == 128 && kElement == Element::kInt8E4M3;
+constexpr int kBlocksPerSm = (kNeedsRegisters ? 768 : 1024) / kThreads;
 
 struct Thread {
   i32 lane = threadIdx.x % kWarpSize;
@@ -39,6 +41,10 @@ struct KeySlots {
         length(p.key_length(b)),
         count(larger(0, smaller(kKeyBlock, length - first))) {
     if (!problem.slot_token) return;
+    if (!problem.key_lengths) {
+      count = problem.slot_counts[block];
+      return;
+    }
     const i32 place = threadIdx.x;
     const bool here = place < kKeyBlock && token(place) >= 0;
     count = __syncthreads_count(here);
@@ -49,59 +55,71 @@ struct KeySlots {
   SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(start, first + place, length); }
 };
 
-// Sums over tokens of the rows and of the rows divided by their norm.
-struct ChannelSums {
-  float rows[kLaneChannels] = {};
-  float unit_rows[kLaneChannels] = {};
+constexpr float kLeastNormal = 0x1p-126f;
 
-  SPARGE_DEVICE void add(const float (&x)[kLaneChannels]) {
-    float squares = 0.0f;
+// 1 / |row| of the token that kTokenLanes lanes hold together; 0 for a row of zeros, or next to it: shorter than 2^-63.
+SPARGE_DEVICE float inverse_norm(const float (&x)[kLaneChannels]) {
+  float squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) squares += x[i] * x[i];
-    squares = lane_sum<1, kTokenLanes>(squares);
-    const float inverse_norm = squares > 0.0f ? rsqrtf(squares) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
-      rows[i] += x[i];
-      unit_rows[i] += x[i] * inverse_norm;
-    }
-  }
-};
-
-struct SumsSmem {
-  float rows[kWarps][kHeadDim];
-  float unit_rows[kWarps][kHeadDim];
-  float squares[kWarps];
-};
-
-// The sum over the thread block of what each thread adds for its channels: thread c < kHeadDim receives that of channel c.
-SPARGE_DEVICE float channel_sum(float (&sums)[kWarps][kHeadDim], const Thread& thread, const float (&x)[kLaneChannels]) {
-#pragma unroll
-  for (int i = 0; i < kLaneChannels; ++i) {
-    const float of_warp = lane_sum<kTokenLanes, kWarpSize>(x[i]);
-    if (thread.lane < kTokenLanes) sums[thread.warp][thread.channel + i] = of_warp;
-  }
-  __syncthreads();
-  float sum = 0.0f;
-  if (threadIdx.x < kHeadDim)
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += sums[w][threadIdx.x];
-  return sum;
+  for (int i = 0; i < kLaneChannels; ++i) squares += x[i] * x[i];
+  squares = lane_sum<1, kTokenLanes>(squares);
+  return squares >= kLeastNormal ? ptx::rsqrt_approx(squares) : 0.0f;
 }
 
-// Finishes the sums over the thread block; thread c < kHeadDim receives the mean of channel c, every thread the
-// self-similarity |sum of unit rows|^2 / count^2.
-SPARGE_DEVICE float finish_sums(SumsSmem& smem, const Thread& thread, const ChannelSums& sums, i32 count, float& mean) {
-  const float rows = channel_sum(smem.rows, thread, sums.rows);
-  const float unit_rows = channel_sum(smem.unit_rows, thread, sums.unit_rows);
-  mean = count ? rows / static_cast<float>(count) : 0.0f;
-  const float squares = lane_sum<1, kWarpSize>(unit_rows * unit_rows);
-  if (thread.lane == 0) smem.squares[thread.warp] = squares;
-  __syncthreads();
-  float total = 0.0f;
+// Sums of a block's tokens by channel, one row a part of the thread block.
+template <int kParts>
+using ChannelSums = float[kParts][kHeadDim];
+
+struct alignas(16) SumsSmem {
+  ChannelSums<kWarps> rows;
+  ChannelSums<kWarps> unit_rows;
+};
+
+// What a warp's threads add for their channels.
+SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, const float (&x)[kLaneChannels]) {
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += smem.squares[w];
-  return count ? total / (static_cast<float>(count) * static_cast<float>(count)) : 0.0f;
+  for (int i = 0; i < kLaneChannels; i += 4) {
+    u32 four[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) four[j] = __float_as_uint(lane_sum<kTokenLanes, kWarpSize>(x[i + j]));
+    if (thread.lane < kTokenLanes)
+      *reinterpret_cast<Vec16*>(&sums[thread.warp][thread.channel + i]) = {four[0], four[1], four[2], four[3]};
+  }
+}
+
+// What one warp finishes alone, without a barrier: each lane has neighbouring channels.
+constexpr int kLaneShare = kHeadDim / kWarpSize;
+
+template <int kParts>
+SPARGE_DEVICE void over_parts(const ChannelSums<kParts>& sums, i32 lane, float (&total)[kLaneShare]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    float x[kLaneShare];
+    if constexpr (kLaneShare == 4) {
+      const Vec16 four = *reinterpret_cast<const Vec16*>(&sums[part][lane * kLaneShare]);
+      x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
+      x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
+    } else {
+      const Vec8 two = *reinterpret_cast<const Vec8*>(&sums[part][lane * kLaneShare]);
+      x[0] = __uint_as_float(two.x), x[1] = __uint_as_float(two.y);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneShare; ++i) total[i] = part == 0 ? x[i] : total[i] + x[i];
+  }
+}
+
+// Exact for powers of two, such as full blocks have; 0 for none.
+SPARGE_DEVICE float inverse_count(i32 count) { return count ? ptx::reciprocal_approx(static_cast<float>(count)) : 0.0f; }
+
+// Self-similarity |sum of unit rows|^2 / count^2.
+SPARGE_DEVICE float similarity(const SumsSmem& smem, i32 lane, i32 count) {
+  float sum[kLaneShare], squares = 0.0f;
+  over_parts(smem.unit_rows, lane, sum);
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) squares += sum[i] * sum[i];
+  squares = lane_sum<1, kWarpSize>(squares);
+  const float inverse = inverse_count(count);
+  return squares * inverse * inverse;
 }
 
 }  // namespace sparge::quantize

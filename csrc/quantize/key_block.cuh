@@ -11,73 +11,112 @@ namespace sparge::quantize {
 struct KeySmem {
   SumsSmem sums;
   float amax[kWarps];
-  bool whole;            // as KeySlots says
-  float mean[kHeadDim];  // of the head's keys, then of the block's; registers hold the tile
+  // Near the block's keys, so that squares around it may be subtracted: the mean of the head's keys, where that is known and
+  // taken from each, else the block's first key. Here, because registers hold the tile.
+  alignas(16) float origin[kHeadDim];
+  alignas(16) ChannelSums<kWarps> squares;
+  bool whole;  // as KeySlots says
 };
 
-// Of channel threadIdx.x among the block's keys, around `mean`, which thread c < kHeadDim holds for channel c.
-SPARGE_DEVICE float variance_around(KeySmem& smem, const Thread& thread, const float (&x)[kPasses][kLaneChannels], float mean,
-                                    i32 count) {
-  if (threadIdx.x < kHeadDim) smem.mean[threadIdx.x] = mean;
-  __syncthreads();
-  float squares[kLaneChannels] = {};
+// Four neighbouring values. Adding 1.5 x 2^23 rounds to the nearest even, as the conversion to an integer does, which has a
+// quarter of the throughput; the low byte is the level.
+SPARGE_DEVICE u32 pack_levels(const float* x, float inverse_scale) {
+  u32 level[4];
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
-      const float deviation = thread.token + pass * kTokensPerPass < count ? x[pass][i] - smem.mean[thread.channel + i] : 0.0f;
-      squares[i] += deviation * deviation;
-    }
-  }
-  return channel_sum(smem.sums.rows, thread, squares) / static_cast<float>(larger(1, count));
+  for (int i = 0; i < 4; ++i) level[i] = __float_as_uint(__fadd_rn(__fmul_rn(x[i], inverse_scale), 0x1.8p23f));
+  return __byte_perm(__byte_perm(level[0], level[1], 0x0040), __byte_perm(level[2], level[3], 0x0040), 0x5410);
 }
 
-template <DType kType>
-SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, KeySmem& smem, i32 head_at, i32 block,
+// Of one warp's lanes, which then have the mean and, for budgets, the variance of neighbouring channels.
+SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
+  const i32 blocks = p.problem.key_blocks();
+  const i64 first = static_cast<i64>(head_at * kHeadDim + lane * kLaneShare) * blocks + block;
+  float mean[kLaneShare];
+  over_parts(smem.sums.rows, lane, mean);
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) {
+    mean[i] *= inverse_count(count);
+    p.k_block_mean[first + i * blocks] = mean[i];
+  }
+  if (!p.pool_k) return;
+  pool_key(p, lane, head_at, block, count, mean);
+  float square[kLaneShare];
+  over_parts(smem.squares, lane, square);
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) {
+    const float off = is_quantized(kElement) ? mean[i] : mean[i] - smem.origin[lane * kLaneShare + i];
+    p.k_variance[first + i * blocks] = fmaxf(0.0f, square[i] * inverse_count(count) - off * off);
+  }
+}
+
+template <Source kSource>
+SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 head_at, i32 block,
                              const KeySlots& slots) {
   const Thread thread;
   const i32 count = slots.count, blocks = p.problem.key_blocks();
   const i32 block_at = head_at * blocks + block;
+  Chunk chunk[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass)
+    chunk[pass] = rows.load(slots.token(thread.token + pass * kTokensPerPass), thread.channel);
   if (threadIdx.x == 0) smem.whole = slots.whole;
-  if (const i32 channel = threadIdx.x; channel < kHeadDim)
-    smem.mean[channel] = is_quantized(kElement) ? p.k_mean[head_at * kHeadDim + channel] : 0.0f;
+  if constexpr (is_quantized(kElement)) {
+    if (const i32 channel = threadIdx.x; channel < kHeadDim) smem.origin[channel] = p.k_mean[head_at * kHeadDim + channel];
+  } else if (p.pool_k && thread.token == 0) {
+    float x[kLaneChannels];
+    rows.unpack(chunk[0], x);
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) smem.origin[thread.channel + i] = x[i];
+  }
   __syncthreads();
 
-  float x[kPasses][kLaneChannels] = {};
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const i32 token = slots.token(thread.token + pass * kTokensPerPass);
-    if (token >= 0) rows.load(token, thread.channel, x[pass]);
-  }
+  float x[kPasses][kLaneChannels];
   float amax = 0.0f;
+  float inverse[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    if (thread.token + pass * kTokensPerPass < count) {
+    rows.unpack(chunk[pass], x[pass]);
+    if constexpr (is_quantized(kElement)) {
+      const bool inside = thread.token + pass * kTokensPerPass < count;
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        x[pass][i] -= smem.mean[thread.channel + i];
+        const float centred = x[pass][i] - smem.origin[thread.channel + i];
+        x[pass][i] = inside ? centred : 0.0f;
         amax = fmaxf(amax, fabsf(x[pass][i]));
       }
     }
+    inverse[pass] = inverse_norm(x[pass]);
   }
-  ChannelSums sums;
+  float sums[kLaneChannels], unit_sums[kLaneChannels];
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) sums.add(x[pass]);
-  amax = lane_max<1, kWarpSize>(amax);
-  if (thread.lane == 0) smem.amax[thread.warp] = amax;
-  float block_mean;
-  const float similarity = finish_sums(smem.sums, thread, sums, count, block_mean);
-  if (threadIdx.x < kHeadDim) p.k_block_mean[static_cast<i64>(head_at * kHeadDim + threadIdx.x) * blocks + block] = block_mean;
-  if (threadIdx.x == 0) {
-    p.k_similarity[block_at] = similarity;
-    p.key_counts[block_at] = count;
+  for (int i = 0; i < kLaneChannels; ++i) {
+    sums[i] = x[0][i], unit_sums[i] = x[0][i] * inverse[0];
+#pragma unroll
+    for (int pass = 1; pass < kPasses; ++pass) {
+      sums[i] += x[pass][i];
+      unit_sums[i] += x[pass][i] * inverse[pass];
+    }
   }
+  store_sums(smem.sums.rows, thread, sums);
+  store_sums(smem.sums.unit_rows, thread, unit_sums);
   if (p.pool_k) {
-    pool_key(p, thread, head_at, block, count, block_mean);
-    const float variance = variance_around(smem, thread, x, block_mean, count);
-    if (threadIdx.x < kHeadDim) p.k_variance[static_cast<i64>(head_at * kHeadDim + threadIdx.x) * blocks + block] = variance;
+    float squares[kLaneChannels] = {};
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const bool inside = thread.token + pass * kTokensPerPass < count;
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) {
+        const float off = is_quantized(kElement) ? x[pass][i] : inside ? x[pass][i] - smem.origin[thread.channel + i] : 0.0f;
+        squares[i] += off * off;
+      }
+    }
+    store_sums(smem.squares, thread, squares);
   }
-
+  if constexpr (is_quantized(kElement)) {
+    amax = lane_max<1, kWarpSize>(amax);
+    if (thread.lane == 0) smem.amax[thread.warp] = amax;
+  }
+  __syncthreads();
   constexpr int kRowBytes = kHeadDim * key_bytes(kElement);
   u8* tile = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kRowBytes);
   if constexpr (is_quantized(kElement)) {
@@ -90,7 +129,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, K
     for (int pass = 0; pass < kPasses; ++pass) {
       const i32 token = thread.token + pass * kTokensPerPass;
       const u32 offset = tile_offset<kRowBytes>(token, thread.channel / 16) + thread.channel % 16;
-      *reinterpret_cast<Vec8*>(tile + offset) = {pack_int8(x[pass], inverse_scale), pack_int8(x[pass] + 4, inverse_scale)};
+      *reinterpret_cast<Vec8*>(tile + offset) = {pack_levels(x[pass], inverse_scale), pack_levels(x[pass] + 4, inverse_scale)};
     }
   } else {
     auto pack = [](float low, float high) {
@@ -102,6 +141,15 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Rows<kType>& rows, K
       const float* row = x[pass];
       *reinterpret_cast<Vec16*>(tile + tile_offset<kRowBytes>(token, thread.channel / 8)) = {
           pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]), pack(row[6], row[7])};
+    }
+  }
+  if (thread.warp == 0) {
+    key_statistics(p, smem, thread.lane, head_at, block, count);
+  } else if (thread.warp == 1) {
+    const float similar = similarity(smem.sums, thread.lane, count);
+    if (thread.lane == 0) {
+      p.k_similarity[block_at] = similar;
+      p.key_counts[block_at] = count;
     }
   }
 }

@@ -8,65 +8,89 @@
 namespace sparge::quantize {
 
 constexpr int kValueBytes = value_bytes(kElement);
-constexpr int kSectorBytes = 32;  // each thread writes whole DRAM sectors of the transposed tile
+constexpr int kValueRowBytes = kKeyBlock * kValueBytes;
+constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
+
+// Four lanes of a warp hold neighbouring channels, eight of them tokens: then the transposed words of a warp hit 32 banks.
+// A thread has the four tokens of neighbouring positions in a row of the tile.
+struct ValueThread {
+  static constexpr int kChannelLanes = 4, kLaneGroups = kWarpSize / kChannelLanes;
+  static constexpr int kChannelWarps = kTokenLanes / kChannelLanes;
+  i32 lane = threadIdx.x % kWarpSize;
+  i32 warp = threadIdx.x / kWarpSize;
+  i32 channel = (warp % kChannelWarps * kChannelLanes + lane % kChannelLanes) * kLaneChannels;
+  i32 half = warp / kChannelWarps;  // of the tokens
+  i32 position = (half * kLaneGroups + lane / kChannelLanes) * kPasses;
+};
+constexpr int kTokenHalves = kWarps / ValueThread::kChannelWarps;
+
+// Where a 16-byte chunk of the tile waits in shared memory: the chunks of a 128-byte line are mixed by the channel lane too.
+SPARGE_DEVICE u32 staged(u32 tile_byte) {
+  const u32 row = tile_byte / kValueRowBytes;
+  return tile_byte ^ ((row >> 3 & 1) * 64 + (row >> 4 & 1) * 32);
+}
 
 struct alignas(16) ValueSmem {
-  u8 rows[kKeyBlock][kHeadDim * kValueBytes];
-  float mean[kHeadDim], inverse_scale[kHeadDim];  // here, because registers hold a tile that is on its way
-  float sums[kWarps][kHeadDim];
-  float of_warps[2][kWarps];
+  u8 tile[kValueTileBytes];
+  alignas(16) float mean[kHeadDim];
+  alignas(16) float inverse_scale[kHeadDim];
+  alignas(16) ChannelSums<kTokenHalves> sums;
+  alignas(16) ChannelSums<kTokenHalves> squares;
 };
 
-SPARGE_DEVICE void store_row(u8* row, const float (&x)[kLaneChannels]) {
+// The values of neighbouring positions of one channel.
+SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
 #if SPARGE_ARCH >= 89
   if constexpr (kElement == Element::kInt8E4M3) {
-    auto four = [&](int i) {
-      return ptx::pack_e4m3(x[i], x[i + 1]) | static_cast<u32>(ptx::pack_e4m3(x[i + 2], x[i + 3])) << 16;
-    };
-    *reinterpret_cast<Vec8*>(row) = {four(0), four(4)};
+    *reinterpret_cast<u32*>(at) = ptx::pack_e4m3(x[0], x[1]) | static_cast<u32>(ptx::pack_e4m3(x[2], x[3])) << 16;
     return;
   }
 #endif
   auto pack = [](float low, float high) {
     return kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
   };
-  *reinterpret_cast<Vec16*>(row) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+  *reinterpret_cast<Vec8*>(at) = {pack(x[0], x[1]), pack(x[2], x[3])};
 }
 
-// Mean of each channel, its square and the variance summed over channels, in the caller's units; the mean as a pseudo-key's
-// value.
-SPARGE_DEVICE void value_statistics(const QuantizeParams& p, ValueSmem& smem, const Thread& thread, i32 head_at, i32 block,
-                                    i32 count, const float (&sums)[kLaneChannels], const float (&squares)[kLaneChannels]) {
-  const i32 blocks = p.problem.key_blocks(), channel = threadIdx.x;
-  const float inverse_count = 1.0f / static_cast<float>(larger(1, count));
-  const float mean = channel_sum(smem.sums, thread, sums) * inverse_count;
-  __syncthreads();
-  const float square = channel_sum(smem.sums, thread, squares) * inverse_count;
-  float of_channel[2] = {};  // variance, squared mean
-  if (channel < kHeadDim) {
-    const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + channel] : 1.0f;
-    p.v_block_mean[static_cast<i64>(head_at * kHeadDim + channel) * blocks + block] = mean * scale;
-    of_channel[0] = fmaxf(0.0f, square - mean * mean) * scale * scale;
-    of_channel[1] = mean * scale * (mean * scale);
-  }
-  pool_value(p, head_at, block, mean);
+// Of one warp: the mean of each channel, its square and the variance summed over channels, in the caller's units; the mean as
+// a pseudo-key's value.
+SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
+  const i32 blocks = p.problem.key_blocks();
+  const i64 first = static_cast<i64>(head_at * kHeadDim + lane * kLaneShare) * blocks + block;
+  float mean[kLaneShare], square[kLaneShare];
+  over_parts(smem.sums, lane, mean);
+  over_parts(smem.squares, lane, square);
+  float variances = 0.0f, squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float of_warp = lane_sum<1, kWarpSize>(of_channel[i]);
-    if (thread.lane == 0) smem.of_warps[i][thread.warp] = of_warp;
+  for (int i = 0; i < kLaneShare; ++i) {
+    mean[i] *= inverse_count(count);
+    const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + lane * kLaneShare + i] : 1.0f;
+    const float in_units = mean[i] * scale;
+    p.v_block_mean[first + i * blocks] = in_units;
+    variances += fmaxf(0.0f, square[i] * inverse_count(count) - mean[i] * mean[i]) * scale * scale;
+    squares += in_units * in_units;
   }
-  __syncthreads();
-  if (threadIdx.x >= 2) return;
-  float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += smem.of_warps[threadIdx.x][w];
-  (threadIdx.x == 0 ? p.v_variance : p.v_square)[head_at * blocks + block] = total;
+  pool_value(p, lane, head_at, block, mean);
+  variances = lane_sum<1, kWarpSize>(variances);
+  squares = lane_sum<1, kWarpSize>(squares);
+  if (lane == 0) {
+    p.v_variance[head_at * blocks + block] = variances;
+    p.v_square[head_at * blocks + block] = squares;
+  }
 }
 
-template <DType kType>
-SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows, ValueSmem& smem, i32 head_at, i32 block,
+template <Source kSource>
+SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, i32 head_at, i32 block,
                                const KeySlots& slots) {
-  const Thread thread;
+  const ValueThread thread;
+  Chunk chunk[kPasses];
+  u32 inside = 0;  // a bit a position
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const i32 token = slots.token(key_at(thread.position + pass));
+    inside |= (token >= 0 ? 1u : 0u) << pass;
+    chunk[pass] = rows.load(token, thread.channel);
+  }
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) {
       smem.mean[channel] = p.v_mean[head_at * kHeadDim + channel];
@@ -76,45 +100,46 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Rows<kType>& rows,
   }
   float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};  // in units of v_scale
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const i32 place = thread.token + pass * kTokensPerPass, token = slots.token(place);
-    float x[kLaneChannels] = {};
-    if (token >= 0) {
-      rows.load(token, thread.channel, x);
+  for (int i = 0; i < kLaneChannels; i += 2) {
+    float x[2][kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[i / 2], x[0][pass], x[1][pass]);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const i32 channel = thread.channel + i + j;
       if constexpr (is_quantized(kElement)) {
+        const float mean = smem.mean[channel], inverse_scale = smem.inverse_scale[channel];
 #pragma unroll
-        for (int i = 0; i < kLaneChannels; ++i)
-          x[i] = (x[i] - smem.mean[thread.channel + i]) * smem.inverse_scale[thread.channel + i];
+        for (int pass = 0; pass < kPasses; ++pass) x[j][pass] = (x[j][pass] - mean) * inverse_scale;
+        if (inside != (1u << kPasses) - 1)  // in few blocks
+#pragma unroll
+          for (int pass = 0; pass < kPasses; ++pass)
+            if (!(inside >> pass & 1)) x[j][pass] = 0.0f;
       }
-    }
+      if (p.pool_v) {
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
-      sums[i] += x[i];
-      squares[i] += x[i] * x[i];
+        for (int pass = 0; pass < kPasses; ++pass) {
+          sums[i + j] += x[j][pass];
+          squares[i + j] += x[j][pass] * x[j][pass];
+        }
+      }
+      const i32 byte = thread.position * kValueBytes;
+      store_positions(&smem.tile[staged(tile_offset<kValueRowBytes>(channel, byte / 16) + byte % 16)], x[j]);
     }
-    store_row(&smem.rows[place][thread.channel * kValueBytes], x);
   }
-  if (p.pool_v) value_statistics(p, smem, thread, head_at, block, slots.count, sums, squares);
+  if (p.pool_v) {
+    // Each lane keeps one of the eight channels that eight lanes add.
+    const i32 own = thread.channel + lane_channel<ValueThread::kChannelLanes>(thread.lane);
+    smem.sums[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(sums, thread.lane);
+    smem.squares[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(squares, thread.lane);
+  }
   __syncthreads();
+  if (p.pool_v && thread.warp == 0) value_statistics(p, smem, thread.lane, head_at, block, slots.count);
 
-  constexpr int kRowBytes = kKeyBlock * kValueBytes;
-  constexpr int kRowSectors = kRowBytes / kSectorBytes;
-  constexpr int kSectorKeys = kSectorBytes / kValueBytes;
-  u8* tile = p.v_tiles + static_cast<i64>(head_at * p.problem.key_blocks() + block) * (kHeadDim * kRowBytes);
+  u8* tile = p.v_tiles + static_cast<i64>(head_at * p.problem.key_blocks() + block) * kValueTileBytes;
 #pragma unroll
-  for (int sector = threadIdx.x / kHeadDim; sector < kRowSectors; sector += kThreads / kHeadDim) {
-    const i32 channel = threadIdx.x % kHeadDim;
-    u32 word[kSectorBytes / 4] = {};
-#pragma unroll
-    for (int i = 0; i < kSectorKeys; ++i) {
-      const i32 key = key_at(sector * kSectorKeys + i);
-      const u8* element = &smem.rows[key][channel * kValueBytes];
-      const u32 bits = kValueBytes == 2 ? *reinterpret_cast<const u16*>(element) : *element;
-      word[i * kValueBytes / 4] |= bits << (8 * (i * kValueBytes % 4));
-    }
-    *reinterpret_cast<Vec16*>(tile + tile_offset<kRowBytes>(channel, 2 * sector)) = {word[0], word[1], word[2], word[3]};
-    *reinterpret_cast<Vec16*>(tile + tile_offset<kRowBytes>(channel, 2 * sector + 1)) = {word[4], word[5], word[6], word[7]};
-  }
+  for (int byte = 16 * threadIdx.x; byte < kValueTileBytes; byte += 16 * kThreads)
+    *reinterpret_cast<Vec16*>(tile + byte) = *reinterpret_cast<const Vec16*>(&smem.tile[staged(byte)]);
 }
 
 }  // namespace sparge::quantize
