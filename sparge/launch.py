@@ -26,9 +26,9 @@ from .workspace import CallShape, WorkspaceLayout
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-_MAX_ROUTE_ROWS = 8  # one warp of the route kernel selects for one query block
+_MAX_ROUTE_ROWS = 32  # query blocks that a thread block of the route kernel takes
 _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
-_STATIC_ROUTE_SHARED = 8448  # bytes the route kernel declares itself, at head_dim 128
+_STATIC_ROUTE_SHARED = 39168  # bytes the route kernel declares itself, at head_dim 128
 
 
 class Select(enum.IntEnum):

@@ -12,21 +12,16 @@ namespace sparge::route {
 
 constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 0 stays a number, below all others
 
-struct ErrorSmem {
-  RowVectors vectors;  // o, then squares of the query means
-  float norm[kMaxRows];
-};
-
 // weights[r * key_blocks + j] = share of the mass that row r gives block j; one warp a row.
-SPARGE_DEVICE void share_mass(const RouteParams& p, const float* log_mass, float* weights, const Rules& rules) {
+SPARGE_DEVICE void share_mass(const RouteParams& p, const float* log_mass, float* weights, const Rules& rules, const Row& row) {
   const i32 key_blocks = p.problem.key_blocks(), lane = threadIdx.x % kWarpSize;
   float most = kMinusInfinity;
   for (int j = lane; j < key_blocks; j += kWarpSize)
-    if (rules.valid(j)) most = fmaxf(most, log_mass[j]);
+    if (rules.valid(j) && rules.sees(row, j)) most = fmaxf(most, log_mass[j]);
   most = lane_max<1, kWarpSize>(most);
   float total = 0.0f;
   for (int j = lane; j < key_blocks; j += kWarpSize) {
-    weights[j] = rules.valid(j) ? expf(log_mass[j] - most) : 0.0f;
+    weights[j] = rules.valid(j) && rules.sees(row, j) ? expf(log_mass[j] - most) : 0.0f;
     total += weights[j];
   }
   total = lane_sum<1, kWarpSize>(total);
@@ -34,71 +29,74 @@ SPARGE_DEVICE void share_mass(const RouteParams& p, const float* log_mass, float
   for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
 }
 
-// smem.vectors[r] = sum of weights[r][j] V_j; a warp takes four channels at a time, which share each read of the weights, its
-// lanes the key blocks.
-SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, ErrorSmem& smem, i32 rows, i32 key_blocks) {
-  constexpr int kChannels = 4;
-  const i32 lane = threadIdx.x % kWarpSize;
-  for (int first = threadIdx.x / kWarpSize * kChannels; first < kHeadDim; first += kWarps * kChannels) {
-    float sum[kChannels][kMaxRows] = {};
-    for (int j = lane; j < key_blocks; j += kWarpSize) {
-      float x[kChannels];
+// outputs[r] = sum of weights[r][j] V_j; a warp takes eight channels. Both operands are split as they are read.
+SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, Vectors& outputs, i32 rows, i32 key_blocks) {
+  const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
+  for (int first = threadIdx.x / kWarpSize * 8; first < kHeadDim; first += kWarps * 8) {
+    float sum[kRowTiles][4] = {};
+    const float* channel = values + static_cast<i64>(first + group) * key_blocks;
+#pragma unroll 2
+    for (int start = 0; start < key_blocks; start += 8) {
+      const i32 j[2] = {start + quad, start + quad + 4};
+      Split b[2];
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) x[c] = values[static_cast<i64>(first + c) * key_blocks + j];
+      for (int i = 0; i < 2; ++i) b[i] = split(channel[smaller(j[i], key_blocks - 1)]);
 #pragma unroll
-      for (int r = 0; r < kMaxRows; ++r) {
-        const float weight = r < rows ? weights[r * key_blocks + j] : 0.0f;
+      for (int m = 0; m < kRowTiles; ++m) {
+        if (m * kTileRows >= rows) continue;
+        Split a[4];
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) sum[c][r] += weight * x[c];
+        for (int i = 0; i < 4; ++i) {
+          const i32 row = m * kTileRows + 8 * (i % 2) + group;
+          a[i] = split(row < rows && j[i / 2] < key_blocks ? weights[row * key_blocks + j[i / 2]] : 0.0f);
+        }
+        multiply_add(sum[m], a, b[0], b[1]);
       }
     }
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c)
+    for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int r = 0; r < kMaxRows; ++r) {
-        const float total = lane_sum<1, kWarpSize>(sum[c][r]);
-        if (lane == r) smem.vectors[r][first + c] = total;
-      }
+      for (int i = 0; i < 4; ++i) outputs.set(m * kTileRows + 8 * (i / 2) + group, first + 2 * quad + i % 2, sum[m][i]);
   }
 }
 
-// scores hold the log mass, and become the scores by error; `spare` is as large as they are.
-SPARGE_DEVICE void score_error(const RouteParams& p, const RowVectors& q_mean, ErrorSmem& smem, float* scores, float* spare,
-                               i64 kv_at, i32 rows, const Rules& rules) {
+// scores hold the log mass, and become the scores by error; `spare` is as large as they are. `vectors` held the query means.
+SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare, i64 q_at,
+                               i64 kv_at, i32 rows, const Rules& rules, const Row& first) {
   const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const float* values = p.v_block_mean + kv_at * kHeadDim * key_blocks;
   __syncthreads();
-  if (warp < rows) share_mass(p, scores + warp * key_blocks, spare + warp * key_blocks, rules);
+  for (int r = warp; r < rows; r += kWarps)
+    share_mass(p, scores + r * key_blocks, spare + r * key_blocks, rules, Row(p, first.b, first.head, first.block + r));
   __syncthreads();
-  pool_outputs(values, spare, smem, rows, key_blocks);
+  pool_outputs(values, spare, vectors, rows, key_blocks);
   __syncthreads();
-  float squares = 0.0f;
-  for (int c = lane; c < kHeadDim; c += kWarpSize) squares += smem.vectors[warp][c] * smem.vectors[warp][c];
-  squares = lane_sum<1, kWarpSize>(squares);
-  if (lane == 0) smem.norm[warp] = squares;
-  __syncthreads();
-  // |V_j - o|^2
-  multiply_rows(smem.vectors, values, key_blocks, [&](i32 j, const float (&dot)[kMaxRows]) {
-    const float own = p.v_square[kv_at * key_blocks + j];
-#pragma unroll
-    for (int r = 0; r < kMaxRows; ++r)
-      if (r < rows) spare[r * key_blocks + j] = fmaxf(0.0f, smem.norm[r] - 2.0f * dot[r] + own);
-  });
-  __syncthreads();
-  for (int i = threadIdx.x; i < kMaxRows * kHeadDim; i += kThreads) {
-    const float x = q_mean[i / kHeadDim][i % kHeadDim];
-    smem.vectors[i / kHeadDim][i % kHeadDim] = x * x;
+  for (int r = warp; r < rows; r += kWarps) {
+    float squares = 0.0f;
+    for (int c = lane; c < kHeadDim; c += kWarpSize) squares += vectors.get(r, c) * vectors.get(r, c);
+    squares = lane_sum<1, kWarpSize>(squares);
+    if (lane == 0) norm[r] = squares;
   }
   __syncthreads();
-  multiply_rows(smem.vectors, p.k_variance + kv_at * kHeadDim * key_blocks, key_blocks, [&](i32 j, const float (&dot)[kMaxRows]) {
+  // |V_j - o|^2
+  multiply_rows(vectors, rows, values, key_blocks, [&](i32 j) {
+    const float own = p.v_square[kv_at * key_blocks + j];
+    return [=](i32 r, float dot) { spare[r * key_blocks + j] = fmaxf(0.0f, norm[r] - 2.0f * dot + own); };
+  });
+  __syncthreads();
+  for (int i = threadIdx.x; i < rows * kHeadDim; i += kThreads) {
+    const float x = p.q_block_mean[q_at * kHeadDim + i] * p.score_scale;
+    vectors.set(i / kHeadDim, i % kHeadDim, x * x);
+  }
+  __syncthreads();
+  multiply_rows(vectors, rows, p.k_variance + kv_at * kHeadDim * key_blocks, key_blocks, [&](i32 j) {
     const float scatter = p.v_variance[kv_at * key_blocks + j] / static_cast<float>(kKeyBlock);
-#pragma unroll
-    for (int r = 0; r < kMaxRows; ++r) {
-      if (r >= rows) continue;
-      const float half = 0.5f * dot[r];
-      const float squared = half * half * spare[r * key_blocks + j] + dot[r] * scatter;
-      scores[r * key_blocks + j] += half + 0.5f * logf(fmaxf(squared, kLeastError));
-    }
+    return [=](i32 r, float dot) {
+      const i32 at = r * key_blocks + j;
+      const float half = 0.5f * dot;
+      const float squared = half * half * spare[at] + dot * scatter;
+      scores[at] += half + 0.5f * logf(fmaxf(squared, kLeastError));
+    };
   });
 }
 
