@@ -74,7 +74,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
   store_output(p, work, out, softmax);
   const i32 thread = ptx::thread_index();
   if (kPvFilter && p.counters && thread % kRowGroupThreads == 0)
-    atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[thread / kRowGroupThreads]));
+    atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[thread / kRowGroupThreads]));
 }
 
 }  // namespace sparge::attend

@@ -18,6 +18,9 @@ struct TensorView {
   i32 vectorized;
 };
 
+// Places in the counters, of query-key pairs and of pairs of a query block and a key block; sparge/stats.py reads them.
+enum Counter { kKeptPairs = 0, kValidPairs = 1, kSkippedPairs = 2, kKeptBlocks = 3 };
+
 // A head's row of `thresholds`; sparge/thresholds.py writes it.
 struct HeadThresholds {
   float selection;  // share of the key blocks, or of the mass
@@ -139,7 +142,7 @@ struct RouteParams {
   const float* v_square;
   u32* block_map;  // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
   i32* counts;     // (batch, heads, query_blocks)
-  u64* counters;   // kept, valid, skipped pairs; may be null
+  u64* counters;   // by Counter; may be null
   float cdfthreshd;
   float simthreshd1;
   float score_scale;
@@ -152,7 +155,7 @@ struct RouteParams {
   i32 causal;
   i32 attention_sink;
   i32 keep_diagonal;
-  i32 rows_per_cta;  // query blocks that share a thread block: as many as scores fit, 8 at most
+  i32 rows_per_cta;  // query blocks that share a thread block: as many as scores fit
 };
 
 struct AttendParams {

@@ -105,8 +105,9 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& 
   if (lane == 0) {
     p.counts[at] = kept_blocks;
     if (p.counters) {
-      atomicAdd(p.counters + 0, kept_pairs);
-      atomicAdd(p.counters + 1, valid_pairs);
+      atomicAdd(p.counters + kKeptPairs, kept_pairs);
+      atomicAdd(p.counters + kValidPairs, valid_pairs);
+      atomicAdd(p.counters + kKeptBlocks, static_cast<u64>(kept_blocks));
     }
   }
 }

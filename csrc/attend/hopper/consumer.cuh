@@ -248,7 +248,7 @@ struct Consumer {
         to.store(8 * n + 2 * quad_lane(), item.out[4 * n + 2 * half], item.out[4 * n + 2 * half + 1]);
     }
     if (kPvFilter && leads()) {
-      if (p.counters) atomicAdd(p.counters + 2, static_cast<u64>(smem.skipped_pairs[group]));
+      if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[group]));
       smem.skipped_pairs[group] = 0;
     }
   }
