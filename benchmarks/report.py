@@ -7,7 +7,6 @@ python -m benchmarks.report [--check]
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from .limits import Ceilings, read_ceilings
@@ -19,8 +18,8 @@ from .timing import ROOT, read_rows
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
-#: Of `benchmarks.attention`, the newest kind first, and of `benchmarks.limits`.
-SPEEDS = ("h200.json", "h200_attention.jsonl")
+#: Of `benchmarks.attention` and of `benchmarks.limits`.
+SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 CONFIGS = (
     "default",
@@ -32,10 +31,6 @@ CONFIGS = (
 
 def read(name: str) -> list[dict[str, Any]]:
     return read_rows(RESULTS / name)
-
-
-def speeds_file() -> Path:
-    return next(path for name in SPEEDS if (path := RESULTS / name).exists())
 
 
 def comfyui(rows: list[dict[str, Any]]) -> str:
@@ -88,7 +83,7 @@ def section(
 def main() -> int:
     text = README.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    calls, most = read_rows(speeds_file()), read_ceilings(RESULTS / LIMITS)
+    calls, most = read(SPEEDS), read_ceilings(RESULTS / LIMITS)
     made = section(calls, most, read("h200_comfyui.jsonl"))
     wanted = before + BEGIN + made + END + rest.split(END)[1]
     if "--check" in sys.argv[1:]:

@@ -14,7 +14,6 @@ from benchmarks.limits import DENSITIES, Ceilings, bound, read_ceilings
 from benchmarks.png import write_png
 from benchmarks.shapes import SHAPES
 from benchmarks.speed_table import Speeds
-from benchmarks.timing import read_rows
 
 MOST = Ceilings(1.5e15, 1.5e15, 7e14, 3.7e12, 3e13, 8e12, 4e12)
 
@@ -55,7 +54,7 @@ def test_readme_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pictures_are_generated(tmp_path: Path) -> None:
-    rows, most = read_rows(report.speeds_file()), read_ceilings(report.RESULTS / report.LIMITS)
+    rows, most = report.read(report.SPEEDS), read_ceilings(report.RESULTS / report.LIMITS)
     found = speed_plot.pictures(rows, most)
     assert set(found) == set(speed_table.TITLES)
     for shape, pixels in found.items():
@@ -67,16 +66,9 @@ def test_pictures_are_generated(tmp_path: Path) -> None:
 
 
 def test_each_figure_says_where_it_was_measured() -> None:
-    for name in (report.speeds_file().name, "h200_comfyui.jsonl", "h200_memory.jsonl"):
+    for name in (report.SPEEDS, "h200_comfyui.jsonl", "h200_memory.jsonl"):
         for row in report.read(name):
             assert row["gpu"] and row["commit"]
-
-
-def test_new_results_go_before_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    for name in reversed(report.SPEEDS):
-        (tmp_path / name).touch()
-        assert report.speeds_file().name == name
 
 
 def test_tables_hold_times_limits_and_shares() -> None:

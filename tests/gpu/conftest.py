@@ -73,7 +73,7 @@ def assert_same_lse(lse: Tensor, emulated: Tensor, kernels: Kernels, tolerance: 
         torch.testing.assert_close(lse[seen], emulated[seen], rtol=1e-4, atol=tolerance)
     elif off.numel():
         assert off.abs().max() <= 1 / 16
-        assert (off.abs() > 2 * tolerance).sum() <= 1 + off.numel() // 100
+        assert (off.abs() > 4 * tolerance).sum() <= 1 + off.numel() // 100
         assert off.mean().abs() <= 2 * tolerance
 
 
