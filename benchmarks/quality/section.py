@@ -39,8 +39,8 @@ PARTS = (
         "dino ",
         "rel_l2",
         "relative L2 error",
-        "Relative L2 error of an attention call, mean over the 12 layers and 6 heads of DINOv2 "
-        "ViT-S on 12 video frames that attend jointly (18,444 tokens)",
+        "Relative L2 error of an attention call, mean over the 6 heads of every second layer of "
+        "DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens)",
         3,
         "quality_rel_l2.png",
     ),
