@@ -26,7 +26,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
 from sparge.calibrate import BLOCKS_A_CALL, Calibration, Workload, measure_for
-from sparge.calibrate.walk_choice import choose_walks
 
 from .inputs import draw
 from .shapes import SHAPES
@@ -106,15 +105,12 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         ms = median_ms(lambda calibration=calibration: calibration.sample(0, *qkv))
-        keys = calibration.walk_keys
-        walks_ms = median_ms(lambda keys=keys: choose_walks(*qkv[:2], keys))
         peak = torch.cuda.max_memory_allocated() - before
         yield {
             "shape": name,
             "case": "calibration sample",
             "blocks": blocks,
             "ms": round(ms, 3),
-            "walks_ms": round(walks_ms, 3),
             "dense_ms": round(dense_ms, 3),
             "share_of_dense_call": round(ms / dense_ms, 3),
             "peak_mib": round(peak / 2**20),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,13 @@ from .choices import HeadChoices
 from .measure import Measure, Measured, Sample, reference_measure
 from .scoring import squared_errors
 from .spread import spread_places
-from .walk_choice import choose_walks, sampled_keys
 from .workload import RESIDUAL_COST, Workload
 
 logger = logging.getLogger("sparge")
 
-#: Query blocks of every head that one sample measures. A run with guidance samples cond and uncond,
-#: which makes 8. Of 8 blocks, 91 % of DINOv2 video heads predict the error of others within a
-#: factor of 1.5, of 4 85 %; and choose better (.0766 instead of .0782 at 10 %). 8 in each would
-#: take 3 % of the attention of four dense steps at the Mochi shape.
+#: Query blocks of every head that one sample measures in each walk. A run with guidance samples
+#: cond and uncond, which makes 8. Of 8 blocks, 91 % of DINOv2 video heads predict the error of
+#: others within a factor of 1.5, of 4 85 %; and choose better (.0766 instead of .0782 at 10 %).
 BLOCKS_A_CALL = 4
 #: Rows of a query block that one is compared by. Every second one of 8 blocks tells as much as all
 #: (DINOv2 video at 20 %: .0391, .0389), every fourth one less (.0408): one column of a cube.
@@ -56,18 +54,17 @@ class Calibration:
     blocks_a_call: int
     row_step: int
     measure: Measure
-    walk_keys: Tensor = field(repr=False)
-    """See `sampled_keys`; on the device."""
     log_gains: Tensor = field(repr=False)
     """(gains,) float32, natural: of the candidates, on the device."""
-    walk: Tensor
-    """(layers, heads) int32: the walk of each head, chosen in the first sample of its layer."""
     squared_error: Tensor
-    """(layers, heads, routers, densities, gains) float64, summed over rows and channels."""
+    """(layers, heads, walks, routers, densities, gains) float64, summed over rows and channels."""
     squared_norm: Tensor
-    """(layers, heads) float64, of the exact output."""
+    """(layers, heads, walks) float64, of the exact output."""
     samples: list[int] = field(repr=False)
-    """Query blocks sampled of each layer."""
+    """Query blocks sampled of each layer, in each walk."""
+    walks: list[int] = field(repr=False)
+    """Walks measured of each layer: the first one alone where heads share keys, since those have to
+    share a walk."""
 
     @classmethod
     def begin(
@@ -94,6 +91,10 @@ class Calibration:
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
+        walks = workload.order.walks
+        sums = torch.zeros(
+            layers, heads, walks, *candidates.shape, dtype=torch.float64, device=device
+        )
         return cls(
             workload,
             candidates,
@@ -101,12 +102,11 @@ class Calibration:
             blocks_a_call,
             row_step,
             measure,
-            sampled_keys(workload.order).to(device),
             torch.tensor(candidates.gains, device=device).log(),
-            torch.zeros(layers, heads, dtype=torch.int32, device=device),
-            torch.zeros(layers, heads, *candidates.shape, dtype=torch.float64, device=device),
-            torch.zeros(layers, heads, dtype=torch.float64, device=device),
+            sums,
+            torch.zeros(layers, heads, walks, dtype=torch.float64, device=device),
             [0] * layers,
+            [walks] * layers,
         )
 
     def sample(
@@ -122,16 +122,16 @@ class Calibration:
         """Measure all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
 
         Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
-        count as one. Errors are against the same arithmetic with nothing dropped. The first sample
-        of a layer decides the walks of its heads, in which all of them measure: what is measured in
-        two walks does not add up.
+        count as one. Errors are against the same arithmetic with nothing dropped. All walks of the
+        workload's order are measured in the same call: the error of a head can halve from one step
+        to the next, so walks measured in different steps do not compare. (Choosing the walk from
+        the keys alone costs a third and leaves smaller errors in calls, but clips of the small DiT
+        1.1 dB further from dense ones.)
         """
         blocks = self.next_query_blocks(layer)
-        walk = None
-        if self.workload.order.walks > 1:
-            if not self.samples[layer]:
-                self.walk[layer] = choose_walks(q, k, self.walk_keys)
-            walk = self.walk[layer]
+        softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if k.shape[1] != q.shape[1]:
+            self.walks[layer] = 1
         sample = Sample(
             q,
             k,
@@ -139,12 +139,13 @@ class Calibration:
             blocks,
             self.workload,
             self.candidates,
-            q.shape[-1] ** -0.5 if scale is None else scale,
+            softmax_scale,
             key_lengths,
-            walk,
-            self.row_step,
+            row_step=self.row_step,
         )
-        self._add(layer, self.measure(sample))
+        for walk in range(self.walks[layer]):
+            of_heads = torch.full((q.shape[1],), walk, dtype=torch.int32, device=q.device)
+            self._add(layer, walk, self.measure(replace(sample, walk=of_heads)))
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int) -> list[int]:
@@ -153,16 +154,16 @@ class Calibration:
         places = spread_places(len(self.query_blocks), first, self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
-    def _add(self, layer: int, measured: Measured) -> None:
+    def _add(self, layer: int, walk: int, measured: Measured) -> None:
         empty = ~measured.occupied
         errors = squared_errors(measured.distances, self.log_gains)
         errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((2, 4, 5), dtype=torch.float64)
-        self.squared_error[layer] += errors.movedim(2, 0)
+        self.squared_error[layer, :, walk] += errors.movedim(2, 0)
         norms = measured.distances.norm.masked_fill(empty, 0)
-        self.squared_norm[layer] += norms.sum((0, 2, 3), dtype=torch.float64)
+        self.squared_norm[layer, :, walk] += norms.sum((0, 2, 3), dtype=torch.float64)
 
     def relative_errors(self) -> NDArray[np.float64]:
-        """(layers, heads, routers, densities, gains): relative L2 errors.
+        """(layers, heads, walks, routers, densities, gains): relative L2 errors.
 
         The root of the ratio of sums rather than a mean of ratios: both choose equally well, and
         with 16 query blocks the sums predict the error within a factor of 1.5 for 95 % of DINOv2
@@ -189,13 +190,15 @@ class Calibration:
             raise ValueError("Give a target error or a mean density: one of the two.")
         samples = np.asarray(self.samples)
         errors = self.relative_errors()
-        measured = (samples > 0) & np.isfinite(errors).all((1, 2, 3, 4))
+        measured = (samples > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
         if not measured.any():
             raise ValueError("No layer was measured: call sample in dense calls before freeze.")
         densities = _densities(self.candidates)
         kept = self._kept(densities)
         errors = curves.steady(errors[measured], samples[measured])
         errors = curves.between(errors, self._kept(self.candidates.densities), kept)
+        for layer, walks in zip(errors, np.asarray(self.walks)[measured], strict=True):
+            layer[:, walks:] = np.inf  # no walk is chosen unmeasured
         by_head = errors.reshape(-1, errors[0, 0].size)
         costs, kept = self._costs(kept)
         if mean_density is None:
@@ -221,7 +224,7 @@ class Calibration:
         """Cost and share of kept pairs of each candidate."""
         routers, gains = self.candidates.routers, np.asarray(self.candidates.gains)
         residual = np.where((gains > 0) & (kept[:, None] < 1), RESIDUAL_COST, 0)
-        shape = (len(routers), *residual.shape)
+        shape = (self.workload.order.walks, len(routers), *residual.shape)
         cost = np.broadcast_to(kept[:, None] + residual, shape)
         return cost.ravel(), np.broadcast_to(kept[:, None], shape).ravel()
 
@@ -233,11 +236,11 @@ class Calibration:
         measured: Tensor,
     ) -> HeadChoices:
         routers, gains = self.candidates.routers, self.candidates.gains
-        shape = (len(routers), len(densities), len(gains))
-        router, density, gain = np.unravel_index(chosen, shape)
+        shape = (self.workload.order.walks, len(routers), len(densities), len(gains))
+        walk, router, density, gain = np.unravel_index(chosen, shape)
 
         def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
-            full = torch.full(self.squared_norm.shape, unmeasured, dtype=dtype)
+            full = torch.full(self.squared_norm.shape[:2], unmeasured, dtype=dtype)
             full[measured] = torch.from_numpy(values).to(dtype).view(-1, full.shape[1])
             return full
 
@@ -245,7 +248,7 @@ class Calibration:
             table(np.asarray(densities)[density], 1.0, torch.float32),
             table(np.asarray(gains)[gain], 0.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
-            self.walk.cpu(),
+            table(walk, 0, torch.int32),
             table(errors[np.arange(len(chosen)), chosen], 0.0, torch.float32),
             measured,
             self.candidates.floor,
