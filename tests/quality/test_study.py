@@ -71,7 +71,7 @@ def test_calibration_of_a_text_keeps_its_first_block(text: Call) -> None:
         attend(mode, text.raster, budget, is_causal=True)[0][0, :, :: calibration.row_step]
         for budget in budgets
     )
-    errors = calibration.relative_errors()[0, :, 0, place, 0]
+    errors = calibration.relative_errors()[0, :, 0, 0, place, 0]
     for error, out, truth in zip(errors.tolist(), sparse, dense, strict=True):
         assert error == pytest.approx(rel_l2(out, truth), rel=1e-3)
 
