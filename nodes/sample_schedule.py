@@ -19,9 +19,7 @@ class SampleSchedule:
        the first of each conditioning in a run without dense steps.
 
     A conditioning that first comes when another's sparse pass has begun takes the choices as they
-    are. The first entry that is measured decides the walks of all heads, for what is measured in
-    different walks does not add up; ComfyUI puts entries into a batch in the order in which it
-    computes them one by one, so that it is the same one.
+    are.
     """
 
     def __init__(self) -> None:

@@ -144,8 +144,10 @@ class Calibration:
             row_step=self.row_step,
         )
         for walk in range(self.walks[layer]):
-            of_heads = torch.full((q.shape[1],), walk, dtype=torch.int32, device=q.device)
-            self._add(layer, walk, self.measure(replace(sample, walk=of_heads)))
+            if walk:  # heads take the first one by themselves
+                of_heads = torch.full((q.shape[1],), walk, dtype=torch.int32, device=q.device)
+                sample = replace(sample, walk=of_heads)
+            self._add(layer, walk, self.measure(sample))
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int) -> list[int]:

@@ -54,7 +54,7 @@ def frozen(load_pack, grid):
 
 
 def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
-    """Their tensors differ, and so do the walks that suit them: the first one decides."""
+    """Their tensors differ, and so do the walks that suit them."""
     uncond, cond = call_of(RASTER, CUBES), call_of(CUBES, FRAMES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(((1, 0), *both))
