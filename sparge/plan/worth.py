@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a sparse call is faster than a dense one: from sizes alone, nothing is timed.
+
+With H heads of all batch entries, N tokens, and a share of the pairs that is kept:
+
+    blocks = H (N / 128) (N / 64)
+    kept   = H N^2 share
+    sparse = launch + token H N + block blocks + (pair [+ filter_pair]) kept
+             [+ pool_token H N + pool_block blocks + pair pooled H N^2 / 64]
+    dense  = launch + pair H N^2
+
+filter_pair: with the PV filter; the last line: with budgets of which a share of the heads, pooled,
+adds pseudo-keys. A call whose launches take the host longer than that takes as long as the host.
+The rates are in rates.json, which `python -m benchmarks.crossover --fit` writes from measurements;
+where nothing was measured (another GPU, another head_dim) there is no opinion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .blocks import KEY_BLOCK, QUERY_BLOCK
+
+RATES_FILE = Path(__file__).with_name("rates.json")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the time of an attention call depends on, beside the share that it keeps."""
+
+    tokens: int
+    heads: int
+    """Of all batch entries together."""
+    head_dim: int
+    pv_filter: bool = False
+    pooled: float | None = None
+    """Share of the heads that add pseudo-keys, in a call with budgets; None without."""
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.tokens
+
+    @property
+    def blocks(self) -> float:
+        return self.rows * self.tokens / (QUERY_BLOCK * KEY_BLOCK)
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.tokens
+
+    def sparse_terms(self, density: float) -> dict[str, float]:
+        """What each rate of `SparseRates` is multiplied by."""
+        budgets = self.pooled is not None
+        kept = density * self.pairs
+        return {
+            "launch": 1.0,
+            "token": self.rows,
+            "block": self.blocks,
+            "pair": kept + (self.pooled or 0.0) * self.pairs / KEY_BLOCK,
+            "filter_pair": kept * self.pv_filter,
+            "pool_token": self.rows * budgets,
+            "pool_block": self.blocks * budgets,
+        }
+
+    def dense_terms(self) -> dict[str, float]:
+        """What each rate of `DenseRates` is multiplied by."""
+        return {"launch": 1.0, "pair": self.pairs}
+
+
+@dataclass(frozen=True)
+class SparseRates:
+    """Seconds: each is a part of the formula above."""
+
+    host: float
+    host_budgets: float
+    """The host's part of a call with budgets."""
+    launch: float
+    token: float
+    block: float
+    pair: float
+    filter_pair: float
+    pool_token: float
+    pool_block: float
+
+    def seconds(self, call: Call, density: float) -> float:
+        host = self.host if call.pooled is None else self.host_budgets
+        return max(host, _sum(self, call.sparse_terms(density)))
+
+    def density_within(self, call: Call, seconds: float) -> float:
+        """The largest share that a call can keep in that time; below 0 where none."""
+        host = self.host if call.pooled is None else self.host_budgets
+        if seconds < host:
+            return -1.0
+        none, all_pairs = (_sum(self, call.sparse_terms(share)) for share in (0.0, 1.0))
+        return (seconds - none) / (all_pairs - none)
+
+
+@dataclass(frozen=True)
+class DenseRates:
+    """Of one of PyTorch's kernels, as SparseRates."""
+
+    host: float
+    launch: float
+    pair: float
+
+    def seconds(self, call: Call) -> float:
+        return max(self.host, _sum(self, call.dense_terms()))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one kind of GPU and one head_dim. margin: share by which sparse has to be faster, the
+    misfit of the formula."""
+
+    sparse: SparseRates
+    dense: Mapping[str, DenseRates]
+    margin: float
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Rates:
+        dense = {kernel: DenseRates(**rates) for kernel, rates in fields["dense"].items()}
+        return cls(SparseRates(**fields["sparse"]), dense, fields["margin"])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds, and the density below which a sparse call is faster for sure; 0 where none is."""
+
+    sparse: float
+    dense: float
+    break_even: float
+
+
+def estimate(call: Call, density: float, rates: Rates, dense_kernel: str = "") -> Estimate:
+    """dense_kernel: PyTorch's name of the one that would serve; else the fastest measured."""
+    known = rates.dense.get(dense_kernel)
+    dense = min(each.seconds(call) for each in ([known] if known else rates.dense.values()))
+    break_even = rates.sparse.density_within(call, dense / (1 + rates.margin))
+    return Estimate(rates.sparse.seconds(call, density), dense, min(1.0, max(0.0, break_even)))
+
+
+def rates_for(arch: str, head_dim: int) -> Rates | None:
+    """None where nothing was measured."""
+    return _all_rates().get((arch, head_dim))
+
+
+def forced_density(share: float, exact_keys: float, exact_queries: float = 0.0) -> float:
+    """The share of pairs kept where query blocks rank in `share` of all key blocks: keys of so
+    many tokens (shares too) are never dropped, and queries of so many drop nothing."""
+    ranked = exact_keys + min(share, 1 - exact_keys)
+    return exact_queries + (1 - exact_queries) * ranked
+
+
+def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:
+    return sum(getattr(rates, name) * times for name, times in terms.items())
+
+
+@lru_cache(maxsize=1)
+def _all_rates() -> dict[tuple[str, int], Rates]:
+    kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
+    return {
+        (arch, int(head_dim)): Rates.read(fields)
+        for arch, kind in kinds.items()
+        for head_dim, fields in kind["head_dims"].items()
+    }
