@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import AttentionStats, SparsePolicy, TokenGrid, capabilities, cube_order
 from sparge.kernels import warm
+from sparge.plan.worth import TORCH_KERNELS, torch_kernel
 
 from . import crossover_fit
 from .attention import specs
@@ -50,7 +51,6 @@ GRIDS = (
     *(TokenGrid(frames, 32, 32) for frames in (8, 16, 32)),
 )
 TINY = (TokenGrid(1, 16, 16), TokenGrid(1, 16, 16, prefix=64))
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 PV_FILTER = 15.0  # the node's default
 MOST_ERROR = 0.02  # of 8 bits; a kernel that is wrong is off by more
 
@@ -128,13 +128,12 @@ def check(shape: Shape, qkv: Qkv) -> None:
 
 
 def dense_kernels(on_gpu: bool) -> dict[str, SDPBackend]:
-    return KERNELS if on_gpu else {"flash": SDPBackend.FLASH_ATTENTION}
+    return TORCH_KERNELS if on_gpu else {"flash": SDPBackend.FLASH_ATTENTION}
 
 
 def time_dense(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[dict[str, Any]]:
     on_gpu = qkv[0].is_cuda
-    chosen = SDPBackend(torch._fused_sdp_choice(*qkv))
-    takes = next((name for name, backend in KERNELS.items() if backend == chosen), chosen.name)
+    takes = torch_kernel(*qkv)
     for name, backend in dense_kernels(on_gpu).items():
         with sdpa_kernel(backend):
             times = measure(lambda: comfyui_dense(*qkv), allowance.next(), on_gpu)

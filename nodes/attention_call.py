@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..sparge import AttentionStats, HeadBudget, SparsePolicy, TokenOrder, attention
+from ..sparge.plan.worth import torch_kernel
 from .decision import CallFacts
 
 #: Keywords that do not change the result, or that the library honours.
@@ -39,6 +40,8 @@ class AttentionCall:
     skip_reshape: bool
     skip_output_reshape: bool
     options: dict[str, Any]
+    torch_serves_dense: bool = False
+    """Whether a dense call is PyTorch's own attention, which then chooses its kernel."""
 
     @property
     def facts(self) -> CallFacts:
@@ -69,6 +72,17 @@ class AttentionCall:
     @property
     def head_count(self) -> int:
         return self.q.shape[1] if self.skip_reshape else self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1] if self.skip_reshape else self.q.shape[-1] // self.heads
+
+    def dense_kernel(self) -> str:
+        """The kernel that PyTorch would take for a dense call; "" when that is not known."""
+        q, k, v = self.heads_first()
+        if not self.torch_serves_dense or k.shape[1] != q.shape[1]:
+            return ""
+        return torch_kernel(q, k, v)
 
     @property
     def scale(self) -> float | None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparge import KernelBuildError, TokenOrder, Unsupported, cube_order
+from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, cube_order
+from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall
 from .decision import CallFacts, dense_reason
 from .families import LayerCounter, TokenLayout, token_layout
@@ -19,6 +20,7 @@ from .measured_heads import HeadPass, Plan
 from .passes import PassRecord
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
+from .worth import slower_reason
 
 logger = logging.getLogger("sparge")
 
@@ -98,7 +100,7 @@ class Forward:
         try:
             plan = self._plan(call, facts, block, row)
             if not isinstance(plan, str):
-                return self._sparse(call, facts.query_tokens, row, plan, options)
+                return self._sparse(call, facts.query_tokens, row, plan)
             reason = plan
         except Unsupported as refusal:
             reason = refusal.reason
@@ -120,20 +122,28 @@ class Forward:
             everywhere = f"tensors on {call.q.device} in a forward pass on {self.device}"
         step = self.outside if self.heads is None else None  # which a dense call is measured in
         reason = dense_reason(facts, block, everywhere or step, self.layout, self.run.settings)
-        if reason is None and self.heads is not None:
+        if reason is not None:
+            return reason
+        if self.heads is not None:
             return self.heads.plan(call, facts.query_tokens, row)
-        return reason
+        return self._slower(call, facts.query_tokens)
 
-    def _sparse(
-        self,
-        call: AttentionCall,
-        tokens: int,
-        row: int,
-        plan: Plan | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
+    def _slower(self, call: AttentionCall, tokens: int) -> str | None:
+        """Why a call of manual mode would be slower sparse. What cdf keeps is not known."""
+        if self.run.settings.select_by != "topk":
+            return None
+        policy = self._policy(call, tokens)
+        text = (policy.exact_prefix + policy.exact_suffix) / tokens
+        density = density_with_exact(self.run.settings.topk, text)
+        return slower_reason(call, density, policy.pv_filter, pooled=None)
+
+    def _policy(self, call: AttentionCall, tokens: int) -> SparsePolicy:
+        options: Mapping[str, Any] = call.options.get("transformer_options") or {}
         references = sum(options.get("reference_image_num_tokens") or ())
-        policy = self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
+        return self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
+
+    def _sparse(self, call: AttentionCall, tokens: int, row: int, plan: Plan | None) -> Tensor:
+        policy = self._policy(call, tokens)
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
             fits = self.order is not None and self.order.tokens == tokens

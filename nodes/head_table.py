@@ -21,6 +21,7 @@ from .aim import Aim
 from .attention_call import AttentionCall
 from .host import untracked_allocations
 from .sample_schedule import Conditioning, SampleSchedule
+from .worth import slower_reason
 
 #: Steps of which a layer is probed in one: 8 of 350 query blocks, exact, in every eighth step are
 #: .3 % of the products of dense attention.
@@ -58,6 +59,7 @@ class HeadTable:
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         order = self._workload.order.on(device)  # copied there now, not inside a call
+        self._least = float(self._workload.density([0])[0])  # share of pairs that is always kept
         self.order: TokenOrder | None = None if shape.grid is None else order
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
@@ -66,6 +68,8 @@ class HeadTable:
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
+        self._kept: list[float] = []  # by row: share of pairs that its choices keep
+        self._pooled: list[float] = []  # by row: share of heads that use the residual
         self._probed: list[tuple[int, int]] = []  # (step, row) that _tighten has not yet seen
 
     def begin_pass(
@@ -104,8 +108,12 @@ class HeadTable:
             self.why_dense = str(nothing_to_drop)
 
     def sample(self, row: int, call: AttentionCall) -> None:
-        """Inside a dense call: measures it if its pass is to be. Never waits."""
+        """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
+        sparse. Never waits."""
         if row >= self.rows or row in self._refusals:
+            return
+        if slower := slower_reason(call, self._least, self._policy.pv_filter, pooled=0.0):
+            self._refusals[row] = slower
             return
         self._called.add(row)
         if self._calibration is None or not self._schedule.measuring:
@@ -150,6 +158,8 @@ class HeadTable:
         self._budgets = [choices.budget(row, self.device) for row in range(self.rows)]
         for budget in filter(None, self._budgets):
             budget.table(self._policy)
+        self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
+        self._pooled = (choices.gain > 0).float().mean(1).tolist()
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
@@ -158,6 +168,12 @@ class HeadTable:
         """What the heads of a layer may keep, or why it has to stay dense."""
         budget = self._budgets[row] if row < self.rows else None
         return budget or self.refusal(row) or NOT_MEASURED
+
+    def slower(self, row: int, call: AttentionCall) -> str | None:
+        """Why a call of a layer would be slower sparse, with what its heads were given at first."""
+        if row >= self.rows or self._budgets[row] is None:
+            return None
+        return slower_reason(call, self._kept[row], self._policy.pv_filter, self._pooled[row])
 
     def refusal(self, row: int) -> str | None:
         """Why a layer cannot be measured whatever comes, or None."""
@@ -189,14 +205,14 @@ class HeadTable:
         """(rows, heads) float32: the share of attention that each head now keeps, forced blocks
         included; NaN for rows that are not measured. Waits for the GPU."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
-        for row, budget in enumerate(self._budgets):
-            if budget is not None:
-                shares = sorted(set(budget.density.tolist()))
-                known = dict(zip(shares, self._kept(shares, budget.floor), strict=True))
-                kept[row] = torch.tensor([known[share] for share in budget.density.tolist()])
+        rows = [row for row, budget in enumerate(self._budgets) if budget is not None]
+        if rows and self.choices is not None:
+            asked = torch.stack([budget.density for budget in self._budgets if budget]).cpu()
+            kept[rows] = self._kept_shares(asked, self.choices.floor)
         return kept
 
-    def _kept(self, shares: list[float], floor: int) -> list[float]:
-        """The share of pairs that each density really keeps."""
-        ranks = (torch.tensor(shares) * self._workload.key_blocks).long().clamp(min=floor)
-        return self._workload.density(ranks.tolist()).tolist()
+    def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:
+        """The share of pairs that each density really keeps, on the CPU as these are."""
+        densities, place = asked.unique(return_inverse=True)
+        ranks = (densities * self._workload.key_blocks).long().clamp(min=floor)
+        return torch.from_numpy(self._workload.density(ranks.tolist())).float()[place]

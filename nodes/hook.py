@@ -17,7 +17,14 @@ from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to
 from .forward_facts import Forward
-from .host import APPLY_MODEL, OUTER_SAMPLE, raise_if_interrupted, show_on_node, step_sigmas
+from .host import (
+    APPLY_MODEL,
+    OUTER_SAMPLE,
+    leaves_attention_to_torch,
+    raise_if_interrupted,
+    show_on_node,
+    step_sigmas,
+)
 from .profiles import NamedProfile, fingerprint_of
 from .result import RunResult
 from .run_state import Run
@@ -217,7 +224,15 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
         call = AttentionCall(
-            q, k, v, heads, mask is not None, skip_reshape, skip_output_reshape, kwargs
+            q,
+            k,
+            v,
+            heads,
+            mask is not None,
+            skip_reshape,
+            skip_output_reshape,
+            kwargs,
+            torch_serves_dense=previous is None and leaves_attention_to_torch(func),
         )
         return forward.attend(call, dense)
 

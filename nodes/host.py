@@ -48,6 +48,13 @@ def untracked_allocations() -> AbstractContextManager[None]:
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
+def leaves_attention_to_torch(backend: object) -> bool:
+    """Whether ComfyUI's attention function `backend` is PyTorch's with the kernel it chooses by
+    itself. (On Windows ComfyUI puts kernels in an order of its own.)"""
+    has_order = hasattr(sys.modules.get("comfy.ops"), "SDPA_BACKEND_PRIORITY")
+    return getattr(backend, "__name__", "") == "attention_pytorch" and not has_order
+
+
 def profile_folder() -> Path:
     """Where profiles of measured heads are kept; it may not exist yet."""
     import folder_paths

@@ -135,7 +135,7 @@ class HeadPass:
             return self.why_dense or table.refusal(row) or MEASURING
         if self.why_dense is not None:
             return self.why_dense
-        budget = table.budget(row)
+        budget = table.slower(row, call) or table.budget(row)
         return budget if isinstance(budget, str) else Plan(table, budget, table.order)
 
     def probe(self, plan: Plan, row: int, call: AttentionCall, out: Tensor) -> None:

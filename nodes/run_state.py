@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +18,7 @@ from .measured_heads import MeasuredHeads
 from .passes import PassRecord
 from .sample_schedule import Conditioning
 from .settings import Settings
-
-#: Debugging aid: with the value 1 a device without kernels runs the slow reference, not dense.
-REFERENCE_VARIABLE = "SPARGE_REFERENCE"
+from .worth import speed_matters
 
 
 @dataclass
@@ -128,7 +125,7 @@ class Run:
 
 def unusable_reason(device: torch.device) -> str | None:
     """Why the kernels cannot run on this device, or None when they can."""
-    if os.environ.get(REFERENCE_VARIABLE) == "1":
+    if not speed_matters():
         return None
     capability = capabilities(device)
     return None if capability.usable else capability.reason

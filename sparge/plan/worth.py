@@ -24,9 +24,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
 from .blocks import KEY_BLOCK, QUERY_BLOCK
 
 RATES_FILE = Path(__file__).with_name("rates.json")
+
+#: PyTorch's kernels of which there are rates.
+TORCH_KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, and the density below which a sparse call is faster for sure; 0 where none is."""
+    """Seconds, and the density below which a sparse call is faster for sure: 0 where none is,
+    above 1 where even a call that drops nothing is."""
 
     sparse: float
     dense: float
@@ -137,11 +145,11 @@ class Estimate:
 
 
 def estimate(call: Call, density: float, rates: Rates, dense_kernel: str = "") -> Estimate:
-    """dense_kernel: PyTorch's name of the one that would serve; else the fastest measured."""
+    """dense_kernel: the one of PyTorch's that would serve; else the fastest is assumed."""
     known = rates.dense.get(dense_kernel)
     dense = min(each.seconds(call) for each in ([known] if known else rates.dense.values()))
     break_even = rates.sparse.density_within(call, dense / (1 + rates.margin))
-    return Estimate(rates.sparse.seconds(call, density), dense, min(1.0, max(0.0, break_even)))
+    return Estimate(rates.sparse.seconds(call, density), dense, max(0.0, break_even))
 
 
 def rates_for(arch: str, head_dim: int) -> Rates | None:
@@ -149,11 +157,17 @@ def rates_for(arch: str, head_dim: int) -> Rates | None:
     return _all_rates().get((arch, head_dim))
 
 
-def forced_density(share: float, exact_keys: float, exact_queries: float = 0.0) -> float:
-    """The share of pairs kept where query blocks rank in `share` of all key blocks: keys of so
-    many tokens (shares too) are never dropped, and queries of so many drop nothing."""
-    ranked = exact_keys + min(share, 1 - exact_keys)
-    return exact_queries + (1 - exact_queries) * ranked
+def torch_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The kernel that PyTorch's attention takes for these (B, H, N, D); "" when it is another."""
+    choose = getattr(torch, "_fused_sdp_choice", None)  # private, so it may go one day
+    choice = None if choose is None else SDPBackend(choose(q, k, v))
+    return next((name for name, backend in TORCH_KERNELS.items() if backend == choice), "")
+
+
+def density_with_exact(topk: float, exact: float) -> float:
+    """The share of pairs kept where query blocks rank in `topk` of all key blocks, and a share of
+    the tokens (text) attends and is attended to densely."""
+    return exact + (1 - exact) * min(1.0, exact + topk)
 
 
 def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +37,7 @@ def frozen(load_pack, grid):
     """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
     module = load_pack("nodes.head_table")
     aim = load_pack("nodes.aim").Aim("budget", 0.5)
+    made = load_pack("nodes.attention_call").AttentionCall
 
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
@@ -46,7 +45,7 @@ def frozen(load_pack, grid):
         table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"))
         for conditioning, *qkv in passes:
             table.begin_pass(conditioning, 0, "before start_percent", True)
-            table.sample(0, SimpleNamespace(heads_first=lambda qkv=qkv: qkv, scale=None))
+            table.sample(0, made(*qkv, 2, False, True, True, {}))
         table.begin_pass(passes[0][0], 1, None, False)
         return table.choices
 

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Never slower: a call that dense attention would serve faster stays dense."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..sparge import capabilities
+from ..sparge.plan.worth import Call, estimate, rates_for
+from .attention_call import AttentionCall
+
+#: Debugging aid: with the value 1 speed does not matter. A device without kernels runs the slow
+#: reference, not dense, and no call is dense for being slower.
+REFERENCE_VARIABLE = "SPARGE_REFERENCE"
+#: What the rates were measured with; dense attention in float32 is slower by far.
+MEASURED_DTYPES = (torch.bfloat16, torch.float16)
+#: A density that no user asks for.
+NO_DENSITY = 0.01
+
+
+def speed_matters() -> bool:
+    return os.environ.get(REFERENCE_VARIABLE) != "1"
+
+
+def slower_reason(
+    call: AttentionCall, density: float, pv_filter: bool, pooled: float | None
+) -> str | None:
+    """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster, or
+    nothing is known. The text holds nothing that differs between layers: the report counts it.
+
+    pooled: share of the heads that use the residual; None without budgets.
+    """
+    rates = rates_for(capabilities(call.q.device).arch, call.head_dim)
+    if rates is None or call.q.dtype not in MEASURED_DTYPES or not speed_matters():
+        return None
+    tokens, batch = call.facts.query_tokens, call.q.shape[0]
+    sizes = Call(tokens, batch * call.head_count, call.head_dim, pv_filter, pooled)
+    if density < estimate(sizes, density, rates).break_even:
+        return None
+    break_even = estimate(sizes, density, rates, call.dense_kernel()).break_even
+    if density < break_even:
+        return None
+    if break_even < NO_DENSITY:
+        return f"at {tokens:,} tokens sparse would be slower"
+    return f"at {tokens:,} tokens sparse is faster only below {100 * break_even:.0f} % density"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that would be slower sparse stay dense, with a reason; elsewhere nothing changes."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+HEADS, BLOCKS = 2, 2
+LATENT = (4, 16, 16)
+TOKENS = 4 * 8 * 8
+PAIRS = HEADS * TOKENS**2
+
+
+class WanModel(torch.nn.Module):
+    """As much of Wan as the node sees; its name makes it one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_size, self.num_heads, self.blocks = (1, 2, 2), HEADS, [0] * BLOCKS
+        self.norm = torch.nn.LayerNorm(8)
+
+
+@pytest.fixture
+def break_even(load_pack, monkeypatch):
+    """break_even(density): makes this the one of the test's calls; flash is twice as slow as cuDNN,
+    so its break-even is twice that."""
+    worth, node = load_pack("sparge.plan.worth"), load_pack("nodes.worth")
+    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+    monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
+
+    def pretend(density):
+        sparse = worth.SparseRates(0, 0, 0, 0, 0, pair=1 / PAIRS, filter_pair=0, pool_token=0,
+                                   pool_block=0)  # fmt: skip
+        cudnn, flash = (worth.DenseRates(0, 0, times * density / PAIRS) for times in (1, 2))
+        rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, margin=0.0)
+        monkeypatch.setattr(node, "rates_for", lambda arch, head_dim: rates)
+
+    return pretend
+
+
+@pytest.fixture
+def sample(patcher, load_pack, session, generator, runs):
+    """sample(**widgets): a run of two blocks and three steps; its tally."""
+
+    drawn = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
+
+    def run(dtype=torch.bfloat16, sigmas=(0.9, 0.7, 0.5), **widgets):
+        patcher.model.diffusion_model = WanModel()
+        node = load_pack("nodes.sparge_attention").SpargeAttention
+        patched = node.execute(patcher, **({"min_tokens": TOKENS} | widgets))[0]
+
+        def step(attend):
+            return [attend(*qkv, HEADS) for qkv in drawn.to(dtype)]
+
+        session(patched, LATENT).sample(step, list(sigmas))
+        return runs[-1][0].tally
+
+    return run
+
+
+def test_manual_mode_goes_by_topk(break_even, sample):
+    break_even(0.4)
+    assert sample(topk=0.3).sparse == 2 * BLOCKS
+    tally = sample(topk=0.5)
+    assert tally.sparse == 0
+    assert tally.reasons == {
+        "before start_percent 0.2": BLOCKS,
+        "at 256 tokens sparse is faster only below 40 % density": 2 * BLOCKS,
+    }
+
+
+def test_even_a_call_that_drops_nothing_may_be_faster(break_even, sample):
+    break_even(1.2)
+    assert sample(topk=1.0).sparse == 2 * BLOCKS
+
+
+def test_no_opinion_about_cdf_float32_and_unmeasured_gpus(
+    break_even, sample, load_pack, monkeypatch
+):
+    known = load_pack("nodes.worth").rates_for
+    break_even(0.0)
+    assert sample(select_by="cdf").sparse == 2 * BLOCKS
+    assert sample(dtype=torch.float32).sparse == 2 * BLOCKS
+    assert sample().reasons["at 256 tokens sparse would be slower"] == 2 * BLOCKS
+    monkeypatch.setattr(load_pack("nodes.worth"), "rates_for", known)
+    assert sample(topk=1.0).sparse == 2 * BLOCKS, "a CPU"
+
+
+def test_a_debugging_aid_makes_slow_calls_sparse(break_even, sample, monkeypatch):
+    break_even(0.0)
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+    assert sample().sparse == 2 * BLOCKS
+
+
+def test_auto_modes_go_by_what_the_heads_of_a_layer_keep(break_even, sample, runs):
+    break_even(0.9)
+    widgets = {"mode": "auto budget", "topk": 0.5}
+    assert sample(**widgets).sparse == 2 * BLOCKS
+    (table,) = runs[-1][0].heads.frozen
+    sparser, denser = sorted(table.density()[:BLOCKS].mean(1).tolist())
+    break_even((sparser + denser) / 2)
+    tally = sample(**widgets)
+    assert tally.sparse == 2
+    (reason,) = set(tally.reasons) - {"before start_percent 0.2"}
+    assert reason.startswith("at 256 tokens sparse is faster only below")
+    assert tally.reasons[reason] == 2
+
+
+def test_what_can_never_be_faster_is_not_measured(break_even, sample, runs):
+    break_even(0.0)
+    for mode in ("auto quality", "auto budget"):
+        tally = sample(mode=mode, sigmas=(0.7, 0.5, 0.3))
+        assert tally.reasons == {"at 256 tokens sparse would be slower": 3 * BLOCKS}
+        assert not runs[-1][0].heads.frozen
+
+
+@pytest.fixture
+def why(load_pack, monkeypatch):
+    """why(density, ...): the reason of a call that keeps so much."""
+    module = load_pack("nodes.attention_call")
+
+    def reason(density, torch_serves_dense=True, kv_heads=HEADS, kernel="flash"):
+        monkeypatch.setattr(module, "torch_kernel", lambda *qkv: kernel)
+        q = torch.zeros(1, TOKENS, HEADS * 64, dtype=torch.bfloat16)
+        k = q[..., : kv_heads * 64]
+        call = module.AttentionCall(q, k, k, HEADS, False, False, False, {}, torch_serves_dense)
+        return load_pack("nodes.worth").slower_reason(call, density, False, None)
+
+    return reason
+
+
+def test_the_kernel_that_pytorch_takes_counts_where_it_is_known(break_even, why):
+    break_even(0.4)
+    assert why(0.7) is None, "flash takes twice as long"
+    assert "below 80 %" in why(0.85)
+    for unlike in ({"kernel": "cudnn"}, {"kernel": ""}, {"torch_serves_dense": False}):
+        assert "below 40 %" in why(0.7, **unlike)
+    assert "below 40 %" in why(0.7, kv_heads=1)
+
+
+def test_who_serves_dense_calls(load_pack, monkeypatch):
+    host = load_pack("nodes.host")
+
+    def attention_pytorch(): ...
+
+    def attention_sage(): ...
+
+    assert host.leaves_attention_to_torch(attention_pytorch)
+    assert not host.leaves_attention_to_torch(attention_sage)
+    assert not host.leaves_attention_to_torch(None)
+    ordered = SimpleNamespace(SDPA_BACKEND_PRIORITY=[])
+    monkeypatch.setitem(sys.modules, "comfy.ops", ordered)
+    assert not host.leaves_attention_to_torch(attention_pytorch)

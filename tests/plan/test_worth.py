@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate follows its formula, and says nothing where nothing was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparge import AttentionStats, SparsePolicy, TokenGrid, attention, cube_order
+from sparge.plan.worth import (
+    Call,
+    DenseRates,
+    Rates,
+    SparseRates,
+    density_with_exact,
+    estimate,
+    rates_for,
+    torch_kernel,
+)
+
+SPARSE = SparseRates(
+    host=2e-5,
+    host_budgets=3e-5,
+    launch=1e-5,
+    token=1e-9,
+    block=1e-10,
+    pair=5e-13,
+    filter_pair=5e-14,
+    pool_token=2e-10,
+    pool_block=3e-11,
+)
+DENSE = {"cudnn": DenseRates(1e-5, 5e-6, 8e-13), "flash": DenseRates(1e-5, 5e-6, 1.2e-12)}
+RATES = Rates(SPARSE, DENSE, margin=0.05)
+CALL = Call(tokens=4608, heads=24, head_dim=128)
+ROWS, PAIRS = 24 * 4608, 24 * 4608**2
+BLOCKS = 24 * 36 * 72
+
+
+def test_each_part_is_its_work_times_its_rate() -> None:
+    found = estimate(CALL, 0.25, RATES)
+    assert found.dense == pytest.approx(5e-6 + 8e-13 * PAIRS), "the fastest kernel"
+    prepared = 1e-5 + 1e-9 * ROWS + 1e-10 * BLOCKS
+    assert found.sparse == pytest.approx(prepared + 5e-13 * PAIRS / 4)
+    filtered = estimate(replace(CALL, pv_filter=True), 0.25, RATES)
+    assert filtered.sparse == pytest.approx(prepared + 5.5e-13 * PAIRS / 4)
+    pooled = estimate(replace(CALL, pooled=0.5), 0.25, RATES)
+    more = 2e-10 * ROWS + 3e-11 * BLOCKS
+    assert pooled.sparse == pytest.approx(prepared + more + 5e-13 * PAIRS * (1 / 4 + 1 / 128))
+
+
+@pytest.mark.parametrize("kernel", ["", "cudnn", "flash"])
+@pytest.mark.parametrize("pooled", [None, 1.0])
+def test_at_the_break_even_sparse_is_faster_by_the_margin(
+    kernel: str, pooled: float | None
+) -> None:
+    call = replace(CALL, pooled=pooled)
+    break_even = estimate(call, 0.5, RATES, kernel).break_even
+    found = estimate(call, break_even, RATES, kernel)
+    assert break_even > 0 and found.dense / found.sparse == pytest.approx(1.05)
+
+
+def test_break_even_grows_with_tokens_up_to_all_of_them() -> None:
+    calls = [replace(CALL, tokens=tokens) for tokens in (256, 1024, 4096, 16384, 65536)]
+    found = [estimate(call, 0.5, RATES).break_even for call in calls]
+    assert found[0] == 0 and found == sorted(found) and found[-1] > 1
+
+
+def test_what_the_host_takes_is_the_least() -> None:
+    slow = replace(RATES, sparse=replace(SPARSE, host=1e-3))
+    found = estimate(CALL, 0.1, slow)
+    assert found.sparse == 1e-3 and found.break_even == 0
+    assert estimate(replace(CALL, pooled=0.0), 0.1, slow).break_even > 0
+    small = estimate(replace(CALL, tokens=64), 0.1, RATES)
+    assert (small.sparse, small.dense, small.break_even) == (2e-5, 1e-5, 0)
+
+
+def test_batch_entries_count_as_heads() -> None:
+    one, two = (estimate(replace(CALL, heads=heads), 0.3, RATES) for heads in (24, 48))
+    assert two.sparse - SPARSE.launch == pytest.approx(2 * (one.sparse - SPARSE.launch))
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("", 128), ("sm_89", 128), ("sm_90a", 96)])
+def test_no_opinion_where_nothing_was_measured(arch: str, head_dim: int) -> None:
+    assert rates_for(arch, head_dim) is None
+
+
+@pytest.mark.parametrize("topk", [0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("text", [0, 256])
+def test_text_counts_in_the_density(generator: torch.Generator, topk: float, text: int) -> None:
+    grid = TokenGrid(4, 16, 16, prefix=text)
+    q, k, v = torch.randn(3, 1, 1, grid.tokens, 16, generator=generator)
+    stats = AttentionStats("cpu")
+    attention(q, k, v, SparsePolicy(topk=topk), order=cube_order(grid), stats=stats)
+    expected = density_with_exact(topk, text / grid.tokens)
+    assert stats.density == pytest.approx(expected, abs=1 / 16)  # of 16 key blocks one is cut off
+
+
+def test_pytorch_says_which_kernel_it_takes() -> None:
+    q = torch.randn(1, 2, 64, 64)
+    assert torch_kernel(q, q, q) in ("flash", "")

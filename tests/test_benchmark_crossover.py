@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fit finds rates that made the times; the rates of the library are those of the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import crossover, crossover_fit
+from benchmarks.timing import ROOT, read_rows
+from sparge.plan.worth import RATES_FILE, DenseRates, Rates, SparseRates, estimate
+
+RESULTS = ROOT / "benchmarks" / "results" / "h200_crossover.jsonl"
+MADE = Rates(
+    SparseRates(2e-5, 3e-5, 2e-5, 1e-9, 2e-10, 5e-13, 5e-14, 2e-10, 3e-11),
+    {"cudnn": DenseRates(1e-5, 8e-6, 8e-13), "flash": DenseRates(1e-5, 5e-6, 1.2e-12)},
+    margin=0.0,
+)
+FACTS = {"gpu": "some GPU", "arch": "sm_90a", "torch": "2", "commit": "c1"}
+
+
+def timed(tokens: int, ms: float, host_ms: float, **more: Any) -> dict[str, Any]:
+    sizes = {"tokens": tokens, "heads": 24, "head_dim": 128}
+    return FACTS | sizes | {"ms": ms, "host_ms": host_ms} | more
+
+
+def made_rows() -> list[dict[str, Any]]:
+    rows = []
+    for tokens in (1024, 2048, 4608, 16384):
+        for kernel, rates in MADE.dense.items():
+            bare = timed(tokens, 1.0, 0.01, density=1.0, case=kernel, torch_takes="flash")
+            rows.append(bare | {"ms": 1000 * rates.seconds(crossover_fit.call(bare))})
+        for density in (1.0, 0.5, 0.1):
+            for pv_filter, pooled in ((False, None), (True, None), (False, 0.5)):
+                more = {"density": density, "pv_filter": pv_filter, "pooled": pooled}
+                bare = timed(tokens, 1.0, 0.02 if pooled is None else 0.03, case="ours", **more)
+                found = estimate(crossover_fit.call(bare), density, MADE)
+                rows.append(bare | {"ms": 1000 * found.sparse})
+    return rows
+
+
+def test_the_fit_finds_the_rates_that_made_the_times() -> None:
+    rows = made_rows()
+    kind = crossover_fit.fit(rows)
+    assert kind["commit"] == "c1"
+    found = Rates.read(kind["head_dims"]["128"])
+    assert found.margin < 0.01
+    assert vars(found.sparse) == pytest.approx(vars(MADE.sparse), rel=0.02)
+    for kernel, rates in MADE.dense.items():
+        assert vars(found.dense[kernel]) == pytest.approx(vars(rates), rel=0.02)
+    made = crossover_fit.decisions(rows, found)
+    chosen = {each.sparse_is_chosen for each in made if each.ratio < 0.97}
+    assert chosen == {True}
+    assert not any(each.sparse_is_chosen for each in made if each.ratio > 1.03)
+
+
+def test_the_margin_covers_what_the_formula_misses() -> None:
+    rows = made_rows()
+    for row in rows:
+        if row["tokens"] == 4608 and not crossover_fit.is_dense(row):
+            row["ms"] *= 1.3
+    found = Rates.read(crossover_fit.fit(rows)["head_dims"]["128"])
+    assert found.margin > 0.05
+    made = crossover_fit.decisions(rows, found)
+    assert not any(each.sparse_is_chosen for each in made if each.is_close and each.ratio > 1.01)
+
+
+def test_no_rate_is_negative() -> None:
+    rows = [row for row in made_rows() if not crossover_fit.is_dense(row)]
+    for row in rows:
+        row["ms"] *= 0.7 if row["tokens"] == 1024 else 1.0
+    terms = [crossover_fit.call(row).sparse_terms(row["density"]) for row in rows]
+    assert min(crossover_fit.solve(terms, rows).values()) >= 0
+
+
+def test_a_tiny_run_measures_every_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, rates = tmp_path / "rows.jsonl", tmp_path / "rates.json"
+    monkeypatch.setattr(crossover, "TINY", crossover.TINY[:1])
+    monkeypatch.setattr(crossover, "DENSITIES", (1.0, 0.3))
+    monkeypatch.setattr(crossover_fit, "RATES_FILE", rates)
+    monkeypatch.setattr("sys.argv", ["crossover", "--tiny", "--commit", "c1", "--out", str(out)])
+    crossover.main()
+    rows = read_rows(out)
+    cases = {(row["head_dim"], row["case"], row["asked_density"]) for row in rows}
+    assert len(cases) == len(rows) == 2 * (1 + 2 * 3)
+    assert all(row["ms"] > 0 and row["commit"] == "c1" for row in rows)
+    assert "would be slower than dense" in capsys.readouterr().out
+    assert not rates.exists(), "measuring writes no rates"
+    monkeypatch.setattr("sys.argv", ["crossover", "--fit", str(out)])
+    crossover.main()
+    assert set(json.loads(rates.read_text())[""]["head_dims"]) == {"64", "128"}
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossover, "errors", lambda *args: (0.0, 0.5))
+    (shape, *_) = crossover.shapes(crossover.TINY, (2,))
+    with pytest.raises(SystemExit, match="off by"):
+        crossover.check(shape, crossover.draw(shape, "cpu"))
+
+
+def test_the_rates_are_those_of_the_results() -> None:
+    rows = read_rows(RESULTS)
+    assert all(row["gpu"] and row["commit"] for row in rows)
+    kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
+    found = crossover_fit.fit(rows)
+    again = "run: python -m benchmarks.crossover --fit benchmarks/results/h200_crossover.jsonl"
+    assert flat(kinds.pop(rows[0]["arch"])) == pytest.approx(flat(found), rel=1e-3), again
+    assert not kinds, "rates that no results stand behind"
+
+
+def flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{path}/{name}") if isinstance(value, dict) else {path + name: value}
+    return leaves
