@@ -107,14 +107,15 @@ def test_the_rates_are_those_of_the_results() -> None:
     rows = read_rows(RESULTS)
     assert all(row["gpu"] and row["commit"] for row in rows)
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
-    found = crossover_fit.fit(rows)
-    again = "run: python -m benchmarks.crossover --fit benchmarks/results/h200_crossover.jsonl"
-    assert flat(kinds.pop(rows[0]["arch"])) == pytest.approx(flat(found), rel=1e-3), again
+    kept, found = kinds.pop(rows[0]["arch"]), crossover_fit.fit(rows)
     assert not kinds, "rates that no results stand behind"
-
-
-def flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{path}/{name}") if isinstance(value, dict) else {path + name: value}
-    return leaves
+    facts = ("gpu", "torch", "commit")
+    again = f"run: python -m benchmarks.crossover --fit {RESULTS.relative_to(ROOT)}"
+    assert [kept[fact] for fact in facts] == [found[fact] for fact in facts], again
+    assert set(kept["head_dims"]) == set(found["head_dims"]), again
+    for row in rows:
+        pair = [Rates.read(each["head_dims"][str(row["head_dim"])]) for each in (kept, found)]
+        call = crossover_fit.call(row)
+        here, there = (vars(estimate(call, row["density"], rates)) for rates in pair)
+        # Another numpy rounds the last digit otherwise.
+        assert here == pytest.approx(there, rel=0.01, abs=1e-6), again

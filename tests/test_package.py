@@ -36,7 +36,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_library_and_its_sources(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    library = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sparge").rglob("*.py")}
+    library = {
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "sparge").rglob("*")
+        if p.suffix in (".py", ".json")
+    }
     sources = {
         "sparge/" + p.relative_to(ROOT).as_posix()
         for p in (ROOT / "csrc").rglob("*")
