@@ -7,9 +7,9 @@
 One JSON object for each size, case and asked density: tokens, heads, head_dim, case, density
 (reached), pv_filter, pooled (share of the heads that add pseudo-keys; null: no budgets), ms (of the
 GPU), host_ms (until the host is back), gpu, arch, torch, commit. The dense cases are PyTorch's
-kernels; torch_takes is the one that it takes by itself, as for ComfyUI. A call waits in the queue
-while the GPU sleeps, so that ms holds nothing of the host's. Before a size is timed, calls that
-drop nothing are compared with float32.
+kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash first). A call waits
+in the queue while the GPU sleeps, so that ms holds nothing of the host's. Before a size is timed,
+calls that drop nothing are compared with float32.
 """
 
 from __future__ import annotations

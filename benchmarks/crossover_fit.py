@@ -2,7 +2,8 @@
 """The rates of `sparge.plan.worth` from what benchmarks/crossover.py measured.
 
 Least squares of relative errors, for each head_dim and kernel; no rate is below 0. What the host
-takes is a median.
+takes is the median of all calls: it hardly depends on the size, and a machine's host is not always
+equally fast.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from sparge.plan.worth import RATES_FILE, Call, Estimate, Rates, estimate
 
 Row = Mapping[str, Any]
 
+#: Smaller sizes would only bend the lines: the host takes longer for a sparse call than the GPU for
+#: a dense one.
+FEWEST_TOKENS = 4096
 #: Sizes whose choice is not obvious: one is at most so many times as fast as the other.
 CLOSE = 1.5
 
@@ -30,14 +34,16 @@ class Decision:
     """What the rates say of one row, and what was measured."""
 
     row: Row
-    dense: Row
     predicted: Estimate
+    sparse: float
+    """Seconds, as `dense` with the host's part of the rates."""
+    dense: float
     sparse_is_chosen: bool
 
     @property
     def ratio(self) -> float:
         """Of the sparse call's time to the dense one's."""
-        return seconds(self.row) / seconds(self.dense)
+        return self.sparse / self.dense
 
     @property
     def is_close(self) -> bool:
@@ -49,11 +55,6 @@ class Decision:
         return self.ratio / (self.predicted.sparse / self.predicted.dense) - 1
 
 
-def seconds(row: Row) -> float:
-    """Of the GPU, or of the host where it is slower."""
-    return max(row["ms"], row["host_ms"]) / 1000
-
-
 def call(row: Row) -> Call:
     sizes = (row["tokens"], row["heads"], row["head_dim"])
     return Call(*sizes, row.get("pv_filter", False), row.get("pooled"))
@@ -61,6 +62,10 @@ def call(row: Row) -> Call:
 
 def is_dense(row: Row) -> bool:
     return "torch_takes" in row
+
+
+def terms_of(row: Row) -> dict[str, float]:
+    return call(row).dense_terms() if is_dense(row) else call(row).sparse_terms(row["density"])
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Any]:
@@ -85,18 +90,19 @@ def fit_head_dim(rows: Sequence[Row]) -> dict[str, Any]:
         "sparse": {
             "host": host_seconds(plain),
             "host_budgets": host_seconds(budgets),
-            **solve([call(row).sparse_terms(row["density"]) for row in sparse], sparse),
+            **solve(sparse),
         },
         "dense": {
             kernel: {
                 "host": host_seconds(of_kernel),
-                **solve([call(row).dense_terms() for row in of_kernel], of_kernel),
+                **solve(of_kernel),
             }
             for kernel, of_kernel in dense.items()
         },
         "margin": 0.0,
     }
-    near = [each for each in decisions(rows, Rates.read(rates)) if each.is_close]
+    read = Rates.read(rates)
+    near = [d for kernel in dense for d in decisions(rows, read, kernel) if d.is_close]
     rates["margin"] = rounded(max((each.too_low for each in near), default=0.0), 2)
     return rates
 
@@ -105,13 +111,20 @@ def host_seconds(rows: Sequence[Row]) -> float:
     return rounded(statistics.median(row["host_ms"] for row in rows) / 1000)
 
 
-def solve(terms: Sequence[Mapping[str, float]], rows: Sequence[Row]) -> dict[str, float]:
+def solve(rows: Sequence[Row]) -> dict[str, float]:
     """The rates that bring the sums of terms nearest to the GPU's times."""
+    rows = large(rows)
+    terms = [terms_of(row) for row in rows]
     names = list(terms[0])
     times = np.array([row["ms"] / 1000 for row in rows])
     matrix = np.array([[term[name] for name in names] for term in terms]) / times[:, None]
     rates = least_squares(matrix, np.ones(len(rows)))
     return {name: rounded(float(rate)) for name, rate in zip(names, rates, strict=True)}
+
+
+def large(rows: Sequence[Row]) -> list[Row]:
+    """Those that are fitted; in a tiny run all."""
+    return [row for row in rows if row["tokens"] >= FEWEST_TOKENS] or list(rows)
 
 
 def least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -133,19 +146,21 @@ def rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def decisions(rows: Sequence[Row], rates: Rates) -> list[Decision]:
-    """Of every sparse row of one head_dim, against the fastest dense one of its size."""
-    fastest: dict[tuple[int, int], Row] = {}
-    for row in filter(is_dense, rows):
-        size = (row["tokens"], row["heads"])
-        fastest[size] = min(row, fastest.get(size, row), key=seconds)
+def decisions(rows: Sequence[Row], rates: Rates, kernel: str = "cudnn") -> list[Decision]:
+    """Of every sparse row of one head_dim, against a dense kernel."""
+    dense = {
+        (row["tokens"], row["heads"]): max(row["ms"] / 1000, rates.dense[kernel].host)
+        for row in rows
+        if is_dense(row) and row["case"] == kernel
+    }
     found = []
     for row in rows:
-        dense = fastest.get((row["tokens"], row["heads"]))
-        if is_dense(row) or dense is None:
+        if is_dense(row):
             continue
-        guess = estimate(call(row), row["density"], rates)
-        found.append(Decision(row, dense, guess, row["density"] < guess.break_even))
+        guess = estimate(call(row), row["density"], rates, kernel)
+        sparse = max(row["ms"] / 1000, rates.sparse.host_of(call(row)))
+        against = dense[row["tokens"], row["heads"]]
+        found.append(Decision(row, guess, sparse, against, row["density"] < guess.break_even))
     return found
 
 
@@ -154,24 +169,36 @@ def show(rows: Sequence[Row]) -> None:
     for head_dim, fields in fit(rows)["head_dims"].items():
         rates = Rates.read(fields)
         of_dim = [row for row in rows if row["head_dim"] == int(head_dim)]
-        made = decisions(of_dim, rates)
         print(f"# head_dim {head_dim}: {json.dumps(fields)}")
         for kernel, dense in rates.dense.items():
-            worst = [
-                dense.seconds(call(row)) / seconds(row) - 1
-                for row in of_dim
-                if row["case"] == kernel
-            ]
-            print(f"#   {kernel}: {min(worst):+.1%} to {max(worst):+.1%}")
-        worst = [each.predicted.sparse / seconds(each.row) - 1 for each in made]
-        print(f"#   sparse: {min(worst):+.1%} to {max(worst):+.1%}, margin {rates.margin:.1%}")
-        slower = [each.ratio - 1 for each in made if each.sparse_is_chosen and each.ratio > 1]
-        missed = [1 - each.ratio for each in made if not each.sparse_is_chosen and each.ratio < 1]
-        print(
-            f"#   of {len(made)}: {len(slower)} would be slower than dense (by "
-            f"{max(slower, default=0):.1%} at most), {len(missed)} stay dense though "
-            f"{max(missed, default=0):.1%} faster at most"
-        )
+            of_kernel = [row for row in of_dim if row["case"] == kernel]
+            print(f"#   {kernel}: {off(of_kernel, [dense.gpu(call(row)) for row in of_kernel])}")
+        sparse = [row for row in of_dim if not is_dense(row)]
+        predicted = [rates.sparse.gpu(call(row), row["density"]) for row in sparse]
+        print(f"#   sparse: {off(sparse, predicted)}; margin {rates.margin:.1%}")
+        for kernel in rates.dense:
+            made = decisions(of_dim, rates, kernel)
+            chosen = [each for each in made if each.sparse_is_chosen]
+            slower = [each.ratio - 1 for each in chosen if each.ratio > 1]
+            missed = [1 - d.ratio for d in made if not d.sparse_is_chosen and d.ratio < 1]
+            print(
+                f"#   beside {kernel}: of {len(made)} calls {len(chosen)} are sparse, "
+                f"{len(slower)} of them slower (by {max(slower, default=0):.1%} at most); "
+                f"{len(missed)} stay dense that are faster ({max(missed, default=0):.1%} at most)"
+            )
+
+
+def off(rows: Sequence[Row], predicted: Sequence[float]) -> str:
+    """The worst relative misfits of the GPU's times, of all sizes and of those fitted."""
+    errors = {
+        id(row): 1000 * guess / row["ms"] - 1 for row, guess in zip(rows, predicted, strict=True)
+    }
+    fitted = [errors[id(row)] for row in large(rows)]
+    every = list(errors.values())
+    return (
+        f"{min(fitted):+.1%} to {max(fitted):+.1%} from {FEWEST_TOKENS} tokens on, "
+        f"{min(every):+.1%} to {max(every):+.1%} in all"
+    )
 
 
 def write(rows: Sequence[Row]) -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from ..sparge import AttentionStats, HeadBudget, SparsePolicy, TokenOrder, attention
 from ..sparge.plan.worth import torch_kernel
@@ -40,8 +42,9 @@ class AttentionCall:
     skip_reshape: bool
     skip_output_reshape: bool
     options: dict[str, Any]
-    torch_serves_dense: bool = False
-    """Whether a dense call is PyTorch's own attention, which then chooses its kernel."""
+    sdpa_order: Sequence[SDPBackend] | None = None
+    """Where PyTorch's attention serves a dense call: in what order it is asked to choose a kernel,
+    empty for its own; None where something else may serve it."""
 
     @property
     def facts(self) -> CallFacts:
@@ -80,9 +83,9 @@ class AttentionCall:
     def dense_kernel(self) -> str:
         """The kernel that PyTorch would take for a dense call; "" when that is not known."""
         q, k, v = self.heads_first()
-        if not self.torch_serves_dense or k.shape[1] != q.shape[1]:
+        if self.sdpa_order is None or k.shape[1] != q.shape[1]:
             return ""
-        return torch_kernel(q, k, v)
+        return torch_kernel(q, k, v, self.sdpa_order)
 
     @property
     def scale(self) -> float | None:

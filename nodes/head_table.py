@@ -69,7 +69,6 @@ class HeadTable:
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
         self._kept: list[float] = []  # by row: share of pairs that its choices keep
-        self._pooled: list[float] = []  # by row: share of heads that use the residual
         self._probed: list[tuple[int, int]] = []  # (step, row) that _tighten has not yet seen
 
     def begin_pass(
@@ -159,7 +158,6 @@ class HeadTable:
         for budget in filter(None, self._budgets):
             budget.table(self._policy)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
-        self._pooled = (choices.gain > 0).float().mean(1).tolist()
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
@@ -171,9 +169,11 @@ class HeadTable:
 
     def slower(self, row: int, call: AttentionCall) -> str | None:
         """Why a call of a layer would be slower sparse, with what its heads were given at first."""
-        if row >= self.rows or self._budgets[row] is None:
+        budget = self._budgets[row] if row < self.rows else None
+        if budget is None:
             return None
-        return slower_reason(call, self._kept[row], self._policy.pv_filter, self._pooled[row])
+        # All heads count as pooled, which costs them 1/64 and keeps reasons of layers alike.
+        return slower_reason(call, self._kept[row], self._policy.pv_filter, float(budget.pools))
 
     def refusal(self, row: int) -> str | None:
         """Why a layer cannot be measured whatever comes, or None."""

@@ -20,8 +20,8 @@ from .forward_facts import Forward
 from .host import (
     APPLY_MODEL,
     OUTER_SAMPLE,
-    leaves_attention_to_torch,
     raise_if_interrupted,
+    sdpa_order,
     show_on_node,
     step_sigmas,
 )
@@ -232,7 +232,7 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
             skip_reshape,
             skip_output_reshape,
             kwargs,
-            torch_serves_dense=previous is None and leaves_attention_to_torch(func),
+            sdpa_order=sdpa_order(func) if previous is None else None,
         )
         return forward.attend(call, dense)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import comfy.model_management
 import torch
+from torch.nn.attention import SDPBackend
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
@@ -48,11 +49,12 @@ def untracked_allocations() -> AbstractContextManager[None]:
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
-def leaves_attention_to_torch(backend: object) -> bool:
-    """Whether ComfyUI's attention function `backend` is PyTorch's with the kernel it chooses by
-    itself. (On Windows ComfyUI puts kernels in an order of its own.)"""
-    has_order = hasattr(sys.modules.get("comfy.ops"), "SDPA_BACKEND_PRIORITY")
-    return getattr(backend, "__name__", "") == "attention_pytorch" and not has_order
+def sdpa_order(backend: object) -> Sequence[SDPBackend] | None:
+    """In what order ComfyUI asks PyTorch to choose a kernel, empty for PyTorch's own; None where
+    its attention function `backend` is not PyTorch's."""
+    if getattr(backend, "__name__", "") != "attention_pytorch":
+        return None
+    return getattr(sys.modules.get("comfy.ops"), "SDPA_BACKEND_PRIORITY", ())
 
 
 def profile_folder() -> Path:

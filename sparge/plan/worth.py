@@ -3,22 +3,23 @@
 
 With H heads of all batch entries, N tokens, and a share of the pairs that is kept:
 
-    blocks = H (N / 128) (N / 64)
     kept   = H N^2 share
-    sparse = launch + token H N + block blocks + (pair [+ filter_pair]) kept
-             [+ pool_token H N + pool_block blocks + pair pooled H N^2 / 64]
+    sparse = launch + token H N + (pair [+ filter_pair]) kept
+             [+ pool_token H N + pair pooled H N^2 / 64]
     dense  = launch + pair H N^2
 
 filter_pair: with the PV filter; the last line: with budgets of which a share of the heads, pooled,
-adds pseudo-keys. A call whose launches take the host longer than that takes as long as the host.
-The rates are in rates.json, which `python -m benchmarks.crossover --fit` writes from measurements;
-where nothing was measured (another GPU, another head_dim) there is no opinion.
+adds pseudo-keys. Routing does not show beside the rest. A call that the host takes longer to launch
+takes as long as the host. The rates are in rates.json, which `python -m benchmarks.crossover --fit`
+writes from measurements; where nothing was measured (another kind of GPU, another head_dim) there
+is no opinion.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .blocks import KEY_BLOCK, QUERY_BLOCK
+from .blocks import KEY_BLOCK
 
 RATES_FILE = Path(__file__).with_name("rates.json")
 
@@ -53,10 +54,6 @@ class Call:
         return self.heads * self.tokens
 
     @property
-    def blocks(self) -> float:
-        return self.rows * self.tokens / (QUERY_BLOCK * KEY_BLOCK)
-
-    @property
     def pairs(self) -> int:
         return self.rows * self.tokens
 
@@ -67,11 +64,9 @@ class Call:
         return {
             "launch": 1.0,
             "token": self.rows,
-            "block": self.blocks,
             "pair": kept + (self.pooled or 0.0) * self.pairs / KEY_BLOCK,
             "filter_pair": kept * self.pv_filter,
             "pool_token": self.rows * budgets,
-            "pool_block": self.blocks * budgets,
         }
 
     def dense_terms(self) -> dict[str, float]:
@@ -88,22 +83,24 @@ class SparseRates:
     """The host's part of a call with budgets."""
     launch: float
     token: float
-    block: float
     pair: float
     filter_pair: float
     pool_token: float
-    pool_block: float
+
+    def host_of(self, call: Call) -> float:
+        return self.host if call.pooled is None else self.host_budgets
+
+    def gpu(self, call: Call, density: float) -> float:
+        return _sum(self, call.sparse_terms(density))
 
     def seconds(self, call: Call, density: float) -> float:
-        host = self.host if call.pooled is None else self.host_budgets
-        return max(host, _sum(self, call.sparse_terms(density)))
+        return max(self.host_of(call), self.gpu(call, density))
 
     def density_within(self, call: Call, seconds: float) -> float:
         """The largest share that a call can keep in that time; below 0 where none."""
-        host = self.host if call.pooled is None else self.host_budgets
-        if seconds < host:
+        if seconds < self.host_of(call):
             return -1.0
-        none, all_pairs = (_sum(self, call.sparse_terms(share)) for share in (0.0, 1.0))
+        none, all_pairs = (self.gpu(call, share) for share in (0.0, 1.0))
         return (seconds - none) / (all_pairs - none)
 
 
@@ -115,8 +112,11 @@ class DenseRates:
     launch: float
     pair: float
 
+    def gpu(self, call: Call) -> float:
+        return _sum(self, call.dense_terms())
+
     def seconds(self, call: Call) -> float:
-        return max(self.host, _sum(self, call.dense_terms()))
+        return max(self.host, self.gpu(call))
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,16 @@ def rates_for(arch: str, head_dim: int) -> Rates | None:
     return _all_rates().get((arch, head_dim))
 
 
-def torch_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The kernel that PyTorch's attention takes for these (B, H, N, D); "" when it is another."""
+def torch_kernel(q: Tensor, k: Tensor, v: Tensor, order: Sequence[SDPBackend] = ()) -> str:
+    """The kernel that PyTorch's attention takes for these (B, H, N, D); "" when it is another.
+
+    order: that of `sdpa_kernel`, where the caller sets one.
+    """
     choose = getattr(torch, "_fused_sdp_choice", None)  # private, so it may go one day
-    choice = None if choose is None else SDPBackend(choose(q, k, v))
+    if choose is None:
+        return ""
+    with sdpa_kernel(list(order), set_priority=True) if order else nullcontext():
+        choice = SDPBackend(choose(q, k, v))
     return next((name for name, backend in TORCH_KERNELS.items() if backend == choice), "")
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 HEADS, BLOCKS = 2, 2
 LATENT = (4, 16, 16)
@@ -33,8 +34,7 @@ def break_even(load_pack, monkeypatch):
     monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
 
     def pretend(density):
-        sparse = worth.SparseRates(0, 0, 0, 0, 0, pair=1 / PAIRS, filter_pair=0, pool_token=0,
-                                   pool_block=0)  # fmt: skip
+        sparse = worth.SparseRates(0, 0, 0, 0, pair=1 / PAIRS, filter_pair=0, pool_token=0)
         cudnn, flash = (worth.DenseRates(0, 0, times * density / PAIRS) for times in (1, 2))
         rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, margin=0.0)
         monkeypatch.setattr(node, "rates_for", lambda arch, head_dim: rates)
@@ -123,11 +123,11 @@ def why(load_pack, monkeypatch):
     """why(density, ...): the reason of a call that keeps so much."""
     module = load_pack("nodes.attention_call")
 
-    def reason(density, torch_serves_dense=True, kv_heads=HEADS, kernel="flash"):
-        monkeypatch.setattr(module, "torch_kernel", lambda *qkv: kernel)
+    def reason(density, order=(), kv_heads=HEADS, kernel="flash"):
+        monkeypatch.setattr(module, "torch_kernel", lambda *args: kernel)
         q = torch.zeros(1, TOKENS, HEADS * 64, dtype=torch.bfloat16)
         k = q[..., : kv_heads * 64]
-        call = module.AttentionCall(q, k, k, HEADS, False, False, False, {}, torch_serves_dense)
+        call = module.AttentionCall(q, k, k, HEADS, False, False, False, {}, order)
         return load_pack("nodes.worth").slower_reason(call, density, False, None)
 
     return reason
@@ -137,21 +137,37 @@ def test_the_kernel_that_pytorch_takes_counts_where_it_is_known(break_even, why)
     break_even(0.4)
     assert why(0.7) is None, "flash takes twice as long"
     assert "below 80 %" in why(0.85)
-    for unlike in ({"kernel": "cudnn"}, {"kernel": ""}, {"torch_serves_dense": False}):
+    for unlike in ({"kernel": "cudnn"}, {"kernel": ""}, {"order": None}):
         assert "below 40 %" in why(0.7, **unlike)
     assert "below 40 %" in why(0.7, kv_heads=1)
 
 
 def test_who_serves_dense_calls(load_pack, monkeypatch):
-    host = load_pack("nodes.host")
+    order = load_pack("nodes.host").sdpa_order
 
     def attention_pytorch(): ...
 
     def attention_sage(): ...
 
-    assert host.leaves_attention_to_torch(attention_pytorch)
-    assert not host.leaves_attention_to_torch(attention_sage)
-    assert not host.leaves_attention_to_torch(None)
-    ordered = SimpleNamespace(SDPA_BACKEND_PRIORITY=[])
+    assert order(attention_sage) is None and order(None) is None
+    assert order(attention_pytorch) == ()
+    ordered = SimpleNamespace(SDPA_BACKEND_PRIORITY=[SDPBackend.FLASH_ATTENTION])
     monkeypatch.setitem(sys.modules, "comfy.ops", ordered)
-    assert not host.leaves_attention_to_torch(attention_pytorch)
+    assert order(attention_pytorch) == [SDPBackend.FLASH_ATTENTION]
+
+
+def test_the_dense_path_of_a_call_is_told(patcher, load_pack, monkeypatch):
+    """Only where no other node serves the dense calls."""
+    hook, seen = load_pack("nodes.hook"), []
+
+    def attention_pytorch(*args, **kwargs): ...
+
+    forward = SimpleNamespace(attend=lambda call, dense: seen.append(call.sdpa_order))
+    for previous in (None, lambda *args, **kwargs: None):
+        owner = hook.Hook(load_pack("nodes.settings").Settings(), None)
+        forward.run = SimpleNamespace(owner=owner)
+        q = torch.zeros(1, TOKENS, 64)
+        options = {hook.FORWARD_KEY: forward}
+        override = hook.make_override(owner, previous)
+        override(attention_pytorch, q, q, q, 1, transformer_options=options)
+    assert seen == [(), None]
