@@ -30,6 +30,11 @@ class Aim:
     def target(self) -> float | None:
         return self.value if self.kind == "quality" else None
 
+    @property
+    def falls(self) -> bool:
+        """Whether early steps may keep more than late ones: a target holds in all of them."""
+        return self.kind == "budget"
+
     def freeze(self, calibration: Calibration) -> HeadChoices:
         """Waits for the GPU. Raises ValueError when nothing was measured."""
         if self.kind == "quality":

@@ -43,6 +43,16 @@ class SigmaWindow:
         later = any(level < below and self._is_before(level) for level in schedule)
         return self._is_before(sigma) and not later
 
+    def position(self, sigma: float, schedule: Sequence[float]) -> float | None:
+        """From 0 in the schedule's first step inside the window to 1 in the last, evenly by steps;
+        None where fewer than two are."""
+        least = self.end * (1 - SAME_SIGMA)
+        inside = [level for level in schedule if level >= least and not self._is_before(level)]
+        if len(inside) < 2:
+            return None
+        last = len(inside) - 1
+        return min(last, sum(level > sigma * (1 + SAME_SIGMA) for level in inside)) / last
+
     def _is_before(self, sigma: float) -> bool:
         return sigma > self.start * (1 + SAME_SIGMA)
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, cube_order
+from ..sparge import TURNS, KernelBuildError, SparsePolicy, TokenOrder, Unsupported, cube_order
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall
 from .decision import CallFacts, dense_reason
 from .families import LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
-from .passes import PassRecord
+from .passes import PassFacts, PassRecord
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
@@ -67,22 +67,23 @@ class Forward:
             numbers = ", ".join(map(str, missing))
             run.note(f"dense_blocks names {numbers}; this model has blocks 0-{layout.blocks - 1}")
         unusable, outside, is_last_dense = run.unusable(x.device), None, False
-        if unusable is None and not run.window.is_everything:
+        position = None
+        if unusable is None and run.needs_level:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
             outside = run.window.outside_reason(level, run.settings)
             is_last_dense = run.window.is_last_dense(level, run.schedule)
+            position = run.window.position(level, run.schedule)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
         record = run.begin_pass(
             conditioning, layout.rows, x.device, unusable is None and outside is None
         )
         order, heads = None, None
         if unusable is None and run.heads is not None:
-            heads = run.heads.begin(
-                layout, x.device, conditioning, record.step, outside, is_last_dense
-            )
+            facts = PassFacts(conditioning, record.step, outside, is_last_dense, position)
+            heads = run.heads.begin(layout, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
-            order = cube_order(layout.tokens).on(x.device)
+            order = cube_order(layout.tokens, record.step % TURNS).on(x.device)
         return cls(
             run, x.device, layout, unusable, outside, order, heads, record, LayerCounter(layout)
         )

@@ -9,18 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sparge import HeadBudget, SparsePolicy, TokenGrid, TokenOrder, Unsupported, grid_order
+from ..sparge import (
+    TURNS,
+    HeadBudget,
+    SparsePolicy,
+    TokenGrid,
+    TokenOrder,
+    Unsupported,
+    grid_order,
+)
 from ..sparge.calibrate import (
     Calibration,
     HeadChoices,
     Probe,
     Workload,
+    falling,
     measure_for,
 )
 from .aim import Aim
 from .attention_call import AttentionCall
 from .host import untracked_allocations
-from .sample_schedule import Conditioning, SampleSchedule
+from .passes import PassFacts
+from .sample_schedule import SampleSchedule
 from .worth import slower_reason
 
 #: Steps of which a layer is probed in one: 8 of 350 query blocks, exact, in every eighth step are
@@ -41,9 +51,16 @@ class Shape:
     """None where the tokens stay in the order they come."""
 
     def workload(self) -> Workload:
+        """In the first turn, which stands for all of them."""
         if self.grid is None:
             return Workload.of_tokens(self.tokens)
         return Workload(grid_order(self.grid))
+
+    def orders(self, device: torch.device) -> list[TokenOrder]:
+        """Those that steps take in turn; none where the tokens stay in the order they come."""
+        if self.grid is None:
+            return []
+        return [grid_order(self.grid, turn).on(device) for turn in range(TURNS)]
 
 
 class HeadTable:
@@ -58,9 +75,9 @@ class HeadTable:
         self.why_dense: str | None = None
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
-        order = self._workload.order.on(device)  # copied there now, not inside a call
+        self._workload.order.on(device)  # copied there now, not inside a call
+        self._orders = shape.orders(device)
         self._least = float(self._workload.density([0])[0])  # share of pairs that is always kept
-        self.order: TokenOrder | None = None if shape.grid is None else order
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
         self._batch_entries = 1  # of the running pass
@@ -68,28 +85,28 @@ class HeadTable:
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
-        self._kept: list[float] = []  # by row: share of pairs that its choices keep
+        self._position: float | None = None  # that the densities are of
+        self._kept: list[float] = []  # by row: share of pairs that its densities keep
         self._probed: list[tuple[int, int]] = []  # (step, row) that _tighten has not yet seen
 
-    def begin_pass(
-        self, conditioning: Conditioning, step: int, why_dense: str | None, is_last_dense: bool
-    ) -> None:
-        """Where a pass begins. May wait for the GPU, once: when the choices are made.
-
-        why_dense: why the whole pass has to stay dense; None where it may be sparse.
-        is_last_dense: it belongs to the last dense step before the window.
-        """
-        may_be_sparse = why_dense is None
-        self._batch_entries = len(conditioning)
+    def begin_pass(self, facts: PassFacts) -> None:
+        """Where a pass begins. May wait for the GPU, once: when the choices are made."""
+        may_be_sparse = facts.why_dense is None
+        self._batch_entries = len(facts.conditioning)
         if self.choices is None and self.why_dense is None:
             missed = bool(self._called - self._sampled - self._refusals.keys())
-            if may_be_sparse and self._schedule.is_done(conditioning, missed):
+            if may_be_sparse and self._schedule.is_done(facts.conditioning, missed):
                 self._freeze()
             else:
-                self._schedule.begin_pass(conditioning, may_be_sparse, is_last_dense)
+                self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
                 self._prepare()
         if self.choices is not None and may_be_sparse:
-            self._tighten(step)
+            self._fall(facts.position)
+            self._tighten(facts.step)
+
+    def order(self, step: int) -> TokenOrder | None:
+        """The order of tokens in which the calls of a step are sparse."""
+        return self._orders[step % TURNS] if self._orders else None
 
     def _prepare(self) -> None:
         """What the samples of this pass add to."""
@@ -119,8 +136,9 @@ class HeadTable:
             return
         try:
             with untracked_allocations():
+                calls = self._schedule.calls_a_sample
                 for entry in self._entries(call):
-                    self._calibration.sample(row, *entry, scale=call.scale)
+                    self._calibration.sample(row, *entry, scale=call.scale, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
@@ -157,7 +175,7 @@ class HeadTable:
         self._budgets = [choices.budget(row, self.device) for row in range(self.rows)]
         for budget in filter(None, self._budgets):
             budget.table(self._policy)
-        self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
+        self._set_kept(choices.density)
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
@@ -167,8 +185,31 @@ class HeadTable:
         budget = self._budgets[row] if row < self.rows else None
         return budget or self.refusal(row) or NOT_MEASURED
 
+    def _fall(self, position: float | None) -> None:
+        """The densities of this position in the window, where the aim leaves steps free. Never
+        waits."""
+        choices = self.choices
+        if not self._aim.falls or position == self._position or choices is None:
+            return
+        self._position = position
+        density = choices.density.clone()
+        if position is not None:
+            density[choices.measured] = falling(
+                density[choices.measured], position, self._workload.key_blocks
+            )
+        on_device = density.to(self.device)
+        for row, budget in enumerate(self._budgets):
+            if budget is not None:
+                budget.set_density(on_device[row])
+        self._set_kept(density)
+
+    def _set_kept(self, density: Tensor) -> None:
+        assert self.choices is not None
+        self._kept = self._kept_shares(density, self.choices.floor).mean(1).tolist()
+
     def slower(self, row: int, call: AttentionCall) -> str | None:
-        """Why a call of a layer would be slower sparse, with what its heads were given at first."""
+        """Why a call of a layer would be slower sparse, at the densities of this pass (those of
+        heads that were found too far off are higher by now)."""
         budget = self._budgets[row] if row < self.rows else None
         if budget is None:
             return None
@@ -202,13 +243,17 @@ class HeadTable:
             self.probe.tighten(row, budget, target)
 
     def density(self) -> Tensor:
-        """(rows, heads) float32: the share of attention that each head now keeps, forced blocks
-        included; NaN for rows that are not measured. Waits for the GPU."""
+        """(rows, heads) float32: the share of attention that each head keeps, forced blocks
+        included; NaN for rows that are not measured. Of densities that fall, the mean over the
+        steps; else the last. Waits for the GPU."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
         rows = [row for row, budget in enumerate(self._budgets) if budget is not None]
-        if rows and self.choices is not None:
+        if not rows or self.choices is None:
+            return kept
+        asked = self.choices.density[rows]
+        if not self._aim.falls:
             asked = torch.stack([budget.density for budget in self._budgets if budget]).cpu()
-            kept[rows] = self._kept_shares(asked, self.choices.floor)
+        kept[rows] = self._kept_shares(asked, self.choices.floor)
         return kept
 
     def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:

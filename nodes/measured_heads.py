@@ -21,7 +21,7 @@ from .aim import Aim
 from .attention_call import AttentionCall
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
-from .sample_schedule import Conditioning
+from .passes import PassFacts
 
 #: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
@@ -50,23 +50,15 @@ class MeasuredHeads:
         self._met: set[tuple[torch.device, Shape]] = set()
         self._lock = threading.Lock()
 
-    def begin(
-        self,
-        layout: TokenLayout,
-        device: torch.device,
-        conditioning: Conditioning,
-        step: int,
-        why_dense: str | None,
-        is_last_dense: bool,
-    ) -> HeadPass:
+    def begin(self, layout: TokenLayout, device: torch.device, facts: PassFacts) -> HeadPass:
         """Where a pass begins: makes the tables that it may need, the rest as in
         `HeadTable.begin_pass`."""
         tables = {
             shape: self._table(device, shape, layout) for shape in self._shapes(layout, device)
         }
         for table in tables.values():
-            table.begin_pass(conditioning, step, why_dense, is_last_dense)
-        return HeadPass(self, device, layout, step, why_dense, tables)
+            table.begin_pass(facts)
+        return HeadPass(self, device, layout, facts, tables)
 
     def meet(self, device: torch.device, shape: Shape) -> None:
         """Remembers a shape that no pass expected, so that the next one has a table for it."""
@@ -116,8 +108,7 @@ class HeadPass:
     heads: MeasuredHeads
     device: torch.device
     layout: TokenLayout
-    step: int
-    why_dense: str | None
+    facts: PassFacts
     tables: dict[Shape, HeadTable]
 
     def plan(self, call: AttentionCall, tokens: int, row: int) -> Plan | str:
@@ -129,14 +120,16 @@ class HeadPass:
         table = self.tables.get(shape)
         if table is None:
             self.heads.meet(self.device, shape)
-            return self.why_dense or MEASURING
+            return self.facts.why_dense or MEASURING
         if table.choices is None:
             table.sample(row, call)
-            return self.why_dense or table.refusal(row) or MEASURING
-        if self.why_dense is not None:
-            return self.why_dense
+            return self.facts.why_dense or table.refusal(row) or MEASURING
+        if self.facts.why_dense is not None:
+            return self.facts.why_dense
         budget = table.slower(row, call) or table.budget(row)
-        return budget if isinstance(budget, str) else Plan(table, budget, table.order)
+        if isinstance(budget, str):
+            return budget
+        return Plan(table, budget, table.order(self.facts.step))
 
     def probe(self, plan: Plan, row: int, call: AttentionCall, out: Tensor) -> None:
-        plan.table.probe_call(row, self.step, call, out)
+        plan.table.probe_call(row, self.facts.step, call, out)

@@ -11,6 +11,21 @@ from torch import Tensor
 
 from ..sparge import AttentionStats
 from ..sparge.stats import Counter
+from .sample_schedule import Conditioning
+
+
+@dataclass(frozen=True)
+class PassFacts:
+    """What is known of a forward pass when it begins."""
+
+    conditioning: Conditioning
+    step: int
+    why_dense: str | None = None
+    """Why the whole pass has to stay dense; None where it may be sparse."""
+    is_last_dense: bool = False
+    """It belongs to the last dense step before the window."""
+    position: float | None = None
+    """From 0 in the first step of the window to 1 in the last; None where that is not known."""
 
 
 @dataclass(eq=False)

@@ -82,6 +82,9 @@ class Run:
         self.heads: MeasuredHeads | None = None
         if settings.aim is not None:
             self.heads = MeasuredHeads(settings.aim, settings.policy(0, 0), profile, self.note)
+        falls = settings.aim is not None and settings.aim.falls
+        self.needs_level = falls or not self.window.is_everything
+        """Whether a pass has to know its noise level, for which it waits."""
         self._step = 0
         self._of_step: set[int] = set()
         self._unusable: dict[torch.device, str] = {}

@@ -26,6 +26,7 @@ class SampleSchedule:
         self.measuring: list[int] = []
         """Places in the batch of the running pass that are to be measured."""
         self._conditioning: Conditioning = ()
+        self._earlier: set[int] = set()  # conditionings of the steps before those measured
         self._after = False
         self._measured: dict[int, bool] = {}  # conditioning: whether after the dense steps
 
@@ -40,6 +41,14 @@ class SampleSchedule:
             wanted = may_be_sparse or (is_last_dense and one not in self._measured)
             if wanted and one not in conditioning[:place]:
                 self.measuring.append(place)
+        if not may_be_sparse and not is_last_dense:
+            self._earlier.update(conditioning)
+
+    @property
+    def calls_a_sample(self) -> int:
+        """Two where earlier steps had one conditioning alone: its samples count for the other's.
+        Not known without earlier steps, whose passes may be one batch or not."""
+        return 2 if len(self._earlier) == 1 else 1
 
     def measured(self) -> None:
         """A layer was measured in the running pass, in all its places."""

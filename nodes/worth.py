@@ -35,8 +35,10 @@ def slower_reason(
     rates = rates_for(capabilities(call.q.device).arch, call.head_dim)
     if rates is None or call.q.dtype not in MEASURED_DTYPES or not speed_matters():
         return None
-    tokens, batch = call.facts.query_tokens, call.q.shape[0]
-    sizes = Call(tokens, batch * call.head_count, call.head_dim, pv_filter, pooled)
+    tokens = call.facts.query_tokens
+    # Of one batch entry: ComfyUI computes them together or one by one, as memory allows, and the
+    # result must not depend on it.
+    sizes = Call(tokens, call.head_count, call.head_dim, pv_filter, pooled)
     if density < estimate(sizes, density, rates).break_even:
         return None
     break_even = estimate(sizes, density, rates, call.dense_kernel()).break_even

@@ -10,11 +10,12 @@ from .kernels import Capability, capabilities
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget, Router
 from .plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
-from .plan.walks import Walk
+from .plan.walks import TURNS, Walk
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
 
 __all__ = [
+    "TURNS",
     "AttentionStats",
     "BlockPlan",
     "Capability",

@@ -16,6 +16,7 @@ from benchmarks.quality.judge import psnr
 from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density, uniform
 from benchmarks.quality.rows import Row
+from benchmarks.quality.steps import SparseSteps
 from benchmarks.quality.walks import by_walk, of_heads
 from benchmarks.tiny_video_dit.model import Attention
 from sparge.plan.budget import HeadBudget
@@ -73,20 +74,21 @@ def clip_psnr(clip: Tensor, truth: Tensor) -> float:
 def emulated(
     run: DenseRun, mode: Mode, budgets: Sequence[HeadBudget]
 ) -> tuple[Attention, Callable[[], float]]:
-    order = library.order_of(mode, run.grid, run.begun.device)
+    steps = SparseSteps(run, mode, budgets)
     densities: list[Tensor] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+        order, of_layer = steps.of_call(block)
         outs, reached = [], []
-        for walk, budget in by_walk(budgets[block]):
+        for walk, budget in by_walk(of_layer):
             walked = None if order is None else order.walk(walk)
             packed = pack_qkv(q, k, v, walked, element=ELEMENT)
             out, choice = attend(mode, packed, budget, at_once=True)
             outs.append(out if walked is None else scatter(out, walked))
             reached.append(reached_density(choice))
         if len(outs) > 1:
-            outs = [of_heads(budgets[block], outs, dim=1)]
-            reached = [of_heads(budgets[block], reached)]
+            outs = [of_heads(of_layer, outs, dim=1)]
+            reached = [of_heads(of_layer, reached)]
         densities.append(reached[0])
         return outs[0].to(q.dtype)
 
@@ -100,11 +102,12 @@ def in_library(
     run: DenseRun, mode: Mode, budgets: Sequence[HeadBudget]
 ) -> tuple[Attention, Callable[[], float]]:
     """Through `sparge.attention`."""
-    order = library.order_of(mode, run.grid, run.begun.device)
+    steps = SparseSteps(run, mode, budgets)
     stats = sparge.AttentionStats(run.begun.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-        return library.attention(mode, q, k, v, budgets[block], order, stats).to(q.dtype)
+        order, budget = steps.of_call(block)
+        return library.attention(mode, q, k, v, budget, order, stats).to(q.dtype)
 
     def density() -> float:
         return stats.density

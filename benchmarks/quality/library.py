@@ -43,11 +43,13 @@ def attend_call(
     return out[0, :, judged.tokens], density
 
 
-def order_of(mode: Mode, grid: TokenGrid | None, device: torch.device) -> TokenOrder | None:
+def order_of(
+    mode: Mode, grid: TokenGrid | None, device: torch.device, turn: int = 0
+) -> TokenOrder | None:
     """All walks where each head has its own, else cubes or the order that the tokens come in."""
     if grid is None or not mode.cubes:
         return None
-    return (grid_order(grid) if mode.measured else cube_order(grid)).on(device)
+    return (grid_order if mode.measured else cube_order)(grid, turn).on(device)
 
 
 def attention(

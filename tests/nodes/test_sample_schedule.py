@@ -160,6 +160,24 @@ def test_layers_that_were_missed_get_one_more_pass_of_each_conditioning(load_pac
         assert schedule.is_done(one, layers_missed=True)
 
 
+@pytest.mark.parametrize(
+    ("earlier", "calls"),
+    [
+        ([(0,), (0,)], 2),
+        ([(0, 1)], 1),
+        ([(1,), (0,)], 1),
+        ([], 1),  # nothing says whether another conditioning will come
+    ],
+)
+def test_a_conditioning_that_is_alone_is_measured_for_two(load_pack, earlier, calls):
+    schedule = load_pack("nodes.sample_schedule").SampleSchedule()
+    for conditioning in earlier:
+        schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=False)
+    for conditioning in (0,), (1,):
+        schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=True)
+        assert schedule.calls_a_sample == calls
+
+
 def test_after_the_window_nothing_is_measured(load_pack):
     schedule = load_pack("nodes.sample_schedule").SampleSchedule()
     schedule.begin_pass((0,), may_be_sparse=False, is_last_dense=False)

@@ -98,16 +98,16 @@ def test_a_debugging_aid_makes_slow_calls_sparse(break_even, sample, monkeypatch
 
 def test_auto_modes_go_by_what_the_heads_of_a_layer_keep(break_even, sample, runs):
     break_even(0.9)
-    widgets = {"mode": "auto budget", "topk": 0.5}
-    assert sample(**widgets).sparse == 2 * BLOCKS
+    widgets = {"mode": "auto budget", "topk": 0.5, "sigmas": (0.9, 0.7)}
+    assert sample(**widgets).sparse == BLOCKS
     (table,) = runs[-1][0].heads.frozen
     sparser, denser = sorted(table.density()[:BLOCKS].mean(1).tolist())
     break_even((sparser + denser) / 2)
     tally = sample(**widgets)
-    assert tally.sparse == 2
+    assert tally.sparse == 1
     (reason,) = set(tally.reasons) - {"before start_percent 0.2"}
     assert reason.startswith("at 256 tokens sparse is faster only below")
-    assert tally.reasons[reason] == 2
+    assert tally.reasons[reason] == 1
 
 
 def test_what_can_never_be_faster_is_not_measured(break_even, sample, runs):

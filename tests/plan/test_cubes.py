@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sparge.plan.cubes import cube_ranks
+from sparge.plan.walks import TURNS
 
 VIDEOS = [
     (28, 30, 53),  # Mochi 848x480, 163 frames
@@ -30,9 +31,9 @@ EDGES = [
 CUBE_VARIANCE = 3 * (4**2 - 1) / 12  # squared distance from the centre, mean over 4 x 4 x 4 tokens
 
 
-def visited(grid: tuple[int, int, int]) -> np.ndarray:
+def visited(grid: tuple[int, int, int], turn: int = 0) -> np.ndarray:
     """(tokens, 3) coordinates in the cube order."""
-    ranks = cube_ranks(*grid)
+    ranks = cube_ranks(*grid, turn)
     order = np.argsort(ranks.ravel())
     assert np.array_equal(ranks.ravel()[order], np.arange(ranks.size))
     return np.stack(np.unravel_index(order, grid), -1)
@@ -54,7 +55,21 @@ def test_every_token_has_its_place(grid: tuple[int, int, int]) -> None:
 
 def test_every_token_has_its_place_in_any_grid(seed: int) -> None:
     for grid in np.random.default_rng(seed).integers(1, 24, (60, 3)).tolist():
-        visited(tuple(grid))
+        for turn in range(TURNS):
+            visited(tuple(grid), turn)
+
+
+@pytest.mark.parametrize("grid", VIDEOS, ids=str)
+def test_turns_go_along_another_axis_in_cubes_as_compact(grid: tuple[int, int, int]) -> None:
+    compact, along = [], []
+    for turn in range(TURNS):
+        coordinates = visited(grid, turn)
+        compact.append(variance(coordinates, 64).mean())
+        steps = np.abs(np.diff(coordinates[::64], axis=0)).sum(0)
+        along.append(int(steps.argmax()))
+    assert sorted(along) == [0, 1, 2]
+    assert max(compact) < 1.35 * min(compact)
+    assert grid[along[0]] == max(grid)
 
 
 @pytest.mark.parametrize("grid", [(16, 32, 56), (4, 4, 4), (8, 12, 8), (24, 4, 4)], ids=str)

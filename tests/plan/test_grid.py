@@ -10,7 +10,7 @@ import torch
 
 from sparge.plan import TokenGrid, TokenOrder, block_count, cube_order, grid_order, raster_order
 from sparge.plan.cubes import cube_ranks
-from sparge.plan.walks import Walk
+from sparge.plan.walks import TURNS, Walk
 
 GRIDS = [
     TokenGrid(28, 30, 53, suffix=200),
@@ -106,6 +106,34 @@ def test_walks_make_blocks_of_their_shape() -> None:
     assert (frames[Walk.FRAMES].amax(-1) == frames[Walk.FRAMES].amin(-1)).all()
     assert (rows[Walk.FRAMES].amax(-1) - rows[Walk.FRAMES].amin(-1) == 7).all()
     assert torch.equal(order.slot_tokens[Walk.RASTER], torch.arange(8 * 16 * 24).int())
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_turns_share_blocks_and_text(grid: TokenGrid) -> None:
+    first = grid_order(grid)
+    text = torch.arange(grid.tokens)
+    text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
+    for turn in range(1, TURNS):
+        order = grid_order(grid, turn)
+        assert order.segments == first.segments
+        for index in range(order.walks):
+            walk = order.walk(index)
+            check(walk, grid.tokens)
+            assert torch.equal(walk.block_counts, first.block_counts)
+            assert torch.equal(walk.token_slot[text], first.walk(index).token_slot[text])
+        assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
+
+
+def test_turns_cut_every_walk_elsewhere() -> None:
+    """Two tokens in one block of a turn are seldom in one block of another."""
+    grid = TokenGrid(13, 30, 45)
+    blocks = torch.stack([grid_order(grid, turn).token_slots // 64 for turn in range(TURNS)])
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        for walk in range(3):
+            pairs = torch.stack([blocks[one, walk], blocks[other, walk]]).unique(dim=1)
+            meetings = pairs.shape[1] / int(blocks[one, walk].amax() + 1)
+            shifted_whole = walk != Walk.CUBES and (other - one) == 2
+            assert meetings > (0.9 if shifted_whole else 1.9), (one, other, walk)
 
 
 def test_key_lengths_cut_the_suffix() -> None:
