@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the compilers compute values that later code needs: both move work towards its use, and past barriers and waits.
+// Where the compilers compute and keep values that later code needs: both move work towards its use, and past barriers and waits.
 #pragma once
 
 #include "cp_async.cuh"
@@ -23,6 +23,13 @@ SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
       "}\n" ::"f"(first),
       "f"(second), "r"(shared_address(&place))
       : "memory");
+}
+
+// The value in a register of its own, which the compiler neither computes again nor keeps in a uniform register.
+SPARGE_DEVICE i32 in_register(i32 value) {
+  i32 kept;
+  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
+  return kept;
 }
 
 }  // namespace sparge::ptx

@@ -99,7 +99,8 @@ constexpr u32 kKStep = 32 / kDescriptorUnit;
 
 SPARGE_DEVICE u32 descriptor_address(u32 shared_address) {
   constexpr u32 kIgnoredOffset = 1 << 16;  // between leading chunks, in swizzled layouts
-  return (shared_address & 0x3FFFF) / kDescriptorUnit | kIgnoredOffset;
+  static_assert(228 * 1024 / kDescriptorUnit <= 1 << 14, "the 228 KB of an SM need no mask: a descriptor has 14 bits of address");
+  return shared_address / kDescriptorUnit + kIgnoredOffset;
 }
 
 template <int kRowBytes>

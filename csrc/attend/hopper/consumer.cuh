@@ -15,6 +15,7 @@ using ValueSums = float[kValueSums];  // of values, then of probabilities
 
 // What a warpgroup carries from step to step of a work item.
 struct Item {
+  PerRow scale[kStepBlocks];  // of the scores that wait: from sums of products of levels to log2 units
   Queries queries;
   Softmax softmax;
   Levels levels[kStepBlocks];  // scores, then probabilities
@@ -30,102 +31,119 @@ struct Consumer {
   const AttendParams& p;
   Smem& smem;
   const i32 group;
-  const u32 queries, keys, values;  // descriptor addresses, of stage 0
+  const i32 own_turn, other_turn;  // barriers, of this warpgroup and of the other
+  const u32 queries;               // descriptor address
   Ring ring;
 
   SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s)
       : p(params),
         smem(s),
         group(uniform(threadIdx.x / kGroupThreads)),
-        queries(ptx::descriptor_address(ptx::shared_address(s.q[group]))),
-        keys(ptx::descriptor_address(ptx::shared_address(s.stage[0].k))),
-        values(ptx::descriptor_address(ptx::shared_address(s.stage[0].v[0].v))) {}
+        own_turn(ptx::in_register(kBarrierTurn + group)),
+        other_turn(ptx::in_register(kBarrierTurn + kConsumerGroups - 1 - group)),
+        queries(ptx::descriptor_address(ptx::shared_address(s.q[group]))) {}
+
+  SPARGE_DEVICE const Step& step(u32 at) const { return smem.stage_at(at).step; }
 
   SPARGE_DEVICE static bool leads() { return threadIdx.x % kGroupThreads == 0; }
 
   SPARGE_DEVICE void run() {
     if (leads()) smem.skipped_pairs[group] = 0;
-    if (group == kLowerRows) pass_turn(group);
-    while (next_step(), uniform(smem.step[ring.stage].turn >= 0)) attend_item();
+    if (group == kLowerRows) pass_turn(other_turn);
+    while (next_step(), uniform(step(ring.at).turn >= 0)) attend_item();
   }
 
-  SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.full[ring.stage], ring.parity); }
+  SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.stage_at(ring.at).full, ring.parity); }
 
   // Every lane speaks for its own reads: racecheck does not see what __syncwarp orders before the arrival of one lane.
-  SPARGE_DEVICE void release(i32 stage) const { ptx::mbarrier_arrive(smem.free[stage]); }
+  SPARGE_DEVICE void release(u32 at) const { ptx::mbarrier_arrive(smem.stage_at(at).free); }
 
   SPARGE_DEVICE void attend_item() {
-    const Step& first = smem.step[ring.stage];
+    const Step& first = step(ring.at);
     const bool empty = uniform(first.block[0] < 0);
     Item item(p, Work(p, first.turn), smem);
     if (empty) {
       ring.advance();
     } else {
+      Head head = first.head;
       start_scores(item, 0);
       start_scores(item, 1);
       ptx::wgmma_wait<0>();
       PerRow block_most[kStepBlocks];
 #pragma unroll
       for (int block = 0; block < kStepBlocks; ++block) {
-        mask(item, block, uniform(first.masked));
-        find_maximum(item, block_most[block], block);
+        mask(item, block, uniform(head.masked));
+        find_maximum<true>(item, block_most[block], block, head);
       }
       raise_maxima(item, block_most);
-      while (!uniform(smem.step[ring.stage].last)) advance(item);
+      while (!uniform(head.last)) {
+        const u32 at = ring.at;
+        ring.advance();
+        next_step();
+        const Head next = step(ring.at).head;
+        advance(item, at, next);
+        head = next;
+      }
       finish(item);
     }
-    store(item, Work(p, smem.step[ring.stage_before()].turn));
-    release(ring.stage_before());
+    store(item, Work(p, step(ring.before()).turn));
+    release(ring.before());
   }
 
   // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers
   // are free, and its maximum is found among the exponentials of the block after: a warp alone must fill the gaps of eight
-  // clocks between them. Nothing is in flight where the loop closes: ptxas would wait for each product.
-  SPARGE_DEVICE void advance(Item& item) {
-    const i32 stage = ring.stage;
-    ring.advance();
-    next_step();
-    const bool masked = uniform(smem.step[ring.stage].masked);  // before the products are waited for
-    PerRow scale, block_most[kStepBlocks];
-    scale_of(scale, item, stage, 0);
-    await_turn(group);
-    const u32 skips = skipped(stage);
+  // clocks between them. Nothing is in flight where the loop closes: ptxas would wait for each product. `next` was read, as
+  // all that a branch needs, before the products are waited for.
+  SPARGE_DEVICE void advance(Item& item, u32 before, const Head& next) {
+    await_turn(own_turn);
+    const u32 skips = skipped(before);
     Scores x;
-    item.softmax.exponents(x, item.levels[0], scale);
+    item.softmax.exponents(x, item.levels[0], item.scale[0]);
     start_scores(item, 0);
     Softmax::exponentials(item.probabilities, x, 0, skips & 1);
-    take_exponents(x, item, stage, 1);
+    item.softmax.exponents(x, item.levels[1], item.scale[1]);
     start_scores(item, 1);
     ptx::wgmma_wait<1>();
-    mask(item, 0, masked);
+    if (uniform(next.masked))
+      complete<true>(item, x, before, next, skips);
+    else
+      complete<false>(item, x, before, next, skips);
+  }
+
+  // The rest of a step, from the complete scores of the next step's first block on: code of its own for a masked step, so
+  // that all others may take their maxima as integers.
+  template <bool kMasked>
+  SPARGE_DEVICE void complete(Item& item, Scores& x, u32 before, const Head& next, u32 skips) {
+    PerRow block_most[kStepBlocks];
+    mask(item, 0, kMasked);
     Softmax::exponentials(item.probabilities, x, 1, skips & 2);
-    find_maximum(item, block_most[0], 0);
-    pass_turn(group);
-    start_values(item, stage);
+    find_maximum<kMasked>(item, block_most[0], 0, next);
+    pass_turn(other_turn);
+    start_values(item, before);
     ptx::wgmma_wait<1>();
-    mask(item, 1, masked);
-    find_maximum(item, block_most[1], 1);
-    settle(block_most[1]);
+    mask(item, 1, kMasked);
+    find_maximum<kMasked>(item, block_most[1], 1, next);
+    settle({fmaxf(block_most[0][0], block_most[1][0]), fmaxf(block_most[0][1], block_most[1][1])});
     ptx::wgmma_wait<0>();
     const PerRow alpha = {item.alpha[0], item.alpha[1]};
     raise_maxima(item, block_most);
     promote(item, alpha);
-    release(stage);
+    release(before);
   }
 
   SPARGE_DEVICE void finish(Item& item) {
-    const i32 stage = ring.stage;
+    const u32 at = ring.at;
     ring.advance();
-    await_turn(group);
-    const u32 skips = skipped(stage);
+    await_turn(own_turn);
+    const u32 skips = skipped(at);
 #pragma unroll
     for (int block = 0; block < kStepBlocks; ++block) {
       Scores x;
-      take_exponents(x, item, stage, block);
+      item.softmax.exponents(x, item.levels[block], item.scale[block]);
       Softmax::exponentials(item.probabilities, x, block, skips >> block & 1);
     }
-    pass_turn(group);
-    start_values(item, stage);
+    pass_turn(other_turn);
+    start_values(item, at);
     ptx::wgmma_wait<0>();
     promote(item, item.alpha);
   }
@@ -134,17 +152,18 @@ struct Consumer {
   SPARGE_DEVICE void mask(Item& item, int block, bool masked) const {
     ptx::in_flight(item.levels[block]);
     if (!masked) return;
-    const Step& step = smem.step[ring.stage];
-    if (uniform(step.pooled))
-      pool_scores(item.levels[block], smem.stage[ring.stage], block, item.queries.scale, p.scale * kLog2E);
+    const Stage& stage = smem.stage_at(ring.at);
+    if (uniform(stage.step.pooled))
+      pool_scores(item.levels[block], stage, block, item.queries.scale, p.scale * kLog2E);
     else
-      mask_scores(item.levels[block], step, block, p.causal);
+      mask_scores(item.levels[block], stage.step, block, p.causal);
   }
 
-  SPARGE_DEVICE void find_maximum(const Item& item, PerRow& block_most, int block) const {
-    PerRow scale;
-    scale_of(scale, item, ring.stage, block);
-    Softmax::block_maximum(block_most, item.levels[block], scale);
+  template <bool kMasked>
+  SPARGE_DEVICE void find_maximum(Item& item, PerRow& block_most, int block, const Head& head) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) item.scale[block][half] = item.queries.scale[half] * head.k_scale[block];
+    Softmax::block_maximum<kMasked>(block_most, item.levels[block], item.scale[block]);
     ptx::compute_here(block_most);
   }
 
@@ -153,43 +172,31 @@ struct Consumer {
   SPARGE_DEVICE void settle(const PerRow& values) const { ptx::store_if_nan(smem.never_read, values[0], values[1]); }
 
   SPARGE_DEVICE void raise_maxima(Item& item, PerRow (&block_most)[kStepBlocks]) {
-    const Step& step = smem.step[ring.stage];
     if constexpr (kPvFilter) {
-      const u32 vote = item.softmax.negligible(block_most, step.pvthreshd);
+      Stage& stage = smem.stage_at(ring.at);
+      const u32 vote = item.softmax.negligible(block_most, stage.step.pvthreshd);
       const i32 thread = threadIdx.x % kGroupThreads;
-      if (thread % kWarpSize == 0) smem.votes[ring.stage][group][thread / kWarpSize] = vote;
+      if (thread % kWarpSize == 0) stage.votes[group][thread / kWarpSize] = vote;
     }
     item.softmax.raise(block_most, item.alpha);
   }
 
   // Blocks of a stage's step that the PV filter leaves out, a bit each: those that all four warps voted for. The barrier of
   // the turn lies between the votes and this, so that no warp waits for another's vote on its own.
-  SPARGE_DEVICE u32 skipped(i32 stage) const {
+  SPARGE_DEVICE u32 skipped(u32 at) const {
     if constexpr (!kPvFilter) return 0;
     u32 votes = ~0u;
 #pragma unroll
-    for (int warp = 0; warp < kGroupWarps; ++warp) votes &= smem.votes[stage][group][warp];
+    for (int warp = 0; warp < kGroupWarps; ++warp) votes &= smem.stage_at(at).votes[group][warp];
     votes = uniform(votes);
-    if (votes && leads()) smem.skipped_pairs[group] += pairs_of(smem.step[stage], votes);
+    if (votes && leads()) smem.skipped_pairs[group] += pairs_of(step(at), votes);
     return votes;
-  }
-
-  // From scores to log2 units.
-  SPARGE_DEVICE void scale_of(PerRow& scale, const Item& item, i32 stage, int block) const {
-    const float key_scale = p.scale * kLog2E * smem.step[stage].k_scale[block];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) scale[half] = item.queries.scale[half] * key_scale;
-  }
-
-  SPARGE_DEVICE void take_exponents(Scores& x, const Item& item, i32 stage, int block) const {
-    PerRow scale;
-    scale_of(scale, item, stage, block);
-    item.softmax.exponents(x, item.levels[block], scale);
   }
 
   SPARGE_DEVICE void start_scores(Item& item, int block) const {
     Levels& levels = item.levels[block];
-    const u32 tile = keys + ring.stage * (sizeof(Stage) / ptx::kDescriptorUnit) + block * (kTileBytes / ptx::kDescriptorUnit);
+    const u32 tile =
+        ptx::descriptor_address(ptx::shared_address(smem.stage_at(ring.at).k)) + block * (kTileBytes / ptx::kDescriptorUnit);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<__builtin_bit_cast(i32, kScoreZero)>();
     ptx::wgmma_fence();
@@ -201,8 +208,8 @@ struct Consumer {
   }
 
   // Sums of one step alone: E4M3 tensor cores keep about 14 bits while they add.
-  SPARGE_DEVICE void start_values(Item& item, i32 stage) const {
-    const u32 tiles = values + stage * (sizeof(Stage) / ptx::kDescriptorUnit);
+  SPARGE_DEVICE void start_values(Item& item, u32 at) const {
+    const u32 tiles = ptx::descriptor_address(ptx::shared_address(smem.stage_at(at).v[0].v));
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
@@ -241,7 +248,8 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const i32 row = first_row() + 8 * half, token = work.token(p.problem, row);
       if (token < 0) continue;
-      if (quad_lane() == 0) attend::store_row_facts(p, work, token, softmax.most[half], softmax.sum[half], smem.q_dot_mean[row]);
+      if (quad_lane() == 0)
+        attend::store_row_facts(p, work, token, softmax.reported(half), softmax.sum[half], smem.q_dot_mean[row]);
       const attend::RowStore to(p, work, token, softmax.sum[half]);
 #pragma unroll
       for (int n = 0; n < kChannelTiles; ++n)

@@ -36,7 +36,7 @@ constexpr int kSwizzleBytes = 1024;               // after which the tensor core
 constexpr int kTileBytes = kKeyBlock * kHeadDim;  // of K and of V: both are 8-bit
 constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
 constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
-// Less the queries, alignment, barriers and the steps' descriptions.
+// Less the queries, alignment and what follows the stages.
 constexpr int kSharedBytes = 227 * 1024 - 2048 - kConsumerGroups * kQueryTileBytes;
 constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
 static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two bits");
@@ -47,15 +47,21 @@ constexpr int kConsumerRegisters = 240;
 static_assert(kGroupThreads * (kProducerRegisters + kConsumerGroups * kConsumerRegisters) <= 65536 / kThreads / 8 * 8 * kThreads,
               "a claim beyond what the launch allots (65,536 / kThreads, down to a multiple of 8) waits for ever");
 
-// What the consumers must know about a pipeline step. They read it where it lies: they have no registers for it.
+// What the main loop reads of every step.
+struct alignas(16) Head {
+  float k_scale[kStepBlocks];  // times a query's scale: from sums of products of levels to log2 units
+  i32 masked;                  // some of its pairs do not exist, or it is pooled
+  i32 last;                    // of its item
+};
+static_assert(sizeof(Head) == 16, "the consumers read it by one load");
+
+// What the consumers must know about a pipeline step. They read the rest where it lies: they have no registers for it.
 struct Step {
+  Head head;
   i32 turn;                // which work item; -1: there is no more
   i32 block[kStepBlocks];  // [0] = -1: the item's list is empty; [1] = -1: only one block
   i32 keys[kStepBlocks];   // that the blocks really have
-  float k_scale[kStepBlocks];
   float pvthreshd;
-  i32 masked;  // some of its pairs do not exist
-  i32 last;    // of its item
   i32 first_query;
   i32 pooled;  // pseudo-keys of 128 blocks; they have no keys
 };
@@ -68,10 +74,16 @@ struct ValueTile {
   u8 unused[kSwizzleBytes - kOnesChannels * kKeyBlock];
 };
 
-struct Stage {
+// All that belongs to a stage, so that one address leads to it.
+struct alignas(kSwizzleBytes) Stage {
   u8 k[kStepBlocks][kTileBytes];
   ValueTile v[kStepBlocks];
   PoolColumn columns[kStepPseudoKeys];
+  Step step;
+  u32 votes[kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
+  // full: one arrival of the producer, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
+  // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
+  u64 full, free;
 };
 static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
 constexpr int kStages = kSharedBytes / sizeof(Stage) < kMostStages ? kSharedBytes / sizeof(Stage) : kMostStages;
@@ -83,11 +95,9 @@ struct alignas(kSwizzleBytes) Smem {
   float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
-  Step step[kStages];
-  u32 votes[kStages][kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
-  // full: one arrival of the producer, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
-  // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
-  u64 full[kStages], free[kStages];
+
+  // Offsets in bytes, so that a stage is an addition away: no product a step.
+  SPARGE_DEVICE Stage& stage_at(u32 offset) { return *reinterpret_cast<Stage*>(reinterpret_cast<u8*>(stage) + offset); }
 };
 static_assert(sizeof(Smem) <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");
 
@@ -95,18 +105,19 @@ static_assert(sizeof(Smem) <= 227 * 1024, "a block of sm_90 has 227 KB of shared
 // keeps addresses of stages in uniform registers.
 SPARGE_DEVICE i32 uniform(i32 value) { return __shfl_sync(kFullWarp, value, 0); }
 
-// A position in the ring of stages, and the parity of the barriers' phase there.
+// A position in the ring of stages, as Smem::stage_at takes it, and the parity of the barriers' phase there.
 struct Ring {
-  i32 stage = 0;
+  static constexpr u32 kLast = (kStages - 1) * sizeof(Stage);
+  u32 at = 0;
   u32 parity = 0;
 
   SPARGE_DEVICE void advance() {
-    const bool last = stage == kStages - 1;
-    stage = uniform(last ? 0 : stage + 1);
+    const bool last = at == kLast;
+    at = uniform(last ? 0 : at + sizeof(Stage));
     parity ^= last;
   }
 
-  SPARGE_DEVICE i32 stage_before() const { return stage == 0 ? kStages - 1 : stage - 1; }
+  SPARGE_DEVICE u32 before() const { return at == 0 ? kLast : at - sizeof(Stage); }
 };
 
 }  // namespace sparge::hopper

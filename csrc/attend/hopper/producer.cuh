@@ -17,6 +17,10 @@ struct Producer {
 
   SPARGE_DEVICE Producer(const AttendParams& params, Smem& s) : p(params), smem(s), lane(threadIdx.x % kWarpSize) {}
 
+  // Products of levels times this and both scales are logits in log2 units. The producer takes it into the scales of the keys:
+  // one product a step, where each of 256 threads would make it.
+  SPARGE_DEVICE float log2_scale() const { return p.scale * kLog2E; }
+
   // Work items are handed out one by one, for their lists differ in length. Each thread block asks once more than it
   // gets items, so whoever asks last leaves the counter at zero for the next launch.
   SPARGE_DEVICE i32 next_turn(i32 turns) const {
@@ -63,10 +67,10 @@ struct Producer {
       }
     }
     Pair pair = work.pools() ? next_open(work, row, 0) : Pair{-1, 0};
-    step.last = pair.index < 0;
+    step.head.last = pair.index < 0;
     if (step.block[0] >= 0)
       push(work, step);
-    else if (step.last)
+    else if (step.head.last)
       push_mark(turn);
     while (pair.index >= 0) {
       const Pair after = next_open(work, row, pair.index + 1);
@@ -90,12 +94,12 @@ struct Producer {
     const i32 place = step.block[0] < 0 ? 0 : 1;
     if (place == 0) {
       step.block[0] = block;
-      step.k_scale[0] = facts.scale;
+      step.head.k_scale[0] = facts.scale;
       step.keys[0] = facts.keys;
     } else {
       step.block[1] = block;
     }
-    step.k_scale[1] = facts.scale;
+    step.head.k_scale[1] = facts.scale;
     step.keys[1] = place == 0 ? 0 : facts.keys;
   }
 
@@ -129,7 +133,7 @@ struct Producer {
     const i64 first = work.first_pool + kStepBlocks * pair.index;
     const i64 second = kStepBlocks * pair.index + 1 < p.problem.pool_tiles() ? first + 1 : first;
     wait_free();
-    Stage& stage = smem.stage[ring.stage];
+    Stage& stage = smem.stage_at(ring.at);
 #pragma unroll
     for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) {
       const u32 open = __shfl_sync(kFullWarp, pair.open, word);
@@ -139,16 +143,15 @@ struct Producer {
     }
     __syncwarp();
     if (lane == 0) {
-      Step& step = smem.step[ring.stage];
+      Step& step = stage.step;
       step = {};
       step.turn = turn;
-      step.pooled = step.masked = true;
-      step.last = last;
-      step.k_scale[0] = step.k_scale[1] = attend::kPoolScale;
+      step.pooled = step.head.masked = true;
+      step.head.last = last;
+      step.head.k_scale[0] = step.head.k_scale[1] = attend::kPoolScale * log2_scale();
       step.pvthreshd = attend::kNeverNegligible;
-      u64& full = smem.full[ring.stage];
-      ptx::mbarrier_arrive_expect(full, kStepBytes);
-      load(stage, p.pool_k, p.pool_v, first, second, full);
+      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
+      load(stage, p.pool_k, p.pool_v, first, second);
     }
     ring.advance();
   }
@@ -156,16 +159,17 @@ struct Producer {
   // A missing second block is the first once more: masked, but finite.
   SPARGE_DEVICE void push(const Work& work, Step step) {
     const i32 last_key = step.block[1] * kKeyBlock + kKeyBlock - 1;
-    step.masked = step.keys[0] < kKeyBlock || step.keys[1] < kKeyBlock || (p.causal && last_key > work.first_query);
+    step.head.masked = step.keys[0] < kKeyBlock || step.keys[1] < kKeyBlock || (p.causal && last_key > work.first_query);
+    step.head.k_scale[0] *= log2_scale();
+    step.head.k_scale[1] *= log2_scale();
     const i64 first = work.first_tile + step.block[0];
     const i64 second = step.block[1] < 0 ? first : work.first_tile + step.block[1];
     wait_free();
     if (lane == 0) {
-      u64& full = smem.full[ring.stage];
-      Stage& stage = smem.stage[ring.stage];
-      smem.step[ring.stage] = step;
-      ptx::mbarrier_arrive_expect(full, kStepBytes);
-      load(stage, p.k_tiles, p.v_tiles, first, second, full);
+      Stage& stage = smem.stage_at(ring.at);
+      stage.step = step;
+      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
+      load(stage, p.k_tiles, p.v_tiles, first, second);
     }
     ring.advance();
   }
@@ -174,22 +178,23 @@ struct Producer {
   SPARGE_DEVICE void push_mark(i32 turn) {
     wait_free();
     if (lane == 0) {
-      smem.step[ring.stage].turn = turn;
-      smem.step[ring.stage].block[0] = -1;
-      ptx::mbarrier_arrive(smem.full[ring.stage]);
+      Stage& stage = smem.stage_at(ring.at);
+      stage.step.turn = turn;
+      stage.step.block[0] = -1;
+      ptx::mbarrier_arrive(stage.full);
     }
     ring.advance();
   }
 
   // A fresh barrier counts as free: the phase before its first has completed.
-  SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.free[ring.stage], ring.parity ^ 1); }
+  SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free, ring.parity ^ 1); }
 
-  static SPARGE_DEVICE void load(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second, u64& barrier) {
+  static SPARGE_DEVICE void load(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
 #pragma unroll
     for (int block = 0; block < kStepBlocks; ++block) {
       const i64 at = (block == 0 ? first : second) * kTileBytes;
-      ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, barrier);
-      ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, barrier);
+      ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, stage.full);
+      ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, stage.full);
     }
   }
 };

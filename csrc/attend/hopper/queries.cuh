@@ -29,11 +29,9 @@ enum NamedBarrier { kBarrierRows = 1, kBarrierTurn = kBarrierRows + kConsumerGro
 SPARGE_DEVICE void sync_group(i32 group) { ptx::barrier_sync<kGroupThreads>(kBarrierRows + group); }
 
 // The warpgroups compute exponentials in turns: at the same time, both would wait for one pipe and then leave it idle.
-SPARGE_DEVICE void await_turn(i32 group) { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(kBarrierTurn + group); }
-SPARGE_DEVICE void pass_turn(i32 group) {
-  const i32 other = kConsumerGroups - 1 - group;
-  ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(kBarrierTurn + other);
-}
+// Each keeps the names of both barriers in registers (Consumer).
+SPARGE_DEVICE void await_turn(i32 barrier) { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(barrier); }
+SPARGE_DEVICE void pass_turn(i32 barrier) { ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(barrier); }
 
 struct Queries {
   PerRow scale;  // INT8 level of each row

@@ -12,6 +12,11 @@ using attend::kNoRow;
 using attend::kScoreZero;
 using attend::kShift;
 
+// Maximum of a row that met no key yet, -FLT_MAX. Finite, so that the difference of two such maxima is 0 and not a NaN, and
+// below every finite logit; scores that do not exist remain minus infinity, whose exponent less this maximum is minus infinity
+// too. So neither the exponents nor alpha ask whether there was a key. What leaves the kernel says minus infinity (reported).
+constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
+
 using Levels = i32[kScores];
 using Scores = float[kScores];
 using Probabilities = u32[kValueSteps][4];
@@ -54,27 +59,47 @@ SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, con
 }
 
 struct Softmax {
-  PerRow most;      // log2 units
+  PerRow most;      // log2 units, kNoKey before the first key
   PerRow sum = {};  // of the probabilities as they were rounded
 
   SPARGE_DEVICE Softmax(const Problem& problem, const Work& work) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) most[half] = work.token(problem, first_row() + 8 * half) >= 0 ? kMinusInfinity : kNoRow;
+    for (int half = 0; half < 2; ++half) most[half] = work.token(problem, first_row() + 8 * half) >= 0 ? kNoKey : kNoRow;
   }
 
+  // As partial results report it.
+  SPARGE_DEVICE float reported(int half) const { return most[half] == kNoKey ? kMinusInfinity : most[half]; }
+
   // Largest logit of a block among this thread's columns, log2 units.
+  template <bool kMasked>
   SPARGE_DEVICE static void block_maximum(PerRow& block_most, const Levels& levels, const PerRow& scale) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      constexpr int kChains = 4;  // of maxima, each of which waits for the one before it
-      float chain[kChains];
+    for (int half = 0; half < 2; ++half)
+      block_most[half] = ((kMasked ? largest(levels, half) : largest_positive(levels, half)) - kScoreZero) * scale[half];
+  }
+
+  SPARGE_DEVICE static float largest(const Levels& levels, int half) {
+    constexpr int kChains = 4;  // of maxima, each of which waits for the one before it
+    float chain[kChains];
 #pragma unroll
-      for (int i = 0; i < 2 * kKeyTiles; ++i) {
-        const float level = __int_as_float(levels[at(i / 2, half, i % 2)]);
-        chain[i % kChains] = i < kChains ? level : fmaxf(chain[i % kChains], level);
-      }
-      block_most[half] = (fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])) - kScoreZero) * scale[half];
+    for (int i = 0; i < 2 * kKeyTiles; ++i) {
+      const float level = __int_as_float(levels[at(i / 2, half, i % 2)]);
+      chain[i % kChains] = i < kChains ? level : fmaxf(chain[i % kChains], level);
     }
+    return fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+  }
+
+  // Positive floats are ordered as their bits are, and of integers Hopper compares three by one instruction. Only for scores
+  // that neither a mask nor a pooled term changed: those are kScoreZero plus a sum of products of levels.
+  SPARGE_DEVICE static float largest_positive(const Levels& levels, int half) {
+    static_assert(kHeadDim * kKeyLevels * kKeyLevels < kScoreZero, "no sum of products may make a score negative");
+    auto level = [&](int i) { return levels[at(i / 2, half, i % 2)]; };
+    auto most = [](i32 a, i32 b, i32 c) { return larger(larger(a, b), c); };
+    static_assert(2 * kKeyTiles == 16, "a row has 16 scores of a block in a thread");
+    const i32 first = most(most(level(0), level(1), level(2)), level(3), level(4));
+    const i32 second = most(most(level(5), level(6), level(7)), level(8), level(9));
+    const i32 third = most(most(level(10), level(11), level(12)), level(13), level(14));
+    return __int_as_float(larger(most(first, second, third), level(15)));
   }
 
   // Bit: this warp finds that block of the step negligible. A row that met no key yet finds so only what has none for it
@@ -101,7 +126,7 @@ struct Softmax {
       const float both = fmaxf(block_most[0][half], block_most[1][half]);
       const float before = most[half];
       most[half] = fmaxf(before, kPvFilter ? both : lane_max<1, 4>(both));
-      alpha[half] = most[half] == kMinusInfinity ? 1.0f : ptx::exp2_approx(before - most[half]);
+      alpha[half] = ptx::exp2_approx(before - most[half]);
     }
   }
 
@@ -109,7 +134,7 @@ struct Softmax {
   SPARGE_DEVICE void exponents(Scores& x, const Levels& levels, const PerRow& scale) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float bias = kShift - (most[half] == kMinusInfinity ? 0.0f : most[half]) - kScoreZero * scale[half];
+      const float bias = kShift - most[half] - kScoreZero * scale[half];
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
