@@ -13,7 +13,7 @@
 //             written after its fence: it waits for each product otherwise. It moves maxima past waits, and LLVM into later
 //             basic blocks, unless told not to (ptx/schedule.cuh). Instructions issued bind: what a step needs lies in its
 //             stage, which one offset leads to, in units that need no more arithmetic, and maxima that no mask touched are taken
-//             as integers, three at a time.
+//             as integers, three at a time. At head_dim 128 shared memory fills the accumulators with their offset.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
 //             (one machine: 29.4 to 30.2 before the second part of the list).
 //             35.9  score, soften, weigh values one after another
@@ -43,6 +43,14 @@
 //             Mochi +1.5 -1.6 -2.0 -1.4, CogVideoX-2B +9.2 +5.4 +4.8 +3.6
 //                   491 to 433 instructions on the shortest way round the loop (445 to 390): facts of a step by one load, all
 //                   of a stage at one offset, scales multiplied by the producer, integer maxima, -FLT_MAX where no key was met
+//             Mochi +4.8 +3.4 +2.8 +2.3
+//                   these, and the offset of scores comes by 16 loads instead of 64 moves (433 to 385 instructions)
+//             Lost: CogVideoX-2B +6.6 +4.2 +4.1 +3.2 with the loads: moves stay at head_dim 64
+//                   Mochi +2.6 +1.6 +0.7 +0.8, CogVideoX-2B +10.0 +5.9 +5.9 +4.2 when a product of E5M2 constants, 32 times
+//                   768 x 512, sets the offset: 377 (334) instructions; less than the loads at head_dim 128, and at 64 half a
+//                   per cent more than moves is not worth a sum that nobody documents to be exact
+//                   Mochi +2.5 +0.7 +0.3 +0.2, CogVideoX-2B +5.9 +3.7 +3.5 +2.7 when, with that product, the second block's
+//                   exponents are computed among the first's exponentials
 #include "attend/hopper/consumer.cuh"
 #include "attend/hopper/producer.cuh"
 
@@ -59,14 +67,16 @@ SPARGE_DEVICE void init_barriers(Smem& smem) {
   ptx::mbarrier_init_fence();
 }
 
-// What no bulk copy overwrites.
-SPARGE_DEVICE void fill_ones(Smem& smem) {
+// What no bulk copy overwrites. All threads meet between this and the first read.
+SPARGE_DEVICE void fill_constants(Smem& smem) {
   constexpr u32 kOnes = 0x38383838;  // four times 1 in E4M3
   constexpr int kWords = sizeof(ValueTile::ones) / sizeof(u32);
   for (int i = threadIdx.x; i < kStages * kStepBlocks * kWords; i += kThreads) {
     ValueTile& tile = smem.stage[i / kWords / kStepBlocks].v[i / kWords % kStepBlocks];
     reinterpret_cast<u32*>(tile.ones)[i % kWords] = kOnes;
   }
+  constexpr u32 kZero = __builtin_bit_cast(u32, kScoreZero);
+  if (kFillFromShared && threadIdx.x == 0) smem.score_zero = {kZero, kZero, kZero, kZero};
   ptx::fence_proxy_async();
 }
 
@@ -81,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   extern __shared__ __align__(1024) u8 shared[];
   auto& smem = *reinterpret_cast<hopper::Smem*>(shared);
   if (threadIdx.x == 0) hopper::init_barriers(smem);
-  hopper::fill_ones(smem);
+  hopper::fill_constants(smem);
   __syncthreads();
   if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
     ptx::release_registers<hopper::kProducerRegisters>();

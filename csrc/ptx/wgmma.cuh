@@ -36,6 +36,13 @@ SPARGE_DEVICE i32 set_register() {
   return value;
 }
 
+// Four registers of their own from 16 bytes of shared memory, loaded anew each time.
+SPARGE_DEVICE void load_registers(i32* registers, u32 source) {
+  asm volatile("ld.volatile.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(source));
+}
+
 #define SPARGE_REGISTERS_4(constraint, d, at) \
   constraint((d)[(at)]), constraint((d)[(at) + 1]), constraint((d)[(at) + 2]), constraint((d)[(at) + 3])
 #define SPARGE_REGISTERS_8(constraint, d, at) SPARGE_REGISTERS_4(constraint, d, at), SPARGE_REGISTERS_4(constraint, d, (at) + 4)

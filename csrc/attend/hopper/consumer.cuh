@@ -193,12 +193,22 @@ struct Consumer {
     return votes;
   }
 
+  // The zero of scores, not of integers. Registers must be written before the fence, each by an instruction of its own.
+  SPARGE_DEVICE void start_from_zero(Levels& levels) const {
+    if constexpr (kFillFromShared) {
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) ptx::load_registers(levels + i, ptx::shared_address(&smem.score_zero));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<__builtin_bit_cast(i32, kScoreZero)>();
+    }
+  }
+
   SPARGE_DEVICE void start_scores(Item& item, int block) const {
     Levels& levels = item.levels[block];
     const u32 tile =
         ptx::descriptor_address(ptx::shared_address(smem.stage_at(ring.at).k)) + block * (kTileBytes / ptx::kDescriptorUnit);
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<__builtin_bit_cast(i32, kScoreZero)>();
+    start_from_zero(levels);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kQuerySteps; ++step)
