@@ -14,6 +14,8 @@
 //             basic blocks, unless told not to (ptx/schedule.cuh). Instructions issued bind: what a step needs lies in its
 //             stage, which one offset leads to, in units that need no more arithmetic, and maxima that no mask touched are taken
 //             as integers, three at a time. At head_dim 128 shared memory fills the accumulators with their offset.
+//             A query block costs latencies beside its steps: the producer prefetches its queries into the L2, all of their loads
+//             are in flight at once, and so are those of the epilogue, which decides nothing pair by pair.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
 //             (one machine: 29.4 to 30.2 before the second part of the list).
 //             35.9  score, soften, weigh values one after another
@@ -45,7 +47,11 @@
 //                   of a stage at one offset, scales multiplied by the producer, integer maxima, -FLT_MAX where no key was met
 //             Mochi +4.8 +3.4 +2.8 +2.3
 //                   these, and the offset of scores comes by 16 loads instead of 64 moves (433 to 385 instructions)
-//             Lost: CogVideoX-2B +6.6 +4.2 +4.1 +3.2 with the loads: moves stay at head_dim 64
+//             Mochi +1.9 +11.1 +8.8 +20.8, CogVideoX-2B +13.3 +22.3 +18.1 +29.4
+//                   the first of these (moves), and a query block's queries prefetched and in flight, its epilogue without
+//                   branches; with the loads at head_dim 128: not timed
+//             Lost: the first of these alone at head_dim 128, where it slows sparse calls, and the loads at head_dim 64:
+//                   CogVideoX-2B +6.6 +4.2 +4.1 +3.2, less than with moves
 //                   Mochi +2.6 +1.6 +0.7 +0.8, CogVideoX-2B +10.0 +5.9 +5.9 +4.2 when a product of E5M2 constants, 32 times
 //                   768 x 512, sets the offset: 377 (334) instructions; less than the loads at head_dim 128, and at 64 half a
 //                   per cent more than moves is not worth a sum that nobody documents to be exact
@@ -67,7 +73,7 @@ SPARGE_DEVICE void init_barriers(Smem& smem) {
   ptx::mbarrier_init_fence();
 }
 
-// What no bulk copy overwrites. All threads meet between this and the first read.
+// What no bulk copy overwrites. All threads meet after this, before the first read.
 SPARGE_DEVICE void fill_constants(Smem& smem) {
   constexpr u32 kOnes = 0x38383838;  // four times 1 in E4M3
   constexpr int kWords = sizeof(ValueTile::ones) / sizeof(u32);

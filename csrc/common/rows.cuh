@@ -51,19 +51,33 @@ struct Rows {
   SPARGE_DEVICE void load(i64 token, i32 channel, float (&x)[kCount]) const {
     const char* row = base + token * token_bytes;
     if (vectorized && channel + kCount <= channels) {
-      constexpr int kWords = kCount * kBytes / 4;
-      u32 word[kWords];
-      load_words(word, row + channel * kBytes);
-#pragma unroll
-      for (int i = 0; i < kCount; i += 2) {
-        if constexpr (kType == DType::kFp32)
-          unpack_pair(DType::kBf16, ptx::pack_bf16(__uint_as_float(word[i]), __uint_as_float(word[i + 1])), x[i], x[i + 1]);
-        else
-          unpack_pair(kType, word[i / 2], x[i], x[i + 1]);
-      }
+      u32 bits[kCount * kBytes / 4];
+      load_bits(bits, token, channel);
+      unpack(bits, x);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) x[i] = channel + i < channels ? load_one<kType>(row, channel + i) : 0.0f;
+    }
+  }
+
+  // Whether a row can be read up to `channel_count` by the two parts of `load` that follow: without a branch, so that many
+  // loads are in flight before the first is unpacked.
+  SPARGE_DEVICE bool whole(i32 channel_count) const { return vectorized && channels == channel_count; }
+
+  template <int kWords>
+  SPARGE_DEVICE void load_bits(u32 (&bits)[kWords], i64 token, i32 channel) const {
+    load_words(bits, base + token * token_bytes + channel * kBytes);
+  }
+
+  template <int kWords, int kCount>
+  static SPARGE_DEVICE void unpack(const u32 (&bits)[kWords], float (&x)[kCount]) {
+    static_assert(kWords * 4 == kCount * kBytes, "a number for each value");
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      if constexpr (kType == DType::kFp32)
+        unpack_pair(DType::kBf16, ptx::pack_bf16(__uint_as_float(bits[i]), __uint_as_float(bits[i + 1])), x[i], x[i + 1]);
+      else
+        unpack_pair(kType, bits[i / 2], x[i], x[i + 1]);
     }
   }
 

@@ -253,21 +253,43 @@ struct Consumer {
   }
 
   SPARGE_DEVICE void store(const Item& item, const Work& work) const {
-    const Softmax& softmax = item.softmax;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i32 row = first_row() + 8 * half, token = work.token(p.problem, row);
-      if (token < 0) continue;
-      if (quad_lane() == 0)
-        attend::store_row_facts(p, work, token, softmax.reported(half), softmax.sum[half], smem.q_dot_mean[row]);
-      const attend::RowStore to(p, work, token, softmax.sum[half]);
-#pragma unroll
-      for (int n = 0; n < kChannelTiles; ++n)
-        to.store(8 * n + 2 * quad_lane(), item.out[4 * n + 2 * half], item.out[4 * n + 2 * half + 1]);
-    }
+    if (!attend::RowStore::whole(p))
+      store_rows(item, work, [](const attend::RowStore& to, auto... pair) { to.store(pair...); });
+    else if (p.out.dtype == DType::kBf16)
+      store_rows(item, work, [](const attend::RowStore& to, auto... pair) { to.store_whole<DType::kBf16>(pair...); });
+    else
+      store_rows(item, work, [](const attend::RowStore& to, auto... pair) { to.store_whole<DType::kFp16>(pair...); });
     if (kPvFilter && leads()) {
       if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[group]));
       smem.skipped_pairs[group] = 0;
+    }
+  }
+
+  // All loads come before the first store: the compiler cannot know that a store changes nothing of what they read, and would
+  // wait for them pair by pair.
+  template <typename StorePair>
+  SPARGE_DEVICE void store_rows(const Item& item, const Work& work, StorePair store_pair) const {
+    const Softmax& softmax = item.softmax;
+    i32 token[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) token[half] = work.token(p.problem, first_row() + 8 * half);
+    attend::Value value[kChannelTiles][2];
+#pragma unroll
+    for (int n = 0; n < kChannelTiles; ++n) attend::load_values(value[n], p, work.kv_at, 8 * n + 2 * quad_lane());
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (token[half] < 0) continue;
+      const float row_sum = softmax.sum[half];
+      if (quad_lane() == 0) {
+        const float dot_mean = smem.q_dot_mean[first_row() + 8 * half];
+        attend::store_row_facts(p, work, token[half], softmax.reported(half), row_sum, dot_mean);
+      }
+      const attend::RowStore to(p, work, token[half], row_sum);
+#pragma unroll
+      for (int n = 0; n < kChannelTiles; ++n) {
+        const float* sums = item.out + 4 * n + 2 * half;
+        store_pair(to, 8 * n + 2 * quad_lane(), sums[0], sums[1], value[n][0], value[n][1]);
+      }
     }
   }
 };

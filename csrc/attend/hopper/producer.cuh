@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/prefetch.cuh"
 #include "../../ptx/special.cuh"
 #include "../pool.cuh"
 #include "layout.cuh"
@@ -40,11 +41,28 @@ struct Producer {
     push_mark(-1);
   }
 
+  static constexpr i32 kSectorBytes = 32;
+
+  // The consumers read the queries some steps from now, after what the ring still holds: from the L2 then.
+  SPARGE_DEVICE void prefetch_queries(const Work& work) const {
+    const i32 bytes_each = p.q.dtype == DType::kFp32 ? 4 : 2, row_bytes = p.problem.channels * bytes_each;
+    const i64 head = work.b * p.q.batch_stride + work.head * p.q.head_stride;
+#pragma unroll 1
+    for (i32 row = lane; row < kQueryBlock; row += kWarpSize) {
+      const i32 token = work.token(p.problem, row);
+      if (token < 0) continue;
+      const char* queries = static_cast<const char*>(p.q.data) + (head + token * p.q.token_stride) * bytes_each;
+#pragma unroll 1
+      for (i32 byte = 0; byte < row_bytes; byte += kSectorBytes) ptx::prefetch_l2(queries + byte);
+    }
+  }
+
   // The set bits of a row in ascending order. 32 lanes hold 32 words of the map, and the scales of one word's blocks. A
   // complete step waits until the next block shows that it is not the last.
   SPARGE_DEVICE void walk(const Work& work, i32 turn) {
     const i32 words = p.problem.map_words(), key_blocks = p.problem.key_blocks();
     const u32* row = p.block_map + work.map_row(p.problem) * words;
+    prefetch_queries(work);
     Step step = {};
     step.turn = turn;
     step.block[0] = step.block[1] = -1;

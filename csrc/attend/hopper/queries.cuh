@@ -38,22 +38,50 @@ struct Queries {
 
   SPARGE_DEVICE Queries(const AttendParams& p, const Work& work, Smem& smem) {
     with_rows(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
+      Row x[2] = {};
+      load_rows(x, p, work, rows);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) load_row(p, work, rows, half, smem);
+      for (int half = 0; half < 2; ++half) quantize_row(p, work, x[half], half, smem);
     });
     ptx::fence_proxy_async();
     sync_group(uniform(threadIdx.x / kGroupThreads));
   }
 
  private:
+  static constexpr int kChunks = kHeadDim / 16;
+  using Row = float[kChunks][4];
+
+  // All loads of both rows start before the first is waited for: an item begins with the latency of the memory, once.
   template <DType kType>
-  SPARGE_DEVICE void load_row(const AttendParams& p, const Work& work, const Rows<kType>& rows, int half, Smem& smem) {
-    constexpr int kChunks = kHeadDim / 16;
-    const i32 row = first_row() + 8 * half, token = work.token(p.problem, row);
-    float x[kChunks][4] = {};
+  SPARGE_DEVICE static void load_rows(Row (&x)[2], const AttendParams& p, const Work& work, const Rows<kType>& rows) {
+    i32 token[2];
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-      if (token >= 0) rows.load(token, 16 * chunk + 4 * quad_lane(), x[chunk]);
+    for (int half = 0; half < 2; ++half) token[half] = work.token(p.problem, first_row() + 8 * half);
+    if (rows.whole(kHeadDim)) {
+      constexpr int kWords = 4 * Rows<kType>::kBytes / 4;  // of four channels
+      u32 bits[2][kChunks][kWords] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (token[half] >= 0) {
+#pragma unroll
+          for (int chunk = 0; chunk < kChunks; ++chunk)
+            rows.load_bits(bits[half][chunk], token[half], 16 * chunk + 4 * quad_lane());
+        }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) rows.unpack(bits[half][chunk], x[half][chunk]);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+          if (token[half] >= 0) rows.load(token[half], 16 * chunk + 4 * quad_lane(), x[half][chunk]);
+    }
+  }
+
+  SPARGE_DEVICE void quantize_row(const AttendParams& p, const Work& work, const Row& x, int half, Smem& smem) {
+    const i32 row = first_row() + 8 * half;
     float amax = 0.0f, dot = 0.0f;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk)
