@@ -52,7 +52,7 @@ def run(
     )
     _, milliseconds = timed(dense.finished, device, REPEATS)
     table = [Row("torch, dense", 1.0, milliseconds / 1000, float("inf"), dense.clip)]
-    clips = Clips([dense], BLOCKS_A_CALL)
+    clips = Clips([dense], 2 * BLOCKS_A_CALL)  # as the node, of one conditioning alone
     table += [_sparse_row(dense, clips, density) for density in DENSITIES]
     print(_formatted(table))
     panels = _panels([row.clip.cpu() for row in table])
