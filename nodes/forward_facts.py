@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparge import TURNS, KernelBuildError, SparsePolicy, TokenOrder, Unsupported, cube_order
+from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall
 from .decision import CallFacts, dense_reason
@@ -75,15 +75,13 @@ class Forward:
             is_last_dense = run.window.is_last_dense(level, run.schedule)
             position = run.window.position(level, run.schedule)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
-        record = run.begin_pass(
-            conditioning, layout.rows, x.device, unusable is None and outside is None
-        )
+        record = run.begin_pass(layout.rows, x.device, unusable is None and outside is None)
         order, heads = None, None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, position)
             heads = run.heads.begin(layout, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
-            order = cube_order(layout.tokens, record.step % TURNS).on(x.device)
+            order = run.cubes(layout.tokens, record.step, x.device)
         return cls(
             run, x.device, layout, unusable, outside, order, heads, record, LayerCounter(layout)
         )

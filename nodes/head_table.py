@@ -56,11 +56,15 @@ class Shape:
             return Workload.of_tokens(self.tokens)
         return Workload(grid_order(self.grid))
 
-    def orders(self, device: torch.device) -> list[TokenOrder]:
+    def orders(self) -> list[TokenOrder]:
         """Those that steps take in turn; none where the tokens stay in the order they come."""
         if self.grid is None:
             return []
-        return [grid_order(self.grid, turn).on(device) for turn in range(TURNS)]
+        return [grid_order(self.grid, turn) for turn in range(TURNS)]
+
+    def forget_copies(self) -> None:
+        for order in (*self.orders(), self.workload().order):
+            order.forget_copies()
 
 
 class HeadTable:
@@ -76,7 +80,7 @@ class HeadTable:
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
-        self._orders = shape.orders(device)
+        self._orders = [order.on(device) for order in shape.orders()]
         self._least = float(self._workload.density([0])[0])  # share of pairs that is always kept
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
@@ -85,7 +89,10 @@ class HeadTable:
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
+        self._first_position: float | None = None  # of the first pass that may be sparse
         self._position: float | None = None  # that the densities are of
+        self.sparse_rows: set[int] = set()
+        """Those whose calls are sparse, in some pass at least."""
         self._kept: list[float] = []  # by row: share of pairs that its densities keep
         self._probed: list[tuple[int, int]] = []  # (step, row) that _tighten has not yet seen
 
@@ -185,10 +192,13 @@ class HeadTable:
         budget = self._budgets[row] if row < self.rows else None
         return budget or self.refusal(row) or NOT_MEASURED
 
-    def _fall(self, position: float | None) -> None:
-        """The densities of this position in the window, where the aim leaves steps free. Never
-        waits."""
+    def _fall(self, in_window: float | None) -> None:
+        """The densities of this position in the window, where the aim leaves steps free. Passes
+        that were dense to be measured have no part in the mean. Never waits."""
         choices = self.choices
+        if self._first_position is None:
+            self._first_position = in_window
+        position = position_after(self._first_position, in_window)
         if not self._aim.falls or position == self._position or choices is None:
             return
         self._position = position
@@ -207,14 +217,18 @@ class HeadTable:
         assert self.choices is not None
         self._kept = self._kept_shares(density, self.choices.floor).mean(1).tolist()
 
-    def slower(self, row: int, call: AttentionCall) -> str | None:
-        """Why a call of a layer would be slower sparse, at the densities of this pass (those of
-        heads that were found too far off are higher by now)."""
-        budget = self._budgets[row] if row < self.rows else None
-        if budget is None:
-            return None
+    def decide(self, row: int, call: AttentionCall) -> HeadBudget | str:
+        """What a call of a layer may keep, or why it has to stay dense: at the densities of this
+        pass (those of heads that were found too far off are higher by now) it may be slower."""
+        budget = self.budget(row)
+        if isinstance(budget, str):
+            return budget
         # All heads count as pooled, which costs them 1/64 and keeps reasons of layers alike.
-        return slower_reason(call, self._kept[row], self._policy.pv_filter, float(budget.pools))
+        pooled = float(budget.pools)
+        if slower := slower_reason(call, self._kept[row], self._policy.pv_filter, pooled):
+            return slower
+        self.sparse_rows.add(row)
+        return budget
 
     def refusal(self, row: int) -> str | None:
         """Why a layer cannot be measured whatever comes, or None."""
@@ -261,3 +275,10 @@ class HeadTable:
         densities, place = asked.unique(return_inverse=True)
         ranks = (densities * self._workload.key_blocks).long().clamp(min=floor)
         return torch.from_numpy(self._workload.density(ranks.tolist())).float()[place]
+
+
+def position_after(first: float | None, position: float | None) -> float | None:
+    """A position in the window as one in what is left of it from the first sparse pass on."""
+    if first is None or position is None or first >= 1:
+        return None
+    return max(0.0, (position - first) / (1 - first))

@@ -20,6 +20,7 @@ from .forward_facts import Forward
 from .host import (
     APPLY_MODEL,
     OUTER_SAMPLE,
+    PREDICT_NOISE,
     raise_if_interrupted,
     sdpa_order,
     show_on_node,
@@ -73,13 +74,14 @@ class Hook:
         show_on_node(self.node_id, text)
 
     def install(self, model: Any) -> None:
-        """Puts the override and the two wrappers on ``model``, a clone that nobody else has yet."""
+        """Puts the override and the wrappers on ``model``, a clone that nobody else has yet."""
         options = model.model_options.setdefault("transformer_options", {})
         current = options.get(OVERRIDE_KEY)
         ours: Mark | None = getattr(current, MARK, None)
         options[OVERRIDE_KEY] = make_override(self, ours.previous if ours else current)
         for point, wrapper in (
             (OUTER_SAMPLE, self.outer_sample),
+            (PREDICT_NOISE, self.predict_noise),
             (APPLY_MODEL, self.apply_model),
         ):
             model.remove_wrappers_with_key(point, WRAPPER_KEY)
@@ -111,11 +113,20 @@ class Hook:
             finished = True
             return result
         finally:
+            run.end()
             options.pop(RUN_KEY, None)
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
             self._report(run, fingerprint, stopped=not finished)
+
+    def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around all forward passes of one evaluation of the model: conditionings, batched or not,
+        and context windows."""
+        run = executor.class_obj.model_options["transformer_options"].get(RUN_KEY)
+        if run is not None and run.owner is self:
+            run.begin_evaluation()
+        return executor(*args, **kwargs)
 
     def apply_model(
         self,

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
 APPLY_MODEL = "apply_model"
+PREDICT_NOISE = "predict_noise"
 
 
 def step_sigmas(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:

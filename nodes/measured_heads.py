@@ -60,6 +60,11 @@ class MeasuredHeads:
             table.begin_pass(facts)
         return HeadPass(self, device, layout, facts, tables)
 
+    def end(self) -> None:
+        """Gives back what tables share with other runs on the devices."""
+        for table in self._tables.values():
+            table.shape.forget_copies()
+
     def meet(self, device: torch.device, shape: Shape) -> None:
         """Remembers a shape that no pass expected, so that the next one has a table for it."""
         with self._lock:
@@ -126,7 +131,7 @@ class HeadPass:
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense
-        budget = table.slower(row, call) or table.budget(row)
+        budget = table.decide(row, call)
         if isinstance(budget, str):
             return budget
         return Plan(table, budget, table.order(self.facts.step))

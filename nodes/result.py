@@ -24,7 +24,7 @@ class MeasuredShape:
 
     tokens: int
     layers: Tensor
-    """(layers,) int64: number of each."""
+    """(layers,) int64: number of each that was sparse, in some step at least."""
     density: Tensor
     """Share of attention that was kept in the end, forced blocks included."""
     predicted: Tensor
@@ -40,7 +40,7 @@ class MeasuredShape:
     def of(cls, table: HeadTable) -> MeasuredShape:
         """Waits for the GPU."""
         assert table.choices is not None and table.probe is not None
-        layers = table.choices.measured.nonzero().flatten()
+        layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
         tables = (table.density(), table.choices.error, table.probe.relative_errors())
         walks: dict[Walk, int] = {}
         if table.shape.grid is not None:

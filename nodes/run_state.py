@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from ..sparge import capabilities
+from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities, cube_order
 from ..sparge.calibrate import Profile
 from .decision import CROSS_ATTENTION, SigmaWindow
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
-from .sample_schedule import Conditioning
 from .settings import Settings
 from .worth import speed_matters
 
@@ -86,26 +85,38 @@ class Run:
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
         self._step = 0
-        self._of_step: set[int] = set()
+        self._evaluated = False
+        self._grids: set[TokenGrid] = set()
         self._unusable: dict[torch.device, str] = {}
         self._lock = threading.Lock()
 
-    def begin_pass(
-        self, conditioning: Conditioning, rows: int, device: torch.device, may_be_sparse: bool
-    ) -> PassRecord:
-        """Call it before the forward pass, never inside an attention call: ComfyUI may be recording
-        allocations there, and these outlive the call.
-
-        A step is over when one of its conditionings comes again. No noise level is read for that,
-        which would wait for the GPU.
-        """
+    def begin_evaluation(self) -> None:
+        """Of the model, which counts as a step whatever passes ComfyUI splits it into: those follow
+        from the free memory, and the result must not."""
         with self._lock:
-            if self._of_step.intersection(conditioning):
-                self._step += 1
-                self._of_step.clear()
-            self._of_step.update(conditioning)
+            self._step += self._evaluated
+            self._evaluated = True
+
+    def begin_pass(self, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
+        """Call it before the forward pass, never inside an attention call: ComfyUI may be recording
+        allocations there, and these outlive the call."""
+        with self._lock:
             self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
             return self.records[-1]
+
+    def cubes(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
+        """The cubes that a step of manual mode takes; copied to the device once a run."""
+        with self._lock:
+            self._grids.add(grid)
+        return cube_order(grid, step % TURNS).on(device)
+
+    def end(self) -> None:
+        """Gives back what outlives passes on the devices."""
+        for grid in self._grids:
+            for turn in range(TURNS):
+                cube_order(grid, turn).forget_copies()
+        if self.heads is not None:
+            self.heads.end()
 
     def unusable(self, device: torch.device) -> str | None:
         """Why attention on this device stays dense for the whole run, or None."""

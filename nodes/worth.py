@@ -7,7 +7,6 @@ import os
 
 import torch
 
-from ..sparge import capabilities
 from ..sparge.plan.worth import Call, estimate, rates_for
 from .attention_call import AttentionCall
 
@@ -24,6 +23,11 @@ def speed_matters() -> bool:
     return os.environ.get(REFERENCE_VARIABLE) != "1"
 
 
+def gpu_name(device: torch.device) -> str:
+    """Empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def slower_reason(
     call: AttentionCall, density: float, pv_filter: bool, pooled: float | None
 ) -> str | None:
@@ -32,7 +36,7 @@ def slower_reason(
 
     pooled: share of the heads that use the residual; None without budgets.
     """
-    rates = rates_for(capabilities(call.q.device).arch, call.head_dim)
+    rates = rates_for(gpu_name(call.q.device), call.head_dim)
     if rates is None or call.q.dtype not in MEASURED_DTYPES or not speed_matters():
         return None
     tokens = call.facts.query_tokens

@@ -31,9 +31,10 @@ class SparseSteps:
         self._step = -1
 
     def of_call(self, layer: int) -> tuple[TokenOrder | None, HeadBudget]:
-        """Of the next call, which is one of `layer`; the first layer begins a step."""
+        """Of the next call, which is one of `layer`; the first layer begins a step, and after the
+        last step comes another run."""
         if layer == 0:
-            self._step += 1
+            self._step = (self._step + 1) % (LAST + 1)
             self._fall()
         return self._orders[(DENSE_STEPS + self._step) % self._mode.turns], self._budgets[layer]
 

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from .blocks import KEY_BLOCK
 
+LEAST_COLUMN = 8  # tokens: two cubes
+
 
 def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the cube order, from 0.
 
-    turn: 0, 1 or 2: columns along the longest, the second or the shortest axis, so that blocks of
-    different turns have other borders.
+    turn: columns along the longest, then the second, then the shortest axis; not along one so short
+    that most blocks would lie in two columns.
     """
     sizes = (frames, height, width)
-    travel = sorted(range(3), key=lambda axis: (sizes[axis], axis), reverse=True)[turn]
+    axes = sorted(range(3), key=lambda axis: (sizes[axis], axis), reverse=True)
+    axes = [axis for axis in axes if sizes[axis] >= LEAST_COLUMN] or axes[:1]
+    travel = axes[turn % len(axes)]
     outer, inner = (axis for axis in range(3) if axis != travel)
     parts = _column_parts(sizes[outer], sizes[inner])
     rows = _Split.of(sizes[outer], parts[0])

@@ -140,6 +140,10 @@ class TokenOrder:
             )
         return self._copies[device]
 
+    def forget_copies(self) -> None:
+        """Those that `on` made, for orders are kept and a device's memory is dear."""
+        self._copies.clear()
+
     def walk(self, index: int) -> TokenOrder:
         """This order with one of its walks alone; copies nothing."""
         only = slice(index, index + 1)

@@ -2,8 +2,9 @@
 """Ways through a token grid. Every 64 tokens of one share a key block, so that a head whose
 attention has the shape of those blocks keeps few of them.
 
-Each walk comes in turns, whose blocks have the same shape and other borders. Sampling steps take
-them in turn: what a head drops in one step it keeps in the next, and its errors do not add up.
+Each walk comes in turns, whose blocks have about the same shape and other borders. Sampling steps
+take them in turn: what a head drops in one step it may keep in the next, so that its errors add up
+less.
 """
 
 from __future__ import annotations
@@ -43,16 +44,21 @@ def walk_ranks(
 ) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the walk, from 0.
 
-    turn: cubes go along another axis; the others begin half a key block later, with the tokens that
-    were last.
+    turn: begins a third of a key block later, with the tokens that were last; cubes go along
+    another axis, too.
     """
     if walk is Walk.CUBES:
-        return cube_ranks(frames, height, width, turn)
+        ranks = cube_ranks(frames, height, width, turn)
+    else:
+        ranks = _frame_by_frame(walk, frames, height, width)
+    return (ranks + np.int32(turn * KEY_BLOCK // TURNS)) % np.int32(ranks.size)
+
+
+def _frame_by_frame(walk: Walk, frames: int, height: int, width: int) -> NDArray[np.int32]:
     area = height * width
     frame = (
         cube_ranks(1, height, width)
         if walk is Walk.FRAMES
         else np.arange(area, dtype=np.int32).reshape(1, height, width)
     )
-    ranks = frame + np.arange(frames, dtype=np.int32)[:, None, None] * np.int32(area)
-    return (ranks + np.int32(turn * KEY_BLOCK // 2)) % np.int32(frames * area)
+    return frame + np.arange(frames, dtype=np.int32)[:, None, None] * np.int32(area)

@@ -152,9 +152,9 @@ def estimate(call: Call, density: float, rates: Rates, dense_kernel: str = "") -
     return Estimate(rates.sparse.seconds(call, density), dense, max(0.0, break_even))
 
 
-def rates_for(arch: str, head_dim: int) -> Rates | None:
-    """None where nothing was measured."""
-    return _all_rates().get((arch, head_dim))
+def rates_for(gpu: str, head_dim: int) -> Rates | None:
+    """None where nothing was measured. gpu: its name, for GPUs of one architecture differ."""
+    return _all_rates().get((gpu, head_dim))
 
 
 def torch_kernel(q: Tensor, k: Tensor, v: Tensor, order: Sequence[SDPBackend] = ()) -> str:
@@ -184,7 +184,7 @@ def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:
 def _all_rates() -> dict[tuple[str, int], Rates]:
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
     return {
-        (arch, int(head_dim)): Rates.read(fields)
-        for arch, kind in kinds.items()
+        (kind["gpu"], int(head_dim)): Rates.read(fields)
+        for kind in kinds.values()
         for head_dim, fields in kind["head_dims"].items()
     }

@@ -190,8 +190,12 @@ class Session:
         )
         self.options = guider.model_options["transformer_options"]
 
+        def evaluation(sigma: float) -> list[Any]:
+            return [self.forward(step, sigma, batch) for batch in conditionings]
+
         def inner(*_: Any) -> list[Any]:
-            return [self.forward(step, sigma, batch) for sigma in sigmas for batch in conditionings]
+            evaluate = self._wrapped("predict_noise", guider, evaluation)
+            return [result for sigma in sigmas for result in evaluate(sigma)]
 
         levels = torch.tensor([*(sigmas if schedule is None else schedule), 0.0])
         noise = latent = sampler = None

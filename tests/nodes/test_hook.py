@@ -65,7 +65,7 @@ def spoil(override):
 def test_the_model_that_goes_in_is_untouched(patch, patcher):
     patched = patch(patcher)
     assert patcher.transformer_options == {} and patcher.wrappers == {}
-    assert set(patched.wrappers) == {"outer_sample", "apply_model"}
+    assert set(patched.wrappers) == {"outer_sample", "predict_noise", "apply_model"}
 
 
 def test_counts_and_reasons(patch, patcher, session, step, published):
@@ -99,7 +99,7 @@ def test_a_second_node_replaces_the_first(load_pack, patch, patcher, session, st
     patcher.transformer_options["optimized_attention_override"] = earlier
     first = patch(patcher, topk=0.9)
     second = patch(first, topk=0.1)
-    assert [len(keyed["sparge_attention"]) for keyed in second.wrappers.values()] == [1, 1]
+    assert [len(keyed["sparge_attention"]) for keyed in second.wrappers.values()] == [1, 1, 1]
     mark = second.transformer_options["optimized_attention_override"].__sparge__
     assert mark.previous is earlier
     session(second).sample(step, [0.5])

@@ -62,6 +62,41 @@ def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
     assert orders[:turns] == orders[turns:]
 
 
+@pytest.mark.parametrize("apart", [([0], [1]), ([0], [0], [1]), ([0, 1], [0, 1], [0, 1])])
+def test_all_passes_of_an_evaluation_take_one_turn(load_pack, patch, steps_of, apart):
+    """Two prompts, windows of context: in one batch or one by one, as memory allows."""
+    passes = steps_of(patch(mode="manual"), SIX_SPARSE, conditionings=apart)
+    turns = load_pack("sparge").TURNS
+    orders = [step[0][0] for step in passes]
+    steps = [orders[at : at + len(apart)] for at in range(0, len(orders), len(apart))]
+    assert all(len(set(map(id, step))) == 1 for step in steps)
+    assert len({id(step[0]) for step in steps[:turns]}) == turns
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_passes_that_are_measured_have_no_part_in_the_mean(load_pack, patch, steps_of, runs, steps):
+    sigmas = [0.6, 0.5, 0.4, 0.3][:steps]
+    sparse = steps_of(patch(mode="auto budget", topk=0.4, start_percent=0.0), sigmas)
+    assert len(sparse) == steps - 1
+    (table,) = runs[-1][0].heads.frozen
+    asked, blocks = table.choices.density[:BLOCKS], table.shape.workload().key_blocks
+    falling = load_pack("sparge.calibrate").falling
+    for at, step in enumerate(sparse):
+        kept = torch.stack([density for _, density in step])
+        expected = falling(asked, at / (steps - 2), blocks) if steps > 2 else asked
+        assert torch.equal(kept, expected)
+
+
+def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
+    module = load_pack("sparge.plan.grid")
+    for mode in ("manual", "auto quality"):
+        steps_of(patch(mode=mode), SIX_SPARSE)
+        grid = load_pack("sparge").TokenGrid(4, 8, 8)
+        for turn in range(load_pack("sparge").TURNS):
+            for order in (module.cube_order(grid, turn), module.grid_order(grid, turn)):
+                assert not order._copies
+
+
 def test_cond_and_uncond_take_the_same_turn(patch, steps_of):
     apart = steps_of(patch(mode="auto quality"), SIX_SPARSE, conditionings=([0], [1]))
     assert all(one[0][0] is other[0][0] for one, other in zip(apart[::2], apart[1::2], strict=True))

@@ -37,7 +37,7 @@ def break_even(load_pack, monkeypatch):
         sparse = worth.SparseRates(0, 0, 0, 0, pair=1 / PAIRS, filter_pair=0, pool_token=0)
         cudnn, flash = (worth.DenseRates(0, 0, times * density / PAIRS) for times in (1, 2))
         rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, margin=0.0)
-        monkeypatch.setattr(node, "rates_for", lambda arch, head_dim: rates)
+        monkeypatch.setattr(node, "rates_for", lambda gpu, head_dim: rates)
 
     return pretend
 

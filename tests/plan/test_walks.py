@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of a walk: every token once, blocks of about the same shape, other borders."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sparge.plan.walks import TURNS, Walk, walk_ranks, walks_of
+
+GRIDS = [
+    (28, 30, 53),  # Mochi 848x480, 163 frames
+    (13, 30, 45),  # CogVideoX 720x480, 49 frames
+    (21, 30, 52),  # Wan 832x480, 81 frames
+    (16, 32, 56),  # every cube whole, along whichever axis
+    (4, 40, 60),
+    (3, 40, 60),
+    (2, 40, 60),
+    (1, 64, 64),  # Flux 1024x1024
+    (1, 45, 80),
+]
+CASES = [(grid, walk) for grid in GRIDS for walk in walks_of(grid[0])]
+
+
+def turns(walk: Walk, grid: tuple[int, int, int]) -> list[NDArray[np.int32]]:
+    return [walk_ranks(walk, *grid, turn).ravel() for turn in range(TURNS)]
+
+
+def spread(ranks: NDArray[np.int32], grid: tuple[int, int, int], block: int) -> float:
+    """Squared distance of tokens from the centre of their block, of the median block: a few of a
+    turn hold the last tokens of a frame or of all, and the first."""
+    tokens = np.stack(np.unravel_index(np.argsort(ranks), grid), -1)
+    whole = tokens[: len(tokens) // block * block].reshape(-1, block, 3)
+    return float(np.median(whole.var(1).sum(-1)))
+
+
+@pytest.mark.parametrize(("grid", "walk"), CASES, ids=str)
+def test_every_turn_has_every_token_once(grid: tuple[int, int, int], walk: Walk) -> None:
+    for turn in range(TURNS):
+        ranks = walk_ranks(walk, *grid, turn)
+        assert ranks.shape == grid and ranks.dtype == np.int32
+        assert np.array_equal(np.sort(ranks.ravel()), np.arange(ranks.size))
+
+
+@pytest.mark.parametrize(("grid", "walk"), CASES, ids=str)
+@pytest.mark.parametrize("block", [64, 128], ids=["key block", "query block"])
+def test_blocks_of_all_turns_are_as_compact(
+    grid: tuple[int, int, int], walk: Walk, block: int
+) -> None:
+    found = [spread(ranks, grid, block) for ranks in turns(walk, grid)]
+    assert max(found) < 1.5 * min(found)
+
+
+@pytest.mark.parametrize(("grid", "walk"), CASES, ids=str)
+def test_key_blocks_of_two_turns_have_other_borders(grid: tuple[int, int, int], walk: Walk) -> None:
+    blocks = [ranks // 64 for ranks in turns(walk, grid)]
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        meetings = np.unique(np.stack([blocks[one], blocks[other]]), axis=1).shape[1]
+        assert meetings > 1.9 * (blocks[one].max() + 1)
