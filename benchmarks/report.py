@@ -44,6 +44,14 @@ def comfyui(rows: list[dict[str, Any]]) -> str:
     return table(["one denoising call, seconds", *CONFIGS], lines)
 
 
+def _of_other_runs(calls: list[dict[str, Any]]) -> str:
+    """Whose rows are not of the run that the first row is of."""
+    run = calls[0]["commit"]
+    others = dict.fromkeys((row["peer"], row["commit"]) for row in calls if row["commit"] != run)
+    named = [f"`{peer}` (commit {commit})" for peer, commit in others]
+    return f" Of another run: {', '.join(named)}." if named else ""
+
+
 def section(
     calls: list[dict[str, Any]], most: Ceilings | None, model_calls: list[dict[str, Any]]
 ) -> str:
@@ -52,7 +60,7 @@ def section(
         f"Milliseconds of one attention call on one {calls[0]['gpu']}, every stage included, one "
         f"run (commit {calls[0]['commit']}). Error: of our rows against float32 over the same "
         "blocks, of the others against float32 over all keys (`sol_attn` adds pooled terms for "
-        "what it drops).\n"
+        f"what it drops).{_of_other_runs(calls)}\n"
     )
     about_budgets = (
         "With budgets: tokens in cube order, half of the heads add pooled terms for what they "

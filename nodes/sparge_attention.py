@@ -138,8 +138,8 @@ def _widgets() -> list[Any]:
             tooltip=(
                 "Share of the attention that is computed. Lower is faster, higher is truer: start "
                 "with 0.5 and go down while you like the result; 1 computes all of it, in 8 bits. "
-                "In auto budget the mean over all heads. Has no effect in auto quality, nor when "
-                "select_by is cdf."
+                "In auto budget the mean over all heads and sparse steps, of which early ones get "
+                "more. Has no effect in auto quality, nor when select_by is cdf."
             ),
         ),
         _widget(
