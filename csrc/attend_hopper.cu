@@ -49,7 +49,8 @@
 //                   these, and the offset of scores comes by 16 loads instead of 64 moves (433 to 385 instructions)
 //             Mochi +1.9 +11.1 +8.8 +20.8, CogVideoX-2B +13.3 +22.3 +18.1 +29.4
 //                   the first of these (moves), and a query block's queries prefetched and in flight, its epilogue without
-//                   branches; with the loads at head_dim 128: not timed
+//                   branches; with the loads at head_dim 128, which is what is here, two runs of benchmarks.attention say
+//                   Mochi +8.0 +13.3 +10.8 +21.2
 //             Lost: the first of these alone at head_dim 128, where it slows sparse calls, and the loads at head_dim 64:
 //                   CogVideoX-2B +6.6 +4.2 +4.1 +3.2, less than with moves
 //                   Mochi +2.6 +1.6 +0.7 +0.8, CogVideoX-2B +10.0 +5.9 +5.9 +4.2 when a product of E5M2 constants, 32 times
