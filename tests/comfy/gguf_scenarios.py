@@ -54,9 +54,9 @@ def gguf_weights(
     hook = pack("nodes.hook")
     attention_call = hook.AttentionCall
 
-    def look_on(q: torch.Tensor, *args: Any) -> Any:
+    def look_on(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         delivered.add(type(q).__name__)
-        return attention_call(q, *args)
+        return attention_call(q, *args, **kwargs)
 
     with (
         reports() as found,

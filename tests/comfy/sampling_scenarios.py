@@ -180,3 +180,10 @@ def without_a_gpu() -> dict[str, Any]:
     finally:
         os.environ["SPARGE_REFERENCE"] = allowed
     return {"report": found[0], "same_as_dense": torch.equal(out, sample(model, "wan"))}
+
+
+def orders(steps: int) -> list[list[int]]:
+    """The first slots of each sparse call's order."""
+    with library_calls() as calls:
+        sample(patch(models.build("wan"), topk=0.5), "wan", steps=steps)
+    return [call["slots"] for call in calls]

@@ -123,6 +123,7 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
                 "segments": [part.tokens for part in kwargs["order"].segments]
                 if kwargs["order"]
                 else [],
+                "slots": kwargs["order"].slot_token[:64].tolist() if kwargs["order"] else [],
                 "measured": kwargs["budget"] is not None,
                 "topk": policy.topk,
                 "dtypes": [str(t.dtype).removeprefix("torch.") for t in (q, k, v)],

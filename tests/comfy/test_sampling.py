@@ -20,6 +20,14 @@ def test_step_counts(comfyui, steps, sparse_steps):
     assert ("NOTHING WAS SPARSE" in report["text"]) == (sparse_steps == 0)
 
 
+def test_steps_take_the_orders_in_turn(comfyui):
+    found = comfyui.run("orders", steps=10)
+    steps = [found[at : at + BLOCKS] for at in range(0, len(found), BLOCKS)]
+    assert len(steps) == 8
+    assert all(step == step[:1] * BLOCKS for step in steps)
+    assert steps[:5] == steps[3:] and len(set(map(str, steps[:3]))) == 3
+
+
 def test_one_step_is_sparse_when_the_window_is_open(comfyui):
     report = comfyui.run("run", steps=1, widgets={"topk": 1.0, "start_percent": 0.0})
     assert (report["sparse"], report["dense"]) == (BLOCKS, 0)

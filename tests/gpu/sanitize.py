@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU tests under compute-sanitizer, many processes at once; our kernels alone are watched.
+
+python -m tests.gpu.sanitize [--tools racecheck memcheck] [--gpus 0 1] [--workers 24]
+                             [--sanitizer PATH] [-k EXPRESSION] [--logs FOLDER]
+
+A line for each group of tests as it ends, then what was clean; the exit status is 0 when all was.
+racecheck keeps torch's memory cache, without which each allocation waits for all processes;
+memcheck must not, or it would not see the end of a tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+KERNELS = ("means", "quantize", "route", "attend")
+TOOLS = ("racecheck", "memcheck")
+TESTS_A_PROCESS = 6
+SECONDS = 900  # for one process; the slowest takes a minute when it is alone
+
+#: Too long or too large under the tools, or about what the tools change: launches, synchronisation,
+#: memory, compilation.
+LEFT_OUT = re.compile(
+    "long_sequences|beyond_two|extra_memory|four_launches|opcheck|torch_compile|repeats_are"
+    "|no_memory_for|sampling_takes|waits_for"
+)
+#: Graph capture may not allocate, as torch does without its cache.
+NEEDS_CACHE = re.compile("cuda_graph")
+CLEAN = re.compile(r"(RACECHECK SUMMARY: 0 hazards|ERROR SUMMARY: 0 errors)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tests of one process."""
+
+    number: int
+    tool: str
+    gpu: int
+    tests: tuple[str, ...]
+
+    def environment(self) -> dict[str, str]:
+        own = {"CUDA_VISIBLE_DEVICES": str(self.gpu), "OMP_NUM_THREADS": "1"}
+        if self.tool == "memcheck" and not any(map(NEEDS_CACHE.search, self.tests)):
+            own["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        return os.environ | own
+
+    def command(self, sanitizer: str) -> list[str]:
+        kernels = [word for name in KERNELS for word in ("--kernel-name", f"kns={name}")]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.tests]
+        return [sanitizer, "--tool", self.tool, "--error-exitcode", "77", *kernels, *pytest]
+
+
+def groups(tests: Sequence[str], tools: Sequence[str], gpus: Sequence[int]) -> Iterator[Group]:
+    """Every test once for each tool; those that need the cache on their own."""
+    apart = [test for test in tests if NEEDS_CACHE.search(test)]
+    together = [test for test in tests if test not in apart]
+    chunks = [(test,) for test in apart]
+    starts = range(0, len(together), TESTS_A_PROCESS)
+    chunks += [tuple(together[at : at + TESTS_A_PROCESS]) for at in starts]
+    turn = cycle(gpus)
+    pairs = [(tool, chunk) for tool in tools for chunk in chunks]
+    for number, (tool, chunk) in enumerate(pairs):
+        yield Group(number, tool, next(turn), chunk)
+
+
+def collected(expression: str) -> list[str]:
+    """The ids of the GPU tests that fit the tools."""
+    chosen = ["-k", expression] if expression else []
+    listing = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", *chosen],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    ids = [f"tests/{line}" for line in listing.stdout.splitlines() if "::" in line]
+    return [test for test in ids if not LEFT_OUT.search(test)]
+
+
+def is_clean(status: int, log: str) -> bool:
+    """The tests passed, and the tool saw our kernels and found nothing."""
+    return status == 0 and bool(CLEAN.search(log)) and bool(re.search(r"\d+ passed", log))
+
+
+def run(group: Group, sanitizer: str, logs: Path) -> bool:
+    started = time.monotonic()
+    log = logs / f"{group.tool}.{group.number}.log"
+    try:
+        with log.open("w") as out:
+            status = subprocess.run(
+                group.command(sanitizer),
+                cwd=ROOT,
+                env=group.environment(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+            ).returncode
+    except subprocess.TimeoutExpired:
+        status = -1
+    clean = is_clean(status, log.read_text(errors="replace"))
+    took = time.monotonic() - started
+    verdict = "clean" if clean else f"NOT CLEAN (status {status}), see {log}"
+    print(
+        f"{group.tool} {group.number}: {len(group.tests)} tests, {took:.0f} s, {verdict}",
+        flush=True,
+    )
+    return clean
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--gpus", nargs="+", type=int, default=[0])
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 8) - 8))
+    parser.add_argument("--sanitizer", default="compute-sanitizer")
+    parser.add_argument("-k", dest="expression", default="", help="as pytest's")
+    parser.add_argument("--logs", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    tests = collected(options.expression)
+    if not tests:
+        print("No GPU test was collected.", file=sys.stderr)
+        return 1
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="sanitize-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    todo = list(groups(tests, options.tools, options.gpus))
+    with ThreadPoolExecutor(options.workers) as pool:
+        clean = list(pool.map(lambda group: run(group, options.sanitizer, logs), todo))
+    for tool in options.tools:
+        of_tool = [(ok, group) for ok, group in zip(clean, todo, strict=True) if group.tool == tool]
+        good = sum(len(group.tests) for ok, group in of_tool if ok)
+        print(f"{tool}: {good} of {len(tests)} tests clean")
+    return 0 if all(clean) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner of compute-sanitizer: every GPU test once a tool, and only a clean log is clean."""
+
+from __future__ import annotations
+
+import importlib.util
+import stat
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def sanitize() -> ModuleType:
+    path = Path(__file__).parent / "gpu" / "sanitize.py"
+    spec = importlib.util.spec_from_file_location("sanitize", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_test_runs_once_for_each_tool(sanitize: ModuleType) -> None:
+    tests = [f"tests/gpu/test_x.py::test_{n}" for n in range(20)] + ["a::test_cuda_graph"]
+    found = list(sanitize.groups(tests, sanitize.TOOLS, [2, 5]))
+    for tool in sanitize.TOOLS:
+        of_tool = [test for group in found if group.tool == tool for test in group.tests]
+        assert sorted(of_tool) == sorted(tests)
+    assert {group.gpu for group in found} == {2, 5}
+    for group in found:
+        cached = group.tool == "racecheck" or group.tests == ("a::test_cuda_graph",)
+        assert ("PYTORCH_NO_CUDA_MEMORY_CACHING" in group.environment()) != cached
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "clean"),
+    [
+        (0, "6 passed in 3 s\n== RACECHECK SUMMARY: 0 hazards displayed (0 errors)", True),
+        (0, "6 passed in 3 s\n== ERROR SUMMARY: 0 errors", True),
+        (77, "6 passed in 3 s\n== ERROR SUMMARY: 0 errors", False),
+        (0, "6 passed in 3 s\n== ERROR SUMMARY: 2 errors", False),
+        (0, "6 passed in 3 s\n== RACECHECK SUMMARY: 10 hazards displayed (10 errors)", False),
+        (0, "6 skipped in 3 s\n== ERROR SUMMARY: 0 errors", False),
+        (0, "6 passed in 3 s\n== Internal Sanitizer Error", False),
+    ],
+)
+def test_what_is_clean(sanitize: ModuleType, status: int, log: str, clean: bool) -> None:
+    assert sanitize.is_clean(status, log) == clean
+
+
+@pytest.mark.parametrize(("summary", "status"), [("0 errors", 0), ("1 errors", 1)])
+def test_the_exit_status_says_whether_all_was_clean(
+    sanitize: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    summary: str,
+    status: int,
+) -> None:
+    fake = tmp_path / "sanitizer"
+    fake.write_text(f"#!/bin/sh\necho 6 passed\necho ERROR SUMMARY: {summary}\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
+    options = ["--sanitizer", str(fake), "-k", "test_walks", "--logs", str(tmp_path / "logs")]
+    assert sanitize.main([*options, "--workers", "2"]) == status
+    said = capsys.readouterr().out
+    assert "racecheck: 17 of 17 tests clean" in said or status == 1
+    assert ("NOT CLEAN" in said) == bool(status)
