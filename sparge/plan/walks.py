@@ -44,13 +44,12 @@ def walk_ranks(
 ) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the walk, from 0.
 
-    turn: begins a third of a key block later, with the tokens that were last; cubes go along
-    another axis, too.
+    turn: cubes go along another axis; the others begin a third of a key block later, with the
+    tokens that were last.
     """
     if walk is Walk.CUBES:
-        ranks = cube_ranks(frames, height, width, turn)
-    else:
-        ranks = _frame_by_frame(walk, frames, height, width)
+        return cube_ranks(frames, height, width, turn)
+    ranks = _frame_by_frame(walk, frames, height, width)
     return (ranks + np.int32(turn * KEY_BLOCK // TURNS)) % np.int32(ranks.size)
 
 

@@ -132,7 +132,7 @@ def test_turns_cut_every_walk_elsewhere() -> None:
         for walk in range(3):
             pairs = torch.stack([blocks[one, walk], blocks[other, walk]]).unique(dim=1)
             meetings = pairs.shape[1] / int(blocks[one, walk].amax() + 1)
-            assert meetings > 1.9, (one, other, walk)
+            assert meetings > 1.4, (one, other, walk)
 
 
 def test_key_lengths_cut_the_suffix() -> None:
