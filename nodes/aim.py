@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..sparge.calibrate import Calibration, HeadChoices
+from ..sparge.calibrate import Calibration, HeadChoices, step_means
 
 MANUAL = "manual"
 AUTO_QUALITY = "auto quality"
@@ -35,11 +35,14 @@ class Aim:
         """Whether early steps may keep more than late ones: a target holds in all of them."""
         return self.kind == "budget"
 
-    def freeze(self, calibration: Calibration) -> HeadChoices:
-        """Waits for the GPU. Raises ValueError when nothing was measured."""
-        if self.kind == "quality":
-            return calibration.freeze(target=self.value)
-        return calibration.freeze(mean_density=self.value)
+    def freeze(self, calibration: Calibration, steps: int) -> tuple[HeadChoices, list[HeadChoices]]:
+        """The choices over all of so many sparse steps, and those of each where they differ. Waits
+        for the GPU. Raises ValueError when nothing was measured."""
+        if not self.falls:
+            return calibration.freeze(target=self.value), []
+        means = step_means(self.value, steps)
+        overall, *of_steps = calibration.freeze_each([self.value, *means])
+        return overall, of_steps if len(means) > 1 else []
 
     def __str__(self) -> str:
         if self.kind == "quality":

@@ -17,6 +17,14 @@ SAME_SIGMA = 1e-5
 
 
 @dataclass(frozen=True)
+class Place:
+    """Of a step among those of the window, from 0."""
+
+    index: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class SigmaWindow:
     """Noise levels between which attention may be sparse; sigma falls while sampling."""
 
@@ -43,15 +51,15 @@ class SigmaWindow:
         later = any(level < below and self._is_before(level) for level in schedule)
         return self._is_before(sigma) and not later
 
-    def position(self, sigma: float, schedule: Sequence[float]) -> float | None:
-        """From 0 in the schedule's first step inside the window to 1 in the last, evenly by steps;
-        None where fewer than two are."""
+    def place(self, sigma: float, schedule: Sequence[float]) -> Place | None:
+        """Of the step at a noise level, or of the next one in the schedule; None where no step of
+        the schedule is in the window."""
         least = self.end * (1 - SAME_SIGMA)
         inside = [level for level in schedule if level >= least and not self._is_before(level)]
-        if len(inside) < 2:
+        if not inside:
             return None
-        last = len(inside) - 1
-        return min(last, sum(level > sigma * (1 + SAME_SIGMA) for level in inside)) / last
+        above = sum(level > sigma * (1 + SAME_SIGMA) for level in inside)
+        return Place(min(above, len(inside) - 1), len(inside))
 
     def _is_before(self, sigma: float) -> bool:
         return sigma > self.start * (1 + SAME_SIGMA)

@@ -67,18 +67,18 @@ class Forward:
             numbers = ", ".join(map(str, missing))
             run.note(f"dense_blocks names {numbers}; this model has blocks 0-{layout.blocks - 1}")
         unusable, outside, is_last_dense = run.unusable(x.device), None, False
-        position = None
+        place = None
         if unusable is None and run.needs_level:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
             outside = run.window.outside_reason(level, run.settings)
             is_last_dense = run.window.is_last_dense(level, run.schedule)
-            position = run.window.position(level, run.schedule)
+            place = run.window.place(level, run.schedule)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
         record = run.begin_pass(layout.rows, x.device, unusable is None and outside is None)
         order, heads = None, None
         if unusable is None and run.heads is not None:
-            facts = PassFacts(conditioning, record.step, outside, is_last_dense, position)
+            facts = PassFacts(conditioning, record.step, outside, is_last_dense, place)
             heads = run.heads.begin(layout, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
             order = run.cubes(layout.tokens, record.step, x.device)

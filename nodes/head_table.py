@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ..sparge.calibrate import (
 )
 from .aim import Aim
 from .attention_call import AttentionCall
+from .decision import Place
 from .host import untracked_allocations
 from .passes import PassFacts
 from .sample_schedule import SampleSchedule
@@ -89,8 +90,9 @@ class HeadTable:
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
-        self._first_position: float | None = None  # of the first pass that may be sparse
-        self._position: float | None = None  # that the densities are of
+        self._first: Place | None = None  # of the first pass that may be sparse
+        self._step = 0  # of the sparse ones, that the budgets are of
+        self._of_steps: list[HeadChoices] = []  # where those differ
         self.sparse_rows: set[int] = set()
         """Those whose calls are sparse, in some pass at least."""
         self._kept: list[float] = []  # by row: share of pairs that its densities keep
@@ -103,12 +105,12 @@ class HeadTable:
         if self.choices is None and self.why_dense is None:
             missed = bool(self._called - self._sampled - self._refusals.keys())
             if may_be_sparse and self._schedule.is_done(facts.conditioning, missed):
-                self._freeze()
+                self._freeze(facts.place)
             else:
                 self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
                 self._prepare()
         if self.choices is not None and may_be_sparse:
-            self._fall(facts.position)
+            self._fall(facts.place)
             self._tighten(facts.step)
 
     def order(self, step: int) -> TokenOrder | None:
@@ -165,11 +167,12 @@ class HeadTable:
         for place in self._schedule.measuring:
             yield tuple(x[place * rows : (place + 1) * rows] for x in operands)
 
-    def _freeze(self) -> None:
+    def _freeze(self, place: Place | None) -> None:
         """From what was measured so far. Waits for the GPU."""
         assert self._calibration is not None  # without it nothing was measured
         try:
-            choices = self._aim.freeze(self._calibration)
+            steps = place.steps - place.index if place else 1
+            choices, self._of_steps = self._aim.freeze(self._calibration, steps)
         except ValueError:  # no layer gave finite numbers
             self.why_dense = NOT_MEASURED
         else:
@@ -179,10 +182,8 @@ class HeadTable:
     def use(self, choices: HeadChoices) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
         self.choices = choices
-        self._budgets = [choices.budget(row, self.device) for row in range(self.rows)]
-        for budget in filter(None, self._budgets):
-            budget.table(self._policy)
-        self._set_kept(choices.density)
+        self._step = 0 if self._of_steps else -1  # of a profile, no step has its budgets yet
+        self._give(self._of_steps[0] if self._of_steps else choices)
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
@@ -192,30 +193,34 @@ class HeadTable:
         budget = self._budgets[row] if row < self.rows else None
         return budget or self.refusal(row) or NOT_MEASURED
 
-    def _fall(self, in_window: float | None) -> None:
-        """The densities of this position in the window, where the aim leaves steps free. Passes
-        that were dense to be measured have no part in the mean. Never waits."""
-        choices = self.choices
-        if self._first_position is None:
-            self._first_position = in_window
-        position = position_after(self._first_position, in_window)
-        if not self._aim.falls or position == self._position or choices is None:
-            return
-        self._position = position
-        density = choices.density.clone()
-        if position is not None:
-            density[choices.measured] = falling(
-                density[choices.measured], position, self._workload.key_blocks
-            )
-        on_device = density.to(self.device)
-        for row, budget in enumerate(self._budgets):
-            if budget is not None:
-                budget.set_density(on_device[row])
-        self._set_kept(density)
+    def _give(self, choices: HeadChoices) -> None:
+        """Budgets for the calls from now on."""
+        self._budgets = [choices.budget(row, self.device) for row in range(self.rows)]
+        for budget in filter(None, self._budgets):
+            budget.table(self._policy)
+        self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
-    def _set_kept(self, density: Tensor) -> None:
+    def _fall(self, place: Place | None) -> None:
+        """The budgets of this step, where the aim leaves steps free. Passes that were dense to be
+        measured have no part in the mean. Never waits."""
+        if self._first is None:
+            self._first = place
+        if self._first is None or place is None or not self._aim.falls:
+            return
+        step, last = max(0, place.index - self._first.index), place.steps - self._first.index - 1
+        if last < 1 or step == self._step:
+            return
+        self._step = step
+        self._give(self._choices_of(step, last))
+
+    def _choices_of(self, step: int, last: int) -> HeadChoices:
         assert self.choices is not None
-        self._kept = self._kept_shares(density, self.choices.floor).mean(1).tolist()
+        if self._of_steps:
+            return self._of_steps[min(step, len(self._of_steps) - 1)]
+        measured, density = self.choices.measured, self.choices.density.clone()
+        key_blocks = self._workload.key_blocks
+        density[measured] = falling(density[measured], step / last, key_blocks)
+        return replace(self.choices, density=density)
 
     def decide(self, row: int, call: AttentionCall) -> HeadBudget | str:
         """What a call of a layer may keep, or why it has to stay dense: at the densities of this
@@ -275,10 +280,3 @@ class HeadTable:
         densities, place = asked.unique(return_inverse=True)
         ranks = (densities * self._workload.key_blocks).long().clamp(min=floor)
         return torch.from_numpy(self._workload.density(ranks.tolist())).float()[place]
-
-
-def position_after(first: float | None, position: float | None) -> float | None:
-    """A position in the window as one in what is left of it from the first sparse pass on."""
-    if first is None or position is None or first >= 1:
-        return None
-    return max(0.0, (position - first) / (1 - first))

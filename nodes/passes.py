@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..sparge import AttentionStats
 from ..sparge.stats import Counter
+from .decision import Place
 from .sample_schedule import Conditioning
 
 
@@ -24,8 +25,8 @@ class PassFacts:
     """Why the whole pass has to stay dense; None where it may be sparse."""
     is_last_dense: bool = False
     """It belongs to the last dense step before the window."""
-    position: float | None = None
-    """From 0 in the first step of the window to 1 in the last; None where that is not known."""
+    place: Place | None = None
+    """Among the steps of the window; None where that is not known."""
 
 
 @dataclass(eq=False)

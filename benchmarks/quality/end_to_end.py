@@ -16,14 +16,16 @@ from benchmarks.quality.judge import psnr
 from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density, uniform
 from benchmarks.quality.rows import Row
-from benchmarks.quality.steps import SparseSteps
+from benchmarks.quality.steps import SPARSE_STEPS, SparseSteps
 from benchmarks.quality.walks import by_walk, of_heads
 from benchmarks.tiny_video_dit.model import Attention
 from sparge.plan.budget import HeadBudget
 from sparge.reference.packed import pack_qkv, scatter
 
-#: Attention of a model in a mode with a budget a layer, and a function that says its mean density.
-Attending = Callable[[DenseRun, Mode, Sequence[HeadBudget]], tuple[Attention, Callable[[], float]]]
+#: By step and layer, as `SparseSteps` takes them.
+Budgets = Sequence[Sequence[HeadBudget]]
+#: Attention of a model in a mode with these budgets, and a function that says its mean density.
+Attending = Callable[[DenseRun, Mode, Budgets], tuple[Attention, Callable[[], float]]]
 
 
 class Clips:
@@ -56,14 +58,14 @@ class Clips:
             "worst_psnr": min(found),
         }
 
-    def budgets(self, index: int, mode: Mode, density: float) -> list[HeadBudget]:
-        """Of each layer, for one of the clips."""
+    def budgets(self, index: int, mode: Mode, density: float) -> Budgets:
+        """For one of the clips."""
         run = self.runs[index]
         device = run.begun.device
         if mode.measured:
-            return self._measured[index].budgets(density, device)
+            return self._measured[index].budgets_of_steps(density, SPARSE_STEPS, device)
         budget = uniform(mode, run.model.config.heads, density).on(device)
-        return [budget] * len(run.model.blocks)
+        return [[budget] * len(run.model.blocks)]
 
 
 def clip_psnr(clip: Tensor, truth: Tensor) -> float:
@@ -71,9 +73,7 @@ def clip_psnr(clip: Tensor, truth: Tensor) -> float:
     return psnr(clip, truth, extent=1.0)
 
 
-def emulated(
-    run: DenseRun, mode: Mode, budgets: Sequence[HeadBudget]
-) -> tuple[Attention, Callable[[], float]]:
+def emulated(run: DenseRun, mode: Mode, budgets: Budgets) -> tuple[Attention, Callable[[], float]]:
     steps = SparseSteps(run, mode, budgets)
     densities: list[Tensor] = []
 
@@ -99,7 +99,7 @@ def emulated(
 
 
 def in_library(
-    run: DenseRun, mode: Mode, budgets: Sequence[HeadBudget]
+    run: DenseRun, mode: Mode, budgets: Budgets
 ) -> tuple[Attention, Callable[[], float]]:
     """Through `sparge.attention`."""
     steps = SparseSteps(run, mode, budgets)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.quality.judge import Call
-from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
+from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for, step_means
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import grid_order
 
@@ -49,14 +49,25 @@ class Measured:
 
     def budgets(self, mean_density: float, device: torch.device | str = "cpu") -> list[HeadBudget]:
         """Of each layer, by place; all of them were measured."""
-        choices = self.choices(mean_density)
-        budgets = [choices.budget(place, device) for place in range(choices.layers)]
-        measured = [budget for budget in budgets if budget is not None]
-        assert len(measured) == len(budgets)
-        return measured
+        return _budgets(self.choices(mean_density), device)
+
+    def budgets_of_steps(
+        self, mean_density: float, steps: int, device: torch.device | str = "cpu"
+    ) -> list[list[HeadBudget]]:
+        """`budgets` of each of so many sparse steps, as the node gives them out; of one where all
+        are equal."""
+        found = self.calibration.freeze_each(step_means(mean_density, steps))
+        return [_budgets(choices, device) for choices in found]
 
     def choices(self, mean_density: float) -> HeadChoices:
         return self.calibration.freeze(mean_density=mean_density)
+
+
+def _budgets(choices: HeadChoices, device: torch.device | str) -> list[HeadBudget]:
+    budgets = [choices.budget(place, device) for place in range(choices.layers)]
+    measured = [budget for budget in budgets if budget is not None]
+    assert len(measured) == len(budgets)
+    return measured
 
 
 def _workload(call: Call) -> Workload:

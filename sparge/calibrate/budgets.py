@@ -7,6 +7,7 @@ dense attention and counts the residual; a density is the share of pairs that ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
+
+Step = tuple[float, int, tuple[int, int]]
+"""Slope, head, and the candidates before and after."""
 
 ROUNDING = 1e-9  # of a sum of densities
 
@@ -31,24 +35,33 @@ def meet_target(errors: Array, costs: Array, target: float) -> Indices:
     return np.where(met.any(1), truest, errors.argmin(1))
 
 
-def share_density(errors: Array, costs: Array, densities: Array, mean: float) -> Indices:
-    """(heads,): the candidates that leave the least summed error under a mean density.
+def share_density(
+    errors: Array, costs: Array, densities: Array, means: Sequence[float]
+) -> list[Indices]:
+    """Of each mean, (heads,): the candidates that leave the least summed error under that density.
 
     Every head starts with its cheapest candidate; then the step along a head's convex hull of cost
     and error that takes most error away for its cost is made, again and again, while the mean over
-    the heads stays within `mean`. Ties go to the lower head. Where even the cheapest candidates
-    are denser than `mean`, they are what is returned.
+    the heads stays within the mean. Ties go to the lower head. Where even the cheapest candidates
+    are denser, they are what is returned.
     """
     truest = truest_of_each_cost(errors, costs)
     hulls = [convex_hull(costs, *each) for each in zip(errors, truest, strict=True)]
-    chosen = np.array([hull[0] for hull in hulls])
-    left = mean * len(hulls) - densities[chosen].sum() + ROUNDING
     steps = [
         (_slope(costs, errors[head], *step), head, step)
         for head, hull in enumerate(hulls)
         for step in pairwise(hull)
     ]
-    for _, head, (before, after) in sorted(steps, key=_steepest_first):
+    steps.sort(key=_steepest_first)
+    return [_climb(hulls, steps, densities, mean) for mean in means]
+
+
+def _climb(
+    hulls: Sequence[list[int]], steps: Sequence[Step], densities: Array, mean: float
+) -> Indices:
+    chosen = np.array([hull[0] for hull in hulls])
+    left = mean * len(hulls) - densities[chosen].sum() + ROUNDING
+    for _, head, (before, after) in steps:
         dearer = densities[after] - densities[before]
         if chosen[head] == before and dearer <= left:
             chosen[head] = after
@@ -84,5 +97,5 @@ def _slope(costs: Array, errors: Array, before: int, after: int) -> float:
     return float((errors[before] - errors[after]) / (costs[after] - costs[before]))
 
 
-def _steepest_first(step: tuple[float, int, tuple[int, int]]) -> tuple[float, int]:
+def _steepest_first(step: Step) -> tuple[float, int]:
     return -step[0], step[1]

@@ -45,6 +45,18 @@ DENSITY_RATIO = 1.08
 
 
 @dataclass(frozen=True, eq=False)
+class _Offers:
+    """What heads can be given: errors (heads, candidates), costs and kept shares (candidates,)."""
+
+    errors: budgets.Array
+    costs: budgets.Array
+    kept: budgets.Array
+    densities: list[float]
+    measured: Tensor
+    """(layers,) bool."""
+
+
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Sums over the query blocks sampled so far; make it with `begin`."""
 
@@ -194,6 +206,27 @@ class Calibration:
         """
         if (target is None) == (mean_density is None):
             raise ValueError("Give a target error or a mean density: one of the two.")
+        if target is None:
+            assert mean_density is not None
+            return self.freeze_each([mean_density])[0]
+        offers = self._offers()
+        return self._choices(budgets.meet_target(offers.errors, offers.costs, target), offers)
+
+    def freeze_each(self, mean_densities: Sequence[float]) -> list[HeadChoices]:
+        """`freeze` at each of these mean densities, for little more time than at one of them."""
+        offers = self._offers()
+        found = budgets.share_density(offers.errors, offers.costs, offers.kept, mean_densities)
+        reached = offers.kept[found[0]].mean()
+        if reached > mean_densities[0] + budgets.ROUNDING:
+            logger.warning(
+                "A mean density of %.3g is asked for; text, floors and the least dense "
+                "candidates already keep %.3g.",
+                mean_densities[0],
+                reached,
+            )
+        return [self._choices(chosen, offers) for chosen in found]
+
+    def _offers(self) -> _Offers:
         samples = np.asarray(self.samples)
         errors = self.relative_errors()
         measured = (samples > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
@@ -207,19 +240,7 @@ class Calibration:
             layer[:, walks:] = np.inf  # no walk is chosen unmeasured
         by_head = errors.reshape(-1, errors[0, 0].size)
         costs, kept = self._costs(kept)
-        if mean_density is None:
-            assert target is not None
-            chosen = budgets.meet_target(by_head, costs, target)
-        else:
-            chosen = budgets.share_density(by_head, costs, kept, mean_density)
-            if kept[chosen].mean() > mean_density + budgets.ROUNDING:
-                logger.warning(
-                    "A mean density of %.3g is asked for; text, floors and the least dense "
-                    "candidates already keep %.3g.",
-                    mean_density,
-                    kept[chosen].mean(),
-                )
-        return self._choices(chosen, by_head, densities, torch.from_numpy(measured))
+        return _Offers(by_head, costs, kept, densities, torch.from_numpy(measured))
 
     def _kept(self, densities: Sequence[float]) -> budgets.Array:
         """The share of pairs that each density really keeps, forced blocks included."""
@@ -234,13 +255,8 @@ class Calibration:
         cost = np.broadcast_to(kept[:, None] + residual, shape)
         return cost.ravel(), np.broadcast_to(kept[:, None], shape).ravel()
 
-    def _choices(
-        self,
-        chosen: budgets.Indices,
-        errors: budgets.Array,
-        densities: Sequence[float],
-        measured: Tensor,
-    ) -> HeadChoices:
+    def _choices(self, chosen: budgets.Indices, offers: _Offers) -> HeadChoices:
+        densities, measured = offers.densities, offers.measured
         routers, gains = self.candidates.routers, self.candidates.gains
         shape = (self.workload.order.walks, len(routers), len(densities), len(gains))
         walk, router, density, gain = np.unravel_index(chosen, shape)
@@ -255,7 +271,7 @@ class Calibration:
             table(np.asarray(gains)[gain], 0.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
             table(walk, 0, torch.int32),
-            table(errors[np.arange(len(chosen)), chosen], 0.0, torch.float32),
+            table(offers.errors[np.arange(len(chosen)), chosen], 0.0, torch.float32),
             measured,
             self.candidates.floor,
         )

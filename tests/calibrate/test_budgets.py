@@ -32,12 +32,12 @@ def test_water_filling_leaves_the_least_error(seed: int, attempt: int) -> None:
     costs = random.permutation([0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
     errors = random.random((4, 6)) * np.exp(-3 * costs)
     for mean in np.linspace(0.05, 1.0, 50):
-        chosen = share_density(errors, costs, costs, mean)
+        chosen = share_density(errors, costs, costs, [mean])[0]
         assert costs[chosen].sum() <= mean * 4 + 1e-6
     on_hull = breakpoints(errors, costs)
     assert len(on_hull) > 3
     for total, summed in on_hull:
-        chosen = share_density(errors, costs, costs, total / 4)
+        chosen = share_density(errors, costs, costs, [total / 4])[0]
         assert errors[np.arange(4), chosen].sum() == pytest.approx(summed)
         assert least_error(errors, costs, total) == pytest.approx(summed)
 
@@ -56,13 +56,13 @@ def breakpoints(errors: np.ndarray, costs: np.ndarray) -> list[tuple[float, floa
 def test_a_head_that_needs_keys_gets_those_of_one_that_does_not() -> None:
     costs = np.array([0.1, 0.2, 0.4])
     errors = np.array([[0.02, 0.01, 0.0], [0.9, 0.5, 0.1]])
-    assert share_density(errors, costs, costs, 0.25).tolist() == [0, 2]
+    assert share_density(errors, costs, costs, [0.25])[0].tolist() == [0, 2]
 
 
 def test_ties_go_to_the_lower_head_and_candidate() -> None:
     costs = np.array([0.1, 0.2, 0.2])
     errors = np.array([[0.5, 0.1, 0.1]] * 3)
-    assert share_density(errors, costs, costs, 0.1 + 0.1 / 3).tolist() == [1, 0, 0]
+    assert share_density(errors, costs, costs, [0.1 + 0.1 / 3])[0].tolist() == [1, 0, 0]
     assert meet_target(errors, costs, 0.2).tolist() == [1, 1, 1]
 
 
@@ -70,21 +70,21 @@ def test_cost_ranks_and_density_is_what_is_shared() -> None:
     """A residual costs time, but keeps no pairs."""
     costs, densities = np.array([0.1, 0.116, 0.2]), np.array([0.1, 0.1, 0.2])
     errors = np.array([[0.5, 0.2, 0.15]])
-    assert share_density(errors, costs, densities, 0.1).tolist() == [1]
+    assert share_density(errors, costs, densities, [0.1])[0].tolist() == [1]
     worthless = np.array([[0.5, 0.5, 0.1]])
-    assert share_density(worthless, costs, densities, 0.1).tolist() == [0]
+    assert share_density(worthless, costs, densities, [0.1])[0].tolist() == [0]
 
 
 def test_the_better_step_is_the_better_for_its_cost() -> None:
     """Room for one step: 0.4 less error for 0.116, residual included, or 0.38 less for 0.1."""
     costs, densities = np.array([0.1, 0.2, 0.216]), np.array([0.1, 0.2, 0.2])
     errors = np.array([[0.5, 0.5, 0.1], [0.5, 0.12, 0.12]])
-    assert share_density(errors, costs, densities, 0.15).tolist() == [0, 1]
+    assert share_density(errors, costs, densities, [0.15])[0].tolist() == [0, 1]
 
 
 def test_too_little_for_all_gives_the_cheapest() -> None:
     costs = np.array([0.1, 0.2])
-    assert share_density(np.array([[0.5, 0.1]] * 2), costs, costs, 0.01).tolist() == [0, 0]
+    assert share_density(np.array([[0.5, 0.1]] * 2), costs, costs, [0.01])[0].tolist() == [0, 0]
 
 
 def test_target_takes_the_cheapest_that_meets_it(problem: tuple[np.ndarray, np.ndarray]) -> None:

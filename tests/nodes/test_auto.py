@@ -329,8 +329,7 @@ def test_drift_is_answered_in_a_later_step(
         factors = torch.tensor([[1.5], [1.5**2]])
         torch.testing.assert_close(now, (measured * factors).clamp(max=1))
     else:
-        falling = load_pack("sparge.calibrate").falling
-        assert torch.equal(now, falling(measured, 1.0, table.shape.workload().key_blocks))
+        assert torch.equal(now, table._of_steps[-1].density[:BLOCKS])
 
 
 def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step, runs):

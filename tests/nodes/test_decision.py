@@ -71,15 +71,15 @@ def test_the_window(load_pack, decision, sigma, reason):
     assert window.outside_reason(sigma, settings) == reason
 
 
-def test_the_position_in_the_window_counts_its_steps(decision):
+def test_the_place_in_the_window_counts_its_steps(decision):
     window = decision.SigmaWindow(start=0.8, end=0.2)
     schedule = [1.0, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
-    found = [window.position(level, schedule) for level in (0.8, 0.7, 0.3, 0.2)]
-    assert found == [0, 1 / 3, 2 / 3, 1]
-    assert window.position(0.5, schedule) == 2 / 3, "between steps: as the next one"
-    assert window.position(0.9, schedule) == 0 and window.position(0.1, schedule) == 1
-    for unknown in ([], [0.5], [1.0, 0.9]):
-        assert window.position(0.5, unknown) is None
+    found = [window.place(level, schedule) for level in (0.8, 0.7, 0.3, 0.2)]
+    assert found == [decision.Place(index, 4) for index in range(4)]
+    assert window.place(0.5, schedule).index == 2, "between steps: as the next one"
+    assert window.place(0.9, schedule).index == 0 and window.place(0.1, schedule).index == 3
+    for unknown in ([], [1.0, 0.9]):
+        assert window.place(0.5, unknown) is None
 
 
 def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(load_pack):

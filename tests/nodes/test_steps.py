@@ -51,6 +51,20 @@ def steps_of(load_pack, monkeypatch, session, generator):
     return of
 
 
+@pytest.fixture
+def frozen_means(load_pack, monkeypatch):
+    """The mean densities of each time that choices were made."""
+    calibration = load_pack("sparge.calibrate").Calibration
+    freeze, seen = calibration.freeze_each, []
+
+    def spy(self, means):
+        seen.append(list(means))
+        return freeze(self, means)
+
+    monkeypatch.setattr(calibration, "freeze_each", spy)
+    return seen
+
+
 @pytest.mark.parametrize("mode", ["manual", "auto quality", "auto budget"])
 def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
     steps = steps_of(patch(mode=mode), SIX_SPARSE)
@@ -73,18 +87,20 @@ def test_all_passes_of_an_evaluation_take_one_turn(load_pack, patch, steps_of, a
     assert len({id(step[0]) for step in steps[:turns]}) == turns
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4])
-def test_passes_that_are_measured_have_no_part_in_the_mean(load_pack, patch, steps_of, runs, steps):
-    sigmas = [0.6, 0.5, 0.4, 0.3][:steps]
+@pytest.mark.parametrize("steps", [2, 3, 4, 6])
+def test_passes_that_are_measured_have_no_part_in_the_mean(
+    load_pack, patch, steps_of, runs, frozen_means, steps
+):
+    sigmas = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3][:steps]
     sparse = steps_of(patch(mode="auto budget", topk=0.4, start_percent=0.0), sigmas)
     assert len(sparse) == steps - 1
-    (table,) = runs[-1][0].heads.frozen
-    asked, blocks = table.choices.density[:BLOCKS], table.shape.workload().key_blocks
-    falling = load_pack("sparge.calibrate").falling
+    (means,) = frozen_means
+    assert means == [0.4, *load_pack("sparge.calibrate").step_means(0.4, steps - 1)]
+    assert sum(means[1:]) / len(means[1:]) == pytest.approx(0.4)
+    table = runs[-1][0].heads.frozen[0]
     for at, step in enumerate(sparse):
-        kept = torch.stack([density for _, density in step])
-        expected = falling(asked, at / (steps - 2), blocks) if steps > 2 else asked
-        assert torch.equal(kept, expected)
+        given = table._of_steps[at] if steps > 2 else table.choices
+        assert torch.equal(torch.stack([density for _, density in step]), given.density[:BLOCKS])
 
 
 def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
@@ -102,17 +118,36 @@ def test_cond_and_uncond_take_the_same_turn(patch, steps_of):
     assert all(one[0][0] is other[0][0] for one, other in zip(apart[::2], apart[1::2], strict=True))
 
 
-def test_a_mean_density_falls_and_a_target_does_not(load_pack, patch, steps_of, runs):
-    budget = steps_of(patch(mode="auto budget", topk=0.5), SIX_SPARSE)
-    kept = torch.stack([torch.stack([density for _, density in step]) for step in budget])
-    means = kept.flatten(1).mean(1)
-    assert (means.diff() <= 0).all() and means[0] > means[-1]
-    (table,) = runs[-1][0].heads.frozen
-    asked = table.choices.density[:BLOCKS]
-    falling = load_pack("sparge.calibrate").falling
-    blocks = table.shape.workload().key_blocks
-    for at, step in enumerate(kept):
-        assert torch.equal(step, falling(asked, at / 5, blocks))
+def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, frozen_means):
+    steps_of(patch(mode="auto budget", topk=0.3), SIX_SPARSE)
+    (means,) = frozen_means
+    overall, first, *_, last = means
+    assert len(means) == 1 + 6 and overall == 0.3
+    assert (first, last) == pytest.approx((0.3 * 1.3, 0.3 * 0.7))
     quality = steps_of(patch(mode="auto quality", quality="fast"), SIX_SPARSE[:5])
-    first = [density for _, density in quality[0]]
-    assert all(torch.equal(a, b[1]) for step in quality for a, b in zip(first, step, strict=True))
+    once = [density for _, density in quality[0]]
+    assert all(torch.equal(a, b[1]) for step in quality for a, b in zip(once, step, strict=True))
+    assert len(frozen_means) == 1
+
+
+def test_densities_of_a_profile_fall_too(load_pack, patch, steps_of, runs, session, generator):
+    module = load_pack("nodes.head_table")
+    choices = load_pack("sparge.calibrate").HeadChoices(
+        *(torch.full((1, 2), value) for value in (0.3, 0.0)),
+        *(torch.zeros(1, 2, dtype=torch.int32) for _ in "rw"),
+        torch.zeros(1, 2),
+        torch.ones(1, dtype=torch.bool),
+    )
+    grid = load_pack("sparge").TokenGrid(8, 16, 16)
+    aim = load_pack("nodes.aim").Aim("budget", 0.3)
+    policy = load_pack("sparge").SparsePolicy()
+    shape = module.Shape(grid.tokens, 2, grid)
+    table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"))
+    table.use(choices)
+    facts, place = load_pack("nodes.passes").PassFacts, load_pack("nodes.decision").Place
+    falling = load_pack("sparge.calibrate").falling
+    for step in range(5):
+        table.begin_pass(facts((0,), step, place=place(step, 5)))
+        expected = falling(choices.density, step / 4, shape.workload().key_blocks)
+        assert torch.equal(table.budget(0).density, expected[0])
+    assert torch.equal(table.choices.density, choices.density), "the profile is as it was"
