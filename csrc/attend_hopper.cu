@@ -41,7 +41,8 @@
 //             Profile at 27.7, of 2,120 clocks a step and warp: 507 issue, 573 fixed latencies (MUFU 8 each), 320 wait for
 //             dispatch (register banks beside the tensor cores'), 213 for the other warp, 138 for shuffles and MUFU.
 //             Since then: % by which a whole call got faster at Mochi and at CogVideoX-2B (head_dim 64), each dense, 20 %,
-//             20 % with budgets, 10 %. H200, kvar against 3ad4513: variants in turns, medians; all equal bit for bit.
+//             20 % with budgets, 10 %. H200, benchmarks.kernel_variants against 3ad4513: variants in turns, medians; all equal
+//             bit for bit.
 //             Mochi +1.5 -1.6 -2.0 -1.4, CogVideoX-2B +9.2 +5.4 +4.8 +3.6
 //                   491 to 433 instructions on the shortest way round the loop (445 to 390): facts of a step by one load, all
 //                   of a stage at one offset, scales multiplied by the producer, integer maxima, -FLT_MAX where no key was met

@@ -33,8 +33,8 @@ constexpr int kBlockValueSteps = kKeyBlock / 32;  // products of 32 keys each
 constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 
 // Sums of products start from kScoreZero: the tensor cores add to registers that 16 loads a step fill from shared memory, all
-// lanes from the same 16 bytes, or 64 moves. Dense calls on an H200, kvar against 3ad4513: loads +4.8 %, moves +1.5 % at
-// head_dim 128 (Mochi); loads +6.6 %, moves +9.2 % at head_dim 64 (CogVideoX-2B).
+// lanes from the same 16 bytes, or 64 moves. Dense calls on an H200, benchmarks.kernel_variants against 3ad4513:
+// loads +4.8 %, moves +1.5 % at head_dim 128 (Mochi); loads +6.6 %, moves +9.2 % at head_dim 64 (CogVideoX-2B).
 constexpr bool kFillFromShared = kHeadDim == 128;
 static_assert(kScores % 4 == 0, "a load fills four registers");
 
