@@ -9,12 +9,16 @@ import torch
 
 from ..sparge.plan.worth import Call, estimate, rates_for
 from .attention_call import AttentionCall
+from .settings import Settings
 
 #: Debugging aid: with the value 1 speed does not matter. A device without kernels runs the slow
 #: reference, not dense, and no call is dense for being slower.
 REFERENCE_VARIABLE = "SPARGE_REFERENCE"
 #: What the rates were measured with; dense attention in float32 is slower by far.
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)
+#: Shorter calls are sparse only where the user lowered min_tokens to have them so, and the rates do
+#: not hold for them.
+FEWEST_TOKENS = Settings.min_tokens
 #: A density that no user asks for.
 NO_DENSITY = 0.01
 
@@ -36,10 +40,15 @@ def slower_reason(
 
     pooled: share of the heads that use the residual; None without budgets.
     """
-    rates = rates_for(gpu_name(call.q.device), call.head_dim)
-    if rates is None or call.q.dtype not in MEASURED_DTYPES or not speed_matters():
-        return None
     tokens = call.facts.query_tokens
+    rates = rates_for(gpu_name(call.q.device), call.head_dim)
+    if (
+        tokens < FEWEST_TOKENS
+        or rates is None
+        or call.q.dtype not in MEASURED_DTYPES
+        or not speed_matters()
+    ):
+        return None
     # Of one batch entry: ComfyUI computes them together or one by one, as memory allows, and the
     # result must not depend on it.
     sizes = Call(tokens, call.head_count, call.head_dim, pv_filter, pooled)

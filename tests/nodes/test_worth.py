@@ -28,6 +28,7 @@ def break_even(load_pack, monkeypatch):
     so its break-even is twice that."""
     worth, node = load_pack("sparge.plan.worth"), load_pack("nodes.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+    monkeypatch.setattr(node, "FEWEST_TOKENS", TOKENS)
     monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
 
     def pretend(density):
@@ -85,6 +86,14 @@ def test_no_opinion_about_cdf_float32_and_unmeasured_gpus(
     assert sample().reasons["at 256 tokens sparse would be slower"] == 2 * BLOCKS
     monkeypatch.setattr(load_pack("nodes.worth"), "rates_for", known)
     assert sample(topk=1.0).sparse == 2 * BLOCKS, "a CPU"
+
+
+def test_short_calls_that_the_user_asked_for_are_sparse(break_even, sample, load_pack, monkeypatch):
+    break_even(0.0)
+    settings = load_pack("nodes.settings").Settings
+    monkeypatch.setattr(load_pack("nodes.worth"), "FEWEST_TOKENS", settings.min_tokens)
+    assert settings.min_tokens > TOKENS
+    assert sample().sparse == 2 * BLOCKS
 
 
 def test_a_debugging_aid_makes_slow_calls_sparse(break_even, sample, monkeypatch):
