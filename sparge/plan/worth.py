@@ -162,11 +162,12 @@ def torch_kernel(q: Tensor, k: Tensor, v: Tensor, order: Sequence[SDPBackend] = 
 
     order: that of `sdpa_kernel`, where the caller sets one.
     """
-    choose = getattr(torch, "_fused_sdp_choice", None)  # private, so it may go one day
-    if choose is None:
+    try:  # private: it may go one day, or take and give something else
+        with sdpa_kernel(list(order), set_priority=True) if order else nullcontext():
+            choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
+            choice = SDPBackend(choose(q, k, v))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         return ""
-    with sdpa_kernel(list(order), set_priority=True) if order else nullcontext():
-        choice = SDPBackend(choose(q, k, v))
     return next((name for name, backend in TORCH_KERNELS.items() if backend == choice), "")
 
 

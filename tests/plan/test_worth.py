@@ -107,6 +107,16 @@ def test_pytorch_says_which_kernel_it_takes(order: str, kernel: str) -> None:
     assert torch_kernel(q, q, q) in ("flash", "")
 
 
+@pytest.mark.parametrize("answer", [lambda *_: 99, lambda: 0, None])
+def test_a_pytorch_that_does_not_say_so_is_no_error(answer, monkeypatch) -> None:
+    if answer is None:
+        monkeypatch.delattr(torch, "_fused_sdp_choice")
+    else:
+        monkeypatch.setattr(torch, "_fused_sdp_choice", answer)
+    q = torch.randn(1, 2, 64, 64)
+    assert torch_kernel(q, q, q) == torch_kernel(q, q, q, [SDPBackend.MATH]) == ""
+
+
 #: Milliseconds of calls at commit ab4dd4c: tokens, heads, head_dim, share kept, PV filter, pooled.
 MEASURED = [
     ((4608, 24, 128, 0.469, False, None), 0.287, {"cudnn": 0.403, "flash": 0.793}),
