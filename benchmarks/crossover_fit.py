@@ -205,6 +205,6 @@ def write(rows: Sequence[Row]) -> None:
     """Replaces the rates of the rows' kind of GPU."""
     show(rows)
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8")) if RATES_FILE.exists() else {}
-    kinds[rows[0]["arch"]] = fit(rows)
+    kinds[rows[0]["gpu"]] = fit(rows)
     RATES_FILE.write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
     print(f"# in {RATES_FILE}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..sparge.calibrate import Calibration, HeadChoices, step_means
+from ..sparge.calibrate import Calibration, HeadChoices
 
 MANUAL = "manual"
 AUTO_QUALITY = "auto quality"
@@ -40,9 +40,7 @@ class Aim:
         for the GPU. Raises ValueError when nothing was measured."""
         if not self.falls:
             return calibration.freeze(target=self.value), []
-        means = step_means(self.value, steps)
-        overall, *of_steps = calibration.freeze_each([self.value, *means])
-        return overall, of_steps if len(means) > 1 else []
+        return calibration.freeze_steps(self.value, steps)
 
     def __str__(self) -> str:
         if self.kind == "quality":

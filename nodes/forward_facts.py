@@ -75,7 +75,9 @@ class Forward:
             is_last_dense = run.window.is_last_dense(level, run.schedule)
             place = run.window.place(level, run.schedule)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
-        record = run.begin_pass(layout.rows, x.device, unusable is None and outside is None)
+        record = run.begin_pass(
+            conditioning, layout.rows, x.device, unusable is None and outside is None
+        )
         order, heads = None, None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place)

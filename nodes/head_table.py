@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from ..sparge.calibrate import (
     HeadChoices,
     Probe,
     Workload,
-    falling,
     measure_for,
 )
 from .aim import Aim
@@ -181,8 +180,7 @@ class HeadTable:
 
     def use(self, choices: HeadChoices) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
-        self.choices = choices
-        self._step = 0 if self._of_steps else -1  # of a profile, no step has its budgets yet
+        self.choices, self._step = choices, 0
         self._give(self._of_steps[0] if self._of_steps else choices)
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
@@ -195,32 +193,31 @@ class HeadTable:
 
     def _give(self, choices: HeadChoices) -> None:
         """Budgets for the calls from now on."""
-        self._budgets = [choices.budget(row, self.device) for row in range(self.rows)]
+        self._budgets = choices.budgets(self.device)
         for budget in filter(None, self._budgets):
             budget.table(self._policy)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
     def _fall(self, place: Place | None) -> None:
-        """The budgets of this step, where the aim leaves steps free. Passes that were dense to be
-        measured have no part in the mean. Never waits."""
+        """The budgets of this step, where steps differ. Passes that were dense to be measured have
+        no part in the mean. Waits for the GPU, as the noise level of the pass did."""
         if self._first is None:
             self._first = place
-        if self._first is None or place is None or not self._aim.falls:
+        if self._first is None or place is None or not self._of_steps:
             return
-        step, last = max(0, place.index - self._first.index), place.steps - self._first.index - 1
-        if last < 1 or step == self._step:
-            return
-        self._step = step
-        self._give(self._choices_of(step, last))
+        step = min(max(0, place.index - self._first.index), len(self._of_steps) - 1)
+        if step != self._step:
+            self._step = step
+            self._give(self._of_steps[step])
 
-    def _choices_of(self, step: int, last: int) -> HeadChoices:
+    def _given(self) -> list[HeadChoices]:
+        """The choices that steps have had so far."""
         assert self.choices is not None
-        if self._of_steps:
-            return self._of_steps[min(step, len(self._of_steps) - 1)]
-        measured, density = self.choices.measured, self.choices.density.clone()
-        key_blocks = self._workload.key_blocks
-        density[measured] = falling(density[measured], step / last, key_blocks)
-        return replace(self.choices, density=density)
+        return self._of_steps[: self._step + 1] or [self.choices]
+
+    def predicted(self) -> Tensor:
+        """(rows, heads) float32: the error expected in the steps so far, their mean."""
+        return torch.stack([choices.error for choices in self._given()]).mean(0)
 
     def decide(self, row: int, call: AttentionCall) -> HeadBudget | str:
         """What a call of a layer may keep, or why it has to stay dense: at the densities of this
@@ -263,16 +260,17 @@ class HeadTable:
 
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
-        included; NaN for rows that are not measured. Of densities that fall, the mean over the
-        steps; else the last. Waits for the GPU."""
+        included; NaN for rows that are not measured. Where steps differ the mean over those so far,
+        else the last. Waits for the GPU."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
         rows = [row for row, budget in enumerate(self._budgets) if budget is not None]
         if not rows or self.choices is None:
             return kept
-        asked = self.choices.density[rows]
-        if not self._aim.falls:
-            asked = torch.stack([budget.density for budget in self._budgets if budget]).cpu()
-        kept[rows] = self._kept_shares(asked, self.choices.floor)
+        given = [choices.density[rows] for choices in self._given()]
+        if not self._of_steps:  # heads that drifted got denser
+            given = [torch.stack([budget.density for budget in self._budgets if budget]).cpu()]
+        shares = [self._kept_shares(asked, self.choices.floor) for asked in given]
+        kept[rows] = torch.stack(shares).mean(0)
         return kept
 
     def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:

@@ -113,12 +113,12 @@ class Hook:
             finished = True
             return result
         finally:
-            run.end()
             options.pop(RUN_KEY, None)
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
             self._report(run, fingerprint, stopped=not finished)
+            run.end()
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around all forward passes of one evaluation of the model: conditionings, batched or not,

@@ -26,13 +26,14 @@ class MeasuredShape:
     layers: Tensor
     """(layers,) int64: number of each that was sparse, in some step at least."""
     density: Tensor
-    """Share of attention that was kept in the end, forced blocks included."""
+    """Share of attention that was kept, forced blocks included: as in `HeadTable.density`."""
     predicted: Tensor
-    """Relative L2 error expected when the choices were made."""
+    """Relative L2 error expected when the choices were made, the mean over the steps."""
     probed: Tensor
     """The one found in sparse calls, against exact attention; NaN where no call was probed."""
     residual: Tensor
-    """Gain of the pooled term for dropped blocks; 0 is none."""
+    """Gain of the pooled term for dropped blocks; 0 is none. Where steps differ that of their
+    mean density, and so are the walks."""
     walks: Mapping[Walk, int]
     """Heads by their walk through the tokens; empty where there was no choice."""
 
@@ -41,7 +42,7 @@ class MeasuredShape:
         """Waits for the GPU."""
         assert table.choices is not None and table.probe is not None
         layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
-        tables = (table.density(), table.choices.error, table.probe.relative_errors())
+        tables = (table.density(), table.predicted(), table.probe.relative_errors())
         walks: dict[Walk, int] = {}
         if table.shape.grid is not None:
             taken = table.choices.walk[layers].flatten().tolist()

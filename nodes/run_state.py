@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..sparge.calibrate import Profile
 from .decision import CROSS_ATTENTION, SigmaWindow
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
+from .sample_schedule import Conditioning
 from .settings import Settings
 from .worth import speed_matters
 
@@ -76,7 +77,7 @@ class Run:
         self.window = sigma_window(settings, model_sampling)
         self.schedule = schedule
         self.tally = Tally()
-        self.notes: list[str] = []
+        self.notes, self.note = _notes()
         self.records: list[PassRecord] = []
         self.heads: MeasuredHeads | None = None
         if settings.aim is not None:
@@ -86,6 +87,7 @@ class Run:
         """Whether a pass has to know its noise level, for which it waits."""
         self._step = 0
         self._evaluated = False
+        self._of_step: set[int] = set()  # conditionings, where nobody counts evaluations
         self._grids: set[TokenGrid] = set()
         self._unusable: dict[torch.device, str] = {}
         self._lock = threading.Lock()
@@ -97,10 +99,21 @@ class Run:
             self._step += self._evaluated
             self._evaluated = True
 
-    def begin_pass(self, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
+    def begin_pass(
+        self, conditioning: Conditioning, rows: int, device: torch.device, may_be_sparse: bool
+    ) -> PassRecord:
         """Call it before the forward pass, never inside an attention call: ComfyUI may be recording
-        allocations there, and these outlive the call."""
+        allocations there, and these outlive the call.
+
+        A pack that samples past ComfyUI's guiders begins no evaluation: there, a step is over when
+        one of its conditionings comes again.
+        """
         with self._lock:
+            if not self._evaluated:
+                if self._of_step.intersection(conditioning):
+                    self._step += 1
+                    self._of_step.clear()
+                self._of_step.update(conditioning)
             self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
             return self.records[-1]
 
@@ -130,11 +143,19 @@ class Run:
         with self._lock:
             self._unusable.setdefault(device, reason)
 
-    def note(self, text: str) -> None:
-        """Adds a remark to the report, once."""
-        with self._lock:
-            if text not in self.notes:
-                self.notes.append(text)
+
+def _notes() -> tuple[list[str], Callable[[str], None]]:
+    """Remarks for the report, and what adds one, once. It does not hold the run: the run's tables
+    hold it, and would stay on their devices until the cycle is found."""
+    notes: list[str] = []
+    lock = threading.Lock()
+
+    def note(text: str) -> None:
+        with lock:
+            if text not in notes:
+                notes.append(text)
+
+    return notes, note
 
 
 def unusable_reason(device: torch.device) -> str | None:

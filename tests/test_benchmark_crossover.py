@@ -94,7 +94,7 @@ def test_a_tiny_run_measures_every_case(
     assert not rates.exists(), "measuring writes no rates"
     monkeypatch.setattr("sys.argv", ["crossover", "--fit", str(out)])
     crossover.main()
-    assert set(json.loads(rates.read_text())[""]["head_dims"]) == {"64", "128"}
+    assert set(json.loads(rates.read_text())["none"]["head_dims"]) == {"64", "128"}
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_the_rates_are_those_of_the_results() -> None:
     rows = read_rows(RESULTS)
     assert all(row["gpu"] and row["commit"] for row in rows)
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
-    kept, found = kinds.pop(rows[0]["arch"]), crossover_fit.fit(rows)
+    kept, found = kinds.pop(rows[0]["gpu"]), crossover_fit.fit(rows)
     assert not kinds, "rates that no results stand behind"
     facts = ("gpu", "torch", "commit")
     again = f"run: python -m benchmarks.crossover --fit {RESULTS.relative_to(ROOT)}"
@@ -124,7 +124,7 @@ def test_the_rates_are_those_of_the_results() -> None:
 
 def test_the_rates_hold_for_shapes_that_were_not_fitted() -> None:
     """Kernels that got faster since want new rates. cuDNN takes more for its longest calls."""
-    known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["sm_90a"]["head_dims"]
+    known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]
     checked = 0
     for row in read_rows(ROOT / "benchmarks" / "results" / "h200.json"):
         shape, peer = SHAPES[row["shape"]], row["peer"]

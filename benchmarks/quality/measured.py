@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.quality.judge import Call
-from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for, step_means
+from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import grid_order
 
@@ -56,17 +56,16 @@ class Measured:
     ) -> list[list[HeadBudget]]:
         """`budgets` of each of so many sparse steps, as the node gives them out; of one where all
         are equal."""
-        found = self.calibration.freeze_each(step_means(mean_density, steps))
-        return [_budgets(choices, device) for choices in found]
+        overall, of_steps = self.calibration.freeze_steps(mean_density, steps)
+        return [_budgets(choices, device) for choices in of_steps or [overall]]
 
     def choices(self, mean_density: float) -> HeadChoices:
         return self.calibration.freeze(mean_density=mean_density)
 
 
 def _budgets(choices: HeadChoices, device: torch.device | str) -> list[HeadBudget]:
-    budgets = [choices.budget(place, device) for place in range(choices.layers)]
-    measured = [budget for budget in budgets if budget is not None]
-    assert len(measured) == len(budgets)
+    measured = [budget for budget in choices.budgets(device) if budget is not None]
+    assert len(measured) == choices.layers
     return measured
 
 

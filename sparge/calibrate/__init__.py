@@ -4,7 +4,6 @@
 from .calibration import BLOCKS_A_CALL, Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
-from .fall import falling, step_means
 from .fingerprint import Fingerprint, Fit, Verdict
 from .kernel_measure import kernel_measure, measure_for
 from .measure import Measure, Measured, Sample, reference_measure
@@ -31,10 +30,8 @@ __all__ = [
     "Table",
     "Verdict",
     "Workload",
-    "falling",
     "kernel_measure",
     "measure_for",
     "profile_path",
     "reference_measure",
-    "step_means",
 ]

@@ -25,6 +25,7 @@ from ..plan.budget import Router
 from . import budgets, curves
 from .candidates import CandidateSet
 from .choices import HeadChoices
+from .fall import step_means
 from .measure import Measure, Measured, Sample, reference_measure
 from .scoring import squared_errors
 from .spread import spread_places
@@ -208,23 +209,30 @@ class Calibration:
             raise ValueError("Give a target error or a mean density: one of the two.")
         if target is None:
             assert mean_density is not None
-            return self.freeze_each([mean_density])[0]
+            return self.freeze_steps(mean_density, 1)[0]
         offers = self._offers()
         return self._choices(budgets.meet_target(offers.errors, offers.costs, target), offers)
 
-    def freeze_each(self, mean_densities: Sequence[float]) -> list[HeadChoices]:
-        """`freeze` at each of these mean densities, for little more time than at one of them."""
+    def freeze_steps(
+        self, mean_density: float, steps: int
+    ) -> tuple[HeadChoices, list[HeadChoices]]:
+        """`freeze` at a mean density over so many sparse steps: the choices as if all were alike,
+        and those of each step where they are not (`step_means`)."""
         offers = self._offers()
-        found = budgets.share_density(offers.errors, offers.costs, offers.kept, mean_densities)
-        reached = offers.kept[found[0]].mean()
-        if reached > mean_densities[0] + budgets.ROUNDING:
+        means = step_means(mean_density, steps, float(offers.kept.min()))
+        overall, *of_steps = budgets.share_density(
+            offers.errors, offers.costs, offers.kept, [mean_density, *means]
+        )
+        reached = offers.kept[overall].mean()
+        if reached > mean_density + budgets.ROUNDING:
             logger.warning(
                 "A mean density of %.3g is asked for; text, floors and the least dense "
                 "candidates already keep %.3g.",
-                mean_densities[0],
+                mean_density,
                 reached,
             )
-        return [self._choices(chosen, offers) for chosen in found]
+        of_steps = [self._choices(chosen, offers) for chosen in of_steps] if len(means) > 1 else []
+        return self._choices(overall, offers), of_steps
 
     def _offers(self) -> _Offers:
         samples = np.asarray(self.samples)

@@ -36,6 +36,28 @@ class HeadChoices:
     def heads(self) -> int:
         return self.density.shape[1]
 
+    def budgets(self, device: torch.device | str = "cpu") -> list[HeadBudget | None]:
+        """`budget` of every layer, all uploaded at once. Layers are of one structure, with a walk
+        for each head in all of them or in none: what a call allocates depends on it, and ComfyUI
+        wants that to stay the same from step to step."""
+        uploaded = (self.density, self.gain, self.router, self.walk)
+        density, gain, router, walk = (values.to(device, copy=True) for values in uploaded)
+        pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
+        walks = bool(self.walk.any())
+        return [
+            HeadBudget(
+                density[layer],
+                gain[layer],
+                router[layer],
+                self.floor,
+                pools=pools,
+                walk=walk[layer] if walks else None,
+            )
+            if self.measured[layer]
+            else None
+            for layer in range(self.layers)
+        ]
+
     def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
         """What `layer` may keep, values of its own; None where it was not measured, so that it has
         to stay dense. Its walks are None where all heads take the first."""

@@ -185,7 +185,7 @@ def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:
 def _all_rates() -> dict[tuple[str, int], Rates]:
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
     return {
-        (kind["gpu"], int(head_dim)): Rates.read(fields)
-        for kind in kinds.values()
+        (gpu, int(head_dim)): Rates.read(fields)
+        for gpu, kind in kinds.items()
         for head_dim, fields in kind["head_dims"].items()
     }

@@ -84,13 +84,16 @@ def collected(expression: str) -> list[str]:
         capture_output=True,
         text=True,
     )
+    if listing.returncode:
+        raise SystemExit(f"The GPU tests cannot be collected:\n{listing.stdout[-2000:]}")
     ids = [f"tests/{line}" for line in listing.stdout.splitlines() if "::" in line]
     return [test for test in ids if not LEFT_OUT.search(test)]
 
 
-def is_clean(status: int, log: str) -> bool:
-    """The tests passed, and the tool saw our kernels and found nothing."""
-    return status == 0 and bool(CLEAN.search(log)) and bool(re.search(r"\d+ passed", log))
+def is_clean(status: int, log: str, tests: int) -> bool:
+    """All tests passed, none was skipped, and the tool found nothing."""
+    passed = re.search(r"(\d+) passed", log)
+    return status == 0 and bool(CLEAN.search(log)) and bool(passed and int(passed[1]) == tests)
 
 
 def run(group: Group, sanitizer: str, logs: Path) -> bool:
@@ -108,7 +111,7 @@ def run(group: Group, sanitizer: str, logs: Path) -> bool:
             ).returncode
     except subprocess.TimeoutExpired:
         status = -1
-    clean = is_clean(status, log.read_text(errors="replace"))
+    clean = is_clean(status, log.read_text(errors="replace"), len(group.tests))
     took = time.monotonic() - started
     verdict = "clean" if clean else f"NOT CLEAN (status {status}), see {log}"
     print(
