@@ -37,9 +37,13 @@ class HeadChoices:
         return self.density.shape[1]
 
     def budgets(self, device: torch.device | str = "cpu") -> list[HeadBudget | None]:
-        """`budget` of every layer, all uploaded at once. Layers are of one structure, with a walk
-        for each head in all of them or in none: what a call allocates depends on it, and ComfyUI
-        wants that to stay the same from step to step."""
+        """What each layer may keep, values of its own, all uploaded at once; None where it was not
+        measured, so that it has to stay dense.
+
+        Layers are of one structure, with walks in all of them or, where all heads take the first,
+        in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
+        step to step.
+        """
         uploaded = (self.density, self.gain, self.router, self.walk)
         density, gain, router, walk = (values.to(device, copy=True) for values in uploaded)
         pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
@@ -59,16 +63,5 @@ class HeadChoices:
         ]
 
     def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
-        """What `layer` may keep, values of its own; None where it was not measured, so that it has
-        to stay dense. Its walks are None where all heads take the first."""
-        if not self.measured[layer]:
-            return None
-        walk = self.walk[layer]
-        return HeadBudget(
-            self.density[layer].to(device, copy=True),
-            self.gain[layer].to(device, copy=True),
-            self.router[layer].to(device, copy=True),
-            self.floor,
-            pools=bool(self.gain[layer].any() or (self.router[layer] == Router.ERROR).any()),
-            walk=walk.to(device, copy=True) if walk.any() else None,
-        )
+        """Of one layer."""
+        return self.budgets(device)[layer]
