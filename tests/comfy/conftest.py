@@ -7,22 +7,19 @@ torchaudio have no CPU build, COMFY_HEADLESS names a folder whose make_stubs.py 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.comfy.server import TIMEOUT, Server
 
 HERE = Path(__file__).parent
 PACK = HERE.parent.parent
@@ -30,8 +27,7 @@ PACK = HERE.parent.parent
 #: A dash, because the folder's name becomes the module's name and users choose it.
 FOLDER_NAME = "my-sparge-attention"
 
-#: Seconds for the slowest scenario (a cold import of ComfyUI is a third of it).
-TIMEOUT = 300
+COMPILERS = ("nvcc", "gcc", "g++", "cc", "clang", "cl", "ninja")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -130,111 +126,36 @@ def comfyui(base_directory: Path, comfyui_env: dict[str, str]) -> Iterator[Worke
     worker.close()
 
 
-class Server:
-    """A real ComfyUI server on the CPU."""
-
-    def __init__(self, base: Path, env: dict[str, str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._log_path = base / "server.log"
-        page = base / "page"
-        page.mkdir(exist_ok=True)
-        (page / "index.html").write_text("<html></html>")
-        with self._log_path.open("w") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "main.py", "--cpu", "--listen", "127.0.0.1"),
-                    *("--port", str(port), "--base-directory", str(base)),
-                    *("--front-end-root", str(page), "--database-url", "sqlite:///:memory:"),
-                    *("--disable-api-nodes", "--cache-none"),
-                ],
-                cwd=os.environ["COMFYUI_DIR"],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        deadline = time.monotonic() + TIMEOUT
-        while not self._answers():
-            assert self._process.poll() is None, f"the server died:\n{self.log()[-4000:]}"
-            assert time.monotonic() < deadline, f"no answer from the server:\n{self.log()[-4000:]}"
-            time.sleep(0.2)
-
-    def _answers(self) -> bool:
-        try:
-            self.get("/system_stats")
-        except OSError:
-            return False
-        return True
-
-    def log(self) -> str:
-        return self._log_path.read_text(errors="replace")
-
-    def get(self, path: str) -> Any:
-        """The answer, decoded when it is JSON."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            body = answer.read().decode()
-            return json.loads(body) if answer.headers.get_content_subtype() == "json" else body
-
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def run_graph(self, prompt: dict[str, Any]) -> list[tuple[str, str]]:
-        """Queues the graph, waits for its end; returns the (node id, text) shown on nodes."""
-        return asyncio.run(self._run_graph(prompt))
-
-    async def _run_graph(self, prompt: dict[str, Any]) -> list[tuple[str, str]]:
-        import aiohttp
-
-        client, texts = "sparge-test", []
-        async with (
-            aiohttp.ClientSession() as session,
-            session.ws_connect(f"{self.url}/ws?clientId={client}") as websocket,
-        ):
-            status, answer = self.post("/prompt", {"prompt": prompt, "client_id": client})
-            assert status == 200, json.dumps(answer, indent=1)
-            while True:
-                message = await websocket.receive(timeout=TIMEOUT)
-                if message.type == aiohttp.WSMsgType.BINARY:
-                    texts.extend(_node_text(message.data))
-                elif message.type == aiohttp.WSMsgType.TEXT:
-                    event = json.loads(message.data)
-                    assert event["type"] != "execution_error", json.dumps(event, indent=1)
-                    if event["type"] == "execution_success":
-                        return texts
-
-    def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+@pytest.fixture(scope="session")
+def tiny_nodes(base_directory: Path) -> Path:
+    """The base directory, with the test nodes of tests.comfy.graphs in custom_nodes."""
+    helper = base_directory / "custom_nodes" / "tiny_nodes"
+    shutil.copytree(HERE / "tiny_nodes", helper)
+    shutil.copy(HERE / "models.py", helper)
+    return base_directory
 
 
-def _node_text(message: bytes) -> Iterator[tuple[str, str]]:
-    """ComfyUI's binary message: event type, length of the node id, node id, text."""
-    text_event = 3
-    if int.from_bytes(message[:4], "big") == text_event:
-        end = 8 + int.from_bytes(message[4:8], "big")
-        yield message[8:end].decode(), message[end:].decode()
+@pytest.fixture(scope="session")
+def no_toolchain(
+    comfyui_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """An environment in which no compiler is found and importing triton fails."""
+    empty = tmp_path_factory.mktemp("empty_path")
+    broken = tmp_path_factory.mktemp("no_triton")
+    (broken / "triton").mkdir()
+    (broken / "triton" / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
+    assert not any(shutil.which(name, path=str(empty)) for name in COMPILERS)
+    python_path = os.pathsep.join([str(broken), comfyui_env["PYTHONPATH"]])
+    return comfyui_env | {"PATH": str(empty), "PYTHONPATH": python_path, "CUDA_HOME": str(empty)}
 
 
 @pytest.fixture(scope="module")
-def start_server() -> Iterator[Callable[[Path, dict[str, str]], Server]]:
+def start_server() -> Iterator[Callable[..., Server]]:
     """Starts servers that stop when the module's tests are over."""
     servers: list[Server] = []
 
-    def start(base: Path, env: dict[str, str]) -> Server:
-        servers.append(Server(base, env))
+    def start(base: Path, env: dict[str, str], flags: Sequence[str] = ("--cpu",)) -> Server:
+        servers.append(Server(base, env, flags))
         return servers[-1]
 
     yield start

@@ -3,80 +3,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-
-COMPILERS = ("nvcc", "gcc", "g++", "cc", "clang", "cl", "ninja")
+from tests.comfy.graphs import ALL_WIDGETS, graph
 
 
 @pytest.fixture(scope="module")
-def no_toolchain(comfyui_env: dict[str, str], tmp_path_factory) -> dict[str, str]:
-    """An environment in which no compiler is found and importing triton fails."""
-    empty = tmp_path_factory.mktemp("empty_path")
-    broken = tmp_path_factory.mktemp("no_triton")
-    (broken / "triton").mkdir()
-    (broken / "triton" / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
-    assert not any(shutil.which(name, path=str(empty)) for name in COMPILERS)
-    python_path = os.pathsep.join([str(broken), comfyui_env["PYTHONPATH"]])
-    return comfyui_env | {"PATH": str(empty), "PYTHONPATH": python_path, "CUDA_HOME": str(empty)}
-
-
-@pytest.fixture(scope="module")
-def server(start_server, base_directory: Path, no_toolchain: dict[str, str]) -> Any:
-    helper = base_directory / "custom_nodes" / "tiny_nodes"
-    shutil.copytree(HERE / "tiny_nodes", helper)
-    shutil.copy(HERE / "models.py", helper)
-    return start_server(base_directory, no_toolchain)
+def server(start_server, tiny_nodes: Path, no_toolchain: dict[str, str]) -> Any:
+    return start_server(tiny_nodes, no_toolchain)
 
 
 @pytest.fixture(scope="module")
 def node_info(server) -> dict[str, Any]:
     return server.get("/object_info/SpargeAttention")["SpargeAttention"]
-
-
-def graph(family: str, **widgets: Any) -> dict[str, Any]:
-    """Model -> SpargeAttention (node 2) -> KSampler -> SaveLatent, with every default but these."""
-    cond = [
-        {"class_type": "TinyConditioning", "inputs": {"family": family, "negative": negative}}
-        for negative in (False, True)
-    ]
-    settings = {
-        "seed": 7, "steps": 4, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple",
-        "denoise": 1.0,
-    }  # fmt: skip
-    wires = {
-        "model": ["2", 0],
-        "positive": ["3", 0],
-        "negative": ["4", 0],
-        "latent_image": ["5", 0],
-    }
-    return {
-        "1": {"class_type": "TinyModel", "inputs": {"family": family}},
-        "2": {"class_type": "SpargeAttention", "inputs": {"model": ["1", 0]} | widgets},
-        "3": cond[0],
-        "4": cond[1],
-        "5": {"class_type": "TinyLatent", "inputs": {"family": family}},
-        "6": {"class_type": "KSampler", "inputs": settings | wires},
-        "7": {
-            "class_type": "SaveLatent",
-            "inputs": {"samples": ["6", 0], "filename_prefix": family},
-        },
-    }
-
-
-ALL_WIDGETS = {
-    "mode": "manual", "topk": 0.5, "pvthreshd": 15.0, "start_percent": 0.2, "end_percent": 1.0,
-    "min_tokens": 100, "dense_blocks": "", "select_by": "topk", "cdfthreshd": 0.98,
-    "simthreshd1": -0.1, "quality": "balanced",
-}  # fmt: skip
 
 
 def test_the_pack_imports_without_a_toolchain(server, pack_folder):
