@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds and memory of a denoising call in real ComfyUI, without the node and with it.
 
-COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,wan] [--topk 0.5 0.2]
+COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,flux] [--topk 0.5 0.2]
                                                          [--mode "auto budget"]
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
 
@@ -46,7 +46,7 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
         if dense is None:
             dense = run
         else:
-            line |= host.report()
+            line |= host.report(model.may_stay_dense)
             line["rel_l2_call"] = relative_l2(run.first_call, dense.first_call)
             line["rel_l2_latent"] = relative_l2(run.latent, dense.latent)
         write(model=model.name, shape=model.shape, config=config_name(args, topk), **line)
@@ -77,7 +77,7 @@ def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, writ
                     "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
                 }
                 if topk is not None:
-                    line |= host.report()
+                    line |= host.report(model.may_stay_dense)
             write(model=model.name, shape=model.shape, config=config_name(args, topk), **line)
         del rest
         torch.cuda.empty_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video models of ComfyUI at full size with random weights: time does not depend on the weights."""
+"""Models of ComfyUI at full size with random weights: time does not depend on the weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ class VideoModel:
         comfyui_class: name in ``comfy.supported_models``.
         config: of the diffusion model.
         depth: the entry of config that counts transformer blocks.
-        latent: (channels, frames, height, width).
+        latent: (channels, [frames,] height, width).
         text: (tokens, channels) of the prompt.
         wants_text_mask: the model reads the number of text tokens from an attention mask.
+        pooled: width of the pooled text embedding, 0 where the model takes none.
+        may_stay_dense: its calls are so short that sparse attention need not be the faster.
     """
 
     name: str
@@ -30,9 +32,11 @@ class VideoModel:
     comfyui_class: str
     config: dict[str, Any]
     depth: str
-    latent: tuple[int, int, int, int]
+    latent: tuple[int, ...]
     text: tuple[int, int]
     wants_text_mask: bool = False
+    pooled: int = 0
+    may_stay_dense: bool = False
 
     def changed(self, shape: str, **config: Any) -> VideoModel:
         return replace(self, shape=shape, config=self.config | config)
@@ -97,7 +101,36 @@ _WAN = VideoModel(
     text=(512, 4096),
 )
 
-MODELS = {model.name: model for model in (_MOCHI, _COGVIDEOX, _WAN)}
+_FLUX = VideoModel(
+    name="flux",
+    shape="1024x1024, dev",
+    comfyui_class="Flux",
+    config={
+        "image_model": "flux",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "vec_in_dim": 768,
+        "context_in_dim": 4096,
+        "hidden_size": 3072,
+        "mlp_ratio": 4.0,
+        "num_heads": 24,
+        "depth": 19,
+        "depth_single_blocks": 38,
+        "axes_dim": [16, 56, 56],
+        "theta": 10000,
+        "qkv_bias": True,
+        "guidance_embed": True,
+        "txt_ids_dims": [],
+    },
+    depth="depth",
+    latent=(16, 128, 128),
+    text=(512, 4096),
+    pooled=768,
+    may_stay_dense=True,
+)
+
+MODELS = {model.name: model for model in (_MOCHI, _COGVIDEOX, _WAN, _FLUX)}
 
 #: Seconds on a CPU, to try the benchmark itself. ComfyUI's Mochi asserts an MLP 12288 wide.
 _TINY_CONFIGS: dict[str, dict[str, Any]] = {
@@ -111,12 +144,20 @@ _TINY_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "cogvideox": {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 64},
     "wan": {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2, "text_dim": 64},
+    "flux": {
+        "hidden_size": 256,
+        "num_heads": 2,
+        "depth": 1,
+        "depth_single_blocks": 2,
+        "context_in_dim": 64,
+    },
 }
 
 
 def tiny(model: VideoModel) -> VideoModel:
     small = model.changed("tiny", **_TINY_CONFIGS[model.name])
-    return replace(small, latent=(model.latent[0], 4, 16, 20), text=(24, 64))
+    size = (4, 16, 20) if len(model.latent) == 4 else (32, 40)
+    return replace(small, latent=(model.latent[0], *size), text=(24, 64))
 
 
 def with_depth(model: VideoModel, blocks: int) -> VideoModel:
@@ -146,6 +187,11 @@ def build(model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int
 
 def conditioning(model: VideoModel, seed: int) -> list[Any]:
     tokens, channels = model.text
-    text = torch.randn(1, tokens, channels, generator=torch.Generator().manual_seed(seed))
-    mask = {"attention_mask": torch.ones(1, tokens, dtype=torch.long)}
-    return [[text, mask if model.wants_text_mask else {}]]
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randn(1, tokens, channels, generator=generator)
+    extra = {}
+    if model.wants_text_mask:
+        extra["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+    if model.pooled:
+        extra["pooled_output"] = torch.randn(1, model.pooled, generator=generator)
+    return [[text, extra]]

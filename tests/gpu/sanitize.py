@@ -34,7 +34,7 @@ SECONDS = 900  # for one process; the slowest takes a minute when it is alone
 #: memory, compilation.
 LEFT_OUT = re.compile(
     "long_sequences|beyond_two|extra_memory|four_launches|opcheck|torch_compile|repeats_are"
-    "|no_memory_for|sampling_takes|waits_for"
+    "|no_memory_for|sampling_takes|waits_for|test_soak"
 )
 #: Graph capture may not allocate, as torch does without its cache.
 NEEDS_CACHE = re.compile("cuda_graph")
