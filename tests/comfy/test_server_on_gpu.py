@@ -7,6 +7,7 @@ make_tiny_ckpts.py writes them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -47,7 +48,10 @@ def env(no_toolchain: dict[str, str], tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=MEMORY)
 def server(request, start_server, base: Path, env: dict[str, str]) -> Any:
+    """One that has computed before: the first run of a process gives other bits than its repeats,
+    without our node too (by .04 of the tiny Wan's latent on an H200)."""
     started = start_server(base, env, MEMORY[request.param])
+    started.run_graph(without_the_node(from_file(FAMILIES[0])))
     yield started
     started.stop()
 
@@ -58,8 +62,15 @@ def from_file(family: str, **widgets: Any) -> dict[str, Any]:
     return graph(family, **ALL_WIDGETS | widgets) | {"1": model}
 
 
-def latents(base: Path, family: str) -> list[bytes]:
-    return [path.read_bytes() for path in sorted((base / "output").glob(f"{family}_*.latent"))]
+def without_the_node(prompt: dict[str, Any]) -> dict[str, Any]:
+    prompt["6"]["inputs"]["model"] = prompt["2"]["inputs"]["model"]
+    return {node: part for node, part in prompt.items() if node != "2"}
+
+
+def latents(base: Path, family: str) -> list[str]:
+    """Digests: pytest would compare the bytes themselves for minutes to show where they differ."""
+    files = sorted((base / "output").glob(f"{family}_*.latent"))
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto quality"])
