@@ -60,6 +60,7 @@
 //                   Mochi +2.5 +0.7 +0.3 +0.2, CogVideoX-2B +5.9 +3.7 +3.5 +2.7 when, with that product, the second block's
 //                   exponents are computed among the first's exponentials
 #include "attend/hopper/consumer.cuh"
+#include "attend/hopper/feeder.cuh"
 #include "attend/hopper/producer.cuh"
 
 namespace sparge::hopper {
@@ -71,6 +72,11 @@ SPARGE_DEVICE void init_barriers(Smem& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
     ptx::mbarrier_init(smem.stage[stage].full, 1);
     ptx::mbarrier_init(smem.stage[stage].free, kConsumerGroups * kGroupThreads);
+  }
+  for (int item = 0; item < kItems; ++item) {
+    ptx::mbarrier_init(smem.queries[item].asked, 1);
+    ptx::mbarrier_init(smem.queries[item].ready, kFeederThreads);
+    ptx::mbarrier_init(smem.queries[item].free, kConsumerGroups * kGroupThreads);
   }
   ptx::mbarrier_init_fence();
 }
@@ -103,7 +109,10 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   __syncthreads();
   if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
     ptx::release_registers<hopper::kProducerRegisters>();
-    if (threadIdx.x % hopper::kGroupThreads < kWarpSize) hopper::Producer(p, smem).run();
+    if (hopper::uniform(threadIdx.x % hopper::kGroupThreads / kWarpSize) == 0)
+      hopper::Producer(p, smem).run();
+    else
+      hopper::Feeder(p, smem).run();
   } else {
     ptx::claim_registers<hopper::kConsumerRegisters>();
     hopper::Consumer(p, smem).run();

@@ -18,6 +18,7 @@ from .decision import CallFacts, dense_reason
 from .families import LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
+from .pv_filter import fitted
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
@@ -141,10 +142,13 @@ class Forward:
     def _policy(self, call: AttentionCall, tokens: int) -> SparsePolicy:
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
         references = sum(options.get("reference_image_num_tokens") or ())
-        return self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
+        asked = self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
+        return fitted(asked, call.q.device)
 
     def _sparse(self, call: AttentionCall, tokens: int, row: int, plan: Plan | None) -> Tensor:
         policy = self._policy(call, tokens)
+        if self.run.settings.wants_filter and not policy.pv_filter:
+            self.run.tally.filter_left_out = True
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
             fits = self.order is not None and self.order.tokens == tokens

@@ -30,6 +30,7 @@ class Tally:
     forwards: int = 0
     tokens: int = 0
     family: str = ""
+    filter_left_out: bool = False
     reasons: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
