@@ -8,6 +8,7 @@ dense attention and counts the residual; a density is the share of pairs that ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,9 +16,6 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
-
-Step = tuple[float, int, tuple[int, int]]
-"""Slope, head, and the candidates before and after."""
 
 ROUNDING = 1e-9  # of a sum of densities
 
@@ -47,26 +45,48 @@ def share_density(
     """
     truest = truest_of_each_cost(errors, costs)
     hulls = [convex_hull(costs, *each) for each in zip(errors, truest, strict=True)]
-    steps = [
-        (_slope(costs, errors[head], *step), head, step)
-        for head, hull in enumerate(hulls)
-        for step in pairwise(hull)
-    ]
-    steps.sort(key=_steepest_first)
-    return [_climb(hulls, steps, densities, mean) for mean in means]
+    steps = _Steps.of(errors, costs, densities, hulls)
+    cheapest = np.array([hull[0] for hull in hulls])
+    return [steps.climb(cheapest, densities[cheapest].sum(), mean) for mean in means]
 
 
-def _climb(
-    hulls: Sequence[list[int]], steps: Sequence[Step], densities: Array, mean: float
-) -> Indices:
-    chosen = np.array([hull[0] for hull in hulls])
-    left = mean * len(hulls) - densities[chosen].sum() + ROUNDING
-    for _, head, (before, after) in steps:
-        dearer = densities[after] - densities[before]
-        if chosen[head] == before and dearer <= left:
-            chosen[head] = after
-            left -= dearer
-    return chosen
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The steps along the hulls of all heads, steepest first; arrays (steps,)."""
+
+    head: Indices
+    before: Indices
+    after: Indices
+    dearer: Array
+    """What each adds to the summed density."""
+
+    @classmethod
+    def of(
+        cls, errors: Array, costs: Array, densities: Array, hulls: Sequence[list[int]]
+    ) -> _Steps:
+        head = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
+        steps = np.array([step for hull in hulls for step in pairwise(hull)], np.int64)
+        before, after = steps.reshape(-1, 2).T
+        slope = (errors[head, before] - errors[head, after]) / (costs[after] - costs[before])
+        order = np.argsort(-slope, kind="stable")
+        before, after = before[order], after[order]
+        return cls(head[order], before, after, densities[after] - densities[before])
+
+    def climb(self, cheapest: Indices, spent: float, mean: float) -> Indices:
+        """(heads,): the candidate at which each head has arrived."""
+        chosen = cheapest.copy()
+        left = mean * len(chosen) - spent + ROUNDING
+        # All steps up to the first that is too dear; a head's own are in the order of its hull.
+        taken = int(np.argmax(np.append(np.cumsum(self.dearer) > left, True)))
+        chosen[self.head[:taken]] = self.after[:taken]
+        left -= self.dearer[:taken].sum()
+        # Of the others only those that may yet fit, one by one.
+        for step in taken + np.flatnonzero(self.dearer[taken:] <= left):
+            head = self.head[step]
+            if chosen[head] == self.before[step] and self.dearer[step] <= left:
+                chosen[head] = self.after[step]
+                left -= self.dearer[step]
+        return chosen
 
 
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:
@@ -95,7 +115,3 @@ def convex_hull(costs: Array, errors: Array, by_cost: Indices) -> list[int]:
 def _slope(costs: Array, errors: Array, before: int, after: int) -> float:
     """Error taken away for each unit of cost; the order of a hull has ascending costs."""
     return float((errors[before] - errors[after]) / (costs[after] - costs[before]))
-
-
-def _steepest_first(step: Step) -> tuple[float, int]:
-    return -step[0], step[1]
