@@ -84,7 +84,7 @@ class Forward:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place)
             heads = run.heads.begin(layout, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
-            order = run.cubes(layout.tokens, record.step, x.device)
+            order = run.order(layout.tokens, record.step, x.device)
         return cls(
             run, x.device, layout, unusable, outside, order, heads, record, LayerCounter(layout)
         )

@@ -256,7 +256,8 @@ def test_ops_pass_opcheck(generator: torch.Generator, native: bool) -> None:
 
 def test_stats_count_pairs(generator: torch.Generator) -> None:
     q, k, v = qkv(generator, heads=2, tokens=777)
-    q = q * 4  # steep enough for the filter to find something
+    for part in (q, k[:, :, :KEY_BLOCK]):  # the first block outweighs others, whatever the seed
+        part[..., 0] += 12
     policy = SparsePolicy(topk=0.4, pvthreshd=2.0)
     for causal in (False, True):
         stats = AttentionStats("cuda")
