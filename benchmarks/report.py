@@ -33,23 +33,38 @@ def read(name: str) -> list[dict[str, Any]]:
     return read_rows(RESULTS / name)
 
 
+def _cell(seconds: float | None) -> str:
+    """Three digits; empty where nothing was measured."""
+    return "" if seconds is None else f"{seconds:#.3g}"
+
+
 def comfyui(rows: list[dict[str, Any]]) -> str:
     timed = [row for row in rows if "seconds_per_call" in row]
     seconds = {(row["model"], row["config"]): row["seconds_per_call"] for row in timed}
     shapes = {row["model"]: row["shape"] for row in timed}
     lines = [
-        [f"{model} {shapes[model]}", *(f"{seconds[model, config]:.2f}" for config in CONFIGS)]
+        [f"{model} {shapes[model]}", *(_cell(seconds.get((model, config))) for config in CONFIGS)]
         for model in shapes
     ]
     return table(["one denoising call, seconds", *CONFIGS], lines)
 
 
-def _of_other_runs(calls: list[dict[str, Any]]) -> str:
-    """Whose rows are not of the run that the first row is of."""
-    run = calls[0]["commit"]
-    others = dict.fromkeys((row["peer"], row["commit"]) for row in calls if row["commit"] != run)
-    named = [f"`{peer}` (commit {commit})" for peer, commit in others]
-    return f" Of another run: {', '.join(named)}." if named else ""
+def _runs(calls: list[dict[str, Any]]) -> str:
+    """The run of each shape, which is that of its first row, and the rows of other runs."""
+    of_shape = {row["shape"]: row["commit"] for row in reversed(calls)}
+    commits: dict[str, list[str]] = {}
+    for shape in dict.fromkeys(row["shape"] for row in calls):
+        commits.setdefault(of_shape[shape], []).append(shape)
+    runs = "; ".join(
+        f"{', '.join(shapes)} at commit {commit}" for commit, shapes in commits.items()
+    )
+    others = dict.fromkeys(
+        (row["peer"], row["shape"], row["commit"])
+        for row in calls
+        if row["commit"] != of_shape[row["shape"]]
+    )
+    named = [f"`{peer}` of {shape} (commit {commit})" for peer, shape, commit in others]
+    return runs + (f". Of another run: {', '.join(named)}" if named else "")
 
 
 def section(
@@ -57,10 +72,10 @@ def section(
 ) -> str:
     """What stands between BEGIN and END."""
     about_calls = (
-        f"Milliseconds of one attention call on one {calls[0]['gpu']}, every stage included, one "
-        f"run (commit {calls[0]['commit']}). Error: of our rows against float32 over the same "
+        f"Milliseconds of one attention call on one {calls[0]['gpu']}, every stage included, each "
+        f"shape in one run: {_runs(calls)}. Error: of our rows against float32 over the same "
         "blocks, of the others against float32 over all keys (`sol_attn` adds pooled terms for "
-        f"what it drops).{_of_other_runs(calls)}\n"
+        "what it drops).\n"
     )
     about_budgets = (
         "With budgets: tokens in cube order, half of the heads add pooled terms for what they "
