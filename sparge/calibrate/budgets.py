@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,17 +42,17 @@ def share_density(
     the heads stays within the mean. Ties go to the lower head. Where even the cheapest candidates
     are denser, they are what is returned.
     """
-    truest = truest_of_each_cost(errors, costs)
-    hulls = [convex_hull(costs, *each) for each in zip(errors, truest, strict=True)]
-    steps = _Steps.of(errors, costs, densities, hulls)
-    cheapest = np.array([hull[0] for hull in hulls])
-    return [steps.climb(cheapest, densities[cheapest].sum(), mean) for mean in means]
+    steps = HullSteps.of(errors, costs, densities)
+    return [steps.climb(densities, mean) for mean in means]
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
-    """The steps along the hulls of all heads, steepest first; arrays (steps,)."""
+class HullSteps:
+    """The steps from candidate to candidate along each head's convex hull of cost and error, the
+    one that takes most error away for its cost first; arrays (steps,)."""
 
+    cheapest: Indices
+    """(heads,): where each hull begins."""
     head: Indices
     before: Indices
     after: Indices
@@ -61,21 +60,40 @@ class _Steps:
     """What each adds to the summed density."""
 
     @classmethod
-    def of(
-        cls, errors: Array, costs: Array, densities: Array, hulls: Sequence[list[int]]
-    ) -> _Steps:
-        head = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
-        steps = np.array([step for hull in hulls for step in pairwise(hull)], np.int64)
-        before, after = steps.reshape(-1, 2).T
-        slope = (errors[head, before] - errors[head, after]) / (costs[after] - costs[before])
-        order = np.argsort(-slope, kind="stable")
+    def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:
+        """Every hull is walked at once, each from its cheapest candidate to the steepest fall, of
+        equal ones the farthest, until nothing falls. An error may be infinite, never the least."""
+        truest = truest_of_each_cost(errors, costs)
+        error, cost = np.take_along_axis(errors, truest, 1), np.unique(costs)
+        heads, last = np.arange(len(error)), error.shape[1] - 1
+        at = np.isfinite(error).argmax(1)
+        cheapest, bound = truest[heads, at], np.full(len(error), np.inf)
+        taken: list[tuple[Indices, Indices, Indices, Array]] = []
+        while True:
+            falls = error[heads, at][:, None] - error
+            slope = np.divide(
+                falls, cost - cost[at][:, None], out=np.zeros_like(falls), where=falls > 0
+            )
+            slope[np.arange(last + 1) <= at[:, None]] = 0
+            steepest = slope.max(1)
+            (going,) = steepest.nonzero()
+            if not going.size:
+                break
+            # Rounding shall not put a head's steps out of their order.
+            bound[going] = np.minimum(bound[going], steepest[going])
+            farthest = last - (slope[going, ::-1] == steepest[going, None]).argmax(1)
+            taken.append((going, truest[going, at[going]], truest[going, farthest], bound[going]))
+            at[going] = farthest
+        none = (heads[:0], heads[:0], heads[:0], error[:0, 0])
+        head, before, after, slopes = map(np.concatenate, zip(none, *taken, strict=True))
+        order = np.lexsort((head, -slopes))
         before, after = before[order], after[order]
-        return cls(head[order], before, after, densities[after] - densities[before])
+        return cls(cheapest, head[order], before, after, densities[after] - densities[before])
 
-    def climb(self, cheapest: Indices, spent: float, mean: float) -> Indices:
+    def climb(self, densities: Array, mean: float) -> Indices:
         """(heads,): the candidate at which each head has arrived."""
-        chosen = cheapest.copy()
-        left = mean * len(chosen) - spent + ROUNDING
+        chosen = self.cheapest.copy()
+        left = mean * len(chosen) - densities[chosen].sum() + ROUNDING
         # All steps up to the first that is too dear; a head's own are in the order of its hull.
         taken = int(np.argmax(np.append(np.cumsum(self.dearer) > left, True)))
         chosen[self.head[:taken]] = self.after[:taken]
@@ -91,27 +109,7 @@ class _Steps:
 
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:
     """(heads, distinct costs): of the candidates of each cost, ascending, the one of least error,
-    the first of equal ones. For all heads at once: a hull, which is found head by head, has few
-    candidates left to look at then."""
+    the first of equal ones."""
     distinct, place = np.unique(costs, return_inverse=True)
     groups = [np.flatnonzero(place == index) for index in range(len(distinct))]
     return np.stack([group[errors[:, group].argmin(1)] for group in groups], 1)
-
-
-def convex_hull(costs: Array, errors: Array, by_cost: Indices) -> list[int]:
-    """Of the candidates `by_cost`, of ascending costs, those on the lower left of (cost, error):
-    each step takes away less error for its cost than the one before."""
-    hull: list[int] = []
-    least_before = np.minimum.accumulate(np.append(np.inf, errors[by_cost]))[:-1]
-    for index in by_cost[errors[by_cost] < least_before].tolist():
-        while len(hull) > 1 and _slope(costs, errors, hull[-1], index) >= _slope(
-            costs, errors, hull[-2], hull[-1]
-        ):
-            hull.pop()
-        hull.append(index)
-    return hull
-
-
-def _slope(costs: Array, errors: Array, before: int, after: int) -> float:
-    """Error taken away for each unit of cost; the order of a hull has ascending costs."""
-    return float((errors[before] - errors[after]) / (costs[after] - costs[before]))

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sparge.calibrate.budgets import convex_hull, meet_target, share_density, truest_of_each_cost
+from sparge.calibrate.budgets import HullSteps, meet_target, share_density, truest_of_each_cost
 
 
 @pytest.fixture
@@ -109,6 +109,19 @@ def test_of_one_cost_the_truest_is_left() -> None:
 
 def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray]) -> None:
     errors, costs = problem
-    for head in errors:
-        chosen = {int((head + price * costs).argmin()) for price in np.geomspace(1e-4, 1e4, 20000)}
-        assert chosen == set(convex_hull(costs, head, costs.argsort()))
+    steps = HullSteps.of(errors, costs, costs)
+    for head, error in enumerate(errors):
+        chosen = {int((error + price * costs).argmin()) for price in np.geomspace(1e-4, 1e4, 20000)}
+        assert chosen == {int(steps.cheapest[head]), *steps.after[steps.head == head].tolist()}
+
+
+def test_steps_of_a_head_follow_each_other() -> None:
+    """Also where its candidates lie on a line, and where some were not measured."""
+    costs = np.linspace(0.05, 1, 20)
+    errors = np.stack([1 - costs, np.where(costs < 0.3, np.inf, 1 / costs), 0.5 / costs, 0 * costs])
+    steps = HullSteps.of(errors, costs, costs)
+    for head, first in enumerate(steps.cheapest):
+        mine = steps.head == head
+        at = [first, *steps.after[mine]]
+        assert steps.before[mine].tolist() == at[:-1]
+        assert np.isfinite(errors[head, at]).all()
