@@ -92,7 +92,9 @@ def section(
     ]
     about_models = (
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
-        "GPU, sparse calls (an auto mode's first call is dense and measured):\n"
+        "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
+        f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
+        "`benchmarks/results/h200_comfyui.jsonl` has each with its density and error:\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):

@@ -18,7 +18,6 @@ from .decision import CallFacts, dense_reason
 from .families import LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
-from .pv_filter import fitted
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
@@ -84,7 +83,7 @@ class Forward:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place)
             heads = run.heads.begin(layout, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
-            order = run.order(layout.tokens, record.step, x.device)
+            order = run.cubes(layout.tokens, record.step, x.device)
         return cls(
             run, x.device, layout, unusable, outside, order, heads, record, LayerCounter(layout)
         )
@@ -142,13 +141,10 @@ class Forward:
     def _policy(self, call: AttentionCall, tokens: int) -> SparsePolicy:
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
         references = sum(options.get("reference_image_num_tokens") or ())
-        asked = self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
-        return fitted(asked, call.q.device)
+        return self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
 
     def _sparse(self, call: AttentionCall, tokens: int, row: int, plan: Plan | None) -> Tensor:
         policy = self._policy(call, tokens)
-        if self.run.settings.wants_filter and not policy.pv_filter:
-            self.run.tally.filter_left_out = True
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
             fits = self.order is not None and self.order.tokens == tokens

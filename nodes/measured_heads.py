@@ -22,7 +22,6 @@ from .attention_call import AttentionCall
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
 from .passes import PassFacts
-from .pv_filter import fitted
 
 #: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
@@ -86,9 +85,7 @@ class MeasuredHeads:
         with self._lock:
             table = self._tables.get((device, shape))
             if table is None:
-                table = HeadTable(
-                    shape, layout.rows, self.aim, fitted(self._policy, device), device
-                )
+                table = HeadTable(shape, layout.rows, self.aim, self._policy, device)
                 self._tables[device, shape] = table
                 self._use_profile(table)
             return table

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..sparge import Walk
 from .host import show_on_node
-from .pv_filter import LEFT_OUT
 from .result import RunResult
 
 logger = logging.getLogger("sparge")
@@ -44,8 +43,6 @@ def summary(result: RunResult) -> str:
         parts.append("dense because: " + ", ".join(reasons))
     if result.cross:
         parts.append(f"{result.cross} cross-attention calls (always dense)")
-    if result.filter_left_out:
-        parts.append(LEFT_OUT)
     parts.extend(note.rstrip(".") for note in result.notes)
     if result.stopped:
         parts.append("stopped early")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities, unmeasured_order
+from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities, cube_order
 from ..sparge.calibrate import Profile
 from .decision import CROSS_ATTENTION, SigmaWindow
 from .measured_heads import MeasuredHeads
@@ -30,7 +30,6 @@ class Tally:
     forwards: int = 0
     tokens: int = 0
     family: str = ""
-    filter_left_out: bool = False
     reasons: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -118,17 +117,17 @@ class Run:
             self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
             return self.records[-1]
 
-    def order(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
-        """The order that a step of manual mode takes; copied to the device once a run."""
+    def cubes(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
+        """The cubes that a step of manual mode takes; copied to the device once a run."""
         with self._lock:
             self._grids.add(grid)
-        return unmeasured_order(grid, step % TURNS).on(device)
+        return cube_order(grid, step % TURNS).on(device)
 
     def end(self) -> None:
         """Gives back what outlives passes on the devices."""
         for grid in self._grids:
             for turn in range(TURNS):
-                unmeasured_order(grid, turn).forget_copies()
+                cube_order(grid, turn).forget_copies()
         if self.heads is not None:
             self.heads.end()
 

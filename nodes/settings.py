@@ -48,10 +48,6 @@ class Settings:
     def dense_spans(self) -> BlockSpans:
         return BlockSpans.parse(self.dense_blocks)
 
-    @property
-    def wants_filter(self) -> bool:
-        return self.policy(0, 0).pv_filter
-
     def policy(self, exact_prefix: int, exact_suffix: int) -> SparsePolicy:
         return SparsePolicy(
             # A measured head keeps a share of the blocks, never one of the mass.

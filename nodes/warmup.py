@@ -25,14 +25,12 @@ _WORTH_TELLING_SECONDS = 1.0
 
 
 def node_specs(arch: str) -> list[kernels.KernelSpec]:
-    """The kernels that the node can reach: those of the 8-bit precision, for both head_dims; with
-    the PV filter where that saves time (`pv_filter.fitted`)."""
+    """The kernels that the node can reach: those of the 8-bit precision, for both head_dims."""
     element = kernels.native_element(arch, sixteen_bit=False, dtype=None)
-    filtered = kernels.attend_path(arch, element).filter_saves
     return [
         spec
         for spec in kernels.native_specs(arch)
-        if (spec.element is element or not spec.reads_element) and (filtered or not spec.pv_filter)
+        if spec.element is element or not spec.reads_element
     ]
 
 

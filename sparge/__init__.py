@@ -9,7 +9,7 @@ from .errors import KernelBuildError, Unsupported
 from .kernels import Capability, capabilities
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget, Router
-from .plan.grid import TokenGrid, TokenOrder, cube_order, grid_order, unmeasured_order
+from .plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
 from .plan.walks import TURNS, Walk
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
@@ -35,5 +35,4 @@ __all__ = [
     "cube_order",
     "grid_order",
     "make_plan",
-    "unmeasured_order",
 ]

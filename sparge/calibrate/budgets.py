@@ -64,7 +64,7 @@ class HullSteps:
         """Every hull is walked at once, each from its cheapest candidate to the steepest fall, of
         equal ones the farthest, until nothing falls. An error may be infinite, never the least."""
         truest = truest_of_each_cost(errors, costs)
-        error, cost = np.take_along_axis(errors, truest, 1), np.unique(costs)
+        error, cost = np.take_along_axis(errors, truest, 1), costs[truest[0]]
         heads, last = np.arange(len(error)), error.shape[1] - 1
         at = np.isfinite(error).argmax(1)
         cheapest, bound = truest[heads, at], np.full(len(error), np.inf)

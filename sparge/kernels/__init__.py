@@ -7,10 +7,10 @@ Importing this touches neither the driver nor NVRTC.
 from __future__ import annotations
 
 from .cubin import LaunchInfo
-from .device import Capability, capabilities, pv_filter_saves
+from .device import Capability, capabilities
 from .driver import DriverError, Kernel
 from .loader import get_kernel, warm
-from .spec import Element, KernelSpec, all_specs, attend_path, native_element, native_specs
+from .spec import Element, KernelSpec, all_specs, native_element, native_specs
 
 __all__ = [
     "Capability",
@@ -20,11 +20,9 @@ __all__ = [
     "KernelSpec",
     "LaunchInfo",
     "all_specs",
-    "attend_path",
     "capabilities",
     "get_kernel",
     "native_element",
     "native_specs",
-    "pv_filter_saves",
     "warm",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from . import driver, nvrtc
-from .spec import ARCHS, attend_path, native_element
+from .spec import ARCHS
 
 #: Compute capability -> targets that run on it, best first; the first one NVRTC knows is used.
 SERVED_BY: dict[tuple[int, int], tuple[str, ...]] = {
@@ -52,13 +52,6 @@ def capabilities(device: torch.device | str | int) -> Capability:
         return known
     except Exception as error:  # the promise is a reason, whatever a broken installation does
         return _unusable(f"The device {device} could not be examined: {error}")
-
-
-def pv_filter_saves(device: torch.device | str | int) -> bool:
-    """Whether the PV filter makes 8-bit attention on ``device`` faster; where it does not, it only
-    makes it less exact. True where there are no kernels."""
-    arch = capabilities(device).arch
-    return not arch or attend_path(arch, native_element(arch, False, None)).filter_saves
 
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo (.4 s).

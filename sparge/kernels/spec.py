@@ -134,9 +134,6 @@ class AttendPath:
 
     entry: str
     reason: str
-    filter_saves: bool = True
-    """Whether the PV filter saves time: the warpgroup kernel computes what it leaves out all the
-    same, for a branch would part the exponentials from what hides their latency."""
 
 
 def attend_path(arch: str, element: Element) -> AttendPath:
@@ -145,9 +142,7 @@ def attend_path(arch: str, element: Element) -> AttendPath:
         return AttendPath("attend", f"mma.sync: {arch} has no wgmma instruction")
     if element is not Element.INT8_E4M3:
         return AttendPath("attend", f"mma.sync: the wgmma kernel is not built for {element.name}")
-    return AttendPath(
-        HOPPER_ATTEND, "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units", False
-    )
+    return AttendPath(HOPPER_ATTEND, "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units")
 
 
 def all_specs(arch: str) -> list[KernelSpec]:

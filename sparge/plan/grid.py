@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from .walks import TURNS, UNMEASURED, Walk, walk_ranks, walks_of
+from .walks import TURNS, Walk, walk_ranks, walks_of
 
 EMPTY = -1  # the token of a slot that holds none
 
@@ -179,11 +179,6 @@ def cube_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
     turn: below `TURNS`; sampling steps that take other turns make errors that do not add up.
     """
     return _walk_order(grid, (Walk.CUBES,), turn)
-
-
-def unmeasured_order(grid: TokenGrid, turn: int) -> TokenOrder:
-    """The order that steps of that turn take where no head is measured; as `cube_order`."""
-    return _walk_order(grid, (UNMEASURED[turn],), turn)
 
 
 def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:

@@ -102,7 +102,7 @@ def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
         steps_of(patch(mode=mode), SIX_SPARSE)
         grid = load_pack("sparge").TokenGrid(*GRID)
         for turn in range(load_pack("sparge").TURNS):
-            for order in (module.unmeasured_order(grid, turn), module.grid_order(grid, turn)):
+            for order in (module.cube_order(grid, turn), module.grid_order(grid, turn)):
                 assert not order._copies
 
 
