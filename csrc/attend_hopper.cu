@@ -4,7 +4,8 @@
 // Semantics   as attend.cu, whose E4M3 tiles it reads. P is rounded relative to the running maximum after each step of two
 //             blocks of the list; the PV filter decides block by block.
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
-// Strategy    One producer warp copies tiles in bulk, two consumer warpgroups of 64 rows share every tile. P lives in
+// Strategy    One producer warp copies tiles in bulk, three warps beside it lay down the queries of the next work item, two
+//             consumer warpgroups of 64 rows share every tile. P lives in
 //             registers, Q in shared memory; keys of V are permuted so that the scores' fragment is P's. Sums of 128 keys
 //             are promoted to float32, which rescales for nothing. Eight channels of ones beside V make the tensor cores sum
 //             the rows of P, as rounded, too. Persistent blocks take work items one by one, head after head. Scores of a
@@ -14,8 +15,8 @@
 //             basic blocks, unless told not to (ptx/schedule.cuh). Instructions issued bind: what a step needs lies in its
 //             stage, which one offset leads to, in units that need no more arithmetic, and maxima that no mask touched are taken
 //             as integers, three at a time. At head_dim 128 shared memory fills the accumulators with their offset.
-//             A query block costs latencies beside its steps: the producer prefetches its queries into the L2, all of their loads
-//             are in flight at once, and so are those of the epilogue, which decides nothing pair by pair.
+//             A query block costs latencies beside its steps: its queries, tokens and scales, and the facts of V, wait in shared
+//             memory when it begins, and four lanes of its epilogue exchange pairs until each stores 16 bytes.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
 //             (one machine: 29.4 to 30.2 before the second part of the list).
 //             35.9  score, soften, weigh values one after another
@@ -59,7 +60,25 @@
 //                   per cent more than moves is not worth a sum that nobody documents to be exact
 //                   Mochi +2.5 +0.7 +0.3 +0.2, CogVideoX-2B +5.9 +3.7 +3.5 +2.7 when, with that product, the second block's
 //                   exponents are computed among the first's exponentials
+//             Likewise against 76854d0:
+//             Mochi +1.2 +2.8 +1.6 +4.5, CogVideoX-2B +1.1 +5.3 +1.4 +9.0 (another run: -0.7 -0.4 +1.5 +4.3, +1.7 +5.1 +1.7 +9.0)
+//                   the feeder, wide stores, pooled columns in pairs, maxima over a row before the wait for the values; what
+//                   is here
+//             Mochi -4.8 -10.5 -6.5 -18.2, CogVideoX-2B -1.0 -1.0 -1.6 -1.5 when the producer, not the feeder, hands out the items:
+//                   it reaches the next only some steps before the end of the last, too late for its queries
+//             Lost, against what is here:
+//                   CogVideoX-2B -7.4 -6.6 -6.7 -4.2 without turns; -3.6 -1.9 -2.0 -0.6 when loads fill its accumulators, too
+//                   Mochi -5.6 -3.0 -4.0 -4.4, CogVideoX-2B -3.7 -1.9 -3.0 -0.2 an eighth of the exponentials as polynomials of degree 3
+//                   (eight instructions each); a quarter and three eighths lose more
+//                   CogVideoX-2B -2.5 -1.1 -1.8 -0.6 the values of the first block started before the exponentials of the second
+//                   (at head_dim 128 no registers are left for that), -8.1 -6.6 -7.5 -6.0 with the second block's maxima among them, too
+//                   Mochi -17.2 -14.8 -14.4 -16.5, CogVideoX-2B -2.1 -1.4 -2.2 -1.1 only these maxima there
+//                   nothing to gain: the masked half of a step marked as unlikely
+//             Profile of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
+//             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
+//             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
 #include "attend/hopper/consumer.cuh"
+#include "attend/hopper/feeder.cuh"
 #include "attend/hopper/producer.cuh"
 
 namespace sparge::hopper {
@@ -71,6 +90,11 @@ SPARGE_DEVICE void init_barriers(Smem& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
     ptx::mbarrier_init(smem.stage[stage].full, 1);
     ptx::mbarrier_init(smem.stage[stage].free, kConsumerGroups * kGroupThreads);
+  }
+  for (int item = 0; item < kItems; ++item) {
+    ptx::mbarrier_init(smem.queries[item].asked, 1);
+    ptx::mbarrier_init(smem.queries[item].ready, kFeederThreads);
+    ptx::mbarrier_init(smem.queries[item].free, kConsumerGroups * kGroupThreads);
   }
   ptx::mbarrier_init_fence();
 }
@@ -103,7 +127,10 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   __syncthreads();
   if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
     ptx::release_registers<hopper::kProducerRegisters>();
-    if (threadIdx.x % hopper::kGroupThreads < kWarpSize) hopper::Producer(p, smem).run();
+    if (hopper::uniform(threadIdx.x % hopper::kGroupThreads / kWarpSize) == 0)
+      hopper::Producer(p, smem).run();
+    else
+      hopper::Feeder(p, smem).run();
   } else {
     ptx::claim_registers<hopper::kConsumerRegisters>();
     hopper::Consumer(p, smem).run();

@@ -39,17 +39,6 @@ struct Value {
   }
 };
 
-// Of an even channel and the next, by one load each of means and scales.
-SPARGE_DEVICE void load_values(Value (&pair)[2], const AttendParams& p, i32 kv_at, i32 channel) {
-  static_assert(kHeadDim % 2 == 0, "every pair lies at a multiple of 8 bytes");
-  if constexpr (is_quantized(kElement)) {
-    const Vec8 means = *reinterpret_cast<const Vec8*>(p.v_mean + kv_at * kHeadDim + channel);
-    const Vec8 scales = *reinterpret_cast<const Vec8*>(p.v_scale + kv_at * kHeadDim + channel);
-    pair[0].mean = __uint_as_float(means.x), pair[0].scale = __uint_as_float(scales.x);
-    pair[1].mean = __uint_as_float(means.y), pair[1].scale = __uint_as_float(scales.y);
-  }
-}
-
 // The output row of one query, by its token, and its row of partial results where those are asked for.
 struct RowStore {
   const AttendParams& p;
@@ -83,20 +72,19 @@ struct RowStore {
                seen ? high.mean + second * inverse : 0.0f);
   }
 
-  // Whether store_whole may take the place of `store`: 16-bit rows of all the kernel's channels, and no partial results.
+  // Whether a pair may be packed without a look at the tensor: 16-bit rows of all the kernel's channels, no partial results.
   SPARGE_DEVICE static bool whole(const AttendParams& p) {
     return p.out.vectorized && p.problem.channels == kHeadDim && !p.partial_out && p.out.dtype != DType::kFp32;
   }
 
-  // As `store`, bit for bit, without deciding anything for each pair.
+  // A pair as `store` writes it, bit for bit, where rows are whole.
   template <DType kType>
-  SPARGE_DEVICE void store_whole(i32 channel, float low_sum, float high_sum, const Value& low, const Value& high) const {
+  SPARGE_DEVICE u32 packed(float low_sum, float high_sum, const Value& low, const Value& high) const {
     static_assert(kType != DType::kFp32, "a pair is one word");
     const bool seen = sum != 0.0f;
     const float first = seen ? low.mean + low.scale * low_sum * inverse : 0.0f;
     const float second = seen ? high.mean + high.scale * high_sum * inverse : 0.0f;
-    reinterpret_cast<u32*>(out)[channel / 2] =
-        kType == DType::kBf16 ? ptx::pack_bf16(first, second) : ptx::pack_fp16(first, second);
+    return kType == DType::kBf16 ? ptx::pack_bf16(first, second) : ptx::pack_fp16(first, second);
   }
 };
 

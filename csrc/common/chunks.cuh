@@ -12,12 +12,15 @@ struct alignas(16) Chunk {
   u32 word[kLaneChannels / 2];
 };
 
-// kOther: a type, strides or a head dim that 16-byte loads of 16-bit numbers do not fit.
-enum class Source : i32 { kBf16, kFp16, kOther };
+// kOther: a type, strides or a head dim that 16-byte loads of 16-bit numbers do not fit. kAny: one code for all, decided load by
+// load, where registers are scarce.
+enum class Source : i32 { kBf16, kFp16, kOther, kAny };
 
 // The tokens of one (batch, head) of a view.
 template <Source kSource>
 struct Chunks {
+  static constexpr bool kAsks = kSource == Source::kOther || kSource == Source::kAny;
+
   const char* base;
   i64 token_bytes;  // below 2^32 unless kOther: one multiplication an address
   i32 channels;
@@ -26,18 +29,18 @@ struct Chunks {
 
   SPARGE_DEVICE Chunks(const TensorView& view, i32 b, i32 head, i32 channel_count)
       : channels(channel_count), dtype(view.dtype), vectorized(view.vectorized) {
-    const i32 bytes = kSource == Source::kOther && dtype == DType::kFp32 ? 4 : 2;
+    const i32 bytes = kAsks && dtype == DType::kFp32 ? 4 : 2;
     base = static_cast<const char*>(view.data) + (b * view.batch_stride + head * view.head_stride) * bytes;
     token_bytes = view.token_stride * bytes;
   }
 
   // The pairs are FP16, else bf16.
-  SPARGE_DEVICE bool half() const { return kSource == Source::kFp16 || (kSource == Source::kOther && dtype == DType::kFp16); }
+  SPARGE_DEVICE bool half() const { return kSource == Source::kFp16 || (kAsks && dtype == DType::kFp16); }
 
   // From a channel that is a multiple of eight. Zero for token -1, and past the tensor's channels.
   SPARGE_DEVICE Chunk load(i32 token, i32 channel) const {
     Chunk chunk = {};
-    if constexpr (kSource == Source::kOther) {
+    if constexpr (kAsks) {
       if (token >= 0) load_other(chunk, base + token * token_bytes, channel);
     } else if (token >= 0 && channel < channels) {
       const u64 offset = static_cast<u64>(static_cast<u32>(token)) * static_cast<u32>(token_bytes);
@@ -59,6 +62,12 @@ struct Chunks {
 
  private:
   SPARGE_DEVICE void load_other(Chunk& chunk, const char* row, i32 channel) const {
+    if constexpr (kSource == Source::kAny)
+      if (vectorized && dtype != DType::kFp32 && channel + kLaneChannels <= channels) {
+        const Vec16 words = reinterpret_cast<const Vec16*>(row)[channel / kLaneChannels];
+        chunk = {words.x, words.y, words.z, words.w};
+        return;
+      }
     if (vectorized && dtype == DType::kFp32 && channel + kLaneChannels <= channels) {
       const Vec16* words = reinterpret_cast<const Vec16*>(row + channel * 4);
 #pragma unroll

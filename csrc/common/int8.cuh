@@ -10,12 +10,13 @@ namespace sparge {
 SPARGE_DEVICE float int8_scale(float amax) { return amax > 0.0f ? amax / kKeyLevels : kZeroScale; }
 SPARGE_DEVICE float int8_inverse_scale(float amax) { return amax > 0.0f ? kKeyLevels / amax : 1.0f; }
 
-// Four neighbouring values.
+// Four neighbouring values. Adding 1.5 x 2^23 rounds to the nearest even, as the conversion to an integer does, which has a
+// quarter of the throughput; the low byte is the level.
 SPARGE_DEVICE u32 pack_int8(const float* x, float inverse_scale) {
-  u32 packed = 0;
+  u32 level[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) packed |= (ptx::round_to_int(x[i] * inverse_scale) & 0xFF) << (8 * i);
-  return packed;
+  for (int i = 0; i < 4; ++i) level[i] = __float_as_uint(__fadd_rn(__fmul_rn(x[i], inverse_scale), 0x1.8p23f));
+  return __byte_perm(__byte_perm(level[0], level[1], 0x0040), __byte_perm(level[2], level[3], 0x0040), 0x5410);
 }
 
 }  // namespace sparge

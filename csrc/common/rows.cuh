@@ -60,10 +60,6 @@ struct Rows {
     }
   }
 
-  // Whether a row can be read up to `channel_count` by the two parts of `load` that follow: without a branch, so that many
-  // loads are in flight before the first is unpacked.
-  SPARGE_DEVICE bool whole(i32 channel_count) const { return vectorized && channels == channel_count; }
-
   template <int kWords>
   SPARGE_DEVICE void load_bits(u32 (&bits)[kWords], i64 token, i32 channel) const {
     load_words(bits, base + token * token_bytes + channel * kBytes);

@@ -39,12 +39,6 @@ SPARGE_PAIRWISE(min_fp16, "min.f16x2")
 SPARGE_PAIRWISE(max_fp16, "max.f16x2")
 #undef SPARGE_PAIRWISE
 
-SPARGE_DEVICE i32 round_to_int(float value) {
-  i32 rounded;
-  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
-  return rounded;
-}
-
 SPARGE_DEVICE float exp2_approx(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

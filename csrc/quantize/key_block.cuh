@@ -18,15 +18,6 @@ struct KeySmem {
   bool whole;  // as KeySlots says
 };
 
-// Four neighbouring values. Adding 1.5 x 2^23 rounds to the nearest even, as the conversion to an integer does, which has a
-// quarter of the throughput; the low byte is the level.
-SPARGE_DEVICE u32 pack_levels(const float* x, float inverse_scale) {
-  u32 level[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) level[i] = __float_as_uint(__fadd_rn(__fmul_rn(x[i], inverse_scale), 0x1.8p23f));
-  return __byte_perm(__byte_perm(level[0], level[1], 0x0040), __byte_perm(level[2], level[3], 0x0040), 0x5410);
-}
-
 // Of one warp's lanes, which then have the mean and, for budgets, the variance of neighbouring channels.
 SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
   const i32 blocks = p.problem.key_blocks();
@@ -129,7 +120,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     for (int pass = 0; pass < kPasses; ++pass) {
       const i32 token = thread.token + pass * kTokensPerPass;
       const u32 offset = tile_offset<kRowBytes>(token, thread.channel / 16) + thread.channel % 16;
-      *reinterpret_cast<Vec8*>(tile + offset) = {pack_levels(x[pass], inverse_scale), pack_levels(x[pass] + 4, inverse_scale)};
+      *reinterpret_cast<Vec8*>(tile + offset) = {pack_int8(x[pass], inverse_scale), pack_int8(x[pass] + 4, inverse_scale)};
     }
   } else {
     auto pack = [](float low, float high) {

@@ -16,7 +16,7 @@ using ValueSums = float[kValueSums];  // of values, then of probabilities
 // What a warpgroup carries from step to step of a work item.
 struct Item {
   PerRow scale[kStepBlocks];  // of the scores that wait: from sums of products of levels to log2 units
-  Queries queries;
+  PerRow query_scale;
   Softmax softmax;
   Levels levels[kStepBlocks];  // scores, then probabilities
   Probabilities probabilities;
@@ -24,7 +24,10 @@ struct Item {
   ValueSums fresh;  // of one step
   Sums out = {};    // of the steps before it
 
-  SPARGE_DEVICE Item(const AttendParams& p, const Work& work, Smem& smem) : queries(p, work, smem), softmax(p.problem, work) {}
+  SPARGE_DEVICE explicit Item(const Queries& queries) : softmax(queries) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) query_scale[half] = queries.scale[first_row() + 8 * half];
+  }
 };
 
 struct Consumer {
@@ -32,7 +35,8 @@ struct Consumer {
   Smem& smem;
   const i32 group;
   const i32 own_turn, other_turn;  // barriers, of this warpgroup and of the other
-  const u32 queries;               // descriptor address
+  u32 queries;                     // descriptor address
+  ItemTurn items;
   Ring ring;
 
   SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s)
@@ -40,8 +44,7 @@ struct Consumer {
         smem(s),
         group(uniform(threadIdx.x / kGroupThreads)),
         own_turn(ptx::in_register(kBarrierTurn + group)),
-        other_turn(ptx::in_register(kBarrierTurn + kConsumerGroups - 1 - group)),
-        queries(ptx::descriptor_address(ptx::shared_address(s.q[group]))) {}
+        other_turn(ptx::in_register(kBarrierTurn + kConsumerGroups - 1 - group)) {}
 
   SPARGE_DEVICE const Step& step(u32 at) const { return smem.stage_at(at).step; }
 
@@ -61,8 +64,12 @@ struct Consumer {
   SPARGE_DEVICE void attend_item() {
     const Step& first = step(ring.at);
     const bool empty = uniform(first.block[0] < 0);
-    Item item(p, Work(p, first.turn), smem);
+    Queries& mine = smem.queries[items.place()];
+    ptx::mbarrier_wait(mine.ready, items.parity());
+    queries = ptx::descriptor_address(ptx::shared_address(smem.q[items.place()][group]));
+    Item item(mine);
     if (empty) {
+      release(ring.at);
       ring.advance();
     } else {
       Head head = first.head;
@@ -75,6 +82,7 @@ struct Consumer {
         mask(item, block, uniform(head.masked));
         find_maximum<true>(item, block_most[block], block, head);
       }
+      Softmax::over_columns(block_most);
       raise_maxima(item, block_most);
       while (!uniform(head.last)) {
         const u32 at = ring.at;
@@ -86,8 +94,9 @@ struct Consumer {
       }
       finish(item);
     }
-    store(item, Work(p, step(ring.before()).turn));
-    release(ring.before());
+    store(item, mine);
+    ptx::mbarrier_arrive(mine.free);
+    ++items.count;
   }
 
   // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers
@@ -123,6 +132,7 @@ struct Consumer {
     ptx::wgmma_wait<1>();
     mask(item, 1, kMasked);
     find_maximum<kMasked>(item, block_most[1], 1, next);
+    Softmax::over_columns(block_most);
     settle({fmaxf(block_most[0][0], block_most[1][0]), fmaxf(block_most[0][1], block_most[1][1])});
     ptx::wgmma_wait<0>();
     const PerRow alpha = {item.alpha[0], item.alpha[1]};
@@ -146,6 +156,7 @@ struct Consumer {
     start_values(item, at);
     ptx::wgmma_wait<0>();
     promote(item, item.alpha);
+    release(at);
   }
 
   // Scores of a block of the ring's step are complete.
@@ -154,7 +165,7 @@ struct Consumer {
     if (!masked) return;
     const Stage& stage = smem.stage_at(ring.at);
     if (uniform(stage.step.pooled))
-      pool_scores(item.levels[block], stage, block, item.queries.scale, p.scale * kLog2E);
+      pool_scores(item.levels[block], stage, block, item.query_scale, p.scale * kLog2E);
     else
       mask_scores(item.levels[block], stage.step, block, p.causal);
   }
@@ -162,7 +173,7 @@ struct Consumer {
   template <bool kMasked>
   SPARGE_DEVICE void find_maximum(Item& item, PerRow& block_most, int block, const Head& head) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) item.scale[block][half] = item.queries.scale[half] * head.k_scale[block];
+    for (int half = 0; half < 2; ++half) item.scale[block][half] = item.query_scale[half] * head.k_scale[block];
     Softmax::block_maximum<kMasked>(block_most, item.levels[block], item.scale[block]);
     ptx::compute_here(block_most);
   }
@@ -175,7 +186,7 @@ struct Consumer {
     if constexpr (kPvFilter) {
       Stage& stage = smem.stage_at(ring.at);
       const u32 vote = item.softmax.negligible(block_most, stage.step.pvthreshd);
-      const i32 thread = threadIdx.x % kGroupThreads;
+      const i32 thread = ptx::thread_index() % kGroupThreads;
       if (thread % kWarpSize == 0) stage.votes[group][thread / kWarpSize] = vote;
     }
     item.softmax.raise(block_most, item.alpha);
@@ -252,45 +263,75 @@ struct Consumer {
     return pairs;
   }
 
-  SPARGE_DEVICE void store(const Item& item, const Work& work) const {
+  SPARGE_DEVICE void store(const Item& item, const Queries& of) const {
     if (!attend::RowStore::whole(p))
-      store_rows(item, work, [](const attend::RowStore& to, auto... pair) { to.store(pair...); });
+      store_rows(item, of);
     else if (p.out.dtype == DType::kBf16)
-      store_rows(item, work, [](const attend::RowStore& to, auto... pair) { to.store_whole<DType::kBf16>(pair...); });
+      store_whole_rows<DType::kBf16>(item, of);
     else
-      store_rows(item, work, [](const attend::RowStore& to, auto... pair) { to.store_whole<DType::kFp16>(pair...); });
+      store_whole_rows<DType::kFp16>(item, of);
     if (kPvFilter && leads()) {
       if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[group]));
       smem.skipped_pairs[group] = 0;
     }
   }
 
-  // All loads come before the first store: the compiler cannot know that a store changes nothing of what they read, and would
-  // wait for them pair by pair.
-  template <typename StorePair>
-  SPARGE_DEVICE void store_rows(const Item& item, const Work& work, StorePair store_pair) const {
-    const Softmax& softmax = item.softmax;
-    i32 token[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) token[half] = work.token(p.problem, first_row() + 8 * half);
-    attend::Value value[kChannelTiles][2];
-#pragma unroll
-    for (int n = 0; n < kChannelTiles; ++n) attend::load_values(value[n], p, work.kv_at, 8 * n + 2 * quad_lane());
+  SPARGE_DEVICE void store_facts(const Item& item, const Queries& of, int half, i32 row) const {
+    if (quad_lane() == 0 && of.token[row] >= 0)
+      attend::store_row_facts(p, of.work, of.token[row], item.softmax.reported(half), item.softmax.sum[half], of.dot_mean[row]);
+  }
+
+  SPARGE_DEVICE void store_rows(const Item& item, const Queries& of) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (token[half] < 0) continue;
-      const float row_sum = softmax.sum[half];
-      if (quad_lane() == 0) {
-        const float dot_mean = smem.q_dot_mean[first_row() + 8 * half];
-        attend::store_row_facts(p, work, token[half], softmax.reported(half), row_sum, dot_mean);
-      }
-      const attend::RowStore to(p, work, token[half], row_sum);
+      const i32 row = first_row_anew() + 8 * half, token = of.token[row];
+      store_facts(item, of, half, row);
+      if (token < 0) continue;
+      const attend::RowStore to(p, of.work, token, item.softmax.sum[half]);
 #pragma unroll
       for (int n = 0; n < kChannelTiles; ++n) {
+        const i32 channel = 8 * n + 2 * quad_lane();
         const float* sums = item.out + 4 * n + 2 * half;
-        store_pair(to, 8 * n + 2 * quad_lane(), sums[0], sums[1], value[n][0], value[n][1]);
+        to.store(channel, sums[0], sums[1], of.value(channel), of.value(channel + 1));
       }
     }
+  }
+
+  // Four lanes have pairs of channels of a row each; they exchange them until each has 16 neighbouring bytes.
+  template <DType kType>
+  SPARGE_DEVICE void store_whole_rows(const Item& item, const Queries& of) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i32 row = first_row_anew() + 8 * half, token = of.token[row];
+      store_facts(item, of, half, row);
+      const attend::RowStore to(p, of.work, token, item.softmax.sum[half]);
+#pragma unroll
+      for (int first = 0; first < kChannelTiles; first += 4) {
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const i32 channel = 8 * (first + i) + 2 * quad_lane();
+          const float* sums = item.out + 4 * (first + i) + 2 * half;
+          word[i] = to.packed<kType>(sums[0], sums[1], of.value(channel), of.value(channel + 1));
+        }
+        transpose_quad(word);
+        if (token >= 0) reinterpret_cast<Vec16*>(to.out)[first + quad_lane()] = {word[0], word[1], word[2], word[3]};
+      }
+    }
+  }
+
+  // Word i of lane t becomes word t of lane i.
+  SPARGE_DEVICE static void transpose_quad(u32 (&word)[4]) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & step) continue;
+        const bool upper = quad_lane() & step;
+        const u32 other = __shfl_xor_sync(kFullWarp, upper ? word[i] : word[i + step], step);
+        word[i] = upper ? other : word[i];
+        word[i + step] = upper ? word[i + step] : other;
+      }
   }
 };
 

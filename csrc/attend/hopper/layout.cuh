@@ -4,13 +4,13 @@
 
 #include "../../common/config.cuh"
 #include "../../common/swizzle.cuh"
-#include "../work.cuh"
+#include "../store.cuh"
 
 namespace sparge::hopper {
 
 using attend::Work;
 
-// Warpgroups 0 and 1 compute 64 query rows each; one warp of the third fills the pipeline.
+// Warpgroups 0 and 1 compute 64 query rows each; of the third one warp fills the pipeline, the others read queries.
 enum WarpgroupRole { kUpperRows = 0, kLowerRows = 1, kProducer = 2 };
 constexpr int kGroupThreads = 128;
 constexpr int kGroupWarps = kGroupThreads / kWarpSize;
@@ -42,9 +42,8 @@ constexpr int kSwizzleBytes = 1024;               // after which the tensor core
 constexpr int kTileBytes = kKeyBlock * kHeadDim;  // of K and of V: both are 8-bit
 constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
 constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
-// Less the queries, alignment and what follows the stages.
-constexpr int kSharedBytes = 227 * 1024 - 2048 - kConsumerGroups * kQueryTileBytes;
-constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
+constexpr int kItems = 2;  // whose queries are in shared memory: one at work, one that is being read
+constexpr int kFeederThreads = (kGroupWarps - 1) * kWarpSize;
 static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two bits");
 
 // Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
@@ -91,15 +90,38 @@ struct alignas(kSwizzleBytes) Stage {
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full, free;
 };
+
+// All that consumers need of a work item and its 128 query rows, in the order of the block.
+struct Queries {
+  Work work;
+  i32 turn;                     // which work item; -1: there is no more, and nothing else is set
+  float scale[kQueryBlock];     // INT8 level of each row
+  float dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
+  i32 token[kQueryBlock];       // -1: none
+  alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
+  // asked: by the feeder's first thread, once `work` is there; ready: by each feeder thread; free: by each consumer thread. The
+  // parity starts at 0, as in the ring of stages.
+  u64 asked, ready, free;
+
+  SPARGE_DEVICE attend::Value value(i32 channel) const {
+    attend::Value value;
+    value.mean = v_mean[channel], value.scale = v_scale[channel];
+    return value;
+  }
+};
+
 static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
-constexpr int kStages = kSharedBytes / sizeof(Stage) < kMostStages ? kSharedBytes / sizeof(Stage) : kMostStages;
+constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
+// Less the queries, and what follows the stages.
+constexpr int kStageBytes = 227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries));
+constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
 static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the step after the one it reads");
 
 struct alignas(kSwizzleBytes) Smem {
-  u8 q[kConsumerGroups][kQueryTileBytes];
+  u8 q[kItems][kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
+  Queries queries[kItems];
   Vec16 score_zero;                    // kScoreZero four times, see kFillFromShared
-  float q_dot_mean[kQueryBlock];       // q . k_mean, for the log-sum-exp
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
 
@@ -125,6 +147,14 @@ struct Ring {
   }
 
   SPARGE_DEVICE u32 before() const { return at == 0 ? kLast : at - sizeof(Stage); }
+};
+
+// Which of the two items' queries, and the parity of their barriers' phase.
+struct ItemTurn {
+  u32 count = 0;
+
+  SPARGE_DEVICE u32 place() const { return count % kItems; }
+  SPARGE_DEVICE u32 parity() const { return count / kItems % 2; }
 };
 
 }  // namespace sparge::hopper

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/prefetch.cuh"
 #include "../../ptx/special.cuh"
 #include "../pool.cuh"
 #include "layout.cuh"
@@ -22,39 +21,16 @@ struct Producer {
   // one product a step, where each of 256 threads would make it.
   SPARGE_DEVICE float log2_scale() const { return p.scale * kLog2E; }
 
-  // Work items are handed out one by one, for their lists differ in length. Each thread block asks once more than it
-  // gets items, so whoever asks last leaves the counter at zero for the next launch.
-  SPARGE_DEVICE i32 next_turn(i32 turns) const {
-    i32 turn = 0;
-    if (lane == 0) {
-      turn = atomicAdd(p.next_turn, 1);
-      if (turn == turns + static_cast<i32>(gridDim.x) - 1) *p.next_turn = 0;
-    }
-    turn = __shfl_sync(kFullWarp, turn, 0);
-    return turn < turns ? turn : -1;
-  }
-
+  // The feeder hands out the work items, one ahead.
   SPARGE_DEVICE void run() {
-    const Problem& problem = p.problem;
-    const i32 turns = problem.batch * problem.heads * problem.query_blocks();
-    for (i32 turn = next_turn(turns); turn >= 0; turn = next_turn(turns)) walk(Work(p, turn), turn);
-    push_mark(-1);
-  }
-
-  static constexpr i32 kSectorBytes = 32;
-
-  // The consumers read the queries some steps from now, after what the ring still holds: from the L2 then.
-  SPARGE_DEVICE void prefetch_queries(const Work& work) const {
-    const i32 bytes_each = p.q.dtype == DType::kFp32 ? 4 : 2, row_bytes = p.problem.channels * bytes_each;
-    const i64 head = work.b * p.q.batch_stride + work.head * p.q.head_stride;
-#pragma unroll 1
-    for (i32 row = lane; row < kQueryBlock; row += kWarpSize) {
-      const i32 token = work.token(p.problem, row);
-      if (token < 0) continue;
-      const char* queries = static_cast<const char*>(p.q.data) + (head + token * p.q.token_stride) * bytes_each;
-#pragma unroll 1
-      for (i32 byte = 0; byte < row_bytes; byte += kSectorBytes) ptx::prefetch_l2(queries + byte);
+    for (ItemTurn items;; ++items.count) {
+      const Queries& queries = smem.queries[items.place()];
+      ptx::mbarrier_wait(smem.queries[items.place()].asked, items.parity());
+      const i32 turn = uniform(queries.turn);
+      if (turn < 0) break;
+      walk(Work(p, turn), turn);
     }
+    push_mark(-1);
   }
 
   // The set bits of a row in ascending order. 32 lanes hold 32 words of the map, and the scales of one word's blocks. A
@@ -62,7 +38,6 @@ struct Producer {
   SPARGE_DEVICE void walk(const Work& work, i32 turn) {
     const i32 words = p.problem.map_words(), key_blocks = p.problem.key_blocks();
     const u32* row = p.block_map + work.map_row(p.problem) * words;
-    prefetch_queries(work);
     Step step = {};
     step.turn = turn;
     step.block[0] = step.block[1] = -1;
@@ -150,15 +125,18 @@ struct Producer {
   SPARGE_DEVICE void push_pooled(const Work& work, i32 turn, const Pair& pair, bool last) {
     const i64 first = work.first_pool + kStepBlocks * pair.index;
     const i64 second = kStepBlocks * pair.index + 1 < p.problem.pool_tiles() ? first + 1 : first;
-    wait_free();
-    Stage& stage = smem.stage_at(ring.at);
+    PoolColumn columns[kStepPseudoKeys / kMapBits];
 #pragma unroll
     for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) {
       const u32 open = __shfl_sync(kFullWarp, pair.open, word);
       const i64 tile = word * kMapBits < kKeyBlock ? first : second;
       const PoolColumn& column = p.pool_columns[tile * kKeyBlock + word * kMapBits % kKeyBlock + lane];
-      stage.columns[word * kMapBits + lane] = attend::prepared(column, work, open >> lane & 1);
+      columns[word] = attend::prepared(column, work, open >> lane & 1);
     }
+    wait_free();
+    Stage& stage = smem.stage_at(ring.at);
+#pragma unroll
+    for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) stage.columns[word * kMapBits + lane] = columns[word];
     __syncwarp();
     if (lane == 0) {
       Step& step = stage.step;
@@ -169,6 +147,8 @@ struct Producer {
       step.head.k_scale[0] = step.head.k_scale[1] = attend::kPoolScale * log2_scale();
       step.pvthreshd = attend::kNeverNegligible;
       ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
+      // After the arrival: racecheck takes the phase for complete by one lane's arrival where the copies came before it, and
+      // reports the other lanes' columns.
       load(stage, p.pool_k, p.pool_v, first, second);
     }
     ring.advance();

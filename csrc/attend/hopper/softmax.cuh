@@ -2,9 +2,12 @@
 // Online softmax of 64 rows over the two key blocks of a step, in log2 units, with the true running maximum.
 #pragma once
 
+#include "../../common/reduce.cuh"
+#include "../../ptx/special.cuh"
+#include "../../ptx/wgmma.cuh"
 #include "../pool.cuh"
 #include "../store.cuh"
-#include "queries.cuh"
+#include "rows.cuh"
 
 namespace sparge::hopper {
 
@@ -40,20 +43,23 @@ SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, int block, bool
   }
 }
 
-// Half by half: the main loop has no register to spare.
+// Two neighbouring columns by one load, for both rows.
 SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, const PerRow& q_scale, float log2_scale) {
-  const volatile PoolColumn* columns = stage.columns + tile * kKeyBlock + 2 * quad_lane();
+  const u32 columns = ptx::shared_address(stage.columns + tile * kKeyBlock + 2 * quad_lane());
+  PerRow per_bias;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float per_bias = ptx::reciprocal_approx(q_scale[half] * log2_scale * attend::kPoolScale);
+  for (int half = 0; half < 2; ++half) per_bias[half] = ptx::reciprocal_approx(q_scale[half] * log2_scale * attend::kPoolScale);
 #pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j)
+  for (int j = 0; j < kKeyTiles; ++j) {
+    i32 pair[4];
+    ptx::load_registers(pair, columns + 8 * j * sizeof(PoolColumn));
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
+        const PoolColumn column = {__int_as_float(pair[2 * c]), __int_as_float(pair[2 * c + 1])};
         i32& level = levels[at(j, half, c)];
-        const volatile PoolColumn& at_key = columns[8 * j + c];
-        const PoolColumn column = {at_key.scale, at_key.bias};
-        level = __float_as_int(attend::pool_score(__int_as_float(level), column, per_bias));
+        level = __float_as_int(attend::pool_score(__int_as_float(level), column, per_bias[half]));
       }
   }
 }
@@ -62,9 +68,9 @@ struct Softmax {
   PerRow most;      // log2 units, kNoKey before the first key
   PerRow sum = {};  // of the probabilities as they were rounded
 
-  SPARGE_DEVICE Softmax(const Problem& problem, const Work& work) {
+  SPARGE_DEVICE explicit Softmax(const Queries& queries) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) most[half] = work.token(problem, first_row() + 8 * half) >= 0 ? kNoKey : kNoRow;
+    for (int half = 0; half < 2; ++half) most[half] = queries.token[first_row() + 8 * half] >= 0 ? kNoKey : kNoRow;
   }
 
   // As partial results report it.
@@ -119,13 +125,23 @@ struct Softmax {
     return __all_sync(kFullWarp, vote[0]) | __all_sync(kFullWarp, vote[1]) << 1;
   }
 
+  // From the maxima of this thread's columns to that of the row over both blocks. The PV filter asks block by block, and does this
+  // itself.
+  SPARGE_DEVICE static void over_columns(PerRow (&block_most)[kStepBlocks]) {
+    if constexpr (!kPvFilter) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        block_most[0][half] = block_most[1][half] = lane_max<1, 4>(fmaxf(block_most[0][half], block_most[1][half]));
+    }
+  }
+
   // Takes the step's maxima in; alpha is what earlier sums shrink by.
   SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float both = fmaxf(block_most[0][half], block_most[1][half]);
       const float before = most[half];
-      most[half] = fmaxf(before, kPvFilter ? both : lane_max<1, 4>(both));
+      most[half] = fmaxf(before, both);
       alpha[half] = ptx::exp2_approx(before - most[half]);
     }
   }

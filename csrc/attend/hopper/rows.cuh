@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which rows of a query block a consumer thread has, and whose turn it is.
+#pragma once
+
+#include "../../ptx/barrier.cuh"
+#include "../../ptx/special.cuh"
+#include "layout.cuh"
+
+namespace sparge::hopper {
+
+// Of the two rows of a thread.
+using PerRow = float[2];
+
+// Row 0 of this thread's two, within the query block; the other one is eight rows on.
+SPARGE_DEVICE i32 first_row() { return threadIdx.x / kWarpSize * 16 + threadIdx.x % kWarpSize / 4; }
+// The same, but not kept in a register until it is asked for again.
+SPARGE_DEVICE i32 first_row_anew() {
+  const i32 thread = ptx::thread_index();
+  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
+}
+SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
+
+// Barrier 0 is __syncthreads. Each consumer warpgroup awaits its turn at a barrier of its own.
+enum NamedBarrier { kBarrierTurn = 1, kBarrierFeeder = kBarrierTurn + kConsumerGroups };
+
+SPARGE_DEVICE void sync_feeder() { ptx::barrier_sync<kFeederThreads>(kBarrierFeeder); }
+
+// The warpgroups compute exponentials in turns: at the same time, both would wait for one pipe and then leave it idle.
+// Each keeps the names of both barriers in registers (Consumer).
+SPARGE_DEVICE void await_turn(i32 barrier) { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(barrier); }
+SPARGE_DEVICE void pass_turn(i32 barrier) { ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(barrier); }
+
+}  // namespace sparge::hopper
