@@ -106,13 +106,13 @@ struct QuantizeParams {
   float* k_scale;       // (batch, kv_heads, key_blocks)
   i32* key_counts;      // (batch, kv_heads, key_blocks): keys that the block really has
   float* q_block_mean;  // (batch, heads, query_blocks, head_dim)
-  float* k_block_mean;  // (batch, kv_heads, head_dim, key_blocks): route reads it along key blocks
+  float* k_block_mean;  // (batch, kv_heads, key_blocks, head_dim)
   float* q_similarity;  // (batch, heads, query_blocks)
   float* k_similarity;  // (batch, kv_heads, key_blocks)
   i32* next_turn;       // set to zero where attend has persistent blocks
   // What budgets need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
-  float* k_variance;         // (batch, kv_heads, head_dim, key_blocks)
-  float* v_block_mean;       // (batch, kv_heads, head_dim, key_blocks)
+  float* k_variance;         // (batch, kv_heads, key_blocks, head_dim)
+  float* v_block_mean;       // (batch, kv_heads, key_blocks, head_dim)
   float* v_variance;         // (batch, kv_heads, key_blocks): summed over channels
   float* v_square;           // (batch, kv_heads, key_blocks): of v_block_mean, summed over channels
   u8* pool_k;                // (batch, kv_heads, pool_tiles): tiles like k_tiles whose rows are the means of 64 key blocks

@@ -18,9 +18,11 @@
 //             357 / 500 / 91  V transposed in words of four keys; 128 threads at head_dim 64; one barrier for all sums
 //             314 / 454 / 84  selects instead of branches, approximate reciprocals, unsigned divisions
 //             324 / 408 / 85  statistics by single warps after the tile: kept, as budgets are the rule
+//             320 / 376 / 85  block statistics as rows of head_dim instead of columns: written in whole sectors
+//             Launched before means has ended (programmatic dependent launch), query blocks first: a call gains 14 to 17 us at
+//             CogVideoX-2B, 9 of them without that order, and at most 30 at Mochi; not worth a launch path of its own.
 // Untried     A thread block takes four blocks in turn, the next on its way to shared memory (64 registers hold it on sm_90a
 //             only).
-//             Block statistics as rows of head_dim instead of columns: written in whole sectors.
 //             Mean, variance and pseudo-key of a block by a warp each.
 #include "params.cuh"
 #include "quantize/key_block.cuh"

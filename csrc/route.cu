@@ -7,9 +7,10 @@
 //             the lower index. Or a caller's block mask is packed.
 // Output      block_map, one bit a key block (a 1,861-block row takes 236 bytes where a uint16 list would take 3.7 KB),
 //             counts, and the pair counters behind `density`.
-// Strategy    A thread block scores up to 32 query blocks of one head together, on tensor cores (route/product.cuh), so each
-//             K mean is read from the L2 once for all of them; then each warp selects for two. Scores live in shared
-//             memory only.
+// Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is
+//             read from the L2 once for all of them; then each warp selects for one. Scores live in shared memory only.
+//             Every phase waits for latencies: 32 warps an SM, what is needed once is noted in shared memory, loads go ahead.
+//             Heads ranked by error start first: they take two to three times as long (route/turn.cuh).
 // Tried       H200 in us, Mochi shape / with walks and half of the heads by error / CogVideoX-2B.
 //             213 / 496 / 65 CUDA cores, 8 query blocks; a bisection over the bits of scores, 32 passes a row
 //             198 / 449 / 63 three key blocks a thread share each read of the query means
@@ -17,13 +18,19 @@
 //             118 / 353 / 41 16 query blocks a thread block
 //             101 / 277 / 39 tensor cores, 32 query blocks (scores alone: 48)
 //             112 / 332 / 41 tensor cores, 16 query blocks, two thread blocks an SM
-// Untried     Block means as rows of head_dim: a lane's four channels in one load, and the next while this is multiplied.
-//             Rules and ranks where a product ends, instead of a pass over the scores.
-//             Steps of the selection as if scores were spread evenly; the last 32 ranks read four at a time.
-//             As many query blocks a thread block as spread over all SMs in the last turn (CogVideoX-2B: 150 thread blocks).
+//             From here on with events between the launches, which adds some us; last CogVideoX-2B with half by error.
+//             114 / 307 / 49 / 91 the fifth of these
+//             115 / 217 / 50 / 63 heads ranked by error first
+//             93 / 217 / 31 / 55  and 64 registers: two thread blocks of 16 warps and 16 query blocks an SM; distance and
+//                                 variance in one pass, three probes a pass of the selection, keys made where it starts
+//             85 / 187 / 29 / 51  and block statistics as rows of head_dim: four channels a load
+//             80 / 184 / 32 / 54  two tiles of columns a warp at head_dim 128: spills on four other architectures
+//             87 / 186 / 32 / 51  one thread block of 32 warps and 32 query blocks an SM
+// Untried     More key blocks a step in pool_outputs, where half of the warps idle at head_dim 64.
 #include "common/config.cuh"
 #include "params.cuh"
 #include "route/error.cuh"
+#include "route/turn.cuh"
 
 namespace sparge::route {
 
@@ -31,40 +38,48 @@ SPARGE_CHECK_PARAMS(RouteParams);
 
 }  // namespace sparge::route
 
-// Dynamic shared memory: rows_per_cta x key_blocks scores, and as much again where heads may rank by error.
+// Dynamic shared memory: where heads may rank by error rows_per_cta x key_blocks numbers to spare, or as many as Vectors has if
+// those are more; rows_per_cta x key_blocks scores; a byte for each key block.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
 
-// Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest.
+// Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/turn.cuh.
 extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::route::kBlocksPerSm)
     route(const __grid_constant__ sparge::RouteParams p) {
   using namespace sparge;
   __shared__ route::Vectors vectors;  // query means, and what else is multiplied with every key block
+  __shared__ route::Place place;
   __shared__ float norm[route::kMaxRows];
+  __shared__ bool dense[route::kMaxRows];
+  __shared__ i32 seen[route::kMaxRows];
   __shared__ u32 candidates[route::kWarps][kWarpSize];
-  extern __shared__ float scores[];
+  extern __shared__ __align__(16) float spare[];
   const Problem& problem = p.problem;
   const i32 query_blocks = problem.query_blocks(), key_blocks = problem.key_blocks();
   const i32 groups = ceil_div(query_blocks, p.rows_per_cta);
-  const i32 first = (blockIdx.x % groups) * p.rows_per_cta;
-  const i32 rows = smaller(p.rows_per_cta, query_blocks - first);
-  const i64 head_at = blockIdx.x / groups;
-  const i32 b = head_at / problem.heads, head = head_at % problem.heads;
-  const i64 kv_at = static_cast<i64>(b) * problem.kv_heads + problem.kv_head(head);
   const i32 warp = threadIdx.x / kWarpSize;
+  if (warp == 0) place = route::place_at(p, blockIdx.x / groups, blockIdx.x % groups * p.rows_per_cta);
+  __syncthreads();
+  // Read anew after each barrier: registers are few.
+  const i32 &b = place.b, &head = place.head, &first = place.first, &rows = place.rows, &head_at = place.head_at,
+            &kv_at = place.kv_at;
+  auto rules = [&] { return route::Rules(p, b, head, kv_at); };
   auto row = [&](i32 r) { return route::Row(p, b, head, first + r); };
-  const route::Rules rules(p, b, head, kv_at);
   if (p.select == Select::kMask) {
-    for (int r = warp; r < rows; r += route::kWarps) route::map_from_mask(p, row(r), rules);
+    for (int r = warp; r < rows; r += route::kWarps) route::map_from_mask(p, row(r), rules());
     return;
   }
-  route::load_means(vectors, p, head_at * query_blocks + first, rows);
+  const i32 score_numbers = p.rows_per_cta * key_blocks;
+  float* scores = p.k_variance ? spare + larger<i32>(score_numbers, sizeof(route::Vectors) / sizeof(float)) : spare;
+  u8* standing = reinterpret_cast<u8*>(scores + score_numbers);
+  route::load_means(vectors, p, static_cast<i64>(head_at) * query_blocks + first, rows);
+  route::note_standing(standing, rules(), key_blocks);
+  if (warp < rows) dense[warp] = rules().dense(row(warp)), seen[warp] = row(warp).seen;
+  __syncthreads();
   route::score_mass(p, vectors, scores, kv_at, rows);
   if (p.k_variance && p.thresholds && p.thresholds[head].router > 0.0f)
-    route::score_error(p, vectors, norm, scores, scores + rows * key_blocks, head_at * query_blocks + first, kv_at, rows, rules,
-                       row(0));
+    route::score_error(p, vectors, norm, scores, spare, standing, static_cast<i64>(head_at) * query_blocks + first, kv_at, rows,
+                       seen);
   __syncthreads();
-  route::make_keys(p, rules, b, head, first, scores, rows);
-  __syncthreads();
-  for (int r = warp; r < rows; r += route::kWarps)
-    route::map_from_keys(p, row(r), rules, reinterpret_cast<const u32*>(scores) + r * key_blocks, candidates[warp]);
+  if (warp < rows)
+    route::map_from_scores(p, row(warp), rules(), dense[warp], scores + warp * key_blocks, standing, candidates[warp]);
 }

@@ -26,9 +26,10 @@ from .workspace import CallShape, WorkspaceLayout
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-_MAX_ROUTE_ROWS = 32  # query blocks that a thread block of the route kernel takes
+_MAX_ROUTE_ROWS = 16  # query blocks that a thread block of the route kernel takes
 _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
-_STATIC_ROUTE_SHARED = 39168  # bytes the route kernel declares itself, at head_dim 128
+_STATIC_ROUTE_SHARED = 20736  # bytes the route kernel declares itself, at head_dim 128
+_ROUTE_PADDING = 16  # numbers behind each vector in the route kernel's shared memory
 
 
 class Select(enum.IntEnum):
@@ -226,9 +227,10 @@ def route(
         params.rows_per_cta = _MAX_ROUTE_ROWS
         shared = 0
     else:
-        row_bytes = shape.key_blocks * (8 if with_pools else 4)  # scores, and room to score errors
-        params.rows_per_cta = _route_rows(shape, row_bytes, device)
-        shared = params.rows_per_cta * row_bytes
+        params.rows_per_cta = _route_rows(shape, with_pools, device)
+        scores = params.rows_per_cta * shape.key_blocks * 4
+        vectors = 2 * _MAX_ROUTE_ROWS * (shape.head_dim + _ROUTE_PADDING) * 4
+        shared = scores + shape.key_blocks + (max(scores, vectors) if with_pools else 0)
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
     _launch("route", device, shape, grid, params, extra_shared=shared)
@@ -324,10 +326,11 @@ def _launch(
     get_kernel(spec, index).launch(grid, params, extra_shared, stream)
 
 
-def _route_rows(shape: CallShape, row_bytes: int, device: torch.device) -> int:
+def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:
     """As many query blocks as scores fit in shared memory: they share each read of the K means."""
     limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_ROUTE_SHARED
-    rows = limit // row_bytes
+    row_bytes = shape.key_blocks * (8 if with_pools else 4)  # scores, and room to score errors
+    rows = (limit - shape.key_blocks) // row_bytes
     if rows == 0:
         raise Unsupported(
             f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in this "

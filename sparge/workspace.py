@@ -111,7 +111,7 @@ class WorkspaceLayout:
         self._add("k_scale", blocks)
         self._add("k_similarity", blocks)
         self._add("key_counts", blocks, torch.int32)
-        self._add("k_block_mean", (*kv, shape.head_dim, shape.key_blocks))
+        self._add("k_block_mean", (*blocks, shape.head_dim))
         self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
         if with_values:
             self._add("v_mean", (*kv, shape.head_dim))
@@ -119,8 +119,8 @@ class WorkspaceLayout:
             self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
         if with_pools:
             tiles = (*kv, shape.pool_tiles)
-            self._add("k_variance", (*kv, shape.head_dim, shape.key_blocks))
-            self._add("v_block_mean", (*kv, shape.head_dim, shape.key_blocks))
+            self._add("k_variance", (*blocks, shape.head_dim))
+            self._add("v_block_mean", (*blocks, shape.head_dim))
             self._add("v_variance", blocks)
             self._add("v_square", blocks)
             self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)

@@ -108,6 +108,14 @@ SPARGE_DEVICE void over_parts(const ChannelSums<kParts>& sums, i32 lane, float (
   }
 }
 
+// A lane's channels of a row of head_dim numbers.
+SPARGE_DEVICE void store_share(float* at, const float (&x)[kLaneShare]) {
+  if constexpr (kLaneShare == 4)
+    *reinterpret_cast<Vec16*>(at) = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
+  else
+    *reinterpret_cast<Vec8*>(at) = {__float_as_uint(x[0]), __float_as_uint(x[1])};
+}
+
 // Exact for powers of two, such as full blocks have; 0 for none.
 SPARGE_DEVICE float inverse_count(i32 count) { return count ? ptx::reciprocal_approx(static_cast<float>(count)) : 0.0f; }
 

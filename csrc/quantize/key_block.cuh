@@ -21,14 +21,14 @@ struct KeySmem {
 // Of one warp's lanes, which then have the mean and, for budgets, the variance of neighbouring channels.
 SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
   const i32 blocks = p.problem.key_blocks();
-  const i64 first = static_cast<i64>(head_at * kHeadDim + lane * kLaneShare) * blocks + block;
+  const i64 first = static_cast<i64>(head_at * blocks + block) * kHeadDim + lane * kLaneShare;
   float mean[kLaneShare];
   over_parts(smem.sums.rows, lane, mean);
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
     mean[i] *= inverse_count(count);
-    p.k_block_mean[first + i * blocks] = mean[i];
   }
+  store_share(p.k_block_mean + first, mean);
   if (!p.pool_k) return;
   pool_key(p, lane, head_at, block, count, mean);
   float square[kLaneShare];
@@ -36,8 +36,9 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
     const float off = is_quantized(kElement) ? mean[i] : mean[i] - smem.origin[lane * kLaneShare + i];
-    p.k_variance[first + i * blocks] = fmaxf(0.0f, square[i] * inverse_count(count) - off * off);
+    square[i] = fmaxf(0.0f, square[i] * inverse_count(count) - off * off);
   }
+  store_share(p.k_variance + first, square);
 }
 
 template <Source kSource>

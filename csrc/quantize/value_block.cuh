@@ -56,8 +56,7 @@ SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
 // a pseudo-key's value.
 SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
   const i32 blocks = p.problem.key_blocks();
-  const i64 first = static_cast<i64>(head_at * kHeadDim + lane * kLaneShare) * blocks + block;
-  float mean[kLaneShare], square[kLaneShare];
+  float mean[kLaneShare], square[kLaneShare], in_units[kLaneShare];
   over_parts(smem.sums, lane, mean);
   over_parts(smem.squares, lane, square);
   float variances = 0.0f, squares = 0.0f;
@@ -65,11 +64,11 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
   for (int i = 0; i < kLaneShare; ++i) {
     mean[i] *= inverse_count(count);
     const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + lane * kLaneShare + i] : 1.0f;
-    const float in_units = mean[i] * scale;
-    p.v_block_mean[first + i * blocks] = in_units;
+    in_units[i] = mean[i] * scale;
     variances += fmaxf(0.0f, square[i] * inverse_count(count) - mean[i] * mean[i]) * scale * scale;
-    squares += in_units * in_units;
+    squares += in_units[i] * in_units[i];
   }
+  store_share(p.v_block_mean + static_cast<i64>(head_at * blocks + block) * kHeadDim + lane * kLaneShare, in_units);
   pool_value(p, lane, head_at, block, mean);
   variances = lane_sum<1, kWarpSize>(variances);
   squares = lane_sum<1, kWarpSize>(squares);

@@ -12,91 +12,109 @@ namespace sparge::route {
 
 constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 0 stays a number, below all others
 
-// weights[r * key_blocks + j] = share of the mass that row r gives block j; one warp a row.
-SPARGE_DEVICE void share_mass(const RouteParams& p, const float* log_mass, float* weights, const Rules& rules, const Row& row) {
-  const i32 key_blocks = p.problem.key_blocks(), lane = threadIdx.x % kWarpSize;
+// weights[j] = share of the mass that a row gives block j; one warp a row.
+SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
+  const i32 lane = threadIdx.x % kWarpSize;
+  auto sees = [&](i32 j) { return standing[j] != kUnseen && j < seen; };
   float most = kMinusInfinity;
-  for (int j = lane; j < key_blocks; j += kWarpSize)
-    if (rules.valid(j) && rules.sees(row, j)) most = fmaxf(most, log_mass[j]);
+#pragma unroll 4
+  for (int j = lane; j < key_blocks; j += kWarpSize) {
+    const float x = log_mass[j];
+    if (sees(j)) most = fmaxf(most, x);
+  }
   most = lane_max<1, kWarpSize>(most);
   float total = 0.0f;
+#pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) {
-    weights[j] = rules.valid(j) && rules.sees(row, j) ? expf(log_mass[j] - most) : 0.0f;
-    total += weights[j];
+    const float mass = expf(log_mass[j] - most), weight = sees(j) ? mass : 0.0f;
+    weights[j] = weight;
+    total += weight;
   }
   total = lane_sum<1, kWarpSize>(total);
   const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+#pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
 }
 
 // outputs[r] = sum of weights[r][j] V_j; a warp takes eight channels. Both operands are split as they are read.
 SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, Vectors& outputs, i32 rows, i32 key_blocks) {
+  constexpr int kAhead = 4;  // steps of eight key blocks whose values are on their way
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
   for (int first = threadIdx.x / kWarpSize * 8; first < kHeadDim; first += kWarps * 8) {
-    float sum[kRowTiles][4] = {};
-    const float* channel = values + static_cast<i64>(first + group) * key_blocks;
-#pragma unroll 2
-    for (int start = 0; start < key_blocks; start += 8) {
-      const i32 j[2] = {start + quad, start + quad + 4};
-      Split b[2];
+    const float* channel = values + first + group;
+    const float* row[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) b[i] = split(channel[smaller(j[i], key_blocks - 1)]);
+    for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * key_blocks + quad;
+    float sum[4] = {}, x[kAhead][2];
+    auto load = [&](float (&two)[2], i32 start) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        if (m * kTileRows >= rows) continue;
+      for (int i = 0; i < 2; ++i) two[i] = channel[smaller(start + quad + 4 * i, key_blocks - 1) * kHeadDim];
+    };
+#pragma unroll
+    for (int step = 0; step < kAhead; ++step) load(x[step], 8 * step);
+#pragma unroll 1
+    for (int turn = 0; turn < key_blocks; turn += 8 * kAhead)
+#pragma unroll
+      for (int step = 0; step < kAhead; ++step) {
+        const i32 start = turn + 8 * step;
+        if (start >= key_blocks) continue;
         Split a[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const i32 row = m * kTileRows + 8 * (i % 2) + group;
-          a[i] = split(row < rows && j[i / 2] < key_blocks ? weights[row * key_blocks + j[i / 2]] : 0.0f);
-        }
-        multiply_add(sum[m], a, b[0], b[1]);
+        for (int i = 0; i < 4; ++i)
+          a[i] = split(start + quad + 4 * (i / 2) < key_blocks ? row[i % 2][start + 4 * (i / 2)] : 0.0f);
+        multiply_add(sum, a, split(x[step][0]), split(x[step][1]));
+        load(x[step], start + 8 * kAhead);
       }
-    }
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) outputs.set(m * kTileRows + 8 * (i / 2) + group, first + 2 * quad + i % 2, sum[m][i]);
+    for (int i = 0; i < 4; ++i) outputs.set(8 * (i / 2) + group, first + 2 * quad + i % 2, sum[i]);
   }
 }
 
-// scores hold the log mass, and become the scores by error; `spare` is as large as they are. `vectors` held the query means.
-SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare, i64 q_at,
-                               i64 kv_at, i32 rows, const Rules& rules, const Row& first) {
+// scores hold the log mass, and become the scores by error; `vectors` held the query means. `spare` has room for as many
+// numbers as there are scores, and for Vectors.
+SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare,
+                               const u8* standing, i64 q_at, i32 kv_at, i32 rows, const i32* seen) {
+  constexpr int kLaneShare = kHeadDim / kWarpSize;
   const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const float* values = p.v_block_mean + kv_at * kHeadDim * key_blocks;
+  const float* values = p.v_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
+  const float* variances = p.k_variance + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
   __syncthreads();
-  for (int r = warp; r < rows; r += kWarps)
-    share_mass(p, scores + r * key_blocks, spare + r * key_blocks, rules, Row(p, first.b, first.head, first.block + r));
+  if (warp < rows) share_mass(scores + warp * key_blocks, spare + warp * key_blocks, standing, seen[warp], key_blocks);
   __syncthreads();
   pool_outputs(values, spare, vectors, rows, key_blocks);
+  float x[kLaneShare];
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i)
+    x[i] = warp < rows ? p.q_block_mean[(q_at + warp) * kHeadDim + i * kWarpSize + lane] * p.score_scale : 0.0f;
   __syncthreads();
-  for (int r = warp; r < rows; r += kWarps) {
-    float squares = 0.0f;
-    for (int c = lane; c < kHeadDim; c += kWarpSize) squares += vectors.get(r, c) * vectors.get(r, c);
-    squares = lane_sum<1, kWarpSize>(squares);
-    if (lane == 0) norm[r] = squares;
+  Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) {
+    const i32 c = i * kWarpSize + lane;
+    squares += vectors.get(warp, c) * vectors.get(warp, c);
+    squared_means.set(warp, c, x[i] * x[i]);
   }
+  squares = lane_sum<1, kWarpSize>(squares);
+  if (lane == 0) norm[warp] = squares;
   __syncthreads();
-  // |V_j - o|^2
-  multiply_rows(vectors, rows, values, key_blocks, [&](i32 j) {
-    const float own = p.v_square[kv_at * key_blocks + j];
-    return [=](i32 r, float dot) { spare[r * key_blocks + j] = fmaxf(0.0f, norm[r] - 2.0f * dot + own); };
-  });
-  __syncthreads();
-  for (int i = threadIdx.x; i < rows * kHeadDim; i += kThreads) {
-    const float x = p.q_block_mean[q_at * kHeadDim + i] * p.score_scale;
-    vectors.set(i / kHeadDim, i % kHeadDim, x * x);
-  }
-  __syncthreads();
-  multiply_rows(vectors, rows, p.k_variance + kv_at * kHeadDim * key_blocks, key_blocks, [&](i32 j) {
-    const float scatter = p.v_variance[kv_at * key_blocks + j] / static_cast<float>(kKeyBlock);
-    return [=](i32 r, float dot) {
-      const i32 at = r * key_blocks + j;
-      const float half = 0.5f * dot;
-      const float squared = half * half * spare[at] + dot * scatter;
-      scores[at] += half + 0.5f * logf(fmaxf(squared, kLeastError));
-    };
+  over_shares(key_blocks, [&](const Share& share) {
+    Products away = {};  // |V_j - o|^2
+    multiply(away, share, vectors, values, key_blocks);
+    each_product(share, away, rows, key_blocks, [&](i32 j) {
+      const float square = p.v_square[static_cast<i64>(kv_at) * key_blocks + j];
+      return [=, &away](i32 r, i32 i, float dot) { away[i] = fmaxf(0.0f, norm[r] - 2.0f * dot + square); };
+    });
+    Products variance = {};
+    multiply(variance, share, squared_means, variances, key_blocks);
+    each_product(share, variance, rows, key_blocks, [&](i32 j) {
+      const float scatter = p.v_variance[static_cast<i64>(kv_at) * key_blocks + j] / static_cast<float>(kKeyBlock);
+      return [=, &away](i32 r, i32 i, float dot) {
+        const float half = 0.5f * dot;
+        const float squared = half * half * away[i] + dot * scatter;
+        scores[r * key_blocks + j] += half + 0.5f * logf(fmaxf(squared, kLeastError));
+      };
+    });
   });
 }
 

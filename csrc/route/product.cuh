@@ -9,12 +9,12 @@
 
 namespace sparge::route {
 
-constexpr int kMaxRows = 32;  // query blocks that share each read of the K means from the L2
-constexpr int kTileRows = 16;
-constexpr int kRowTiles = kMaxRows / kTileRows;
-constexpr int kWarps = kMaxRows / 2;
+constexpr int kMaxRows = 16;      // query blocks that share a product, and each read of the K means from the L2
+constexpr int kWarps = kMaxRows;  // each selects for one query block
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kBlocksPerSm = 1;  // 128 registers a thread
+constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every phase waits for latencies, so warps count most
+constexpr int kColumns = 8;
+constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
 
 struct Split {
   u32 high, low;
@@ -48,67 +48,61 @@ SPARGE_DEVICE void multiply_add(float (&d)[4], const Split (&a)[4], const Split&
   ptx::mma_m16n8k8_tf32(d, high, b0.high, b1.high);
 }
 
-// `use(r, j, dot)` with the product of vector r < rows and column j of a (head_dim, key_blocks) matrix, for all of them.
-template <typename Use>
-SPARGE_DEVICE void multiply_rows(const Vectors& vectors, i32 rows, const float* columns, i32 key_blocks, Use&& use) {
-  constexpr int kColumnTiles = 2;
-  constexpr int kColumns = 8 * kColumnTiles;
-  const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
-  for (int first = threadIdx.x / kWarpSize * kColumns; first < key_blocks; first += kWarps * kColumns) {
-    float sum[kRowTiles][kColumnTiles][4] = {};
-    const float* column[kColumnTiles];
+// A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row.
+struct Share {
+  i32 first_column;
+  i32 group = threadIdx.x % kWarpSize / 4, quad = threadIdx.x % 4;
+
+  SPARGE_DEVICE i32 row(i32 i) const { return 8 * (i / 2) + group; }
+  SPARGE_DEVICE i32 column(i32 i) const { return first_column + 2 * quad + i % 2; }
+};
+
+using Products = float[4];  // of row(i) and column(i) of a share
+
+// A lane has four neighbouring channels of every sixteen: two for each of two products.
+SPARGE_DEVICE void multiply(Products& sum, const Share& share, const Vectors& vectors, const float* columns, i32 key_blocks) {
+  const i32 channel = 4 * share.quad;
+  const float* column =
+      columns + static_cast<i64>(smaller(share.first_column + share.group, key_blocks - 1)) * kHeadDim + channel;
+#pragma unroll kSteps
+  for (int c = 0; c < kHeadDim; c += 16) {
+    const Vec16 four = *reinterpret_cast<const Vec16*>(column + c);
+    const float x[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
+    u32 high[2][4], low[2][4];
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-      column[n] = columns + smaller(first + 8 * n + group, key_blocks - 1) + static_cast<i64>(4 * quad) * key_blocks;
-    // A lane has four neighbouring channels of every sixteen: two for each of two products.
-#pragma unroll 2
-    for (int c = 0; c < kHeadDim; c += 16) {
-      float x[kColumnTiles][4];
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[n][i] = column[n][static_cast<i64>(c + i) * key_blocks];
-      Split b[kColumnTiles][4];
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[n][i] = split(x[n][i]);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        if (m * kTileRows >= rows) continue;
-        u32 high[2][4], low[2][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const i32 row = m * kTileRows + 8 * h + group;
-          const Vec16 highs = *reinterpret_cast<const Vec16*>(&vectors.high[row][c + 4 * quad]);
-          const Vec16 lows = *reinterpret_cast<const Vec16*>(&vectors.low[row][c + 4 * quad]);
-          high[h][0] = highs.x, high[h][1] = highs.y, high[h][2] = highs.z, high[h][3] = highs.w;
-          low[h][0] = lows.x, low[h][1] = lows.y, low[h][2] = lows.z, low[h][3] = lows.w;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          const Split a[4] = {
-              {high[0][i], low[0][i]}, {high[1][i], low[1][i]}, {high[0][i + 1], low[0][i + 1]}, {high[1][i + 1], low[1][i + 1]}};
-#pragma unroll
-          for (int n = 0; n < kColumnTiles; ++n) multiply_add(sum[m][n], a, b[n][i], b[n][i + 1]);
-        }
-      }
+    for (int h = 0; h < 2; ++h) {
+      const Vec16 highs = *reinterpret_cast<const Vec16*>(&vectors.high[share.row(2 * h)][c + channel]);
+      const Vec16 lows = *reinterpret_cast<const Vec16*>(&vectors.low[share.row(2 * h)][c + channel]);
+      high[h][0] = highs.x, high[h][1] = highs.y, high[h][2] = highs.z, high[h][3] = highs.w;
+      low[h][0] = lows.x, low[h][1] = lows.y, low[h][2] = lows.z, low[h][3] = lows.w;
     }
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
+    for (int i = 0; i < 4; i += 2) {
+      const Split a[4] = {
+          {high[0][i], low[0][i]}, {high[1][i], low[1][i]}, {high[0][i + 1], low[0][i + 1]}, {high[1][i + 1], low[1][i + 1]}};
+      multiply_add(sum, a, split(x[i]), split(x[i + 1]));
+    }
+  }
+}
+
+// `body(share)` for all columns, spread over the warps.
+template <typename Body>
+SPARGE_DEVICE void over_shares(i32 key_blocks, Body&& body) {
+  const i32 shares = ceil_div(key_blocks, kColumns);
+  for (i32 at = threadIdx.x / kWarpSize; at < shares; at += kWarps) body(Share{at * kColumns});
+}
+
+// `use(r, i, dot)` of the products that exist.
+template <typename Use>
+SPARGE_DEVICE void each_product(const Share& share, const Products& dot, i32 rows, i32 key_blocks, Use&& use) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const i32 j = first + 8 * n + 2 * quad + i;
-        if (j >= key_blocks) continue;
-        auto use_column = use(j);
+  for (int i = 0; i < 2; ++i) {
+    const i32 j = share.column(i);
+    if (j >= key_blocks) continue;
+    auto use_column = use(j);
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const i32 row = m * kTileRows + 8 * h + group;
-            if (row < rows) use_column(row, sum[m][n][2 * h + i]);
-          }
-      }
+    for (int h = 0; h < 2; ++h)
+      if (const i32 row = share.row(2 * h); row < rows) use_column(row, 2 * h + i, dot[2 * h + i]);
   }
 }
 

@@ -9,13 +9,21 @@ namespace sparge::route {
 
 struct Row {
   i32 b, head, block, first_query, queries;
+  i32 seen;      // key blocks before this one hold keys that the row may see
+  i32 diagonal;  // from this one on they are kept for the causal diagonal, if seen
 
   SPARGE_DEVICE Row(const RouteParams& p, i32 b_, i32 head_, i32 block_)
       : b(b_),
         head(head_),
         block(block_),
         first_query(block_ * kQueryBlock),
-        queries(p.problem.rows_from(block_ * kQueryBlock) + p.problem.rows_from(block_ * kQueryBlock + kKeyBlock)) {}
+        queries(p.problem.rows_from(block_ * kQueryBlock) + p.problem.rows_from(block_ * kQueryBlock + kKeyBlock)),
+        seen(p.problem.key_blocks()),
+        diagonal(seen) {
+    if (!p.causal) return;
+    seen = smaller(seen, ceil_div(first_query + queries, kKeyBlock));
+    if (p.keep_diagonal) diagonal = first_query / kKeyBlock;
+  }
 
   SPARGE_DEVICE i64 at(const RouteParams& p) const {
     return (static_cast<i64>(b) * p.problem.heads + head) * p.problem.query_blocks() + block;
@@ -26,7 +34,7 @@ SPARGE_DEVICE bool touches_exact(const RouteParams& p, i32 first, i32 count, i32
   return first < p.exact_prefix || first + count > length - p.exact_suffix;
 }
 
-// What holds for all rows of a head, and by how much the causal diagonal changes it for one.
+// What holds for all rows of a head.
 struct Rules {
   const RouteParams& p;
   const float* k_similarity;
@@ -43,14 +51,12 @@ struct Rules {
 
   SPARGE_DEVICE i32 keys(i32 j) const { return key_counts[j]; }
   SPARGE_DEVICE bool valid(i32 j) const { return keys(j) > 0; }
-  SPARGE_DEVICE bool forced(i32 j) const {
-    return (p.attention_sink && j == 0) ||
-           (p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, keys(j), key_length)) ||
-           !(k_similarity[j] > simthreshd1);
-  }
-  SPARGE_DEVICE bool sees(const Row& row, i32 j) const { return !p.causal || j * kKeyBlock <= row.first_query + row.queries - 1; }
-  SPARGE_DEVICE bool on_diagonal(const Row& row, i32 j) const {
-    return p.causal && p.keep_diagonal && j * kKeyBlock + kKeyBlock - 1 >= row.first_query;
+  // kUnseen, kForced or kLeastRanked.
+  SPARGE_DEVICE u32 standing(i32 j) const {
+    const i32 count = keys(j);
+    const bool similar = k_similarity[j] > simthreshd1;
+    const bool exact = p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, count, key_length);
+    return count <= 0 ? kUnseen : (p.attention_sink && j == 0) || exact || !similar ? kForced : kLeastRanked;
   }
   SPARGE_DEVICE bool dense(const Row& row) const {
     return (p.queries_exact ? p.queries_exact[row.block] != 0
@@ -59,21 +65,9 @@ struct Rules {
   }
 };
 
-// Scores of `rows` rows become keys: kUnseen, kForced or sortable.
-SPARGE_DEVICE void make_keys(const RouteParams& p, const Rules& rules, i32 b, i32 head, i32 first, float* scores, i32 rows) {
-  const i32 key_blocks = p.problem.key_blocks();
-  for (int j = threadIdx.x; j < key_blocks; j += kThreads) {
-    const bool valid = rules.valid(j), forced = rules.forced(j);
-#pragma unroll
-    for (int r = 0; r < kMaxRows; ++r) {
-      if (r >= rows) continue;
-      const Row row(p, b, head, first + r);
-      float& score = scores[r * key_blocks + j];
-      u32 key = forced || rules.on_diagonal(row, j) ? kForced : sortable(score);
-      if (!valid || !rules.sees(row, j)) key = kUnseen;
-      score = __uint_as_float(key);
-    }
-  }
+SPARGE_DEVICE void note_standing(u8* standing, const Rules& rules, i32 key_blocks) {
+#pragma unroll 2
+  for (int j = threadIdx.x; j < key_blocks; j += kThreads) standing[j] = static_cast<u8>(rules.standing(j));
 }
 
 // Writes the map words, the count and the pair counters of `row`. `keep(j, valid)` runs on whole warps, ascending: `valid` says
@@ -84,13 +78,16 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& 
   const i64 at = row.at(p);
   const i32 lane = threadIdx.x % kWarpSize;
   i32 kept_blocks = 0;
+  u32 own = 0;  // each lane stores one of 32 words
   u64 kept_pairs = 0, valid_pairs = 0;
+#pragma unroll 4
   for (int word = 0; word < words; ++word) {
     const i32 j = word * kMapBits + lane;
     bool valid = j < key_blocks;
     const bool kept = keep(j, valid);
     const u32 bits = __ballot_sync(kFullWarp, kept);
-    if (lane == 0) p.block_map[at * words + word] = bits;
+    if (lane == word % kWarpSize) own = bits;
+    if (word % kWarpSize == kWarpSize - 1) p.block_map[at * words + word - kWarpSize + 1 + lane] = own;
     kept_blocks += __popc(bits);
     if (valid && p.counters) {
       const u64 pairs = block_pairs(p.causal, row.first_query, row.queries, j * kKeyBlock, rules.keys(j));
@@ -98,6 +95,7 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& 
       if (kept) kept_pairs += pairs;
     }
   }
+  if (lane < words % kWarpSize) p.block_map[at * words + words - words % kWarpSize + lane] = own;
   if (p.counters) {
     kept_pairs = warp_sum(kept_pairs);
     valid_pairs = warp_sum(valid_pairs);
@@ -115,39 +113,58 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& 
 SPARGE_DEVICE void map_from_mask(const RouteParams& p, const Row& row, const Rules& rules) {
   const u8* mask = p.block_mask + row.b * p.mask_stride[0] + row.head * p.mask_stride[1] + row.block * p.mask_stride[2];
   write_map(p, row, rules, [&](i32 j, bool& valid) {
-    valid = valid && rules.valid(j) && rules.sees(row, j);
+    valid = valid && rules.valid(j) && j < row.seen;
     return valid && mask[j * p.mask_stride[3]] != 0;
   });
 }
 
-SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, i32 head, u32* list) {
+// A row's scores become keys: kUnseen, kForced or sortable.
+SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row, i32 key_blocks) {
+  const i32 lane = threadIdx.x % kWarpSize;
+  u32 lowest = 0xFFFFFFFFu, highest = 0, number = 0;
+#pragma unroll 4
+  for (int j = lane; j < key_blocks; j += kWarpSize) {
+    const u32 stands = j < row.seen ? standing[j] : kUnseen, rank = sortable(scores[j]);
+    const u32 key = stands == kUnseen ? kUnseen : stands == kForced || j >= row.diagonal ? kForced : rank;
+    scores[j] = __uint_as_float(key);
+    highest = larger(highest, key);
+    lowest = smaller(lowest, key < kLeastRanked ? 0xFFFFFFFFu : key);
+    number += key >= kLeastRanked;
+  }
+  return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), warp_sum(number)};
+}
+
+SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, const Range& range, i32 head, u32* list) {
   const float share = p.thresholds ? p.thresholds[head].selection : p.cdfthreshd;
-  const Range range = ranked(keys, key_blocks);
   if (p.select == Select::kTopK) {
     const i32 wanted = p.thresholds ? static_cast<i32>(share * static_cast<float>(key_blocks)) : p.topk_blocks;
-    return cut_at(keys, key_blocks, range, larger(p.floor, wanted), Unit{}, list);
+    return cut_at(keys, key_blocks, range, range.number, larger(p.floor, wanted), Unit{}, list);
   }
   if (range.number == 0) return {0, 0};
   const Mass mass{unsortable(range.highest)};
-  const u64 total = total_from(keys, key_blocks, kLeastRanked, mass).weight;
+  const u64 total = total_mass(keys, key_blocks, mass);
   const u64 target = static_cast<u64>(static_cast<double>(share) * static_cast<double>(total));
-  const Cut cut = cut_at(keys, key_blocks, range, target, mass, list);
-  return p.floor > 1 ? lower(cut, cut_at(keys, key_blocks, range, p.floor, Unit{}, list)) : cut;
+  const Cut cut = cut_at(keys, key_blocks, range, total, target, mass, list);
+  return p.floor > 1 ? lower(cut, cut_at(keys, key_blocks, range, range.number, p.floor, Unit{}, list)) : cut;
 }
 
-// keys: of this row, one a key block. `list` has room for 32.
-SPARGE_DEVICE void map_from_keys(const RouteParams& p, const Row& row, const Rules& rules, const u32* keys, u32* list) {
-  const i32 lane = threadIdx.x % kWarpSize;
-  const Cut cut = rules.dense(row) ? Cut{0, 0} : choose(p, keys, p.problem.key_blocks(), row.head, list);
-  u64 ties = cut.ties;
+// scores: of this row, one a key block. `list` has room for 32.
+SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, const Rules& rules, bool dense, float* scores,
+                                   const u8* standing, u32* list) {
+  const i32 lane = threadIdx.x % kWarpSize, key_blocks = p.problem.key_blocks();
+  const Range range = make_keys(scores, standing, row, key_blocks);
+  const u32* keys = reinterpret_cast<const u32*>(scores);
+  __syncwarp();
+  const Cut cut = dense ? Cut{0, 0} : choose(p, keys, key_blocks, range, row.head, list);
+  u32 ties = smaller<u64>(cut.ties, key_blocks);
   write_map(p, row, rules, [&](i32 j, bool& valid) {
     const u32 key = valid ? keys[j] : kUnseen;
     valid = key != kUnseen;
     const bool tied = key >= kLeastRanked && key == cut.threshold;
     const u32 tied_lanes = __ballot_sync(kFullWarp, tied);
-    const u64 rank = __popc(tied_lanes & ((1u << lane) - 1));
+    const u32 rank = __popc(tied_lanes & ((1u << lane) - 1));
     const bool kept = key == kForced || key > cut.threshold || (tied && rank < ties);
-    ties -= smaller<u64>(ties, __popc(tied_lanes));
+    ties -= smaller<u32>(ties, __popc(tied_lanes));
     return valid && kept;
   });
 }

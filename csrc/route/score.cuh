@@ -17,19 +17,28 @@ SPARGE_DEVICE u32 sortable(float score) {
 SPARGE_DEVICE float unsortable(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
 
 SPARGE_DEVICE void load_means(Vectors& q_mean, const RouteParams& p, i64 q_at, i32 rows) {
-  for (int i = threadIdx.x; i < kMaxRows * kHeadDim; i += kThreads)
-    q_mean.set(i / kHeadDim, i % kHeadDim, i / kHeadDim < rows ? p.q_block_mean[q_at * kHeadDim + i] * p.score_scale : 0.0f);
-  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < kMaxRows * kHeadDim / kThreads; ++pass) {
+    const i32 i = pass * kThreads + threadIdx.x, row = i / kHeadDim;
+    q_mean.set(row, i % kHeadDim, row < rows ? p.q_block_mean[q_at * kHeadDim + i] * p.score_scale : 0.0f);
+  }
 }
 
 // scores[r * key_blocks + j]: natural log of the block's mass, up to a constant a row. Where blocks are weighed, one of n
 // keys counts n / 64.
-SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float* scores, i64 kv_at, i32 rows) {
+SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float* scores, i32 kv_at, i32 rows) {
   const i32 key_blocks = p.problem.key_blocks();
-  multiply_rows(q_mean, rows, p.k_block_mean + kv_at * kHeadDim * key_blocks, key_blocks, [&](i32 j) {
-    const float weight =
-        p.weigh_counts ? logf(static_cast<float>(p.key_counts[kv_at * key_blocks + j]) / static_cast<float>(kKeyBlock)) : 0.0f;
-    return [=](i32 r, float dot) { scores[r * key_blocks + j] = dot + weight; };
+  const float* means = p.k_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
+  over_shares(key_blocks, [&](const Share& share) {
+    Products dots = {};
+    multiply(dots, share, q_mean, means, key_blocks);
+    each_product(share, dots, rows, key_blocks, [&](i32 j) {
+      const float weight =
+          p.weigh_counts
+              ? logf(static_cast<float>(p.key_counts[static_cast<i64>(kv_at) * key_blocks + j]) / static_cast<float>(kKeyBlock))
+              : 0.0f;
+      return [=](i32 r, i32, float dot) { scores[r * key_blocks + j] = dot + weight; };
+    });
   });
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keep the largest scores whose inclusive cumulative weight stays within a target: with weight 1 that is top-k, with
 // weight softmax it is the cumulative-mass rule. No sort: one warp a row narrows the range in which the threshold lies, by
-// value, until 32 keys are left, one a lane.
+// value, three probes a pass, until 32 keys are left, one a lane.
 //
 // Weights are integers (mass in units of 2^-31 of the largest), so sums are exact and their order never matters.
 #pragma once
@@ -35,44 +35,50 @@ SPARGE_DEVICE Cut lower(const Cut& a, const Cut& b) {
   return a.ties > b.ties ? a : b;
 }
 
-struct Total {
-  u64 weight;
-  u32 number;
-};
-
-// Of the keys from `least` on.
-template <typename Weight>
-SPARGE_DEVICE Total total_from(const u32* keys, i32 count, u32 least, const Weight& weight) {
-  u64 sum = 0;
-  u32 number = 0;
-#pragma unroll 8
-  for (int j = threadIdx.x % kWarpSize; j < count; j += kWarpSize) {
-    const u32 key = keys[j];
-    if (key < least) continue;
-    ++number;
-    if constexpr (!Weight::kCounts) sum += weight(key);
-  }
-  number = warp_sum(number);
-  if constexpr (Weight::kCounts) return {number, number};
-  return {warp_sum(sum), number};
-}
-
-// Of the ranked keys.
+// What the ranked keys span.
 struct Range {
   u32 lowest, highest, number;
 };
 
-SPARGE_DEVICE Range ranked(const u32* keys, i32 count) {
-  u32 lowest = 0xFFFFFFFFu, highest = 0, number = 0;
-#pragma unroll 8
+// Of the ranked keys.
+SPARGE_DEVICE u64 total_mass(const u32* keys, i32 count, const Mass& mass) {
+  u64 sum = 0;
+#pragma unroll 4
+  for (int j = threadIdx.x % kWarpSize; j < count; j += kWarpSize)
+    if (const u32 key = keys[j]; key >= kLeastRanked) sum += mass(key);
+  return warp_sum(sum);
+}
+
+constexpr int kProbes = 3;  // in each pass over the keys
+struct Totals {
+  u64 weight[kProbes];
+  u32 number[kProbes];
+};
+
+// Of the keys from each of `least` on, which ascend.
+template <typename Weight>
+SPARGE_DEVICE Totals totals_from(const u32* keys, i32 count, const u32 (&least)[kProbes], const Weight& weight) {
+  Totals totals = {};
+  constexpr int kAtOnce = Weight::kCounts ? 4 : 1;
+#pragma unroll kAtOnce
   for (int j = threadIdx.x % kWarpSize; j < count; j += kWarpSize) {
     const u32 key = keys[j];
-    highest = larger(highest, key);
-    if (key < kLeastRanked) continue;
-    lowest = smaller(lowest, key);
-    ++number;
+    if constexpr (Weight::kCounts) {
+#pragma unroll
+      for (int i = 0; i < kProbes; ++i) totals.number[i] += key >= least[i];
+    } else if (key >= least[0]) {
+      const u64 own = weight(key);
+#pragma unroll
+      for (int i = 0; i < kProbes; ++i)
+        if (key >= least[i]) ++totals.number[i], totals.weight[i] += own;
+    }
   }
-  return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), warp_sum(number)};
+#pragma unroll
+  for (int i = 0; i < kProbes; ++i) {
+    totals.number[i] = warp_sum(totals.number[i]);
+    totals.weight[i] = Weight::kCounts ? totals.number[i] : warp_sum(totals.weight[i]);
+  }
+  return totals;
 }
 
 // The threshold among the at most 32 keys in low .. top, and the weight above it: `above` is that of the keys above top.
@@ -95,11 +101,14 @@ SPARGE_DEVICE u32 cut_among(const u32* keys, i32 count, u32 low, u32 top, u64 ta
   __syncwarp();
   const u64 own_weight = own ? weight(own) : 0;
   u64 inclusive = above;
-  for (int i = 0; i < found; ++i) {
-    const u32 key = __shfl_sync(kFullWarp, own, i);
-    const u64 of_key = Weight::kCounts ? 1 : __shfl_sync(kFullWarp, own_weight, i);
-    if (key >= own) inclusive += of_key;
-  }
+#pragma unroll 1
+  for (int first = 0; first < found; first += 8)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // past the last one there are zeros
+      const u32 key = __shfl_sync(kFullWarp, own, first + i);
+      const u64 of_key = Weight::kCounts ? 1 : __shfl_sync(kFullWarp, own_weight, first + i);
+      if (key >= own) inclusive += of_key;
+    }
   const u32 threshold = __reduce_max_sync(kFullWarp, own && inclusive > target ? own : 0);
   if constexpr (Weight::kCounts)
     above += __popc(__ballot_sync(kFullWarp, own > threshold));
@@ -108,22 +117,33 @@ SPARGE_DEVICE u32 cut_among(const u32* keys, i32 count, u32 low, u32 top, u64 ta
   return threshold;
 }
 
+// `total` is the weight of all ranked keys.
 template <typename Weight>
-SPARGE_DEVICE Cut cut_at(const u32* keys, i32 count, const Range& range, u64 target, const Weight& weight, u32* list) {
-  if ((Weight::kCounts ? range.number : total_from(keys, count, kLeastRanked, weight).weight) <= target) return {0, 0};
-  constexpr int kStepsByValue = 16;             // scores are spread by value, not by bits; but some are infinite
-  u32 low = range.lowest, top = range.highest;  // between them lies the largest key whose inclusive weight passes the target
+SPARGE_DEVICE Cut cut_at(const u32* keys, i32 count, const Range& range, u64 total, u64 target, const Weight& weight, u32* list) {
+  if (total <= target) return {0, 0};
+  constexpr int kStepsByValue = 8;  // scores are spread by value, not by bits; but some are infinite
+  // Between these lies the largest key whose inclusive weight passes the target.
+  u32 low = range.lowest, top = range.highest;
   u32 from_low = range.number, from_above = 0;  // how many keys there are from low on, and above top
   u64 above = 0;
+#pragma unroll 1
   for (int step = 0; low < top && from_low - from_above > kWarpSize; ++step) {
-    const float value = 0.5f * unsortable(low) + 0.5f * unsortable(top);
-    const u32 wanted = step < kStepsByValue ? sortable(value) : low + (top - low) / 2 + 1;
-    const u32 middle = larger(low + 1, smaller(wanted, top));
-    const Total total = total_from(keys, count, middle, weight);
-    if (total.weight > target)
-      low = middle, from_low = total.number;
-    else
-      top = middle - 1, from_above = total.number, above = total.weight;
+    const float lowest = unsortable(low), highest = unsortable(top);
+    u32 probe[kProbes];
+#pragma unroll
+    for (int i = 0; i < kProbes; ++i) {
+      const float part = static_cast<float>(i + 1) / static_cast<float>(kProbes + 1);
+      const u32 by_value = sortable((1.0f - part) * lowest + part * highest);
+      const u32 by_bits = low + (top - low) / (kProbes + 1) * (i + 1) + 1;
+      probe[i] = larger(i ? probe[i - 1] : low + 1, smaller(step < kStepsByValue ? by_value : by_bits, top));
+    }
+    const Totals totals = totals_from(keys, count, probe, weight);
+#pragma unroll
+    for (int i = kProbes - 1; i >= 0; --i)
+      if (totals.weight[i] <= target) top = probe[i] - 1, from_above = totals.number[i], above = totals.weight[i];
+#pragma unroll
+    for (int i = 0; i < kProbes; ++i)
+      if (totals.weight[i] > target) low = probe[i], from_low = totals.number[i];
   }
   const u32 threshold = low < top ? cut_among(keys, count, low, top, target, weight, list, above) : low;
   const u64 each = weight(threshold);

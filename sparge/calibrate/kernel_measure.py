@@ -122,8 +122,8 @@ class _PooledBlocks:
     @classmethod
     def of(cls, workspace: Tensor, layout: WorkspaceLayout, channels: int) -> _PooledBlocks:
         """Copies: the workspace is not kept."""
-        keys = layout.view(workspace, "k_block_mean")[..., :channels, :].clone()
-        values = layout.view(workspace, "v_block_mean")[..., :channels, :].transpose(-1, -2)
+        keys = layout.view(workspace, "k_block_mean")[..., :channels].transpose(-1, -2).contiguous()
+        values = layout.view(workspace, "v_block_mean")[..., :channels]
         values = values + layout.view(workspace, "v_mean")[..., :channels].unsqueeze(2)
         tiny = torch.finfo(torch.float32).tiny
         unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)

@@ -78,10 +78,10 @@ class Stages:
             self.packed.append(packed)
             operands = packed.operands
             for name, values in {
-                "k_block_mean": operands.k_block_mean.transpose(-1, -2),
+                "k_block_mean": operands.k_block_mean,
                 "key_counts": operands.key_counts.unsqueeze(1),
-                "k_variance": packed.k_variance.transpose(-1, -2),
-                "v_block_mean": packed.v_block_mean.transpose(-1, -2),
+                "k_variance": packed.k_variance,
+                "v_block_mean": packed.v_block_mean,
                 "v_variance": packed.v_variance,
                 "v_mean": operands.vbar,
             }.items():  # of the caller's channels; the rest is padding
@@ -106,10 +106,10 @@ class Stages:
         assert (layout.view(workspace, "q_similarity") > -1).all()
         facts = BlockFacts(
             layout.view(workspace, "q_block_mean"),
-            layout.view(workspace, "k_block_mean").transpose(-1, -2),
+            layout.view(workspace, "k_block_mean"),
             layout.view(workspace, "key_counts")[:, 0],
-            layout.view(workspace, "k_variance").transpose(-1, -2),
-            layout.view(workspace, "v_block_mean").transpose(-1, -2),
+            layout.view(workspace, "k_variance"),
+            layout.view(workspace, "v_block_mean"),
             layout.view(workspace, "v_variance"),
         )
         valid = (facts.key_counts > 0)[:, None, None]
