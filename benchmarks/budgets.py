@@ -45,10 +45,21 @@ class Case:
         return sparge.attention(*qkv, self.policy, order=self.order, budget=self.budget, **options)
 
 
+def ranked_share(order: TokenOrder, density: float) -> float:
+    """Of all key blocks, that a query block ranks in where a call keeps `density` of its pairs:
+    text, which is exact, is part of what is kept, as in auto budget."""
+    least = float(Workload(order).density([0])[0])
+    ranked = int((~order.keys_exact).sum())
+    kept = round(max(0.0, (density - least) / (1 - least)) * ranked)
+    return min(1.0, (kept + 0.5) / order.key_blocks)  # attention rounds down
+
+
 def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | str) -> list[Case]:
     """From uniform mass routing in raster order, text exact, to all that calibration may choose:
-    densities spread tenfold, half of the heads pooled and ranked by error, a walk each."""
+    densities spread tenfold, half of the heads pooled and ranked by error, a walk each. `density`
+    is that of the call, text included."""
     order = sparge.grid_order(grid).on(device)
+    density = ranked_share(order, density)
     uniform = torch.full((heads,), density, device=device)
     spread = torch.logspace(-0.5, 0.5, heads, device=device)
     spread = (spread / spread.mean() * density).clamp(max=1)
