@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .decision import CallFacts, dense_reason
 from .families import LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
+from .pv_filter import fitted
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
@@ -34,6 +35,8 @@ class Forward:
     run: Run
     device: torch.device
     layout: TokenLayout
+    policy: SparsePolicy
+    """As this device runs it, without the text."""
     unusable: str | None
     """Why no call on this device can be sparse."""
     outside: str | None
@@ -78,14 +81,24 @@ class Forward:
         record = run.begin_pass(
             conditioning, layout.rows, x.device, unusable is None and outside is None
         )
+        policy = fitted(run.asked, x.device)
         order, heads = None, None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place)
-            heads = run.heads.begin(layout, x.device, facts)
+            heads = run.heads.begin(layout, policy, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
-            order = run.cubes(layout.tokens, record.step, x.device)
+            order = run.order(layout.tokens, record.step, x.device)
         return cls(
-            run, x.device, layout, unusable, outside, order, heads, record, LayerCounter(layout)
+            run,
+            x.device,
+            layout,
+            policy,
+            unusable,
+            outside,
+            order,
+            heads,
+            record,
+            LayerCounter(layout),
         )
 
     def attend(self, call: AttentionCall, dense: Dense) -> Tensor:
@@ -133,18 +146,18 @@ class Forward:
         """Why a call of manual mode would be slower sparse. What cdf keeps is not known."""
         if self.run.settings.select_by != "topk":
             return None
-        policy = self._policy(call, tokens)
-        text = (policy.exact_prefix + policy.exact_suffix) / tokens
+        text = sum(self._exact_tokens(call, tokens)) / tokens
         density = density_with_exact(self.run.settings.topk, text)
-        return slower_reason(call, density, policy.pv_filter, pooled=None)
+        return slower_reason(call, density, self.policy.pv_filter, pooled=None)
 
-    def _policy(self, call: AttentionCall, tokens: int) -> SparsePolicy:
+    def _exact_tokens(self, call: AttentionCall, tokens: int) -> tuple[int, int]:
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
         references = sum(options.get("reference_image_num_tokens") or ())
-        return self.run.settings.policy(*self.layout.exact_tokens(tokens, references))
+        return self.layout.exact_tokens(tokens, references)
 
     def _sparse(self, call: AttentionCall, tokens: int, row: int, plan: Plan | None) -> Tensor:
-        policy = self._policy(call, tokens)
+        prefix, suffix = self._exact_tokens(call, tokens)
+        policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
             fits = self.order is not None and self.order.tokens == tokens
@@ -152,7 +165,9 @@ class Forward:
         else:
             out = call.sparse(policy, stats, plan.order, plan.budget)
             self.heads.probe(plan, row, call, out)
-        self.run.tally.add_sparse(tokens)
+        self.run.tally.add_sparse(
+            tokens, filter_left_out=self.run.asked.pv_filter and not policy.pv_filter
+        )
         return out
 
     def _hand_on(self, dense: Dense) -> Tensor:

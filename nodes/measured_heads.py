@@ -41,20 +41,21 @@ class Plan:
 class MeasuredHeads:
     """The tables of one run, by device and shape."""
 
-    def __init__(
-        self, aim: Aim, policy: SparsePolicy, profile: Profile | None, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, aim: Aim, profile: Profile | None, note: Callable[[str], None]) -> None:
         self.aim = aim
-        self._policy, self._profile, self._note = policy, profile, note
+        self._profile, self._note = profile, note
         self._tables: dict[tuple[torch.device, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, Shape]] = set()
         self._lock = threading.Lock()
 
-    def begin(self, layout: TokenLayout, device: torch.device, facts: PassFacts) -> HeadPass:
+    def begin(
+        self, layout: TokenLayout, policy: SparsePolicy, device: torch.device, facts: PassFacts
+    ) -> HeadPass:
         """Where a pass begins: makes the tables that it may need, the rest as in
-        `HeadTable.begin_pass`."""
+        `HeadTable.begin_pass`. policy: as the device runs it."""
         tables = {
-            shape: self._table(device, shape, layout) for shape in self._shapes(layout, device)
+            shape: self._table(shape, layout, policy, device)
+            for shape in self._shapes(layout, device)
         }
         for table in tables.values():
             table.begin_pass(facts)
@@ -81,11 +82,13 @@ class MeasuredHeads:
             shapes.add(Shape(layout.tokens.tokens, layout.heads, layout.tokens))
         return shapes
 
-    def _table(self, device: torch.device, shape: Shape, layout: TokenLayout) -> HeadTable:
+    def _table(
+        self, shape: Shape, layout: TokenLayout, policy: SparsePolicy, device: torch.device
+    ) -> HeadTable:
         with self._lock:
             table = self._tables.get((device, shape))
             if table is None:
-                table = HeadTable(shape, layout.rows, self.aim, self._policy, device)
+                table = HeadTable(shape, layout.rows, self.aim, policy, device)
                 self._tables[device, shape] = table
                 self._use_profile(table)
             return table

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..sparge import Walk
 from .host import show_on_node
+from .pv_filter import LEFT_OUT
 from .result import RunResult
 
 logger = logging.getLogger("sparge")
@@ -43,6 +44,8 @@ def summary(result: RunResult) -> str:
         parts.append("dense because: " + ", ".join(reasons))
     if result.cross:
         parts.append(f"{result.cross} cross-attention calls (always dense)")
+    if result.filter_left_out:
+        parts.append(LEFT_OUT)
     parts.extend(note.rstrip(".") for note in result.notes)
     if result.stopped:
         parts.append("stopped early")

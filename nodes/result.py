@@ -72,6 +72,8 @@ class RunResult:
     reasons: Mapping[str, int]
     """Of dense self-attention calls, the most frequent first."""
     notes: tuple[str, ...]
+    filter_left_out: bool
+    """Some sparse call ran without the PV filter that was asked for."""
     asked: str
     """What was asked of measured heads, "" in manual mode."""
     shapes: tuple[MeasuredShape, ...]
@@ -102,6 +104,7 @@ class RunResult:
             by_step[layers],
             dict(tally.reasons.most_common()),
             tuple(run.notes),
+            tally.filter_left_out,
             str(run.heads.aim) if run.heads else "",
             tuple(MeasuredShape.of(table) for table in tables),
             profile,

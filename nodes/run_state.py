@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities, cube_order
+from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
 from ..sparge.calibrate import Profile
+from ..sparge.plan import unmeasured_order
 from .decision import CROSS_ATTENTION, SigmaWindow
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
@@ -30,6 +31,7 @@ class Tally:
     forwards: int = 0
     tokens: int = 0
     family: str = ""
+    filter_left_out: bool = False
     reasons: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -46,9 +48,10 @@ class Tally:
             self.forwards += 1
             self.family = family
 
-    def add_sparse(self, tokens: int) -> None:
+    def add_sparse(self, tokens: int, filter_left_out: bool) -> None:
         with self._lock:
             self.sparse += 1
+            self.filter_left_out |= filter_left_out
             self.tokens = max(self.tokens, tokens)
 
     def add_dense(self, reason: str, tokens: int) -> None:
@@ -74,6 +77,8 @@ class Run:
         """schedule: the noise level of each step, as far as it is known."""
         self.owner = owner
         self.settings = settings
+        self.asked = settings.policy()
+        """On any device; `pv_filter.fitted` makes it one's own."""
         self.window = sigma_window(settings, model_sampling)
         self.schedule = schedule
         self.tally = Tally()
@@ -81,7 +86,7 @@ class Run:
         self.records: list[PassRecord] = []
         self.heads: MeasuredHeads | None = None
         if settings.aim is not None:
-            self.heads = MeasuredHeads(settings.aim, settings.policy(0, 0), profile, self.note)
+            self.heads = MeasuredHeads(settings.aim, profile, self.note)
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
@@ -117,17 +122,17 @@ class Run:
             self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
             return self.records[-1]
 
-    def cubes(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
-        """The cubes that a step of manual mode takes; copied to the device once a run."""
+    def order(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
+        """The order that a step of manual mode takes; copied to the device once a run."""
         with self._lock:
             self._grids.add(grid)
-        return cube_order(grid, step % TURNS).on(device)
+        return unmeasured_order(grid, step % TURNS).on(device)
 
     def end(self) -> None:
         """Gives back what outlives passes on the devices."""
         for grid in self._grids:
             for turn in range(TURNS):
-                cube_order(grid, turn).forget_copies()
+                unmeasured_order(grid, turn).forget_copies()
         if self.heads is not None:
             self.heads.end()
 

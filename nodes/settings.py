@@ -36,7 +36,7 @@ class Settings:
         for name in ("start_percent", "end_percent"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes a number from 0 to 1.")
-        self.policy(0, 0)
+        self.policy()
         BlockSpans.parse(self.dense_blocks)
 
     @cached_property
@@ -48,7 +48,8 @@ class Settings:
     def dense_spans(self) -> BlockSpans:
         return BlockSpans.parse(self.dense_blocks)
 
-    def policy(self, exact_prefix: int, exact_suffix: int) -> SparsePolicy:
+    def policy(self) -> SparsePolicy:
+        """Without the text, which calls have in different places."""
         return SparsePolicy(
             # A measured head keeps a share of the blocks, never one of the mass.
             select_by="topk" if self.aim else self.select_by,
@@ -56,6 +57,4 @@ class Settings:
             cdfthreshd=self.cdfthreshd,
             simthreshd1=self.simthreshd1,
             pvthreshd=self.pvthreshd,
-            exact_prefix=exact_prefix,
-            exact_suffix=exact_suffix,
         )

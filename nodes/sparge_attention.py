@@ -152,7 +152,7 @@ def _widgets() -> list[Any]:
             tooltip=(
                 "Second filter: skips a part of the kept attention whose weights are this many "
                 "powers of two below the largest. Lower is faster, higher is truer; 50 is off. "
-                "On H100 and H200 looking for such parts costs more than it saves: 50 is fastest."
+                "Left out on H100 and H200, where looking for such parts costs more than it saves."
             ),
         ),
         _widget(

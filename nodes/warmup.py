@@ -25,12 +25,14 @@ _WORTH_TELLING_SECONDS = 1.0
 
 
 def node_specs(arch: str) -> list[kernels.KernelSpec]:
-    """The kernels that the node can reach: those of the 8-bit precision, for both head_dims."""
+    """The kernels that the node can reach: those of the 8-bit precision, for both head_dims; with
+    the PV filter where `pv_filter.fitted` lets it be."""
     element = kernels.native_element(arch, sixteen_bit=False, dtype=None)
     return [
         spec
         for spec in kernels.native_specs(arch)
-        if spec.element is element or not spec.reads_element
+        if (spec.element is element or not spec.reads_element)
+        and (kernels.pv_filter_saves(arch) or not spec.pv_filter)
     ]
 
 

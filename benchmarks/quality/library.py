@@ -12,8 +12,7 @@ import sparge
 from benchmarks.quality.judge import Call, Sample
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.rows import REFERENCE
-from sparge.plan.budget import HeadBudget
-from sparge.plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
+from sparge.plan import HeadBudget, TokenGrid, TokenOrder, grid_order, unmeasured_order
 
 
 def why_not(mode: Mode) -> str:
@@ -46,10 +45,11 @@ def attend_call(
 def order_of(
     mode: Mode, grid: TokenGrid | None, device: torch.device, turn: int = 0
 ) -> TokenOrder | None:
-    """All walks where each head has its own, else cubes or the order that the tokens come in."""
+    """All walks where each head has its own, else the walk of the turn, cubes in the first, or the
+    order that the tokens come in."""
     if grid is None or not mode.cubes:
         return None
-    return (grid_order if mode.measured else cube_order)(grid, turn).on(device)
+    return (grid_order if mode.measured else unmeasured_order)(grid, turn).on(device)
 
 
 def attention(

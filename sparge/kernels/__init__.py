@@ -10,7 +10,7 @@ from .cubin import LaunchInfo
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
 from .loader import get_kernel, warm
-from .spec import Element, KernelSpec, all_specs, native_element, native_specs
+from .spec import Element, KernelSpec, all_specs, native_element, native_specs, pv_filter_saves
 
 __all__ = [
     "Capability",
@@ -24,5 +24,6 @@ __all__ = [
     "get_kernel",
     "native_element",
     "native_specs",
+    "pv_filter_saves",
     "warm",
 ]

@@ -134,6 +134,9 @@ class AttendPath:
 
     entry: str
     reason: str
+    filter_saves: bool = True
+    """Whether the PV filter saves time: the warpgroup kernel computes what it leaves out all the
+    same, for a branch would part the exponentials from what hides their latency."""
 
 
 def attend_path(arch: str, element: Element) -> AttendPath:
@@ -142,7 +145,16 @@ def attend_path(arch: str, element: Element) -> AttendPath:
         return AttendPath("attend", f"mma.sync: {arch} has no wgmma instruction")
     if element is not Element.INT8_E4M3:
         return AttendPath("attend", f"mma.sync: the wgmma kernel is not built for {element.name}")
-    return AttendPath(HOPPER_ATTEND, "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units")
+    return AttendPath(
+        HOPPER_ATTEND,
+        "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units",
+        filter_saves=False,
+    )
+
+
+def pv_filter_saves(arch: str) -> bool:
+    """Whether the PV filter makes 8-bit attention faster; elsewhere it only makes it less exact."""
+    return attend_path(arch, native_element(arch, sixteen_bit=False, dtype=None)).filter_saves
 
 
 def all_specs(arch: str) -> list[KernelSpec]:

@@ -3,7 +3,15 @@
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, block_count, block_pairs, pack, unpack
 from .budget import HeadBudget, Router
-from .grid import Segment, TokenGrid, TokenOrder, cube_order, grid_order, raster_order
+from .grid import (
+    Segment,
+    TokenGrid,
+    TokenOrder,
+    cube_order,
+    grid_order,
+    raster_order,
+    unmeasured_order,
+)
 from .walks import Walk
 
 __all__ = [
@@ -22,5 +30,6 @@ __all__ = [
     "grid_order",
     "pack",
     "raster_order",
+    "unmeasured_order",
     "unpack",
 ]

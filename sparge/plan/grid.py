@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from .walks import TURNS, Walk, walk_ranks, walks_of
+from .walks import TURNS, Walk, unmeasured_walk, walk_ranks, walks_of
 
 EMPTY = -1  # the token of a slot that holds none
 
@@ -179,6 +179,11 @@ def cube_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
     turn: below `TURNS`; sampling steps that take other turns make errors that do not add up.
     """
     return _walk_order(grid, (Walk.CUBES,), turn)
+
+
+def unmeasured_order(grid: TokenGrid, turn: int) -> TokenOrder:
+    """The order that steps of that turn take where no head is measured, on the CPU."""
+    return _walk_order(grid, (unmeasured_walk(turn),), turn)
 
 
 def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:

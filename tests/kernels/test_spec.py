@@ -19,6 +19,7 @@ from sparge.kernels.spec import (
     attend_path,
     native_element,
     native_specs,
+    pv_filter_saves,
     spec_from_id,
 )
 
@@ -92,6 +93,7 @@ def test_native_elements_are_built(arch):
 def test_the_warpgroup_kernel_is_chosen_where_it_runs():
     hopper = attend_path("sm_90a", Element.INT8_E4M3)
     assert hopper.entry == HOPPER_ATTEND and "wgmma" in hopper.reason
+    assert not hopper.filter_saves
     for arch, element in (
         ("sm_90a", Element.BF16),
         ("sm_90a", Element.INT8_FP16),
@@ -99,6 +101,12 @@ def test_the_warpgroup_kernel_is_chosen_where_it_runs():
     ):
         path = attend_path(arch, element)
         assert path.entry == "attend" and "mma.sync" in path.reason
+        assert path.filter_saves
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_filter_saves_time_but_on_hopper(arch):
+    assert pv_filter_saves(arch) == (arch != "sm_90a")
 
 
 def test_native_element():

@@ -24,7 +24,7 @@ def result(load_pack):
             "family": "Mochi", "tokens": 44776, "stopped": False, "sparse": 3, "dense": 1,
             "cross": 4, "forwards": 3, "density": 0.25, "layers": torch.tensor([0, 7]),
             "by_step": density, "reasons": {"before start_percent 0.2": 1}, "notes": (),
-            "asked": "", "shapes": (), "profile": None,
+            "filter_left_out": False, "asked": "", "shapes": (), "profile": None,
         }  # fmt: skip
         return load_pack("nodes.result").RunResult(**(facts | changes))
 
@@ -50,6 +50,11 @@ def test_a_good_run(result, report):
         "Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
         "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always dense)"
     )
+
+
+def test_a_filter_that_was_left_out_is_told(result, report):
+    told = report.summary(result(filter_left_out=True))
+    assert told.endswith("; pvthreshd left out: this GPU is faster and truer without it")
 
 
 def test_measured_heads_are_told(measured, report):

@@ -135,8 +135,8 @@ def test_what_the_modes_ask_for(load_pack, widgets, aim):
 def test_measured_heads_keep_a_share_of_blocks(load_pack):
     """A head's density would mean a share of the mass with cdf."""
     settings = load_pack("nodes.settings").Settings
-    assert settings(select_by="cdf").policy(0, 0).select_by == "cdf"
-    assert settings(select_by="cdf", mode="auto budget").policy(0, 0).select_by == "topk"
+    assert settings(select_by="cdf").policy().select_by == "cdf"
+    assert settings(select_by="cdf", mode="auto budget").policy().select_by == "topk"
 
 
 def test_a_bad_block_list_is_refused_before_anything_runs(node):

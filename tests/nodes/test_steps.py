@@ -69,6 +69,16 @@ def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
     assert orders[:turns] == orders[turns:]
 
 
+def test_manual_mode_takes_rows_between_cubes(load_pack, patch, steps_of):
+    plan = load_pack("sparge.plan")
+    steps = steps_of(patch(mode="manual"), SIX_SPARSE)
+    grid = plan.TokenGrid(*GRID)
+    third, first, second = (step[0][0] for step in steps[:3])  # two were dense
+    assert third is plan.cube_order(grid, 2)
+    assert first is plan.cube_order(grid)
+    assert second is plan.unmeasured_order(grid, 1) is not plan.cube_order(grid, 1)
+
+
 @pytest.mark.parametrize("apart", [([0], [1]), ([0], [0], [1]), ([0, 1], [0, 1], [0, 1])])
 def test_all_passes_of_an_evaluation_take_one_turn(load_pack, patch, steps_of, apart):
     """Two prompts, windows of context: in one batch or one by one, as memory allows."""
@@ -102,7 +112,7 @@ def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
         steps_of(patch(mode=mode), SIX_SPARSE)
         grid = load_pack("sparge").TokenGrid(*GRID)
         for turn in range(load_pack("sparge").TURNS):
-            for order in (module.cube_order(grid, turn), module.grid_order(grid, turn)):
+            for order in (module.unmeasured_order(grid, turn), module.grid_order(grid, turn)):
                 assert not order._copies
 
 

@@ -8,9 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparge.plan import TokenGrid, TokenOrder, block_count, cube_order, grid_order, raster_order
+from sparge.plan import (
+    TokenGrid,
+    TokenOrder,
+    block_count,
+    cube_order,
+    grid_order,
+    raster_order,
+    unmeasured_order,
+)
 from sparge.plan.cubes import cube_ranks
-from sparge.plan.walks import TURNS, Walk
+from sparge.plan.walks import TURNS, Walk, unmeasured_walk, walks_of
 
 GRIDS = [
     TokenGrid(28, 30, 53, suffix=200),
@@ -122,6 +130,8 @@ def test_turns_share_blocks_and_text(grid: TokenGrid) -> None:
             assert torch.equal(walk.block_counts, first.block_counts)
             assert torch.equal(walk.token_slot[text], first.walk(index).token_slot[text])
         assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
+        walk = order.walk(walks_of(grid.frames).index(unmeasured_walk(turn)))
+        assert torch.equal(unmeasured_order(grid, turn).slot_token, walk.slot_token)
 
 
 def test_turns_cut_every_walk_elsewhere() -> None:

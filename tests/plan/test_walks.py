@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sparge.plan.walks import TURNS, Walk, walk_ranks, walks_of
+from sparge.plan.walks import TURNS, Walk, unmeasured_walk, walk_ranks, walks_of
 
 GRIDS = [
     (28, 30, 53),  # Mochi 848x480, 163 frames
@@ -58,3 +58,8 @@ def test_key_blocks_of_two_turns_have_other_borders(grid: tuple[int, int, int], 
     for one, other in ((0, 1), (1, 2), (0, 2)):
         meetings = np.unique(np.stack([blocks[one], blocks[other]]), axis=1).shape[1]
         assert meetings > (1.4 if walk is Walk.CUBES else 1.9) * (blocks[one].max() + 1)
+
+
+def test_unmeasured_heads_take_cubes_rows_cubes() -> None:
+    walks = [unmeasured_walk(turn) for turn in range(TURNS)]
+    assert walks == [Walk.CUBES, Walk.RASTER, Walk.CUBES]
