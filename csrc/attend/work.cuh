@@ -6,6 +6,11 @@
 
 namespace sparge::attend {
 
+// Query blocks at the ends of every head that come before all others. Text stands at an end and is dense: where the last head
+// began with its text, the call ended with it, alone on a few SMs. H200, with text of 226 and 256 tokens: attend 17 and 8 %
+// faster at 10 % density (CogVideoX-2B, Mochi), 9 and 2 % at 20 %; without text, and with 4 or 16 of them, as fast.
+constexpr i32 kEnds = 8;
+
 struct Work {
   i32 b, head, block, first_query, queries;
   i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
@@ -21,14 +26,16 @@ struct Work {
 
   SPARGE_DEVICE Work(const AttendParams& p, i32 turn) { read(p, turn); }
 
-  // Query blocks fastest, so that neighbours share K and V in L2, and from both ends inwards: text, which is dense,
-  // stands at an end, and a long list must not start last.
+  // Query blocks fastest, so that neighbours share K and V in L2, and from both ends inwards: a long list must not start last.
   SPARGE_DEVICE void read(const AttendParams& p, i32 turn) {
     const Problem& problem = p.problem;
-    const i32 query_blocks = problem.query_blocks();
-    const i32 step = turn % query_blocks;
+    const i32 query_blocks = problem.query_blocks(), ends = smaller(kEnds, query_blocks);
+    const i32 early_turns = problem.batch * problem.heads * ends;
+    const bool early = turn < early_turns;
+    const i32 place = early ? turn : turn - early_turns, of_head = early ? ends : query_blocks - ends;
+    head_at = place / of_head;
+    const i32 step = place % of_head + (early ? 0 : ends);
     block = step % 2 ? query_blocks - 1 - step / 2 : step / 2;
-    head_at = turn / query_blocks;
     b = head_at / problem.heads;
     head = head_at % problem.heads;
     const i32 kv = problem.kv_head(head);
