@@ -74,6 +74,14 @@
 //                   (at head_dim 128 no registers are left for that), -8.1 -6.6 -7.5 -6.0 with the second block's maxima among them, too
 //                   Mochi -17.2 -14.8 -14.4 -16.5, CogVideoX-2B -2.1 -1.4 -2.2 -1.1 only these maxima there
 //                   nothing to gain: the masked half of a step marked as unlikely
+//                   CogVideoX-2B -4.6 -3.9 +0.3 -4.9 (another time 10 %: +0.3 with budgets) three warpgroups of 160 registers, each
+//                   alone with 64 rows, a ring and a producer of its own; -10.0 -10.6 -6.6 -10.5 without the next scores beside
+//                   the values. Three warps a scheduler issue no more than two (.53 a clock), and tiles are read twice
+//                   CogVideoX-2B -11.2 -10.6 -6.9 both blocks' exponents and scores before the turn: ptxas begins the exponentials
+//                   there, too, and there are no turns any more. -1 to -12 where data dependencies keep the second block's exponents
+//                   behind 4 to 32 of the first's exponentials, or all behind the turn; -9 to -20 with the turn passed on after all
+//                   exponentials. Exponentials of half precision, two at once, are as many MUFU instructions
+//                   Mochi -1.9 -2.9 -2.2 -1.7, CogVideoX-2B -1.1 -0.9 -0.1 +0.4 a third copy of the loop's half for pooled steps
 //             Profile of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
