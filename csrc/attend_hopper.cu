@@ -96,7 +96,7 @@ static_assert(kElement == Element::kInt8E4M3 && kArch == 90, "this kernel is INT
 
 SPARGE_DEVICE void init_barriers(Smem& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
-    ptx::mbarrier_init(smem.stage[stage].full, 1);
+    ptx::mbarrier_init(smem.stage[stage].full, kWarpSize);
     ptx::mbarrier_init(smem.stage[stage].free, kConsumerGroups * kGroupThreads);
   }
   for (int item = 0; item < kItems; ++item) {

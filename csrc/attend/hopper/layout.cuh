@@ -86,7 +86,7 @@ struct alignas(kSwizzleBytes) Stage {
   PoolColumn columns[kStepPseudoKeys];
   Step step;
   u32 votes[kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
-  // full: one arrival of the producer, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
+  // full: one arrival of each producer lane, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full, free;
 };

@@ -137,7 +137,6 @@ struct Producer {
     Stage& stage = smem.stage_at(ring.at);
 #pragma unroll
     for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) stage.columns[word * kMapBits + lane] = columns[word];
-    __syncwarp();
     if (lane == 0) {
       Step& step = stage.step;
       step = {};
@@ -146,12 +145,8 @@ struct Producer {
       step.head.last = last;
       step.head.k_scale[0] = step.head.k_scale[1] = attend::kPoolScale * log2_scale();
       step.pvthreshd = attend::kNeverNegligible;
-      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
-      // After the arrival: racecheck takes the phase for complete by one lane's arrival where the copies came before it, and
-      // reports the other lanes' columns.
-      load(stage, p.pool_k, p.pool_v, first, second);
     }
-    ring.advance();
+    fill(stage, p.pool_k, p.pool_v, first, second);
   }
 
   // A missing second block is the first once more: masked, but finite.
@@ -163,37 +158,41 @@ struct Producer {
     const i64 first = work.first_tile + step.block[0];
     const i64 second = step.block[1] < 0 ? first : work.first_tile + step.block[1];
     wait_free();
-    if (lane == 0) {
-      Stage& stage = smem.stage_at(ring.at);
-      stage.step = step;
-      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
-      load(stage, p.k_tiles, p.v_tiles, first, second);
-    }
-    ring.advance();
+    Stage& stage = smem.stage_at(ring.at);
+    if (lane == 0) stage.step = step;
+    fill(stage, p.k_tiles, p.v_tiles, first, second);
   }
 
   // An empty list, or the end of all work.
   SPARGE_DEVICE void push_mark(i32 turn) {
     wait_free();
+    Stage& stage = smem.stage_at(ring.at);
     if (lane == 0) {
-      Stage& stage = smem.stage_at(ring.at);
       stage.step.turn = turn;
       stage.step.block[0] = -1;
-      ptx::mbarrier_arrive(stage.full);
     }
+    ptx::mbarrier_arrive(stage.full);
     ring.advance();
   }
 
   // A fresh barrier counts as free: the phase before its first has completed.
   SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free, ring.parity ^ 1); }
 
-  static SPARGE_DEVICE void load(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
+  // Every lane arrives, as it may have written columns: one arrival after __syncwarp would do, but racecheck does not see what
+  // that orders, and reports a race.
+  SPARGE_DEVICE void fill(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
+    if (lane != 0) {
+      ptx::mbarrier_arrive(stage.full);
+    } else {
+      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
 #pragma unroll
-    for (int block = 0; block < kStepBlocks; ++block) {
-      const i64 at = (block == 0 ? first : second) * kTileBytes;
-      ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, stage.full);
-      ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, stage.full);
+      for (int block = 0; block < kStepBlocks; ++block) {
+        const i64 at = (block == 0 ? first : second) * kTileBytes;
+        ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, stage.full);
+        ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, stage.full);
+      }
     }
+    ring.advance();
   }
 };
 
