@@ -22,7 +22,7 @@ from .kernels.params import (
 from .kernels.spec import ARCHS, HOPPER_ATTEND, attend_path
 from .plan.blocks import block_count
 from .stats import Counter
-from .workspace import CallShape, WorkspaceLayout
+from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
@@ -97,13 +97,7 @@ def quantize(
     room: bytes behind it, for the means of queries that the caller fills in.
     """
     shape = CallShape.of(q, k, order.slots)
-    layout = WorkspaceLayout(
-        shape,
-        element,
-        with_values=v is not None,
-        with_queries=with_queries,
-        with_pools=with_pools,
-    )
+    layout = layout_of(shape, element, v is not None, with_queries, with_pools)
     workspace = torch.empty(layout.nbytes + room, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
     quantized = element in (Element.INT8_FP16, Element.INT8_E4M3)
@@ -179,13 +173,7 @@ def route(
     rows = (shape.batch, shape.heads, shape.query_blocks)
     block_map = torch.empty((*rows, shape.map_words), dtype=torch.int32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    layout = WorkspaceLayout(
-        shape,
-        element,
-        with_values=with_values,
-        with_queries=block_mask is None,
-        with_pools=with_pools,
-    )
+    layout = layout_of(shape, element, with_values, block_mask is None, with_pools)
 
     def address(name: str) -> int | None:
         return layout.address(workspace, name)
@@ -261,9 +249,7 @@ def attend(
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = WorkspaceLayout(
-        shape, element, with_values=True, with_queries=with_queries, with_pools=with_pools
-    )
+    layout = layout_of(shape, element, True, with_queries, with_pools)
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
         problem=_problem(shape, key_lengths, order),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -149,3 +150,21 @@ class WorkspaceLayout:
         field = self.fields[name]
         flat = workspace[field.offset : field.offset + field.nbytes]
         return flat.view(field.dtype).view(field.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(
+    shape: CallShape,
+    element: Element,
+    with_values: bool,
+    with_queries: bool,
+    with_pools: bool,
+) -> WorkspaceLayout:
+    """Kept: each launch of a call asks for it, and to make it takes as long as the rest of one."""
+    return WorkspaceLayout(
+        shape,
+        element,
+        with_values=with_values,
+        with_queries=with_queries,
+        with_pools=with_pools,
+    )

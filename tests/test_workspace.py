@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the intermediates of a call lie."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from sparge.kernels import Element
+from sparge.workspace import CallShape, WorkspaceLayout, layout_of
+
+SHAPE = CallShape(2, 4, 2, 300, 700, 96)
+
+
+@pytest.mark.parametrize("element", Element)
+@pytest.mark.parametrize("pools", [False, True])
+def test_fields_lie_one_after_another(element: Element, pools: bool) -> None:
+    layout = layout_of(SHAPE, element, True, True, pools)
+    fields = list(layout.fields.values())
+    for field, following in pairwise(fields):
+        assert field.offset + field.nbytes <= following.offset
+        assert following.offset % 256 == 0
+    assert fields[-1].offset + fields[-1].nbytes <= layout.nbytes
+    assert ("pool_k" in layout.fields) == pools
+
+
+def test_a_layout_is_kept_and_as_if_made_anew() -> None:
+    options = {"with_values": True, "with_queries": False, "with_pools": True}
+    kept = layout_of(SHAPE, Element.INT8_E4M3, *options.values())
+    anew = WorkspaceLayout(SHAPE, Element.INT8_E4M3, **options)
+    assert (kept.fields, kept.nbytes) == (anew.fields, anew.nbytes)
+    assert layout_of(SHAPE, Element.INT8_E4M3, *options.values()) is kept
+    assert layout_of(SHAPE, Element.BF16, *options.values()).fields != kept.fields
