@@ -2,7 +2,7 @@
 """What the models do not publish: the token grid, where text stands, and how blocks are counted.
 
 To add a family, add a row to FAMILIES under the class name of its diffusion model. A model without
-a row works too; its tokens are then all alike to the policy.
+a row works too; its tokens are then all alike to the policy, and the end-of-run line says so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from typing import Any
 from ..sparge import TokenGrid
 from . import off_grid
 from .off_grid import ModelInputs, OffGrid, Patch
+
+#: Said of sparse runs of a model without a row.
+UNKNOWN_MODEL = (
+    "the pack does not know this model: text among its tokens is not kept exact, and tokens stay "
+    "in the order they come"
+)
 
 
 class TextPosition(enum.Enum):

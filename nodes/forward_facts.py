@@ -15,7 +15,7 @@ from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall
 from .decision import CallFacts, dense_reason
-from .families import LayerCounter, TokenLayout, token_layout
+from .families import UNKNOWN_MODEL, LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
 from .pv_filter import fitted
@@ -165,6 +165,8 @@ class Forward:
         else:
             out = call.sparse(policy, stats, plan.order, plan.budget)
             self.heads.probe(plan, row, call, out)
+        if self.layout.text is None:
+            self.run.note(UNKNOWN_MODEL)
         self.run.tally.add_sparse(
             tokens, filter_left_out=self.run.asked.pv_filter and not policy.pv_filter
         )
