@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,23 +28,9 @@ class _Attribute(Structure):
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
 
 
-class _Config(Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid_x", c_uint),
-        ("grid_y", c_uint),
-        ("grid_z", c_uint),
-        ("block_x", c_uint),
-        ("block_y", c_uint),
-        ("block_z", c_uint),
-        ("shared", c_uint),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("attribute_count", c_uint),
-    )
-
-
+#: CUlaunchConfig: grid, block, shared bytes, stream, attributes and their number. Packed anew for
+#: each launch, since another thread may launch the same kernel; a ctypes structure takes longer.
+_CONFIG = struct.Struct("@7I2PI0P")
 _OVERLAP = _Attribute(_MAY_OVERLAP, 0, (1,))
 
 
@@ -88,7 +75,7 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "cuDriverGetVersion": [POINTER(c_int)],
     }
     if _overlaps(lib):
-        arguments["cuLaunchKernelEx"] = [POINTER(_Config), c_void_p, c_void_p, c_void_p]
+        arguments["cuLaunchKernelEx"] = [c_char_p, c_void_p, c_void_p, c_void_p]
     for function, types in arguments.items():
         getattr(lib, function).argtypes = types
     return lib
@@ -172,8 +159,7 @@ class Kernel:
         x, y, z = grid
         sizes = (x, y, z, threads, 1, 1, shared, stream)
         if overlap and self._overlaps:
-            # Of each launch its own: another thread may launch this kernel meanwhile.
-            config = _Config(*sizes, ctypes.addressof(_OVERLAP), 1)
+            config = _CONFIG.pack(*sizes, ctypes.addressof(_OVERLAP), 1)
             name, arguments = "cuLaunchKernelEx", (config, self._function, pointers, None)
         else:
             name, arguments = "cuLaunchKernel", (self._function, *sizes, pointers, None)

@@ -95,8 +95,7 @@ class FakeDriver:
 
     def _launch_config(self, config, function, parameters, extra) -> None:
         """Reads CUlaunchConfig as the driver does: by the offsets of cuda.h."""
-        raw = ctypes.string_at(ctypes.addressof(config), 56)
-        *sizes, _, stream, attributes, count = struct.unpack("<7IIQQI4x", raw)
+        *sizes, stream, attributes, count = struct.unpack("<7I4xQQI4x", config)
         assert count == 1
         number, _, allowed = struct.unpack("<IIi", ctypes.string_at(attributes, 12))
         assert (number, allowed) == (6, 1), "programmatic stream serialization, allowed"
