@@ -13,7 +13,6 @@
 #include "attend/pipeline.cuh"
 #include "attend/queries.cuh"
 #include "common/pairs.cuh"
-#include "ptx/dependency.cuh"
 
 namespace sparge::attend {
 
@@ -88,6 +87,5 @@ extern "C" __global__ void __launch_bounds__(sparge::attend::kThreads, sparge::a
     attend(const __grid_constant__ sparge::AttendParams p) {
   extern __shared__ __align__(256) sparge::u8 shared[];
   auto& smem = *reinterpret_cast<sparge::attend::Smem*>(shared);
-  sparge::ptx::wait_for_launch_before();
   sparge::attend::attend_block(p, smem, reinterpret_cast<sparge::u32*>(shared + sizeof(smem)));
 }

@@ -88,7 +88,6 @@
 #include "attend/hopper/consumer.cuh"
 #include "attend/hopper/feeder.cuh"
 #include "attend/hopper/producer.cuh"
-#include "ptx/dependency.cuh"
 
 namespace sparge::hopper {
 
@@ -133,7 +132,6 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   auto& smem = *reinterpret_cast<hopper::Smem*>(shared);
   if (threadIdx.x == 0) hopper::init_barriers(smem);
   hopper::fill_constants(smem);
-  ptx::wait_for_launch_before();
   __syncthreads();
   if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
     ptx::release_registers<hopper::kProducerRegisters>();

@@ -18,7 +18,6 @@
 #include "params.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/dependency.cuh"
 
 namespace sparge::means {
 
@@ -187,7 +186,6 @@ extern "C" __global__ void SPARGE_CLUSTER(sparge::means::kSlices)
     __launch_bounds__(sparge::means::kThreads, sparge::means::kBlocksPerSm) means(const __grid_constant__ sparge::MeansParams p) {
   using namespace sparge;
   __shared__ means::Smem smem;
-  ptx::let_next_launch_begin();
   const i32 tensors = p.with_values ? 2 : 1;
   i32 index = blockIdx.x;
   const i32 slice = index % means::kSlices;

@@ -39,10 +39,6 @@ union Smem {
   ValueSmem value;
 };
 
-// While means runs, whose clusters leave room on the SMs, its results are all that keys and values lack; query blocks lack
-// nothing. Elsewhere they come last: what means read last is still in the L2 then.
-constexpr bool kQueriesFirst = ptx::kOverlapsLaunches && is_quantized(kElement);
-
 // Without a division in the usual case.
 SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
   return batch == 1 ? 0 : static_cast<u32>(head_at) / static_cast<u32>(heads);
@@ -52,23 +48,19 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid: key and (with_values) value blocks by turns, before or after them (kQueriesFirst) query blocks when with_queries;
-// (batch, head) fastest. Blocks of queries touch nothing that means does, and do not wait for it.
+// Grid: key and (with_values) value blocks by turns, then query blocks when with_queries; (batch, head) fastest.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
     quantize(const __grid_constant__ sparge::QuantizeParams p) {
   using namespace sparge;
   __shared__ quantize::Smem smem;
-  ptx::let_next_launch_begin();
   const Problem& problem = p.problem;
   if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_turn = 0;
   const u32 key_blocks = problem.key_blocks();
   // Heads fastest, the last tokens first: neighbours run at the same time, and what means read last is still in the L2.
+  u32 index = blockIdx.x;
   const u32 tensors = p.with_values ? 2 : 1, kv_heads = problem.batch * problem.kv_heads;
   const u32 kv_tiles = tensors * kv_heads * key_blocks;  // 2^31 tiles are 16 TB of K
-  const u32 heads = problem.batch * problem.heads, query_tiles = p.with_queries ? heads * problem.query_blocks() : 0;
-  u32 index = blockIdx.x;
-  if constexpr (quantize::kQueriesFirst) index = index < query_tiles ? index + kv_tiles : index - query_tiles;
   if (index < kv_tiles) {
     const u32 turn = index / kv_heads;
     const i32 head_at = index - turn * kv_heads;
@@ -84,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     });
   } else {
     index -= kv_tiles;
+    const u32 heads = problem.batch * problem.heads;
     const i32 block = index / heads, head_at = index - block * heads;
     const i32 b = quantize::batch_of(head_at, problem.batch, problem.heads), head = head_at - b * problem.heads;
     with_chunks(p.q, b, head, problem.channels, [&](auto rows) {

@@ -29,7 +29,6 @@
 // Untried     More key blocks a step in pool_outputs, where half of the warps idle at head_dim 64.
 #include "common/config.cuh"
 #include "params.cuh"
-#include "ptx/dependency.cuh"
 #include "route/error.cuh"
 #include "route/turn.cuh"
 
@@ -54,8 +53,6 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
   __shared__ i32 seen[route::kMaxRows];
   __shared__ u32 candidates[route::kWarps][kWarpSize];
   extern __shared__ __align__(16) float spare[];
-  ptx::let_next_launch_begin();
-  ptx::wait_for_launch_before();
   const Problem& problem = p.problem;
   const i32 query_blocks = problem.query_blocks(), key_blocks = problem.key_blocks();
   const i32 groups = ceil_div(query_blocks, p.rows_per_cta);

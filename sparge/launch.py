@@ -118,7 +118,6 @@ def quantize(
         )
         slices = shape.head_dim // _MEANS_CHANNELS
         blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
-        # Whatever ran before it must have ended: nobody waits for that any more.
         _launch("means", q.device, shape, (blocks, 1, 1), means, element=element)
 
     params = QuantizeParams(
@@ -152,8 +151,7 @@ def quantize(
     blocks = kv_tiles * (1 if v is None else 2)
     if with_queries:
         blocks += shape.batch * shape.heads * shape.query_blocks
-    # Nothing but means comes between the caller's tensors, which it reads at once, and this.
-    _launch("quantize", q.device, shape, (blocks, 1, 1), params, element=element, overlap=quantized)
+    _launch("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
     return workspace
 
 
@@ -223,7 +221,7 @@ def route(
         shared = scores + shape.key_blocks + (max(scores, vectors) if with_pools else 0)
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
-    _launch("route", device, shape, grid, params, extra_shared=shared, overlap=True)
+    _launch("route", device, shape, grid, params, extra_shared=shared)
     return block_map, counts
 
 
@@ -287,8 +285,7 @@ def attend(
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4
-    grid = (blocks, 1, 1)
-    _launch(entry, q.device, shape, grid, params, element, pv_filter, map_bytes, overlap=True)
+    _launch(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -305,17 +302,14 @@ def _launch(
     element: Element = Element.INT8_FP16,
     pv_filter: bool = False,
     extra_shared: int = 0,
-    overlap: bool = False,
 ) -> None:
-    """overlap: the kernel waits by itself for the launch before it, where the GPU can."""
     capability = capabilities(device)
     if not capability.usable:
         raise Unsupported(capability.reason)
     spec = KernelSpec(entry, capability.arch, shape.head_dim, element, pv_filter)
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
-    overlap = overlap and ARCHS[capability.arch].overlaps
-    get_kernel(spec, index).launch(grid, params, extra_shared, stream, overlap)
+    get_kernel(spec, index).launch(grid, params, extra_shared, stream)
 
 
 def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:

@@ -4,7 +4,6 @@
 
 #include "../common/int8.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dependency.cuh"
 #include "pool.cuh"
 
 namespace sparge::quantize {
@@ -52,7 +51,6 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass)
     chunk[pass] = rows.load(slots.token(thread.token + pass * kTokensPerPass), thread.channel);
-  ptx::wait_for_launch_before();
   if (threadIdx.x == 0) smem.whole = slots.whole;
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) smem.origin[channel] = p.k_mean[head_at * kHeadDim + channel];

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../common/swizzle.cuh"
-#include "../ptx/dependency.cuh"
 #include "pool.cuh"
 
 namespace sparge::quantize {
@@ -91,7 +90,6 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
     inside |= (token >= 0 ? 1u : 0u) << pass;
     chunk[pass] = rows.load(token, thread.channel);
   }
-  ptx::wait_for_launch_before();
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) {
       smem.mean[channel] = p.v_mean[head_at * kHeadDim + channel];

@@ -5,33 +5,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 
 from .cubin import LaunchInfo, read_launch_info
 
 _INVALID_CONTEXT = 201
 _INVALID_HANDLE = 400
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAY_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-#: From this driver on a CUDA graph can hold launches that overlap.
-_OVERLAP_NEEDS = 12030
 _OnePointer = c_void_p * 1
-
-
-class _Attribute(Structure):
-    """CUlaunchAttribute; its value is a union of 64 bytes."""
-
-    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
-
-
-#: CUlaunchConfig: grid, block, shared bytes, stream, attributes and their number. Packed anew for
-#: each launch, since another thread may launch the same kernel; a ctypes structure takes longer.
-_CONFIG = struct.Struct("@7I2PI0P")
-_OVERLAP = _Attribute(_MAY_OVERLAP, 0, (1,))
 
 
 class DriverNotFoundError(RuntimeError):
@@ -72,18 +56,10 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "cuModuleGetFunction": [pointer, c_void_p, c_char_p],
         "cuFuncSetAttribute": [c_void_p, c_int, c_int],
         "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
-        "cuDriverGetVersion": [POINTER(c_int)],
     }
-    if _overlaps(lib):
-        arguments["cuLaunchKernelEx"] = [c_char_p, c_void_p, c_void_p, c_void_p]
     for function, types in arguments.items():
         getattr(lib, function).argtypes = types
     return lib
-
-
-def _overlaps(lib: ctypes.CDLL) -> bool:
-    version = c_int()
-    return lib.cuDriverGetVersion(byref(version)) == 0 and version.value >= _OVERLAP_NEEDS
 
 
 def check(lib: ctypes.CDLL, function: str, status: int) -> None:
@@ -129,12 +105,12 @@ class Kernel:
         self._context = primary_context(device_index)
         self._module, self._function = c_void_p(), c_void_p()
         self._shared_allowed = 0
-        self._overlaps = _overlaps(lib)
         with current(lib, self._context):
             check(lib, "cuModuleLoadData", lib.cuModuleLoadData(byref(self._module), image))
             found = lib.cuModuleGetFunction(byref(self._function), self._module, entry.encode())
             check(lib, f"cuModuleGetFunction({entry})", found)
             self._allow_shared(self.info.shared_bytes)
+        self._launch = lib.cuLaunchKernel
 
     def launch(
         self,
@@ -142,13 +118,11 @@ class Kernel:
         params: ctypes.Structure,
         extra_shared: int = 0,
         stream: int = 0,
-        overlap: bool = False,
     ) -> None:
         """Queue the kernel on ``stream`` (a ``cuda_stream`` handle of this device).
 
         ``params`` is copied before the call returns. ``extra_shared`` is bytes of dynamic shared
-        memory beyond ``info.shared_bytes``. ``overlap``: it may begin before what was queued
-        before it ends, for it waits by itself (``csrc/ptx/dependency.cuh``). Raises DriverError.
+        memory beyond ``info.shared_bytes``. Raises DriverError.
         """
         shared = self.info.shared_bytes + extra_shared
         if shared > self._shared_allowed:
@@ -157,20 +131,14 @@ class Kernel:
         pointers = _OnePointer(ctypes.addressof(params))
         threads = self.info.threads
         x, y, z = grid
-        sizes = (x, y, z, threads, 1, 1, shared, stream)
-        if overlap and self._overlaps:
-            config = _CONFIG.pack(*sizes, ctypes.addressof(_OVERLAP), 1)
-            name, arguments = "cuLaunchKernelEx", (config, self._function, pointers, None)
-        else:
-            name, arguments = "cuLaunchKernel", (self._function, *sizes, pointers, None)
-        launch = getattr(self._lib, name)
-        status = launch(*arguments)
+        arguments = (self._function, x, y, z, threads, 1, 1, shared, stream, pointers, None)
+        status = self._launch(*arguments)
         if status in (_INVALID_CONTEXT, _INVALID_HANDLE):
             # This thread has no context yet, or another device's: launch in the kernel's own.
             with current(self._lib, self._context):
-                status = launch(*arguments)
+                status = self._launch(*arguments)
         if status:
-            check(self._lib, name, status)
+            check(self._lib, "cuLaunchKernel", status)
 
     def _allow_shared(self, size: int) -> None:
         # Sizes above 48 KiB must be asked for.

@@ -35,11 +35,6 @@ class Arch:
     needs: tuple[int, int]
     shared_limit: int
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether kernels may wait for the launch before by themselves (ptx/dependency.cuh)."""
-        return self.path >= _HOPPER_PATH
-
 
 _KIB = 1024
 #: The oldest NVRTC our sources were compiled with; 12.1 lacks __builtin_bit_cast, and E4M3 mma.sync

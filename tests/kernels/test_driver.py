@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class Launch:
     stream: int
     params: tuple[int, int]
     contexts: list[int]
-    overlaps: bool = False
 
 
 class FakeDriver:
@@ -39,7 +37,6 @@ class FakeDriver:
         self.shared: list[int] = []
         self.contexts: list[int] = []
         self.fail: dict[str, list[int]] = {}
-        self.version = 13000
 
     def __getattr__(self, function: str):
         if not function.startswith("cu"):
@@ -53,8 +50,6 @@ class FakeDriver:
             "cuCtxPopCurrent_v2": lambda out: self.contexts.pop(),
             "cuFuncSetAttribute": self._attribute,
             "cuLaunchKernel": self._launch,
-            "cuLaunchKernelEx": self._launch_config,
-            "cuDriverGetVersion": self._version,
         }.get(function, lambda *arguments: None)
 
         def call(*arguments) -> int:
@@ -90,18 +85,6 @@ class FakeDriver:
             Launch(tuple(sizes), stream, (params.pointer, params.count), list(self.contexts))
         )
 
-    def _version(self, out) -> None:
-        out._obj.value = self.version
-
-    def _launch_config(self, config, function, parameters, extra) -> None:
-        """Reads CUlaunchConfig as the driver does: by the offsets of cuda.h."""
-        *sizes, stream, attributes, count = struct.unpack("<7I4xQQI4x", config)
-        assert count == 1
-        number, _, allowed = struct.unpack("<IIi", ctypes.string_at(attributes, 12))
-        assert (number, allowed) == (6, 1), "programmatic stream serialization, allowed"
-        self._launch(function, *sizes, stream, parameters, extra)
-        self.launches[-1].overlaps = True
-
 
 @pytest.fixture
 def fake(monkeypatch) -> Iterator[FakeDriver]:
@@ -130,19 +113,6 @@ def test_launch_passes_one_struct_and_the_cubins_numbers(fake, image):
     assert fake.contexts == []
 
 
-@pytest.mark.parametrize(("version", "overlaps"), [(12020, False), (12030, True), (13000, True)])
-def test_a_launch_overlaps_where_the_driver_knows_how(fake, image, version, overlaps):
-    fake.version = version
-    kernel = Kernel(image, "route", 0)
-    kernel.launch((5, 6, 7), Params(0x1234, 42), extra_shared=8, stream=99, overlap=True)
-    kernel.launch((5, 6, 7), Params(0x1234, 42), extra_shared=8, stream=99)
-    first, second = fake.launches
-    assert (first.overlaps, second.overlaps) == (overlaps, False)
-    assert first.sizes == second.sizes == (5, 6, 7, 96, 1, 1, 4104)
-    assert first.stream == second.stream == 99
-    assert first.params == second.params == (0x1234, 42)
-
-
 def test_extra_shared_memory_is_allowed_once(fake, image):
     kernel = Kernel(image, "route", 0)
     for extra in (0, 1000, 500, 1000, 2000):
@@ -151,12 +121,11 @@ def test_extra_shared_memory_is_allowed_once(fake, image):
     assert fake.shared == [4096, 5096, 6096]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("status", [201, 400])
-def test_a_thread_without_context_borrows_the_kernels(fake, image, status, overlap):
+def test_a_thread_without_context_borrows_the_kernels(fake, image, status):
     kernel = Kernel(image, "route", 2)
-    fake.fail["cuLaunchKernelEx" if overlap else "cuLaunchKernel"] = [status]
-    kernel.launch((1, 1, 1), Params(), overlap=overlap)
+    fake.fail["cuLaunchKernel"] = [status]
+    kernel.launch((1, 1, 1), Params())
     assert [launch.contexts for launch in fake.launches] == [[], [0x1002]]
     assert fake.contexts == []
 
