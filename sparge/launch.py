@@ -217,8 +217,8 @@ def route(
     else:
         params.rows_per_cta = _route_rows(shape, with_pools, device)
         scores = params.rows_per_cta * shape.key_blocks * 4
-        vectors = 2 * _MAX_ROUTE_ROWS * (shape.head_dim + _ROUTE_PADDING) * 4
-        shared = scores + shape.key_blocks + (max(scores, vectors) if with_pools else 0)
+        spare = max(scores, _route_vector_bytes(shape.head_dim)) if with_pools else 0
+        shared = scores + shape.key_blocks + spare
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
     _launch("route", device, shape, grid, params, extra_shared=shared)
@@ -310,6 +310,11 @@ def _launch(
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
     get_kernel(spec, index).launch(grid, params, extra_shared, stream)
+
+
+def _route_vector_bytes(head_dim: int) -> int:
+    """Of what route multiplies with every key block: a vector a query block, in two parts."""
+    return 2 * _MAX_ROUTE_ROWS * (head_dim + _ROUTE_PADDING) * 4
 
 
 def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:
