@@ -19,13 +19,14 @@ from ..sparge import (
     grid_order,
 )
 from ..sparge.calibrate import (
+    Aim,
     Calibration,
     HeadChoices,
     Probe,
+    StepChoices,
     Workload,
     measure_for,
 )
-from .aim import Aim
 from .attention_call import AttentionCall
 from .decision import Place
 from .host import untracked_allocations
@@ -33,8 +34,8 @@ from .passes import PassFacts
 from .sample_schedule import SampleSchedule
 from .worth import slower_reason
 
-#: Steps of which a layer is probed in one: 8 of 350 query blocks, exact, in every eighth step are
-#: .3 % of the products of dense attention.
+#: Steps of which a layer is probed in one, at most: 8 of 350 query blocks, exact, in every eighth
+#: step are .3 % of the products of dense attention.
 STEPS_A_PROBE = 8
 
 NOT_MEASURED = "this layer could not be measured"
@@ -89,16 +90,15 @@ class HeadTable:
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: list[HeadBudget | None] = []
-        self._first: Place | None = None  # of the first pass that may be sparse
-        self._step = 0  # of the sparse ones, that the budgets are of
-        self._of_steps: list[HeadChoices] = []  # where those differ
+        self._steps: StepChoices | None = None
+        self._first: PassFacts | None = None  # of the first sparse pass
+        self._step = -1  # of the sparse ones, that the budgets are of
         self.sparse_rows: set[int] = set()
         """Those whose calls are sparse, in some pass at least."""
         self._kept: list[float] = []  # by row: share of pairs that its densities keep
-        self._probed: list[tuple[int, int]] = []  # (step, row) that _tighten has not yet seen
 
     def begin_pass(self, facts: PassFacts) -> None:
-        """Where a pass begins. May wait for the GPU, once: when the choices are made."""
+        """Where a pass begins. Waits for the GPU where choices are made."""
         may_be_sparse = facts.why_dense is None
         self._batch_entries = len(facts.conditioning)
         if self.choices is None and self.why_dense is None:
@@ -108,9 +108,8 @@ class HeadTable:
             else:
                 self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
                 self._prepare()
-        if self.choices is not None and may_be_sparse:
-            self._fall(facts.place)
-            self._tighten(facts.step)
+        if self._steps is not None and may_be_sparse:
+            self._begin_step(self._steps, facts)
 
     def order(self, step: int) -> TokenOrder | None:
         """The order of tokens in which the calls of a step are sparse."""
@@ -169,22 +168,39 @@ class HeadTable:
     def _freeze(self, place: Place | None) -> None:
         """From what was measured so far. Waits for the GPU."""
         assert self._calibration is not None  # without it nothing was measured
+        steps = place.steps - place.index if place else None
         try:
-            steps = place.steps - place.index if place else 1
-            choices, self._of_steps = self._aim.freeze(self._calibration, steps)
+            self._use(StepChoices(self._aim, steps, calibration=self._calibration))
         except ValueError:  # no layer gave finite numbers
             self.why_dense = NOT_MEASURED
-        else:
-            self.use(choices)
         self._calibration = None
 
-    def use(self, choices: HeadChoices) -> None:
+    def use_profile(self, choices: HeadChoices) -> None:
+        """Instead of measuring."""
+        self._use(StepChoices(self._aim, None, profile=choices))
+
+    def _use(self, steps: StepChoices) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
-        self.choices, self._step = choices, 0
-        self._give(self._of_steps[0] if self._of_steps else choices)
+        self._steps, self.choices = steps, steps.first
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
+
+    def _begin_step(self, steps: StepChoices, facts: PassFacts) -> None:
+        """The budgets of the step of this pass. Passes that were dense to be measured have no part
+        in the mean. Waits for the GPU where choices are made anew or, as the noise level of the
+        pass did, where steps differ."""
+        assert self.probe is not None
+        self._first = self._first or facts
+        if (step := _steps_between(self._first, facts)) <= self._step:
+            return  # another conditioning, or a sampler that goes back
+        before, self._step = steps.given[-1:], step
+        if steps.is_due(step):
+            steps.choose_anew(step, self.probe.drift())
+        now = steps.at(step)
+        if now not in before:
+            self._give(now)
+            self.probe.expect(now)
 
     def budget(self, row: int) -> HeadBudget | str:
         """What the heads of a layer may keep, or why it has to stay dense."""
@@ -198,26 +214,14 @@ class HeadTable:
             budget.table(self._policy)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
-    def _fall(self, place: Place | None) -> None:
-        """The budgets of this step, where steps differ. Passes that were dense to be measured have
-        no part in the mean. Waits for the GPU, as the noise level of the pass did."""
-        if self._first is None:
-            self._first = place
-        if self._first is None or place is None or not self._of_steps:
-            return
-        step = min(max(0, place.index - self._first.index), len(self._of_steps) - 1)
-        if step != self._step:
-            self._step = step
-            self._give(self._of_steps[step])
-
-    def _given(self) -> list[HeadChoices]:
-        """The choices that steps have had so far."""
-        assert self.choices is not None
-        return self._of_steps[: self._step + 1] or [self.choices]
-
     def predicted(self) -> Tensor:
         """(rows, heads) float32: the error expected in the steps so far, their mean."""
         return torch.stack([choices.error for choices in self._given()]).mean(0)
+
+    def _given(self) -> list[HeadChoices]:
+        """The choices that steps have had so far; those of the first before it."""
+        assert self._steps is not None
+        return self._steps.given or [self._steps.first]
 
     def decide(self, row: int, call: AttentionCall) -> HeadBudget | str:
         """What a call of a layer may keep, or why it has to stay dense: at the densities of this
@@ -236,39 +240,25 @@ class HeadTable:
         """Why a layer cannot be measured whatever comes, or None."""
         return self.why_dense or self._refusals.get(row)
 
-    def probe_call(self, row: int, step: int, call: AttentionCall, out: Tensor) -> None:
+    def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then. Never waits."""
-        if self.probe is None or row % STEPS_A_PROBE != step % STEPS_A_PROBE:
+        assert self.probe is not None and self._steps is not None
+        steps_a_probe = min(STEPS_A_PROBE, self._steps.interval)
+        visit, turn = divmod(self._step, steps_a_probe)
+        if row % steps_a_probe != turn:
             return
         with untracked_allocations():
             rows = call.result_heads_first(out)
-            self.probe.sample(row, *call.heads_first(), rows, scale=call.scale)
-        self._probed.append((step, row))
-
-    def _tighten(self, step: int) -> None:
-        """Heads that an earlier step found too far off get denser. Without a target there is no too
-        far: a mean density is what the user asked for. Never waits."""
-        due = [(at, row) for at, row in self._probed if at < step]
-        self._probed = [(at, row) for at, row in self._probed if at >= step]
-        target = self._aim.target
-        if self.probe is None or target is None:
-            return
-        for row in sorted({row for _, row in due}):
-            budget = self._budgets[row]
-            assert budget is not None  # only sparse calls are probed
-            self.probe.tighten(row, budget, target)
+            self.probe.sample(row, *call.heads_first(), rows, visit=visit, scale=call.scale)
 
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
-        included; NaN for rows that are not measured. Where steps differ the mean over those so far,
-        else the last. Waits for the GPU."""
+        included; NaN for rows that are not measured. The mean over the steps so far."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
         rows = [row for row, budget in enumerate(self._budgets) if budget is not None]
         if not rows or self.choices is None:
             return kept
-        given = [choices.density[rows] for choices in self._given()]
-        if not self._of_steps:  # heads that drifted got denser
-            given = [torch.stack([budget.density for budget in self._budgets if budget]).cpu()]
+        given = (choices.density[rows] for choices in self._given())
         shares = [self._kept_shares(asked, self.choices.floor) for asked in given]
         kept[rows] = torch.stack(shares).mean(0)
         return kept
@@ -278,3 +268,10 @@ class HeadTable:
         densities, place = asked.unique(return_inverse=True)
         ranks = (densities * self._workload.key_blocks).long().clamp(min=floor)
         return torch.from_numpy(self._workload.density(ranks.tolist())).float()[place]
+
+
+def _steps_between(first: PassFacts, now: PassFacts) -> int:
+    """By noise level where that is known: a step may evaluate the model more than once."""
+    if first.place is None or now.place is None:
+        return now.step - first.step
+    return now.place.index - first.place.index

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..sparge import HeadBudget, SparsePolicy, TokenOrder
-from ..sparge.calibrate import Profile, Table
-from .aim import Aim
+from ..sparge.calibrate import Aim, Profile, Table
 from .attention_call import AttentionCall
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
@@ -101,7 +100,7 @@ class MeasuredHeads:
         fits = choices is not None and (choices.layers, choices.heads) == (table.rows, shape.heads)
         # Without a grid there is one walk; the choices may be of a clip with as many tokens.
         if choices is not None and fits and (shape.grid is not None or not choices.walk.any()):
-            table.use(choices)
+            table.use_profile(choices)
         else:
             self._note(
                 f"The profile has nothing for {shape.tokens:,} tokens of {shape.heads} heads, so "
@@ -140,4 +139,4 @@ class HeadPass:
         return Plan(table, budget, table.order(self.facts.step))
 
     def probe(self, plan: Plan, row: int, call: AttentionCall, out: Tensor) -> None:
-        plan.table.probe_call(row, self.facts.step, call, out)
+        plan.table.probe_call(row, call, out)

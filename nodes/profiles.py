@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..sparge.calibrate import (
+    Aim,
     Fingerprint,
     Fit,
     HeadChoices,
@@ -19,7 +20,6 @@ from ..sparge.calibrate import (
     Table,
     profile_path,
 )
-from .aim import Aim
 from .measured_heads import SHARED
 
 #: Norm weights that tell a model from its finetunes, spread over its depth.

@@ -51,14 +51,6 @@ class Measured:
         """Of each layer, by place; all of them were measured."""
         return _budgets(self.choices(mean_density), device)
 
-    def budgets_of_steps(
-        self, mean_density: float, steps: int, device: torch.device | str = "cpu"
-    ) -> list[list[HeadBudget]]:
-        """`budgets` of each of so many sparse steps, as the node gives them out; of one where all
-        are equal."""
-        overall, of_steps = self.calibration.freeze_steps(mean_density, steps)
-        return [_budgets(choices, device) for choices in of_steps or [overall]]
-
     def choices(self, mean_density: float) -> HeadChoices:
         return self.calibration.freeze(mean_density=mean_density)
 

@@ -5,22 +5,113 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from benchmarks.quality import library
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.modes import Mode
+from sparge.calibrate import Aim, Calibration, Probe, StepChoices
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import TokenOrder
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
 
+class SameBudgets:
+    """In all steps; of each layer."""
+
+    def __init__(self, budgets: Sequence[HeadBudget]) -> None:
+        self._budgets = budgets
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def of_layer(self, layer: int) -> HeadBudget:
+        return self._budgets[layer]
+
+    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        pass
+
+
+class ChosenBudgets:
+    """A mean density over the steps, chosen anew as the node does; all layers were measured."""
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        mean_density: float,
+        device: torch.device,
+        *,
+        judged: bool = False,
+    ) -> None:
+        self._calibration, self._device, self._judged = calibration, device, judged
+        self._aim = Aim("budget", mean_density)
+        self.found: list[Tensor] = []
+        """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
+        self.expected: list[Tensor] = []
+        """The same as the choices expect it."""
+
+    def begin_step(self, step: int) -> None:
+        if step == 0:
+            self._choices = StepChoices(self._aim, SPARSE_STEPS, calibration=self._calibration)
+            layers, heads = self._choices.first.error.shape
+            self._probe = Probe.begin(
+                layers=layers,
+                heads=heads,
+                workload=self._calibration.workload,
+                device=self._device,
+            )
+            self.found.clear()
+            self.expected.clear()
+        if self._choices.is_due(step):
+            self._choices.choose_anew(step, self._probe.drift())
+        self._now = self._choices.at(step)
+        self._probe.expect(self._now)
+        self._budgets = self._now.budgets(self._device)
+        self._step = step
+
+    def of_layer(self, layer: int) -> HeadBudget:
+        budget = self._budgets[layer]
+        assert budget is not None
+        return budget
+
+    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """What a call gave."""
+        visit, turn = divmod(self._step, self._choices.interval)
+        if layer % self._choices.interval == turn:
+            self._probe.sample(layer, q, k, v, out, visit=visit)
+        if self._judged:
+            exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
+            error, norm = (x.square().sum((0, 2, 3)) for x in (out.double() - exact, exact))
+            found = (error / norm).sqrt()
+            self.found.append(found.cpu())
+            self.expected.append(self._now.error[layer].double())
+
+    def within(self, factor: float) -> dict[str, float]:
+        """The share of heads of the last run whose errors are as expected within a factor: of all
+        calls, and of the means over the steps."""
+        found, expected = (
+            torch.stack(errors).unflatten(0, (SPARSE_STEPS, -1))
+            for errors in (self.found, self.expected)
+        )
+        ratios = {
+            "calls_within": found / expected,
+            "heads_within": found.mean(0) / expected.mean(0),
+        }
+        return {
+            name: float(((ratio < factor) & (ratio > 1 / factor)).double().mean())
+            for name, ratio in ratios.items()
+        }
+
+
+Budgets = SameBudgets | ChosenBudgets
+
+
 class SparseSteps:
-    """The orders that steps take in turn, and their budgets.
+    """The orders that steps take in turn, and their budgets."""
 
-    budgets: of each step and layer; of one step where all are equal.
-    """
-
-    def __init__(self, run: DenseRun, mode: Mode, budgets: Sequence[Sequence[HeadBudget]]) -> None:
+    def __init__(self, run: DenseRun, mode: Mode, budgets: Budgets) -> None:
         device = run.begun.device
         self._mode, self._budgets = mode, budgets
         self._orders = [library.order_of(mode, run.grid, device, n) for n in range(mode.turns)]
@@ -31,5 +122,6 @@ class SparseSteps:
         last step comes another run."""
         if layer == 0:
             self._step = (self._step + 1) % SPARSE_STEPS
-        budgets = self._budgets[min(self._step, len(self._budgets) - 1)]
-        return self._orders[(DENSE_STEPS + self._step) % self._mode.turns], budgets[layer]
+            self._budgets.begin_step(self._step)
+        order = self._orders[(DENSE_STEPS + self._step) % self._mode.turns]
+        return order, self._budgets.of_layer(layer)

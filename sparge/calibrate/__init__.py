@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each head measured in dense calls, then sparse as far as the asked quality allows."""
 
+from .aim import Aim
 from .calibration import BLOCKS_A_CALL, Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
@@ -12,10 +13,12 @@ from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
 from .profile_path import profile_path
+from .step_choices import StepChoices
 from .workload import Workload
 
 __all__ = [
     "BLOCKS_A_CALL",
+    "Aim",
     "Calibration",
     "CandidateSet",
     "Fingerprint",
@@ -27,6 +30,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Sample",
+    "StepChoices",
     "Table",
     "Verdict",
     "Workload",

@@ -2,9 +2,10 @@
 """Whether heads still are as true as measured, seen in the sparse calls themselves.
 
 probe = Probe.begin(layers=48, heads=24, workload=workload, device="cuda")
-probe.sample(layer, q, k, v, out)       # now and then, after a sparse call; never waits
-probe.tighten(layer, budget, target)    # between two steps; never waits
-errors = probe.relative_errors()        # at the end; waits for the GPU
+probe.expect(choices)                         # between two steps, whenever those change
+probe.sample(layer, q, k, v, out, visit=0)    # now and then, after a sparse call; never waits
+drift = probe.drift()                         # between two steps; waits for the GPU
+errors = probe.relative_errors()              # at the end; waits for the GPU
 """
 
 from __future__ import annotations
@@ -16,19 +17,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..plan.blocks import QUERY_BLOCK
-from ..plan.budget import HeadBudget
 from ..plan.grid import EMPTY
+from .choices import HeadChoices
 from .spread import spread_places
 from .workload import Workload
 
 #: Query blocks of every head that one sample compares. One block of a head is a coin toss; of eight
 #: measured ones 89 to 94 % of DINOv2 video heads predict their error within a factor of 1.5.
 BLOCKS_A_SAMPLE = 8
-#: Past the target by this factor a head has drifted; below, it may be the luck of the sample.
-TOLERANCE = 1.5
-#: How much denser a head gets that has drifted. Around 20 % density this takes away a factor of 1.6
-#: of the error (DINOv2: .038 at 20 %, .023 at 30 %), as much as TOLERANCE lets pass.
-DENSER = 1.5
+#: What one drift may be at least and at most: a sample may be of odd blocks.
+DRIFT_LIMITS = (0.2, 5.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +37,12 @@ class Probe:
     """(probed blocks, 128) int64: the tokens of the query blocks that may drop something."""
     occupied: Tensor = field(repr=False)
     """The same shape, bool: the slot holds a token."""
+    expected: Tensor = field(repr=False)
+    """(layers, heads) float64: squared relative error that the choices in force should leave."""
     squares: Tensor = field(repr=False)
-    """(2, layers, heads) float64: squared error and squared norm, since the head last changed."""
+    """(2, layers, heads) float64: squared error, found and expected, since the last `drift`."""
     totals: Tensor = field(repr=False)
-    """The same over the whole run."""
+    """(2, layers, heads) float64: squared error and squared norm over the whole run."""
     samples: list[int] = field(repr=False)
     """Of each layer."""
 
@@ -57,19 +57,35 @@ class Probe:
         by_block = torch.nn.functional.pad(slots, (0, -slots.numel() % QUERY_BLOCK), value=EMPTY)
         tokens = by_block.view(-1, QUERY_BLOCK)[workload.sparse_query_blocks()].to(device)
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
-        return cls(tokens.clamp(min=0), tokens != EMPTY, sums, sums.clone(), [0] * layers)
+        return cls(
+            tokens.clamp(min=0), tokens != EMPTY, sums[0].clone(), sums, sums.clone(), [0] * layers
+        )
+
+    def expect(self, choices: HeadChoices) -> None:
+        """From now on calls obey these."""
+        self.expected.copy_(choices.error.double().square())
 
     def sample(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        visit: int,
+        scale: float | None = None,
     ) -> None:
         """Compare rows of `out` (B, H, N, D), which a sparse call gave, with exact attention of
         q (B, H, N, D) over all of k, v (B, Hkv, N, D), all in the caller's token order.
 
-        Other query blocks in every sample, evenly spread, the same in every run.
+        visit: number of the step among those that probe the layer. Each compares other query
+        blocks, evenly spread, the same in every run, and the same ones however the batch entries of
+        a step are split into calls.
         """
         count = len(self.tokens)
         # From the middle of the visit: not the blocks that calibration began with.
-        first = count // 2 + self.samples[layer] + layer
+        first = count // 2 + visit * BLOCKS_A_SAMPLE + layer
         blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
         tokens = torch.cat([self.tokens[block] for block in blocks])
         empty = ~torch.cat([self.occupied[block] for block in blocks]).unsqueeze(-1)
@@ -80,21 +96,24 @@ class Probe:
             scale=scale,
             enable_gqa=k.shape[1] != q.shape[1],
         ).float()
-        error = out[:, :, tokens].float() - exact
-        for part, rows in enumerate((error, exact)):
-            squared = rows.masked_fill(empty, 0).square().sum((0, 2, 3), dtype=torch.float64)
-            self.squares[part, layer] += squared
-            self.totals[part, layer] += squared
+        rows = (out[:, :, tokens].float() - exact, exact)
+        error, norm = (
+            part.masked_fill(empty, 0).square().sum((0, 2, 3), dtype=torch.float64) for part in rows
+        )
+        self.squares[0, layer] += error
+        self.squares[1, layer] += self.expected[layer] * norm
+        self.totals[0, layer] += error
+        self.totals[1, layer] += norm
         self.samples[layer] += len(blocks)
 
-    def tighten(self, layer: int, budget: HeadBudget, target: float) -> None:
-        """Make those heads of `layer` denser, in place, that were further from exact attention than
-        TOLERANCE times `target`; their next samples count afresh."""
-        error, norm = self.squares[:, layer]
-        drifted = error > (TOLERANCE * target) ** 2 * norm
-        denser = (budget.density * DENSER).clamp(max=1)
-        budget.set_density(torch.where(drifted, denser, budget.density))
-        self.squares[:, layer] *= ~drifted
+    def drift(self) -> Tensor:
+        """(layers, heads) float64 on the CPU: how many times as large as expected the errors since
+        the last drift were, within DRIFT_LIMITS; 1 where nothing was probed."""
+        found, expected = self.squares.cpu()
+        drift = (found / expected).sqrt()
+        drift = drift.clamp(*DRIFT_LIMITS).where((expected > 0) & drift.isfinite(), 1.0)
+        self.squares.zero_()
+        return drift
 
     def relative_errors(self) -> Tensor:
         """(layers, heads) float32 on the CPU, over the whole run; NaN where nothing was probed."""

@@ -20,6 +20,7 @@ from sparge.calibrate import (
     Workload,
     reference_measure,
 )
+from sparge.calibrate.calibration import ROUNDING
 from sparge.calibrate.scoring import Distances, bucket_distances
 from sparge.metrics import rel_l2
 from sparge.plan import HeadBudget, Router, TokenGrid, cube_order, grid_order
@@ -134,6 +135,43 @@ def test_a_target_is_met(qkv) -> None:
         assert all(rel_l2(a, b) < 1.3 * target for a, b in zip(out, exact, strict=True))
         reached.append(float(kept.float().mean()))
     assert reached[0] > reached[1]
+
+
+def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    before = calibration.freeze(mean_density=0.6)
+    drift = torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
+    after = calibration.freeze(mean_density=0.6, drift=drift)
+    assert after.density[0, 0] > before.density[0, 0]
+    assert after.density[0, 2] < before.density[0, 2]
+    alike = calibration.freeze(mean_density=0.6, drift=torch.full_like(drift, 4))
+    assert torch.equal(alike.density, before.density)
+    torch.testing.assert_close(alike.error, 4 * before.error, rtol=0.01, atol=0.02)
+    strict, loose = (
+        calibration.freeze(target=0.3, drift=torch.full_like(drift, times)) for times in (1.5, 0.7)
+    )
+    assert (strict.density >= loose.density).all()
+    assert strict.density.mean() > loose.density.mean()
+    assert float(strict.error.max()) <= 0.3
+
+
+def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    _, steps = calibration.freeze_steps(0.4, 8)
+    drift = torch.ones(1, 3, dtype=torch.float64)
+    _, left = calibration.freeze_steps(0.4, 8, first=5, drift=drift)
+    assert len(steps) == 8
+    for one, same in zip(steps[5:], left, strict=True):
+        assert torch.equal(one.density, same.density)
+
+
+def test_rounding_is_part_of_the_error(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    everything = calibration.freeze(mean_density=1.0)
+    assert everything.error.tolist() == [[pytest.approx(ROUNDING, rel=0.05)] * 3]
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:

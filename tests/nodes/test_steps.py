@@ -101,8 +101,8 @@ def test_passes_that_are_measured_have_no_part_in_the_mean(patch, steps_of, runs
     sparse = steps_of(patch(mode="auto budget", topk=0.4, start_percent=0.0), sigmas)
     assert len(sparse) == steps - 1
     (table,) = runs[-1][0].heads.frozen
-    assert len(table._of_steps) == (steps - 1 if steps > 2 else 0)
-    for densities, choices in zip(given(sparse), table._of_steps or [table.choices], strict=True):
+    assert len(table._given()) == steps - 1
+    for densities, choices in zip(given(sparse), table._given(), strict=True):
         assert torch.equal(densities, choices.density[:BLOCKS])
 
 
@@ -126,9 +126,9 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
     means = torch.stack([step.mean() for step in falling])
     assert (means.diff() <= 0).all() and means[0] > means[-1]
     (table,) = runs[-1][0].heads.frozen
-    kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._of_steps]
+    kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
-    assert torch.equal(table.predicted(), torch.stack([c.error for c in table._of_steps]).mean(0))
+    assert torch.equal(table.predicted(), torch.stack([c.error for c in table._given()]).mean(0))
 
     for widgets in (
         {"mode": "auto quality", "quality": "fast"},

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When heads are chosen in a run, and from what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparge.calibrate import Aim, HeadChoices, StepChoices
+
+LAYERS, HEADS = 2, 3
+
+
+def choices_of(density: float, error: float) -> HeadChoices:
+    """Alike in all heads."""
+    table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
+    return HeadChoices(
+        density * table, none, none.int(), none.int(), error * table, torch.ones(LAYERS).bool()
+    )
+
+
+@pytest.fixture
+def freezes():
+    """A calibration that notes what it is asked for, and gives every step of a mean its number."""
+
+    class Freezes(list):
+        def freeze_steps(self, mean_density, steps, *, first, drift):
+            self.append((first, drift))
+            of_steps = [choices_of(0.01 * step, 0.1) for step in range(first, steps)]
+            return choices_of(mean_density, 0.1), of_steps if mean_density < 0.5 else []
+
+        def freeze(self, *, target, drift):
+            self.append((0, drift))
+            return choices_of(0.3, target)
+
+    return Freezes()
+
+
+def made(kind: str, value: float, *steps: int | None, **source: Any) -> StepChoices:
+    return StepChoices(Aim(kind, value), *steps, **source)
+
+
+@pytest.mark.parametrize(
+    ("steps", "anew"),
+    [(1, []), (4, []), (5, [4]), (16, [4, 8, 12]), (40, [10, 20, 30]), (None, [8, 16, 24, 32])],
+)
+def test_heads_are_chosen_anew_after_each_quarter(freezes, steps, anew):
+    choices = made("budget", 0.6, steps, calibration=freezes)
+    due = []
+    for step in range(steps or 40):
+        if choices.is_due(step):
+            due.append(step)
+            choices.choose_anew(step, torch.ones(LAYERS, HEADS))
+        choices.at(step)
+    assert due == anew == [first for first, _ in freezes[1:]]
+    assert freezes[0] == (0, None)
+
+
+def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
+    choices = made("budget", 0.2, 16, calibration=freezes)
+    given = []
+    for step in (0, 0, 1, 3, 4, 5, 15, 17):  # some evaluated twice, some left out, one too many
+        if choices.is_due(step):
+            choices.choose_anew(step, torch.ones(LAYERS, HEADS))
+        given.append(round(100 * float(choices.at(step).density[0, 0])))
+    assert given == [0, 0, 1, 3, 4, 5, 15, 15]
+    assert len(choices.given) == len(given)
+    assert float(choices.first.density[0, 0]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("kind", ["budget", "quality"])
+def test_drifts_multiply(freezes, kind):
+    choices = made(kind, 0.1, 16, calibration=freezes)
+    choices.choose_anew(4, torch.full((LAYERS, HEADS), 2.0))
+    choices.choose_anew(8, torch.full((LAYERS, HEADS), 1.5))
+    assert [drift is None or drift.unique().tolist() for _, drift in freezes] == [True, [2], [3]]
+
+
+def test_heads_of_a_profile_get_denser_where_they_miss_its_target():
+    drift = torch.tensor([[1.0, 1.4, 1.6], [0.2, 5, 1]])
+    choices = made("quality", 0.1, None, profile=choices_of(0.4, 0.1))
+    choices.choose_anew(8, drift)
+    expected = torch.tensor([[0.4, 0.4, 0.6], [0.4, 0.6, 0.4]])
+    torch.testing.assert_close(choices.at(8).density, expected)
+    choices.choose_anew(16, drift)
+    choices.choose_anew(24, drift)
+    assert float(choices.at(24).density.max()) == 1
+    assert torch.equal(choices.first.density, torch.full((LAYERS, HEADS), 0.4))
+
+
+def test_a_profile_for_a_mean_density_stays_as_it_is():
+    choices = made("budget", 0.4, None, profile=choices_of(0.4, 0.1))
+    choices.choose_anew(8, torch.full((LAYERS, HEADS), 5.0))
+    assert choices.at(8) is choices.first
