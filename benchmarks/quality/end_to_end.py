@@ -20,6 +20,7 @@ from benchmarks.quality.rows import Row
 from benchmarks.quality.steps import Budgets, ChosenBudgets, SameBudgets, SparseSteps
 from benchmarks.quality.walks import by_walk, of_heads
 from benchmarks.tiny_video_dit.model import Attention
+from sparge.calibrate import Aim
 from sparge.reference.packed import pack_qkv, scatter
 
 #: Attention of a model in a mode with these budgets, and a function that says its mean density.
@@ -65,12 +66,12 @@ class Clips:
         }
 
     def budgets(self, index: int, mode: Mode, density: float, *, judged: bool = False) -> Budgets:
-        """For one of the clips. judged: as in `ChosenBudgets`, of no use to a timed run."""
+        """For one of the clips. judged: as in `ChosenBudgets`."""
         run = self.runs[index]
         device = run.begun.device
         if mode.measured:
             calibration = self._measured[index].calibration
-            return ChosenBudgets(calibration, density, device, judged=judged)
+            return ChosenBudgets(calibration, Aim("budget", density), device, judged=judged)
         budget = uniform(mode, run.model.config.heads, density).on(device)
         return SameBudgets([budget] * len(run.model.blocks))
 

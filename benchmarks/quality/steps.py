@@ -35,18 +35,14 @@ class SameBudgets:
 
 
 class ChosenBudgets:
-    """A mean density over the steps, chosen anew as the node does; all layers were measured."""
+    """What the node gives to an aim, step by step; all layers were measured."""
 
     def __init__(
-        self,
-        calibration: Calibration,
-        mean_density: float,
-        device: torch.device,
-        *,
-        judged: bool = False,
+        self, calibration: Calibration, aim: Aim, device: torch.device, *, judged: bool = False
     ) -> None:
+        """judged: compare every call with exact attention, of no use to a timed run."""
         self._calibration, self._device, self._judged = calibration, device, judged
-        self._aim = Aim("budget", mean_density)
+        self._aim = aim
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []

@@ -71,11 +71,17 @@ def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
 
 
 @pytest.mark.parametrize("kind", ["budget", "quality"])
-def test_drifts_multiply(freezes, kind):
+def test_errors_are_expected_to_go_on_as_they_went(freezes, kind):
+    """Found: 2 after 2.5 steps, 4.5 after 4 more, and the same once more."""
     choices = made(kind, 0.1, 16, calibration=freezes)
-    choices.choose_anew(4, torch.full((LAYERS, HEADS), 2.0))
-    choices.choose_anew(8, torch.full((LAYERS, HEADS), 1.5))
-    assert [drift is None or drift.unique().tolist() for _, drift in freezes] == [True, [2], [3]]
+    after_the_first = 2 * 2 ** (0.5 * 4 / 2.5)
+    after_the_second = 4.5 * (4.5 / 2) ** 0.5
+    for step, drift in ((4, 2), (8, 4.5 / after_the_first), (12, 4.5 / after_the_second)):
+        choices.choose_anew(step, torch.full((LAYERS, HEADS), float(drift)))
+    (_, first), *anew = freezes
+    assert first is None
+    found = [float(drift.unique()) for _, drift in anew]
+    assert found == pytest.approx([after_the_first, after_the_second, 4.5])
 
 
 def test_heads_of_a_profile_get_denser_where_they_miss_its_target():
