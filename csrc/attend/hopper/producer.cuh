@@ -100,7 +100,7 @@ struct Producer {
   SPARGE_DEVICE Facts facts_of(const Work& work, i32 word, i32 key_blocks) const {
     const i32 block = word * kMapBits + lane;
     if (block >= key_blocks) return {0.0f, 0};
-    return {p.k_scale[work.first_tile + block], p.key_counts[work.first_tile + block]};
+    return {kSixteenBits ? 1.0f : p.k_scale[work.first_tile + block], p.key_counts[work.first_tile + block]};
   }
 
   // Two tiles of pseudo-keys: their place in the head, and in lanes 0 to 3 the bits of those that take part.
@@ -133,7 +133,7 @@ struct Producer {
       const PoolColumn& column = p.pool_columns[tile * kKeyBlock + word * kMapBits % kKeyBlock + lane];
       columns[word] = attend::prepared(column, work, open >> lane & 1);
     }
-    wait_free();
+    wait_free(kKeys);
     Stage& stage = smem.stage_at(ring.at);
 #pragma unroll
     for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) stage.columns[word * kMapBits + lane] = columns[word];
@@ -157,7 +157,7 @@ struct Producer {
     step.head.k_scale[1] *= log2_scale();
     const i64 first = work.first_tile + step.block[0];
     const i64 second = step.block[1] < 0 ? first : work.first_tile + step.block[1];
-    wait_free();
+    wait_free(kKeys);
     Stage& stage = smem.stage_at(ring.at);
     if (lane == 0) stage.step = step;
     fill(stage, p.k_tiles, p.v_tiles, first, second);
@@ -165,34 +165,49 @@ struct Producer {
 
   // An empty list, or the end of all work.
   SPARGE_DEVICE void push_mark(i32 turn) {
-    wait_free();
+    wait_free(kKeys);
     Stage& stage = smem.stage_at(ring.at);
     if (lane == 0) {
       stage.step.turn = turn;
       stage.step.block[0] = -1;
     }
-    ptx::mbarrier_arrive(stage.full);
+#pragma unroll
+    for (int part = 0; part < kTransfers; ++part) {
+      if (part > 0) wait_free(part);
+      ptx::mbarrier_arrive(stage.full[part]);
+    }
     ring.advance();
   }
 
   // A fresh barrier counts as free: the phase before its first has completed.
-  SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free, ring.parity ^ 1); }
+  SPARGE_DEVICE void wait_free(int part) const { ptx::mbarrier_wait(smem.stage_at(ring.at).free[part], ring.parity ^ 1); }
 
   // Every lane arrives, as it may have written columns: one arrival after __syncwarp would do, but racecheck does not see what
   // that orders, and reports a race.
   SPARGE_DEVICE void fill(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
-    if (lane != 0) {
-      ptx::mbarrier_arrive(stage.full);
-    } else {
-      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
 #pragma unroll
-      for (int block = 0; block < kStepBlocks; ++block) {
-        const i64 at = (block == 0 ? first : second) * kTileBytes;
-        ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, stage.full);
-        ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, stage.full);
+    for (int part = 0; part < kTransfers; ++part) {
+      u64& full = stage.full[part];
+      if (part > 0) wait_free(part);
+      if (lane != 0) {
+        ptx::mbarrier_arrive(full);
+      } else {
+        ptx::mbarrier_arrive_expect(full, kStepBytes / kTransfers);
+#pragma unroll
+        for (int block = 0; block < kStepBlocks; ++block) {
+          const i64 at = (block == 0 ? first : second) * kTileBytes;
+          if (part == kKeys) copy_keys(stage, block, keys + at, full);
+          if (part == kValues) ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, full);
+        }
       }
     }
     ring.advance();
+  }
+
+  SPARGE_DEVICE static void copy_keys(Stage& stage, int block, const u8* tile, u64& full) {
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part)
+      ptx::bulk_copy(stage.k[part][block], tile + part * kKeyPartBytes, kKeyPartBytes, full);
   }
 };
 
