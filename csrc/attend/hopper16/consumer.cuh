@@ -4,6 +4,7 @@
 
 #include "../../common/pairs.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/schedule.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "../hopper/store_item.cuh"
 #include "softmax.cuh"
@@ -107,6 +108,8 @@ struct Consumer {
     pass_turn(other_turn());
     ptx::wgmma_wait<1>();
     soften(item, head);
+    // Left to itself ptxas begins the softmax when the values' products are complete. Nothing reads what a NaN would store.
+    ptx::store_if_nan(smem.never_read, item.softmax.sum[0], item.softmax.sum[1]);
     ptx::wgmma_wait<0>();
     ptx::in_flight(item.out);
     release(before, kValues);
