@@ -54,6 +54,7 @@ static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two b
 // What of a stage arrives and is given back by itself. 16-bit tiles leave room for two stages at head_dim 128: K of a step must be
 // on its way while V of the step two before is still in use.
 constexpr int kTransfers = kSixteenBits ? 2 : 1;
+constexpr int kTransferBytes = kStepBytes / kTransfers;
 enum Transfer { kKeys = 0, kValues = kTransfers - 1 };
 
 // Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
@@ -114,6 +115,7 @@ struct alignas(kSwizzleBytes) Stage {
   // full: one arrival of each producer lane, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
   u64 full[kTransfers], free[kTransfers];
+  const u8* values[kStepBlocks];  // where they come from, if that is apart; [0] null: there are none
 };
 
 // All that consumers need of a work item and its 128 query rows, in the order of the block. 16-bit operands have no scales and
@@ -174,6 +176,7 @@ struct Ring {
   }
 
   SPARGE_DEVICE u32 before() const { return at == 0 ? kLast : at - sizeof(Stage); }
+  SPARGE_DEVICE u32 parity_before() const { return at == 0 ? parity ^ 1 : parity; }
 };
 
 // Which of the two items' queries, and the parity of their barriers' phase.

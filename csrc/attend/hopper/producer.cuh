@@ -14,6 +14,7 @@ struct Producer {
   Smem& smem;
   const i32 lane;
   Ring ring;
+  bool started = false;  // there is a step before the ring's
 
   SPARGE_DEVICE Producer(const AttendParams& params, Smem& s) : p(params), smem(s), lane(threadIdx.x % kWarpSize) {}
 
@@ -133,7 +134,7 @@ struct Producer {
       const PoolColumn& column = p.pool_columns[tile * kKeyBlock + word * kMapBits % kKeyBlock + lane];
       columns[word] = attend::prepared(column, work, open >> lane & 1);
     }
-    wait_free(kKeys);
+    wait_free();
     Stage& stage = smem.stage_at(ring.at);
 #pragma unroll
     for (int word = 0; word < kStepPseudoKeys / kMapBits; ++word) stage.columns[word * kMapBits + lane] = columns[word];
@@ -157,7 +158,7 @@ struct Producer {
     step.head.k_scale[1] *= log2_scale();
     const i64 first = work.first_tile + step.block[0];
     const i64 second = step.block[1] < 0 ? first : work.first_tile + step.block[1];
-    wait_free(kKeys);
+    wait_free();
     Stage& stage = smem.stage_at(ring.at);
     if (lane == 0) stage.step = step;
     fill(stage, p.k_tiles, p.v_tiles, first, second);
@@ -165,43 +166,61 @@ struct Producer {
 
   // An empty list, or the end of all work.
   SPARGE_DEVICE void push_mark(i32 turn) {
-    wait_free(kKeys);
+    wait_free();
     Stage& stage = smem.stage_at(ring.at);
     if (lane == 0) {
       stage.step.turn = turn;
       stage.step.block[0] = -1;
     }
-#pragma unroll
-    for (int part = 0; part < kTransfers; ++part) {
-      if (part > 0) wait_free(part);
-      ptx::mbarrier_arrive(stage.full[part]);
+    ptx::mbarrier_arrive(stage.full[kKeys]);
+    if constexpr (kTransfers > 1) {
+      if (lane == 0) stage.values[0] = nullptr;
+      copy_values_before();
     }
     ring.advance();
   }
 
   // A fresh barrier counts as free: the phase before its first has completed.
-  SPARGE_DEVICE void wait_free(int part) const { ptx::mbarrier_wait(smem.stage_at(ring.at).free[part], ring.parity ^ 1); }
+  SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free[kKeys], ring.parity ^ 1); }
 
   // Every lane arrives, as it may have written columns: one arrival after __syncwarp would do, but racecheck does not see what
   // that orders, and reports a race.
   SPARGE_DEVICE void fill(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
+    u64& full = stage.full[kKeys];
+    if (lane != 0) {
+      ptx::mbarrier_arrive(full);
+    } else {
+      ptx::mbarrier_arrive_expect(full, kTransferBytes);
 #pragma unroll
-    for (int part = 0; part < kTransfers; ++part) {
-      u64& full = stage.full[part];
-      if (part > 0) wait_free(part);
-      if (lane != 0) {
-        ptx::mbarrier_arrive(full);
-      } else {
-        ptx::mbarrier_arrive_expect(full, kStepBytes / kTransfers);
-#pragma unroll
-        for (int block = 0; block < kStepBlocks; ++block) {
-          const i64 at = (block == 0 ? first : second) * kTileBytes;
-          if (part == kKeys) copy_keys(stage, block, keys + at, full);
-          if (part == kValues) ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, full);
-        }
+      for (int block = 0; block < kStepBlocks; ++block) {
+        const i64 at = (block == 0 ? first : second) * kTileBytes;
+        copy_keys(stage, block, keys + at, full);
+        if constexpr (kTransfers == 1)
+          ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, full);
+        else
+          stage.values[block] = values + at;
       }
     }
+    if constexpr (kTransfers > 1) copy_values_before();
     ring.advance();
+  }
+
+  // Values of the step before the ring's: its stage is given back after the one that the ring's keys wait for.
+  SPARGE_DEVICE void copy_values_before() {
+    if (started) {
+      Stage& stage = smem.stage_at(ring.before());
+      u64& full = stage.full[kValues];
+      ptx::mbarrier_wait(stage.free[kValues], ring.parity_before() ^ 1);
+      if (lane != 0 || !stage.values[0]) {
+        ptx::mbarrier_arrive(full);
+      } else {
+        ptx::mbarrier_arrive_expect(full, kTransferBytes);
+#pragma unroll
+        for (int block = 0; block < kStepBlocks; ++block)
+          ptx::bulk_copy(stage.v[block].v, stage.values[block], kTileBytes, full);
+      }
+    }
+    started = true;
   }
 
   SPARGE_DEVICE static void copy_keys(Stage& stage, int block, const u8* tile, u64& full) {
