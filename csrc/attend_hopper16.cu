@@ -11,7 +11,10 @@
 //             of a step and values of the step before are in flight together; the warpgroups issue them in turns, so that one's
 //             softmax runs beside the other's products. The scores' fragment is P's. Shared memory holds two steps at head_dim 128:
 //             K and V of a stage arrive and are given back each by itself, so that a copy has a whole step's time.
-// Tried       See NOTES.md for figures.
+// Tried       Left to itself ptxas waits for the values' products before it begins the softmax: a store that never happens
+//             (Consumer::advance) keeps the softmax before that wait.
+// Untried     Scores of the next item's first step beside the values of the last; rescaling only where a maximum moved; 176 keys a
+//             step; the second item's queries given up for a third stage.
 #include "attend/hopper/barriers.cuh"
 #include "attend/hopper/feeder.cuh"
 #include "attend/hopper/producer.cuh"

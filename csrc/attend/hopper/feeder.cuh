@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps beside the producer read the queries of the next work item, lay them down in swizzled tiles, quantized to INT8 or in
-// 16 bits, and lay down what
-// else the consumers need of the item. The consumers find all of it in shared memory: an item that began with the latency of the
-// memory, and of what it takes to find its rows, cost them two steps.
+// The warps beside the producer read the queries of the next work item, as swizzled tiles of INT8 or 16-bit rows, and lay down
+// what else the consumers need of the item. The consumers find all of it in shared memory: an item that began with the latency of
+// the memory, and of what it takes to find its rows, cost them two steps.
 #pragma once
 
 #include "../../common/chunks.cuh"

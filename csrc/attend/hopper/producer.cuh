@@ -216,8 +216,7 @@ struct Producer {
       } else {
         ptx::mbarrier_arrive_expect(full, kTransferBytes);
 #pragma unroll
-        for (int block = 0; block < kStepBlocks; ++block)
-          ptx::bulk_copy(stage.v[block].v, stage.values[block], kTileBytes, full);
+        for (int block = 0; block < kStepBlocks; ++block) ptx::bulk_copy(stage.v[block].v, stage.values[block], kTileBytes, full);
       }
     }
     started = true;

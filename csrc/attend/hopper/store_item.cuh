@@ -9,7 +9,8 @@ namespace sparge::hopper {
 template <typename Item>
 SPARGE_DEVICE void store_facts(const AttendParams& p, const Item& item, const Queries& of, int half, i32 row) {
   if (quad_lane() == 0 && of.token[row] >= 0)
-    attend::store_row_facts(p, of.work, of.token[row], item.softmax.reported(half), item.softmax.sum[half], of.product_with_mean(row));
+    attend::store_row_facts(p, of.work, of.token[row], item.softmax.reported(half), item.softmax.sum[half],
+                            of.product_with_mean(row));
 }
 
 template <typename Item>

@@ -49,9 +49,7 @@ struct Consumer {
   }
 
   // Every lane speaks for its own reads: racecheck does not see what __syncwarp orders before the arrival of one lane.
-  SPARGE_DEVICE void release(const Ring& place, Transfer part) const {
-    ptx::mbarrier_arrive(smem.stage_at(place.at).free[part]);
-  }
+  SPARGE_DEVICE void release(const Ring& place, Transfer part) const { ptx::mbarrier_arrive(smem.stage_at(place.at).free[part]); }
 
   SPARGE_DEVICE void attend_item() {
     const Step& first = smem.stage_at(ring.at).step;
