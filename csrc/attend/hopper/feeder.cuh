@@ -77,7 +77,10 @@ struct Feeder {
       queries.token[row] = token;
       if (token >= 0) prefetch_row(queries.work, token);
     }
-    if constexpr (kSixteenBits) return;
+    if constexpr (!kSixteenBits) lay_down_means(queries);
+  }
+
+  SPARGE_DEVICE void lay_down_means(Queries& queries) const {
 #pragma unroll 1
     for (i32 at = thread(); at < kHeadDim; at += kFeederThreads) {
       queries.v_mean[at] = p.v_mean[queries.work.kv_at * kHeadDim + at];
