@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sparge import launch
-from sparge.kernels.spec import HOPPER_ATTEND
+from sparge.kernels.spec import HOPPER_ENTRIES
 
 HEAD_START = 4_000_000  # clocks: about 2 ms, in which the host queues a call of a few launches
 
@@ -64,7 +64,7 @@ def watched_launches() -> Iterator[list[Mark]]:
     given = launch.get_kernel
 
     def watched(spec: Any, device_index: int) -> Any:
-        stage = "attend" if spec.entry == HOPPER_ATTEND else spec.entry
+        stage = "attend" if spec.entry in HOPPER_ENTRIES else spec.entry
         return Watched(given(spec, device_index), stage, marks)
 
     launch.get_kernel = watched

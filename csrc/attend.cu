@@ -6,8 +6,8 @@
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
 // Strategy    4 warps x 32 rows; scores and accumulators in registers, Q fragments re-read from shared memory every
 //             block; tiles arrive by cp.async 1-2 blocks ahead; 2 thread blocks an SM hide each other's softmax.
-// Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a, whose own E4M3 path is attend_hopper.cu,
-//             E4M3 mma.sync is emulated: that build exists for correctness tests.
+// Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a attend_hopper.cu serves E4M3 and
+//             attend_hopper16.cu 16 bits; the builds for sm_90a, with E4M3 mma.sync emulated, exist for correctness tests.
 // Tried       See NOTES.md for figures.
 #include "attend/epilogue.cuh"
 #include "attend/pipeline.cuh"

@@ -85,6 +85,7 @@
 //             Profile of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
+#include "attend/hopper/barriers.cuh"
 #include "attend/hopper/consumer.cuh"
 #include "attend/hopper/feeder.cuh"
 #include "attend/hopper/producer.cuh"
@@ -93,19 +94,6 @@ namespace sparge::hopper {
 
 SPARGE_CHECK_PARAMS(AttendParams);
 static_assert(kElement == Element::kInt8E4M3 && kArch == 90, "this kernel is INT8 and E4M3 on sm_90a");
-
-SPARGE_DEVICE void init_barriers(Smem& smem) {
-  for (int stage = 0; stage < kStages; ++stage) {
-    ptx::mbarrier_init(smem.stage[stage].full, kWarpSize);
-    ptx::mbarrier_init(smem.stage[stage].free, kConsumerGroups * kGroupThreads);
-  }
-  for (int item = 0; item < kItems; ++item) {
-    ptx::mbarrier_init(smem.queries[item].asked, 1);
-    ptx::mbarrier_init(smem.queries[item].ready, kFeederThreads);
-    ptx::mbarrier_init(smem.queries[item].free, kConsumerGroups * kGroupThreads);
-  }
-  ptx::mbarrier_init_fence();
-}
 
 // What no bulk copy overwrites. All threads meet after this, before the first read.
 SPARGE_DEVICE void fill_constants(Smem& smem) {

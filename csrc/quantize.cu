@@ -5,8 +5,8 @@
 //             16-bit elements copy K and V unchanged. Means and self-similarity from true token counts. Rows past
 //             a head's last key are zero. A token order is followed where tokens are read: nothing is gathered first.
 //             For budgets also the variance of K, mean and variance of V, and the means as tiles of pseudo-keys.
-// Layout      K tile 64 x head_dim, V tile head_dim x 64, 16-byte chunks swizzled (common/swizzle.cuh), so that a
-//             tile is one contiguous copy for every reader. See params.cuh for the statistics.
+// Layout      K tile 64 x head_dim (16-bit rows cut in two on sm_90a, common/key_tile.cuh), V tile head_dim x 64, 16-byte
+//             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. See params.cuh for the statistics.
 // Strategy    One thread block a query, key or value block; its loads are on their way before anything is waited for.
 //             What only statistics need is finished by single warps at the end, without barriers. Q is only averaged
 //             here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a sixth of

@@ -19,7 +19,7 @@ from .kernels.params import (
     RouteParams,
     TensorView,
 )
-from .kernels.spec import ARCHS, HOPPER_ATTEND, attend_path
+from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
 from .plan.blocks import block_count
 from .stats import Counter
 from .workspace import CallShape, layout_of
@@ -281,7 +281,7 @@ def attend(
     blocks = shape.batch * shape.heads * shape.query_blocks
     entry = attend_path(capabilities(q.device).arch, element).entry
     map_bytes = 0
-    if entry == HOPPER_ATTEND:
+    if entry in HOPPER_ENTRIES:
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4

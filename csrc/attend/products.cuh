@@ -4,6 +4,7 @@
 // Every element type sees the same bytes: a k-step is 32 bytes of a row, ldmatrix hands out its two 16-byte chunks.
 #pragma once
 
+#include "../common/key_tile.cuh"
 #include "../ptx/convert.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
@@ -58,7 +59,7 @@ SPARGE_DEVICE void multiply_scores(float (&d)[4], const u32 (&a)[4], u32 b0, u32
 SPARGE_DEVICE void score_block(Scores& scores, const u8* q_tile, const u8* k_tile) {
   const i32 warp = ptx::thread_index() / kWarpSize;
   const u32 q = lane_address<kQueryRowBytes, Operand::kA>(q_tile + warp * kWarpRows * kQueryRowBytes);
-  const u32 k = lane_address<kQueryRowBytes, Operand::kB>(k_tile);
+  const u32 k = lane_address<kKeyPartRowBytes, Operand::kB>(k_tile);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -73,7 +74,8 @@ SPARGE_DEVICE void score_block(Scores& scores, const u8* q_tile, const u8* k_til
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n += 2) {
       u32 columns[4];
-      load_fragments<kQueryRowBytes>(columns, k, 8 * n, step);
+      constexpr int kPartSteps = kKeySteps / kKeyParts;
+      load_fragments<kKeyPartRowBytes>(columns, k + step / kPartSteps * (kKeyBlock * kKeyPartRowBytes), 8 * n, step % kPartSteps);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         multiply_scores(scores[m][n], rows[m], columns[0], columns[1]);

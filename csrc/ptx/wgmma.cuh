@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup matrix products of sm_90a, D (+)= A * B: A 64 x 32 bytes from registers or shared memory, B from shared
+// Warpgroup matrix products of sm_90a, D (+)= A * B: A 64 rows x 32 bytes from registers or shared memory, B from shared
 // memory, both K-major. Asynchronous: D and the registers of A may be touched only after wgmma_wait.
 #pragma once
 
@@ -91,6 +91,46 @@ SPARGE_DEVICE void wgmma_e4m3(float (&d)[36], const u32 (&a)[4], u64 b, bool acc
       : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_4("+f", d, 32)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
+
+// 16-bit numbers, sums in float32. Scores: A and B from shared memory, 128 columns, the first product of a sum overwrites.
+// Values: A from registers, added to what is there.
+#define SPARGE_WGMMA_16(name, type)                                                       \
+  SPARGE_DEVICE void wgmma_scores_##name(float (&d)[64], u64 a, u64 b, bool accumulate) { \
+    asm volatile(                                                                         \
+        "{\n"                                                                             \
+        ".reg .pred accumulate;\n"                                                        \
+        "setp.ne.b32 accumulate, %66, 0;\n"                                               \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" SPARGE_NAMES_64 \
+        "}, %64, %65, accumulate, 1, 1, 0, 0;\n"                                          \
+        "}\n"                                                                             \
+        : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_32("+f", d, 32)               \
+        : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));                             \
+  }                                                                                       \
+  SPARGE_DEVICE void wgmma_values_##name(float (&d)[64], const u32(&a)[4], u64 b) {       \
+    asm volatile(                                                                         \
+        "{\n"                                                                             \
+        ".reg .pred accumulate;\n"                                                        \
+        "setp.eq.b32 accumulate, 0, 0;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" SPARGE_NAMES_64 \
+        "}, {%64,%65,%66,%67}, %68, accumulate, 1, 1, 0;\n"                               \
+        "}\n"                                                                             \
+        : SPARGE_REGISTERS_32("+f", d, 0), SPARGE_REGISTERS_32("+f", d, 32)               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                            \
+  }                                                                                       \
+  SPARGE_DEVICE void wgmma_values_##name(float (&d)[32], const u32(&a)[4], u64 b) {       \
+    asm volatile(                                                                         \
+        "{\n"                                                                             \
+        ".reg .pred accumulate;\n"                                                        \
+        "setp.eq.b32 accumulate, 0, 0;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SPARGE_NAMES_32  \
+        "}, {%32,%33,%34,%35}, %36, accumulate, 1, 1, 0;\n"                               \
+        "}\n"                                                                             \
+        : SPARGE_REGISTERS_32("+f", d, 0)                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                            \
+  }
+SPARGE_WGMMA_16(bf16, "bf16")
+SPARGE_WGMMA_16(fp16, "f16")
+#undef SPARGE_WGMMA_16
 
 #undef SPARGE_REGISTERS_4
 #undef SPARGE_REGISTERS_8

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../common/int8.cuh"
-#include "../common/swizzle.cuh"
+#include "../common/key_tile.cuh"
 #include "pool.cuh"
 
 namespace sparge::quantize {
@@ -109,8 +109,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
   __syncthreads();
-  constexpr int kRowBytes = kHeadDim * key_bytes(kElement);
-  u8* tile = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kRowBytes);
+  u8* tile = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes);
   if constexpr (is_quantized(kElement)) {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
@@ -120,7 +119,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const i32 token = thread.token + pass * kTokensPerPass;
-      const u32 offset = tile_offset<kRowBytes>(token, thread.channel / 16) + thread.channel % 16;
+      const u32 offset = key_offset<kKeyBlock>(token, thread.channel / 16) + thread.channel % 16;
       *reinterpret_cast<Vec8*>(tile + offset) = {pack_int8(x[pass], inverse_scale), pack_int8(x[pass] + 4, inverse_scale)};
     }
   } else {
@@ -131,7 +130,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     for (int pass = 0; pass < kPasses; ++pass) {
       const i32 token = thread.token + pass * kTokensPerPass;
       const float* row = x[pass];
-      *reinterpret_cast<Vec16*>(tile + tile_offset<kRowBytes>(token, thread.channel / 8)) = {
+      *reinterpret_cast<Vec16*>(tile + key_offset<kKeyBlock>(token, thread.channel / 8)) = {
           pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]), pack(row[6], row[7])};
     }
   }

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../common/int8.cuh"
-#include "../common/swizzle.cuh"
+#include "../common/key_tile.cuh"
 #include "block_stats.cuh"
 #include "key_order.cuh"
 
@@ -24,14 +24,16 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 
                             const float (&mean)[kLaneShare]) {
   const i64 tile_at = pool_tile_at(p.problem, head_at, block);
   const i32 row = block % kKeyBlock, channel = lane * kLaneShare;
-  constexpr int kBytes = key_bytes(kElement), kRowBytes = kHeadDim * kBytes;
-  u8* tile = p.pool_k + tile_at * (kKeyBlock * kRowBytes);
+  constexpr int kBytes = key_bytes(kElement), kTileBytes = kKeyBlock * kKeyRowBytes, kPartBytes = kTileBytes / kKeyParts;
+  u8* tile = p.pool_k + tile_at * kTileBytes;
   if (block == p.problem.key_blocks() - 1)
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part)
 #pragma unroll 1
-    for (i32 byte = (row + 1) * kRowBytes + 16 * lane; byte < kKeyBlock * kRowBytes; byte += 16 * kWarpSize)
-      *reinterpret_cast<Vec16*>(tile + byte) = {};  // swizzled chunks stay in their row
+      for (i32 byte = (row + 1) * kKeyPartRowBytes + 16 * lane; byte < kPartBytes; byte += 16 * kWarpSize)
+        *reinterpret_cast<Vec16*>(tile + part * kPartBytes + byte) = {};  // swizzled chunks stay in their row
   float scale = 1.0f;
-  u8* at = tile + tile_offset<kRowBytes>(row, channel * kBytes / 16) + channel * kBytes % 16;
+  u8* at = tile + key_offset<kKeyBlock>(row, channel * kBytes / 16) + channel * kBytes % 16;
   if constexpr (is_quantized(kElement)) {
     float largest = 0.0f, four[4] = {};
 #pragma unroll

@@ -162,8 +162,9 @@ class PoolColumn(Structure):
 #: Structs that lie in tensors rather than in a parameter block; all their fields are float32.
 IN_TENSORS: tuple[type[Structure], ...] = (HeadThresholds, PoolColumn)
 
-#: The entry of the warpgroup kernel: csrc/attend_hopper.cu.
+#: The entries of the warpgroup kernels, of 8-bit and of 16-bit operands.
 HOPPER_ATTEND = "attend_hopper"
+HOPPER_ATTEND_16 = "attend_hopper16"
 
 PARAMS: dict[str, type[Structure]] = {
     "means": MeansParams,
@@ -171,4 +172,5 @@ PARAMS: dict[str, type[Structure]] = {
     "route": RouteParams,
     "attend": AttendParams,
     HOPPER_ATTEND: AttendParams,
+    HOPPER_ATTEND_16: AttendParams,
 }

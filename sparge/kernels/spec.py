@@ -7,7 +7,7 @@ import ctypes
 import enum
 from dataclasses import dataclass
 
-from .params import HOPPER_ATTEND, PARAMS
+from .params import HOPPER_ATTEND, HOPPER_ATTEND_16, PARAMS
 
 
 class Element(enum.IntEnum):
@@ -57,7 +57,9 @@ ARCHS: dict[str, Arch] = {
 #: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
 RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
-ENTRIES = ("means", "quantize", "route", "attend", HOPPER_ATTEND)
+#: Attend kernels with persistent blocks, which ``wgmma`` is needed for.
+HOPPER_ENTRIES = (HOPPER_ATTEND, HOPPER_ATTEND_16)
+ENTRIES = ("means", "quantize", "route", "attend", *HOPPER_ENTRIES)
 _WITHOUT_ELEMENT = ("means", "route")
 HEAD_DIMS = (64, 128)
 _HOPPER_PATH = 90
@@ -87,7 +89,7 @@ class KernelSpec:
             raise ValueError(f"arch {self.arch!r} is not one of {', '.join(ARCHS)}")
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim {self.head_dim} is not built: pad to one of {HEAD_DIMS}")
-        if self.entry == HOPPER_ATTEND and ARCHS[self.arch].path != _HOPPER_PATH:
+        if self.entry in HOPPER_ENTRIES and ARCHS[self.arch].path != _HOPPER_PATH:
             raise ValueError(f"{self.entry} is not built for {self.arch}, which has no wgmma")
         if not self.reads_element:
             object.__setattr__(self, "element", Element.INT8_FP16)
@@ -143,13 +145,13 @@ def attend_path(arch: str, element: Element) -> AttendPath:
     """The one place that chooses between the ``mma.sync`` family and the warpgroup kernel."""
     if ARCHS[arch].path != _HOPPER_PATH:
         return AttendPath("attend", f"mma.sync: {arch} has no wgmma instruction")
-    if element is not Element.INT8_E4M3:
-        return AttendPath("attend", f"mma.sync: the wgmma kernel is not built for {element.name}")
-    return AttendPath(
-        HOPPER_ATTEND,
-        "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units",
-        filter_saves=False,
-    )
+    if element is Element.INT8_FP16:
+        return AttendPath("attend", f"mma.sync: no wgmma kernel is built for {element.name}")
+    if element is Element.INT8_E4M3:
+        reason = "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units"
+        return AttendPath(HOPPER_ATTEND, reason, filter_saves=False)
+    reason = f"wgmma: {element.name} QK and PV on Hopper's warpgroup units"
+    return AttendPath(HOPPER_ATTEND_16, reason, filter_saves=False)
 
 
 def pv_filter_saves(arch: str) -> bool:
@@ -167,7 +169,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
         for head_dim in HEAD_DIMS
         for element in elements
         for pv_filter in (False, True)
-        if entry != HOPPER_ATTEND or attend_path(arch, element).entry == entry
+        if entry not in HOPPER_ENTRIES or attend_path(arch, element).entry == entry
     )
     return list(dict.fromkeys(specs))
 

@@ -43,8 +43,9 @@ class OnlineSoftmax:
 
 
 PORTABLE_SOFTMAX = OnlineSoftmax()
-#: Of the sm_90a kernel.
+#: Of the sm_90a kernels, of 8-bit and of 16-bit operands.
 HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True)
+HOPPER_SOFTMAX_16 = OnlineSoftmax(step_blocks=2)
 
 
 @dataclass(frozen=True, eq=False)

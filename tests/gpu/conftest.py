@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from sparge.kernels import Element, capabilities
-from sparge.kernels.spec import HOPPER_ATTEND, AttendPath
-from sparge.reference.attend import HOPPER_SOFTMAX, PORTABLE_SOFTMAX, OnlineSoftmax
+from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
+from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath
+from sparge.reference.attend import (
+    HOPPER_SOFTMAX,
+    HOPPER_SOFTMAX_16,
+    PORTABLE_SOFTMAX,
+    OnlineSoftmax,
+)
 
 POISON_BYTES = 1 << 28
 
@@ -40,7 +46,10 @@ class Kernels:
         return f"{self.entry}-{self.element.name}"
 
 
-HOPPER = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX)
+HOPPER = (
+    Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX),
+    Kernels(Element.BF16, HOPPER_ATTEND_16, HOPPER_SOFTMAX_16),
+)
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
     """Runs these kernels, also where they are not this GPU's own choice (emulated E4M3)."""
 
     def force(kernels: Kernels) -> None:
-        if kernels.entry == HOPPER_ATTEND and capabilities("cuda").arch != "sm_90a":
+        if kernels.entry in HOPPER_ENTRIES and capabilities("cuda").arch != "sm_90a":
             pytest.skip("wgmma exists on sm_90a only")
         call = importlib.import_module("sparge.call")
         launch = importlib.import_module("sparge.launch")

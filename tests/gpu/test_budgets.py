@@ -35,11 +35,11 @@ from sparge.reference.scores import LEAST_ERROR
 from sparge.workspace import WorkspaceLayout
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import HOPPER, Kernels, assert_same_lse
-from tests.gpu.test_stages import ELEMENTS, TIGHT, unswizzle, value_levels, with_element
+from tests.gpu.test_stages import ELEMENTS, TIGHT, key_rows, value_levels, with_element
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = [*map(Kernels, ELEMENTS), HOPPER]
+KERNELS = [*map(Kernels, ELEMENTS), *HOPPER]
 every_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
 GAINS = (0.0, 0.5, 1.0, 1.2)
 DENSITIES = (0.1, 0.3, 0.25, 0.6)
@@ -188,7 +188,7 @@ def test_statistics_and_pseudo_keys(
     columns = fields["pool_columns"].flatten(2, 3)[:, :, :blocks]
     expected_bias = counts.float().log2()
     torch.testing.assert_close(columns[..., 1], expected_bias, rtol=1e-5, atol=1e-6)
-    rows = unswizzle(fields["pool_k"], head_dim * (1 if int8 else 2))
+    rows = key_rows(fields["pool_k"], head_dim * (1 if int8 else 2))
     dtype = torch.int8 if int8 else (torch.float16 if element is Element.FP16 else torch.bfloat16)
     keys = rows.view(dtype).flatten(2, 3)[:, :, :blocks, :d].float()
     means = operands.k_block_mean

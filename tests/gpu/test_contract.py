@@ -109,9 +109,9 @@ def rounding() -> float:
     return 0.06 if e4m3() else 0.03
 
 
-def own_attend() -> str:
+def own_attend(on_hopper: str = "attend_hopper") -> str:
     """The attend entry of this GPU's 8-bit precision, written down apart from the library."""
-    return "attend_hopper" if capabilities("cuda").arch == "sm_90a" else "attend"
+    return on_hopper if capabilities("cuda").arch == "sm_90a" else "attend"
 
 
 def test_a_plan_saves_its_launch(generator: torch.Generator, launched: list[KernelSpec]) -> None:
@@ -131,8 +131,8 @@ def test_the_path_that_was_asked_for_runs(
     for dtype, precision, entry, element in (
         (torch.bfloat16, Precision.INT8, own_attend(), native),
         (torch.bfloat16, Precision.INT8_FP16, "attend", Element.INT8_FP16),
-        (torch.bfloat16, Precision.SIXTEEN_BIT, "attend", Element.BF16),
-        (torch.float16, Precision.SIXTEEN_BIT, "attend", Element.FP16),
+        (torch.bfloat16, Precision.SIXTEEN_BIT, own_attend("attend_hopper16"), Element.BF16),
+        (torch.float16, Precision.SIXTEEN_BIT, own_attend("attend_hopper16"), Element.FP16),
     ):
         for head_dim, padded in ((40, 64), (64, 64), (96, 128), (128, 128)):
             launched.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernel's persistent blocks: how many there are changes nothing.
+"""The Hopper kernels' persistent blocks: how many there are changes nothing.
 
 With few blocks each serves many work items one after another: long and short lists, empty ones, the
 filter's counters. A GPU with more SMs than the small cases have items never gets that far.
@@ -18,9 +18,11 @@ from sparge.call import make_call
 from sparge.stats import AttentionStats
 from sparge.workspace import WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
-from tests.gpu.conftest import HOPPER
+from tests.gpu.conftest import HOPPER, Kernels
+from tests.gpu.test_stages import with_element
 
 pytestmark = pytest.mark.gpu
+every_kernel = pytest.mark.parametrize("kernels", HOPPER, ids=lambda kernels: kernels.id)
 
 POLICIES = {
     "dense": SparsePolicy(topk=1.0),
@@ -58,6 +60,7 @@ def run(case: Case, policy: SparsePolicy, generator: torch.Generator, empty_rows
     return call
 
 
+@every_kernel
 @pytest.mark.parametrize("empty_rows", [False, True], ids=["routed", "empty-rows"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -65,13 +68,14 @@ def test_the_number_of_blocks_changes_nothing(
     case: Case,
     policy: SparsePolicy,
     empty_rows: bool,
+    kernels: Kernels,
     generator: torch.Generator,
     poison: None,
     force,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    force(HOPPER)
-    call = run(case, policy, generator, empty_rows)
+    force(kernels)
+    call = run(case, with_element(policy, kernels.element), generator, empty_rows)
     many = call()
     launch = importlib.import_module("sparge.launch")
     for blocks in (1, 3):
@@ -81,10 +85,13 @@ def test_the_number_of_blocks_changes_nothing(
             assert torch.equal(one, other)
 
 
-def test_attend_leaves_the_workspace_as_it_was(generator: torch.Generator, force) -> None:
-    force(HOPPER)
+@every_kernel
+def test_attend_leaves_the_workspace_as_it_was(
+    kernels: Kernels, generator: torch.Generator, force
+) -> None:
+    force(kernels)
     q, k, v = make_qkv(CASES[0], generator)
-    policy = SparsePolicy(topk=0.5)
+    policy = with_element(SparsePolicy(topk=0.5), kernels.element)
     call = make_call(q, k, v, policy, "HND", False, None, None, None, None)
     element, sizes = int(call.element), call.shape.sizes()
     workspace = ops.quantize(q, k, v, None, True, element, True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparge import SparsePolicy, reference
-from sparge.kernels import Element
+from sparge.kernels import Element, capabilities
 from sparge.launch import quantize
 from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK
@@ -23,7 +23,7 @@ from tests.gpu.conftest import HOPPER, Kernels, assert_same_lse
 pytestmark = pytest.mark.gpu
 
 ELEMENTS = [Element.INT8_FP16, Element.INT8_E4M3, Element.BF16]
-KERNELS = [*map(Kernels, ELEMENTS), HOPPER]
+KERNELS = [*map(Kernels, ELEMENTS), *HOPPER]
 
 #: Kernel against emulation, float32 output, relative L2. Two effects: exp2 differs in its last bits
 #: and a few probabilities round the other way (to 11, 4 or 8 bits); the offset of INT8 scores
@@ -54,6 +54,13 @@ def unswizzle(tiles: Tensor, row_bytes: int) -> Tensor:
     mixed = chunk ^ ((row // 2) % 4 if row_bytes == 64 else row % 8)
     index = mixed.unsqueeze(-1).expand(rows.shape)
     return rows.gather(-2, index).flatten(-2)
+
+
+def key_rows(tiles: Tensor, row_bytes: int) -> Tensor:
+    """Likewise of tiles of K: undoes csrc/common/key_tile.cuh."""
+    parts = 2 if row_bytes == 256 and capabilities("cuda").arch == "sm_90a" else 1
+    halves = tiles.unflatten(-1, (parts, -1)).unbind(-2)
+    return torch.cat([unswizzle(half, row_bytes // parts) for half in halves], -1)
 
 
 def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Tensor | None):
@@ -110,7 +117,7 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
         )
 
     head_dim = CallShape.of(q, k).head_dim
-    keys = unswizzle(fields["k_tiles"], head_dim * (1 if int8 else 2))
+    keys = key_rows(fields["k_tiles"], head_dim * (1 if int8 else 2))
     keys = keys.view(torch.int8 if int8 else torch.bfloat16).flatten(2, 3)
     assert keys[:, :, case.keys :].float().abs().sum() == 0
     levels = keys[:, :, : case.keys, :d].float() - truth.k_levels.float()

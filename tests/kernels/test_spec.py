@@ -12,6 +12,7 @@ from sparge.kernels.spec import (
     ARCHS,
     ENTRIES,
     HOPPER_ATTEND,
+    HOPPER_ATTEND_16,
     RELEASE_ARCHS,
     Element,
     KernelSpec,
@@ -94,8 +95,12 @@ def test_the_warpgroup_kernel_is_chosen_where_it_runs():
     hopper = attend_path("sm_90a", Element.INT8_E4M3)
     assert hopper.entry == HOPPER_ATTEND and "wgmma" in hopper.reason
     assert not hopper.filter_saves
+    for element in (Element.BF16, Element.FP16):
+        path = attend_path("sm_90a", element)
+        assert path.entry == HOPPER_ATTEND_16 and "wgmma" in path.reason
+        assert not path.filter_saves
     for arch, element in (
-        ("sm_90a", Element.BF16),
+        ("sm_80", Element.BF16),
         ("sm_90a", Element.INT8_FP16),
         ("sm_120a", Element.INT8_E4M3),
     ):

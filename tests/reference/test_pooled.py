@@ -14,7 +14,12 @@ from sparge.kernels.spec import Element
 from sparge.plan import BlockPlan, HeadBudget, Router, TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import attend, quantize_qkv
-from sparge.reference.attend import HOPPER_SOFTMAX, PORTABLE_SOFTMAX, OnlineSoftmax
+from sparge.reference.attend import (
+    HOPPER_SOFTMAX,
+    HOPPER_SOFTMAX_16,
+    PORTABLE_SOFTMAX,
+    OnlineSoftmax,
+)
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.exact_pooled import exact_pooled_attention
 from sparge.reference.packed import Packed, pack_qkv, scatter
@@ -93,7 +98,11 @@ def test_exact_residual_is_the_definition(make_qkv, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("element", "softmax"),
-    [*((element, PORTABLE_SOFTMAX) for element in Element), (Element.INT8_E4M3, HOPPER_SOFTMAX)],
+    [
+        *((element, PORTABLE_SOFTMAX) for element in Element),
+        (Element.INT8_E4M3, HOPPER_SOFTMAX),
+        (Element.BF16, HOPPER_SOFTMAX_16),
+    ],
 )
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_error_is_that_of_rounding_p(

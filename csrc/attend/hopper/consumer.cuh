@@ -7,6 +7,7 @@
 #include "../../ptx/schedule.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "softmax.cuh"
+#include "store_item.cuh"
 
 namespace sparge::hopper {
 
@@ -56,10 +57,10 @@ struct Consumer {
     while (next_step(), uniform(step(ring.at).turn >= 0)) attend_item();
   }
 
-  SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.stage_at(ring.at).full, ring.parity); }
+  SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.stage_at(ring.at).full[kKeys], ring.parity); }
 
   // Every lane speaks for its own reads: racecheck does not see what __syncwarp orders before the arrival of one lane.
-  SPARGE_DEVICE void release(u32 at) const { ptx::mbarrier_arrive(smem.stage_at(at).free); }
+  SPARGE_DEVICE void release(u32 at) const { ptx::mbarrier_arrive(smem.stage_at(at).free[kKeys]); }
 
   SPARGE_DEVICE void attend_item() {
     const Step& first = step(ring.at);
@@ -264,74 +265,11 @@ struct Consumer {
   }
 
   SPARGE_DEVICE void store(const Item& item, const Queries& of) const {
-    if (!attend::RowStore::whole(p))
-      store_rows(item, of);
-    else if (p.out.dtype == DType::kBf16)
-      store_whole_rows<DType::kBf16>(item, of);
-    else
-      store_whole_rows<DType::kFp16>(item, of);
+    store_item(p, item, of);
     if (kPvFilter && leads()) {
       if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[group]));
       smem.skipped_pairs[group] = 0;
     }
-  }
-
-  SPARGE_DEVICE void store_facts(const Item& item, const Queries& of, int half, i32 row) const {
-    if (quad_lane() == 0 && of.token[row] >= 0)
-      attend::store_row_facts(p, of.work, of.token[row], item.softmax.reported(half), item.softmax.sum[half], of.dot_mean[row]);
-  }
-
-  SPARGE_DEVICE void store_rows(const Item& item, const Queries& of) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i32 row = first_row_anew() + 8 * half, token = of.token[row];
-      store_facts(item, of, half, row);
-      if (token < 0) continue;
-      const attend::RowStore to(p, of.work, token, item.softmax.sum[half]);
-#pragma unroll
-      for (int n = 0; n < kChannelTiles; ++n) {
-        const i32 channel = 8 * n + 2 * quad_lane();
-        const float* sums = item.out + 4 * n + 2 * half;
-        to.store(channel, sums[0], sums[1], of.value(channel), of.value(channel + 1));
-      }
-    }
-  }
-
-  // Four lanes have pairs of channels of a row each; they exchange them until each has 16 neighbouring bytes.
-  template <DType kType>
-  SPARGE_DEVICE void store_whole_rows(const Item& item, const Queries& of) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i32 row = first_row_anew() + 8 * half, token = of.token[row];
-      store_facts(item, of, half, row);
-      const attend::RowStore to(p, of.work, token, item.softmax.sum[half]);
-#pragma unroll
-      for (int first = 0; first < kChannelTiles; first += 4) {
-        u32 word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const i32 channel = 8 * (first + i) + 2 * quad_lane();
-          const float* sums = item.out + 4 * (first + i) + 2 * half;
-          word[i] = to.packed<kType>(sums[0], sums[1], of.value(channel), of.value(channel + 1));
-        }
-        transpose_quad(word);
-        if (token >= 0) reinterpret_cast<Vec16*>(to.out)[first + quad_lane()] = {word[0], word[1], word[2], word[3]};
-      }
-    }
-  }
-
-  // Word i of lane t becomes word t of lane i.
-  SPARGE_DEVICE static void transpose_quad(u32 (&word)[4]) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & step) continue;
-        const bool upper = quad_lane() & step;
-        const u32 other = __shfl_xor_sync(kFullWarp, upper ? word[i] : word[i + step], step);
-        word[i] = upper ? other : word[i];
-        word[i + step] = upper ? word[i + step] : other;
-      }
   }
 };
 

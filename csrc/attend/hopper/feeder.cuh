@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps beside the producer read the queries of the next work item, quantize them into swizzled INT8 tiles, and lay down what
-// else the consumers need of the item. The consumers find all of it in shared memory: an item that began with the latency of the
-// memory, and of what it takes to find its rows, cost them two steps.
+// The warps beside the producer read the queries of the next work item, as swizzled tiles of INT8 or 16-bit rows, and lay down
+// what else the consumers need of the item. The consumers find all of it in shared memory: an item that began with the latency of
+// the memory, and of what it takes to find its rows, cost them two steps.
 #pragma once
 
 #include "../../common/chunks.cuh"
@@ -33,8 +33,12 @@ struct Feeder {
       lay_down_facts(queries);
       sync_feeder();
       const AnyChunks rows(p.q, uniform(queries.work.b), uniform(queries.work.head), p.problem.channels);
-      quantize(rows, queries, smem.q[place][0]);
-      if (p.lse) multiply_by_mean(rows, queries);
+      if constexpr (kSixteenBits) {
+        copy(rows, queries, smem.q[place][0]);
+      } else {
+        quantize(rows, queries, smem.q[place][0]);
+        if (p.lse) multiply_by_mean(rows, queries);
+      }
       ptx::fence_proxy_async();
       ptx::mbarrier_arrive(queries.ready);
     }
@@ -73,6 +77,10 @@ struct Feeder {
       queries.token[row] = token;
       if (token >= 0) prefetch_row(queries.work, token);
     }
+    if constexpr (!kSixteenBits) lay_down_means(queries);
+  }
+
+  SPARGE_DEVICE void lay_down_means(Queries& queries) const {
 #pragma unroll 1
     for (i32 at = thread(); at < kHeadDim; at += kFeederThreads) {
       queries.v_mean[at] = p.v_mean[queries.work.kv_at * kHeadDim + at];
@@ -89,6 +97,21 @@ struct Feeder {
     const char* row = static_cast<const char*>(p.q.data) + at * bytes_each;
 #pragma unroll 1
     for (i32 byte = 0; byte < row_bytes; byte += kSectorBytes) ptx::prefetch_l2(row + byte);
+  }
+
+  SPARGE_DEVICE void copy(const AnyChunks& rows, const Queries& queries, u8* tiles) const {
+#pragma unroll 1
+    for (i32 row = first_row(); row < kQueryBlock; row += kRows * kFeederWarps) {
+      Chunk chunk = rows.load(queries.token[row], channel());
+#pragma unroll
+      for (int i = 0; i < kLaneChannels / 2; ++i) {
+        float low, high;
+        rows.unpack(chunk.word[i], low, high);
+        chunk.word[i] = kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
+      }
+      const u32 at = row / kGroupRows * kQueryTileBytes + key_offset<kGroupRows>(row % kGroupRows, channel() / kLaneChannels);
+      *reinterpret_cast<Vec16*>(tiles + at) = {chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]};
+    }
   }
 
   // A few rows at a time and their numbers unpacked twice: the producer's warpgroup has 24 registers a thread.

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shape of the work of one thread block of the sm_90a attend kernel, and its shared memory.
+// Shape of the work of one thread block of the sm_90a attend kernels, and its shared memory: 8-bit and 16-bit.
 #pragma once
 
-#include "../../common/config.cuh"
-#include "../../common/swizzle.cuh"
+#include "../../common/key_tile.cuh"
 #include "../store.cuh"
 
 namespace sparge::hopper {
@@ -19,17 +18,21 @@ constexpr int kThreads = (kConsumerGroups + 1) * kGroupThreads;
 constexpr int kGroupRows = 64;
 static_assert(kGroupRows * kConsumerGroups == kQueryBlock, "the consumer warpgroups share one list");
 
-// Two key blocks a step: E4M3 sums are promoted to float32 once a step, after 128 keys.
+constexpr bool kSixteenBits = !is_quantized(kElement);
+
+// Two key blocks a step: E4M3 sums are promoted to float32 once a step, after 128 keys; a 16-bit product takes 128 keys at once.
 constexpr int kStepBlocks = 2;
 constexpr int kStepPseudoKeys = kStepBlocks * kKeyBlock;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
 constexpr int kScores = 4 * kKeyTiles;  // of a thread and key block
 constexpr int kSums = 4 * kChannelTiles;
-constexpr int kOnesChannels = 8;  // as few as a product may have
+constexpr int kOnesChannels = kSixteenBits ? 0 : 8;  // as few as a product may have
 constexpr int kValueSums = kSums + kOnesChannels / 2;
-constexpr int kQuerySteps = kHeadDim / 32;        // products of 32 channels each
-constexpr int kBlockValueSteps = kKeyBlock / 32;  // products of 32 keys each
+constexpr int kProductBytes = 32;  // of a row that one product takes
+constexpr int kQuerySteps = kKeyRowBytes / kProductBytes;
+constexpr int kValueRowBytes = kKeyBlock * value_bytes(kElement);
+constexpr int kBlockValueSteps = kValueRowBytes / kProductBytes;
 constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 
 // Sums of products start from kScoreZero: the tensor cores add to registers that 16 loads a step fill from shared memory, all
@@ -38,13 +41,21 @@ constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 constexpr bool kFillFromShared = kHeadDim == 128;
 static_assert(kScores % 4 == 0, "a load fills four registers");
 
-constexpr int kSwizzleBytes = 1024;               // after which the tensor cores' swizzle repeats
-constexpr int kTileBytes = kKeyBlock * kHeadDim;  // of K and of V: both are 8-bit
+constexpr int kSwizzleBytes = 1024;                   // after which the tensor cores' swizzle repeats
+constexpr int kTileBytes = kKeyBlock * kKeyRowBytes;  // of K and of V
+static_assert(key_bytes(kElement) == value_bytes(kElement), "K and V tiles have one size");
+constexpr int kKeyPartBytes = kTileBytes / kKeyParts;
 constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
-constexpr int kQueryTileBytes = kGroupRows * kHeadDim;
+constexpr int kQueryTileBytes = kGroupRows * kKeyRowBytes;
 constexpr int kItems = 2;  // whose queries are in shared memory: one at work, one that is being read
 constexpr int kFeederThreads = (kGroupWarps - 1) * kWarpSize;
 static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two bits");
+
+// What of a stage arrives and is given back by itself. 16-bit tiles leave room for two stages at head_dim 128: K of a step must be
+// on its way while V of the step two before is still in use.
+constexpr int kTransfers = kSixteenBits ? 2 : 1;
+constexpr int kTransferBytes = kStepBytes / kTransfers;
+enum Transfer { kKeys = 0, kValues = kTransfers - 1 };
 
 // Registers a thread of 65,536 / 384: the producer lends the consumers what it does not need.
 constexpr int kProducerRegisters = 24;
@@ -73,25 +84,42 @@ struct Step {
 
 // V with eight more channels that are all ones and that the bulk copies leave alone: the products of values sum the rows of P
 // as well.
-struct ValueTile {
+struct ValueTileAndOnes {
+  static constexpr int kOnesBytes = 8 * kKeyBlock;
   u8 v[kTileBytes];
-  u8 ones[kOnesChannels * kKeyBlock];
-  u8 unused[kSwizzleBytes - kOnesChannels * kKeyBlock];
+  u8 ones[kOnesBytes];
+  u8 unused[kSwizzleBytes - kOnesBytes];
 };
+
+struct PlainValueTile {
+  u8 v[kTileBytes];
+};
+
+template <bool kPlain>
+struct ValueTileOf {
+  using Type = ValueTileAndOnes;
+};
+template <>
+struct ValueTileOf<true> {
+  using Type = PlainValueTile;
+};
+using ValueTile = ValueTileOf<kSixteenBits>::Type;
 
 // All that belongs to a stage, so that one address leads to it.
 struct alignas(kSwizzleBytes) Stage {
-  u8 k[kStepBlocks][kTileBytes];
+  u8 k[kKeyParts][kStepBlocks][kKeyPartBytes];
   ValueTile v[kStepBlocks];
   PoolColumn columns[kStepPseudoKeys];
   Step step;
   u32 votes[kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
   // full: one arrival of each producer lane, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
   // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
-  u64 full, free;
+  u64 full[kTransfers], free[kTransfers];
+  const u8* values[kStepBlocks];  // where they come from, if that is apart; [0] null: there are none
 };
 
-// All that consumers need of a work item and its 128 query rows, in the order of the block.
+// All that consumers need of a work item and its 128 query rows, in the order of the block. 16-bit operands have no scales and
+// no means: nobody writes or reads them.
 struct Queries {
   Work work;
   i32 turn;                     // which work item; -1: there is no more, and nothing else is set
@@ -105,9 +133,10 @@ struct Queries {
 
   SPARGE_DEVICE attend::Value value(i32 channel) const {
     attend::Value value;
-    value.mean = v_mean[channel], value.scale = v_scale[channel];
+    if constexpr (!kSixteenBits) value.mean = v_mean[channel], value.scale = v_scale[channel];
     return value;
   }
+  SPARGE_DEVICE float product_with_mean(i32 row) const { return kSixteenBits ? 0.0f : dot_mean[row]; }
 };
 
 static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
@@ -147,6 +176,7 @@ struct Ring {
   }
 
   SPARGE_DEVICE u32 before() const { return at == 0 ? kLast : at - sizeof(Stage); }
+  SPARGE_DEVICE u32 parity_before() const { return at == 0 ? parity ^ 1 : parity; }
 };
 
 // Which of the two items' queries, and the parity of their barriers' phase.

@@ -14,6 +14,7 @@ struct Producer {
   Smem& smem;
   const i32 lane;
   Ring ring;
+  bool started = false;  // there is a step before the ring's
 
   SPARGE_DEVICE Producer(const AttendParams& params, Smem& s) : p(params), smem(s), lane(threadIdx.x % kWarpSize) {}
 
@@ -100,7 +101,7 @@ struct Producer {
   SPARGE_DEVICE Facts facts_of(const Work& work, i32 word, i32 key_blocks) const {
     const i32 block = word * kMapBits + lane;
     if (block >= key_blocks) return {0.0f, 0};
-    return {p.k_scale[work.first_tile + block], p.key_counts[work.first_tile + block]};
+    return {kSixteenBits ? 1.0f : p.k_scale[work.first_tile + block], p.key_counts[work.first_tile + block]};
   }
 
   // Two tiles of pseudo-keys: their place in the head, and in lanes 0 to 3 the bits of those that take part.
@@ -171,28 +172,60 @@ struct Producer {
       stage.step.turn = turn;
       stage.step.block[0] = -1;
     }
-    ptx::mbarrier_arrive(stage.full);
+    ptx::mbarrier_arrive(stage.full[kKeys]);
+    if constexpr (kTransfers > 1) {
+      if (lane == 0) stage.values[0] = nullptr;
+      copy_values_before();
+    }
     ring.advance();
   }
 
   // A fresh barrier counts as free: the phase before its first has completed.
-  SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free, ring.parity ^ 1); }
+  SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free[kKeys], ring.parity ^ 1); }
 
   // Every lane arrives, as it may have written columns: one arrival after __syncwarp would do, but racecheck does not see what
   // that orders, and reports a race.
   SPARGE_DEVICE void fill(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
+    u64& full = stage.full[kKeys];
     if (lane != 0) {
-      ptx::mbarrier_arrive(stage.full);
+      ptx::mbarrier_arrive(full);
     } else {
-      ptx::mbarrier_arrive_expect(stage.full, kStepBytes);
+      ptx::mbarrier_arrive_expect(full, kTransferBytes);
 #pragma unroll
       for (int block = 0; block < kStepBlocks; ++block) {
         const i64 at = (block == 0 ? first : second) * kTileBytes;
-        ptx::bulk_copy(stage.k[block], keys + at, kTileBytes, stage.full);
-        ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, stage.full);
+        copy_keys(stage, block, keys + at, full);
+        if constexpr (kTransfers == 1)
+          ptx::bulk_copy(stage.v[block].v, values + at, kTileBytes, full);
+        else
+          stage.values[block] = values + at;
       }
     }
+    if constexpr (kTransfers > 1) copy_values_before();
     ring.advance();
+  }
+
+  // Values of the step before the ring's: its stage is given back after the one that the ring's keys wait for.
+  SPARGE_DEVICE void copy_values_before() {
+    if (started) {
+      Stage& stage = smem.stage_at(ring.before());
+      u64& full = stage.full[kValues];
+      ptx::mbarrier_wait(stage.free[kValues], ring.parity_before() ^ 1);
+      if (lane != 0 || !stage.values[0]) {
+        ptx::mbarrier_arrive(full);
+      } else {
+        ptx::mbarrier_arrive_expect(full, kTransferBytes);
+#pragma unroll
+        for (int block = 0; block < kStepBlocks; ++block) ptx::bulk_copy(stage.v[block].v, stage.values[block], kTileBytes, full);
+      }
+    }
+    started = true;
+  }
+
+  SPARGE_DEVICE static void copy_keys(Stage& stage, int block, const u8* tile, u64& full) {
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part)
+      ptx::bulk_copy(stage.k[part][block], tile + part * kKeyPartBytes, kKeyPartBytes, full);
   }
 };
 

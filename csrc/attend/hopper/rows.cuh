@@ -21,7 +21,7 @@ SPARGE_DEVICE i32 first_row_anew() {
 SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
 
 // Barrier 0 is __syncthreads. Each consumer warpgroup awaits its turn at a barrier of its own.
-enum NamedBarrier { kBarrierTurn = 1, kBarrierFeeder = kBarrierTurn + kConsumerGroups };
+enum NamedBarrier { kBarrierTurn = 1, kBarrierFeeder = kBarrierTurn + kConsumerGroups, kBarrierVote };
 
 SPARGE_DEVICE void sync_feeder() { ptx::barrier_sync<kFeederThreads>(kBarrierFeeder); }
 

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch 4 on sm_90a for 16-bit operands: block-sparse flash attention over the block map on the warpgroup tensor cores, both
+// products in bf16 or both in fp16, sums in float32.
+//
+// Semantics   as attend.cu, whose tiles it reads. P is rounded relative to the running maximum after each step of two blocks of the
+//             list, row sums are of P before it is rounded; the PV filter decides block by block and saves no time: a block that it
+//             leaves out is masked.
+// Layout      K tiles 64 x head_dim in rows of at most 128 bytes (common/key_tile.cuh), two of them one operand of 128 keys; V tiles
+//             head_dim x 64; both as quantize wrote them.
+// Strategy    Producer, feeder and persistent blocks of attend_hopper.cu. Two consumer warpgroups of 64 rows share every tile. Scores
+//             of a step and values of the step before are in flight together; the warpgroups issue them in turns, so that one's
+//             softmax runs beside the other's products. The scores' fragment is P's. Shared memory holds two steps at head_dim 128:
+//             K and V of a stage arrive and are given back each by itself, so that a copy has a whole step's time.
+// Tried       Left to itself ptxas waits for the values' products before it begins the softmax: a store that never happens
+//             (Consumer::advance) keeps the softmax before that wait.
+// Untried     Scores of the next item's first step beside the values of the last; rescaling only where a maximum moved; 176 keys a
+//             step; the second item's queries given up for a third stage.
+#include "attend/hopper/barriers.cuh"
+#include "attend/hopper/feeder.cuh"
+#include "attend/hopper/producer.cuh"
+#include "attend/hopper16/consumer.cuh"
+
+namespace sparge::hopper16 {
+
+SPARGE_CHECK_PARAMS(AttendParams);
+static_assert(kSixteenBits && kArch == 90, "this kernel is bf16 or fp16 on sm_90a");
+static_assert(kKeyPartRowBytes == 128 && kValueRowBytes == 128, "the tensor cores swizzle rows of 128 bytes");
+static_assert(kKeyBlock * kStepBlocks == 128 && kKeyTiles * 8 == kKeyBlock, "a product of scores has 128 columns");
+
+}  // namespace sparge::hopper16
+
+extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::hopper::kThreads, sizeof(sparge::hopper::Smem)};
+
+// Grid: as many blocks as run at once, at most one a work item.
+extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
+    attend_hopper16(const __grid_constant__ sparge::AttendParams p) {
+  using namespace sparge;
+  extern __shared__ __align__(1024) u8 shared[];
+  auto& smem = *reinterpret_cast<hopper::Smem*>(shared);
+  if (threadIdx.x == 0) hopper::init_barriers(smem);
+  __syncthreads();
+  if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
+    ptx::release_registers<hopper::kProducerRegisters>();
+    if (hopper::uniform(threadIdx.x % hopper::kGroupThreads / kWarpSize) == 0)
+      hopper::Producer(p, smem).run();
+    else
+      hopper::Feeder(p, smem).run();
+  } else {
+    ptx::claim_registers<hopper::kConsumerRegisters>();
+    hopper16::Consumer(p, smem).run();
+  }
+}
