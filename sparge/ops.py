@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import launch
 from .kernels import Element
+from .route_rules import RouteRules
 from .workspace import CallShape, WorkspaceLayout
 
 #: "sparge" for the installed library; ComfyUI names a pack after its path, which may hold anything.
@@ -22,9 +23,10 @@ if __package__ != NAMESPACE:
     NAMESPACE += "_" + re.sub(r"\W", "_", __package__ or "", flags=re.ASCII)
 
 _SCHEMAS = (
+    "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element) -> Tensor",
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None, SymInt room=0) -> Tensor",
+    "Tensor? head_walk=None, SymInt room=0, Tensor? means=None) -> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
@@ -40,6 +42,18 @@ _SCHEMAS = (
 )
 
 
+def _means(
+    k: Tensor, v: Tensor | None, key_lengths: Tensor | None, smooth_k: bool, element: int
+) -> Tensor:
+    return launch.means(k, v, key_lengths, smooth_k, Element(element))
+
+
+def _means_fake(k: Tensor, v: Tensor | None, *_: object) -> Tensor:
+    shape = CallShape.of(k, k)
+    planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
+    return k.new_empty(planes, dtype=torch.float32)
+
+
 def _quantize(
     q: Tensor,
     k: Tensor,
@@ -53,10 +67,21 @@ def _quantize(
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
     room: int = 0,
+    means: Tensor | None = None,
 ) -> Tensor:
     order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
     return launch.quantize(
-        q, k, v, key_lengths, smooth_k, Element(element), with_queries, with_pools, order, room
+        q,
+        k,
+        v,
+        key_lengths,
+        smooth_k,
+        Element(element),
+        with_queries,
+        with_pools,
+        order,
+        room,
+        means,
     )
 
 
@@ -73,6 +98,7 @@ def _quantize_fake(
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
     room: int = 0,
+    means: Tensor | None = None,
 ) -> Tensor:
     layout = WorkspaceLayout(
         CallShape.of(q, k, None if slot_tokens is None else slot_tokens.shape[1]),
@@ -110,7 +136,7 @@ def _route(
     keys_exact: Tensor | None = None,
     queries_exact: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rules = launch.RouteRules(
+    rules = RouteRules(
         select=select,
         topk_blocks=topk_blocks,
         cdfthreshd=cdfthreshd,
@@ -208,6 +234,7 @@ def _register() -> torch.library.Library | None:
         return None
     library = torch.library.Library(NAMESPACE, "DEF")
     stages = (
+        ("means", _means, _means_fake),
         ("quantize", _quantize, _quantize_fake),
         ("route", _route, _route_fake),
         ("attend", _attend, _attend_fake),
@@ -222,4 +249,4 @@ def _register() -> torch.library.Library | None:
 # Ops live as long as the object that defined them.
 _library = _register()
 _ops = getattr(torch.ops, NAMESPACE)
-quantize, route, attend = _ops.quantize, _ops.route, _ops.attend
+means, quantize, route, attend = _ops.means, _ops.quantize, _ops.route, _ops.attend
