@@ -8,34 +8,29 @@ loops; see `scoring`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import ops
 from ..call import element_of
-from ..kernels import capabilities
-from ..launch import Select
-from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count, unpack
-from ..plan.grid import TokenOrder
+from ..kernels import Element, capabilities
+from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count
 from ..policy import PV_FILTER_OFF, Precision
 from ..reference.attend import LOG2_E
 from ..reference.partial import Partial
+from ..route_rules import Select
 from ..workspace import CallShape, WorkspaceLayout
-from .measure import Measure, Measured, Sample, reference_measure
-from .sampled_rows import SampledRows
-from .scoring import Products, distances, products
+from .measure import Measure, Measured, Sample, reference_measure, stacked
+from .pieces import Pieces, piece_counts
+from .sampled_rows import SampledBlocks, SampledRows
+from .scoring import Distances, Products, distances, products
 
-#: Bytes that a group of heads may take, of the 100 MB that calibration may: workspace, sums, rows.
-_GROUP_BYTES = 94_000_000
-#: Share of the key blocks in the longest piece of a bucket. A group of 5 heads is a tenth of a
-#: millisecond of work, and a row of blocks that one SM walks alone must not take twice as long.
-_LONGEST_PIECE = 0.2
+#: Bytes that a sample may take, of the 100 MB that calibration may.
+_SAMPLE_BYTES = 99_000_000
 
 
 def kernel_measure(sample: Sample) -> Measured:
@@ -46,11 +41,9 @@ def kernel_measure(sample: Sample) -> Measured:
     """
     if sample.workload.is_causal:
         return reference_measure(sample)
-    order = sample.workload.order.on(sample.q.device)
-    rows = SampledRows.of(sample, order)
-    found = [_Group.of(sample, order, rows, heads).products() for heads in _head_groups(sample)]
-    pieces = _pieces(sample.candidates.densities)
-    return Measured(distances(_joined(found), pieces), rows.occupied[:, :: sample.row_step])
+    facts = _Facts.of(sample)
+    found = stacked([_walk_distances(sample, facts, walk) for walk in range(sample.walks)])
+    return Measured(found, facts.blocks.occupied[:, :: sample.row_step])
 
 
 def measure_for(device: torch.device | str) -> Measure:
@@ -58,20 +51,58 @@ def measure_for(device: torch.device | str) -> Measure:
     return kernel_measure if capabilities(device).usable else reference_measure
 
 
-def _joined(groups: Sequence[Products]) -> Products:
-    return Products(
-        torch.cat([group.gram for group in groups], -5),
-        torch.cat([group.exact_logs for group in groups], -3),
-        torch.cat([group.pooled_logs for group in groups], -3),
-    )
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What is the same for all walks and groups of heads."""
+
+    blocks: SampledBlocks
+    pieces: Pieces
+    means: Tensor
+    """(3, B, Hkv, channels) float32, of `ops.means`."""
+    word_bits: Tensor
+    """(32,) int32: each bit of a map's word alone."""
+    none: Tensor
+    """() fp16: 0."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Facts:
+        device = sample.q.device
+        return cls(
+            SampledBlocks.of(sample, sample.workload.order.on(device)),
+            Pieces.of(sample.candidates.densities, device),
+            ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample))),
+            1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device),
+            torch.zeros((), dtype=torch.float16, device=device),
+        )
+
+
+def _walk_distances(sample: Sample, facts: _Facts, walk: int) -> Distances:
+    """Of rows (B, H, S, rows)."""
+    rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
+    sample = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
+    groups = [_Group.of(sample, facts, rows, heads).products() for heads in _head_groups(sample)]
+    return distances(Products.joined(groups), facts.pieces.counts)
 
 
 def _head_groups(sample: Sample) -> Iterator[slice]:
     """KV heads, in groups of about one size."""
     kv_heads = sample.k.shape[1]
-    groups = block_count(kv_heads, max(1, _GROUP_BYTES // _bytes_a_kv_head(sample)))
+    of_all, of_one = _bytes_of_all_heads(sample), _bytes_a_kv_head(sample)
+    groups = block_count(kv_heads, max(1, (_SAMPLE_BYTES - of_all) // of_one))
     for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
         yield slice(first, end)
+
+
+def _bytes_of_all_heads(sample: Sample) -> int:
+    """Rows and products of a walk."""
+    batch, heads, _, channels = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    vectors = sum(piece_counts(sample.candidates.densities)) + densities
+    rows = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
+    compared = rows // sample.row_step
+    return rows * channels * sample.q.element_size() + 4 * compared * (
+        channels + routers * vectors * (vectors + 1)
+    )
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
@@ -79,19 +110,15 @@ def _bytes_a_kv_head(sample: Sample) -> int:
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     rows = batch * heads // sample.k.shape[1] * len(sample.query_blocks) * QUERY_BLOCK
-    pieces = routers * sum(_pieces(sample.candidates.densities))
-    attended = rows * (pieces + 1) * (channels * (4 + sample.q.element_size()) + 8)
-    masses = sample.workload.key_blocks * (2 * routers * (densities - 1) + 6)
-    values = 4 * channels * (pieces + routers * densities)
-    scored = rows // sample.row_step * (masses + values)
+    compared, key_blocks = rows // sample.row_step, sample.workload.key_blocks
+    pieces = routers * sum(piece_counts(sample.candidates.densities))
+    attended = rows * pieces * (channels * (4 + sample.q.element_size()) + 8)
+    pooled = 2 * key_blocks * (compared + batch * channels)
+    masses = 2 * compared * key_blocks * routers * (densities - 1)
+    values = 4 * compared * channels * (pieces + routers * densities)
     shape = _routed_shape(sample.of_heads(slice(0, 1)))
-    return attended + max(_layout(shape, sample, with_queries=True).nbytes, scored)
-
-
-def _pieces(densities: tuple[float, ...]) -> list[int]:
-    """Into how many pieces the bucket of each density is cut."""
-    widths = [after - before for before, after in pairwise((0.0, *densities))]
-    return [math.ceil(width / _LONGEST_PIECE - 1e-6) for width in widths]
+    workspace = _layout(shape, sample, with_queries=True).nbytes
+    return attended + pooled + max(workspace, masses + values)
 
 
 def _routed_shape(sample: Sample) -> CallShape:
@@ -105,64 +132,59 @@ def _routed_shape(sample: Sample) -> CallShape:
 
 
 def _layout(shape: CallShape, sample: Sample, *, with_queries: bool) -> WorkspaceLayout:
-    element = element_of(Precision.INT8, sample.q)
     return WorkspaceLayout(
-        shape, element, with_values=True, with_queries=with_queries, with_pools=True
+        shape, _element(sample), with_values=True, with_queries=with_queries, with_pools=True
     )
+
+
+def _element(sample: Sample) -> Element:
+    return element_of(Precision.INT8, sample.q)
 
 
 @dataclass(frozen=True, eq=False)
 class _PooledBlocks:
     """Every key block as one pseudo-key."""
 
-    keys: Tensor  # (B, Hkv, D, nk) float32, around the mean key
+    weights: Tensor  # (B, H, S, rows, nk) fp16, of each row in units of exp2(row_max)
+    row_max: Tensor  # (B, H, S, rows) float32
     values: Tensor  # (B, Hkv, nk, D) fp16, in units of `unit`
     unit: Tensor  # (B, Hkv, 1, 1) float32
 
-    @classmethod
-    def of(cls, workspace: Tensor, layout: WorkspaceLayout, channels: int) -> _PooledBlocks:
-        """Copies: the workspace is not kept."""
-        keys = layout.view(workspace, "k_block_mean")[..., :channels].transpose(-1, -2).contiguous()
-        values = layout.view(workspace, "v_block_mean")[..., :channels]
-        values = values + layout.view(workspace, "v_mean")[..., :channels].unsqueeze(2)
-        tiny = torch.finfo(torch.float32).tiny
-        unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
-        return cls(keys, torch.div(values, unit).half(), unit)
-
-    def unit_of_query_heads(self, heads: int) -> Tensor:
-        """(B, heads, 1, 1)."""
-        batch, kv_heads = self.unit.shape[:2]
-        return self.unit.expand(-1, -1, heads // kv_heads, -1).reshape(batch, heads, 1, 1)
+    def unit_of_query_heads(self) -> Tensor:
+        """(B, H, 1, 1)."""
+        batch, heads = self.row_max.shape[:2]
+        if self.unit.shape[1] == heads:
+            return self.unit
+        group = heads // self.unit.shape[1]
+        return self.unit.expand(-1, -1, group, -1).reshape(batch, heads, 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Some heads of a sample."""
+    """Some heads of a sample, in its first walk."""
 
     sample: Sample
-    order: TokenOrder
-    rows: SampledRows  # of all heads
-    q: Tensor  # (B, H, S x 128, D), the sampled rows
-    means: Tensor  # (B, H, S, D) float32, of their blocks
+    facts: _Facts  # of all heads
+    rows: SampledRows
+    kv_heads: slice
+    heads: slice
 
     @classmethod
-    def of(cls, sample: Sample, order: TokenOrder, rows: SampledRows, kv_heads: slice) -> _Group:
+    def of(cls, sample: Sample, facts: _Facts, rows: SampledRows, kv_heads: slice) -> _Group:
         group = sample.q.shape[1] // sample.k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        return cls(sample.of_heads(kv_heads), order, rows, rows.q[:, heads], rows.means[:, heads])
+        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
 
     def products(self) -> Products:
         exact, kept, blocks = self._attended()
-        pooled = self._pooled(kept, blocks)
-        return products(exact, pooled, blocks.unit_of_query_heads(self.q.shape[1]))
+        return products(exact, self._pooled(kept, blocks), blocks.unit_of_query_heads())
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
         """The exact parts (routers, pieces, B, H, S, rows, ...), the maps of `_kept`, and what
         pooled parts take from the workspace, which is gone by then."""
-        sample, order = self.sample, self.order
-        shape = _routed_shape(sample)
-        layout = _layout(shape, sample, with_queries=True)
-        room = layout.nbytes - _layout(shape, sample, with_queries=False).nbytes
+        sample, order = self.sample, self.sample.workload.order
+        layout = _layout(_routed_shape(sample), sample, with_queries=True)
+        without_queries = _layout(layout.shape, sample, with_queries=False)
         workspace = ops.quantize(
             sample.q,
             sample.k,
@@ -174,22 +196,24 @@ class _Group:
             True,
             order.slot_tokens,
             order.block_counts,
-            sample.walk,
-            room,
+            None,
+            layout.nbytes - without_queries.nbytes,
+            self.facts.means[:, :, self.kv_heads],
         )
+        blocks = self._pooled_blocks(workspace, layout)
         kept = self._kept(workspace, layout)
-        exact = self._exact(workspace, layout, self._in_pieces(kept))
-        return exact, kept, _PooledBlocks.of(workspace, layout, shape.channels)
+        pieces = self.facts.pieces.cut(kept, self.facts.blocks.every_block)
+        return self._exact(workspace, layout, pieces), kept, blocks
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
         """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
         sample, shape = self.sample, layout.shape
         routers, densities, _ = sample.candidates.shape
         candidates = routers * (densities - 1)
-        batch, heads, blocks, channels = self.means.shape
+        means = self.rows.means.unsqueeze(2)
         layout.view(workspace, "q_similarity").zero_()
-        means = layout.view(workspace, "q_block_mean").view(batch, heads, candidates, blocks, -1)
-        means.copy_(pad(self.means, (0, means.shape[-1] - channels)).unsqueeze(2).expand_as(means))
+        by_block = layout.view(workspace, "q_block_mean").unflatten(1, (-1, candidates))
+        by_block.copy_(means.expand_as(by_block))
         kept, _ = ops.route(
             workspace,
             shape.sizes(),
@@ -197,7 +221,7 @@ class _Group:
             True,
             sample.key_lengths,
             None,
-            self.rows.thresholds.repeat(heads, 1),
+            self.facts.blocks.thresholds[self.heads].flatten(0, 1),
             int(Select.TOPK),
             1,
             1.0,
@@ -213,30 +237,17 @@ class _Group:
             sample.candidates.floor,
             True,
             None,  # the sampled blocks are no slots of the order
-            self.order.keys_exact,
+            sample.workload.order.keys_exact,
             None,
         )
-        return kept.view(batch, heads, routers, densities - 1, blocks, -1)
-
-    def _in_pieces(self, kept: Tensor) -> Tensor:
-        """(B, H, routers, pieces, S, words) int32: what each density adds, in pieces."""
-        every = self.rows.every_block[:, None, None, None, None].expand_as(kept[:, :, :, :1])
-        kept = torch.cat([kept, every], 3)
-        added = (kept[:, :, :, :1], *(kept[:, :, :, 1:] ^ kept[:, :, :, :-1]).split(1, 3))
-        counts = _pieces(self.sample.candidates.densities)
-        pieces = [
-            bucket if count == 1 else bucket & _every(count, first)
-            for bucket, count in zip(added, counts, strict=True)
-            for first in range(count)
-        ]
-        return torch.cat(pieces, 3)
+        return kept.unflatten(1, (-1, routers, densities - 1))
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
         """Each sampled block attends to each piece of its key blocks, as a query block of its
         own."""
         sample = self.sample
         batch, heads, routers, count, blocks, words = pieces.shape
-        rows = self.q.repeat(1, 1, routers * count, 1)
+        rows = self.rows.q.repeat(1, 1, routers * count, 1)
         sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         row_max = sums.new_empty(sums.shape[:3])
         row_sum = torch.empty_like(row_max)
@@ -267,36 +278,43 @@ class _Group:
 
         return Partial(compared(sums), compared(row_max), compared(row_sum))
 
-    def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
-        """(routers, densities - 1, B, H, S, rows, ...): of each density the blocks that it drops,
-        as pseudo-keys around one maximum a row; what underflows counts for nothing."""
-        p, row_max = self._pseudo_keys(blocks)
-        dropped = ~unpack(kept, p.shape[-1])
-        p = p[:, :, None, None] * dropped.unsqueeze(-2)
-        of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
-        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1).movedim((2, 3), (0, 1))
-        row_sum = p.sum(-1, dtype=torch.float32).movedim((2, 3), (0, 1))
-        return Partial(sums, row_max.expand_as(row_sum), row_sum)
+    def _pooled_blocks(self, workspace: Tensor, layout: WorkspaceLayout) -> _PooledBlocks:
+        own = self.sample.q.shape[-1]
+        keys, values, mean = (
+            layout.view(workspace, name)[..., :own]
+            for name in ("k_block_mean", "v_block_mean", "v_mean")
+        )
+        values = values + mean.unsqueeze(2)
+        tiny = torch.finfo(torch.float32).tiny
+        unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
+        in_units = torch.empty_like(values, dtype=torch.float16)
+        torch.div(values, unit, out=in_units)
+        return _PooledBlocks(*self._weights(keys), in_units, unit)
 
-    def _pseudo_keys(self, blocks: _PooledBlocks) -> tuple[Tensor, Tensor]:
-        """Weights (B, H, S, rows, nk) fp16 of all pseudo-keys, of the row's maximum
-        (B, H, S, rows)."""
-        q = self.q.unflatten(2, (-1, QUERY_BLOCK))[:, :, :, :: self.sample.row_step].float()
-        batch, kv_heads, channels, key_blocks = blocks.keys.shape
-        bias = self.rows.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
+    def _weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of pseudo-keys (B, Hkv, nk, D) float32, and their rows' maxima."""
+        q = self.rows.compared
+        batch, kv_heads, key_blocks, channels = keys.shape
+        bias = self.facts.blocks.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
         logits = torch.baddbmm(
             bias.reshape(batch * kv_heads, 1, key_blocks),
             q.reshape(batch * kv_heads, -1, channels),
-            blocks.keys.flatten(0, 1),
+            keys.flatten(0, 1).transpose(1, 2),
             alpha=self.sample.scale * LOG2_E,
         )
         row_max = logits.amax(-1, keepdim=True)
-        least = torch.finfo(torch.float32).min
-        p = logits.sub_(row_max.clamp_(min=least)).exp2_().half()  # of a row without any, 0
-        return p.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
+        least = torch.finfo(torch.float32).min  # of a row without any: weights of 0
+        logits.sub_(row_max.clamp_(min=least))
+        weights = torch.exp2(logits, out=torch.empty_like(logits, dtype=torch.float16))
+        return weights.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
 
-
-def _every(count: int, first: int) -> int:
-    """Every `count`-th bit of a map's word from `first` on, as int32."""
-    bits = sum(1 << bit for bit in range(first, WORD_BITS, count))
-    return bits - (bits >> (WORD_BITS - 1) << WORD_BITS)
+    def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
+        """(routers, densities - 1, B, H, S, rows, ...): of each density the blocks that it drops,
+        as pseudo-keys around one maximum a row; what underflows counts for nothing."""
+        p = blocks.weights
+        bits = (kept.unsqueeze(-1) & self.facts.word_bits).bool().flatten(-2)
+        p = torch.where(bits[..., None, : p.shape[-1]], self.facts.none, p[:, :, None, None])
+        of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
+        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1).movedim((2, 3), (0, 1))
+        row_sum = p.sum(-1, dtype=torch.float32).movedim((2, 3), (0, 1))
+        return Partial(sums, blocks.row_max.expand_as(row_sum), row_sum)
