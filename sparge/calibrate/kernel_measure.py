@@ -67,9 +67,10 @@ class _Facts:
     @classmethod
     def of(cls, sample: Sample) -> _Facts:
         device = sample.q.device
+        blocks = SampledBlocks.of(sample, sample.workload.order.on(device))
         return cls(
-            SampledBlocks.of(sample, sample.workload.order.on(device)),
-            Pieces.of(sample.candidates.densities, device),
+            blocks,
+            Pieces.of(sample.candidates.densities, blocks.every_block),
             ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample))),
             1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device),
             torch.zeros((), dtype=torch.float16, device=device),
@@ -202,8 +203,8 @@ class _Group:
         )
         blocks = self._pooled_blocks(workspace, layout)
         kept = self._kept(workspace, layout)
-        pieces = self.facts.pieces.cut(kept, self.facts.blocks.every_block)
-        return self._exact(workspace, layout, pieces), kept, blocks
+        exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
+        return exact, kept, blocks
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
         """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""

@@ -20,9 +20,10 @@ LONGEST_PIECE = 0.2
 
 
 def piece_counts(densities: Sequence[float]) -> list[int]:
-    """Into how many pieces the bucket of each density is cut."""
+    """Into how many pieces the bucket of each density is cut: an odd number, but of the last."""
     widths = [after - before for before, after in pairwise((0.0, *densities))]
-    return [math.ceil(width / LONGEST_PIECE - 1e-6) for width in widths]
+    *counts, last = (math.ceil(width / LONGEST_PIECE - 1e-6) for width in widths)
+    return [*(count | 1 for count in counts), last]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,30 +32,37 @@ class Pieces:
     """Of each density's bucket."""
     bits: Tensor
     """(pieces, 1, 1) int32: those of its bucket's words that a piece has."""
+    every: Tensor
+    """(B, 1, 1, 1, 1, words) int32: the map of every block, which the last density keeps."""
+    none: Tensor
+    """The same of no block."""
 
     @classmethod
-    def of(cls, densities: Sequence[float], device: torch.device) -> Pieces:
+    def of(cls, densities: Sequence[float], every_block: Tensor) -> Pieces:
+        """every_block (B, words) int32."""
         counts = piece_counts(densities)
-        bits = torch.full((sum(counts), 1, 1), -1, dtype=torch.int32, device=device)
+        bits = every_block.new_full((sum(counts), 1, 1), -1)
         places = [(count, first) for count in counts for first in range(count)]
         for piece, (count, first) in zip(bits, places, strict=True):
             if count > 1:
                 piece.fill_(every_bit(count, first))
-        return cls(counts, bits)
+        every = every_block[:, None, None, None, None]
+        return cls(counts, bits, every, torch.zeros_like(every))
 
-    def cut(self, kept: Tensor, every: Tensor) -> Tensor:
+    def cut(self, kept: Tensor) -> Tensor:
         """What each density adds: (B, H, routers, pieces, S, words) int32 of the maps `kept`
-        (B, H, routers, densities - 1, S, words) and of `every` block (B, words), which the last
-        density keeps."""
-        every = every[:, None, None, None, None].expand_as(kept[:, :, :, :1])
-        bounds = torch.cat([kept, every], 3)
-        added = bounds[:, :, :, 1:] ^ bounds[:, :, :, :-1]
-        buckets = [kept[:, :, :, :1], *added.split(1, 3)]
-        several = [
-            bucket.expand(-1, -1, -1, count, -1, -1)
-            for bucket, count in zip(buckets, self.counts, strict=True)
-        ]
-        return torch.cat(several, 3).bitwise_and_(self.bits)
+        (B, H, routers, densities - 1, S, words).
+
+        A bucket is where two maps differ, whichever comes first: maps in a row, back and forth
+        between those of a bucket in several pieces, differ from their neighbours by all pieces.
+        """
+        like = kept[:, :, :, :1]
+        maps = [self.none.expand_as(like), *kept.split(1, 3), self.every.expand_as(like)]
+        bounds = maps[:1]
+        for pair, count in zip(pairwise(maps), self.counts, strict=True):
+            bounds += [pair[1 - piece % 2] for piece in range(count)]
+        row = torch.cat(bounds, 3)
+        return (row[:, :, :, 1:] ^ row[:, :, :, :-1]).bitwise_and_(self.bits)
 
 
 def every_bit(count: int, first: int) -> int:

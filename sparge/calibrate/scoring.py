@@ -91,9 +91,14 @@ def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Pro
     row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
     torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
     shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN: no key
-    truth = shares.unsqueeze(-2) @ vectors[0, ..., :pieces, :]
+    truth = vectors[..., count:, :]
+    torch.bmm(
+        shares.flatten(0, -2).unsqueeze(1),
+        vectors[0, ..., :pieces, :].flatten(0, -3),
+        out=truth[0].flatten(0, -3),
+    )
+    truth[1:].copy_(truth[:1].expand_as(truth[1:]))
     vectors[..., :count, :].sub_(truth)
-    vectors[..., count:, :].copy_(truth)
     gram = vectors @ vectors.transpose(-1, -2)
     return Products(gram, exact_logs, pooled.row_max, pooled.row_sum)
 

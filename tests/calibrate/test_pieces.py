@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from sparge.calibrate.pieces import Pieces, every_bit, piece_counts
-from sparge.plan import pack
+from sparge.plan import pack, unpack
 
 DENSITIES = (0.03, 0.23, 0.6, 1.0)
 
@@ -19,19 +19,16 @@ def test_every_bit_is_in_one_piece() -> None:
         assert sorted(bit for of_piece in bits for bit in of_piece) == list(range(32))
 
 
-def test_pieces_are_the_buckets() -> None:
-    assert piece_counts(DENSITIES) == [1, 1, 2, 2]
-    rank = torch.stack([torch.randperm(70) for _ in range(5)])  # (S, nk)
-    kept = torch.stack([rank < count for count in (2, 16, 42)])[None, None, None]
-    every = pack((torch.arange(70) < 68)[None])
-    kept &= torch.arange(70) < 68
-    pieces = Pieces.of(DENSITIES, torch.device("cpu")).cut(pack(kept), every)
-    assert pieces.shape == (1, 1, 1, 6, 5, 3)
-    buckets = pack(torch.cat([kept, (torch.arange(70) < 68).expand_as(kept[:, :, :, :1])], 3))
-    joined = [pieces[:, :, :, piece] for piece in range(6)]
-    assert torch.equal(joined[0], buckets[:, :, :, 0])
-    assert torch.equal(joined[0] | joined[1], buckets[:, :, :, 1])
-    assert not (joined[2] & joined[3]).any() and not (joined[4] & joined[5]).any()
-    assert torch.equal(buckets[:, :, :, 1] | joined[2] | joined[3], buckets[:, :, :, 2])
-    assert torch.equal(buckets[:, :, :, 2] | joined[4] | joined[5], buckets[:, :, :, 3])
-    assert not (buckets[:, :, :, 2] & (joined[4] | joined[5])).any()
+def test_pieces_are_the_buckets(generator: torch.Generator) -> None:
+    assert piece_counts(DENSITIES) == [1, 1, 3, 2]
+    rank = torch.stack([torch.randperm(70, generator=generator) for _ in range(5)])
+    exists = torch.arange(70) < 68
+    kept = torch.stack([exists & (rank < count) for count in (2, 16, 42, 70)])
+    maps = pack(kept)[None, None, None]  # (B, H, routers, densities, S, words)
+    every = pack(exists[None])
+    pieces = unpack(Pieces.of(DENSITIES, every).cut(maps[:, :, :, :-1]), 70)
+    buckets = kept.clone()
+    buckets[1:] ^= kept[:-1]
+    assert pieces.shape == (1, 1, 1, 7, 5, 70)
+    found = [part.sum(0) for part in pieces[0, 0, 0].int().split([1, 1, 3, 2])]
+    assert torch.equal(torch.stack(found), buckets.int()), "each block in one piece"
