@@ -42,7 +42,7 @@ def kernel_measure(sample: Sample) -> Measured:
     if sample.workload.is_causal:
         return reference_measure(sample)
     facts = _Facts.of(sample)
-    found = stacked([_walk_distances(sample, facts, walk) for walk in range(sample.walks)])
+    found = stacked(_walk_distances(sample, facts, walk) for walk in range(sample.walks))
     return Measured(found, facts.blocks.occupied[:, :: sample.row_step])
 
 

@@ -4,8 +4,8 @@ attention: what calibration scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,10 +56,10 @@ class Sample:
         return replace(self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads])
 
 
-def stacked(of_walks: Sequence[Distances]) -> Distances:
-    """What was found of rows (B, H, S, rows) of each walk, of all of them."""
-    names = [field.name for field in fields(Distances)]
-    return Distances(*(torch.stack([getattr(x, name) for x in of_walks], -5) for name in names))
+def stacked(of_walks: Iterable[Distances]) -> Distances:
+    """What was found of rows (B, H, S, rows) of each walk, of all of them; walks may be measured
+    while this takes them, and nothing else of one is alive in the next."""
+    return Distances.of_packed(torch.stack(list(map(Distances.packed, of_walks)), -5))
 
 
 #: Attention that says how far its parts lie from the whole; must not synchronise with the GPU.

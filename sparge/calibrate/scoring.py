@@ -46,6 +46,18 @@ class Distances:
     advantage: Tensor
     norm: Tensor
 
+    @classmethod
+    def of_packed(cls, packed: Tensor) -> Distances:
+        """What `packed` gave."""
+        pooling = (packed.shape[1] - 2) // 4
+        near, between, far, advantage, norm = packed.split([pooling + 1, *[pooling] * 3, 1], 1)
+        return cls(near, between, far, advantage, norm[0, 0])
+
+    def packed(self) -> Tensor:
+        """(routers, 4 densities - 2, ...): a copy, where fields are views of what is far larger."""
+        norm = self.norm.expand_as(self.near[:, :1])
+        return torch.cat([self.near, self.between, self.far, self.advantage, norm], 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Products:
