@@ -20,6 +20,7 @@ from ..call import element_of
 from ..kernels import Element, capabilities
 from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count
 from ..policy import PV_FILTER_OFF, Precision
+from ..reference.arithmetic import E4M3_MAX
 from ..reference.attend import LOG2_E
 from ..reference.partial import Partial
 from ..route_rules import Select
@@ -52,6 +53,29 @@ def measure_for(device: torch.device | str) -> Measure:
 
 
 @dataclass(frozen=True, eq=False)
+class _ValueUnit:
+    """No less than any |V| of a head, so that sums of weights and values fit fp16."""
+
+    of_query_heads: Tensor  # (B, H, 1, 1) float32
+    inverse: Tensor  # (B, Hkv, 1, 1)
+    mean: Tensor  # (B, Hkv, 1, D), of V in this unit
+
+    @classmethod
+    def of(cls, sample: Sample, means: Tensor) -> _ValueUnit:
+        """means: as in `_Facts`."""
+        _, mean, scale = means[..., : sample.v.shape[-1]].unsqueeze(3)
+        unit = torch.add(mean.abs(), scale, alpha=E4M3_MAX).amax(-1, keepdim=True)
+        group = sample.q.shape[1] // sample.k.shape[1]
+        of_query_heads = unit if group == 1 else unit.repeat_interleave(group, 1)
+        return cls(of_query_heads, unit.reciprocal(), mean / unit)
+
+    def of_heads(self, kv_heads: slice, heads: slice) -> _ValueUnit:
+        return _ValueUnit(
+            self.of_query_heads[:, heads], self.inverse[:, kv_heads], self.mean[:, kv_heads]
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class _Facts:
     """What is the same for all walks and groups of heads."""
 
@@ -59,6 +83,7 @@ class _Facts:
     pieces: Pieces
     means: Tensor
     """(3, B, Hkv, channels) float32, of `ops.means`."""
+    unit: _ValueUnit
     word_bits: Tensor
     """(32,) int32: each bit of a map's word alone."""
     none: Tensor
@@ -68,10 +93,12 @@ class _Facts:
     def of(cls, sample: Sample) -> _Facts:
         device = sample.q.device
         blocks = SampledBlocks.of(sample, sample.workload.order.on(device))
+        means = ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample)))
         return cls(
             blocks,
             Pieces.of(sample.candidates.densities, blocks.every_block),
-            ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample))),
+            means,
+            _ValueUnit.of(sample, means),
             1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device),
             torch.zeros((), dtype=torch.float16, device=device),
         )
@@ -148,16 +175,7 @@ class _PooledBlocks:
 
     weights: Tensor  # (B, H, S, rows, nk) fp16, of each row in units of exp2(row_max)
     row_max: Tensor  # (B, H, S, rows) float32
-    values: Tensor  # (B, Hkv, nk, D) fp16, in units of `unit`
-    unit: Tensor  # (B, Hkv, 1, 1) float32
-
-    def unit_of_query_heads(self) -> Tensor:
-        """(B, H, 1, 1)."""
-        batch, heads = self.row_max.shape[:2]
-        if self.unit.shape[1] == heads:
-            return self.unit
-        group = heads // self.unit.shape[1]
-        return self.unit.expand(-1, -1, group, -1).reshape(batch, heads, 1, 1)
+    values: Tensor  # (B, Hkv, nk, D) fp16, in units of `_ValueUnit`
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +185,7 @@ class _Group:
     sample: Sample
     facts: _Facts  # of all heads
     rows: SampledRows
+    unit: _ValueUnit
     kv_heads: slice
     heads: slice
 
@@ -174,11 +193,12 @@ class _Group:
     def of(cls, sample: Sample, facts: _Facts, rows: SampledRows, kv_heads: slice) -> _Group:
         group = sample.q.shape[1] // sample.k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
+        unit = facts.unit.of_heads(kv_heads, heads)
+        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), unit, kv_heads, heads)
 
     def products(self) -> Products:
         exact, kept, blocks = self._attended()
-        return products(exact, self._pooled(kept, blocks), blocks.unit_of_query_heads())
+        return products(exact, self._pooled(kept, blocks), self.unit.of_query_heads)
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
         """The exact parts (routers, pieces, B, H, S, rows, ...), the maps of `_kept`, and what
@@ -281,16 +301,12 @@ class _Group:
 
     def _pooled_blocks(self, workspace: Tensor, layout: WorkspaceLayout) -> _PooledBlocks:
         own = self.sample.q.shape[-1]
-        keys, values, mean = (
-            layout.view(workspace, name)[..., :own]
-            for name in ("k_block_mean", "v_block_mean", "v_mean")
+        keys, values = (
+            layout.view(workspace, name)[..., :own] for name in ("k_block_mean", "v_block_mean")
         )
-        values = values + mean.unsqueeze(2)
-        tiny = torch.finfo(torch.float32).tiny
-        unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
         in_units = torch.empty_like(values, dtype=torch.float16)
-        torch.div(values, unit, out=in_units)
-        return _PooledBlocks(*self._weights(keys), in_units, unit)
+        torch.addcmul(self.unit.mean, values, self.unit.inverse, out=in_units)
+        return _PooledBlocks(*self._weights(keys), in_units)
 
     def _weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Those of pseudo-keys (B, Hkv, nk, D) float32, and their rows' maxima."""
