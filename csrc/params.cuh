@@ -186,4 +186,30 @@ struct AttendParams {
   i32 causal;
 };
 
+// Of sampled query blocks. A piece is some of the key blocks that a density adds to the one before; `rows` are every
+// row_step-th of a block's 128.
+struct ScoreParams {
+  const float* exact_out;   // (batch, heads, routers, pieces, blocks, 128, channels): as attend's partial results
+  const float* exact_max;   // (batch, heads, routers, pieces, blocks, 128)
+  const float* exact_sum;   // likewise
+  const u16* pooled_out;    // (batch, heads, routers, densities - 1, blocks, rows, channels) FP16, in units of `unit`
+  const float* pooled_max;  // (batch, heads, blocks, rows) log2 units
+  const float* pooled_sum;  // (batch, heads, routers, densities - 1, blocks, rows)
+  const float* unit;        // (batch, heads)
+  float* found;             // (routers, 4 densities - 2, batch, heads, blocks, rows): the last two dimensions contiguous
+  i64 router_stride;        // of `found`
+  i64 field_stride;
+  i64 batch_stride;
+  i64 head_stride;
+  i32 batch;
+  i32 heads;
+  i32 routers;
+  i32 densities;
+  i32 pieces;
+  u32 ends;  // a bit for each piece that is the last of its density
+  i32 blocks;
+  i32 row_step;
+  i32 channels;
+};
+
 }  // namespace sparge

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +130,7 @@ def quantize(
     blocks = kv_tiles * (1 if v is None else 2)
     if with_queries:
         blocks += shape.batch * shape.heads * shape.query_blocks
-    _launch("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
+    queue("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
     return workspace
 
 
@@ -199,7 +200,7 @@ def route(
         shared = scores + shape.key_blocks + spare
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
-    _launch("route", device, shape, grid, params, extra_shared=shared)
+    queue("route", device, shape, grid, params, extra_shared=shared)
     return block_map, counts
 
 
@@ -263,7 +264,7 @@ def attend(
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4
-    _launch(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
+    queue(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -294,15 +295,15 @@ def _launch_means(
     )
     slices = shape.head_dim // _MEANS_CHANNELS
     blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
-    _launch("means", k.device, shape, (blocks, 1, 1), params, element=element)
+    queue("means", k.device, shape, (blocks, 1, 1), params, element=element)
 
 
-def _launch(
+def queue(
     entry: str,
     device: torch.device,
     shape: CallShape,
     grid: tuple[int, int, int],
-    params: MeansParams | QuantizeParams | RouteParams | AttendParams,
+    params: Structure,
     element: Element = Element.INT8_FP16,
     pv_filter: bool = False,
     extra_shared: int = 0,

@@ -12,7 +12,7 @@ import re
 import torch
 from torch import Tensor
 
-from . import launch
+from . import launch, launch_score
 from .kernels import Element
 from .route_rules import RouteRules
 from .workspace import CallShape, WorkspaceLayout
@@ -39,6 +39,9 @@ _SCHEMAS = (
     "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
     "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None) -> ()",
+    "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor pooled_out, "
+    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, int row_step, Tensor(a!) found) "
+    "-> ()",
 )
 
 
@@ -225,19 +228,36 @@ def _attend(
     )
 
 
-def _attend_fake(*_: object) -> None:
+def _score(
+    exact_out: Tensor,
+    exact_max: Tensor,
+    exact_sum: Tensor,
+    pooled_out: Tensor,
+    pooled_max: Tensor,
+    pooled_sum: Tensor,
+    unit: Tensor,
+    ends: int,
+    row_step: int,
+    found: Tensor,
+) -> None:
+    exact, pooled = (exact_out, exact_max, exact_sum), (pooled_out, pooled_max, pooled_sum)
+    launch_score.score(exact, pooled, unit, ends, row_step, found)
+
+
+def _returns_nothing(*_: object) -> None:
     return None
 
 
 def _register() -> torch.library.Library | None:
-    if hasattr(torch.ops, NAMESPACE) and hasattr(getattr(torch.ops, NAMESPACE), "attend"):
+    if hasattr(torch.ops, NAMESPACE) and hasattr(getattr(torch.ops, NAMESPACE), "score"):
         return None
     library = torch.library.Library(NAMESPACE, "DEF")
     stages = (
         ("means", _means, _means_fake),
         ("quantize", _quantize, _quantize_fake),
         ("route", _route, _route_fake),
-        ("attend", _attend, _attend_fake),
+        ("attend", _attend, _returns_nothing),
+        ("score", _score, _returns_nothing),
     )
     for schema, (name, implementation, fake) in zip(_SCHEMAS, stages, strict=True):
         library.define(schema)
@@ -249,4 +269,5 @@ def _register() -> torch.library.Library | None:
 # Ops live as long as the object that defined them.
 _library = _register()
 _ops = getattr(torch.ops, NAMESPACE)
-means, quantize, route, attend = _ops.means, _ops.quantize, _ops.route, _ops.attend
+means, quantize, route = _ops.means, _ops.quantize, _ops.route
+attend, score = _ops.attend, _ops.score

@@ -2,8 +2,8 @@
 """Calibration's measurement on the GPU, in groups of heads that bound the memory.
 
 Of each group: keys and values quantized, the sampled query blocks routed for every candidate in one
-launch, and attended to in one, bucket by bucket. Routers and buckets are dimensions here, not
-loops; see `scoring`.
+launch, attended to in one, bucket by bucket, and scored in one. Routers and buckets are dimensions
+here, not loops; see `scoring`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..reference.arithmetic import E4M3_MAX
 from ..reference.attend import LOG2_E
 from ..reference.partial import Partial
 from ..route_rules import Select
-from ..workspace import CallShape, WorkspaceLayout
-from .measure import Measure, Measured, Sample, reference_measure, stacked
+from ..workspace import CallShape, WorkspaceLayout, layout_of
+from .measure import Measure, Measured, Sample, reference_measure
 from .pieces import Pieces, piece_counts
 from .sampled_rows import SampledBlocks, SampledRows
-from .scoring import Distances, Products, distances, products
+from .scoring import Distances
 
 #: Bytes that a sample may take, of the 100 MB that calibration may.
 _SAMPLE_BYTES = 99_000_000
@@ -42,9 +42,14 @@ def kernel_measure(sample: Sample) -> Measured:
     """
     if sample.workload.is_causal:
         return reference_measure(sample)
-    facts = _Facts.of(sample)
-    found = stacked(_walk_distances(sample, facts, walk) for walk in range(sample.walks))
-    return Measured(found, facts.blocks.occupied[:, :: sample.row_step])
+    facts, groups = _Facts.of(sample), list(_head_groups(sample))
+    found = _room_for_distances(sample)
+    for walk in range(sample.walks):
+        rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
+        in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
+        for heads in groups:
+            _Group.of(in_walk, facts, rows, heads).score(found[:, :, walk])
+    return Measured(Distances.of_packed(found), facts.blocks.occupied[:, :: sample.row_step])
 
 
 def measure_for(device: torch.device | str) -> Measure:
@@ -104,12 +109,14 @@ class _Facts:
         )
 
 
-def _walk_distances(sample: Sample, facts: _Facts, walk: int) -> Distances:
-    """Of rows (B, H, S, rows)."""
-    rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
-    sample = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
-    groups = [_Group.of(sample, facts, rows, heads).products() for heads in _head_groups(sample)]
-    return distances(Products.joined(groups), facts.pieces.counts)
+def _room_for_distances(sample: Sample) -> Tensor:
+    """As `Distances.packed` has them, of rows (walks, B, H, S, rows)."""
+    batch, heads, *_ = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    rows = (sample.walks, batch, heads, len(sample.query_blocks), QUERY_BLOCK // sample.row_step)
+    return torch.empty(
+        routers, 4 * densities - 2, *rows, dtype=torch.float32, device=sample.q.device
+    )
 
 
 def _head_groups(sample: Sample) -> Iterator[slice]:
@@ -122,31 +129,29 @@ def _head_groups(sample: Sample) -> Iterator[slice]:
 
 
 def _bytes_of_all_heads(sample: Sample) -> int:
-    """Rows and products of a walk."""
+    """Rows of a walk, and what is found of all walks."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    vectors = sum(piece_counts(sample.candidates.densities)) + densities
     rows = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
-    compared = rows // sample.row_step
-    return rows * channels * sample.q.element_size() + 4 * compared * (
-        channels + routers * vectors * (vectors + 1)
-    )
+    found = 4 * (rows // sample.row_step) * sample.walks * routers * (4 * densities - 2)
+    return rows * channels * sample.q.element_size() + found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
-    """Of the workspace and attend, or of scoring once the workspace is gone."""
+    """Of the workspace and attend, or of pooling once the workspace is gone."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     rows = batch * heads // sample.k.shape[1] * len(sample.query_blocks) * QUERY_BLOCK
     compared, key_blocks = rows // sample.row_step, sample.workload.key_blocks
     pieces = routers * sum(piece_counts(sample.candidates.densities))
-    attended = rows * pieces * (channels * (4 + sample.q.element_size()) + 8)
-    pooled = 2 * key_blocks * (compared + batch * channels)
-    masses = 2 * compared * key_blocks * routers * (densities - 1)
-    values = 4 * compared * channels * (pieces + routers * densities)
+    one_view = batch == 1 and heads == sample.k.shape[1]
+    copies = 1 if one_view else 1 + pieces
+    attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
+    pooled = 2 * key_blocks * (compared + batch * channels) + 4 * compared
+    masses = compared * routers * (densities - 1) * (2 * key_blocks + 2 * channels + 4)
     shape = _routed_shape(sample.of_heads(slice(0, 1)))
     workspace = _layout(shape, sample, with_queries=True).nbytes
-    return attended + pooled + max(workspace, masses + values)
+    return attended + pooled + max(workspace, masses)
 
 
 def _routed_shape(sample: Sample) -> CallShape:
@@ -160,9 +165,7 @@ def _routed_shape(sample: Sample) -> CallShape:
 
 
 def _layout(shape: CallShape, sample: Sample, *, with_queries: bool) -> WorkspaceLayout:
-    return WorkspaceLayout(
-        shape, _element(sample), with_values=True, with_queries=with_queries, with_pools=True
-    )
+    return layout_of(shape, _element(sample), True, with_queries, True)
 
 
 def _element(sample: Sample) -> Element:
@@ -196,12 +199,25 @@ class _Group:
         unit = facts.unit.of_heads(kv_heads, heads)
         return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), unit, kv_heads, heads)
 
-    def products(self) -> Products:
+    def score(self, found: Tensor) -> None:
+        """Fills in the heads of `found` (routers, fields, B, H, S, rows)."""
         exact, kept, blocks = self._attended()
-        return products(exact, self._pooled(kept, blocks), self.unit.of_query_heads)
+        pooled = self._pooled(kept, blocks)
+        ops.score(
+            exact.unnormalised,
+            exact.row_max,
+            exact.row_sum,
+            pooled.unnormalised,
+            pooled.row_max,
+            pooled.row_sum,
+            self.unit.of_query_heads.contiguous(),
+            self.facts.pieces.ends,
+            self.sample.row_step,
+            found[:, :, :, self.heads],
+        )
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
-        """The exact parts (routers, pieces, B, H, S, rows, ...), the maps of `_kept`, and what
+        """The exact parts (B, H, routers, pieces, S, 128, ...), the maps of `_kept`, and what
         pooled parts take from the workspace, which is gone by then."""
         sample, order = self.sample, self.sample.workload.order
         layout = _layout(_routed_shape(sample), sample, with_queries=True)
@@ -264,40 +280,44 @@ class _Group:
         return kept.unflatten(1, (-1, routers, densities - 1))
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
-        """Each sampled block attends to each piece of its key blocks, as a query block of its
-        own."""
+        """Each sampled block attends to each piece of its key blocks, as heads of their own: a
+        batch entry for each KV head, so that one copy of the queries serves all pieces."""
         sample = self.sample
         batch, heads, routers, count, blocks, words = pieces.shape
-        rows = self.rows.q.repeat(1, 1, routers * count, 1)
-        sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        row_max = sums.new_empty(sums.shape[:3])
+        kv_heads, channels = sample.k.shape[1], sample.q.shape[-1]
+        by_kv = (batch * kv_heads, heads // kv_heads * routers * count)
+        queries = blocks * QUERY_BLOCK
+        q = self.rows.q.unsqueeze(2).expand(-1, -1, routers * count, -1, -1)
+        q = q.reshape(*by_kv, queries, channels)
+        # What is not asked for goes where nobody reads it.
+        out = q.new_empty(by_kv[0], 1, queries, channels).expand_as(q)
+        sums = q.new_empty(*pieces.shape[:-1], QUERY_BLOCK, channels, dtype=torch.float32)
+        row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
+        lengths = sample.key_lengths
         ops.attend(
-            rows,
+            q,
             workspace,
-            pieces.view(batch, heads, -1, words),
-            replace(layout.shape, heads=heads, queries=rows.shape[2]).sizes(),
+            pieces.view(*by_kv, blocks, words),
+            replace(
+                layout.shape, batch=by_kv[0], heads=by_kv[1], kv_heads=1, queries=queries
+            ).sizes(),
             int(layout.element),
             False,
-            sample.key_lengths,
+            None if lengths is None else lengths.repeat_interleave(kv_heads),
             None,
             sample.scale,
             PV_FILTER_OFF,
             False,
             False,
-            rows,  # what is not asked for goes where every row was read before it is written
+            out,
             None,
-            sums,
-            row_max,
-            row_sum,
+            sums.view(*q.shape),
+            row_max.view(*q.shape[:-1]),
+            row_sum.view(*q.shape[:-1]),
             None,
         )
-
-        def compared(values: Tensor) -> Tensor:
-            by_piece = values.unflatten(2, (routers, count, blocks, QUERY_BLOCK))
-            return by_piece.movedim((2, 3), (0, 1))[:, :, :, :, :, :: sample.row_step]
-
-        return Partial(compared(sums), compared(row_max), compared(row_sum))
+        return Partial(sums, row_max, row_sum)
 
     def _pooled_blocks(self, workspace: Tensor, layout: WorkspaceLayout) -> _PooledBlocks:
         own = self.sample.q.shape[-1]
@@ -310,7 +330,7 @@ class _Group:
 
     def _weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Those of pseudo-keys (B, Hkv, nk, D) float32, and their rows' maxima."""
-        q = self.rows.compared
+        q = self.rows.compared.float()
         batch, kv_heads, key_blocks, channels = keys.shape
         bias = self.facts.blocks.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
         logits = torch.baddbmm(
@@ -320,18 +340,17 @@ class _Group:
             alpha=self.sample.scale * LOG2_E,
         )
         row_max = logits.amax(-1, keepdim=True)
-        least = torch.finfo(torch.float32).min  # of a row without any: weights of 0
-        logits.sub_(row_max.clamp_(min=least))
+        logits.sub_(row_max)
         weights = torch.exp2(logits, out=torch.empty_like(logits, dtype=torch.float16))
         return weights.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
 
     def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
-        """(routers, densities - 1, B, H, S, rows, ...): of each density the blocks that it drops,
-        as pseudo-keys around one maximum a row; what underflows counts for nothing."""
+        """(B, H, routers, densities - 1, S, rows, ...): of each density the blocks that it drops,
+        as pseudo-keys around one maximum a row (B, H, S, rows); what underflows counts for
+        nothing."""
         p = blocks.weights
         bits = (kept.unsqueeze(-1) & self.facts.word_bits).bool().flatten(-2)
         p = torch.where(bits[..., None, : p.shape[-1]], self.facts.none, p[:, :, None, None])
         of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
-        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1).movedim((2, 3), (0, 1))
-        row_sum = p.sum(-1, dtype=torch.float32).movedim((2, 3), (0, 1))
-        return Partial(sums, blocks.row_max.expand_as(row_sum), row_sum)
+        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1)
+        return Partial(sums, blocks.row_max, p.sum(-1, dtype=torch.float32))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from ..plan.blocks import WORD_BITS
 #: Share of the key blocks in the longest piece of a bucket. A group of 5 heads is a tenth of a
 #: millisecond of work, and a row of blocks that one SM walks alone must not take twice as long.
 LONGEST_PIECE = 0.2
+#: Bits in `ScoreParams.ends`.
+MOST_PIECES = 32
 
 
 def piece_counts(densities: Sequence[float]) -> list[int]:
@@ -28,6 +30,8 @@ def piece_counts(densities: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
+    ends: int
+    """A bit for each piece that is the last of its density's bucket."""
     counts: list[int]
     """Of each density's bucket."""
     bits: Tensor
@@ -41,13 +45,21 @@ class Pieces:
     def of(cls, densities: Sequence[float], every_block: Tensor) -> Pieces:
         """every_block (B, words) int32."""
         counts = piece_counts(densities)
+        if sum(counts) > MOST_PIECES:
+            raise ValueError(f"{len(densities)} densities are more than kernels score at once.")
         bits = every_block.new_full((sum(counts), 1, 1), -1)
         places = [(count, first) for count in counts for first in range(count)]
         for piece, (count, first) in zip(bits, places, strict=True):
             if count > 1:
                 piece.fill_(every_bit(count, first))
         every = every_block[:, None, None, None, None]
-        return cls(counts, bits, every, torch.zeros_like(every))
+        return cls(
+            sum(1 << end - 1 for end in accumulate(counts)),
+            counts,
+            bits,
+            every,
+            torch.zeros_like(every),
+        )
 
     def cut(self, kept: Tensor) -> Tensor:
         """What each density adds: (B, H, routers, pieces, S, words) int32 of the maps `kept`

@@ -19,6 +19,8 @@ from .candidates import CandidateSet
 from .measure import Sample
 
 _ROUTER = COLUMNS.index("router")
+#: A logit below all others, but finite: it may be the greatest of a row, from which it is taken.
+NEVER = -1e30
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class SampledBlocks:
     every_block: Tensor
     """(B, words) int32: the key blocks that hold a key, packed."""
     log_counts: Tensor
-    """(B, nk) float32: log2 of the keys, -inf for a block that is never dropped."""
+    """(B, nk) float32: log2 of the keys, `NEVER` for a block that is never dropped."""
     thresholds: Tensor
     """(H, routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
 
@@ -56,7 +58,7 @@ class SampledBlocks:
             ~occupied.view(-1, 1),
             occupied.sum(1, keepdim=True),
             pack(counts > 0),
-            counts.log2().masked_fill_(never_dropped, -torch.inf),
+            counts.log2().masked_fill_(never_dropped, NEVER),
             _thresholds(sample.candidates, sample.q.device).repeat(heads, 1, 1),
         )
 
@@ -70,7 +72,7 @@ class SampledRows:
     means: Tensor
     """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
     compared: Tensor
-    """(B, H, S, rows a block, D) float32."""
+    """(B, H, S, rows a block, D): a view of q."""
 
     @classmethod
     def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
@@ -80,7 +82,7 @@ class SampledRows:
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
-        return cls(q, means, by_block[:, :, :, :: sample.row_step].float())
+        return cls(q, means, by_block[:, :, :, :: sample.row_step])
 
     def of_heads(self, heads: slice) -> SampledRows:
         return SampledRows(self.q[:, heads], self.means[:, heads], self.compared[:, heads])

@@ -74,16 +74,6 @@ class Products:
     pooled_max: Tensor
     pooled_sum: Tensor
 
-    @classmethod
-    def joined(cls, of_heads: Sequence[Products]) -> Products:
-        """Of some heads each, where rows are (B, H, S, rows)."""
-        return cls(
-            torch.cat([each.gram for each in of_heads], -5),
-            torch.cat([each.exact_logs for each in of_heads], -4),
-            torch.cat([each.pooled_max for each in of_heads], -3),
-            torch.cat([each.pooled_sum for each in of_heads], -3),
-        )
-
 
 def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Products:
     """Of the exact buckets, in pieces (routers, pieces, ..., D), and of all that each density pools

@@ -57,8 +57,8 @@ ARCHS: dict[str, Arch] = {
 #: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
 RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
-ENTRIES = ("means", "quantize", "route", "attend", HOPPER_ATTEND)
-_WITHOUT_ELEMENT = ("means", "route")
+ENTRIES = ("means", "quantize", "route", "attend", HOPPER_ATTEND, "score")
+_WITHOUT_ELEMENT = ("means", "route", "score")
 HEAD_DIMS = (64, 128)
 _HOPPER_PATH = 90
 #: E4M3 products in hardware. On sm_90a ``wgmma`` computes them; ``mma.sync`` is emulated there, so

@@ -33,6 +33,7 @@ from sparge.reference.scores import BlockFacts, log_scores
 from sparge.route_rules import Select
 from sparge.thresholds import COLUMNS
 from sparge.workspace import CallShape, WorkspaceLayout
+from tests.calibrate.reference_score import score_by_reference
 
 # By its name: the package has a function of the same one.
 module = importlib.import_module("sparge.calibrate.kernel_measure")
@@ -139,11 +140,13 @@ class Stages:
         return pack(kept), kept.sum(-1, dtype=torch.int32)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
-        _, _, _, _, _, scale, _, _, _, _, _, sums, row_max, row_sum, _ = rest
-        group = q.shape[1] // len(self.packed)
+        shape, _, _, lengths, _, scale, _, _, _, out, _, sums, row_max, row_sum, _ = rest
+        assert shape[0] == q.shape[0] and shape[2] == 1
+        assert lengths is None or len(lengths) == len(q)
+        assert out.shape == q.shape and out.data_ptr() != q.data_ptr()
         for head, packed in enumerate(self.packed):
-            heads = slice(head * group, (head + 1) * group)
-            rows = q[:, heads]
+            heads = slice(head, None, len(self.packed))  # batch entries are KV heads
+            rows = q[heads]
             own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
             of_queries = ("q_levels", "q_scale", "q_dot_kbar")
             operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
@@ -154,12 +157,12 @@ class Stages:
                     order=None,
                     query_counts=count_rows(rows.shape[2], rows.device),
                 ),
-                unpack(block_map[:, heads], packed.operands.key_counts.shape[1]),
+                unpack(block_map[heads], packed.operands.key_counts.shape[1]),
                 scale=scale,
             )
-            sums[:, heads] = found.unnormalised
-            row_max[:, heads] = found.row_max
-            row_sum[:, heads] = found.row_sum
+            sums[heads] = found.unnormalised
+            row_max[heads] = found.row_max
+            row_sum[heads] = found.row_sum
         self.attended.append(q)
 
 
@@ -179,9 +182,9 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
 @pytest.fixture
 def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
     stages = Stages(sample.workload)
-    ops = SimpleNamespace(
-        means=stages.means, quantize=stages.quantize, route=stages.route, attend=stages.attend
-    )
+    names = ("means", "quantize", "route", "attend")
+    own = {name: getattr(stages, name) for name in names}
+    ops = SimpleNamespace(**own, score=score_by_reference)
     monkeypatch.setattr(module, "ops", ops)
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_FP16)
     return stages
@@ -218,7 +221,7 @@ def test_groups_of_heads_are_the_whole(
     monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
     grouped = module.kernel_measure(sample)
     walks = sample.walks
-    assert [rows.shape[1] for rows in stages.attended] == [4] * walks + [2, 2] * walks
+    assert [len(rows) for rows in stages.attended] == [4] * walks + [2, 2] * walks
     assert max(stages.held[walks:]) < 0.6 * stages.held[0]
     assert torch.equal(grouped.occupied, whole.occupied)
     for each in fields(Distances):
