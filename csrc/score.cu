@@ -22,29 +22,22 @@ constexpr float kLeastSum = 1e-30f;           // below every sum of weights but 
 SPARGE_DEVICE i32 channel(int i) { return threadIdx.x % kWarpSize + i * kWarpSize; }
 
 struct Row {
-  i32 head_at, router, block, row;
+  i32 head_at, router, row;
 
   SPARGE_DEVICE Row(const ScoreParams& p, i32 index) {
-    const i32 rows = kQueryBlock / p.row_step;
-    row = index % rows;
-    index /= rows;
-    block = index % p.blocks;
-    index /= p.blocks;
+    row = index % p.rows;
+    index /= p.rows;
     router = index % p.routers;
     head_at = index / p.routers;
   }
 
   SPARGE_DEVICE i64 exact(const ScoreParams& p, i32 of_router, i32 piece) const {
-    const i64 block_at = ((static_cast<i64>(head_at) * p.routers + of_router) * p.pieces + piece) * p.blocks + block;
-    return block_at * kQueryBlock + row * p.row_step;
+    return ((static_cast<i64>(head_at) * p.routers + of_router) * p.pieces + piece) * p.rows + row;
   }
   SPARGE_DEVICE i64 pooled(const ScoreParams& p, i32 density) const {
-    const i64 of_density = (static_cast<i64>(head_at) * p.routers + router) * (p.densities - 1) + density;
-    return (of_density * p.blocks + block) * (kQueryBlock / p.row_step) + row;
+    return ((static_cast<i64>(head_at) * p.routers + router) * (p.densities - 1) + density) * p.rows + row;
   }
-  SPARGE_DEVICE i64 of_head(const ScoreParams& p) const {
-    return static_cast<i64>(head_at * p.blocks + block) * (kQueryBlock / p.row_step) + row;
-  }
+  SPARGE_DEVICE i64 of_head(const ScoreParams& p) const { return static_cast<i64>(head_at) * p.rows + row; }
 };
 
 // Sums over the exact keys of some pieces, in units of exp2(most).
@@ -72,13 +65,13 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Row& row) {
   const bool writes = threadIdx.x % kWarpSize == 0;
   const i32 pooling = p.densities - 1;
   float* found = p.found + row.router * p.router_stride + row.head_at / p.heads * p.batch_stride +
-                 row.head_at % p.heads * p.head_stride + row.block * (kQueryBlock / p.row_step) + row.row;
+                 row.head_at % p.heads * p.head_stride + row.row;
   auto store = [&](i32 field, float value) {
     if (writes) found[field * p.field_stride] = value;
   };
 
   Sums all;
-#pragma unroll 4
+#pragma unroll 2
   for (i32 piece = 0; piece < p.pieces; ++piece) all.add(p, row.exact(p, 0, piece));
   float truth[kShare], norm = 0.0f;
   const float of_all = all.inverse();
@@ -121,9 +114,9 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Row& row) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::score::kThreads, 0};
 
-// Grid: a warp for every (batch, head), router, block and compared row, rows fastest.
+// Grid: a warp for every (batch, head), router and row, rows fastest.
 extern "C" __global__ void __launch_bounds__(sparge::score::kThreads) score(const __grid_constant__ sparge::ScoreParams p) {
   using namespace sparge;
   const i32 index = blockIdx.x * score::kWarps + threadIdx.x / kWarpSize;
-  if (index < p.batch * p.heads * p.routers * p.blocks * (kQueryBlock / p.row_step)) score::score_row(p, score::Row(p, index));
+  if (index < p.batch * p.heads * p.routers * p.rows) score::score_row(p, score::Row(p, index));
 }

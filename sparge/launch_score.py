@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .kernels.params import ScoreParams
 from .launch import queue
-from .plan.blocks import QUERY_BLOCK, block_count
+from .plan.blocks import block_count
 from .workspace import CallShape
 
 _WARPS = 8  # rows that a thread block takes
@@ -18,7 +18,6 @@ def score(
     pooled: tuple[Tensor, Tensor, Tensor],
     unit: Tensor,
     ends: int,
-    row_step: int,
     found: Tensor,
 ) -> None:
     """Writes ``found``; shapes as in ``csrc/params.cuh``.
@@ -27,8 +26,8 @@ def score(
     """
     exact_out, exact_max, exact_sum = exact
     pooled_out, pooled_max, pooled_sum = pooled
-    batch, heads, routers, pieces, blocks, _, channels = exact_out.shape
-    router_stride, field_stride, batch_stride, head_stride, *_ = found.stride()
+    batch, heads, routers, pieces, rows, channels = exact_out.shape
+    router_stride, field_stride, batch_stride, head_stride, _ = found.stride()
     params = ScoreParams(
         exact_out=exact_out.data_ptr(),
         exact_max=exact_max.data_ptr(),
@@ -48,11 +47,9 @@ def score(
         densities=pooled_out.shape[3] + 1,
         pieces=pieces,
         ends=ends,
-        blocks=blocks,
-        row_step=row_step,
+        rows=rows,
         channels=channels,
     )
-    rows = batch * heads * routers * blocks * (QUERY_BLOCK // row_step)
-    shape = CallShape(batch, heads, heads, QUERY_BLOCK * blocks, 0, channels)
-    grid = (block_count(rows, _WARPS), 1, 1)
+    shape = CallShape(batch, heads, heads, rows, 0, channels)
+    grid = (block_count(batch * heads * routers * rows, _WARPS), 1, 1)
     queue("score", exact_out.device, shape, grid, params)

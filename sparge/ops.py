@@ -40,8 +40,7 @@ _SCHEMAS = (
     "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None) -> ()",
     "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor pooled_out, "
-    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, int row_step, Tensor(a!) found) "
-    "-> ()",
+    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, Tensor(a!) found) -> ()",
 )
 
 
@@ -237,11 +236,10 @@ def _score(
     pooled_sum: Tensor,
     unit: Tensor,
     ends: int,
-    row_step: int,
     found: Tensor,
 ) -> None:
     exact, pooled = (exact_out, exact_max, exact_sum), (pooled_out, pooled_max, pooled_sum)
-    launch_score.score(exact, pooled, unit, ends, row_step, found)
+    launch_score.score(exact, pooled, unit, ends, found)
 
 
 def _returns_nothing(*_: object) -> None:

@@ -49,7 +49,8 @@ def kernel_measure(sample: Sample) -> Measured:
         in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
         for heads in groups:
             _Group.of(in_walk, facts, rows, heads).score(found[:, :, walk])
-    return Measured(Distances.of_packed(found), facts.blocks.occupied[:, :: sample.row_step])
+    by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
+    return Measured(Distances.of_packed(by_block), facts.blocks.occupied[:, :: sample.row_step])
 
 
 def measure_for(device: torch.device | str) -> Measure:
@@ -110,13 +111,18 @@ class _Facts:
 
 
 def _room_for_distances(sample: Sample) -> Tensor:
-    """As `Distances.packed` has them, of rows (walks, B, H, S, rows)."""
+    """As `Distances.packed` has them, of rows (walks, B, H, S x rows a block)."""
     batch, heads, *_ = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    rows = (sample.walks, batch, heads, len(sample.query_blocks), QUERY_BLOCK // sample.row_step)
+    rows = (sample.walks, batch, heads, _compared(sample))
     return torch.empty(
         routers, 4 * densities - 2, *rows, dtype=torch.float32, device=sample.q.device
     )
+
+
+def _compared(sample: Sample) -> int:
+    """Rows of a head in one walk."""
+    return len(sample.query_blocks) * QUERY_BLOCK // sample.row_step
 
 
 def _head_groups(sample: Sample) -> Iterator[slice]:
@@ -132,26 +138,30 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     """Rows of a walk, and what is found of all walks."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    rows = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
-    found = 4 * (rows // sample.row_step) * sample.walks * routers * (4 * densities - 2)
-    return rows * channels * sample.q.element_size() + found
+    sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
+    found = batch * heads * _compared(sample) * sample.walks * routers * (4 * densities - 2)
+    return sampled * channels * sample.q.element_size() + 4 * found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
     """Of the workspace and attend, or of pooling once the workspace is gone."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    rows = batch * heads // sample.k.shape[1] * len(sample.query_blocks) * QUERY_BLOCK
-    compared, key_blocks = rows // sample.row_step, sample.workload.key_blocks
+    rows = batch * heads // sample.k.shape[1] * _compared(sample)
+    key_blocks = sample.workload.key_blocks
     pieces = routers * sum(piece_counts(sample.candidates.densities))
-    one_view = batch == 1 and heads == sample.k.shape[1]
-    copies = 1 if one_view else 1 + pieces
+    copies = 1 if _is_one_view(sample) else 1 + pieces
     attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
-    pooled = 2 * key_blocks * (compared + batch * channels) + 4 * compared
-    masses = compared * routers * (densities - 1) * (2 * key_blocks + 2 * channels + 4)
+    pooled = 2 * key_blocks * (rows + batch * channels) + 4 * rows
+    masses = rows * routers * (densities - 1) * (2 * key_blocks + 2 * channels + 4)
     shape = _routed_shape(sample.of_heads(slice(0, 1)))
     workspace = _layout(shape, sample, with_queries=True).nbytes
     return attended + pooled + max(workspace, masses)
+
+
+def _is_one_view(sample: Sample) -> bool:
+    """Whether the queries of all pieces are one copy, see `_Group._exact`."""
+    return len(sample.q) == 1 and sample.q.shape[1] == sample.k.shape[1]
 
 
 def _routed_shape(sample: Sample) -> CallShape:
@@ -176,8 +186,8 @@ def _element(sample: Sample) -> Element:
 class _PooledBlocks:
     """Every key block as one pseudo-key."""
 
-    weights: Tensor  # (B, H, S, rows, nk) fp16, of each row in units of exp2(row_max)
-    row_max: Tensor  # (B, H, S, rows) float32
+    weights: Tensor  # (B, H, S x rows, nk) fp16, of each row in units of exp2(row_max)
+    row_max: Tensor  # (B, H, S x rows) float32
     values: Tensor  # (B, Hkv, nk, D) fp16, in units of `_ValueUnit`
 
 
@@ -200,7 +210,7 @@ class _Group:
         return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), unit, kv_heads, heads)
 
     def score(self, found: Tensor) -> None:
-        """Fills in the heads of `found` (routers, fields, B, H, S, rows)."""
+        """Fills in the heads of `found` (routers, fields, B, H, S x rows a block)."""
         exact, kept, blocks = self._attended()
         pooled = self._pooled(kept, blocks)
         ops.score(
@@ -212,12 +222,11 @@ class _Group:
             pooled.row_sum,
             self.unit.of_query_heads.contiguous(),
             self.facts.pieces.ends,
-            self.sample.row_step,
             found[:, :, :, self.heads],
         )
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
-        """The exact parts (B, H, routers, pieces, S, 128, ...), the maps of `_kept`, and what
+        """The exact parts (B, H, routers, pieces, rows, ...), the maps of `_kept`, and what
         pooled parts take from the workspace, which is gone by then."""
         sample, order = self.sample, self.sample.workload.order
         layout = _layout(_routed_shape(sample), sample, with_queries=True)
@@ -284,14 +293,13 @@ class _Group:
         batch entry for each KV head, so that one copy of the queries serves all pieces."""
         sample = self.sample
         batch, heads, routers, count, blocks, words = pieces.shape
-        kv_heads, channels = sample.k.shape[1], sample.q.shape[-1]
+        kv_heads, slots = sample.k.shape[1], self.facts.blocks.compared
         by_kv = (batch * kv_heads, heads // kv_heads * routers * count)
-        queries = blocks * QUERY_BLOCK
         q = self.rows.q.unsqueeze(2).expand(-1, -1, routers * count, -1, -1)
-        q = q.reshape(*by_kv, queries, channels)
+        q = q.reshape(*by_kv, *q.shape[-2:])
         # What is not asked for goes where nobody reads it.
-        out = q.new_empty(by_kv[0], 1, queries, channels).expand_as(q)
-        sums = q.new_empty(*pieces.shape[:-1], QUERY_BLOCK, channels, dtype=torch.float32)
+        out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)
+        sums = torch.empty(*pieces.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
         row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
         lengths = sample.key_lengths
@@ -299,8 +307,8 @@ class _Group:
             q,
             workspace,
             pieces.view(*by_kv, blocks, words),
-            replace(
-                layout.shape, batch=by_kv[0], heads=by_kv[1], kv_heads=1, queries=queries
+            CallShape(
+                *by_kv, 1, blocks * QUERY_BLOCK, layout.shape.keys, layout.shape.channels
             ).sizes(),
             int(layout.element),
             False,
@@ -316,6 +324,8 @@ class _Group:
             row_max.view(*q.shape[:-1]),
             row_sum.view(*q.shape[:-1]),
             None,
+            False,
+            slots,
         )
         return Partial(sums, row_max, row_sum)
 
@@ -330,7 +340,7 @@ class _Group:
 
     def _weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Those of pseudo-keys (B, Hkv, nk, D) float32, and their rows' maxima."""
-        q = self.rows.compared.float()
+        q = self.rows.q.float()
         batch, kv_heads, key_blocks, channels = keys.shape
         bias = self.facts.blocks.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
         logits = torch.baddbmm(
@@ -345,12 +355,13 @@ class _Group:
         return weights.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
 
     def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
-        """(B, H, routers, densities - 1, S, rows, ...): of each density the blocks that it drops,
-        as pseudo-keys around one maximum a row (B, H, S, rows); what underflows counts for
+        """(B, H, routers, densities - 1, S x rows, ...): of each density the blocks that it drops,
+        as pseudo-keys around one maximum a row (B, H, S x rows); what underflows counts for
         nothing."""
-        p = blocks.weights
+        p = blocks.weights.unflatten(2, (len(self.sample.query_blocks), -1))
         bits = (kept.unsqueeze(-1) & self.facts.word_bits).bool().flatten(-2)
         p = torch.where(bits[..., None, : p.shape[-1]], self.facts.none, p[:, :, None, None])
         of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
-        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1)
-        return Partial(sums, blocks.row_max, p.sum(-1, dtype=torch.float32))
+        row_sum = p.sum(-1, dtype=torch.float32).flatten(-2)
+        sums = (of_kv_head @ blocks.values).view(*row_sum.shape, -1)
+        return Partial(sums, blocks.row_max, row_sum)

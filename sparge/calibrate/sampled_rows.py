@@ -41,6 +41,9 @@ class SampledBlocks:
     """(B, nk) float32: log2 of the keys, `NEVER` for a block that is never dropped."""
     thresholds: Tensor
     """(H, routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
+    compared: Tensor | None
+    """(1, S x 128) int32: which of the compared rows each slot is, `EMPTY` between them; None where
+    all are compared."""
 
     @classmethod
     def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
@@ -52,6 +55,7 @@ class SampledBlocks:
         never_dropped = (counts == 0) | order.keys_exact
         if sample.workload.sink:
             never_dropped[:, 0].fill_(True)
+        thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
         return cls(
             tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
             occupied,
@@ -59,7 +63,8 @@ class SampledBlocks:
             occupied.sum(1, keepdim=True),
             pack(counts > 0),
             counts.log2().masked_fill_(never_dropped, NEVER),
-            _thresholds(sample.candidates, sample.q.device).repeat(heads, 1, 1),
+            thresholds.to(sample.q.device, non_blocking=True),
+            _compared(sample, tokens) if sample.row_step > 1 else None,
         )
 
 
@@ -68,11 +73,9 @@ class SampledRows:
     """The sampled query blocks in one walk."""
 
     q: Tensor
-    """(B, H, S x 128, D); 0 in empty slots."""
+    """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
     means: Tensor
     """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
-    compared: Tensor
-    """(B, H, S, rows a block, D): a view of q."""
 
     @classmethod
     def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
@@ -82,10 +85,10 @@ class SampledRows:
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
-        return cls(q, means, by_block[:, :, :, :: sample.row_step])
+        return cls(q[:, :, :: sample.row_step], means)
 
     def of_heads(self, heads: slice) -> SampledRows:
-        return SampledRows(self.q[:, heads], self.means[:, heads], self.compared[:, heads])
+        return SampledRows(self.q[:, heads], self.means[:, heads])
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
@@ -98,12 +101,20 @@ def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
     return torch.stack([by_block[:, block] for block in blocks], 1)
 
 
-def _thresholds(candidates: CandidateSet, device: torch.device) -> Tensor:
-    """(routers x (densities - 1), 5)."""
+def _compared(sample: Sample, tokens: Tensor) -> Tensor:
+    slots = tokens[:1].flatten(1)
+    found = torch.full_like(slots, EMPTY)
+    rows = slots.shape[1] // sample.row_step
+    torch.arange(rows, dtype=found.dtype, device=found.device, out=found[0, :: sample.row_step])
+    return found
+
+
+def _thresholds(candidates: CandidateSet) -> Tensor:
+    """(routers x (densities - 1), 5), on the CPU: one copy is cheaper than a launch a number."""
     *densities, _ = candidates.densities
     table = threshold_table(
         len(candidates.routers) * len(densities),
-        device,
+        torch.device("cpu"),
         selection=1.0,
         simthreshd1=-torch.inf,
         pvthreshd=PV_FILTER_OFF,

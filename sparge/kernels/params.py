@@ -165,8 +165,7 @@ class ScoreParams(Structure):
         ("densities", c_int32),
         ("pieces", c_int32),
         ("ends", c_uint32),
-        ("blocks", c_int32),
-        ("row_step", c_int32),
+        ("rows", c_int32),
         ("channels", c_int32),
     )
 

@@ -20,15 +20,14 @@ def score_by_reference(
     pooled_sum: Tensor,
     unit: Tensor,
     ends: int,
-    row_step: int,
     found: Tensor,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh."""
-    every_row = (exact_out, exact_max, exact_sum)
-    exact = Partial(*(x[:, :, :, :, :, ::row_step].movedim((2, 3), (0, 1)) for x in every_row))
+    of_pieces = (exact_out, exact_max, exact_sum)
+    exact = Partial(*(x.movedim((2, 3), (0, 1)) for x in of_pieces))
     sums, weights = (x.movedim((2, 3), (0, 1)) for x in (pooled_out, pooled_sum))
     pooled = Partial(sums, pooled_max.expand_as(weights), weights)
     last = [piece for piece in range(exact_sum.shape[3]) if ends >> piece & 1]
     counts = [piece - before for before, piece in pairwise([-1, *last])]
-    of_rows = unit.view(*unit.shape[:2], 1, 1)
+    of_rows = unit.view(*unit.shape[:2], 1)
     found.copy_(distances(products(exact, pooled, of_rows), counts).packed())

@@ -140,13 +140,16 @@ class Stages:
         return pack(kept), kept.sum(-1, dtype=torch.int32)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
-        shape, _, _, lengths, _, scale, _, _, _, out, _, sums, row_max, row_sum, _ = rest
+        shape, _, _, lengths, _, scale, _, _, _, out, _, sums, row_max, row_sum, *order = rest
+        _, _, (slots,) = order
+        every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
+        every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
         assert shape[0] == q.shape[0] and shape[2] == 1
         assert lengths is None or len(lengths) == len(q)
         assert out.shape == q.shape and out.data_ptr() != q.data_ptr()
         for head, packed in enumerate(self.packed):
             heads = slice(head, None, len(self.packed))  # batch entries are KV heads
-            rows = q[heads]
+            rows = every_row[heads]
             own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
             of_queries = ("q_levels", "q_scale", "q_dot_kbar")
             operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
@@ -160,9 +163,9 @@ class Stages:
                 unpack(block_map[heads], packed.operands.key_counts.shape[1]),
                 scale=scale,
             )
-            sums[heads] = found.unnormalised
-            row_max[heads] = found.row_max
-            row_sum[heads] = found.row_sum
+            sums[heads] = found.unnormalised[:, :, slots >= 0]
+            row_max[heads] = found.row_max[:, :, slots >= 0]
+            row_sum[heads] = found.row_sum[:, :, slots >= 0]
         self.attended.append(q)
 
 

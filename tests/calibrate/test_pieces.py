@@ -20,7 +20,8 @@ def test_every_bit_is_in_one_piece() -> None:
 
 
 def test_pieces_are_the_buckets(generator: torch.Generator) -> None:
-    assert piece_counts(DENSITIES) == [1, 1, 3, 2]
+    counts = piece_counts(DENSITIES)
+    assert counts == [1, 3, 5, 4]
     rank = torch.stack([torch.randperm(70, generator=generator) for _ in range(5)])
     exists = torch.arange(70) < 68
     kept = torch.stack([exists & (rank < count) for count in (2, 16, 42, 70)])
@@ -29,6 +30,6 @@ def test_pieces_are_the_buckets(generator: torch.Generator) -> None:
     pieces = unpack(Pieces.of(DENSITIES, every).cut(maps[:, :, :, :-1]), 70)
     buckets = kept.clone()
     buckets[1:] ^= kept[:-1]
-    assert pieces.shape == (1, 1, 1, 7, 5, 70)
-    found = [part.sum(0) for part in pieces[0, 0, 0].int().split([1, 1, 3, 2])]
+    assert pieces.shape == (1, 1, 1, 13, 5, 70)
+    found = [part.sum(0) for part in pieces[0, 0, 0].int().split(counts)]
     assert torch.equal(torch.stack(found), buckets.int()), "each block in one piece"
