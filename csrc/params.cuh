@@ -186,4 +186,28 @@ struct AttendParams {
   i32 causal;
 };
 
+// Of some rows of sampled query blocks. A piece is some of the key blocks that a density adds to the one before.
+struct ScoreParams {
+  const float* exact_out;   // (batch, heads, routers, pieces, rows, channels): as attend's partial results
+  const float* exact_max;   // (batch, heads, routers, pieces, rows)
+  const float* exact_sum;   // likewise
+  const u16* pooled_out;    // (batch, heads, routers, densities - 1, rows, channels) FP16, in units of `unit`
+  const float* pooled_max;  // (batch, heads, rows) log2 units
+  const float* pooled_sum;  // (batch, heads, routers, densities - 1, rows)
+  const float* unit;        // (batch, heads)
+  float* found;             // (routers, 4 densities - 2, batch, heads, rows): rows contiguous
+  i64 router_stride;        // of `found`
+  i64 field_stride;
+  i64 batch_stride;
+  i64 head_stride;
+  i32 batch;
+  i32 heads;
+  i32 routers;
+  i32 densities;
+  i32 pieces;
+  u32 ends;  // a bit for each piece that is the last of its density
+  i32 rows;  // of all blocks
+  i32 channels;
+};
+
 }  // namespace sparge

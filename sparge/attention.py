@@ -13,11 +13,11 @@ from . import on_reference, ops, reference, reference_op
 from .call import Call, make_call
 from .errors import Unsupported
 from .kernels import capabilities
-from .launch import Select
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget
 from .plan.grid import TokenOrder
 from .policy import PV_FILTER_OFF, SparsePolicy
+from .route_rules import Select
 from .stats import AttentionStats, Counter
 from .validate import as_heads_first, check_output_dtype
 from .workspace import WorkspaceLayout

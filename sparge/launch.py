@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import enum
+from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from .kernels.params import (
 )
 from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
 from .plan.blocks import block_count
+from .route_rules import RouteRules
 from .stats import Counter
 from .workspace import CallShape, layout_of
 
@@ -30,32 +31,6 @@ _MAX_ROUTE_ROWS = 16  # query blocks that a thread block of the route kernel tak
 _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
 _STATIC_ROUTE_SHARED = 20736  # bytes the route kernel declares itself, at head_dim 128
 _ROUTE_PADDING = 16  # numbers behind each vector in the route kernel's shared memory
-
-
-class Select(enum.IntEnum):
-    """What decides among the blocks that nothing forces; as in ``csrc/params.cuh``."""
-
-    TOPK = 0
-    CDF = 1
-    MASK = 2
-
-
-@dataclass(frozen=True)
-class RouteRules:
-    """The scalars of a policy as route reads them; ``select`` is a ``Select``."""
-
-    select: int
-    topk_blocks: int
-    cdfthreshd: float
-    simthreshd1: float
-    scale: float
-    causal: bool
-    attention_sink: bool
-    keep_diagonal: bool
-    exact_prefix: int
-    exact_suffix: int
-    floor: int = 1
-    weigh_counts: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +55,18 @@ class OrderFacts:
 NO_ORDER = OrderFacts()
 
 
+def means(
+    k: Tensor, v: Tensor | None, key_lengths: Tensor | None, smooth_k: bool, element: Element
+) -> Tensor:
+    """Launch 1 alone. k and v (B, Hkv, N, D); returns (3, B, Hkv, head_dim) float32: mean of K,
+    mean and scale of V; without V the first of them, (1, ...)."""
+    shape = CallShape.of(k, k)
+    planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
+    found = torch.empty(planes, dtype=torch.float32, device=k.device)
+    _launch_means(k, v, key_lengths, smooth_k, element, *(plane.data_ptr() for plane in found))
+    return found
+
+
 def quantize(
     q: Tensor,
     k: Tensor,
@@ -91,34 +78,26 @@ def quantize(
     with_pools: bool = False,
     order: OrderFacts = NO_ORDER,
     room: int = 0,
+    means: Tensor | None = None,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
     room: bytes behind it, for the means of queries that the caller fills in.
+    means: those that `means` found, which saves launch 1.
     """
     shape = CallShape.of(q, k, order.slots)
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)
     workspace = torch.empty(layout.nbytes + room, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
-    quantized = element in (Element.INT8_FP16, Element.INT8_E4M3)
 
     def address(name: str) -> int | None:
         return layout.address(workspace, name)
 
-    if quantized:
-        means = MeansParams(
-            problem=_problem(CallShape.of(q, k), key_lengths),  # a sum needs no order
-            k=_view(k),
-            v=_view(v),
-            k_mean=address("k_mean"),
-            v_mean=address("v_mean"),
-            v_scale=address("v_scale"),
-            smooth_k=smooth_k,
-            with_values=v is not None,
-        )
-        slices = shape.head_dim // _MEANS_CHANNELS
-        blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
-        _launch("means", q.device, shape, (blocks, 1, 1), means, element=element)
+    if means is not None:
+        layout.means(workspace).copy_(means)
+    elif element in (Element.INT8_FP16, Element.INT8_E4M3):
+        places = (address("k_mean"), address("v_mean"), address("v_scale"))
+        _launch_means(k, v, key_lengths, smooth_k, element, *places)
 
     params = QuantizeParams(
         problem=problem,
@@ -151,7 +130,7 @@ def quantize(
     blocks = kv_tiles * (1 if v is None else 2)
     if with_queries:
         blocks += shape.batch * shape.heads * shape.query_blocks
-    _launch("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
+    queue("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
     return workspace
 
 
@@ -221,7 +200,7 @@ def route(
         shared = scores + shape.key_blocks + spare
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
-    _launch("route", device, shape, grid, params, extra_shared=shared)
+    queue("route", device, shape, grid, params, extra_shared=shared)
     return block_map, counts
 
 
@@ -285,7 +264,7 @@ def attend(
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4
-    _launch(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
+    queue(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -293,12 +272,38 @@ def resident_blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launch(
+def _launch_means(
+    k: Tensor,
+    v: Tensor | None,
+    key_lengths: Tensor | None,
+    smooth_k: bool,
+    element: Element,
+    k_mean: int | None,
+    v_mean: int | None = None,
+    v_scale: int | None = None,
+) -> None:
+    shape = CallShape.of(k, k)
+    params = MeansParams(
+        problem=_problem(shape, key_lengths),  # a sum needs no order
+        k=_view(k),
+        v=_view(v),
+        k_mean=k_mean,
+        v_mean=v_mean,
+        v_scale=v_scale,
+        smooth_k=smooth_k,
+        with_values=v is not None,
+    )
+    slices = shape.head_dim // _MEANS_CHANNELS
+    blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
+    queue("means", k.device, shape, (blocks, 1, 1), params, element=element)
+
+
+def queue(
     entry: str,
     device: torch.device,
     shape: CallShape,
     grid: tuple[int, int, int],
-    params: MeansParams | QuantizeParams | RouteParams | AttendParams,
+    params: Structure,
     element: Element = Element.INT8_FP16,
     pv_filter: bool = False,
     extra_shared: int = 0,

@@ -12,8 +12,9 @@ import re
 import torch
 from torch import Tensor
 
-from . import launch
+from . import launch, launch_score
 from .kernels import Element
+from .route_rules import RouteRules
 from .workspace import CallShape, WorkspaceLayout
 
 #: "sparge" for the installed library; ComfyUI names a pack after its path, which may hold anything.
@@ -22,9 +23,10 @@ if __package__ != NAMESPACE:
     NAMESPACE += "_" + re.sub(r"\W", "_", __package__ or "", flags=re.ASCII)
 
 _SCHEMAS = (
+    "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element) -> Tensor",
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None, SymInt room=0) -> Tensor",
+    "Tensor? head_walk=None, SymInt room=0, Tensor? means=None) -> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
@@ -37,7 +39,21 @@ _SCHEMAS = (
     "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
     "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None) -> ()",
+    "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor pooled_out, "
+    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, Tensor(a!) found) -> ()",
 )
+
+
+def _means(
+    k: Tensor, v: Tensor | None, key_lengths: Tensor | None, smooth_k: bool, element: int
+) -> Tensor:
+    return launch.means(k, v, key_lengths, smooth_k, Element(element))
+
+
+def _means_fake(k: Tensor, v: Tensor | None, *_: object) -> Tensor:
+    shape = CallShape.of(k, k)
+    planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
+    return k.new_empty(planes, dtype=torch.float32)
 
 
 def _quantize(
@@ -53,10 +69,21 @@ def _quantize(
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
     room: int = 0,
+    means: Tensor | None = None,
 ) -> Tensor:
     order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
     return launch.quantize(
-        q, k, v, key_lengths, smooth_k, Element(element), with_queries, with_pools, order, room
+        q,
+        k,
+        v,
+        key_lengths,
+        smooth_k,
+        Element(element),
+        with_queries,
+        with_pools,
+        order,
+        room,
+        means,
     )
 
 
@@ -73,6 +100,7 @@ def _quantize_fake(
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
     room: int = 0,
+    means: Tensor | None = None,
 ) -> Tensor:
     layout = WorkspaceLayout(
         CallShape.of(q, k, None if slot_tokens is None else slot_tokens.shape[1]),
@@ -110,7 +138,7 @@ def _route(
     keys_exact: Tensor | None = None,
     queries_exact: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rules = launch.RouteRules(
+    rules = RouteRules(
         select=select,
         topk_blocks=topk_blocks,
         cdfthreshd=cdfthreshd,
@@ -199,18 +227,35 @@ def _attend(
     )
 
 
-def _attend_fake(*_: object) -> None:
+def _score(
+    exact_out: Tensor,
+    exact_max: Tensor,
+    exact_sum: Tensor,
+    pooled_out: Tensor,
+    pooled_max: Tensor,
+    pooled_sum: Tensor,
+    unit: Tensor,
+    ends: int,
+    found: Tensor,
+) -> None:
+    exact, pooled = (exact_out, exact_max, exact_sum), (pooled_out, pooled_max, pooled_sum)
+    launch_score.score(exact, pooled, unit, ends, found)
+
+
+def _returns_nothing(*_: object) -> None:
     return None
 
 
 def _register() -> torch.library.Library | None:
-    if hasattr(torch.ops, NAMESPACE) and hasattr(getattr(torch.ops, NAMESPACE), "attend"):
+    if hasattr(torch.ops, NAMESPACE) and hasattr(getattr(torch.ops, NAMESPACE), "score"):
         return None
     library = torch.library.Library(NAMESPACE, "DEF")
     stages = (
+        ("means", _means, _means_fake),
         ("quantize", _quantize, _quantize_fake),
         ("route", _route, _route_fake),
-        ("attend", _attend, _attend_fake),
+        ("attend", _attend, _returns_nothing),
+        ("score", _score, _returns_nothing),
     )
     for schema, (name, implementation, fake) in zip(_SCHEMAS, stages, strict=True):
         library.define(schema)
@@ -222,4 +267,5 @@ def _register() -> torch.library.Library | None:
 # Ops live as long as the object that defined them.
 _library = _register()
 _ops = getattr(torch.ops, NAMESPACE)
-quantize, route, attend = _ops.quantize, _ops.route, _ops.attend
+means, quantize, route = _ops.means, _ops.quantize, _ops.route
+attend, score = _ops.attend, _ops.score

@@ -81,6 +81,10 @@ class Field:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def of(self, workspace: Tensor) -> Tensor:
+        flat = workspace[self.offset : self.offset + self.nbytes]
+        return flat.view(self.dtype).view(self.shape)
+
 
 class WorkspaceLayout:
     """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
@@ -108,15 +112,18 @@ class WorkspaceLayout:
         self._end = 0
         self.fields: dict[str, Field] = {}
         self._add("next_turn", (1,), torch.int32)
-        self._add("k_mean", (*kv, shape.head_dim))
+        means = ("k_mean", "v_mean", "v_scale") if with_values else ("k_mean",)
+        for name in means:
+            self._add(name, (*kv, shape.head_dim))
+        self._means = Field(
+            self.fields["k_mean"].offset, (len(means), *kv, shape.head_dim), torch.float32
+        )
         self._add("k_scale", blocks)
         self._add("k_similarity", blocks)
         self._add("key_counts", blocks, torch.int32)
         self._add("k_block_mean", (*blocks, shape.head_dim))
         self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
         if with_values:
-            self._add("v_mean", (*kv, shape.head_dim))
-            self._add("v_scale", (*kv, shape.head_dim))
             self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
         if with_pools:
             tiles = (*kv, shape.pool_tiles)
@@ -147,9 +154,12 @@ class WorkspaceLayout:
 
     def view(self, workspace: Tensor, name: str) -> Tensor:
         """The field as a tensor: for tests and diagnosis."""
-        field = self.fields[name]
-        flat = workspace[field.offset : field.offset + field.nbytes]
-        return flat.view(field.dtype).view(field.shape)
+        return self.fields[name].of(workspace)
+
+    def means(self, workspace: Tensor) -> Tensor:
+        """(3, B, Hkv, head_dim): k_mean, v_mean and v_scale, which lie side by side; without values
+        (1, ...)."""
+        return self._means.of(workspace)
 
 
 @functools.lru_cache(maxsize=256)

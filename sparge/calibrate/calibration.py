@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -161,13 +161,10 @@ class Calibration:
             self.candidates,
             softmax_scale,
             key_lengths,
-            row_step=self.row_step,
+            self.walks[layer],
+            self.row_step,
         )
-        for walk in range(self.walks[layer]):
-            if walk:  # heads take the first one by themselves
-                of_heads = torch.full((q.shape[1],), walk, dtype=torch.int32, device=q.device)
-                sample = replace(sample, walk=of_heads)
-            self._add(layer, walk, self.measure(sample))
+        self._add(layer, self.measure(sample))
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
@@ -176,13 +173,13 @@ class Calibration:
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
-    def _add(self, layer: int, walk: int, measured: Measured) -> None:
-        empty = ~measured.occupied
+    def _add(self, layer: int, measured: Measured) -> None:
+        empty, walks = ~measured.occupied, slice(self.walks[layer])
         errors = squared_errors(measured.distances, self.log_gains)
-        errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((2, 4, 5), dtype=torch.float64)
-        self.squared_error[layer, :, walk] += errors.movedim(2, 0)
-        norms = measured.distances.norm.masked_fill(empty, 0)
-        self.squared_norm[layer, :, walk] += norms.sum((0, 2, 3), dtype=torch.float64)
+        errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((3, 5, 6), dtype=torch.float64)
+        self.squared_error[layer, :, walks].add_(errors.movedim((3, 2), (0, 1)))
+        norms = measured.distances.norm.masked_fill(empty, 0).sum((1, 3, 4), dtype=torch.float64)
+        self.squared_norm[layer, :, walks].add_(norms.T)
 
     def relative_errors(self) -> NDArray[np.float64]:
         """(layers, heads, walks, routers, densities, gains): relative L2 errors.

@@ -2,40 +2,36 @@
 """Calibration's measurement on the GPU, in groups of heads that bound the memory.
 
 Of each group: keys and values quantized, the sampled query blocks routed for every candidate in one
-launch, and attended to in one, bucket by bucket. Routers and buckets are dimensions here, not
-loops; see `scoring`.
+launch, attended to in one, bucket by bucket, and scored in one. Routers and buckets are dimensions
+here, not loops; see `scoring`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import ops
 from ..call import element_of
-from ..kernels import capabilities
-from ..launch import Select
-from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count, unpack
-from ..plan.grid import TokenOrder
+from ..kernels import Element, capabilities
+from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count
 from ..policy import PV_FILTER_OFF, Precision
+from ..reference.arithmetic import E4M3_MAX
 from ..reference.attend import LOG2_E
 from ..reference.partial import Partial
-from ..workspace import CallShape, WorkspaceLayout
+from ..route_rules import Select
+from ..workspace import CallShape, WorkspaceLayout, layout_of
 from .measure import Measure, Measured, Sample, reference_measure
-from .sampled_rows import SampledRows
-from .scoring import Products, distances, products
+from .pieces import Pieces, piece_counts
+from .sampled_rows import SampledBlocks, SampledRows
+from .scoring import Distances
 
-#: Bytes that a group of heads may take, of the 100 MB that calibration may: workspace, sums, rows.
-_GROUP_BYTES = 94_000_000
-#: Share of the key blocks in the longest piece of a bucket. A group of 5 heads is a tenth of a
-#: millisecond of work, and a row of blocks that one SM walks alone must not take twice as long.
-_LONGEST_PIECE = 0.2
+#: Bytes that a sample may take, of the 100 MB that calibration may.
+_SAMPLE_BYTES = 99_000_000
 
 
 def kernel_measure(sample: Sample) -> Measured:
@@ -46,11 +42,15 @@ def kernel_measure(sample: Sample) -> Measured:
     """
     if sample.workload.is_causal:
         return reference_measure(sample)
-    order = sample.workload.order.on(sample.q.device)
-    rows = SampledRows.of(sample, order)
-    found = [_Group.of(sample, order, rows, heads).products() for heads in _head_groups(sample)]
-    pieces = _pieces(sample.candidates.densities)
-    return Measured(distances(_joined(found), pieces), rows.occupied[:, :: sample.row_step])
+    facts, groups = _Facts.of(sample), list(_head_groups(sample))
+    found = _room_for_distances(sample)
+    for walk in range(sample.walks):
+        rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
+        in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
+        for heads in groups:
+            _Group.of(in_walk, facts, rows, heads).score(found[:, :, walk])
+    by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
+    return Measured(Distances.of_packed(by_block), facts.blocks.occupied[:, :: sample.row_step])
 
 
 def measure_for(device: torch.device | str) -> Measure:
@@ -58,40 +58,110 @@ def measure_for(device: torch.device | str) -> Measure:
     return kernel_measure if capabilities(device).usable else reference_measure
 
 
-def _joined(groups: Sequence[Products]) -> Products:
-    return Products(
-        torch.cat([group.gram for group in groups], -5),
-        torch.cat([group.exact_logs for group in groups], -3),
-        torch.cat([group.pooled_logs for group in groups], -3),
+@dataclass(frozen=True, eq=False)
+class _ValueUnit:
+    """No less than any |V| of a head, so that sums of weights and values fit fp16."""
+
+    of_query_heads: Tensor  # (B, H, 1, 1) float32
+    inverse: Tensor  # (B, Hkv, 1, 1)
+    mean: Tensor  # (B, Hkv, 1, D), of V in this unit
+
+    @classmethod
+    def of(cls, sample: Sample, means: Tensor) -> _ValueUnit:
+        """means: as in `_Facts`."""
+        _, mean, scale = means[..., : sample.v.shape[-1]].unsqueeze(3)
+        unit = torch.add(mean.abs(), scale, alpha=E4M3_MAX).amax(-1, keepdim=True)
+        group = sample.q.shape[1] // sample.k.shape[1]
+        of_query_heads = unit if group == 1 else unit.repeat_interleave(group, 1)
+        return cls(of_query_heads, unit.reciprocal(), mean / unit)
+
+    def of_heads(self, kv_heads: slice, heads: slice) -> _ValueUnit:
+        return _ValueUnit(
+            self.of_query_heads[:, heads], self.inverse[:, kv_heads], self.mean[:, kv_heads]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What is the same for all walks and groups of heads."""
+
+    blocks: SampledBlocks
+    pieces: Pieces
+    means: Tensor
+    """(3, B, Hkv, channels) float32, of `ops.means`."""
+    unit: _ValueUnit
+    word_bits: Tensor
+    """(32,) int32: each bit of a map's word alone."""
+    none: Tensor
+    """() fp16: 0."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Facts:
+        device = sample.q.device
+        blocks = SampledBlocks.of(sample, sample.workload.order.on(device))
+        means = ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample)))
+        return cls(
+            blocks,
+            Pieces.of(sample.candidates.densities, blocks.every_block),
+            means,
+            _ValueUnit.of(sample, means),
+            1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device),
+            torch.zeros((), dtype=torch.float16, device=device),
+        )
+
+
+def _room_for_distances(sample: Sample) -> Tensor:
+    """As `Distances.packed` has them, of rows (walks, B, H, S x rows a block)."""
+    batch, heads, *_ = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    rows = (sample.walks, batch, heads, _compared(sample))
+    return torch.empty(
+        routers, 4 * densities - 2, *rows, dtype=torch.float32, device=sample.q.device
     )
+
+
+def _compared(sample: Sample) -> int:
+    """Rows of a head in one walk."""
+    return len(sample.query_blocks) * QUERY_BLOCK // sample.row_step
 
 
 def _head_groups(sample: Sample) -> Iterator[slice]:
     """KV heads, in groups of about one size."""
     kv_heads = sample.k.shape[1]
-    groups = block_count(kv_heads, max(1, _GROUP_BYTES // _bytes_a_kv_head(sample)))
+    of_all, of_one = _bytes_of_all_heads(sample), _bytes_a_kv_head(sample)
+    groups = block_count(kv_heads, max(1, (_SAMPLE_BYTES - of_all) // of_one))
     for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
         yield slice(first, end)
 
 
-def _bytes_a_kv_head(sample: Sample) -> int:
-    """Of the workspace and attend, or of scoring once the workspace is gone."""
+def _bytes_of_all_heads(sample: Sample) -> int:
+    """Rows of a walk, and what is found of all walks."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    rows = batch * heads // sample.k.shape[1] * len(sample.query_blocks) * QUERY_BLOCK
-    pieces = routers * sum(_pieces(sample.candidates.densities))
-    attended = rows * (pieces + 1) * (channels * (4 + sample.q.element_size()) + 8)
-    masses = sample.workload.key_blocks * (2 * routers * (densities - 1) + 6)
-    values = 4 * channels * (pieces + routers * densities)
-    scored = rows // sample.row_step * (masses + values)
+    sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
+    found = batch * heads * _compared(sample) * sample.walks * routers * (4 * densities - 2)
+    return sampled * channels * sample.q.element_size() + 4 * found
+
+
+def _bytes_a_kv_head(sample: Sample) -> int:
+    """Of the workspace and attend, or of pooling once the workspace is gone."""
+    batch, heads, _, channels = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    rows = batch * heads // sample.k.shape[1] * _compared(sample)
+    key_blocks = sample.workload.key_blocks
+    pieces = routers * sum(piece_counts(sample.candidates.densities))
+    copies = 1 if _is_one_view(sample) else 1 + pieces
+    attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
+    pooled = 2 * key_blocks * (rows + batch * channels) + 4 * rows
+    masses = rows * routers * (densities - 1) * (2 * key_blocks + 2 * channels + 4)
     shape = _routed_shape(sample.of_heads(slice(0, 1)))
-    return attended + max(_layout(shape, sample, with_queries=True).nbytes, scored)
+    workspace = _layout(shape, sample, with_queries=True).nbytes
+    return attended + pooled + max(workspace, masses)
 
 
-def _pieces(densities: tuple[float, ...]) -> list[int]:
-    """Into how many pieces the bucket of each density is cut."""
-    widths = [after - before for before, after in pairwise((0.0, *densities))]
-    return [math.ceil(width / _LONGEST_PIECE - 1e-6) for width in widths]
+def _is_one_view(sample: Sample) -> bool:
+    """Whether the queries of all pieces are one copy, see `_Group._exact`."""
+    return len(sample.q) == 1 and sample.q.shape[1] == sample.k.shape[1]
 
 
 def _routed_shape(sample: Sample) -> CallShape:
@@ -105,64 +175,62 @@ def _routed_shape(sample: Sample) -> CallShape:
 
 
 def _layout(shape: CallShape, sample: Sample, *, with_queries: bool) -> WorkspaceLayout:
-    element = element_of(Precision.INT8, sample.q)
-    return WorkspaceLayout(
-        shape, element, with_values=True, with_queries=with_queries, with_pools=True
-    )
+    return layout_of(shape, _element(sample), True, with_queries, True)
+
+
+def _element(sample: Sample) -> Element:
+    return element_of(Precision.INT8, sample.q)
 
 
 @dataclass(frozen=True, eq=False)
 class _PooledBlocks:
     """Every key block as one pseudo-key."""
 
-    keys: Tensor  # (B, Hkv, D, nk) float32, around the mean key
-    values: Tensor  # (B, Hkv, nk, D) fp16, in units of `unit`
-    unit: Tensor  # (B, Hkv, 1, 1) float32
-
-    @classmethod
-    def of(cls, workspace: Tensor, layout: WorkspaceLayout, channels: int) -> _PooledBlocks:
-        """Copies: the workspace is not kept."""
-        keys = layout.view(workspace, "k_block_mean")[..., :channels].transpose(-1, -2).contiguous()
-        values = layout.view(workspace, "v_block_mean")[..., :channels]
-        values = values + layout.view(workspace, "v_mean")[..., :channels].unsqueeze(2)
-        tiny = torch.finfo(torch.float32).tiny
-        unit = torch.linalg.vector_norm(values, torch.inf, (-1, -2), True).clamp_(min=tiny)
-        return cls(keys, torch.div(values, unit).half(), unit)
-
-    def unit_of_query_heads(self, heads: int) -> Tensor:
-        """(B, heads, 1, 1)."""
-        batch, kv_heads = self.unit.shape[:2]
-        return self.unit.expand(-1, -1, heads // kv_heads, -1).reshape(batch, heads, 1, 1)
+    weights: Tensor  # (B, H, S x rows, nk) fp16, of each row in units of exp2(row_max)
+    row_max: Tensor  # (B, H, S x rows) float32
+    values: Tensor  # (B, Hkv, nk, D) fp16, in units of `_ValueUnit`
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Some heads of a sample."""
+    """Some heads of a sample, in its first walk."""
 
     sample: Sample
-    order: TokenOrder
-    rows: SampledRows  # of all heads
-    q: Tensor  # (B, H, S x 128, D), the sampled rows
-    means: Tensor  # (B, H, S, D) float32, of their blocks
+    facts: _Facts  # of all heads
+    rows: SampledRows
+    unit: _ValueUnit
+    kv_heads: slice
+    heads: slice
 
     @classmethod
-    def of(cls, sample: Sample, order: TokenOrder, rows: SampledRows, kv_heads: slice) -> _Group:
+    def of(cls, sample: Sample, facts: _Facts, rows: SampledRows, kv_heads: slice) -> _Group:
         group = sample.q.shape[1] // sample.k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        return cls(sample.of_heads(kv_heads), order, rows, rows.q[:, heads], rows.means[:, heads])
+        unit = facts.unit.of_heads(kv_heads, heads)
+        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), unit, kv_heads, heads)
 
-    def products(self) -> Products:
+    def score(self, found: Tensor) -> None:
+        """Fills in the heads of `found` (routers, fields, B, H, S x rows a block)."""
         exact, kept, blocks = self._attended()
         pooled = self._pooled(kept, blocks)
-        return products(exact, pooled, blocks.unit_of_query_heads(self.q.shape[1]))
+        ops.score(
+            exact.unnormalised,
+            exact.row_max,
+            exact.row_sum,
+            pooled.unnormalised,
+            pooled.row_max,
+            pooled.row_sum,
+            self.unit.of_query_heads.contiguous(),
+            self.facts.pieces.ends,
+            found[:, :, :, self.heads],
+        )
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
-        """The exact parts (routers, pieces, B, H, S, rows, ...), the maps of `_kept`, and what
+        """The exact parts (B, H, routers, pieces, rows, ...), the maps of `_kept`, and what
         pooled parts take from the workspace, which is gone by then."""
-        sample, order = self.sample, self.order
-        shape = _routed_shape(sample)
-        layout = _layout(shape, sample, with_queries=True)
-        room = layout.nbytes - _layout(shape, sample, with_queries=False).nbytes
+        sample, order = self.sample, self.sample.workload.order
+        layout = _layout(_routed_shape(sample), sample, with_queries=True)
+        without_queries = _layout(layout.shape, sample, with_queries=False)
         workspace = ops.quantize(
             sample.q,
             sample.k,
@@ -174,22 +242,24 @@ class _Group:
             True,
             order.slot_tokens,
             order.block_counts,
-            sample.walk,
-            room,
+            None,
+            layout.nbytes - without_queries.nbytes,
+            self.facts.means[:, :, self.kv_heads],
         )
+        blocks = self._pooled_blocks(workspace, layout)
         kept = self._kept(workspace, layout)
-        exact = self._exact(workspace, layout, self._in_pieces(kept))
-        return exact, kept, _PooledBlocks.of(workspace, layout, shape.channels)
+        exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
+        return exact, kept, blocks
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
         """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
         sample, shape = self.sample, layout.shape
         routers, densities, _ = sample.candidates.shape
         candidates = routers * (densities - 1)
-        batch, heads, blocks, channels = self.means.shape
+        means = self.rows.means.unsqueeze(2)
         layout.view(workspace, "q_similarity").zero_()
-        means = layout.view(workspace, "q_block_mean").view(batch, heads, candidates, blocks, -1)
-        means.copy_(pad(self.means, (0, means.shape[-1] - channels)).unsqueeze(2).expand_as(means))
+        by_block = layout.view(workspace, "q_block_mean").unflatten(1, (-1, candidates))
+        by_block.copy_(means.expand_as(by_block))
         kept, _ = ops.route(
             workspace,
             shape.sizes(),
@@ -197,7 +267,7 @@ class _Group:
             True,
             sample.key_lengths,
             None,
-            self.rows.thresholds.repeat(heads, 1),
+            self.facts.blocks.thresholds[self.heads].flatten(0, 1),
             int(Select.TOPK),
             1,
             1.0,
@@ -213,90 +283,85 @@ class _Group:
             sample.candidates.floor,
             True,
             None,  # the sampled blocks are no slots of the order
-            self.order.keys_exact,
+            sample.workload.order.keys_exact,
             None,
         )
-        return kept.view(batch, heads, routers, densities - 1, blocks, -1)
-
-    def _in_pieces(self, kept: Tensor) -> Tensor:
-        """(B, H, routers, pieces, S, words) int32: what each density adds, in pieces."""
-        every = self.rows.every_block[:, None, None, None, None].expand_as(kept[:, :, :, :1])
-        kept = torch.cat([kept, every], 3)
-        added = (kept[:, :, :, :1], *(kept[:, :, :, 1:] ^ kept[:, :, :, :-1]).split(1, 3))
-        counts = _pieces(self.sample.candidates.densities)
-        pieces = [
-            bucket if count == 1 else bucket & _every(count, first)
-            for bucket, count in zip(added, counts, strict=True)
-            for first in range(count)
-        ]
-        return torch.cat(pieces, 3)
+        return kept.unflatten(1, (-1, routers, densities - 1))
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
-        """Each sampled block attends to each piece of its key blocks, as a query block of its
-        own."""
+        """Each sampled block attends to each piece of its key blocks, as heads of their own: a
+        batch entry for each KV head, so that one copy of the queries serves all pieces."""
         sample = self.sample
         batch, heads, routers, count, blocks, words = pieces.shape
-        rows = self.q.repeat(1, 1, routers * count, 1)
-        sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        row_max = sums.new_empty(sums.shape[:3])
+        kv_heads, slots = sample.k.shape[1], self.facts.blocks.compared
+        by_kv = (batch * kv_heads, heads // kv_heads * routers * count)
+        q = self.rows.q.unsqueeze(2).expand(-1, -1, routers * count, -1, -1)
+        q = q.reshape(*by_kv, *q.shape[-2:])
+        # What is not asked for goes where nobody reads it.
+        out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)
+        sums = torch.empty(*pieces.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
+        row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
+        lengths = sample.key_lengths
         ops.attend(
-            rows,
+            q,
             workspace,
-            pieces.view(batch, heads, -1, words),
-            replace(layout.shape, heads=heads, queries=rows.shape[2]).sizes(),
+            pieces.view(*by_kv, blocks, words),
+            CallShape(
+                *by_kv, 1, blocks * QUERY_BLOCK, layout.shape.keys, layout.shape.channels
+            ).sizes(),
             int(layout.element),
             False,
-            sample.key_lengths,
+            None if lengths is None else lengths.repeat_interleave(kv_heads),
             None,
             sample.scale,
             PV_FILTER_OFF,
             False,
             False,
-            rows,  # what is not asked for goes where every row was read before it is written
+            out,
             None,
-            sums,
-            row_max,
-            row_sum,
+            sums.view(*q.shape),
+            row_max.view(*q.shape[:-1]),
+            row_sum.view(*q.shape[:-1]),
             None,
+            False,
+            slots,
         )
+        return Partial(sums, row_max, row_sum)
 
-        def compared(values: Tensor) -> Tensor:
-            by_piece = values.unflatten(2, (routers, count, blocks, QUERY_BLOCK))
-            return by_piece.movedim((2, 3), (0, 1))[:, :, :, :, :, :: sample.row_step]
+    def _pooled_blocks(self, workspace: Tensor, layout: WorkspaceLayout) -> _PooledBlocks:
+        own = self.sample.q.shape[-1]
+        keys, values = (
+            layout.view(workspace, name)[..., :own] for name in ("k_block_mean", "v_block_mean")
+        )
+        in_units = torch.empty_like(values, dtype=torch.float16)
+        torch.addcmul(self.unit.mean, values, self.unit.inverse, out=in_units)
+        return _PooledBlocks(*self._weights(keys), in_units)
 
-        return Partial(compared(sums), compared(row_max), compared(row_sum))
-
-    def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
-        """(routers, densities - 1, B, H, S, rows, ...): of each density the blocks that it drops,
-        as pseudo-keys around one maximum a row; what underflows counts for nothing."""
-        p, row_max = self._pseudo_keys(blocks)
-        dropped = ~unpack(kept, p.shape[-1])
-        p = p[:, :, None, None] * dropped.unsqueeze(-2)
-        of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
-        sums = (of_kv_head @ blocks.values).view(*p.shape[:-1], -1).movedim((2, 3), (0, 1))
-        row_sum = p.sum(-1, dtype=torch.float32).movedim((2, 3), (0, 1))
-        return Partial(sums, row_max.expand_as(row_sum), row_sum)
-
-    def _pseudo_keys(self, blocks: _PooledBlocks) -> tuple[Tensor, Tensor]:
-        """Weights (B, H, S, rows, nk) fp16 of all pseudo-keys, of the row's maximum
-        (B, H, S, rows)."""
-        q = self.q.unflatten(2, (-1, QUERY_BLOCK))[:, :, :, :: self.sample.row_step].float()
-        batch, kv_heads, channels, key_blocks = blocks.keys.shape
-        bias = self.rows.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
+    def _weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of pseudo-keys (B, Hkv, nk, D) float32, and their rows' maxima."""
+        q = self.rows.q.float()
+        batch, kv_heads, key_blocks, channels = keys.shape
+        bias = self.facts.blocks.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
         logits = torch.baddbmm(
             bias.reshape(batch * kv_heads, 1, key_blocks),
             q.reshape(batch * kv_heads, -1, channels),
-            blocks.keys.flatten(0, 1),
+            keys.flatten(0, 1).transpose(1, 2),
             alpha=self.sample.scale * LOG2_E,
         )
         row_max = logits.amax(-1, keepdim=True)
-        least = torch.finfo(torch.float32).min
-        p = logits.sub_(row_max.clamp_(min=least)).exp2_().half()  # of a row without any, 0
-        return p.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
+        logits.sub_(row_max)
+        weights = torch.exp2(logits, out=torch.empty_like(logits, dtype=torch.float16))
+        return weights.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
 
-
-def _every(count: int, first: int) -> int:
-    """Every `count`-th bit of a map's word from `first` on, as int32."""
-    bits = sum(1 << bit for bit in range(first, WORD_BITS, count))
-    return bits - (bits >> (WORD_BITS - 1) << WORD_BITS)
+    def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
+        """(B, H, routers, densities - 1, S x rows, ...): of each density the blocks that it drops,
+        as pseudo-keys around one maximum a row (B, H, S x rows); what underflows counts for
+        nothing."""
+        p = blocks.weights.unflatten(2, (len(self.sample.query_blocks), -1))
+        bits = (kept.unsqueeze(-1) & self.facts.word_bits).bool().flatten(-2)
+        p = torch.where(bits[..., None, : p.shape[-1]], self.facts.none, p[:, :, None, None])
+        of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
+        row_sum = p.sum(-1, dtype=torch.float32).flatten(-2)
+        sums = (of_kv_head @ blocks.values).view(*row_sum.shape, -1)
+        return Partial(sums, blocks.row_max, row_sum)

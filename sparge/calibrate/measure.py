@@ -4,8 +4,8 @@ attention: what calibration scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ class Measured:
     """What a sample of S query blocks says of every candidate."""
 
     distances: Distances
-    """Of rows (B, H, S, rows a block)."""
+    """Of rows (walks, B, H, S, rows a block)."""
     occupied: Tensor
-    """(S, rows a block) bool: the row is a query; others hold nothing of meaning."""
+    """(S, rows a block) bool: the row is a query, in every walk; others hold nothing of meaning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,8 @@ class Sample:
     candidates: CandidateSet
     scale: float
     key_lengths: Tensor | None
-    walk: Tensor | None = None
-    """(H,) int32: the walk of the workload's order that each head takes, one for heads that share
-    keys; None: all take the first."""
+    walks: int = 1
+    """So many of the workload's order, from the first on."""
     row_step: int = 1
     """Every so many-th row of a query block is compared; a divisor of 128."""
 
@@ -54,14 +53,13 @@ class Sample:
         """The same of some KV heads and the query heads that read them."""
         group = self.q.shape[1] // self.k.shape[1]
         query = slice(heads.start * group, heads.stop * group)
-        walk = None if self.walk is None else self.walk[query]
-        return replace(self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads], walk=walk)
+        return replace(self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads])
 
 
-def joined(of_heads: Sequence[Distances]) -> Distances:
-    """What was found of some heads each, of all of them."""
-    names = [field.name for field in fields(Distances)]
-    return Distances(*(torch.cat([getattr(x, name) for x in of_heads], -3) for name in names))
+def stacked(of_walks: Iterable[Distances]) -> Distances:
+    """What was found of rows (B, H, S, rows) of each walk, of all of them; walks may be measured
+    while this takes them, and nothing else of one is alive in the next."""
+    return Distances.of_packed(torch.stack(list(map(Distances.packed, of_walks)), -5))
 
 
 #: Attention that says how far its parts lie from the whole; must not synchronise with the GPU.
@@ -70,27 +68,19 @@ Measure = Callable[[Sample], Measured]
 
 def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
-    if sample.walk is None:
-        return _in_first_walk(sample)
-    group = sample.q.shape[1] // sample.k.shape[1]
-    walks = sample.walk[::group].tolist()
-    measured = [
-        _in_first_walk(
-            replace(
-                sample.of_heads(slice(head, head + 1)),
-                workload=sample.workload.walk(walk, sample.q.device),
-            )
-        )
-        for head, walk in enumerate(walks)
-    ]
-    return Measured(joined([each.distances for each in measured]), measured[0].occupied)
+    device = sample.q.device
+    workloads = [sample.workload.walk(walk, device) for walk in range(sample.walks)]
+    of_walks = [_in_its_walk(replace(sample, workload=workload)) for workload in workloads]
+    found, occupied = zip(*of_walks, strict=True)
+    return Measured(stacked(found), occupied[0])
 
 
-def _in_first_walk(sample: Sample) -> Measured:
-    order = None if sample.workload.is_causal else sample.workload.walk(0, sample.q.device).order
+def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
+    """Of rows (B, H, S, rows), and which of them are queries."""
+    order = None if sample.workload.is_causal else sample.workload.order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
-    return Measured(bucket_distances(_bucket_partials(sample, packed)), occupied)
+    return bucket_distances(_bucket_partials(sample, packed)), occupied
 
 
 def _bucket_partials(sample: Sample, packed: Packed) -> list[list[tuple[Partial, Partial]]]:

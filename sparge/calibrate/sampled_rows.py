@@ -14,75 +14,116 @@ from torch.nn.functional import pad
 from ..plan.blocks import QUERY_BLOCK, pack
 from ..plan.grid import EMPTY, TokenOrder
 from ..policy import PV_FILTER_OFF
-from ..thresholds import SELECTION, threshold_table
+from ..thresholds import COLUMNS, SELECTION, threshold_table
 from .candidates import CandidateSet
 from .measure import Sample
+
+_ROUTER = COLUMNS.index("router")
+#: A logit below all others, but finite: it may be the greatest of a row, from which it is taken.
+NEVER = -1e30
+
+
+@dataclass(frozen=True, eq=False)
+class SampledBlocks:
+    """What is the same in all walks but `places`."""
+
+    places: Tensor
+    """(walks, S x 128, 1) int64: the token of each slot, some token where it is empty."""
+    occupied: Tensor
+    """(S, 128) bool."""
+    empty: Tensor
+    """(S x 128, 1) bool."""
+    queries: Tensor
+    """(S, 1) int64: of each block."""
+    every_block: Tensor
+    """(B, words) int32: the key blocks that hold a key, packed."""
+    log_counts: Tensor
+    """(B, nk) float32: log2 of the keys, `NEVER` for a block that is never dropped."""
+    thresholds: Tensor
+    """(H, routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
+    compared: Tensor | None
+    """(1, S x 128) int32: which of the compared rows each slot is, `EMPTY` between them; None where
+    all are compared."""
+
+    @classmethod
+    def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
+        """On the device of the sample; never waits for it."""
+        batch, heads, *_ = sample.q.shape
+        tokens = _tokens(order, sample.query_blocks)
+        occupied = tokens[0] != EMPTY
+        counts = order.key_counts(sample.key_lengths, batch)
+        never_dropped = (counts == 0) | order.keys_exact
+        if sample.workload.sink:
+            never_dropped[:, 0].fill_(True)
+        thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
+        return cls(
+            tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
+            occupied,
+            ~occupied.view(-1, 1),
+            occupied.sum(1, keepdim=True),
+            pack(counts > 0),
+            counts.log2().masked_fill_(never_dropped, NEVER),
+            thresholds.to(sample.q.device, non_blocking=True),
+            _compared(sample, tokens) if sample.row_step > 1 else None,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
+    """The sampled query blocks in one walk."""
+
     q: Tensor
-    """(B, H, S x 128, D): the sampled query blocks, of each head in its walk; 0 in empty slots."""
+    """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
     means: Tensor
-    """(B, H, S, D) float32: of the queries of each block."""
-    occupied: Tensor
-    """(S, 128) bool, in every walk."""
-    every_block: Tensor
-    """(B, words) int32: the key blocks that hold a key, packed."""
-    log_counts: Tensor
-    """(B, nk) float32: log2 of the keys, -inf for a block that is never dropped."""
-    thresholds: Tensor
-    """(routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
+    """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
 
     @classmethod
-    def of(cls, sample: Sample, order: TokenOrder) -> SampledRows:
-        """On the device of the sample; never waits for it."""
-        batch, heads, _, channels = sample.q.shape
-        tokens = _tokens(order, sample.query_blocks)
-        occupied = tokens[0] != EMPTY
-        by_head = tokens[:1].expand(heads, -1, -1)
-        if sample.walk is not None:
-            by_head = tokens.index_select(0, sample.walk)
-        places = by_head.flatten(1).clamp(min=0).long().unsqueeze(-1)
-        q = sample.q.gather(2, places.expand(batch, -1, -1, channels))
-        q.masked_fill_(~occupied.view(-1, 1), 0)
-        sums = q.unflatten(2, occupied.shape).sum(3, dtype=torch.float32)
-        counts = order.key_counts(sample.key_lengths, batch)
-        never_dropped = (counts == 0) | order.keys_exact
-        if sample.workload.sink:
-            never_dropped[:, 0] = True
-        return cls(
-            q,
-            sums.div_(occupied.sum(1, keepdim=True)),
-            occupied,
-            pack(counts > 0),
-            counts.log2().masked_fill_(never_dropped, -torch.inf),
-            _thresholds(sample.candidates, sample.q.device),
-        )
+    def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
+        batch, heads, _, own = sample.q.shape
+        q = sample.q.gather(2, blocks.places[walk].expand(batch, heads, -1, own))
+        by_block = q.masked_fill_(blocks.empty, 0).unflatten(2, blocks.occupied.shape)
+        means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
+        if own < channels:
+            means = pad(means, (0, channels - own))
+        return cls(q[:, :, :: sample.row_step], means)
+
+    def of_heads(self, heads: slice) -> SampledRows:
+        return SampledRows(self.q[:, heads], self.means[:, heads])
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
     """(walks, S, 128) int32, -1 in empty slots. Selected one by one: an index tensor would come
     from the host and wait."""
-    slots = pad(order.slot_tokens, (0, -order.slots % QUERY_BLOCK), value=EMPTY)
+    slots, missing = order.slot_tokens, -order.slots % QUERY_BLOCK
+    if missing:
+        slots = pad(slots, (0, missing), value=EMPTY)
     by_block = slots.unflatten(1, (-1, QUERY_BLOCK))
     return torch.stack([by_block[:, block] for block in blocks], 1)
 
 
-def _thresholds(candidates: CandidateSet, device: torch.device) -> Tensor:
-    tables = [
-        threshold_table(
-            len(candidates.densities) - 1,
-            device,
-            selection=1.0,
-            simthreshd1=-torch.inf,
-            pvthreshd=PV_FILTER_OFF,
-            log2_gain=-torch.inf,
-            router=float(router),
-        )
-        for router in candidates.routers
-    ]
-    for table in tables:
-        for place, density in enumerate(candidates.densities[:-1]):
-            table[place, SELECTION].fill_(density)
-    return torch.cat(tables)
+def _compared(sample: Sample, tokens: Tensor) -> Tensor:
+    slots = tokens[:1].flatten(1)
+    found = torch.full_like(slots, EMPTY)
+    rows = slots.shape[1] // sample.row_step
+    torch.arange(rows, dtype=found.dtype, device=found.device, out=found[0, :: sample.row_step])
+    return found
+
+
+def _thresholds(candidates: CandidateSet) -> Tensor:
+    """(routers x (densities - 1), 5), on the CPU: one copy is cheaper than a launch a number."""
+    *densities, _ = candidates.densities
+    table = threshold_table(
+        len(candidates.routers) * len(densities),
+        torch.device("cpu"),
+        selection=1.0,
+        simthreshd1=-torch.inf,
+        pvthreshd=PV_FILTER_OFF,
+        log2_gain=-torch.inf,
+        router=float(candidates.routers[0]),
+    )
+    by_router = table.view(len(candidates.routers), len(densities), -1)
+    for place, density in enumerate(densities):
+        by_router[:, place, SELECTION].fill_(density)
+    for of_router, router in zip(by_router[1:], candidates.routers[1:], strict=True):
+        of_router[:, _ROUTER].fill_(float(router))
+    return table

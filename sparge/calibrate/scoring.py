@@ -28,6 +28,7 @@ from torch import Tensor
 from ..reference.partial import Partial
 
 LOG_2 = math.log(2)  # natural logs of a unit of row_max
+_LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose values sum to 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,20 +46,33 @@ class Distances:
     advantage: Tensor
     norm: Tensor
 
+    @classmethod
+    def of_packed(cls, packed: Tensor) -> Distances:
+        """What `packed` gave."""
+        pooling = (packed.shape[1] - 2) // 4
+        near, between, far, advantage, norm = packed.split([pooling + 1, *[pooling] * 3, 1], 1)
+        return cls(near, between, far, advantage, norm[0, 0])
+
+    def packed(self) -> Tensor:
+        """(routers, 4 densities - 2, ...): a copy, where fields are views of what is far larger."""
+        norm = self.norm.expand_as(self.near[:, :1])
+        return torch.cat([self.near, self.between, self.far, self.advantage, norm], 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Products:
     """Of each row the products of all pairs of vectors: of each piece y_u - o, of each density but
     the last p_t - o, then o; all float32.
 
-    gram (routers, ..., pieces + densities, pieces + densities); exact_logs (routers, pieces, ...)
-    and pooled_logs (routers, densities - 1, ...): natural logs of sums of exponentials, -inf where
-    there is no key.
+    gram (routers, ..., pieces + densities, pieces + densities); exact_logs (routers, ..., pieces):
+    natural logs of sums of exponentials, -inf where there is no key; pooled_max and pooled_sum
+    (routers, densities - 1, ...): as in `Partial`.
     """
 
     gram: Tensor
     exact_logs: Tensor
-    pooled_logs: Tensor
+    pooled_max: Tensor
+    pooled_sum: Tensor
 
 
 def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Products:
@@ -71,35 +85,47 @@ def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Pro
     values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
     pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
     vectors = values.new_empty(*values.shape[:-2], count + 1, values.shape[-1])
-    for part, place, scale in (
-        (values, slice(pieces), _inverse(exact.row_sum)),
-        (others, slice(pieces, count), _inverse(pooled.row_sum) * unit),
-    ):
-        torch.mul(part, scale.movedim(1, -1).unsqueeze(-1), out=vectors[..., place, :])
-    exact_logs = _log_sum(exact)
-    shares = exact_logs[0].softmax(0).nan_to_num_(0.0).movedim(0, -1)  # NaN: no key
-    truth = shares.unsqueeze(-2) @ vectors[0, ..., :pieces, :]
-    vectors[..., :count, :] -= truth
-    vectors[..., count:, :] = truth
-    return Products(vectors @ vectors.transpose(-1, -2), exact_logs, _log_sum(pooled))
+    sums = exact.row_sum.clamp(min=_LEAST_SUM).movedim(1, -1).unsqueeze(-1)
+    torch.div(values, sums, out=vectors[..., :pieces, :])
+    scale = (unit / pooled.row_sum.clamp(min=_LEAST_SUM)).movedim(1, -1).unsqueeze(-1)
+    torch.mul(others, scale, out=vectors[..., pieces:count, :])
+    exact_logs = vectors.new_empty(*values.shape[:-1])
+    row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
+    torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
+    shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN: no key
+    truth = vectors[..., count:, :]
+    torch.bmm(
+        shares.flatten(0, -2).unsqueeze(1),
+        vectors[0, ..., :pieces, :].flatten(0, -3),
+        out=truth[0].flatten(0, -3),
+    )
+    truth[1:].copy_(truth[:1].expand_as(truth[1:]))
+    vectors[..., :count, :].sub_(truth)
+    gram = vectors @ vectors.transpose(-1, -2)
+    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum)
 
 
 def distances(found: Products, pieces: Sequence[int]) -> Distances:
     """pieces: into how many the bucket of each density was cut."""
     gram = found.gram
     first, last = sum(pieces), gram.shape[-1] - 1  # places of the first p_t - o and of o
-    shares, exact_logs = _running(found.exact_logs, pieces)
+    kept = _running(found.exact_logs, pieces)
     weights = torch.zeros_like(gram[..., : len(pieces), :])
-    weights[..., :first] = shares
-    weights[..., last] = shares.sum(-1).sub_(1)  # 0, but -1 where there is no key so far: e = 0
+    shares = weights[..., :first]
+    torch.sub(found.exact_logs.unsqueeze(-2), kept.unsqueeze(-1), out=shares)
+    shares.masked_fill_(_later(pieces, gram.device), -torch.inf)
+    shares.exp_().nan_to_num_(0.0)  # NaN: no key
+    # 0, but -1 where there is no key so far: e = 0
+    torch.sum(shares, -1, out=weights[..., last]).sub_(1)
     errors = weights @ gram
     between = errors[..., :-1, first:last].diagonal(dim1=-2, dim2=-1)
     far = gram.diagonal(dim1=-2, dim2=-1)[..., first:last]
+    pooled_logs = torch.add(found.pooled_sum.log(), found.pooled_max, alpha=LOG_2)
     return Distances(
         (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 1),
         between.movedim(-1, 1),
         far.movedim(-1, 1),
-        exact_logs[:, :-1] - found.pooled_logs,
+        kept[..., :-1].movedim(-1, 1) - pooled_logs,
         gram[0, ..., last, last],
     )
 
@@ -137,25 +163,17 @@ def _stacked(parts: Sequence[Partial]) -> Partial:
     return Partial(*(torch.stack(each) for each in zip(*fields, strict=True)))
 
 
-def _running(logs: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of logs (routers, pieces, ...) the shares (routers, ..., densities, pieces) of each piece in
-    what a density keeps, and the logs (routers, densities, ...) of that.
+def _running(logs: Tensor, pieces: Sequence[int]) -> Tensor:
+    """(routers, ..., densities): of logs (routers, ..., pieces) those of all that a density keeps.
 
-    Shares of what is kept: it may be all there is to a row although its weight beside later pieces
-    underflows.
+    Shares are of what is kept: it may be all there is to a row although its weight beside later
+    pieces underflows.
     """
-    ends = list(accumulate(pieces))
-    running = logs.logcumsumexp(1)
-    kept = torch.stack([running[:, end - 1] for end in ends], 1)
-    shares = logs.movedim(1, -1).unsqueeze(-2) - kept.movedim(1, -1).unsqueeze(-1)
-    later = torch.ones(ends[-1], ends[-1], dtype=torch.bool, device=logs.device).triu_(1)
-    later = torch.stack([later[end - 1] for end in ends])
-    return shares.masked_fill_(later, -torch.inf).exp_().nan_to_num_(0.0), kept  # NaN: no key
+    running = logs.logcumsumexp(-1)
+    return torch.stack([running[..., end - 1] for end in accumulate(pieces)], -1)
 
 
-def _log_sum(part: Partial) -> Tensor:
-    return (part.row_max + part.row_sum.log2()).mul_(LOG_2)
-
-
-def _inverse(sums: Tensor) -> Tensor:
-    return sums.reciprocal().nan_to_num_(posinf=0.0)
+def _later(pieces: Sequence[int], device: torch.device) -> Tensor:
+    """(densities, pieces) bool: the piece is of a later density."""
+    later = torch.ones(sum(pieces), sum(pieces), dtype=torch.bool, device=device).triu_(1)
+    return torch.stack([later[end - 1] for end in accumulate(pieces)])

@@ -6,7 +6,7 @@ Field meanings, shapes and units stand there. A test compiles both and compares 
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_uint32, c_void_p
 
 
 class TensorView(Structure):
@@ -145,6 +145,31 @@ class AttendParams(Structure):
     )
 
 
+class ScoreParams(Structure):
+    _fields_ = (
+        ("exact_out", c_void_p),
+        ("exact_max", c_void_p),
+        ("exact_sum", c_void_p),
+        ("pooled_out", c_void_p),
+        ("pooled_max", c_void_p),
+        ("pooled_sum", c_void_p),
+        ("unit", c_void_p),
+        ("found", c_void_p),
+        ("router_stride", c_int64),
+        ("field_stride", c_int64),
+        ("batch_stride", c_int64),
+        ("head_stride", c_int64),
+        ("batch", c_int32),
+        ("heads", c_int32),
+        ("routers", c_int32),
+        ("densities", c_int32),
+        ("pieces", c_int32),
+        ("ends", c_uint32),
+        ("rows", c_int32),
+        ("channels", c_int32),
+    )
+
+
 class HeadThresholds(Structure):
     _fields_ = (
         ("selection", c_float),
@@ -173,4 +198,5 @@ PARAMS: dict[str, type[Structure]] = {
     "attend": AttendParams,
     HOPPER_ATTEND: AttendParams,
     HOPPER_ATTEND_16: AttendParams,
+    "score": ScoreParams,
 }

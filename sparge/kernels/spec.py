@@ -59,8 +59,8 @@ RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 #: Attend kernels with persistent blocks, which ``wgmma`` is needed for.
 HOPPER_ENTRIES = (HOPPER_ATTEND, HOPPER_ATTEND_16)
-ENTRIES = ("means", "quantize", "route", "attend", *HOPPER_ENTRIES)
-_WITHOUT_ELEMENT = ("means", "route")
+ENTRIES = ("means", "quantize", "route", "attend", *HOPPER_ENTRIES, "score")
+_WITHOUT_ELEMENT = ("means", "route", "score")
 HEAD_DIMS = (64, 128)
 _HOPPER_PATH = 90
 #: E4M3 products in hardware. On sm_90a ``wgmma`` computes them; ``mma.sync`` is emulated there, so

@@ -21,6 +21,7 @@ from sparge.calibrate import (
     reference_measure,
 )
 from sparge.calibrate.calibration import ROUNDING
+from sparge.calibrate.measure import stacked
 from sparge.calibrate.scoring import Distances, bucket_distances
 from sparge.metrics import rel_l2
 from sparge.plan import HeadBudget, Router, TokenGrid, cube_order, grid_order
@@ -296,7 +297,8 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 
         values = (random + 1, random, random)
         parts = [(part(1.0, value), part(1e-4, random)) for value in values]
-        return Measured(bucket_distances([parts] * 2), torch.ones(len(blocks), 128).bool())
+        found = stacked([bucket_distances([parts] * 2)])
+        return Measured(found, torch.ones(len(blocks), 128).bool())
 
     calibration = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
@@ -345,8 +347,11 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
             sums = torch.rand(shape, generator=generator) + 0.1
             return Partial(torch.rand(*shape, 16, generator=generator), torch.zeros(shape), sums)
 
-        parts = [(part(), part()) for _ in candidates.densities]
-        found = bucket_distances([parts] * len(candidates.routers))
+        def walk() -> Distances:
+            parts = [(part(), part()) for _ in candidates.densities]
+            return bucket_distances([parts] * len(candidates.routers))
+
+        found = stacked([walk() for _ in range(sample.walks)])
         return Measured(found, torch.ones(shape[2:]).bool())
 
     calibration = begin(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparge.calibrate import (
     BLOCKS_A_CALL,
@@ -23,15 +24,16 @@ from sparge.calibrate import (
 from sparge.calibrate.calibration import ROW_STEP
 from sparge.calibrate.scoring import Distances, squared_errors
 from sparge.kernels import Element
-from sparge.launch import Select
 from sparge.plan import QUERY_BLOCK, Router, TokenGrid, cube_order, grid_order, pack, unpack
 from sparge.reference.packed import Packed, pack_qkv
 from sparge.reference.pooled import attend_packed
 from sparge.reference.quantize import count_rows, quantize_qkv
 from sparge.reference.route import rank_blocks
 from sparge.reference.scores import BlockFacts, log_scores
+from sparge.route_rules import Select
 from sparge.thresholds import COLUMNS
 from sparge.workspace import CallShape, WorkspaceLayout
+from tests.calibrate.reference_score import score_by_reference
 
 # By its name: the package has a function of the same one.
 module = importlib.import_module("sparge.calibrate.kernel_measure")
@@ -52,7 +54,13 @@ class Stages:
     def quantize(
         self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, *rest: Any
     ) -> Tensor:
-        _, _, with_queries, with_pools, _, _, head_walk, room = rest
+        _, _, with_queries, with_pools, slot_tokens, _, head_walk, room, means = rest
+        assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
+        (walk,) = (
+            index
+            for index, tokens in enumerate(self.workload.order.slot_tokens)
+            if torch.equal(tokens, slot_tokens[0])
+        )
         order, group = self.workload.order, q.shape[1] // k.shape[1]
         layout = WorkspaceLayout(
             CallShape.of(q, k, order.slots),
@@ -65,7 +73,6 @@ class Stages:
         self.held.append(workspace.numel())
         self.packed = []
         for head in range(k.shape[1]):
-            walk = 0 if head_walk is None else int(head_walk[head * group])
             own = slice(head, head + 1)
             packed = pack_qkv(
                 q[:, head * group : (head + 1) * group],
@@ -83,11 +90,19 @@ class Stages:
                 "k_variance": packed.k_variance,
                 "v_block_mean": packed.v_block_mean,
                 "v_variance": packed.v_variance,
-                "v_mean": operands.vbar,
             }.items():  # of the caller's channels; the rest is padding
                 field = layout.view(workspace, name)[:, own]
                 field.zero_()[tuple(map(slice, values.shape))] = values
+        layout.means(workspace).copy_(means)
         return workspace
+
+    def means(
+        self, k: Tensor, v: Tensor, key_lengths: Tensor | None, smooth_k: bool, element: int
+    ) -> Tensor:
+        assert smooth_k
+        operands = quantize_qkv(k, k, v, element=Element(element), key_lengths=key_lengths)
+        found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
+        return pad(found, (0, 64 - found.shape[-1]))
 
     def route(
         self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
@@ -125,11 +140,16 @@ class Stages:
         return pack(kept), kept.sum(-1, dtype=torch.int32)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
-        _, _, _, _, _, scale, _, _, _, _, _, sums, row_max, row_sum, _ = rest
-        group = q.shape[1] // len(self.packed)
+        shape, _, _, lengths, _, scale, _, _, _, out, _, sums, row_max, row_sum, *order = rest
+        _, _, (slots,) = order
+        every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
+        every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
+        assert shape[0] == q.shape[0] and shape[2] == 1
+        assert lengths is None or len(lengths) == len(q)
+        assert out.shape == q.shape and out.data_ptr() != q.data_ptr()
         for head, packed in enumerate(self.packed):
-            heads = slice(head * group, (head + 1) * group)
-            rows = q[:, heads]
+            heads = slice(head, None, len(self.packed))  # batch entries are KV heads
+            rows = every_row[heads]
             own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
             of_queries = ("q_levels", "q_scale", "q_dot_kbar")
             operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
@@ -140,12 +160,12 @@ class Stages:
                     order=None,
                     query_counts=count_rows(rows.shape[2], rows.device),
                 ),
-                unpack(block_map[:, heads], packed.operands.key_counts.shape[1]),
+                unpack(block_map[heads], packed.operands.key_counts.shape[1]),
                 scale=scale,
             )
-            sums[:, heads] = found.unnormalised
-            row_max[:, heads] = found.row_max
-            row_sum[:, heads] = found.row_sum
+            sums[heads] = found.unnormalised[:, :, slots >= 0]
+            row_max[heads] = found.row_max[:, :, slots >= 0]
+            row_sum[heads] = found.row_sum[:, :, slots >= 0]
         self.attended.append(q)
 
 
@@ -157,27 +177,28 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     q, k, v = make_qkv(2, 4, GRID.tokens, 40, kv_heads=2)
     k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
     blocks = workload.sparse_query_blocks()[-2:]
-    walk = torch.tensor([2, 2, 0, 0], dtype=torch.int32) if walks else None
     return Sample(
-        q, k.bfloat16(), v, blocks, workload, CANDIDATES, 40**-0.5, None, walk, row_step=2
+        q, k.bfloat16(), v, blocks, workload, CANDIDATES, 40**-0.5, None, 3 if walks else 1, 2
     )
 
 
 @pytest.fixture
 def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
     stages = Stages(sample.workload)
-    ops = SimpleNamespace(quantize=stages.quantize, route=stages.route, attend=stages.attend)
+    names = ("means", "quantize", "route", "attend")
+    own = {name: getattr(stages, name) for name in names}
+    ops = SimpleNamespace(**own, score=score_by_reference)
     monkeypatch.setattr(module, "ops", ops)
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_FP16)
     return stages
 
 
 def errors(measured: Measured) -> Tensor:
-    """(routers, densities, heads, gains) relative."""
+    """(routers, densities, walks, heads, gains) relative."""
     distances, empty = measured.distances, ~measured.occupied
     found = squared_errors(distances, torch.tensor(CANDIDATES.gains).log())
-    sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((2, 4, 5))
-    return (sums / distances.norm.masked_fill(empty, 0).sum((0, 2, 3))[:, None]).sqrt()
+    sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((3, 5, 6))
+    return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
 
 
 def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> None:
@@ -185,7 +206,7 @@ def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> No
     assert found.occupied.shape == (2, QUERY_BLOCK // 2)
     assert torch.equal(found.occupied, expected.occupied)
     assert not found.occupied.all()
-    assert len(stages.attended) == 1, "one launch"
+    assert len(stages.attended) == sample.walks, "one launch a walk"
     # Pseudo-keys: INT8 there, FP16 here.
     torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
     for each in fields(Distances):
@@ -200,10 +221,11 @@ def test_groups_of_heads_are_the_whole(
 ) -> None:
     sample = replace(sample, candidates=replace(CANDIDATES, routers=(Router.ERROR,)))
     whole = module.kernel_measure(sample)
-    monkeypatch.setattr(module, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
     grouped = module.kernel_measure(sample)
-    assert [rows.shape[1] for rows in stages.attended] == [4, 2, 2]
-    assert max(stages.held[1:]) < 0.6 * stages.held[0]
+    walks = sample.walks
+    assert [len(rows) for rows in stages.attended] == [4] * walks + [2, 2] * walks
+    assert max(stages.held[walks:]) < 0.6 * stages.held[0]
     assert torch.equal(grouped.occupied, whole.occupied)
     for each in fields(Distances):
         torch.testing.assert_close(
@@ -218,16 +240,6 @@ def test_key_lengths_hide_text(sample: Sample, stages: Stages) -> None:
     torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
 
 
-def test_pieces_are_the_buckets() -> None:
-    """Every bit of a bucket is in one of its pieces."""
-    assert module._pieces((0.03, 0.23, 0.6, 1.0)) == [1, 1, 2, 2]
-    for count in (1, 2, 3, 5):
-        pieces = [module._every(count, first) for first in range(count)]
-        assert all(-(2**31) <= piece < 2**31 for piece in pieces)
-        bits = [{bit for bit in range(32) if piece >> bit & 1} for piece in pieces]
-        assert sorted(bit for of_piece in bits for bit in of_piece) == list(range(32))
-
-
 def test_mochi_stays_below_100_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the layout and the sums take; the rest are views and single rows."""
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_E4M3)
@@ -235,9 +247,10 @@ def test_mochi_stays_below_100_megabytes(monkeypatch: pytest.MonkeyPatch) -> Non
     q = torch.empty(1, 24, grid.tokens, 128, dtype=torch.bfloat16, device="meta")
     workload = Workload(grid_order(grid))
     blocks = workload.sparse_query_blocks()[:BLOCKS_A_CALL]
-    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, None, ROW_STEP)
+    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, 3, ROW_STEP)
     groups = list(module._head_groups(sample))
     sizes = [heads.stop - heads.start for heads in groups]
     assert sum(sizes) == 24
     assert len(groups) <= 6, "few launches"
-    assert max(sizes) * module._bytes_a_kv_head(sample) <= module._GROUP_BYTES < 100e6
+    taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
+    assert taken <= module._SAMPLE_BYTES < 100e6

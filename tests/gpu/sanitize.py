@@ -25,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-KERNELS = ("means", "quantize", "route", "attend")
+KERNELS = ("means", "quantize", "route", "attend", "score")
 TOOLS = ("racecheck", "memcheck")
 TESTS_A_PROCESS = 6
 SECONDS = 900  # for one process; the slowest takes a minute when it is alone

@@ -240,7 +240,12 @@ def test_ops_pass_opcheck(generator: torch.Generator, native: bool) -> None:
     element = int(own if native else Element.INT8_FP16)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops = torch.ops.sparge
-    torch.library.opcheck(ops.quantize, (q, k, v, None, True, element, True), test_utils=checks)
+    int8 = int(Element.INT8_FP16)
+    torch.library.opcheck(ops.means, (k, v, None, True, int8), test_utils=checks)
+    given = {"means": ops.means(k, v, None, True, int8)}
+    quantize = (q, k, v, None, True, int8, True)
+    torch.library.opcheck(ops.quantize, quantize, given, test_utils=checks)
+    torch.library.opcheck(ops.quantize, (*quantize[:5], element, True), test_utils=checks)
     workspace = ops.quantize(q, k, v, None, True, element, True)
     shape = [1, 4, 4, 300, 300, 128]
     route = (workspace, shape, element, True, None, None, None, 0, 2, 1.0, -0.1, 0.09)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparge import SparsePolicy, reference
 from sparge.kernels import Element, capabilities
-from sparge.launch import quantize
+from sparge.launch import means, quantize
 from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK
 from sparge.policy import Precision
@@ -128,6 +128,28 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
         assert levels.abs().max() == 0
     values = value_levels(fields["v_tiles"], element, head_dim)[:, :, : case.keys, :d]
     assert rel_l2(values, truth.v_levels.float()) <= 2e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
+    """Of some heads of all, as calibration takes them."""
+    q, k, v = make_qkv(case, generator)
+    lengths, element = lengths_of(case), Element.INT8_FP16
+    found = means(k, v, lengths, True, element)
+    group = case.heads // case.kv_heads
+    first, last = slice(0, 1), slice(case.kv_heads - 1, case.kv_heads)
+    for heads in (first, last):
+        own = slice(heads.start * group, heads.stop * group)
+        some = q[:, own], k[:, heads], v[:, heads]
+        layout = WorkspaceLayout(
+            CallShape.of(*some[:2]), element, with_values=True, with_queries=True
+        )
+        given = quantize(*some, lengths, True, element, True, means=found[:, :, heads])
+        alone = quantize(*some, lengths, True, element, True)
+        assert torch.equal(layout.means(given), found[:, :, heads])
+        for name in layout.fields:
+            expected, value = (layout.view(x, name).view(torch.uint8) for x in (alone, given))
+            assert torch.equal(value, expected), name
 
 
 def value_levels(tiles: Tensor, element: Element, head_dim: int) -> Tensor:

@@ -87,6 +87,6 @@ def test_failures(load_pack, warmup, warm):
 def test_the_node_needs_only_the_8_bit_kernels(load_pack):
     module = load_pack("nodes.warmup")
     specs = module.node_specs("sm_89")
-    assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend"}
+    assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend", "score"}
     assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_E4M3"}
     assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buckets of key blocks that densities add one after the other, cut into pieces of about one
+length, each of which one thread block attends to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ..plan.blocks import WORD_BITS
+
+#: Share of the key blocks in the longest piece of a bucket. A group of 6 heads is a tenth of a
+#: millisecond of work, and an SM must not walk alone for twice as long. On Hopper it is given two
+#: pieces at once: with .2, in 8 pieces a row, the last one ends at 2.1 times the mean; with .1, in
+#: 14, at 1.4 times (a simulation that gives the 167 us measured with 5 heads and .2).
+LONGEST_PIECE = 0.1
+#: Bits in `ScoreParams.ends`.
+MOST_PIECES = 32
+
+
+def piece_counts(densities: Sequence[float]) -> list[int]:
+    """Into how many pieces the bucket of each density is cut: an odd number, but of the last."""
+    widths = [after - before for before, after in pairwise((0.0, *densities))]
+    *counts, last = (math.ceil(width / LONGEST_PIECE - 1e-6) for width in widths)
+    return [*(count | 1 for count in counts), last]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    ends: int
+    """A bit for each piece that is the last of its density's bucket."""
+    counts: list[int]
+    """Of each density's bucket."""
+    bits: Tensor
+    """(pieces, 1, 1) int32: those of its bucket's words that a piece has."""
+    every: Tensor
+    """(B, 1, 1, 1, 1, words) int32: the map of every block, which the last density keeps."""
+    none: Tensor
+    """The same of no block."""
+
+    @classmethod
+    def of(cls, densities: Sequence[float], every_block: Tensor) -> Pieces:
+        """every_block (B, words) int32."""
+        counts = piece_counts(densities)
+        if sum(counts) > MOST_PIECES:
+            raise ValueError(f"{len(densities)} densities are more than kernels score at once.")
+        masks = [every_bit(count, first) for count in counts for first in range(count)]
+        bits = torch.tensor(masks, dtype=torch.int32).view(-1, 1, 1)
+        bits = bits.to(every_block.device, non_blocking=True)
+        every = every_block[:, None, None, None, None]
+        return cls(
+            sum(1 << end - 1 for end in accumulate(counts)),
+            counts,
+            bits,
+            every,
+            torch.zeros_like(every),
+        )
+
+    def cut(self, kept: Tensor) -> Tensor:
+        """What each density adds: (B, H, routers, pieces, S, words) int32 of the maps `kept`
+        (B, H, routers, densities - 1, S, words).
+
+        A bucket is where two maps differ, whichever comes first: maps in a row, back and forth
+        between those of a bucket in several pieces, differ from their neighbours by all pieces.
+        """
+        like = kept[:, :, :, :1]
+        maps = [self.none.expand_as(like), *kept.split(1, 3), self.every.expand_as(like)]
+        bounds = maps[:1]
+        for pair, count in zip(pairwise(maps), self.counts, strict=True):
+            bounds += [pair[1 - piece % 2] for piece in range(count)]
+        row = torch.cat(bounds, 3)
+        return (row[:, :, :, 1:] ^ row[:, :, :, :-1]).bitwise_and_(self.bits)
+
+
+def every_bit(count: int, first: int) -> int:
+    """Every `count`-th bit of a map's word from `first` on, as int32."""
+    bits = sum(1 << bit for bit in range(first, WORD_BITS, count))
+    return bits - (bits >> (WORD_BITS - 1) << WORD_BITS)
