@@ -2,7 +2,8 @@
 // Launch 4 on sm_90a: block-sparse flash attention over the block map on the warpgroup tensor cores, INT8 QK and E4M3 PV.
 //
 // Semantics   as attend.cu, whose E4M3 tiles it reads. P is rounded relative to the running maximum after each step of two
-//             blocks of the list; the PV filter decides block by block.
+//             blocks of the list; the PV filter decides block by block. P of the key tiles in kFixedTiles errs by 1.5 % before it
+//             is rounded (hopper/fixed_exp2.cuh); which keys these are goes by their place in a block alone.
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
 // Strategy    One producer warp copies tiles in bulk, three warps beside it lay down the queries of the next work item, two
 //             consumer warpgroups of 64 rows share every tile. P lives in
@@ -14,7 +15,9 @@
 //             written after its fence: it waits for each product otherwise. It moves maxima past waits, and LLVM into later
 //             basic blocks, unless told not to (ptx/schedule.cuh). Instructions issued bind: what a step needs lies in its
 //             stage, which one offset leads to, in units that need no more arithmetic, and maxima that no mask touched are taken
-//             as integers, three at a time. At head_dim 128 shared memory fills the accumulators with their offset.
+//             as integers, three at a time. Shared memory fills the accumulators with their offset. With all exponentials MUFU
+//             would bind: two of them take it 16 clocks. Five packed instructions of other pipes give two P instead, at head_dim
+//             64 all of them, at 128 half. So the warpgroups need no turns at MUFU; each goes its own way.
 //             A query block costs latencies beside its steps: its queries, tokens and scales, and the facts of V, wait in shared
 //             memory when it begins, and four lanes of its epilogue exchange pairs until each stores 16 bytes.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
@@ -82,7 +85,22 @@
 //                   behind 4 to 32 of the first's exponentials, or all behind the turn; -9 to -20 with the turn passed on after all
 //                   exponentials. Exponentials of half precision, two at once, are as many MUFU instructions
 //                   Mochi -1.9 -2.9 -2.2 -1.7, CogVideoX-2B -1.1 -0.9 -0.1 +0.4 a third copy of the loop's half for pooled steps
-//             Profile of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
+//             Likewise, attend alone, against d540d1d: P in fixed point in 2, 4, 6 or 8 of a block's 8 key tiles; n: without
+//             turns; f: loads fill the accumulators at head_dim 64, too. In the order of the columns:
+//             CogVideoX-2B   2     4     4f    4n    6     6f    8f    8nf (here)
+//             dense        +4.7  +8.2 +10.5  +5.7  +3.5 +11.3 +12.8 +14.7
+//             50 % budgets +4.3  +7.8 +10.1  +5.3  +4.4 +11.3 +12.0 +13.0
+//             20 % budgets +3.6  +7.4  +9.3  +4.5  +5.7 +10.6 +10.3 +11.6
+//             20 %         +4.4  +8.8 +10.4  +5.6  +6.2 +11.9 +12.1 +13.4
+//             10 % budgets +3.6  +7.3  +8.5  +3.7  +6.0  +9.7  +9.0 +11.0
+//             Mochi          2     4     4n (here)  6     8
+//             dense        -1.1  +1.6  +4.8       -0.2  -1.0
+//             50 % budgets -1.1  +0.8  +1.8       +0.3  -1.6
+//             20 % budgets -0.2  +2.0  +4.7       +2.4  +0.3
+//             10 % budgets +0.5  +2.4  +4.9       +3.2  +1.4
+//             One line instead of the mean of two, three instructions instead of five: 4 % more error of the outputs, not kept.
+//             Turns gained 7 % and fills by moves 3 % while all exponentials were MUFU's (above): not any more.
+//             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
 #include "attend/hopper/consumer.cuh"
@@ -116,7 +134,7 @@ SPARGE_DEVICE void fill_constants(Smem& smem) {
     reinterpret_cast<u32*>(tile.ones)[i % kWords] = kOnes;
   }
   constexpr u32 kZero = __builtin_bit_cast(u32, kScoreZero);
-  if (kFillFromShared && threadIdx.x == 0) smem.score_zero = {kZero, kZero, kZero, kZero};
+  if (threadIdx.x == 0) smem.score_zero = {kZero, kZero, kZero, kZero};
   ptx::fence_proxy_async();
 }
 

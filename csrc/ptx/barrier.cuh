@@ -11,12 +11,6 @@ SPARGE_DEVICE void barrier_sync(i32 id) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
 }
 
-// Counts towards a barrier without waiting at it.
-template <int kCount>
-SPARGE_DEVICE void barrier_arrive(i32 id) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "n"(kCount) : "memory");
-}
-
 // True when `vote` is true in each of the kCount threads that meet at the barrier.
 template <int kCount>
 SPARGE_DEVICE bool barrier_all(i32 id, bool vote) {
