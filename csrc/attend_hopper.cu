@@ -54,7 +54,7 @@
 //                   these, and the offset of scores comes by 16 loads instead of 64 moves (433 to 385 instructions)
 //             Mochi +1.9 +11.1 +8.8 +20.8, CogVideoX-2B +13.3 +22.3 +18.1 +29.4
 //                   the first of these (moves), and a query block's queries prefetched and in flight, its epilogue without
-//                   branches; with the loads at head_dim 128, which is what is here, two runs of benchmarks.attention say
+//                   branches; with the loads at head_dim 128, which was kept, two runs of benchmarks.attention say
 //                   Mochi +8.0 +13.3 +10.8 +21.2
 //             Lost: the first of these alone at head_dim 128, where it slows sparse calls, and the loads at head_dim 64:
 //                   CogVideoX-2B +6.6 +4.2 +4.1 +3.2, less than with moves
@@ -65,11 +65,10 @@
 //                   exponents are computed among the first's exponentials
 //             Likewise against 76854d0:
 //             Mochi +1.2 +2.8 +1.6 +4.5, CogVideoX-2B +1.1 +5.3 +1.4 +9.0 (another run: -0.7 -0.4 +1.5 +4.3, +1.7 +5.1 +1.7 +9.0)
-//                   the feeder, wide stores, pooled columns in pairs, maxima over a row before the wait for the values; what
-//                   is here
+//                   the feeder, wide stores, pooled columns in pairs, maxima over a row before the wait for the values: kept
 //             Mochi -4.8 -10.5 -6.5 -18.2, CogVideoX-2B -1.0 -1.0 -1.6 -1.5 when the producer, not the feeder, hands out the items:
 //                   it reaches the next only some steps before the end of the last, too late for its queries
-//             Lost, against what is here:
+//             Lost, against that:
 //                   CogVideoX-2B -7.4 -6.6 -6.7 -4.2 without turns; -3.6 -1.9 -2.0 -0.6 when loads fill its accumulators, too
 //                   Mochi -5.6 -3.0 -4.0 -4.4, CogVideoX-2B -3.7 -1.9 -3.0 -0.2 an eighth of the exponentials as polynomials of degree 3
 //                   (eight instructions each); a quarter and three eighths lose more

@@ -246,3 +246,14 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     assert found[..., KEY_BLOCK:].abs().sum() == 0
     assert off(HOPPER.softmax).float().mean() <= 1e-3
     assert off(replace(HOPPER.softmax, fixed_exp2=False)).float().mean() > 1e-2
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
+def test_zeros_with_a_small_scale(kernels: Kernels, force) -> None:
+    """The scale of such scores is tiny; times the infinity of a masked key it must not be a NaN."""
+    force(kernels)
+    policy = with_element(POLICIES["dense"], kernels.element)
+    q = torch.zeros(1, 1, 100, 64, device="cuda", dtype=torch.bfloat16)
+    v = torch.ones_like(q)
+    out = attention(q, q, v, policy, scale=1e-3, is_causal=True)
+    torch.testing.assert_close(out, v)
