@@ -20,8 +20,8 @@ exponential: one a pair, all on the MUFU; conversion: P to E4M3. memory: a K and
 L2 for each 128 query rows, and Q read and the result written. preparation: K and V read for their
 means; Q, K, V read and K, V written to quantize them; below density 1 one product of block means
 to route. The four overlap wholly and everything goes at its rate: no kernel reaches it. One that
-takes part of its exponentials as polynomials on the FMA units may pass where `exponential` is the
-largest, which it is at head_dim 64.
+takes part of its exponentials elsewhere, as ours does (csrc/attend/hopper/fixed_exp2.cuh), may pass
+where `exponential` is the largest, which it is at head_dim 64.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 // Launch 4 on sm_90a: block-sparse flash attention over the block map on the warpgroup tensor cores, INT8 QK and E4M3 PV.
 //
 // Semantics   as attend.cu, whose E4M3 tiles it reads. P is rounded relative to the running maximum after each step of two
-//             blocks of the list; the PV filter decides block by block.
+//             blocks of the list; the PV filter decides block by block. P of the key tiles in kFixedTiles errs by 1.5 % before it
+//             is rounded (hopper/fixed_exp2.cuh); which keys these are goes by their place in a block alone.
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys; V tiles head_dim x 64; both as quantize wrote them.
 // Strategy    One producer warp copies tiles in bulk, three warps beside it lay down the queries of the next work item, two
 //             consumer warpgroups of 64 rows share every tile. P lives in
@@ -14,7 +15,9 @@
 //             written after its fence: it waits for each product otherwise. It moves maxima past waits, and LLVM into later
 //             basic blocks, unless told not to (ptx/schedule.cuh). Instructions issued bind: what a step needs lies in its
 //             stage, which one offset leads to, in units that need no more arithmetic, and maxima that no mask touched are taken
-//             as integers, three at a time. At head_dim 128 shared memory fills the accumulators with their offset.
+//             as integers, three at a time. Shared memory fills the accumulators with their offset. With all exponentials MUFU
+//             would bind: two of them take it 16 clocks. Five packed instructions of other pipes give two P instead, at head_dim
+//             64 all of them, at 128 half. So the warpgroups need no turns at MUFU; each goes its own way.
 //             A query block costs latencies beside its steps: its queries, tokens and scales, and the facts of V, wait in shared
 //             memory when it begins, and four lanes of its epilogue exchange pairs until each stores 16 bytes.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
@@ -51,7 +54,7 @@
 //                   these, and the offset of scores comes by 16 loads instead of 64 moves (433 to 385 instructions)
 //             Mochi +1.9 +11.1 +8.8 +20.8, CogVideoX-2B +13.3 +22.3 +18.1 +29.4
 //                   the first of these (moves), and a query block's queries prefetched and in flight, its epilogue without
-//                   branches; with the loads at head_dim 128, which is what is here, two runs of benchmarks.attention say
+//                   branches; with the loads at head_dim 128, which was kept, two runs of benchmarks.attention say
 //                   Mochi +8.0 +13.3 +10.8 +21.2
 //             Lost: the first of these alone at head_dim 128, where it slows sparse calls, and the loads at head_dim 64:
 //                   CogVideoX-2B +6.6 +4.2 +4.1 +3.2, less than with moves
@@ -62,11 +65,10 @@
 //                   exponents are computed among the first's exponentials
 //             Likewise against 76854d0:
 //             Mochi +1.2 +2.8 +1.6 +4.5, CogVideoX-2B +1.1 +5.3 +1.4 +9.0 (another run: -0.7 -0.4 +1.5 +4.3, +1.7 +5.1 +1.7 +9.0)
-//                   the feeder, wide stores, pooled columns in pairs, maxima over a row before the wait for the values; what
-//                   is here
+//                   the feeder, wide stores, pooled columns in pairs, maxima over a row before the wait for the values: kept
 //             Mochi -4.8 -10.5 -6.5 -18.2, CogVideoX-2B -1.0 -1.0 -1.6 -1.5 when the producer, not the feeder, hands out the items:
 //                   it reaches the next only some steps before the end of the last, too late for its queries
-//             Lost, against what is here:
+//             Lost, against that:
 //                   CogVideoX-2B -7.4 -6.6 -6.7 -4.2 without turns; -3.6 -1.9 -2.0 -0.6 when loads fill its accumulators, too
 //                   Mochi -5.6 -3.0 -4.0 -4.4, CogVideoX-2B -3.7 -1.9 -3.0 -0.2 an eighth of the exponentials as polynomials of degree 3
 //                   (eight instructions each); a quarter and three eighths lose more
@@ -82,7 +84,22 @@
 //                   behind 4 to 32 of the first's exponentials, or all behind the turn; -9 to -20 with the turn passed on after all
 //                   exponentials. Exponentials of half precision, two at once, are as many MUFU instructions
 //                   Mochi -1.9 -2.9 -2.2 -1.7, CogVideoX-2B -1.1 -0.9 -0.1 +0.4 a third copy of the loop's half for pooled steps
-//             Profile of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
+//             Likewise, attend alone, against d540d1d: P in fixed point in 2, 4, 6 or 8 of a block's 8 key tiles; n: without
+//             turns; f: loads fill the accumulators at head_dim 64, too. In the order of the columns:
+//             CogVideoX-2B   2     4     4f    4n    6     6f    8f    8nf (here)
+//             dense        +4.7  +8.2 +10.5  +5.7  +3.5 +11.3 +12.8 +14.7
+//             50 % budgets +4.3  +7.8 +10.1  +5.3  +4.4 +11.3 +12.0 +13.0
+//             20 % budgets +3.6  +7.4  +9.3  +4.5  +5.7 +10.6 +10.3 +11.6
+//             20 %         +4.4  +8.8 +10.4  +5.6  +6.2 +11.9 +12.1 +13.4
+//             10 % budgets +3.6  +7.3  +8.5  +3.7  +6.0  +9.7  +9.0 +11.0
+//             Mochi          2     4     4n (here)  6     8
+//             dense        -1.1  +1.6  +4.8       -0.2  -1.0
+//             50 % budgets -1.1  +0.8  +1.8       +0.3  -1.6
+//             20 % budgets -0.2  +2.0  +4.7       +2.4  +0.3
+//             10 % budgets +0.5  +2.4  +4.9       +3.2  +1.4
+//             One line instead of the mean of two, three instructions instead of five: 4 % more error of the outputs, not kept.
+//             Turns gained 7 % and fills by moves 3 % while all exponentials were MUFU's (above): not any more.
+//             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
 #include "attend/hopper/barriers.cuh"
@@ -104,7 +121,7 @@ SPARGE_DEVICE void fill_constants(Smem& smem) {
     reinterpret_cast<u32*>(tile.ones)[i % kWords] = kOnes;
   }
   constexpr u32 kZero = __builtin_bit_cast(u32, kScoreZero);
-  if (kFillFromShared && threadIdx.x == 0) smem.score_zero = {kZero, kZero, kZero, kZero};
+  if (threadIdx.x == 0) smem.score_zero = {kZero, kZero, kZero, kZero};
   ptx::fence_proxy_async();
 }
 

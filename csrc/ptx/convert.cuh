@@ -26,6 +26,20 @@ SPARGE_DEVICE u32 pack_fp16(float low, float high) {
   return packed;
 }
 
+// Negative values become zero.
+SPARGE_DEVICE u32 pack_fp16_relu(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// a * b + c of both halves, rounded once.
+SPARGE_DEVICE u32 fma_fp16(u32 a, u32 b, u32 c) {
+  u32 pair;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+
 // Of both halves of a pair; a NaN loses against a number.
 #define SPARGE_PAIRWISE(name, instruction)                         \
   SPARGE_DEVICE u32 name(u32 a, u32 b) {                           \
@@ -49,6 +63,12 @@ SPARGE_DEVICE float exp2_approx(float value) {
 SPARGE_DEVICE u16 pack_e4m3(float low, float high) {
   u16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+SPARGE_DEVICE u16 e4m3_from_fp16(u32 pair) {
+  u16 packed;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(pair));
   return packed;
 }
 #endif

@@ -25,11 +25,4 @@ SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
       : "memory");
 }
 
-// The value in a register of its own, which the compiler neither computes again nor keeps in a uniform register.
-SPARGE_DEVICE i32 in_register(i32 value) {
-  i32 kept;
-  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
-  return kept;
-}
-
 }  // namespace sparge::ptx

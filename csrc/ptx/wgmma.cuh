@@ -28,14 +28,6 @@ SPARGE_DEVICE void in_flight(i32 (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// A register of its own that holds a constant: left to itself the compiler copies one register to all, some after the fence.
-template <i32 kValue>
-SPARGE_DEVICE i32 set_register() {
-  i32 value;
-  asm volatile("mov.b32 %0, %1;" : "=r"(value) : "n"(kValue));
-  return value;
-}
-
 // Four registers of their own from 16 bytes of shared memory, loaded anew each time.
 SPARGE_DEVICE void load_registers(i32* registers, u32 source) {
   asm volatile("ld.volatile.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
+from .fixed_exp2 import fixed_exp2, is_fixed
 from .partial import NO_LOGIT, finite
 from .quantize import Quantized
 
@@ -34,17 +35,25 @@ class OnlineSoftmax:
     """Kept blocks after which the running maximum is taken; P is rounded relative to it."""
     sums_rounded: bool = False
     """The row sums are of P as it was rounded: the tensor cores add them beside the values."""
+    fixed_exp2: bool = False
+    """P of some keys of a step is computed in fixed point (`sparge.reference.fixed_exp2`)."""
 
-    def row_sum(self, p: Tensor, stored: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """Sums over the keys of p (..., keys), which is `stored` in units of 1 / p_peak."""
+    def weigh(self, x: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+        """P = 2^x as it is stored, in units of 1 / p_peak, and its sums; x is (..., keys)."""
+        p = torch.exp2(x)
+        exact = p * arithmetic.p_peak
+        if self.fixed_exp2:
+            fixed = fixed_exp2(x + math.log2(arithmetic.p_peak)).float()
+            exact = torch.where(is_fixed(x.shape[-1], x.device), fixed, exact)
+        stored = arithmetic.round(exact).float()
         if not self.sums_rounded:
-            return p.sum(-1, keepdim=True)
-        return stored.sum(-1, keepdim=True) / arithmetic.p_peak
+            return stored, p.sum(-1, keepdim=True)
+        return stored, stored.sum(-1, keepdim=True) / arithmetic.p_peak
 
 
 PORTABLE_SOFTMAX = OnlineSoftmax()
 #: Of the sm_90a kernels, of 8-bit and of 16-bit operands.
-HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True)
+HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True, fixed_exp2=True)
 HOPPER_SOFTMAX_16 = OnlineSoftmax(step_blocks=2)
 
 
@@ -166,16 +175,16 @@ class Head:
         running = block_max.cummax(-1).values
         final = running[:, -1]
         reference = running[:, _step_ends(blocks, self.softmax.step_blocks)]
-        p = torch.exp2(logits.sub_(finite(reference).unsqueeze(-1)))
+        exponents = logits.sub_(finite(reference).unsqueeze(-1))
         skipped = 0
         if threshold < PV_FILTER_OFF:
             skip = _pv_filter(block_max, running, threshold)
-            p.masked_fill_(skip.unsqueeze(-1), 0)
+            exponents.masked_fill_(skip.unsqueeze(-1), NO_LOGIT)
             skipped = (visible.sum(-1) * skip).sum()
 
         rescale = torch.exp2(reference - finite(final).unsqueeze(-1)).unsqueeze(-1)
-        stored = self.arithmetic.round(p * self.arithmetic.p_peak).float()
-        row_sum = (self.softmax.row_sum(p, stored, self.arithmetic) * rescale).sum((-2, -1))
+        stored, sums = self.softmax.weigh(exponents, self.arithmetic)
+        row_sum = (sums * rescale).sum((-2, -1))
         stored.mul_(rescale)
         acc = stored.flatten(1) @ self.v[blocks].flatten(0, 1) / self.arithmetic.p_peak
         return acc * self.v_scale + row_sum.unsqueeze(-1) * self.vbar, final, row_sum, skipped

@@ -143,10 +143,10 @@ class _Pool:
         spare = -logits.shape[1] % step
         tiles = pad(logits, (0, spare), value=NO_LOGIT).unflatten(-1, (-1, step))
         running = torch.maximum(tiles.amax(-1).cummax(-1).values, start.unsqueeze(-1))
-        p = torch.exp2(tiles - finite(running).unsqueeze(-1))
         rescale = torch.exp2(running - finite(running[:, -1:])).unsqueeze(-1)
-        stored = self.arithmetic.round(p * self.arithmetic.p_peak).float()
-        row_sum = (self.softmax.row_sum(p, stored, self.arithmetic) * rescale).sum((-2, -1))
+        exponents = tiles - finite(running).unsqueeze(-1)
+        stored, sums = self.softmax.weigh(exponents, self.arithmetic)
+        row_sum = (sums * rescale).sum((-2, -1))
         stored = stored * rescale
         acc = stored.flatten(1) @ pad(self.v, (0, 0, 0, spare)) / self.arithmetic.p_peak
         return Partial(

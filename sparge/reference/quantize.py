@@ -16,7 +16,7 @@ from .arithmetic import ARITHMETIC, E4M3_MAX, Arithmetic
 INT8_MAX = 127.0
 # Scale of a row or block of zeros. Its levels are 0 whatever the scale; a scale of 1 would make one
 # level worth more than all real logits, and with it the rounding of a kernel's score offset.
-ZERO_SCALE = 2.0**-64
+ZERO_SCALE = 2.0**-48
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from sparge import SparsePolicy, reference
+from sparge.attention import attention, attention_partials, make_plan
 from sparge.kernels import Element, capabilities
+from sparge.kernels.spec import HEAD_DIMS
 from sparge.launch import means, quantize
 from sparge.metrics import rel_l2
 from sparge.plan.blocks import KEY_BLOCK
 from sparge.policy import Precision
+from sparge.reference.arithmetic import E4M3_MAX
+from sparge.reference.attend import OnlineSoftmax
 from sparge.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
 from tests.gpu.conftest import HOPPER, Kernels, assert_same_lse
@@ -176,8 +180,6 @@ def test_attention(
     poison: None,
     force,
 ) -> None:
-    from sparge.attention import attention, make_plan
-
     element = kernels.element
     if case.dtype == torch.float16 and element is Element.BF16:
         element = Element.FP16
@@ -242,3 +244,45 @@ def check_routing(plan, q, k, v, policy, element, case, lengths) -> None:
         at = tuple(row.tolist())
         tied = scores[at][differs[at]]
         assert tied.max() - tied.min() <= 1e-4 * (1 + tied.abs().max()), "not a tie"
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
+    """V of one key a channel shows P of the first block, code by code, over all that E4M3 holds.
+
+    The second block's keys are far below, and so nothing but the other sign that makes the mean of
+    V zero. Scores use many levels, so that half a level, their offset's rounding, hardly ever moves
+    an exponent over the border between two codes.
+    """
+    force(HOPPER)
+    slopes = torch.linspace(8, 16, 256, device="cuda")  # exp2's argument falls below -11 in each
+    q = slopes[:, None].expand(256, head_dim)[None, None].bfloat16().contiguous()
+    ramp = torch.cat([torch.linspace(0, 1, KEY_BLOCK), torch.full((KEY_BLOCK,), 8.0)]).cuda()
+    k = -ramp[:, None].expand(2 * KEY_BLOCK, head_dim)[None, None].bfloat16().contiguous()
+    v = torch.eye(KEY_BLOCK, head_dim, device="cuda").bfloat16()
+    v = torch.cat([v, -v])[None, None]
+    policy = SparsePolicy(topk=1.0, smooth_k=False)
+    found = attention_partials(q, k, v, policy, scale=1 / head_dim).out_sum
+
+    quantized = reference.quantize_qkv(q, k, v, element=HOPPER.element, smooth_k=False)
+    plan = make_plan(q, k, policy)
+
+    def off(softmax: OnlineSoftmax) -> Tensor:
+        emulated = reference.attend(quantized, plan, scale=1 / head_dim, softmax=softmax)
+        codes = (emulated.unnormalised * E4M3_MAX)[..., :KEY_BLOCK]
+        return (found[..., :KEY_BLOCK] * E4M3_MAX - codes).abs() > 1e-3 * codes + 1e-4
+
+    assert found[..., KEY_BLOCK:].abs().sum() == 0
+    assert off(HOPPER.softmax).float().mean() <= 1e-3
+    assert off(replace(HOPPER.softmax, fixed_exp2=False)).float().mean() > 1e-2
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
+def test_zeros_with_a_small_scale(kernels: Kernels, force) -> None:
+    """The scale of such scores is tiny; times the infinity of a masked key it must not be a NaN."""
+    force(kernels)
+    policy = with_element(POLICIES["dense"], kernels.element)
+    q = torch.zeros(1, 1, 100, 64, device="cuda", dtype=torch.bfloat16)
+    v = torch.ones_like(q)
+    out = attention(q, q, v, policy, scale=1e-3, is_causal=True)
+    torch.testing.assert_close(out, v)

@@ -35,17 +35,11 @@ struct Consumer {
   const AttendParams& p;
   Smem& smem;
   const i32 group;
-  const i32 own_turn, other_turn;  // barriers, of this warpgroup and of the other
-  u32 queries;                     // descriptor address
+  u32 queries;  // descriptor address
   ItemTurn items;
   Ring ring;
 
-  SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s)
-      : p(params),
-        smem(s),
-        group(uniform(threadIdx.x / kGroupThreads)),
-        own_turn(ptx::in_register(kBarrierTurn + group)),
-        other_turn(ptx::in_register(kBarrierTurn + kConsumerGroups - 1 - group)) {}
+  SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s) : p(params), smem(s), group(uniform(threadIdx.x / kGroupThreads)) {}
 
   SPARGE_DEVICE const Step& step(u32 at) const { return smem.stage_at(at).step; }
 
@@ -53,7 +47,6 @@ struct Consumer {
 
   SPARGE_DEVICE void run() {
     if (leads()) smem.skipped_pairs[group] = 0;
-    if (group == kLowerRows) pass_turn(other_turn);
     while (next_step(), uniform(step(ring.at).turn >= 0)) attend_item();
   }
 
@@ -101,13 +94,11 @@ struct Consumer {
   }
 
   // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers
-  // are free, and its maximum is found among the exponentials of the block after: a warp alone must fill the gaps of eight
-  // clocks between them. Nothing is in flight where the loop closes: ptxas would wait for each product. `next` was read, as
-  // all that a branch needs, before the products are waited for.
+  // are free, and its maximum is found among the exponentials of the block after. Nothing is in flight where the loop closes:
+  // ptxas would wait for each product. `next` was read, as all that a branch needs, before the products are waited for.
   SPARGE_DEVICE void advance(Item& item, u32 before, const Head& next) {
-    await_turn(own_turn);
     const u32 skips = skipped(before);
-    Scores x;
+    Exponents x;
     item.softmax.exponents(x, item.levels[0], item.scale[0]);
     start_scores(item, 0);
     Softmax::exponentials(item.probabilities, x, 0, skips & 1);
@@ -123,12 +114,11 @@ struct Consumer {
   // The rest of a step, from the complete scores of the next step's first block on: code of its own for a masked step, so
   // that all others may take their maxima as integers.
   template <bool kMasked>
-  SPARGE_DEVICE void complete(Item& item, Scores& x, u32 before, const Head& next, u32 skips) {
+  SPARGE_DEVICE void complete(Item& item, Exponents& x, u32 before, const Head& next, u32 skips) {
     PerRow block_most[kStepBlocks];
     mask(item, 0, kMasked);
     Softmax::exponentials(item.probabilities, x, 1, skips & 2);
     find_maximum<kMasked>(item, block_most[0], 0, next);
-    pass_turn(other_turn);
     start_values(item, before);
     ptx::wgmma_wait<1>();
     mask(item, 1, kMasked);
@@ -145,15 +135,13 @@ struct Consumer {
   SPARGE_DEVICE void finish(Item& item) {
     const u32 at = ring.at;
     ring.advance();
-    await_turn(own_turn);
     const u32 skips = skipped(at);
 #pragma unroll
     for (int block = 0; block < kStepBlocks; ++block) {
-      Scores x;
+      Exponents x;
       item.softmax.exponents(x, item.levels[block], item.scale[block]);
       Softmax::exponentials(item.probabilities, x, block, skips >> block & 1);
     }
-    pass_turn(other_turn);
     start_values(item, at);
     ptx::wgmma_wait<0>();
     promote(item, item.alpha);
@@ -193,10 +181,10 @@ struct Consumer {
     item.softmax.raise(block_most, item.alpha);
   }
 
-  // Blocks of a stage's step that the PV filter leaves out, a bit each: those that all four warps voted for. The barrier of
-  // the turn lies between the votes and this, so that no warp waits for another's vote on its own.
+  // Blocks of a stage's step that the PV filter leaves out, a bit each: those that all four warps voted for.
   SPARGE_DEVICE u32 skipped(u32 at) const {
     if constexpr (!kPvFilter) return 0;
+    ptx::barrier_sync<kGroupThreads>(kBarrierVote + group);
     u32 votes = ~0u;
 #pragma unroll
     for (int warp = 0; warp < kGroupWarps; ++warp) votes &= smem.stage_at(at).votes[group][warp];
@@ -205,15 +193,12 @@ struct Consumer {
     return votes;
   }
 
-  // The zero of scores, not of integers. Registers must be written before the fence, each by an instruction of its own.
+  // The zero of scores, not of integers: 16 loads a step, all lanes from the same 16 bytes, where moves would be 64. Registers
+  // must be written before the fence, each by an instruction of its own.
   SPARGE_DEVICE void start_from_zero(Levels& levels) const {
-    if constexpr (kFillFromShared) {
+    static_assert(kScores % 4 == 0, "a load fills four registers");
 #pragma unroll
-      for (int i = 0; i < kScores; i += 4) ptx::load_registers(levels + i, ptx::shared_address(&smem.score_zero));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) levels[i] = ptx::set_register<__builtin_bit_cast(i32, kScoreZero)>();
-    }
+    for (int i = 0; i < kScores; i += 4) ptx::load_registers(levels + i, ptx::shared_address(&smem.score_zero));
   }
 
   SPARGE_DEVICE void start_scores(Item& item, int block) const {

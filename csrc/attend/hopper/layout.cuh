@@ -35,12 +35,6 @@ constexpr int kValueRowBytes = kKeyBlock * value_bytes(kElement);
 constexpr int kBlockValueSteps = kValueRowBytes / kProductBytes;
 constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 
-// Sums of products start from kScoreZero: the tensor cores add to registers that 16 loads a step fill from shared memory, all
-// lanes from the same 16 bytes, or 64 moves. Dense calls on an H200, benchmarks.kernel_variants against 3ad4513:
-// loads +4.8 %, moves +1.5 % at head_dim 128 (Mochi); loads +6.6 %, moves +9.2 % at head_dim 64 (CogVideoX-2B).
-constexpr bool kFillFromShared = kHeadDim == 128;
-static_assert(kScores % 4 == 0, "a load fills four registers");
-
 constexpr int kSwizzleBytes = 1024;                   // after which the tensor cores' swizzle repeats
 constexpr int kTileBytes = kKeyBlock * kKeyRowBytes;  // of K and of V
 static_assert(key_bytes(kElement) == value_bytes(kElement), "K and V tiles have one size");
@@ -113,7 +107,7 @@ struct alignas(kSwizzleBytes) Stage {
   Step step;
   u32 votes[kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
   // full: one arrival of each producer lane, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
-  // fresh `free` counts as completed. Both groups take a turn once a step, and none for an empty item.
+  // fresh `free` counts as completed.
   u64 full[kTransfers], free[kTransfers];
   const u8* values[kStepBlocks];  // where they come from, if that is apart; [0] null: there are none
 };
@@ -144,13 +138,13 @@ constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
 // Less the queries, and what follows the stages.
 constexpr int kStageBytes = 227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries));
 constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
-static_assert(kStages >= 2, "a warpgroup holds its turn while it waits for the step after the one it reads");
+static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
 struct alignas(kSwizzleBytes) Smem {
   u8 q[kItems][kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
   Queries queries[kItems];
-  Vec16 score_zero;                    // kScoreZero four times, see kFillFromShared
+  Vec16 score_zero;                    // kScoreZero four times
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows of a query block a consumer thread has, and whose turn it is.
+// Which rows of a query block a consumer thread has, and barriers of fewer than all threads.
 #pragma once
 
 #include "../../ptx/barrier.cuh"
@@ -20,14 +20,10 @@ SPARGE_DEVICE i32 first_row_anew() {
 }
 SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
 
-// Barrier 0 is __syncthreads. Each consumer warpgroup awaits its turn at a barrier of its own.
+// Barrier 0 is __syncthreads. The consumer warpgroups of the 16-bit kernel take turns, each at a barrier of its own; the PV
+// filter's votes are one warpgroup's.
 enum NamedBarrier { kBarrierTurn = 1, kBarrierFeeder = kBarrierTurn + kConsumerGroups, kBarrierVote };
 
 SPARGE_DEVICE void sync_feeder() { ptx::barrier_sync<kFeederThreads>(kBarrierFeeder); }
-
-// The warpgroups compute exponentials in turns: at the same time, both would wait for one pipe and then leave it idle.
-// Each keeps the names of both barriers in registers (Consumer).
-SPARGE_DEVICE void await_turn(i32 barrier) { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(barrier); }
-SPARGE_DEVICE void pass_turn(i32 barrier) { ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(barrier); }
 
 }  // namespace sparge::hopper

@@ -7,6 +7,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "../pool.cuh"
 #include "../store.cuh"
+#include "fixed_exp2.cuh"
 #include "rows.cuh"
 
 namespace sparge::hopper {
@@ -21,7 +22,6 @@ using attend::kShift;
 constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
 
 using Levels = i32[kScores];
-using Scores = float[kScores];
 using Probabilities = u32[kValueSteps][4];
 
 // Score (key tile j, row half, column c) of this thread.
@@ -147,27 +147,34 @@ struct Softmax {
   }
 
   // Scores of one block to the exponents of its probabilities, which frees the registers of the scores.
-  SPARGE_DEVICE void exponents(Scores& x, const Levels& levels, const PerRow& scale) const {
+  SPARGE_DEVICE void exponents(Exponents& x, const Levels& levels, const PerRow& scale) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float bias = kShift - most[half] - kScoreZero * scale[half];
+      const float fixed_scale = scale[half] * kFixedUnit;
+      const float fixed_bias = (kShift + kFixedShift) * kFixedUnit - most[half] * kFixedUnit - kScoreZero * fixed_scale;
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) x[at(j, half, c)] = __int_as_float(levels[at(j, half, c)]) * scale[half] + bias;
+      for (int j = 0; j < kKeyTiles; ++j) {
+        const float low = __int_as_float(levels[at(j, half, 0)]), high = __int_as_float(levels[at(j, half, 1)]);
+        if (is_fixed(j))
+          x.fixed[j][half] = ptx::pack_fp16_relu(low * fixed_scale + fixed_bias, high * fixed_scale + fixed_bias);
+        else
+          x.exact[j][half][0] = low * scale[half] + bias, x.exact[j][half][1] = high * scale[half] + bias;
+      }
     }
   }
 
   // Exponents of one block to probabilities, packed as the A operand: two key tiles side by side fill a register. What the PV
   // filter skips becomes zeros without a branch, which would part the exponentials from what fills the gaps between them.
-  SPARGE_DEVICE static void exponentials(Probabilities& p, const Scores& x, int block, bool skip) {
+  SPARGE_DEVICE static void exponentials(Probabilities& p, const Exponents& x, int block, bool skip) {
     const u32 kept = kPvFilter && skip ? 0 : ~0u;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int j = 0; j < kKeyTiles; j += 2) {
         auto pack = [&](int tile) -> u32 {
-          return ptx::pack_e4m3(ptx::exp2_approx(x[at(tile, half, 0)]), ptx::exp2_approx(x[at(tile, half, 1)]));
+          if (is_fixed(tile)) return ptx::e4m3_from_fp16(fixed_exp2(x.fixed[tile][half]));
+          return ptx::pack_e4m3(ptx::exp2_approx(x.exact[tile][half][0]), ptx::exp2_approx(x.exact[tile][half][1]));
         };
         p[block * kBlockValueSteps + j / 4][j % 4 + half] = kept & (pack(j) | pack(j + 1) << 16);
       }

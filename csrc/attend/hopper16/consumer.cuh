@@ -35,12 +35,16 @@ struct Consumer {
       : p(params), smem(s), group(uniform(threadIdx.x / kGroupThreads)), log2_scale(params.scale * kLog2E) {}
 
   SPARGE_DEVICE static bool leads() { return threadIdx.x % kGroupThreads == 0; }
-  SPARGE_DEVICE i32 own_turn() const { return kBarrierTurn + group; }
-  SPARGE_DEVICE i32 other_turn() const { return kBarrierTurn + kConsumerGroups - 1 - group; }
+
+  // The warpgroups start their products in turns, so that the softmax of one runs beside the products of the other.
+  SPARGE_DEVICE void await_turn() const { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(kBarrierTurn + group); }
+  SPARGE_DEVICE void pass_turn() const {
+    ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(kBarrierTurn + kConsumerGroups - 1 - group);
+  }
 
   SPARGE_DEVICE void run() {
     if (leads()) smem.skipped_pairs[group] = 0;
-    if (group == kLowerRows) pass_turn(other_turn());
+    if (group == kLowerRows) pass_turn();
     while (wait(ring, kKeys), uniform(smem.stage_at(ring.at).step.turn >= 0)) attend_item();
   }
 
@@ -99,11 +103,11 @@ struct Consumer {
   // The scores of a step and the values of the step before it in flight together, from probabilities to those of the next step.
   // The other warpgroup's softmax runs beside these products.
   SPARGE_DEVICE void advance(Item& item, const Ring& before, const Head& head) {
-    await_turn(own_turn());
+    await_turn();
     ptx::wgmma_fence();
     start_scores(item);
     start_values(item, before);
-    pass_turn(other_turn());
+    pass_turn();
     ptx::wgmma_wait<1>();
     soften(item, head);
     // Left to itself ptxas begins the softmax when the values' products are complete. Nothing reads what a NaN would store.
