@@ -46,10 +46,8 @@ class Kernels:
         return f"{self.entry}-{self.element.name}"
 
 
-HOPPER = (
-    Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX),
-    Kernels(Element.BF16, HOPPER_ATTEND_16, HOPPER_SOFTMAX_16),
-)
+HOPPER_8BIT = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX)
+HOPPER = (HOPPER_8BIT, Kernels(Element.BF16, HOPPER_ATTEND_16, HOPPER_SOFTMAX_16))
 
 
 @pytest.fixture

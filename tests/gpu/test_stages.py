@@ -22,7 +22,7 @@ from sparge.reference.arithmetic import E4M3_MAX
 from sparge.reference.attend import OnlineSoftmax
 from sparge.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
-from tests.gpu.conftest import HOPPER, Kernels, assert_same_lse
+from tests.gpu.conftest import HOPPER, HOPPER_8BIT, Kernels, assert_same_lse
 
 pytestmark = pytest.mark.gpu
 
@@ -254,7 +254,7 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     V zero. Scores use many levels, so that half a level, their offset's rounding, hardly ever moves
     an exponent over the border between two codes.
     """
-    force(HOPPER)
+    force(HOPPER_8BIT)
     slopes = torch.linspace(8, 16, 256, device="cuda")  # exp2's argument falls below -11 in each
     q = slopes[:, None].expand(256, head_dim)[None, None].bfloat16().contiguous()
     ramp = torch.cat([torch.linspace(0, 1, KEY_BLOCK), torch.full((KEY_BLOCK,), 8.0)]).cuda()
@@ -264,7 +264,7 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     policy = SparsePolicy(topk=1.0, smooth_k=False)
     found = attention_partials(q, k, v, policy, scale=1 / head_dim).out_sum
 
-    quantized = reference.quantize_qkv(q, k, v, element=HOPPER.element, smooth_k=False)
+    quantized = reference.quantize_qkv(q, k, v, element=HOPPER_8BIT.element, smooth_k=False)
     plan = make_plan(q, k, policy)
 
     def off(softmax: OnlineSoftmax) -> Tensor:
@@ -273,8 +273,8 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
         return (found[..., :KEY_BLOCK] * E4M3_MAX - codes).abs() > 1e-3 * codes + 1e-4
 
     assert found[..., KEY_BLOCK:].abs().sum() == 0
-    assert off(HOPPER.softmax).float().mean() <= 1e-3
-    assert off(replace(HOPPER.softmax, fixed_exp2=False)).float().mean() > 1e-2
+    assert off(HOPPER_8BIT.softmax).float().mean() <= 1e-3
+    assert off(replace(HOPPER_8BIT.softmax, fixed_exp2=False)).float().mean() > 1e-2
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
