@@ -16,8 +16,8 @@
 //             basic blocks, unless told not to (ptx/schedule.cuh). Instructions issued bind: what a step needs lies in its
 //             stage, which one offset leads to, in units that need no more arithmetic, and maxima that no mask touched are taken
 //             as integers, three at a time. Shared memory fills the accumulators with their offset. With all exponentials MUFU
-//             would bind: two of them take it 16 clocks. Five packed instructions of other pipes give two P instead, at head_dim
-//             64 all of them, at 128 half. So the warpgroups need no turns at MUFU; each goes its own way.
+//             would bind: two of them take it 16 clocks. Five packed instructions of other pipes give two P instead, in five of
+//             eight key tiles. So the warpgroups need no turns at MUFU; each goes its own way.
 //             A query block costs latencies beside its steps: its queries, tokens and scales, and the facts of V, wait in shared
 //             memory when it begins, and four lanes of its epilogue exchange pairs until each stores 16 bytes.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
@@ -84,20 +84,21 @@
 //                   behind 4 to 32 of the first's exponentials, or all behind the turn; -9 to -20 with the turn passed on after all
 //                   exponentials. Exponentials of half precision, two at once, are as many MUFU instructions
 //                   Mochi -1.9 -2.9 -2.2 -1.7, CogVideoX-2B -1.1 -0.9 -0.1 +0.4 a third copy of the loop's half for pooled steps
-//             Likewise, attend alone, against d540d1d: P in fixed point in 2, 4, 6 or 8 of a block's 8 key tiles; n: without
-//             turns; f: loads fill the accumulators at head_dim 64, too. In the order of the columns:
-//             CogVideoX-2B   2     4     4f    4n    6     6f    8f    8nf (here)
-//             dense        +4.7  +8.2 +10.5  +5.7  +3.5 +11.3 +12.8 +14.7
-//             50 % budgets +4.3  +7.8 +10.1  +5.3  +4.4 +11.3 +12.0 +13.0
-//             20 % budgets +3.6  +7.4  +9.3  +4.5  +5.7 +10.6 +10.3 +11.6
-//             20 %         +4.4  +8.8 +10.4  +5.6  +6.2 +11.9 +12.1 +13.4
-//             10 % budgets +3.6  +7.3  +8.5  +3.7  +6.0  +9.7  +9.0 +11.0
-//             Mochi          2     4     4n (here)  6     8
-//             dense        -1.1  +1.6  +4.8       -0.2  -1.0
-//             50 % budgets -1.1  +0.8  +1.8       +0.3  -1.6
-//             20 % budgets -0.2  +2.0  +4.7       +2.4  +0.3
-//             10 % budgets +0.5  +2.4  +4.9       +3.2  +1.4
-//             One line instead of the mean of two, three instructions instead of five: 4 % more error of the outputs, not kept.
+//             Likewise, attend alone, against d540d1d: P in fixed point (attend/hopper/fixed_exp2.cuh) in so many of a block's 8 key
+//             tiles; n: without turns; f: loads fill the accumulators at head_dim 64, too. Errors of outputs as before to 3 digits.
+//             CogVideoX-2B   2     4     4f    6f    8f    8nf    3nf   4nf   5nf (here)  6nf
+//             dense        +4.7  +8.2 +10.5 +11.3  +8.0 +12.8   +8.7 +13.8 +15.9       +14.1
+//             50 % budgets +4.3  +7.8 +10.1 +11.3  +7.5 +12.0   +8.1 +13.2 +15.8       +13.8
+//             20 % budgets +3.6  +7.4  +9.3 +10.6  +7.1 +10.3   +6.4 +10.8 +13.6       +12.6
+//             10 % budgets +3.6  +7.3  +8.5  +9.7  +6.8  +9.0   +5.0  +9.3 +11.5       +10.3
+//             Mochi          2     4     6     8      3n    4n    5n (here)  6n    7n    8n
+//             dense        -1.1  +1.6  -0.2  -1.0   +0.7  +2.0  +3.5       +2.1  +0.2  +0.6
+//             50 % budgets -1.1  +0.8  +0.3  -1.6   +3.1  +4.7  +7.4       +3.4  +1.1  +1.4
+//             20 % budgets -0.2  +2.0  +2.4  +0.3   +3.8  +4.7  +7.3       +4.4  +2.9  +2.7
+//             10 % budgets +0.5  +2.4  +3.2  +1.4   +3.9  +4.6  +6.4       +5.4  +4.1  +3.3
+//             Lost: one line instead of the mean of two (three instructions instead of five, +14.7 dense for 4 of 8) for 4 % more
+//                   error of the outputs; fixed tiles side by side, 1 to 3 % less at Mochi; at head_dim 64 the values of the first
+//                   block early, 3 % less, and three lone warpgroups, 7 % less
 //             Turns gained 7 % and fills by moves 3 % while all exponentials were MUFU's (above): not any more.
 //             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'

@@ -11,6 +11,8 @@
 //             of a step and values of the step before are in flight together; the warpgroups issue them in turns, so that one's
 //             softmax runs beside the other's products. The scores' fragment is P's. Shared memory holds two steps at head_dim 128:
 //             K and V of a stage arrive and are given back each by itself, so that a copy has a whole step's time.
+// Measured    H200, bf16, attend alone (ef4a963): Mochi dense 40.1 ms, 20 % 7.1 (mma.sync 65.5 and 14.0, cuDNN 42.6 dense);
+//             CogVideoX-2B 5.73 and 1.21 (8.15 and 1.74, cuDNN 5.47).
 // Tried       Left to itself ptxas waits for the values' products before it begins the softmax: a store that never happens
 //             (Consumer::advance) keeps the softmax before that wait.
 // Untried     Scores of the next item's first step beside the values of the last; rescaling only where a maximum moved; 176 keys a
