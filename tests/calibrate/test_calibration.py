@@ -202,7 +202,8 @@ def test_freeze_wants_one_aim_and_samples(qkv) -> None:
     calibration = begin()
     with pytest.raises(ValueError, match="No layer was measured"):
         calibration.freeze(target=0.1)
-    for aims in ({}, {"target": 0.1, "mean_density": 0.2}):
+    both_and_neither: list[dict[str, Any]] = [{}, {"target": 0.1, "mean_density": 0.2}]
+    for aims in both_and_neither:
         with pytest.raises(ValueError, match="one of the two"):
             calibration.freeze(**aims)
 
