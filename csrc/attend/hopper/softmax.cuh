@@ -152,7 +152,8 @@ struct Softmax {
     for (int half = 0; half < 2; ++half) {
       const float bias = kShift - most[half] - kScoreZero * scale[half];
       const float fixed_scale = scale[half] * kFixedUnit;
-      const float fixed_bias = (kShift + kFixedShift) * kFixedUnit - most[half] * kFixedUnit - kScoreZero * fixed_scale;
+      // From the rounded bias, so that its rounding is that of both kinds of tiles and cancels in the softmax.
+      const float fixed_bias = bias * kFixedUnit + kFixedShift * kFixedUnit;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         const float low = __int_as_float(levels[at(j, half, 0)]), high = __int_as_float(levels[at(j, half, 1)]);
