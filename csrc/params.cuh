@@ -195,7 +195,8 @@ struct ScoreParams {
   const float* pooled_max;  // (batch, heads, rows) log2 units
   const float* pooled_sum;  // (batch, heads, routers, densities - 1, rows)
   const float* unit;        // (batch, heads)
-  float* found;             // (routers, 4 densities - 2, batch, heads, rows): rows contiguous
+  float* found;             // (routers, 4 densities - 1, batch, heads, rows): rows contiguous
+  TensorView dense;         // (batch, heads, rows, channels): what dense attention gave; no data: that is not known
   i64 router_stride;        // of `found`
   i64 field_stride;
   i64 batch_stride;

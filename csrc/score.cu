@@ -3,7 +3,8 @@
 //
 // Semantics   With the first buckets of key blocks exact and the others pooled: e the output of the exact ones, p of the pooled
 //             ones, o of all, exact. |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve
-//             every gain (sparge/calibrate/scoring.py has the maths, and is this kernel's reference).
+//             every gain (sparge/calibrate/scoring.py has the maths, and is this kernel's reference). And |o|^2, and how far o
+//             is from what dense attention gave: the rounding of 8-bit operands, which no density takes away.
 // Strategy    One warp a row. It reads the pieces twice, for o and then density by density; the second time they are in the L1.
 #include "common/config.cuh"
 #include "common/reduce.cuh"
@@ -16,6 +17,7 @@ SPARGE_CHECK_PARAMS(ScoreParams);
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kBlocksPerSm = 4;               // left alone, compilers spill for a fifth
 constexpr int kShare = kHeadDim / kWarpSize;  // channels a lane: every 32nd
 constexpr float kLeastSum = 1e-30f;           // below every sum of weights but that of no key, whose values sum to 0
 
@@ -60,6 +62,27 @@ struct Sums {
 
   SPARGE_DEVICE float inverse() const { return 1.0f / fmaxf(sum, kLeastSum); }
 };
+
+// As it is: other loads of float32 round it to what the kernels compute with.
+SPARGE_DEVICE float dense_value(const TensorView& dense, i64 at) {
+  if (dense.dtype == DType::kFp32) return static_cast<const float*>(dense.data)[at];
+  const u16 bits = static_cast<const u16*>(dense.data)[at];
+  return dense.dtype == DType::kBf16 ? ptx::bf16_to_float(bits) : ptx::fp16_to_float(bits);
+}
+
+// |dense - o|^2: the part of a lane.
+SPARGE_DEVICE float rounding_of(const ScoreParams& p, const Row& row, const float (&truth)[kShare]) {
+  if (!p.dense.data) return 0.0f;
+  const i64 first =
+      row.head_at / p.heads * p.dense.batch_stride + row.head_at % p.heads * p.dense.head_stride + row.row * p.dense.token_stride;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const float off = channel(i) < p.channels ? dense_value(p.dense, first + channel(i)) - truth[i] : 0.0f;
+    sum += off * off;
+  }
+  return sum;
+}
 
 SPARGE_DEVICE void score_row(const ScoreParams& p, const Row& row) {
   const bool writes = threadIdx.x % kWarpSize == 0;
@@ -108,6 +131,7 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Row& row) {
     }
     ++density;
   }
+  store(p.densities + 3 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
 }
 
 }  // namespace sparge::score
@@ -115,7 +139,8 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Row& row) {
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::score::kThreads, 0};
 
 // Grid: a warp for every (batch, head), router and row, rows fastest.
-extern "C" __global__ void __launch_bounds__(sparge::score::kThreads) score(const __grid_constant__ sparge::ScoreParams p) {
+extern "C" __global__ void __launch_bounds__(sparge::score::kThreads, sparge::score::kBlocksPerSm)
+    score(const __grid_constant__ sparge::ScoreParams p) {
   using namespace sparge;
   const i32 index = blockIdx.x * score::kWarps + threadIdx.x / kWarpSize;
   if (index < p.batch * p.heads * p.routers * p.rows) score::score_row(p, score::Row(p, index));

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend
 from ..sparge import AttentionStats, HeadBudget, SparsePolicy, TokenOrder, attention
 from ..sparge.plan.worth import torch_kernel
 from .decision import CallFacts
+
+Dense = Callable[[], Tensor]
 
 #: Keywords that do not change the result, or that the library honours.
 _KNOWN_OPTIONS = frozenset(
@@ -98,6 +100,7 @@ class AttentionCall:
 
     def result_heads_first(self, out: Tensor) -> Tensor:
         """A view (B, H, S, D) of a result of this call."""
+        out = out.as_subclass(Tensor)  # as `_per_head`
         if self.skip_output_reshape:
             return out
         return _swapped(out.unflatten(-1, (self.head_count, -1)))

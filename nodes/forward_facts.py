@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported
 from ..sparge.plan.worth import density_with_exact
-from .attention_call import AttentionCall
+from .attention_call import AttentionCall, Dense
 from .decision import CallFacts, dense_reason
 from .families import UNKNOWN_MODEL, LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
@@ -24,8 +25,6 @@ from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
 
 logger = logging.getLogger("sparge")
-
-Dense = Callable[[], Tensor]
 
 
 @dataclass
@@ -111,8 +110,9 @@ class Forward:
             block, row = self.layers.next(options, facts.query_tokens)
         else:
             block, row = self.layers.peek(options)
+        dense = cache(partial(self._hand_on, dense))  # measuring takes the result too
         try:
-            plan = self._plan(call, facts, block, row)
+            plan = self._plan(call, facts, block, row, dense)
             if not isinstance(plan, str):
                 return self._sparse(call, facts.query_tokens, row, plan)
             reason = plan
@@ -125,10 +125,10 @@ class Forward:
         self.run.tally.add_dense(reason, facts.query_tokens)
         if facts.is_self_attention:
             self.record.dense.add(row)
-        return self._hand_on(dense)
+        return dense()
 
     def _plan(
-        self, call: AttentionCall, facts: CallFacts, block: int, row: int
+        self, call: AttentionCall, facts: CallFacts, block: int, row: int, dense: Dense
     ) -> Plan | str | None:
         """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
         everywhere = self.unusable
@@ -139,7 +139,7 @@ class Forward:
         if reason is not None:
             return reason
         if self.heads is not None:
-            return self.heads.plan(call, facts.query_tokens, row)
+            return self.heads.plan(call, facts.query_tokens, row, dense)
         return self._slower(call, facts.query_tokens)
 
     def _slower(self, call: AttentionCall, tokens: int) -> str | None:

@@ -27,7 +27,7 @@ from ..sparge.calibrate import (
     Workload,
     measure_for,
 )
-from .attention_call import AttentionCall
+from .attention_call import AttentionCall, Dense
 from .decision import Place
 from .host import untracked_allocations
 from .passes import PassFacts
@@ -130,9 +130,9 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def sample(self, row: int, call: AttentionCall) -> None:
+    def sample(self, row: int, call: AttentionCall, dense: Dense) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
-        sparse. Never waits."""
+        sparse. Never waits. dense: gives the call's result, which is computed once."""
         if row >= self.rows or row in self._refusals:
             return
         if slower := slower_reason(call, self._least, self._policy.pv_filter, pooled=0.0):
@@ -141,11 +141,12 @@ class HeadTable:
         self._called.add(row)
         if self._calibration is None or not self._schedule.measuring:
             return
+        out = dense()  # what is raised there has nothing to do with measuring
         try:
             with untracked_allocations():
                 calls = self._schedule.calls_a_sample
-                for entry in self._entries(call):
-                    self._calibration.sample(row, *entry, scale=call.scale, calls=calls)
+                for *qkv, rows in self._entries(call, out):
+                    self._calibration.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
@@ -154,10 +155,11 @@ class HeadTable:
             self._sampled.add(row)
             self._schedule.measured()
 
-    def _entries(self, call: AttentionCall) -> Iterator[tuple[Tensor, ...]]:
-        """q, k, v of the batch entries that are to be measured: they count one by one, as if
-        ComfyUI had not put them into one batch. A batch that others made counts as one."""
-        operands = call.heads_first()
+    def _entries(self, call: AttentionCall, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """q, k, v and what dense attention gave, of the batch entries that are to be measured: they
+        count one by one, as if ComfyUI had not put them into one batch. A batch that others made
+        counts as one."""
+        operands = *call.heads_first(), call.result_heads_first(out)
         rows, others = divmod(operands[0].shape[0], self._batch_entries)
         if others:
             yield operands

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..sparge import HeadBudget, SparsePolicy, TokenOrder
 from ..sparge.calibrate import Aim, Profile, Table
-from .attention_call import AttentionCall
+from .attention_call import AttentionCall, Dense
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
 from .passes import PassFacts
@@ -118,9 +118,9 @@ class HeadPass:
     facts: PassFacts
     tables: dict[Shape, HeadTable]
 
-    def plan(self, call: AttentionCall, tokens: int, row: int) -> Plan | str:
+    def plan(self, call: AttentionCall, tokens: int, row: int, dense: Dense) -> Plan | str:
         """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open. Never waits."""
+        while its table is open, which takes dense(). Never waits."""
         grid = self.layout.tokens
         fits = grid is not None and grid.tokens == tokens
         shape = Shape(tokens, call.head_count, grid if fits else None)
@@ -129,7 +129,7 @@ class HeadPass:
             self.heads.meet(self.device, shape)
             return self.facts.why_dense or MEASURING
         if table.choices is None:
-            table.sample(row, call)
+            table.sample(row, call, dense)
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense

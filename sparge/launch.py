@@ -101,9 +101,9 @@ def quantize(
 
     params = QuantizeParams(
         problem=problem,
-        q=_view(q),
-        k=_view(k),
-        v=_view(v),
+        q=view_of(q),
+        k=view_of(k),
+        v=view_of(v),
         k_mean=address("k_mean"),
         v_mean=address("v_mean"),
         v_scale=address("v_scale"),
@@ -232,8 +232,8 @@ def attend(
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
         problem=_problem(shape, key_lengths, order),
-        q=_view(q),
-        out=_view(out),
+        q=view_of(q),
+        out=view_of(out),
         k_tiles=layout.address(workspace, "k_tiles"),
         v_tiles=layout.address(workspace, "v_tiles"),
         k_scale=layout.address(workspace, "k_scale"),
@@ -285,8 +285,8 @@ def _launch_means(
     shape = CallShape.of(k, k)
     params = MeansParams(
         problem=_problem(shape, key_lengths),  # a sum needs no order
-        k=_view(k),
-        v=_view(v),
+        k=view_of(k),
+        v=view_of(v),
         k_mean=k_mean,
         v_mean=v_mean,
         v_scale=v_scale,
@@ -351,7 +351,7 @@ def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = N
     )
 
 
-def _view(tensor: Tensor | None) -> TensorView:
+def view_of(tensor: Tensor | None) -> TensorView:
     """(B, H, N, D) with any strides but a contiguous last dimension."""
     if tensor is None:
         return TensorView()

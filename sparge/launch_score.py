@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .kernels.params import ScoreParams
-from .launch import queue
+from .launch import queue, view_of
 from .plan.blocks import block_count
 from .workspace import CallShape
 
@@ -19,8 +19,10 @@ def score(
     unit: Tensor,
     ends: int,
     found: Tensor,
+    dense: Tensor | None,
 ) -> None:
-    """Writes ``found``; shapes as in ``csrc/params.cuh``.
+    """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``dense`` in any strides but a
+    contiguous last dimension.
 
     exact, pooled: sums, maxima and sums of weights, as in partial results.
     """
@@ -37,6 +39,7 @@ def score(
         pooled_sum=pooled_sum.data_ptr(),
         unit=unit.data_ptr(),
         found=found.data_ptr(),
+        dense=view_of(dense),
         router_stride=router_stride,
         field_stride=field_stride,
         batch_stride=batch_stride,

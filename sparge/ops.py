@@ -40,7 +40,8 @@ _SCHEMAS = (
     "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None) -> ()",
     "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor pooled_out, "
-    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, Tensor(a!) found) -> ()",
+    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, Tensor(a!) found, "
+    "Tensor? dense=None) -> ()",
 )
 
 
@@ -237,9 +238,10 @@ def _score(
     unit: Tensor,
     ends: int,
     found: Tensor,
+    dense: Tensor | None = None,
 ) -> None:
     exact, pooled = (exact_out, exact_max, exact_sum), (pooled_out, pooled_max, pooled_sum)
-    launch_score.score(exact, pooled, unit, ends, found)
+    launch_score.score(exact, pooled, unit, ends, found, dense)
 
 
 def _returns_nothing(*_: object) -> None:

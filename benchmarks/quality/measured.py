@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.quality.judge import Call
 from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
@@ -42,7 +44,7 @@ class Measured:
                     device=q.device,
                 )
             seen[call.place].update(calibration.next_query_blocks(call.place))
-            calibration.sample(call.place, q, k, v)
+            calibration.sample(call.place, q, k, v, dense=_dense(call))
         if calibration is None or len(seen) != layers:
             raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
         return cls(calibration, seen)
@@ -59,6 +61,11 @@ def _budgets(choices: HeadChoices, device: torch.device | str) -> list[HeadBudge
     measured = [budget for budget in choices.budgets(device) if budget is not None]
     assert len(measured) == choices.layers
     return measured
+
+
+def _dense(call: Call) -> Tensor:
+    q, k, v = call.layer.q, call.layer.k, call.layer.v
+    return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, enable_gqa=True)
 
 
 def _workload(call: Call) -> Workload:

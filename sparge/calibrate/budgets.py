@@ -19,8 +19,14 @@ Indices = NDArray[np.int64]
 ROUNDING = 1e-9  # of a sum of densities
 
 
-def meet_target(errors: Array, costs: Array, target: float) -> Indices:
-    """(heads,): the cheapest candidate with at most `target` error.
+def left_for_dropping(target: float, rounding: Array) -> Array:
+    """The error that dropping may add to that of rounding; half of the target where rounding alone
+    leaves less or misses it: keeping everything would gain little there, and cost all."""
+    return np.sqrt(np.maximum(target**2 - rounding**2, (target / 2) ** 2))
+
+
+def meet_target(errors: Array, costs: Array, target: Array | float) -> Indices:
+    """(heads,): the cheapest candidate with at most `target` error, one or (heads, 1).
 
     Of equally cheap ones the truest, then the first. A head that no candidate brings to the target
     gets its truest.

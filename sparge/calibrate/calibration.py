@@ -41,8 +41,8 @@ BLOCKS_A_CALL = 4
 #: Rows of a query block that one is compared by. Every second one of 8 blocks tells as much as all
 #: (DINOv2 video at 20 %: .0391, .0389), every fourth one less (.0408): one column of a cube.
 ROW_STEP = 2
-#: Relative L2 error of 8-bit attention that drops nothing (median head of DINOv2 video: .0054), of
-#: which samples do not know: they compare with the same arithmetic.
+#: Relative L2 error of 8-bit attention that drops nothing (median head of DINOv2 video: .0054),
+#: where no sample knew what dense attention gave. Heads of the small video DiT have .002 to .031.
 ROUNDING = 0.005
 #: Of one density that a head may get to the next: steps of .002 at 3 %, .015 at 20 %.
 DENSITY_RATIO = 1.08
@@ -50,9 +50,11 @@ DENSITY_RATIO = 1.08
 
 @dataclass(frozen=True, eq=False)
 class _Offers:
-    """What heads can be given: errors (heads, candidates), costs and kept shares (candidates,)."""
+    """What heads can be given: errors by dropping (heads, candidates), costs and kept shares
+    (candidates,); and their errors by rounding (heads,), whatever they are given."""
 
     errors: budgets.Array
+    rounding: budgets.Array
     costs: budgets.Array
     kept: budgets.Array
     densities: list[float]
@@ -77,6 +79,9 @@ class Calibration:
     """(layers, heads, walks, routers, densities, gains) float64, summed over rows and channels."""
     squared_norm: Tensor
     """(layers, heads, walks) float64, of the exact output."""
+    squared_rounding: Tensor
+    """(2, layers, heads) float64, of what was compared with dense attention: squared norm, and
+    squared distance from it."""
     samples: list[int] = field(repr=False)
     """Query blocks sampled of each layer, in each walk."""
     walks: list[int] = field(repr=False)
@@ -122,6 +127,7 @@ class Calibration:
             torch.tensor(candidates.gains, device=device).log(),
             sums,
             torch.zeros(layers, heads, walks, dtype=torch.float64, device=device),
+            torch.zeros(2, layers, heads, dtype=torch.float64, device=device),
             [0] * layers,
             [walks] * layers,
         )
@@ -135,10 +141,13 @@ class Calibration:
         *,
         scale: float | None = None,
         key_lengths: Tensor | None = None,
+        dense: Tensor | None = None,
         calls: int = 1,
     ) -> None:
         """Measure all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
 
+        dense: (B, H, N, D), what dense attention gave; it tells how far off a head is that drops
+        nothing.
         calls: as many query blocks as so many samples measure.
 
         Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
@@ -163,8 +172,9 @@ class Calibration:
             key_lengths,
             self.walks[layer],
             self.row_step,
+            dense,
         )
-        self._add(layer, self.measure(sample))
+        self._add(layer, self.measure(sample), with_rounding=dense is not None)
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
@@ -173,13 +183,16 @@ class Calibration:
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
-    def _add(self, layer: int, measured: Measured) -> None:
+    def _add(self, layer: int, measured: Measured, *, with_rounding: bool) -> None:
         empty, walks = ~measured.occupied, slice(self.walks[layer])
         errors = squared_errors(measured.distances, self.log_gains)
         errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((3, 5, 6), dtype=torch.float64)
         self.squared_error[layer, :, walks].add_(errors.movedim((3, 2), (0, 1)))
-        norms = measured.distances.norm.masked_fill(empty, 0).sum((1, 3, 4), dtype=torch.float64)
-        self.squared_norm[layer, :, walks].add_(norms.T)
+        of_rows = torch.stack([measured.distances.norm, measured.distances.rounding])
+        squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
+        self.squared_norm[layer, :, walks].add_(squares[0].T)
+        if with_rounding:
+            self.squared_rounding[:, layer].add_(squares[:, 0])
 
     def relative_errors(self) -> NDArray[np.float64]:
         """(layers, heads, walks, routers, densities, gains): relative L2 errors.
@@ -193,6 +206,15 @@ class Calibration:
         with np.errstate(invalid="ignore"):  # what is not finite stays so, and is not measured
             return np.sqrt(np.divide(squares, norms, out=np.zeros_like(squares), where=norms != 0))
 
+    def rounding(self) -> NDArray[np.float64]:
+        """(layers, heads): relative L2 error that 8 bits alone make. Waits for the GPU."""
+        norms, squares = self.squared_rounding.cpu().numpy()
+        with np.errstate(invalid="ignore"):
+            measured = np.sqrt(
+                np.divide(squares, norms, out=np.zeros_like(norms), where=norms != 0)
+            )
+        return np.where((norms != 0) & np.isfinite(measured), measured, ROUNDING)
+
     def freeze(
         self,
         *,
@@ -203,8 +225,8 @@ class Calibration:
         """The cheapest candidate of each head within `target` relative L2 error, or those of least
         summed error at a `mean_density` over all measured heads. Waits for the GPU.
 
-        drift: (layers, heads) float64 on the CPU, how many times as large as measured the errors of
-        each head have become since.
+        drift: (layers, heads) float64 on the CPU, how many times as large as measured the errors by
+        dropping of each head have become since.
 
         Layers that were not sampled, or gave something not finite, are not measured: they get no
         budget and do not count in the mean.
@@ -218,7 +240,7 @@ class Calibration:
             assert mean_density is not None
             return self.freeze_steps(mean_density, 1, drift=drift)[0]
         offers = self._offers(drift)
-        by_dropping = max(0.0, target**2 - ROUNDING**2) ** 0.5
+        by_dropping = budgets.left_for_dropping(target, offers.rounding)[:, None]
         return self._choices(budgets.meet_target(offers.errors, offers.costs, by_dropping), offers)
 
     def freeze_steps(
@@ -260,7 +282,8 @@ class Calibration:
         if drift is not None:
             by_head = by_head * drift.numpy()[measured].reshape(-1, 1)
         costs, kept = self._costs(kept)
-        return _Offers(by_head, costs, kept, densities, torch.from_numpy(measured))
+        rounding = self.rounding()[measured].ravel()
+        return _Offers(by_head, rounding, costs, kept, densities, torch.from_numpy(measured))
 
     def _kept(self, densities: Sequence[float]) -> budgets.Array:
         """The share of pairs that each density really keeps, forced blocks included."""
@@ -292,7 +315,8 @@ class Calibration:
             table(np.asarray(gains)[gain], 0.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
             table(walk, 0, torch.int32),
-            table(np.hypot(by_dropping, ROUNDING), 0.0, torch.float32),
+            table(np.hypot(by_dropping, offers.rounding), 0.0, torch.float32),
+            table(offers.rounding, 0.0, torch.float32),
             measured,
             self.candidates.floor,
         )

@@ -116,7 +116,7 @@ def _room_for_distances(sample: Sample) -> Tensor:
     routers, densities, _ = sample.candidates.shape
     rows = (sample.walks, batch, heads, _compared(sample))
     return torch.empty(
-        routers, 4 * densities - 2, *rows, dtype=torch.float32, device=sample.q.device
+        routers, 4 * densities - 1, *rows, dtype=torch.float32, device=sample.q.device
     )
 
 
@@ -139,8 +139,10 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
-    found = batch * heads * _compared(sample) * sample.walks * routers * (4 * densities - 2)
-    return sampled * channels * sample.q.element_size() + 4 * found
+    compared = batch * heads * _compared(sample)
+    found = 4 * compared * sample.walks * routers * (4 * densities - 1)
+    dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
+    return sampled * channels * sample.q.element_size() + dense + found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
@@ -223,6 +225,7 @@ class _Group:
             self.unit.of_query_heads.contiguous(),
             self.facts.pieces.ends,
             found[:, :, :, self.heads],
+            self.rows.dense,
         )
 
     def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from ..plan.blocks import QUERY_BLOCK
 from ..plan.budget import HeadBudget
+from ..plan.grid import TokenOrder
 from ..reference.budgeted import bucket_partials
 from ..reference.choose import choose_blocks
 from ..reference.packed import Packed, pack_qkv
@@ -48,12 +49,18 @@ class Sample:
     """So many of the workload's order, from the first on."""
     row_step: int = 1
     """Every so many-th row of a query block is compared; a divisor of 128."""
+    dense: Tensor | None = None
+    """(B, H, N, D), in the caller's token order: what dense attention gave, with which the first
+    walk is compared."""
 
     def of_heads(self, heads: slice) -> Sample:
         """The same of some KV heads and the query heads that read them."""
         group = self.q.shape[1] // self.k.shape[1]
         query = slice(heads.start * group, heads.stop * group)
-        return replace(self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads])
+        dense = None if self.dense is None else self.dense[:, query]
+        return replace(
+            self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads], dense=dense
+        )
 
 
 def stacked(of_walks: Iterable[Distances]) -> Distances:
@@ -70,7 +77,11 @@ def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
     device = sample.q.device
     workloads = [sample.workload.walk(walk, device) for walk in range(sample.walks)]
-    of_walks = [_in_its_walk(replace(sample, workload=workload)) for workload in workloads]
+    compared = [sample.dense, *[None] * (sample.walks - 1)]
+    of_walks = [
+        _in_its_walk(replace(sample, workload=workload, dense=dense))
+        for workload, dense in zip(workloads, compared, strict=True)
+    ]
     found, occupied = zip(*of_walks, strict=True)
     return Measured(stacked(found), occupied[0])
 
@@ -80,7 +91,17 @@ def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
     order = None if sample.workload.is_causal else sample.workload.order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
-    return bucket_distances(_bucket_partials(sample, packed)), occupied
+    return bucket_distances(_bucket_partials(sample, packed), _dense_rows(sample, order)), occupied
+
+
+def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
+    """(B, H, S, rows, D) float32; those of empty slots are of some token."""
+    if sample.dense is None:
+        return None
+    rows = sample.dense
+    if order is not None:
+        rows = rows[:, :, order.slot_token.clamp(min=0).long()]
+    return _by_block(rows.float(), sample)
 
 
 def _bucket_partials(sample: Sample, packed: Packed) -> list[list[tuple[Partial, Partial]]]:

@@ -76,6 +76,9 @@ class SampledRows:
     """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
     means: Tensor
     """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
+    dense: Tensor | None
+    """(B, H, S x rows a block, D): what dense attention gave to those compared, in empty slots to
+    some token; in the first walk, where it is known."""
 
     @classmethod
     def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
@@ -85,10 +88,17 @@ class SampledRows:
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
-        return cls(q[:, :, :: sample.row_step], means)
+        dense = None
+        if sample.dense is not None and walk == 0:
+            places = blocks.places[walk, :: sample.row_step]
+            dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
+            if dense.dtype != q.dtype:
+                dense = dense.float()
+        return cls(q[:, :, :: sample.row_step], means, dense)
 
     def of_heads(self, heads: slice) -> SampledRows:
-        return SampledRows(self.q[:, heads], self.means[:, heads])
+        dense = None if self.dense is None else self.dense[:, heads]
+        return SampledRows(self.q[:, heads], self.means[:, heads], dense)
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:

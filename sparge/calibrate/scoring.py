@@ -36,8 +36,8 @@ class Distances:
     """How far the two outputs of each density lie from the true one, o; all float32.
 
     near |e - o|^2 (routers, densities, ...); between <e - o, p - o>, far |p - o|^2 and advantage
-    ln(a / r) (routers, densities - 1, ...), because the last density pools nothing; norm |o|^2
-    (...).
+    ln(a / r) (routers, densities - 1, ...), because the last density pools nothing; norm |o|^2 and
+    rounding |dense - o|^2 (...), 0 where what dense attention gave is not known.
     """
 
     near: Tensor
@@ -45,18 +45,19 @@ class Distances:
     far: Tensor
     advantage: Tensor
     norm: Tensor
+    rounding: Tensor
 
     @classmethod
     def of_packed(cls, packed: Tensor) -> Distances:
         """What `packed` gave."""
-        pooling = (packed.shape[1] - 2) // 4
-        near, between, far, advantage, norm = packed.split([pooling + 1, *[pooling] * 3, 1], 1)
-        return cls(near, between, far, advantage, norm[0, 0])
+        pooling = (packed.shape[1] - 3) // 4
+        *of_routers, of_rows = packed.split([pooling + 1, *[pooling] * 3, 2], 1)
+        return cls(*of_routers, *of_rows[0])
 
     def packed(self) -> Tensor:
-        """(routers, 4 densities - 2, ...): a copy, where fields are views of what is far larger."""
-        norm = self.norm.expand_as(self.near[:, :1])
-        return torch.cat([self.near, self.between, self.far, self.advantage, norm], 1)
+        """(routers, 4 densities - 1, ...): a copy, where fields are views of what is far larger."""
+        of_rows = (x.expand_as(self.near[:, :1]) for x in (self.norm, self.rounding))
+        return torch.cat([self.near, self.between, self.far, self.advantage, *of_rows], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +67,25 @@ class Products:
 
     gram (routers, ..., pieces + densities, pieces + densities); exact_logs (routers, ..., pieces):
     natural logs of sums of exponentials, -inf where there is no key; pooled_max and pooled_sum
-    (routers, densities - 1, ...): as in `Partial`.
+    (routers, densities - 1, ...): as in `Partial`; rounding (...): as in `Distances`.
     """
 
     gram: Tensor
     exact_logs: Tensor
     pooled_max: Tensor
     pooled_sum: Tensor
+    rounding: Tensor
 
 
-def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Products:
+def products(
+    exact: Partial, pooled: Partial, unit: Tensor | float = 1.0, dense: Tensor | None = None
+) -> Products:
     """Of the exact buckets, in pieces (routers, pieces, ..., D), and of all that each density pools
     (routers, densities - 1, ..., D).
 
     What is true is the exact output, as the first router splits it. `pooled.unnormalised` may be of
-    any float type and counts in `unit`s, which broadcast to (...).
+    any float type and counts in `unit`s, which broadcast to (...). dense (..., D): what dense
+    attention gave.
     """
     values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
     pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
@@ -102,7 +107,10 @@ def products(exact: Partial, pooled: Partial, unit: Tensor | float = 1.0) -> Pro
     truth[1:].copy_(truth[:1].expand_as(truth[1:]))
     vectors[..., :count, :].sub_(truth)
     gram = vectors @ vectors.transpose(-1, -2)
-    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum)
+    rounding = torch.zeros_like(gram[0, ..., 0, 0])
+    if dense is not None:
+        rounding = (dense - truth[0].squeeze(-2)).square().sum(-1)
+    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, rounding)
 
 
 def distances(found: Products, pieces: Sequence[int]) -> Distances:
@@ -127,17 +135,20 @@ def distances(found: Products, pieces: Sequence[int]) -> Distances:
         far.movedim(-1, 1),
         kept[..., :-1].movedim(-1, 1) - pooled_logs,
         gram[0, ..., last, last],
+        found.rounding,
     )
 
 
-def bucket_distances(by_router: Sequence[Sequence[tuple[Partial, Partial]]]) -> Distances:
-    """Of each router the exact and the pooled part of each bucket."""
+def bucket_distances(
+    by_router: Sequence[Sequence[tuple[Partial, Partial]]], dense: Tensor | None = None
+) -> Distances:
+    """Of each router the exact and the pooled part of each bucket; dense as in `products`."""
     exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
     pooled = []
     for parts in by_router:
         from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
         pooled.append(_stacked(list(from_last)[::-1]))
-    found = products(_stacked(exact), _stacked(pooled))
+    found = products(_stacked(exact), _stacked(pooled), dense=dense)
     return distances(found, [1] * len(by_router[0]))
 
 

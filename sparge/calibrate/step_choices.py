@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .aim import Aim
+from .budgets import left_for_dropping
 from .calibration import Calibration
 from .choices import HeadChoices
 
@@ -92,7 +93,9 @@ class StepChoices:
             self._drift, self._ahead = found, found * way ** (TREND * part)
             self._choose()
         elif self._aim.target is not None:
-            off = drift * self._now.error > TOLERANCE * self._aim.target
+            rounding = self._now.rounding.double().numpy()
+            most = torch.from_numpy(left_for_dropping(TOLERANCE * self._aim.target, rounding))
+            off = drift * self._now.dropping() > most
             denser = (self._now.density * DENSER).clamp(max=1)
             self._now = replace(self._now, density=torch.where(off, denser, self._now.density))
 

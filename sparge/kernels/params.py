@@ -155,6 +155,7 @@ class ScoreParams(Structure):
         ("pooled_sum", c_void_p),
         ("unit", c_void_p),
         ("found", c_void_p),
+        ("dense", TensorView),
         ("router_stride", c_int64),
         ("field_stride", c_int64),
         ("batch_stride", c_int64),

@@ -21,6 +21,7 @@ def score_by_reference(
     unit: Tensor,
     ends: int,
     found: Tensor,
+    dense: Tensor | None = None,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh."""
     of_pieces = (exact_out, exact_max, exact_sum)
@@ -30,4 +31,4 @@ def score_by_reference(
     last = [piece for piece in range(exact_sum.shape[3]) if ends >> piece & 1]
     counts = [piece - before for before, piece in pairwise([-1, *last])]
     of_rows = unit.view(*unit.shape[:2], 1)
-    found.copy_(distances(products(exact, pooled, of_rows), counts).packed())
+    found.copy_(distances(products(exact, pooled, of_rows, dense), counts).packed())

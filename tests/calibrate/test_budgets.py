@@ -8,7 +8,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sparge.calibrate.budgets import HullSteps, meet_target, share_density, truest_of_each_cost
+from sparge.calibrate.budgets import (
+    HullSteps,
+    left_for_dropping,
+    meet_target,
+    share_density,
+    truest_of_each_cost,
+)
 
 
 @pytest.fixture
@@ -94,6 +100,18 @@ def test_target_takes_the_cheapest_that_meets_it(problem: tuple[np.ndarray, np.n
             met = [i for i in range(6) if errors[head, i] <= target]
             expected = min(met, key=costs.__getitem__) if met else errors[head].argmin()
             assert chosen == expected
+
+
+def test_a_target_for_each_head() -> None:
+    costs = np.array([0.1, 0.2, 1.0])
+    errors = np.array([[0.3, 0.1, 0.0]] * 3)
+    assert meet_target(errors, costs, np.array([[0.3], [0.2], [0.05]])).tolist() == [0, 1, 2]
+
+
+def test_what_rounding_leaves_for_dropping() -> None:
+    """Half of the target at least: rounding that misses it is no reason to keep everything."""
+    found = left_for_dropping(0.05, np.array([0.0, 0.03, 0.049, 0.2]))
+    assert found.tolist() == pytest.approx([0.05, 0.04, 0.025, 0.025])
 
 
 def test_of_equally_cheap_ones_the_truest() -> None:

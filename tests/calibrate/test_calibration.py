@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,60 +12,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparge.calibrate import (
-    Calibration,
-    CandidateSet,
     Measured,
     Sample,
     Workload,
     reference_measure,
 )
-from sparge.calibrate.calibration import ROUNDING
 from sparge.calibrate.measure import stacked
 from sparge.calibrate.scoring import Distances, bucket_distances
 from sparge.metrics import rel_l2
-from sparge.plan import HeadBudget, Router, TokenGrid, cube_order, grid_order
+from sparge.plan import HeadBudget, TokenGrid, cube_order, grid_order
 from sparge.plan.walks import Walk
-from sparge.policy import SparsePolicy
-from sparge.reference.budgeted import budgeted_attention
 from sparge.reference.partial import Partial
-
-GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
-CANDIDATES = CandidateSet(
-    densities=(0.2, 0.5, 1.0), gains=(0.0, 0.7), routers=(Router.MASS, Router.ERROR)
-)
-EVERY_BLOCK = 1000
-
-
-@pytest.fixture
-def qkv(make_qkv) -> tuple[Tensor, Tensor, Tensor]:
-    """Three heads over one KV head, whose neighbouring keys are alike, from flat to peaked."""
-    q, k, v = (x.float() for x in make_qkv(1, 3, GRID.tokens, 16, kv_heads=1))
-    drift = torch.linspace(0, 60, GRID.tokens)[None, None, :, None]
-    k = k + 2 * torch.sin(drift + torch.arange(16))
-    q = q * torch.tensor([0.5, 1.0, 2.0])[:, None, None]
-    return q.bfloat16(), k.bfloat16(), v.bfloat16()
-
-
-def begin(layers: int = 1, **changes: Any) -> Calibration:
-    options: dict[str, Any] = {
-        "layers": layers,
-        "heads": 3,
-        "workload": Workload(cube_order(GRID)),
-        "candidates": CANDIDATES,
-        "blocks_a_call": EVERY_BLOCK,
-        "row_step": 1,
-    }
-    return Calibration.begin(**(options | changes))
-
-
-def attend(
-    qkv: tuple[Tensor, Tensor, Tensor], budget: HeadBudget, workload: Workload
-) -> tuple[Tensor, Tensor]:
-    order = None if workload.is_causal else workload.order
-    attended, choice = budgeted_attention(
-        *qkv, SparsePolicy(), budget, order=order, is_causal=workload.is_causal
-    )
-    return attended.out[0], choice.kept[0]
+from tests.calibrate.begun import CANDIDATES, GRID, attend, begin
 
 
 def sparse_rows(workload: Workload) -> Tensor:
@@ -166,13 +123,6 @@ def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
     assert len(steps) == 8
     for one, same in zip(steps[5:], left, strict=True):
         assert torch.equal(one.density, same.density)
-
-
-def test_rounding_is_part_of_the_error(qkv) -> None:
-    calibration = begin()
-    calibration.sample(0, *qkv)
-    everything = calibration.freeze(mean_density=1.0)
-    assert everything.error.tolist() == [[pytest.approx(ROUNDING, rel=0.05)] * 3]
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,11 +309,11 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
         workload=Workload(grid_order(GRID)), measure=measure, blocks_a_call=3, row_step=2
     )
     kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
-    sums = (calibration.squared_error, calibration.squared_norm)
+    sums = (calibration.squared_error, calibration.squared_norm, calibration.squared_rounding)
     pointers = [each.data_ptr() for each in sums]
     with NoSync():
         for _ in range(3):
-            calibration.sample(0, q, q, q)
+            calibration.sample(0, q, q, q, dense=q)
     assert all(getattr(calibration, name) is value for name, value in kept.items())
     assert pointers == [each.data_ptr() for each in sums]
     assert calibration.samples == [9]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sparge.calibrate import (
     BLOCKS_A_CALL,
@@ -177,8 +177,11 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     q, k, v = make_qkv(2, 4, GRID.tokens, 40, kv_heads=2)
     k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
     blocks = workload.sparse_query_blocks()[-2:]
+    k = k.bfloat16()
+    dense = 0.5 * scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    walk_count = 3 if walks else 1
     return Sample(
-        q, k.bfloat16(), v, blocks, workload, CANDIDATES, 40**-0.5, None, 3 if walks else 1, 2
+        q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, walk_count, 2, dense.float()
     )
 
 
@@ -214,6 +217,18 @@ def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> No
         rounding = 0.01 * float(there[there.isfinite()].abs().mean())
         torch.testing.assert_close(here, there, rtol=0.01, atol=rounding, msg=each.name)
     assert float(errors(found)[:, 0].max()) > 0.1, "the least dense candidates drop something"
+    rounding, *others = found.distances.rounding[..., found.occupied].sum((1, 2, 3))
+    assert 0.2 < rounding / found.distances.norm[0, ..., found.occupied].sum() < 0.3
+    assert not any(others), "only the first walk is compared with dense attention"
+
+
+def test_nothing_is_known_of_rounding_without_dense_attention(
+    sample: Sample, stages: Stages
+) -> None:
+    found = module.kernel_measure(replace(sample, dense=None)).distances
+    assert not found.rounding.any()
+    expected = module.kernel_measure(sample).distances
+    assert torch.equal(found.near, expected.near)
 
 
 def test_groups_of_heads_are_the_whole(
@@ -247,7 +262,7 @@ def test_mochi_stays_below_100_megabytes(monkeypatch: pytest.MonkeyPatch) -> Non
     q = torch.empty(1, 24, grid.tokens, 128, dtype=torch.bfloat16, device="meta")
     workload = Workload(grid_order(grid))
     blocks = workload.sparse_query_blocks()[:BLOCKS_A_CALL]
-    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, 3, ROW_STEP)
+    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, 3, ROW_STEP, q)
     groups = list(module._head_groups(sample))
     sizes = [heads.stop - heads.start for heads in groups]
     assert sum(sizes) == 24

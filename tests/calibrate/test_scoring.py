@@ -125,6 +125,25 @@ def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> 
         torch.testing.assert_close(getattr(found, each.name), getattr(whole, each.name))
 
 
+def test_how_far_dense_attention_is(generator: torch.Generator) -> None:
+    def some(keys: int) -> Partial:
+        logits = torch.randn(6, keys, generator=generator)
+        return part(logits, torch.randn(keys, 4, generator=generator))
+
+    parts = [(some(5), some(2)) for _ in range(3)]
+    off = torch.randn(6, 4, generator=generator)
+    truth = combine(exact for exact, _ in parts).output()
+    found = bucket_distances([parts, parts], truth + off)
+    torch.testing.assert_close(found.rounding, off.square().sum(-1), rtol=1e-4, atol=1e-5)
+    without = bucket_distances([parts, parts])
+    assert not without.rounding.any()
+    unpacked = Distances.of_packed(found.packed())
+    for each in fields(Distances):
+        assert torch.equal(getattr(unpacked, each.name), getattr(found, each.name)), each.name
+        if each.name != "rounding":
+            assert torch.equal(getattr(without, each.name), getattr(found, each.name)), each.name
+
+
 def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
     def some(keys: int, spread: float) -> Partial:
         logits = torch.randn(6, keys, generator=generator) * spread

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ def choices_of(density: float, error: float) -> HeadChoices:
     """Alike in all heads."""
     table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
     return HeadChoices(
-        density * table, none, none.int(), none.int(), error * table, torch.ones(LAYERS).bool()
+        density * table,
+        none,
+        none.int(),
+        none.int(),
+        error * table,
+        none,
+        torch.ones(LAYERS).bool(),
     )
 
 
@@ -94,6 +101,16 @@ def test_heads_of_a_profile_get_denser_where_they_miss_its_target():
     choices.choose_anew(24, drift)
     assert float(choices.at(24).density.max()) == 1
     assert torch.equal(choices.first.density, torch.full((LAYERS, HEADS), 0.4))
+
+
+def test_rounding_makes_no_head_of_a_profile_denser():
+    """Drift is of dropping, .06 here; 1.5 times the target leave .127 to it beside the rounding."""
+    rounding = torch.full((LAYERS, HEADS), 0.08)
+    profile = replace(choices_of(0.4, 0.1), rounding=rounding)
+    choices = made("quality", 0.1, None, profile=profile)
+    choices.choose_anew(8, torch.tensor([[1.0, 2.0, 2.2]] * LAYERS))
+    expected = torch.tensor([[0.4, 0.4, 0.6]] * LAYERS)
+    torch.testing.assert_close(choices.at(8).density, expected)
 
 
 def test_a_profile_for_a_mean_density_stays_as_it_is():

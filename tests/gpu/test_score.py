@@ -38,16 +38,24 @@ def parts(channels: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels", [128, 64, 40])
-def test_score(channels: int, generator: torch.Generator) -> None:
+def test_score(channels: int, dtype: torch.dtype | None, generator: torch.Generator) -> None:
+    """dtype: of what dense attention gave, of which the heads are a slice."""
     ends = sum(1 << sum(PIECES[: density + 1]) - 1 for density in range(len(PIECES)))
     on_device = [x.cuda() for x in parts(channels, generator)]
-    fields = 4 * len(PIECES) - 2
+    dense = None
+    if dtype is not None:
+        every_head = torch.randn(BATCH, 6, ROWS, channels, generator=generator) + 3
+        dense = every_head.to("cuda", dtype)[:, 1:]
+    fields = 4 * len(PIECES) - 1
     room = (ROUTERS, fields, 2, BATCH, 6, ROWS)
     found, expected = (torch.full(room, 77.0, device="cuda") for _ in range(2))
     own = found[:, :, 1, :, 1:]
-    score_by_reference(*on_device, ends, expected[:, :, 1, :, 1:])
-    sparge.ops.score(*on_device, ends, own)
+    score_by_reference(*on_device, ends=ends, found=expected[:, :, 1, :, 1:], dense=dense)
+    sparge.ops.score(*on_device, ends, own, dense)
     # Vectors of square 128 x 10 and more: products near 0 keep the rounding of those.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
-    torch.library.opcheck(sparge.ops.score, (*on_device, ends, own), test_utils=("test_schema",))
+    torch.library.opcheck(
+        sparge.ops.score, (*on_device, ends, own, dense), test_utils=("test_schema",)
+    )

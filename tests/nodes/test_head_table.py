@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
@@ -46,7 +49,8 @@ def frozen(load_pack, grid):
         table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"))
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
-            table.sample(0, made(*qkv, 2, False, True, True, {}))
+            dense = partial(scaled_dot_product_attention, *qkv)
+            table.sample(0, made(*qkv, 2, False, True, True, {}), dense)
         table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 
@@ -60,7 +64,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     batch = frozen(((1, 0), *both))
     apart = frozen(((1,), *uncond), ((0,), *cond))
     assert batch.walk.tolist() == apart.walk.tolist() == [[RASTER, CUBES]]
-    for name in ("density", "gain", "router", "error"):
+    for name in ("density", "gain", "router", "error", "rounding"):
         assert torch.equal(getattr(batch, name), getattr(apart, name)), name
     alone = frozen(((1,), *uncond))
     assert not torch.equal(alone.error, apart.error), "both conditionings count"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A calibration of three heads, and the attention that its choices are judged by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparge.calibrate import Calibration, CandidateSet, Workload
+from sparge.plan import HeadBudget, Router, TokenGrid, cube_order
+from sparge.policy import SparsePolicy
+from sparge.reference.budgeted import budgeted_attention
+
+GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
+CANDIDATES = CandidateSet(
+    densities=(0.2, 0.5, 1.0), gains=(0.0, 0.7), routers=(Router.MASS, Router.ERROR)
+)
+EVERY_BLOCK = 1000
+
+
+def begin(layers: int = 1, **changes: Any) -> Calibration:
+    options: dict[str, Any] = {
+        "layers": layers,
+        "heads": 3,
+        "workload": Workload(cube_order(GRID)),
+        "candidates": CANDIDATES,
+        "blocks_a_call": EVERY_BLOCK,
+        "row_step": 1,
+    }
+    return Calibration.begin(**(options | changes))
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], budget: HeadBudget, workload: Workload
+) -> tuple[Tensor, Tensor]:
+    order = None if workload.is_causal else workload.order
+    attended, choice = budgeted_attention(
+        *qkv, SparsePolicy(), budget, order=order, is_causal=workload.is_causal
+    )
+    return attended.out[0], choice.kept[0]
