@@ -34,10 +34,6 @@ from .passes import PassFacts
 from .sample_schedule import SampleSchedule
 from .worth import slower_reason
 
-#: Steps of which a layer is probed in one, at most: 8 of 350 query blocks, exact, in every eighth
-#: step are .3 % of the products of dense attention.
-STEPS_A_PROBE = 8
-
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
 
@@ -245,9 +241,8 @@ class HeadTable:
     def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then. Never waits."""
         assert self.probe is not None and self._steps is not None
-        steps_a_probe = min(STEPS_A_PROBE, self._steps.interval)
-        visit, turn = divmod(self._step, steps_a_probe)
-        if row % steps_a_probe != turn:
+        visit, turn = divmod(self._step, self._steps.steps_a_probe)
+        if row % self._steps.steps_a_probe != turn:
             return
         with untracked_allocations():
             rows = call.result_heads_first(out)

@@ -74,8 +74,8 @@ class ChosenBudgets:
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """What a call gave."""
-        visit, turn = divmod(self._step, self._choices.interval)
-        if layer % self._choices.interval == turn:
+        visit, turn = divmod(self._step, self._choices.steps_a_probe)
+        if layer % self._choices.steps_a_probe == turn:
             self._probe.sample(layer, q, k, v, out, visit=visit)
         if self._judged:
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()

@@ -316,7 +316,6 @@ class Calibration:
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
             table(walk, 0, torch.int32),
             table(np.hypot(by_dropping, offers.rounding), 0.0, torch.float32),
-            table(offers.rounding, 0.0, torch.float32),
             measured,
             self.candidates.floor,
         )

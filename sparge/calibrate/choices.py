@@ -16,8 +16,7 @@ class HeadChoices:
     """All (layers, heads), on the CPU; rows of layers that were not measured hold density 1.
 
     density, gain float32, router, walk int32: as in `HeadBudget`. error float32: the relative L2
-    error of the attention output that these are expected to make; rounding float32: what of it 8
-    bits would make alone, 0 where that is not known.
+    error of the attention output that these are expected to make.
     """
 
     density: Tensor
@@ -25,7 +24,6 @@ class HeadChoices:
     router: Tensor
     walk: Tensor
     error: Tensor
-    rounding: Tensor
     measured: Tensor
     """(layers,) bool."""
     floor: int = 1
@@ -37,11 +35,6 @@ class HeadChoices:
     @property
     def heads(self) -> int:
         return self.density.shape[1]
-
-    def dropping(self) -> Tensor:
-        """(layers, heads) float64: what of the expected error is by dropping."""
-        squares = self.error.double().square() - self.rounding.double().square()
-        return squares.clamp(min=0).sqrt()
 
     def budgets(self, device: torch.device | str = "cpu") -> list[HeadBudget | None]:
         """What each layer may keep, values of its own, all uploaded at once; None where it was not

@@ -21,13 +21,8 @@ TENSORS = {
     "router": (torch.int32, min(Router), max(Router)),
     "walk": (torch.int32, 0, len(Walk) - 1),  # an index into the walks of the order
     "error": (torch.float32, 0.0, 1e6),
-    "rounding": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }
-
-
-#: Profiles of before it was measured lack it: 0.
-_OPTIONAL = "rounding"
 
 
 def tensors_of(choices: HeadChoices) -> dict[str, Tensor]:
@@ -39,8 +34,6 @@ def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> Head
     found: dict[str, Tensor] = {}
     for name, (dtype, least, greatest) in TENSORS.items():
         tensor = tensors.pop(prefix + name, None)
-        if tensor is None and name == _OPTIONAL:
-            tensor = torch.zeros_like(found["error"])
         if tensor is None:
             raise ProfileError(f"The profile has no tensor {prefix + name}.")
         if tensor.dtype != dtype or tensor.dim() != (1 if name == "measured" else 2):

@@ -73,7 +73,7 @@ def expecting(*errors: float) -> HeadChoices:
     """Of one layer."""
     table = torch.zeros(1, len(errors))
     return HeadChoices(
-        table, table, table.int(), table.int(), torch.tensor([errors]), table, torch.ones(1).bool()
+        table, table, table.int(), table.int(), torch.tensor([errors]), torch.ones(1).bool()
     )
 
 
@@ -94,24 +94,10 @@ def test_drift_is_what_was_found_over_what_was_expected(qkv, workload) -> None:
 
 def test_drift_has_limits_and_needs_something_to_compare(qkv, workload) -> None:
     probe = probed(workload, layers=2)
-    expected, none = torch.tensor([[0.01, 0, 1]] * 2), torch.zeros(2, 3)
-    probe.expect(replace(expecting(0.01, 0.0, 1.0), error=expected, rounding=none))
+    probe.expect(replace(expecting(0.01, 0.0, 1.0), error=torch.tensor([[0.01, 0, 1]] * 2)))
     out = exact(qkv) * torch.tensor([2, 2, 1.001]).view(1, HEADS, 1, 1)
     probe.sample(1, *qkv, out=out, visit=0)
     assert probe.drift().tolist() == [[1, 1, 1], pytest.approx([5, 1, 0.2])]
-
-
-def test_drift_is_of_dropping_alone(qkv, workload) -> None:
-    """Half of the squared error that is expected is by rounding; a third head is all rounding."""
-    probe = probed(workload)
-    rounding = torch.tensor([[0.1, 0.1, 0.1]])
-    error = torch.tensor([[0.02**0.5, 0.02**0.5, 0.101]])
-    probe.expect(replace(expecting(0.0, 0.0, 0.0), error=error, rounding=rounding))
-    found = torch.tensor([0.02**0.5, (0.01 + 9 * 0.01) ** 0.5, 0.3])
-    probe.sample(0, *qkv, out=exact(qkv) * (1 + found).view(1, HEADS, 1, 1), visit=0)
-    assert probe.drift()[0].tolist() == pytest.approx([1, 3, 1], rel=1e-2)
-    probe.sample(0, *qkv, out=exact(qkv), visit=1)
-    assert probe.drift()[0].tolist() == pytest.approx([0.2, 0.2, 1]), "below the rounding"
 
 
 def test_batch_entries_are_compared_alike_together_and_apart(make_qkv, workload) -> None:
@@ -135,7 +121,7 @@ def test_other_blocks_in_every_sample(qkv) -> None:
     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     half = out.clone()
     half[:, :, : grid.tokens // 2] *= 2  # off by its norm, in half of the rows
-    for visit in range(4):
+    for visit in range(8):
         probe.sample(0, q, q, q, half, visit=visit)
     assert probe.samples == [32], "all 32 query blocks, each once"
     expected = rel_l2(half, out)

@@ -35,7 +35,6 @@ def choices(generator: torch.Generator, layers: int = 3, heads: int = 4) -> Head
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
         torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
         torch.rand(shape, generator=generator),
-        torch.rand(shape, generator=generator),
         torch.tensor([True, False, True]),
         floor=2,
     )
@@ -163,16 +162,6 @@ def test_other_files_are_refused(profile: Profile, tmp_path: Path) -> None:
         file.truncate((16 << 20) + 1)
     with pytest.raises(ProfileError, match="at most"):
         Profile.load(path)
-
-
-def test_rounding_is_0_where_a_profile_lacks_it(profile: Profile, tmp_path: Path) -> None:
-    path = profile_path(tmp_path, "a")
-    profile.save(path)
-    tensors = load_file(path)
-    del tensors["0.rounding"]
-    save_file(tensors, path, {KEY: _metadata(path)})
-    found = Profile.load(path).choices[Table("cond", 18444)].rounding
-    assert torch.equal(found, torch.zeros(3, 4))
 
 
 def test_a_failed_write_leaves_the_old_profile(

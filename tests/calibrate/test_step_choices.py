@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ def choices_of(density: float, error: float) -> HeadChoices:
     """Alike in all heads."""
     table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
     return HeadChoices(
-        density * table,
-        none,
-        none.int(),
-        none.int(),
-        error * table,
-        none,
-        torch.ones(LAYERS).bool(),
+        density * table, none, none.int(), none.int(), error * table, torch.ones(LAYERS).bool()
     )
 
 
@@ -65,6 +58,16 @@ def test_heads_are_chosen_anew_after_each_quarter(freezes, steps, anew):
     assert freezes[0] == (0, None)
 
 
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1, 2), (16, 2), (20, 2), (24, 2), (32, 4), (40, 5), (46, 5), (None, 4)]
+)
+def test_layers_are_probed_twice_before_each_choice(freezes, steps, every):
+    """Each time in another turn."""
+    choices = made("budget", 0.6, steps, calibration=freezes)
+    assert choices.steps_a_probe == every
+    assert choices.interval >= 2 * every and every % 3
+
+
 def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
     choices = made("budget", 0.2, 16, calibration=freezes)
     given = []
@@ -81,8 +84,8 @@ def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
 def test_errors_are_expected_to_go_on_as_they_went(freezes, kind):
     """Found: 2 after 2.5 steps, 4.5 after 4 more, and the same once more."""
     choices = made(kind, 0.1, 16, calibration=freezes)
-    after_the_first = 2 * 2 ** (0.5 * 4 / 2.5)
-    after_the_second = 4.5 * (4.5 / 2) ** 0.5
+    after_the_first = 2 * 2 ** (0.25 * 4 / 2.5)
+    after_the_second = 4.5 * (4.5 / 2) ** 0.25
     for step, drift in ((4, 2), (8, 4.5 / after_the_first), (12, 4.5 / after_the_second)):
         choices.choose_anew(step, torch.full((LAYERS, HEADS), float(drift)))
     (_, first), *anew = freezes
@@ -101,16 +104,6 @@ def test_heads_of_a_profile_get_denser_where_they_miss_its_target():
     choices.choose_anew(24, drift)
     assert float(choices.at(24).density.max()) == 1
     assert torch.equal(choices.first.density, torch.full((LAYERS, HEADS), 0.4))
-
-
-def test_rounding_makes_no_head_of_a_profile_denser():
-    """Drift is of dropping, .06 here; 1.5 times the target leave .127 to it beside the rounding."""
-    rounding = torch.full((LAYERS, HEADS), 0.08)
-    profile = replace(choices_of(0.4, 0.1), rounding=rounding)
-    choices = made("quality", 0.1, None, profile=profile)
-    choices.choose_anew(8, torch.tensor([[1.0, 2.0, 2.2]] * LAYERS))
-    expected = torch.tensor([[0.4, 0.4, 0.6]] * LAYERS)
-    torch.testing.assert_close(choices.at(8).density, expected)
 
 
 def test_a_profile_for_a_mean_density_stays_as_it_is():

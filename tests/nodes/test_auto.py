@@ -314,7 +314,6 @@ def test_drift_is_answered_by_choices_made_anew(
         original(self, layer, q, k, v, (1 + layer) * out, **kwargs)
 
     monkeypatch.setattr(probe, "sample", sample)
-    monkeypatch.setattr(load_pack("nodes.head_table"), "STEPS_A_PROBE", 2)
     sigmas = [0.9, *[0.7, 0.65, 0.6, 0.55, 0.5, 0.45]]
     session(patch(mode=mode, topk=0.6, quality="fast"), LATENT).sample(
         step, sigmas, conditionings=([0], [1])
@@ -327,11 +326,8 @@ def test_drift_is_answered_by_choices_made_anew(
     at = [table._given().index(choices) for choices in (first, last)]
     assert at == [0, 4], "after four of the six steps that are sparse"
     drift = table._steps._drift[:BLOCKS]
-    if mode == "auto quality":
-        assert (drift == 1).all(), "heads that drop nothing cannot drift"
-    else:
-        assert (drift[1] > 1.7).all()
-        assert (drift[0] < 1.2).all()
+    assert (drift[1] > 1.7).all()
+    assert (drift[0] < 1.2).all(), "rounding is expected"
 
 
 def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step, runs):

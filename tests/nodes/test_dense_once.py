@@ -77,7 +77,7 @@ def test_dense_attention_runs_once_and_is_compared_with(
     ):
         assert torch.equal(torch.cat(entries).transpose(1, 2).flatten(2), out)
     (table,) = runs[0][0].heads.frozen
-    rounding = table.choices.rounding[:BLOCKS]
+    rounding = table._steps._calibration.rounding()[:BLOCKS]
     assert 0.002 < float(rounding.min()) <= float(rounding.max()) < 0.03
 
 

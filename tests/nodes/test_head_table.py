@@ -64,7 +64,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     batch = frozen(((1, 0), *both))
     apart = frozen(((1,), *uncond), ((0,), *cond))
     assert batch.walk.tolist() == apart.walk.tolist() == [[RASTER, CUBES]]
-    for name in ("density", "gain", "router", "error", "rounding"):
+    for name in ("density", "gain", "router", "error"):
         assert torch.equal(getattr(batch, name), getattr(apart, name)), name
     alone = frozen(((1,), *uncond))
     assert not torch.equal(alone.error, apart.error), "both conditionings count"
