@@ -20,9 +20,9 @@ CHOICES_A_RUN = 4
 LEAST_STEPS = 4
 #: The same where nobody knows how many steps will come.
 UNKNOWN_STEPS = 8
-#: How much of the way that errors went between two choices they are expected to go on: those of most
-#: heads of the small DiT rise or fall all the run long. Within a factor of 1.5 are then 93 % of its
-#: heads, 92 % without; half of the way follows the noise.
+#: How much of the way that errors went between two choices they are expected to go on: on the small
+#: DiT most rise or fall all the run long. Within a factor of 1.5 are then 93 % of its heads, 92 %
+#: without; half of the way follows the noise.
 TREND = 0.25
 #: Past the target by this factor a head of a profile has drifted; below, it may be the luck of the
 #: sample.
