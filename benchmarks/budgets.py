@@ -111,34 +111,21 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
             measure=measure_for("cuda"),
             device="cuda",
         )
-
-        def first(calibration: Calibration = calibration) -> None:
-            """Of a layer: in all walks."""
-            calibration.samples[0], calibration.settled[0] = 0, False
-            calibration.sample(0, *qkv)
-
-        def later(calibration: Calibration = calibration) -> None:
-            calibration.sample(0, *qkv)
-
-        for case, sample in {
-            "calibration sample": first,
-            "later calibration sample": later,
-        }.items():
-            sample()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            ms = median_ms(sample)
-            peak = torch.cuda.max_memory_allocated() - before
-            yield {
-                "shape": name,
-                "case": case,
-                "blocks": blocks,
-                "ms": round(ms, 3),
-                "dense_ms": round(dense_ms, 3),
-                "share_of_dense_call": round(ms / dense_ms, 3),
-                "peak_mib": round(peak / 2**20),
-            }
+        calibration.sample(0, *qkv)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        ms = median_ms(lambda calibration=calibration: calibration.sample(0, *qkv))
+        peak = torch.cuda.max_memory_allocated() - before
+        yield {
+            "shape": name,
+            "case": "calibration sample",
+            "blocks": blocks,
+            "ms": round(ms, 3),
+            "dense_ms": round(dense_ms, 3),
+            "share_of_dense_call": round(ms / dense_ms, 3),
+            "peak_mib": round(peak / 2**20),
+        }
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ One calibration is for one conditioning and one token count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -83,14 +83,10 @@ class Calibration:
     """(2, layers, heads) float64, of what was compared with dense attention: squared norm, and
     squared distance from it."""
     samples: list[int] = field(repr=False)
-    """Query blocks sampled of each layer."""
+    """Query blocks sampled of each layer, in each walk."""
     walks: list[int] = field(repr=False)
     """Walks measured of each layer: the first one alone where heads share keys, since those have to
     share a walk."""
-    settled: list[bool] = field(repr=False)
-    """Whether the heads of a layer have taken their walks: what came since is of those alone."""
-    head_walk: Tensor = field(repr=False)
-    """(layers, heads) int32: those walks."""
 
     @classmethod
     def begin(
@@ -134,8 +130,6 @@ class Calibration:
             torch.zeros(2, layers, heads, dtype=torch.float64, device=device),
             [0] * layers,
             [walks] * layers,
-            [False] * layers,
-            torch.zeros(layers, heads, dtype=torch.int32, device=device),
         )
 
     def sample(
@@ -157,56 +151,31 @@ class Calibration:
         calls: as many query blocks as so many samples measure.
 
         Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
-        count as one. Errors are against the same arithmetic with nothing dropped.
-
-        The first sample of a layer measures all walks of the workload's order on the same blocks:
-        the error of a head can halve from one step to the next, so walks measured in different ones
-        do not compare. It decides which walk each head takes; later samples measure that alone, at
-        a third of the cost. (Choosing the walk from the keys alone leaves smaller errors in calls,
-        but clips of the small DiT 1.1 dB further from dense ones.)
+        count as one. Errors are against the same arithmetic with nothing dropped. All walks of the
+        workload's order are measured in the same call: the error of a head can halve from one step
+        to the next, so walks measured in different steps do not compare. (Choosing the walk from
+        the keys alone costs a third and leaves smaller errors in calls, but clips of the small DiT
+        1.1 dB further from dense ones.)
         """
+        blocks = self.next_query_blocks(layer, calls)
+        softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
         if k.shape[1] != q.shape[1]:
             self.walks[layer] = 1
-        every = Sample(
+        sample = Sample(
             q,
             k,
             v,
-            self.next_query_blocks(layer, calls),
+            blocks,
             self.workload,
             self.candidates,
-            q.shape[-1] ** -0.5 if scale is None else scale,
+            softmax_scale,
             key_lengths,
             self.walks[layer],
             self.row_step,
             dense,
         )
-        for sample in self._in_walks(layer, every, calls):
-            self._add(layer, sample, self.measure(sample))
-            self.samples[layer] += len(sample.query_blocks)
-
-    def _in_walks(self, layer: int, sample: Sample, calls: int) -> Iterator[Sample]:
-        """The blocks of a sample that are measured in all walks, and then, when what they gave is
-        counted, those that are in one."""
-        if self.walks[layer] == 1:
-            yield sample
-            return
-        blocks = list(sample.query_blocks)
-        in_all = 0 if self.samples[layer] else -(-len(blocks) // calls)
-        if in_all:
-            yield replace(sample, query_blocks=blocks[:in_all])
-        if blocks[in_all:]:
-            walk = self._settle(layer)
-            yield replace(sample, query_blocks=blocks[in_all:], walks=1, head_walk=walk)
-
-    def _settle(self, layer: int) -> Tensor:
-        """(heads,): the walk of each head, that of least error over the densities that drop
-        something, each with the router and gain that suit it. Never waits."""
-        if not self.settled[layer]:
-            self.settled[layer] = True
-            least = self.squared_error[layer, ..., :-1, :].amin((2, 4))
-            errors = least.div_(self.squared_norm[layer].unsqueeze(-1)).sqrt_()
-            self.head_walk[layer].copy_(errors.mean(-1).argmin(-1))
-        return self.head_walk[layer]
+        self._add(layer, self.measure(sample), with_rounding=dense is not None)
+        self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
         """Query blocks that the next `sample` of `layer` measures, on the host."""
@@ -214,25 +183,16 @@ class Calibration:
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
-    def _add(self, layer: int, sample: Sample, measured: Measured) -> None:
-        empty = ~measured.occupied
+    def _add(self, layer: int, measured: Measured, *, with_rounding: bool) -> None:
+        empty, walks = ~measured.occupied, slice(self.walks[layer])
         errors = squared_errors(measured.distances, self.log_gains)
         errors = errors.masked_fill_(empty.unsqueeze(-1), 0).sum((3, 5, 6), dtype=torch.float64)
-        self._add_to(self.squared_error[layer], errors.movedim((3, 2), (0, 1)), sample)
+        self.squared_error[layer, :, walks].add_(errors.movedim((3, 2), (0, 1)))
         of_rows = torch.stack([measured.distances.norm, measured.distances.rounding])
         squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
-        self._add_to(self.squared_norm[layer], squares[0].T, sample)
-        if sample.dense is not None:
+        self.squared_norm[layer, :, walks].add_(squares[0].T)
+        if with_rounding:
             self.squared_rounding[:, layer].add_(squares[:, 0])
-
-    @staticmethod
-    def _add_to(sums: Tensor, found: Tensor, sample: Sample) -> None:
-        """found (heads, measured walks, ...) to sums (heads, walks, ...)."""
-        if sample.head_walk is None:
-            sums[:, : sample.walks].add_(found)
-        else:
-            walk = sample.head_walk.long().view(-1, *[1] * (found.dim() - 1))
-            sums.scatter_add_(1, walk.expand_as(found), found)
 
     def relative_errors(self) -> NDArray[np.float64]:
         """(layers, heads, walks, routers, densities, gains): relative L2 errors.
@@ -316,21 +276,14 @@ class Calibration:
         kept = self._kept(densities)
         errors = curves.steady(errors[measured], samples[measured])
         errors = curves.between(errors, self._kept(self.candidates.densities), kept)
-        errors[~self._offered_walks()[measured]] = np.inf
+        for layer, walks in zip(errors, np.asarray(self.walks)[measured], strict=True):
+            layer[:, walks:] = np.inf  # no walk is chosen unmeasured
         by_head = errors.reshape(-1, errors[0, 0].size)
         if drift is not None:
             by_head = by_head * drift.numpy()[measured].reshape(-1, 1)
         costs, kept = self._costs(kept)
         rounding = self.rounding()[measured].ravel()
         return _Offers(by_head, rounding, costs, kept, densities, torch.from_numpy(measured))
-
-    def _offered_walks(self) -> NDArray[np.bool_]:
-        """(layers, heads, walks): those measured; of settled layers the walk that was taken, as the
-        sums of the others lack what came since."""
-        every = np.arange(self.workload.order.walks)
-        offered = every < np.asarray(self.walks)[:, None, None]
-        taken = every == self.head_walk.cpu().numpy()[..., None]
-        return np.where(np.asarray(self.settled)[:, None, None], taken, offered)
 
     def _kept(self, densities: Sequence[float]) -> budgets.Array:
         """The share of pairs that each density really keeps, forced blocks included."""

@@ -9,7 +9,7 @@ here, not loops; see `scoring`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -45,8 +45,8 @@ def kernel_measure(sample: Sample) -> Measured:
     facts, groups = _Facts.of(sample), list(_head_groups(sample))
     found = _room_for_distances(sample)
     for walk in range(sample.walks):
-        in_walk = sample.in_walk(walk)
-        rows = SampledRows.of(in_walk, facts.blocks, walk, facts.means.shape[-1])
+        rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
+        in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
         for heads in groups:
             _Group.of(in_walk, facts, rows, heads).score(found[:, :, walk])
     by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
@@ -195,7 +195,7 @@ class _PooledBlocks:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Some heads of a sample in one walk, or in one each."""
+    """Some heads of a sample, in its first walk."""
 
     sample: Sample
     facts: _Facts  # of all heads
@@ -245,7 +245,7 @@ class _Group:
             True,
             order.slot_tokens,
             order.block_counts,
-            sample.head_walk,
+            None,
             layout.nbytes - without_queries.nbytes,
             self.facts.means[:, :, self.kv_heads],
         )

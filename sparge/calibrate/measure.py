@@ -52,30 +52,15 @@ class Sample:
     dense: Tensor | None = None
     """(B, H, N, D), in the caller's token order: what dense attention gave, with which the first
     walk is compared."""
-    head_walk: Tensor | None = None
-    """(H,) int32, where no heads share keys: each head's walk, measured instead of the first."""
 
     def of_heads(self, heads: slice) -> Sample:
         """The same of some KV heads and the query heads that read them."""
         group = self.q.shape[1] // self.k.shape[1]
         query = slice(heads.start * group, heads.stop * group)
+        dense = None if self.dense is None else self.dense[:, query]
         return replace(
-            self,
-            q=self.q[:, query],
-            k=self.k[:, heads],
-            v=self.v[:, heads],
-            dense=None if self.dense is None else self.dense[:, query],
-            head_walk=None if self.head_walk is None else self.head_walk[query],
+            self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads], dense=dense
         )
-
-    def in_walk(self, walk: int) -> Sample:
-        """The same in one of the walks alone, or in those of the heads; on the device."""
-        device = self.q.device
-        if self.head_walk is not None:
-            order = self.workload.order.on(device)
-            return replace(self, workload=replace(self.workload, order=order))
-        dense = self.dense if walk == 0 else None
-        return replace(self, workload=self.workload.walk(walk, device), dense=dense, walks=1)
 
 
 def stacked(of_walks: Iterable[Distances]) -> Distances:
@@ -90,22 +75,15 @@ Measure = Callable[[Sample], Measured]
 
 def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
-    if sample.head_walk is not None:
-        return _joined([_of_one_head(sample, *at) for at in enumerate(sample.head_walk.tolist())])
-    of_walks = [_in_its_walk(sample.in_walk(walk)) for walk in range(sample.walks)]
+    device = sample.q.device
+    workloads = [sample.workload.walk(walk, device) for walk in range(sample.walks)]
+    compared = [sample.dense, *[None] * (sample.walks - 1)]
+    of_walks = [
+        _in_its_walk(replace(sample, workload=workload, dense=dense))
+        for workload, dense in zip(workloads, compared, strict=True)
+    ]
     found, occupied = zip(*of_walks, strict=True)
     return Measured(stacked(found), occupied[0])
-
-
-def _of_one_head(sample: Sample, head: int, walk: int) -> Measured:
-    alone = replace(sample.of_heads(slice(head, head + 1)), head_walk=None)
-    workload = sample.workload.walk(walk, sample.q.device)
-    return reference_measure(replace(alone, workload=workload))
-
-
-def _joined(heads: Sequence[Measured]) -> Measured:
-    packed = torch.cat([each.distances.packed() for each in heads], -3)
-    return Measured(Distances.of_packed(packed), heads[0].occupied)
 
 
 def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:

@@ -70,7 +70,7 @@ class SampledBlocks:
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """The sampled query blocks of all heads, each in one walk."""
+    """The sampled query blocks in one walk."""
 
     q: Tensor
     """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
@@ -78,24 +78,20 @@ class SampledRows:
     """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
     dense: Tensor | None
     """(B, H, S x rows a block, D): what dense attention gave to those compared, in empty slots to
-    some token; None where it is not known."""
+    some token; in the first walk, where it is known."""
 
     @classmethod
     def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
-        """Of a sample in that walk, or in those of its heads."""
         batch, heads, _, own = sample.q.shape
-        places = blocks.places[walk]
-        if sample.head_walk is not None:
-            places = blocks.places.index_select(0, sample.head_walk)
-        q = sample.q.gather(2, places.expand(batch, heads, -1, own))
+        q = sample.q.gather(2, blocks.places[walk].expand(batch, heads, -1, own))
         by_block = q.masked_fill_(blocks.empty, 0).unflatten(2, blocks.occupied.shape)
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
         dense = None
-        if sample.dense is not None:
-            compared = places[..., :: sample.row_step, :]
-            dense = sample.dense.gather(2, compared.expand(batch, heads, -1, own))
+        if sample.dense is not None and walk == 0:
+            places = blocks.places[walk, :: sample.row_step]
+            dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
             if dense.dtype != q.dtype:
                 dense = dense.float()
         return cls(q[:, :, :: sample.row_step], means, dense)

@@ -21,7 +21,7 @@ from sparge.calibrate import (
 from sparge.calibrate.measure import stacked
 from sparge.calibrate.scoring import Distances, bucket_distances
 from sparge.metrics import rel_l2
-from sparge.plan import HeadBudget, TokenGrid, TokenOrder, cube_order, grid_order
+from sparge.plan import HeadBudget, TokenGrid, cube_order, grid_order
 from sparge.plan.walks import Walk
 from sparge.reference.partial import Partial
 from tests.calibrate.begun import CANDIDATES, GRID, attend, begin
@@ -188,8 +188,14 @@ def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
     assert sorted(calibration.next_query_blocks(0)) == sparse
 
 
-def test_each_head_gets_the_walk_that_suits_it(walked) -> None:
-    order, (q, k, v) = walked
+def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
+    """One head's keys are alike along rows, the other's in cubes, all measured in every walk."""
+    grid = TokenGrid(8, 16, 16)
+    order = grid_order(grid)
+    q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
+    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
+        alike = order.walk(walk).token_slot.long() // 64
+        k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
     calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
     calibration.sample(0, q, k, v)
     assert calibration.samples == [4]
@@ -202,61 +208,6 @@ def test_each_head_gets_the_walk_that_suits_it(walked) -> None:
     swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32))
     wrong, _ = attend((q, k, v), swapped, Workload(order))
     assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
-
-
-@pytest.fixture
-def walked(make_qkv) -> tuple[TokenOrder, tuple[Tensor, Tensor, Tensor]]:
-    """Two heads, one with keys that are alike along rows, the other in cubes."""
-    grid = TokenGrid(8, 16, 16)
-    order = grid_order(grid)
-    q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
-    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
-        alike = order.walk(walk).token_slot.long() // 64
-        k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
-    return order, (q, k, v)
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-def test_later_samples_are_of_the_walks_that_heads_take(walked, calls: int) -> None:
-    order, qkv = walked
-    seen: list[Sample] = []
-
-    def measure(sample: Sample) -> Measured:
-        seen.append(sample)
-        return reference_measure(sample)
-
-    calibration = begin(heads=2, workload=Workload(order), blocks_a_call=2, measure=measure)
-    blocks = calibration.next_query_blocks(0, 2)
-    for _ in range(2 // calls):
-        calibration.sample(0, *qkv, calls=calls)
-    assert [sample.query_blocks for sample in seen] == [blocks[:2], blocks[2:]]
-    assert [sample.walks for sample in seen] == [3, 1]
-    first, later = (sample.head_walk for sample in seen)
-    assert first is None and later is not None
-    assert later.tolist() == [Walk.RASTER, Walk.CUBES]
-    assert calibration.samples == [4]
-    whole, once = (
-        begin(heads=2, workload=Workload(order), blocks_a_call=count) for count in (4, 2)
-    )
-    whole.sample(0, *qkv)
-    once.sample(0, *qkv)
-    for sums in ("squared_error", "squared_norm"):
-        found, of_all, of_first = (getattr(x, sums)[0] for x in (calibration, whole, once))
-        for head, walk in enumerate(later):
-            others = [other for other in range(3) if other != walk]
-            torch.testing.assert_close(found[head, walk], of_all[head, walk])
-            torch.testing.assert_close(found[head, others], of_first[head, others])
-
-
-def test_a_walk_that_was_not_taken_is_not_offered(walked) -> None:
-    """However bad the other turned out to be later: what it gave there is not known."""
-    order, (q, k, v) = walked
-    calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
-    calibration.sample(0, q, k, v)
-    taken = calibration.freeze(mean_density=0.4).walk
-    calibration.sample(0, q, k.flip(1), v)
-    assert torch.equal(calibration.freeze(mean_density=0.4).walk, taken)
-    assert torch.equal(calibration.head_walk, taken)
 
 
 def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:

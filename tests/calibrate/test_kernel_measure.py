@@ -55,17 +55,12 @@ class Stages:
         self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, *rest: Any
     ) -> Tensor:
         _, _, with_queries, with_pools, slot_tokens, _, head_walk, room, means = rest
-        assert means.shape == (3, *k.shape[:2], 64)
-        if head_walk is None:
-            (walk,) = (
-                index
-                for index, tokens in enumerate(self.workload.order.slot_tokens)
-                if torch.equal(tokens, slot_tokens[0])
-            )
-            head_walk = torch.full(q.shape[1:2], walk)
-        else:
-            assert torch.equal(slot_tokens, self.workload.order.slot_tokens)
-            assert (head_walk.dtype, head_walk.shape) == (torch.int32, q.shape[1:2])
+        assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
+        (walk,) = (
+            index
+            for index, tokens in enumerate(self.workload.order.slot_tokens)
+            if torch.equal(tokens, slot_tokens[0])
+        )
         order, group = self.workload.order, q.shape[1] // k.shape[1]
         layout = WorkspaceLayout(
             CallShape.of(q, k, order.slots),
@@ -83,7 +78,7 @@ class Stages:
                 q[:, head * group : (head + 1) * group],
                 k[:, own],
                 v[:, own],
-                order.walk(int(head_walk[head * group])),
+                order.walk(walk),
                 element=Element.INT8_FP16,
                 key_lengths=key_lengths,
             )
@@ -251,28 +246,6 @@ def test_groups_of_heads_are_the_whole(
         torch.testing.assert_close(
             getattr(grouped.distances, each.name), getattr(whole.distances, each.name)
         )
-
-
-@pytest.mark.parametrize("room", [None, 1], ids=["at once", "in groups"])
-@pytest.mark.parametrize("sample", ["walks"], indirect=True)
-def test_heads_in_walks_of_their_own(
-    sample: Sample, stages: Stages, monkeypatch: pytest.MonkeyPatch, room: int | None
-) -> None:
-    own_keys = (x.repeat_interleave(2, 1) for x in (sample.k, sample.v))
-    in_all = replace(sample, **dict(zip("kv", own_keys, strict=True)))
-    walks = [2, 0, 1, 2]
-    alone = replace(in_all, walks=1, head_walk=torch.tensor(walks, dtype=torch.int32))
-    if room is not None:
-        monkeypatch.setattr(module, "_SAMPLE_BYTES", room)
-    found, expected = module.kernel_measure(alone), reference_measure(alone)
-    assert len(stages.attended) == (1 if room is None else 4)
-    torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
-    of_walks = errors(module.kernel_measure(in_all))
-    for head, walk in enumerate(walks):
-        torch.testing.assert_close(errors(found)[:, :, 0, head], of_walks[:, :, walk, head])
-    rounding = found.distances.rounding[..., found.occupied].sum((0, 1, 3))
-    norm = found.distances.norm[..., found.occupied].sum((0, 1, 3))
-    torch.testing.assert_close(rounding / norm, torch.full((4,), 0.25), rtol=0.1, atol=0)
 
 
 def test_key_lengths_hide_text(sample: Sample, stages: Stages) -> None:
