@@ -39,13 +39,12 @@ class Measured:
                     layers=layers,
                     heads=call.heads,
                     workload=_workload(call),
-                    blocks_a_call=max(1, blocks_a_call // 2),
+                    blocks_a_call=blocks_a_call,
                     measure=measure_for(q.device),
                     device=q.device,
                 )
-            # As the node: half of the blocks in all walks, half in the one that each head takes.
-            seen[call.place].update(calibration.next_query_blocks(call.place, 2))
-            calibration.sample(call.place, q, k, v, dense=_dense(call), calls=2)
+            seen[call.place].update(calibration.next_query_blocks(call.place))
+            calibration.sample(call.place, q, k, v, dense=_dense(call))
         if calibration is None or len(seen) != layers:
             raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
         return cls(calibration, seen)
