@@ -117,11 +117,11 @@ def test_a_pytorch_that_does_not_say_so_is_no_error(answer, monkeypatch) -> None
     assert torch_kernel(q, q, q) == torch_kernel(q, q, q, [SDPBackend.MATH]) == ""
 
 
-#: Milliseconds of calls at commit ab4dd4c: tokens, heads, head_dim, share kept, PV filter, pooled.
+#: Milliseconds of calls at commit 7cf740f: tokens, heads, head_dim, share kept, PV filter, pooled.
 MEASURED = [
-    ((4608, 24, 128, 0.469, False, None), 0.287, {"cudnn": 0.403, "flash": 0.793}),
-    ((8192, 24, 128, 0.5, True, None), 0.693, {"cudnn": 1.190, "flash": 2.314}),
-    ((32768, 40, 64, 0.099, False, 0.5), 2.890, {"cudnn": 23.011, "flash": 34.736}),
+    ((4608, 24, 128, 0.469, False, None), 0.263, {"cudnn": 0.397, "flash": 0.786}),
+    ((8192, 24, 128, 0.5, True, None), 0.607, {"cudnn": 1.169, "flash": 2.293}),
+    ((32768, 40, 64, 0.1, False, 0.5), 2.411, {"cudnn": 22.401, "flash": 34.731}),
 ]
 
 
@@ -139,10 +139,11 @@ def test_hopper_is_as_fast_as_measured(
 
 
 def test_flux_at_1024() -> None:
-    """Its node's default, half of the blocks beside 512 of text: slower than cuDNN, not flash."""
+    """512 of text are exact. The node's default, half of the blocks, is faster than either kernel
+    (.31 ms); four fifths are faster than flash alone."""
     rates = rates_for(H200, 128)
     assert rates is not None
     call = Call(4608, 24, 128, pv_filter=True)
-    density = density_with_exact(0.5, 512 / 4608)
-    assert density > estimate(call, density, rates, "cudnn").break_even
-    assert density < estimate(call, density, rates, "flash").break_even
+    half, most = (density_with_exact(topk, 512 / 4608) for topk in (0.5, 0.8))
+    cudnn, flash = (estimate(call, half, rates, name).break_even for name in ("cudnn", "flash"))
+    assert half < cudnn < most < flash
