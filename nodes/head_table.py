@@ -214,7 +214,7 @@ class HeadTable:
 
     def predicted(self) -> Tensor:
         """(rows, heads) float32: the error expected in the steps so far, their mean."""
-        return torch.stack([choices.error for choices in self._given()]).mean(0)
+        return _mean([choices.error for choices in self._given()])
 
     def _given(self) -> list[HeadChoices]:
         """The choices that steps have had so far; those of the first before it."""
@@ -257,7 +257,7 @@ class HeadTable:
             return kept
         given = (choices.density[rows] for choices in self._given())
         shares = [self._kept_shares(asked, self.choices.floor) for asked in given]
-        kept[rows] = torch.stack(shares).mean(0)
+        kept[rows] = _mean(shares)
         return kept
 
     def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:
@@ -265,6 +265,11 @@ class HeadTable:
         densities, place = asked.unique(return_inverse=True)
         ranks = (densities * self._workload.key_blocks).long().clamp(min=floor)
         return torch.from_numpy(self._workload.density(ranks.tolist())).float()[place]
+
+
+def _mean(of_steps: list[Tensor]) -> Tensor:
+    """float32; of equal values that value, however many there are."""
+    return torch.stack(of_steps).double().mean(0).float()
 
 
 def _steps_between(first: PassFacts, now: PassFacts) -> int:
