@@ -105,8 +105,7 @@
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
 #include "attend/hopper/barriers.cuh"
 #include "attend/hopper/consumer.cuh"
-#include "attend/hopper/feeder.cuh"
-#include "attend/hopper/producer.cuh"
+#include "attend/hopper/roles.cuh"
 
 namespace sparge::hopper {
 
@@ -139,14 +138,5 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   if (threadIdx.x == 0) hopper::init_barriers(smem);
   hopper::fill_constants(smem);
   __syncthreads();
-  if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
-    ptx::release_registers<hopper::kProducerRegisters>();
-    if (hopper::uniform(threadIdx.x % hopper::kGroupThreads / kWarpSize) == 0)
-      hopper::Producer(p, smem).run();
-    else
-      hopper::Feeder(p, smem).run();
-  } else {
-    ptx::claim_registers<hopper::kConsumerRegisters>();
-    hopper::Consumer(p, smem).run();
-  }
+  hopper::take_role<hopper::Consumer>(p, smem);
 }

@@ -18,8 +18,7 @@
 // Untried     Scores of the next item's first step beside the values of the last; rescaling only where a maximum moved; 176 keys a
 //             step; the second item's queries given up for a third stage.
 #include "attend/hopper/barriers.cuh"
-#include "attend/hopper/feeder.cuh"
-#include "attend/hopper/producer.cuh"
+#include "attend/hopper/roles.cuh"
 #include "attend/hopper16/consumer.cuh"
 
 namespace sparge::hopper16 {
@@ -41,14 +40,5 @@ extern "C" __global__ void __launch_bounds__(sparge::hopper::kThreads, 1)
   auto& smem = *reinterpret_cast<hopper::Smem*>(shared);
   if (threadIdx.x == 0) hopper::init_barriers(smem);
   __syncthreads();
-  if (hopper::uniform(threadIdx.x / hopper::kGroupThreads) == hopper::kProducer) {
-    ptx::release_registers<hopper::kProducerRegisters>();
-    if (hopper::uniform(threadIdx.x % hopper::kGroupThreads / kWarpSize) == 0)
-      hopper::Producer(p, smem).run();
-    else
-      hopper::Feeder(p, smem).run();
-  } else {
-    ptx::claim_registers<hopper::kConsumerRegisters>();
-    hopper16::Consumer(p, smem).run();
-  }
+  hopper::take_role<hopper16::Consumer>(p, smem);
 }

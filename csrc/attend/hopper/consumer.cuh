@@ -88,7 +88,8 @@ struct Consumer {
       }
       finish(item);
     }
-    store(item, mine);
+    store_item(p, item, mine);
+    if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);
     ++items.count;
   }
@@ -247,14 +248,6 @@ struct Consumer {
       pairs += block_pairs(p.causal, first_row, rows, step.block[block] * kKeyBlock, step.keys[block]);
     }
     return pairs;
-  }
-
-  SPARGE_DEVICE void store(const Item& item, const Queries& of) const {
-    store_item(p, item, of);
-    if (kPvFilter && leads()) {
-      if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[group]));
-      smem.skipped_pairs[group] = 0;
-    }
   }
 };
 

@@ -20,6 +20,14 @@ SPARGE_DEVICE i32 first_row_anew() {
 }
 SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
 
+// The first of the columns 8 j + c (c < 2) of this thread's part of a block that a row does not see.
+SPARGE_DEVICE i32 unseen_from(const Step& step, int block, int half, bool causal) {
+  const i32 row = step.first_query + first_row() + 8 * half;
+  const i32 keys = step.keys[block];
+  const i32 end = causal ? smaller(keys, row + 1 - step.block[block] * kKeyBlock) : keys;
+  return end - ptx::thread_index() % 4 * 2;
+}
+
 // Barrier 0 is __syncthreads. The consumer warpgroups of the 16-bit kernel take turns, each at a barrier of its own; the PV
 // filter's votes are one warpgroup's.
 enum NamedBarrier { kBarrierTurn = 1, kBarrierFeeder = kBarrierTurn + kConsumerGroups, kBarrierVote };

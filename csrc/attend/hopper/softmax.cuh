@@ -31,10 +31,7 @@ SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half
 SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, int block, bool causal) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const i32 row = step.first_query + first_row() + 8 * half;
-    const i32 keys = step.keys[block];
-    const i32 end = causal ? smaller(keys, row + 1 - step.block[block] * kKeyBlock) : keys;
-    const i32 bound = end - ptx::thread_index() % 4 * 2;
+    const i32 bound = unseen_from(step, block, half, causal);
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll

@@ -77,4 +77,10 @@ SPARGE_DEVICE void store_item(const AttendParams& p, const Item& item, const Que
     store_whole_rows<DType::kFp16>(p, item, of);
 }
 
+// Pairs that the PV filter left out since the last item.
+SPARGE_DEVICE void count_skips(const AttendParams& p, u32& pairs) {
+  if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(pairs));
+  pairs = 0;
+}
+
 }  // namespace sparge::hopper

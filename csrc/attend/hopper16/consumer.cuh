@@ -72,7 +72,8 @@ struct Consumer {
       attend_steps(item, first.head);
     }
     item.softmax.finish();
-    store(item, mine);
+    store_item(p, item, mine);
+    if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);
     ++items.count;
   }
@@ -204,14 +205,6 @@ struct Consumer {
         ptx::wgmma_values_fp16(item.out, item.probabilities[step], columns);
     }
     ptx::wgmma_commit();
-  }
-
-  SPARGE_DEVICE void store(const Item& item, const Queries& of) const {
-    store_item(p, item, of);
-    if (kPvFilter && leads()) {
-      if (p.counters) atomicAdd(p.counters + kSkippedPairs, static_cast<u64>(smem.skipped_pairs[group]));
-      smem.skipped_pairs[group] = 0;
-    }
   }
 };
 

@@ -30,10 +30,7 @@ SPARGE_DEVICE void mask_scores(Scores& scores, const Step& step, bool causal) {
   for (int block = 0; block < kStepBlocks; ++block)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i32 row = step.first_query + first_row() + 8 * half;
-      const i32 keys = step.keys[block];
-      const i32 end = causal ? smaller(keys, row + 1 - step.block[block] * kKeyBlock) : keys;
-      const i32 bound = end - ptx::thread_index() % 4 * 2;
+      const i32 bound = unseen_from(step, block, half, causal);
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
