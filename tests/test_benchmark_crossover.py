@@ -123,20 +123,29 @@ def test_the_rates_are_those_of_the_results() -> None:
 
 
 def test_the_rates_hold_for_shapes_that_were_not_fitted() -> None:
-    """Kernels that got faster since want new rates. cuDNN takes more for its longest calls."""
+    """What is chosen by is the time of a sparse call beside the dense one's. Calls three times as
+    long as those fitted lower the GPU's clocks, for all kernels alike: cuDNN and ours take up to a
+    fifth longer. Sparse calls are never promised faster than the margin allows; and kernels that
+    got faster since want new rates."""
     known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/h200.json") if "ms" in row]
+    cudnn = {row["shape"]: row["ms"] for row in rows if row["peer"] == "torch cudnn"}
     checked = 0
-    for row in read_rows(ROOT / "benchmarks" / "results" / "h200.json"):
+    for row in rows:
         shape, peer = SHAPES[row["shape"]], row["peer"]
-        if peer not in (*OURS, "torch cudnn", "torch flash") or "ms" not in row:
+        if peer not in (*OURS, "torch cudnn", "torch flash"):
             continue
         rates = Rates.read(known[str(shape.head_dim)])
         pooled = row["pooled_heads"] if "budgets" in peer else None
         call = Call(shape.tokens, shape.heads, shape.head_dim, "PV filter" in peer, pooled)
-        found = estimate(call, row["density"], rates, peer.removeprefix("torch "))
-        if peer in OURS and found.sparse <= rates.sparse.host_of(call):
+        if peer not in OURS:
+            found = estimate(call, 1.0, rates, peer.removeprefix("torch "))
+            assert 1000 * found.dense == pytest.approx(row["ms"], rel=0.2), row
+            continue
+        found = estimate(call, row["density"], rates, "cudnn")
+        if found.sparse <= rates.sparse.host_of(call):
             continue  # tells of the host, and of what else ran on it
-        seconds = found.sparse if peer in OURS else found.dense
-        assert 1000 * seconds == pytest.approx(row["ms"], rel=0.15 if peer in OURS else 0.2), row
+        promised, measured = found.sparse / found.dense, row["ms"] / cudnn[row["shape"]]
+        assert (1 - rates.margin) * measured <= promised <= 1.25 * measured, row
         checked += 1
     assert checked

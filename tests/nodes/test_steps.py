@@ -128,7 +128,8 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
     (table,) = runs[-1][0].heads.frozen
     kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
-    assert torch.equal(table.predicted(), torch.stack([c.error for c in table._given()]).mean(0))
+    errors = torch.stack([choices.error for choices in table._given()])
+    assert torch.equal(table.predicted(), errors.double().mean(0).float())
 
     for widgets in (
         {"mode": "auto quality", "quality": "fast"},
