@@ -83,7 +83,8 @@ def section(
     )
     about_limits = (
         "The limit of this GPU is the time that its measured rates allow if all overlaps "
-        "(`benchmarks/limits.py` has the formula).\n"
+        "(`benchmarks/limits.py` has the formula), with all exponentials on the special function "
+        "unit; ours computes five of eight elsewhere.\n"
     )
     folder = RESULTS.relative_to(ROOT).as_posix()
     shown = [

@@ -85,7 +85,7 @@
 //                   exponentials. Exponentials of half precision, two at once, are as many MUFU instructions
 //                   Mochi -1.9 -2.9 -2.2 -1.7, CogVideoX-2B -1.1 -0.9 -0.1 +0.4 a third copy of the loop's half for pooled steps
 //             Likewise, attend alone, against d540d1d: P in fixed point (attend/hopper/fixed_exp2.cuh) in so many of a block's 8 key
-//             tiles; n: without turns; f: loads fill the accumulators at head_dim 64, too. Errors of outputs as before to 3 digits.
+//             tiles; n: without turns; f: loads fill the accumulators at head_dim 64, too. Errors of outputs .3 to .8 % larger (.0412)
 //             CogVideoX-2B   2     4     4f    6f    8f    8nf    3nf   4nf   5nf (here)  6nf
 //             dense        +4.7  +8.2 +10.5 +11.3  +8.0 +12.8   +8.7 +13.8 +15.9       +14.1
 //             50 % budgets +4.3  +7.8 +10.1 +11.3  +7.5 +12.0   +8.1 +13.2 +15.8       +13.8

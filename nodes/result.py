@@ -32,8 +32,8 @@ class MeasuredShape:
     probed: Tensor
     """The one found in sparse calls, against exact attention; NaN where no call was probed."""
     residual: Tensor
-    """Gain of the pooled term for dropped blocks; 0 is none. Where steps differ that of their
-    mean density, and so are the walks."""
+    """Gain of the pooled term for dropped blocks, as first chosen; 0 is none. Where steps differ
+    that of their mean density, and so are the walks."""
     walks: Mapping[Walk, int]
     """Heads by their walk through the tokens; empty where there was no choice."""
 

@@ -36,8 +36,9 @@ class StepChoices:
     """Of one run; steps are numbers of sparse ones.
 
     Errors drift while a clip takes shape: on the small video DiT those of a head halve or double
-    between the dense step that measured it and the last sparse one. What is measured of a head
-    keeps its shape all the same, so that one factor, the drift, corrects all its candidates.
+    between the dense step that measured it and the last sparse one. One factor, the drift, corrects
+    all candidates of a head, as if what was measured of it kept its shape. It mostly does, and
+    where not, the next choice sees that.
     """
 
     def __init__(

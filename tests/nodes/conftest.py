@@ -10,7 +10,7 @@ import enum
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -274,3 +274,17 @@ def session() -> type[Session]:
 @pytest.fixture
 def patcher() -> Patcher:
     return Patcher()
+
+
+class WanModel(torch.nn.LayerNorm):
+    """A model whose name and sizes tell the node the grid; nothing of it runs."""
+
+    patch_size, num_heads, blocks = (1, 2, 2), 2, range(2)
+
+
+@pytest.fixture
+def patched_wan(load_pack, patcher) -> Callable[..., Patcher]:
+    """patched_wan(**widgets): a patched patcher of a model of two blocks of two heads."""
+    patcher.model.diffusion_model = WanModel(8)
+    execute = load_pack("nodes.sparge_attention").SpargeAttention.execute
+    return lambda **widgets: execute(patcher, **widgets)[0]

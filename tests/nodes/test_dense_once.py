@@ -13,18 +13,10 @@ LATENT = (4, 16, 16)
 TOKENS = 4 * 8 * 8
 
 
-class WanModel(torch.nn.LayerNorm):
-    """A model whose name and sizes tell the node the grid; nothing of it runs."""
-
-    patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(BLOCKS)
-
-
 @pytest.fixture
-def patch(load_pack, patcher):
+def patch(patched_wan):
     """patch(**widgets): a patched patcher."""
-    patcher.model.diffusion_model = WanModel(8)
-    execute = load_pack("nodes.sparge_attention").SpargeAttention.execute
-    return lambda **widgets: execute(patcher, mode="auto quality", min_tokens=TOKENS, **widgets)[0]
+    return lambda **widgets: patched_wan(mode="auto quality", min_tokens=TOKENS, **widgets)
 
 
 @pytest.fixture

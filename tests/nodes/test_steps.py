@@ -18,18 +18,10 @@ TOKENS = 8 * 12 * 12
 SIX_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
 
 
-class WanModel(torch.nn.LayerNorm):
-    """A model whose name and sizes tell the node the grid; nothing of it runs."""
-
-    patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(BLOCKS)
-
-
 @pytest.fixture
-def patch(load_pack, patcher):
+def patch(patched_wan):
     """patch(**widgets): a patched patcher."""
-    patcher.model.diffusion_model = WanModel(8)
-    execute = load_pack("nodes.sparge_attention").SpargeAttention.execute
-    return lambda **widgets: execute(patcher, min_tokens=TOKENS, **widgets)[0]
+    return lambda **widgets: patched_wan(min_tokens=TOKENS, **widgets)
 
 
 @pytest.fixture
