@@ -78,7 +78,9 @@ class HeadTable:
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
         self._orders = [order.on(device) for order in shape.orders()]
-        self._least = float(self._workload.density([0])[0])  # share of pairs that is always kept
+        # Known before steps begin: there the GPU would wait for it.
+        by_rank = self._workload.density(range(self._workload.key_blocks + 1))
+        self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
         self._batch_entries = 1  # of the running pass
@@ -131,7 +133,8 @@ class HeadTable:
         sparse. Never waits. dense: gives the call's result, which is computed once."""
         if row >= self.rows or row in self._refusals:
             return
-        if slower := slower_reason(call, self._least, self._policy.pv_filter, pooled=0.0):
+        least = float(self._kept_by_rank[0])  # share of pairs that is always kept
+        if slower := slower_reason(call, least, self._policy.pv_filter, pooled=0.0):
             self._refusals[row] = slower
             return
         self._called.add(row)
@@ -207,9 +210,7 @@ class HeadTable:
 
     def _give(self, choices: HeadChoices) -> None:
         """Budgets for the calls from now on."""
-        self._budgets = choices.budgets(self.device)
-        for budget in filter(None, self._budgets):
-            budget.table(self._policy)
+        self._budgets = choices.budgets(self.device, self._policy)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
     def predicted(self) -> Tensor:
@@ -262,9 +263,7 @@ class HeadTable:
 
     def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:
         """The share of pairs that each density really keeps, on the CPU as these are."""
-        densities, place = asked.unique(return_inverse=True)
-        ranks = (densities * self._workload.key_blocks).long().clamp(min=floor)
-        return torch.from_numpy(self._workload.density(ranks.tolist())).float()[place]
+        return self._kept_by_rank[(asked * self._workload.key_blocks).long().clamp(min=floor)]
 
 
 def _mean(of_steps: list[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan.budget import HeadBudget, Router
+from ..policy import SparsePolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +37,25 @@ class HeadChoices:
     def heads(self) -> int:
         return self.density.shape[1]
 
-    def budgets(self, device: torch.device | str = "cpu") -> list[HeadBudget | None]:
+    def budgets(
+        self, device: torch.device | str = "cpu", policy: SparsePolicy | None = None
+    ) -> list[HeadBudget | None]:
         """What each layer may keep, values of its own, all uploaded at once; None where it was not
-        measured, so that it has to stay dense.
+        measured, so that it has to stay dense. With the tables for calls of a policy, whose
+        thresholds are numbers: made one by one, they are seven launches a layer.
 
         Layers are of one structure, with walks in all of them or, where all heads take the first,
         in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
         step to step.
+
+        policy: of the calls; with it their tables are made here, all at once: one by one they take
+        seven launches a layer.
         """
         uploaded = (self.density, self.gain, self.router, self.walk)
         density, gain, router, walk = (values.to(device, copy=True) for values in uploaded)
         pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
         walks = bool(self.walk.any())
-        return [
+        budgets = [
             HeadBudget(
                 density[layer],
                 gain[layer],
@@ -61,6 +68,13 @@ class HeadChoices:
             else None
             for layer in range(self.layers)
         ]
+        if policy is not None:
+            of_all = HeadBudget(density.flatten(), gain.flatten(), router.flatten())
+            tables = of_all.table(policy).view(self.layers, self.heads, -1)
+            for budget, table in zip(budgets, tables, strict=True):
+                if budget is not None:
+                    budget.keep_table(policy, table)
+        return budgets
 
     def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
         """Of one layer."""

@@ -92,13 +92,17 @@ class HeadBudget:
         Kept for policies whose thresholds are numbers, so that a call launches nothing to make it:
         ask for it before attention is recorded.
         """
-        similarity, negligible = policy.simthreshd1, policy.pvthreshd
-        if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
-            return self._make_table(similarity, negligible)
-        key = (similarity, negligible)
-        if key not in self._tables:
-            self._tables[key] = self._make_table(similarity, negligible)
-        return self._tables[key]
+        key = _table_key(policy)
+        table = self._tables.get(key) if key else None
+        if table is None:
+            table = self._make_table(policy.simthreshd1, policy.pvthreshd)
+            self.keep_table(policy, table)
+        return table
+
+    def keep_table(self, policy: SparsePolicy, table: Tensor) -> None:
+        """One that was made elsewhere, equal to that of `table`."""
+        if key := _table_key(policy):
+            self._tables[key] = table
 
     def _make_table(self, simthreshd1: PerHead, pvthreshd: PerHead) -> Tensor:
         return threshold_table(
@@ -133,6 +137,14 @@ class HeadBudget:
             torch.full((heads,), int(router), dtype=torch.int32, device=device),
             pools=gain > 0 or router is Router.ERROR,
         )
+
+
+def _table_key(policy: SparsePolicy) -> tuple[float, float] | None:
+    """None where a threshold is a tensor, whose values may change."""
+    similarity, negligible = policy.simthreshd1, policy.pvthreshd
+    if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
+        return None
+    return similarity, negligible
 
 
 def _check(name: str, value: Tensor, dtype: torch.dtype, heads: int) -> None:
