@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..plan.blocks import QUERY_BLOCK
 from ..plan.grid import EMPTY
+from .calibration import ROW_STEP
 from .choices import HeadChoices
+from .exact_rows import attend_rows
 from .spread import spread_places
 from .workload import Workload
 
@@ -36,7 +37,8 @@ class Probe:
     """Sums over the probed query blocks; make it with `begin`."""
 
     tokens: Tensor = field(repr=False)
-    """(probed blocks, 128) int64: the tokens of the query blocks that may drop something."""
+    """(probed blocks, rows a block) int64: the tokens of the query blocks that may drop something,
+    those by which a block is compared."""
     occupied: Tensor = field(repr=False)
     """The same shape, bool: the slot holds a token."""
     expected: Tensor = field(repr=False)
@@ -57,7 +59,8 @@ class Probe:
             raise ValueError("Causal attention is not probed: compare it with dense attention.")
         slots = workload.order.slot_token.cpu().long()
         by_block = torch.nn.functional.pad(slots, (0, -slots.numel() % QUERY_BLOCK), value=EMPTY)
-        tokens = by_block.view(-1, QUERY_BLOCK)[workload.sparse_query_blocks()].to(device)
+        by_block = by_block.view(-1, QUERY_BLOCK)[:, ::ROW_STEP]
+        tokens = by_block[workload.sparse_query_blocks()].to(device)
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
         return cls(
             tokens.clamp(min=0), tokens != EMPTY, sums[0].clone(), sums, sums.clone(), [0] * layers
@@ -91,13 +94,7 @@ class Probe:
         blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
         tokens = torch.cat([self.tokens[block] for block in blocks])
         empty = ~torch.cat([self.occupied[block] for block in blocks]).unsqueeze(-1)
-        exact = scaled_dot_product_attention(
-            q[:, :, tokens],
-            k.to(q.dtype),
-            v.to(q.dtype),
-            scale=scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        ).float()
+        exact = attend_rows(q[:, :, tokens], k, v, scale)
         rows = (out[:, :, tokens].float() - exact, exact)
         error, norm = (
             part.masked_fill(empty, 0).square().sum((0, 2, 3), dtype=torch.float64) for part in rows

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import Router, TokenGrid, grid_order
 from sparge.calibrate import (
@@ -17,7 +18,10 @@ from sparge.calibrate import (
     measure_for,
     reference_measure,
 )
+from sparge.calibrate.exact_rows import ORDER, attend_in_parts, attend_rows
 from sparge.calibrate.measure import Measure
+from sparge.metrics import rel_l2
+from sparge.plan.worth import torch_kernel
 from tests.gpu.cases import Case, make_qkv
 
 pytestmark = pytest.mark.gpu
@@ -100,3 +104,18 @@ def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> N
     torch.cuda.reset_peak_memory_stats()
     calibration.sample(0, q, k, v)
     assert torch.cuda.max_memory_allocated() - before <= 100e6
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_few_rows_are_attended_to_in_parts_of_the_keys(
+    batch: int, generator: torch.Generator
+) -> None:
+    case = Case("rows", batch=batch, heads=8, kv_heads=8, queries=512, keys=4096, layout="NHD")
+    q, k, v = make_qkv(case, generator)
+    if torch_kernel(q, k, v, ORDER) != "cudnn":
+        pytest.skip("PyTorch does not take cuDNN's attention on this GPU")
+    expected = scaled_dot_product_attention(q.float(), k.float(), v.float())
+    in_parts = attend_in_parts(q, k, v, None, 4)
+    in_one = scaled_dot_product_attention(q, k, v)
+    assert rel_l2(in_parts, expected) <= 1.5 * rel_l2(in_one, expected)
+    torch.testing.assert_close(attend_rows(q, k, v, None), attend_in_parts(q, k, v, None, 4))
