@@ -15,7 +15,8 @@ from torch import Tensor
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
-from .decision import CallFacts, dense_reason
+from .cross_attention import by_faster_kernel
+from .decision import CROSS_ATTENTION, CallFacts, dense_reason
 from .families import UNKNOWN_MODEL, LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
@@ -122,10 +123,20 @@ class Forward:
             logger.error("[Sparge] %s", error)
             reason = self.unusable = KERNEL_DID_NOT_COMPILE
             self.run.give_up(self.device, reason)
+        if reason == CROSS_ATTENTION:
+            return self._cross(call, dense)
         self.run.tally.add_dense(reason, facts.query_tokens)
         if facts.is_self_attention:
             self.record.dense.add(row)
         return dense()
+
+    def _cross(self, call: AttentionCall, dense: Dense) -> Tensor:
+        """Exact: in passes that may be sparse by the fastest kernel that PyTorch has."""
+        out = None
+        if self.unusable is None and self.outside is None and not call.has_mask:
+            out = by_faster_kernel(call)
+        self.run.tally.add_cross(by_faster_kernel=out is not None)
+        return dense() if out is None else out
 
     def _plan(
         self, call: AttentionCall, facts: CallFacts, block: int, row: int, dense: Dense

@@ -43,7 +43,8 @@ def summary(result: RunResult) -> str:
         reasons = (f"{why.rstrip('.')} ({count})" for why, count in result.reasons.items())
         parts.append("dense because: " + ", ".join(reasons))
     if result.cross:
-        parts.append(f"{result.cross} cross-attention calls (always dense)")
+        faster = f", {result.faster_cross} by a faster kernel" if result.faster_cross else ""
+        parts.append(f"{result.cross} cross-attention calls (always dense{faster})")
     if result.filter_left_out:
         parts.append(LEFT_OUT)
     parts.extend(note.rstrip(".") for note in result.notes)

@@ -62,6 +62,8 @@ class RunResult:
     sparse: int
     dense: int
     cross: int
+    faster_cross: int
+    """Of those by a faster kernel than ComfyUI's choice."""
     forwards: int
     density: float
     layers: Tensor
@@ -98,6 +100,7 @@ class RunResult:
             tally.sparse,
             tally.dense,
             tally.cross,
+            tally.faster_cross,
             tally.forwards,
             densities.overall,
             layers,

@@ -14,7 +14,7 @@ import torch
 from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
 from ..sparge.calibrate import Profile
 from ..sparge.plan import unmeasured_order
-from .decision import CROSS_ATTENTION, SigmaWindow
+from .decision import SigmaWindow
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
 from .sample_schedule import Conditioning
@@ -28,6 +28,8 @@ class Tally:
 
     sparse: int = 0
     cross: int = 0
+    faster_cross: int = 0
+    """Of those by another kernel than ComfyUI's choice."""
     forwards: int = 0
     tokens: int = 0
     family: str = ""
@@ -56,11 +58,13 @@ class Tally:
 
     def add_dense(self, reason: str, tokens: int) -> None:
         with self._lock:
-            if reason == CROSS_ATTENTION:
-                self.cross += 1
-            else:
-                self.reasons[reason] += 1
-                self.tokens = max(self.tokens, tokens)
+            self.reasons[reason] += 1
+            self.tokens = max(self.tokens, tokens)
+
+    def add_cross(self, by_faster_kernel: bool) -> None:
+        with self._lock:
+            self.cross += 1
+            self.faster_cross += by_faster_kernel
 
 
 class Run:

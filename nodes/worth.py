@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from ..sparge.plan.worth import Call, estimate, rates_for
+from ..sparge.plan.worth import Call, Rates, estimate, rates_for
 from .attention_call import AttentionCall
 from .settings import Settings
 
@@ -32,6 +32,13 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
+def known_rates(call: AttentionCall) -> Rates | None:
+    """Those that the times of a call follow; None where nothing is known."""
+    if call.q.dtype not in MEASURED_DTYPES or not speed_matters():
+        return None
+    return rates_for(gpu_name(call.q.device), call.head_dim)
+
+
 def slower_reason(
     call: AttentionCall, density: float, pv_filter: bool, pooled: float | None
 ) -> str | None:
@@ -40,14 +47,8 @@ def slower_reason(
 
     pooled: share of the heads that use the residual; None without budgets.
     """
-    tokens = call.facts.query_tokens
-    rates = rates_for(gpu_name(call.q.device), call.head_dim)
-    if (
-        tokens < FEWEST_TOKENS
-        or rates is None
-        or call.q.dtype not in MEASURED_DTYPES
-        or not speed_matters()
-    ):
+    tokens, rates = call.facts.query_tokens, known_rates(call)
+    if tokens < FEWEST_TOKENS or rates is None:
         return None
     # Of one batch entry: ComfyUI computes them together or one by one, as memory allows, and the
     # result must not depend on it.

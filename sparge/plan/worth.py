@@ -116,7 +116,11 @@ class DenseRates:
         return _sum(self, call.dense_terms())
 
     def seconds(self, call: Call) -> float:
-        return max(self.host, self.gpu(call))
+        return self.seconds_of(call.pairs)
+
+    def seconds_of(self, pairs: int) -> float:
+        """Of a call in which so many pairs of a query and a key are computed."""
+        return max(self.host, self.launch + self.pair * pairs)
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,16 @@ def estimate(call: Call, density: float, rates: Rates, dense_kernel: str = "") -
     dense = min(each.seconds(call) for each in ([known] if known else rates.dense.values()))
     break_even = rates.sparse.density_within(call, dense / (1 + rates.margin))
     return Estimate(rates.sparse.seconds(call, density), dense, max(0.0, break_even))
+
+
+def faster_kernel(pairs: int, rates: Rates, kernel: str) -> str | None:
+    """The fastest of PyTorch's kernels for a dense call of so many pairs of a query and a key, if
+    it is faster for sure than `kernel`."""
+    if kernel not in rates.dense:
+        return None
+    seconds = {name: each.seconds_of(pairs) for name, each in rates.dense.items()}
+    fastest = min(seconds, key=lambda name: seconds[name])
+    return fastest if seconds[fastest] * (1 + rates.margin) < seconds[kernel] else None
 
 
 def rates_for(gpu: str, head_dim: int) -> Rates | None:

@@ -22,9 +22,10 @@ def result(load_pack):
         density = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
         facts = {
             "family": "Mochi", "tokens": 44776, "stopped": False, "sparse": 3, "dense": 1,
-            "cross": 4, "forwards": 3, "density": 0.25, "layers": torch.tensor([0, 7]),
-            "by_step": density, "reasons": {"before start_percent 0.2": 1}, "notes": (),
-            "filter_left_out": False, "asked": "", "shapes": (), "profile": None,
+            "cross": 4, "faster_cross": 0, "forwards": 3, "density": 0.25,
+            "layers": torch.tensor([0, 7]), "by_step": density, "notes": (),
+            "reasons": {"before start_percent 0.2": 1}, "filter_left_out": False,
+            "asked": "", "shapes": (), "profile": None,
         }  # fmt: skip
         return load_pack("nodes.result").RunResult(**(facts | changes))
 
@@ -50,6 +51,11 @@ def test_a_good_run(result, report):
         "Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
         "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always dense)"
     )
+
+
+def test_cross_attention_by_a_faster_kernel_is_told(result, report):
+    told = report.summary(result(faster_cross=3))
+    assert told.endswith("; 4 cross-attention calls (always dense, 3 by a faster kernel)")
 
 
 def test_a_filter_that_was_left_out_is_told(result, report):

@@ -17,6 +17,7 @@ from sparge.plan.worth import (
     SparseRates,
     density_with_exact,
     estimate,
+    faster_kernel,
     rates_for,
     torch_kernel,
 )
@@ -35,6 +36,14 @@ RATES = Rates(SPARSE, DENSE, margin=0.05)
 H200 = "NVIDIA H200"
 CALL = Call(tokens=4608, heads=24, head_dim=128)
 ROWS, PAIRS = 24 * 4608, 24 * 4608**2
+
+
+def test_another_kernel_is_faster_where_it_wins_by_more_than_the_margin() -> None:
+    assert faster_kernel(PAIRS, RATES, "flash") == "cudnn"
+    assert faster_kernel(PAIRS, RATES, "cudnn") is None
+    assert faster_kernel(PAIRS, RATES, "math") is None, "nothing is known of it"
+    assert faster_kernel(1, RATES, "flash") is None, "the host takes as long"
+    assert faster_kernel(PAIRS, replace(RATES, margin=0.6), "flash") is None
 
 
 def test_each_part_is_its_work_times_its_rate() -> None:
