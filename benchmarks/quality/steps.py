@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import sparge
 from benchmarks.quality import library
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
-from benchmarks.quality.modes import Mode
+from benchmarks.quality.modes import BY_NAME, Mode
+from benchmarks.quality.study import DROP_NOISE
 from sparge.calibrate import Aim, Calibration, Probe, StepChoices
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import TokenOrder
@@ -47,6 +49,8 @@ class ChosenBudgets:
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []
         """The same as the choices expect it."""
+        self.dropped: list[Tensor] = []
+        """The same of upstream's drop of the same tensors, at each head's own density."""
 
     def begin_step(self, step: int) -> None:
         if step == 0:
@@ -58,8 +62,8 @@ class ChosenBudgets:
                 workload=self._calibration.workload,
                 device=self._device,
             )
-            self.found.clear()
-            self.expected.clear()
+            for errors in (self.found, self.expected, self.dropped):
+                errors.clear()
         if self._choices.is_due(step):
             self._choices.choose_anew(step, self._probe.drift())
         self._now = self._choices.at(step)
@@ -79,26 +83,42 @@ class ChosenBudgets:
             self._probe.sample(layer, q, k, v, out, visit=visit)
         if self._judged:
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
-            error, norm = (x.square().sum((0, 2, 3)) for x in (out.double() - exact, exact))
-            found = (error / norm).sqrt()
-            self.found.append(found.cpu())
+            self.found.append(_relative(out, exact))
             self.expected.append(self._now.error[layer].double())
+            self.dropped.append(_relative(_drop(q, k, v, self.of_layer(layer)), exact))
 
     def within(self, factor: float) -> dict[str, float]:
         """The share of heads of the last run whose errors are as expected within a factor: of all
-        calls, and of the means over the steps."""
-        found, expected = (
+        calls, and of the means over the steps. And whose mean is no worse than plain drop's by more
+        than noise."""
+        found, expected, dropped = (
             torch.stack(errors).unflatten(0, (SPARSE_STEPS, -1))
-            for errors in (self.found, self.expected)
+            for errors in (self.found, self.expected, self.dropped)
         )
         ratios = {
             "calls_within": found / expected,
             "heads_within": found.mean(0) / expected.mean(0),
         }
-        return {
+        shares = {
             name: float(((ratio < factor) & (ratio > 1 / factor)).double().mean())
             for name, ratio in ratios.items()
         }
+        no_worse = found.mean(0) <= DROP_NOISE * dropped.mean(0)
+        return shares | {"no_worse_than_drop": float(no_worse.double().mean())}
+
+
+def _relative(out: Tensor, exact: Tensor) -> Tensor:
+    """(heads,) float64 on the CPU: relative L2 errors."""
+    error, norm = (x.square().sum((0, 2, 3)) for x in (out.double() - exact, exact))
+    return (error / norm).sqrt().cpu()
+
+
+def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
+    """What upstream's drop makes of a call at the densities of a budget."""
+    zeros = torch.zeros_like(budget.gain)
+    plain = HeadBudget(budget.density, zeros, zeros.int())
+    stats = sparge.AttentionStats(q.device)
+    return library.attention(BY_NAME["drop"], q, k, v, plain, None, stats)
 
 
 Budgets = SameBudgets | ChosenBudgets

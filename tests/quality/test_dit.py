@@ -108,6 +108,7 @@ def test_rows_of_calls_and_of_clips(weights: Path, tmp_path: Path) -> None:
         ("clips", "sol", "emulation"),
         ("clips", "ours auto", REFERENCE),
     ]
+    assert {"calls_within", "heads_within", "no_worse_than_drop"} <= rows[-1].keys()
     assert all(row["commit"] == "c0" and 5 < row["psnr"] < 90 for row in rows)
     assert rows[-1]["data"] == "dit clips 0-0 5x12x10"
     assert rows[1]["rel_l2"] == pytest.approx(rows[2]["rel_l2"], rel=0.1)
