@@ -83,6 +83,7 @@ class HeadTable:
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
+        self._calls_a_sample = 1  # where all are measured again
         self._batch_entries = 1  # of the running pass
         self._called: set[int] = set()  # rows of dense calls
         self._sampled: set[int] = set()
@@ -108,6 +109,8 @@ class HeadTable:
                 self._prepare()
         if self._steps is not None and may_be_sparse:
             self._begin_step(self._steps, facts)
+            if self._steps.again is not None:
+                self._schedule.begin_pass(facts.conditioning, False, True)
 
     def order(self, step: int) -> TokenOrder | None:
         """The order of tokens in which the calls of a step are sparse."""
@@ -171,6 +174,7 @@ class HeadTable:
         assert self._calibration is not None  # without it nothing was measured
         steps = place.steps - place.index if place else None
         try:
+            self._calls_a_sample = self._schedule.calls_a_sample
             self._use(StepChoices(self._aim, steps, calibration=self._calibration))
         except ValueError:  # no layer gave finite numbers
             self.why_dense = NOT_MEASURED
@@ -199,6 +203,8 @@ class HeadTable:
         if steps.is_due(step):
             steps.choose_anew(step, self.probe.drift())
         now = steps.at(step)
+        if steps.again is not None:
+            self._schedule = SampleSchedule()
         if now not in before:
             self._give(now)
             self.probe.expect(now)
@@ -240,14 +246,29 @@ class HeadTable:
         return self.why_dense or self._refusals.get(row)
 
     def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
-        """Inside a sparse call that gave `out`: compares it now and then. Never waits."""
+        """Inside a sparse call that gave `out`: compares it now and then, and measures the heads
+        again in one step of the run. Never waits."""
         assert self.probe is not None and self._steps is not None
+        if self._steps.again is not None and self._schedule.measuring:
+            self._sample_again(self._steps, row, call, out)
         visit, turn = divmod(self._step, self._steps.steps_a_probe)
         if row % self._steps.steps_a_probe != turn:
             return
         with untracked_allocations():
             rows = call.result_heads_first(out)
             self.probe.sample(row, *call.heads_first(), rows, visit=visit, scale=call.scale)
+
+    def _sample_again(self, steps: StepChoices, row: int, call: AttentionCall, out: Tensor) -> None:
+        """Without memory for it, choices go on from what was measured first."""
+        assert steps.again is not None
+        try:
+            with untracked_allocations():
+                for *qkv, _ in self._entries(call, out):
+                    steps.again.sample(row, *qkv, scale=call.scale, calls=self._calls_a_sample)
+        except torch.OutOfMemoryError:
+            steps.again = None
+        else:
+            self._schedule.measured()
 
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks

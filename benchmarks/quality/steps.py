@@ -81,6 +81,8 @@ class ChosenBudgets:
         visit, turn = divmod(self._step, self._choices.steps_a_probe)
         if layer % self._choices.steps_a_probe == turn:
             self._probe.sample(layer, q, k, v, out, visit=visit)
+        if self._choices.again is not None:
+            self._choices.again.sample(layer, q, k, v)
         if self._judged:
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
             self.found.append(_relative(out, exact))

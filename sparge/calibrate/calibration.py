@@ -132,6 +132,31 @@ class Calibration:
             [walks] * layers,
         )
 
+    def anew(self) -> Calibration:
+        """One like this that knows nothing yet. Allocates."""
+        like = Calibration.begin(
+            layers=len(self.samples),
+            heads=self.squared_norm.shape[1],
+            workload=self.workload,
+            candidates=self.candidates,
+            blocks_a_call=self.blocks_a_call,
+            row_step=self.row_step,
+            measure=self.measure,
+            device=self.squared_norm.device,
+        )
+        like.walks[:] = self.walks
+        return like
+
+    def fill_from(self, earlier: Calibration) -> None:
+        """Takes from one of the same kind what is not known here: layers that were not sampled, and
+        rounding, which only dense calls tell. Never waits for the GPU."""
+        for layer, (known, walks) in enumerate(zip(earlier.samples, earlier.walks, strict=True)):
+            if not self.samples[layer]:
+                self.samples[layer], self.walks[layer] = known, walks
+                self.squared_error[layer].copy_(earlier.squared_error[layer])
+                self.squared_norm[layer].copy_(earlier.squared_norm[layer])
+        self.squared_rounding.copy_(earlier.squared_rounding)
+
     def sample(
         self,
         layer: int,

@@ -23,9 +23,22 @@ def choices_of(density: float, error: float) -> HeadChoices:
 
 @pytest.fixture
 def freezes():
-    """A calibration that notes what it is asked for, and gives every step of a mean its number."""
+    """A calibration that notes what it is asked for, and gives every step of a mean its number.
+    Measured again it goes on in the same notes; `samples` are those of its layers."""
 
     class Freezes(list):
+        samples, filled = [0] * LAYERS, None
+
+        def __bool__(self):
+            return True  # however few notes
+
+        def anew(self):
+            self.again = Again(self)
+            return self.again
+
+        def fill_from(self, earlier):
+            self.filled = earlier
+
         def freeze_steps(self, mean_density, steps, *, first, drift):
             self.append((first, drift))
             of_steps = [choices_of(0.01 * step, 0.1) for step in range(first, steps)]
@@ -34,6 +47,11 @@ def freezes():
         def freeze(self, *, target, drift):
             self.append((0, drift))
             return choices_of(0.3, target)
+
+    class Again(Freezes):
+        def __init__(self, notes):
+            super().__init__()
+            self.append, self.samples = notes.append, [0] * LAYERS
 
     return Freezes()
 
@@ -110,3 +128,43 @@ def test_a_profile_for_a_mean_density_stays_as_it_is():
     choices = made("budget", 0.4, None, profile=choices_of(0.4, 0.1))
     choices.choose_anew(8, torch.full((LAYERS, HEADS), 5.0))
     assert choices.at(8) is choices.first
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(8, []), (9, [7]), (16, [7]), (40, [19])])
+def test_the_step_before_the_third_choice_is_measured_again(freezes, steps, measured):
+    choices = made("budget", 0.6, steps, calibration=freezes)
+    open_in = []
+    for step in range(steps):
+        if choices.is_due(step):
+            choices.choose_anew(step, torch.full((LAYERS, HEADS), 2.0, dtype=torch.float64))
+        choices.at(step)
+        if choices.again is not None:
+            open_in.append(step)
+    assert open_in == measured
+
+
+@pytest.mark.parametrize("due", [8, 9])
+def test_what_was_measured_again_replaces_the_drift(freezes, due):
+    """Also where the sampler left out the step of the choice."""
+    choices, two = made("budget", 0.6, 16, calibration=freezes), torch.full((LAYERS, HEADS), 2.0)
+    for step in (0, 4, 7, due, 14):
+        if choices.is_due(step):
+            choices.choose_anew(step, two.double())
+        choices.at(step)
+        if choices.again is not None:
+            assert choices.at(step) is choices.given[-2] and choices.again is freezes.again
+            choices.again.samples[0] = 4
+    firsts, drifts = zip(*freezes, strict=True)
+    assert firsts == (0, 4, due, 14)
+    assert freezes.again.filled is freezes
+    assert drifts[2] is None, "the new measurement knows"
+    assert float(drifts[1][0, 0]) > 2 and float(drifts[3][0, 0]) > 2, "and drifts in its turn"
+
+
+def test_without_a_sample_the_drift_goes_on(freezes):
+    choices = made("budget", 0.6, 16, calibration=freezes)
+    for step in range(9):
+        if choices.is_due(step):
+            choices.choose_anew(step, torch.full((LAYERS, HEADS), 2.0, dtype=torch.float64))
+        choices.at(step)
+    assert freezes[-1][1] is not None and freezes.again.filled is None

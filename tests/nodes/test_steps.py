@@ -151,3 +151,27 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
     orders = [step[0][0] for step in passes]
     assert orders[::2] == orders[1::2]
     assert len(set(map(id, orders))) == load_pack("sparge").TURNS
+
+
+@pytest.mark.parametrize("passes", [[[0]], [[0], [1]], [[0], [0], [1]]])
+def test_heads_are_measured_again_halfway(load_pack, patch, steps_of, runs, monkeypatch, passes):
+    """Each conditioning once, as in the last dense step."""
+    calibrate = load_pack("sparge.calibrate")
+    monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), "LEAST_STEPS", 2)
+    sampled, sample = [], calibrate.Calibration.sample
+
+    def noted(self, layer, *args, dense=None, **kwargs):
+        sampled.append((layer, dense is not None, kwargs["calls"]))
+        return sample(self, layer, *args, dense=dense, **kwargs)
+
+    monkeypatch.setattr(calibrate.Calibration, "sample", noted)
+    steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=passes)
+    conditionings = {one for each in passes for one in each}
+    calls = 2 if len(conditionings) == 1 else 1
+    for dense in (True, False):
+        layers = [(layer, dense, calls) for layer in range(BLOCKS)] * len(conditionings)
+        assert sampled[: len(layers)] == layers
+        del sampled[: len(layers)]
+    assert not sampled
+    (table,) = runs[-1][0].heads.frozen
+    assert len({id(choices) for choices in table._given()}) == 6, "the mean falls"
