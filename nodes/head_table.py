@@ -32,7 +32,7 @@ from .decision import Place
 from .host import untracked_allocations
 from .passes import PassFacts
 from .sample_schedule import SampleSchedule
-from .worth import slower_reason
+from .worth import affordable_walks, slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
@@ -68,12 +68,22 @@ class HeadTable:
     """Made where a forward pass starts; its methods say which of them may wait for the GPU."""
 
     def __init__(
-        self, shape: Shape, rows: int, aim: Aim, policy: SparsePolicy, device: torch.device
+        self,
+        shape: Shape,
+        rows: int,
+        aim: Aim,
+        policy: SparsePolicy,
+        device: torch.device,
+        dense_steps: int,
     ) -> None:
+        """dense_steps: of the run, as in `SigmaWindow.dense_steps`."""
         self.shape, self.rows, self.device = shape, rows, device
         self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
+        self.walks_left_out = 0
+        """Of the walks through the tokens, those not measured because dense steps are too short."""
+        self._dense_steps, self._walks_settled = dense_steps, False
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -138,9 +148,11 @@ class HeadTable:
         if self._calibration is None or not self._schedule.measuring:
             return
         out = dense()  # what is raised there has nothing to do with measuring
+        calls = self._schedule.calls_a_sample
+        if not self._walks_settled:
+            self._settle_walks(self._calibration, call, calls)
         try:
             with untracked_allocations():
-                calls = self._schedule.calls_a_sample
                 for *qkv, rows in self._entries(call, out):
                     self._calibration.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
         except Unsupported as refusal:
@@ -150,6 +162,14 @@ class HeadTable:
         else:
             self._sampled.add(row)
             self._schedule.measured()
+
+    def _settle_walks(self, calibration: Calibration, call: AttentionCall, calls: int) -> None:
+        """Once: walks compare only where all layers and conditionings measure the same ones."""
+        self._walks_settled = True
+        most, samples = self._workload.order.walks, self.rows * self._schedule.samples_a_layer
+        afforded = affordable_walks(call, most, self._dense_steps, samples, calls)
+        calibration.limit_walks(afforded)
+        self.walks_left_out = most - afforded
 
     def _entries(self, call: AttentionCall, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """q, k, v and what dense attention gave, of the batch entries that are to be measured: they

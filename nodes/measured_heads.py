@@ -40,9 +40,11 @@ class Plan:
 class MeasuredHeads:
     """The tables of one run, by device and shape."""
 
-    def __init__(self, aim: Aim, profile: Profile | None, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, aim: Aim, profile: Profile | None, note: Callable[[str], None], dense_steps: int
+    ) -> None:
         self.aim = aim
-        self._profile, self._note = profile, note
+        self._profile, self._note, self._dense_steps = profile, note, dense_steps
         self._tables: dict[tuple[torch.device, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, Shape]] = set()
         self._lock = threading.Lock()
@@ -87,7 +89,7 @@ class MeasuredHeads:
         with self._lock:
             table = self._tables.get((device, shape))
             if table is None:
-                table = HeadTable(shape, layout.rows, self.aim, policy, device)
+                table = HeadTable(shape, layout.rows, self.aim, policy, device, self._dense_steps)
                 self._tables[device, shape] = table
                 self._use_profile(table)
             return table

@@ -7,7 +7,8 @@ import os
 
 import torch
 
-from ..sparge.plan.worth import Call, estimate, rates_for
+from ..sparge.plan import sample_cost
+from ..sparge.plan.worth import Call, Rates, estimate, rates_for
 from .attention_call import AttentionCall
 from .settings import Settings
 
@@ -40,23 +41,48 @@ def slower_reason(
 
     pooled: share of the heads that use the residual; None without budgets.
     """
-    tokens = call.facts.query_tokens
-    rates = rates_for(gpu_name(call.q.device), call.head_dim)
-    if (
-        tokens < FEWEST_TOKENS
-        or rates is None
-        or call.q.dtype not in MEASURED_DTYPES
-        or not speed_matters()
-    ):
+    rates = _known_rates(call)
+    if rates is None:
         return None
-    # Of one batch entry: ComfyUI computes them together or one by one, as memory allows, and the
-    # result must not depend on it.
-    sizes = Call(tokens, call.head_count, call.head_dim, pv_filter, pooled)
+    sizes = _of_one_entry(call, pv_filter, pooled)
     if density < estimate(sizes, density, rates).break_even:
         return None
     break_even = estimate(sizes, density, rates, call.dense_kernel()).break_even
     if density < break_even:
         return None
+    tokens = sizes.tokens
     if break_even < NO_DENSITY:
         return f"at {tokens:,} tokens sparse would be slower"
     return f"at {tokens:,} tokens sparse is faster only below {100 * break_even:.0f} % density"
+
+
+def affordable_walks(
+    call: AttentionCall, most: int, dense_steps: int, samples: int, calls: int
+) -> int:
+    """How many of `most` walks the samples of a run measure, of which this dense call is one: all
+    where nothing is known.
+
+    samples: of the run, of one call each. calls: as many query blocks as so many samples measure.
+    """
+    rates = _known_rates(call)
+    if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
+        return most
+    sizes = _of_one_entry(call)
+    dense = dense_steps * rates.dense_seconds(sizes, call.dense_kernel())
+    return sample_cost.affordable_walks(
+        rates.sample, sizes.rows, most, dense=dense, samples=samples, calls=calls
+    )
+
+
+def _known_rates(call: AttentionCall) -> Rates | None:
+    rates = rates_for(gpu_name(call.q.device), call.head_dim)
+    known = call.facts.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
+    return rates if known and speed_matters() else None
+
+
+def _of_one_entry(
+    call: AttentionCall, pv_filter: bool = False, pooled: float | None = None
+) -> Call:
+    """ComfyUI computes the entries of a batch together or one by one, as memory allows, and the
+    result must not depend on it."""
+    return Call(call.facts.query_tokens, call.head_count, call.head_dim, pv_filter, pooled)

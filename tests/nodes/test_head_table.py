@@ -46,7 +46,7 @@ def frozen(load_pack, grid):
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
-        table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"))
+        table = module.HeadTable(shape, 1, aim, policy, torch.device("cpu"), 1)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
             dense = partial(scaled_dot_product_attention, *qkv)

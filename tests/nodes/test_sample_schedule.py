@@ -176,6 +176,14 @@ def test_a_conditioning_that_is_alone_is_measured_for_two(load_pack, earlier, ca
     for conditioning in (0,), (1,):
         schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=True)
         assert schedule.calls_a_sample == calls
+        assert schedule.samples_a_layer == 2
+
+
+def test_as_many_samples_as_earlier_steps_had_conditionings(load_pack):
+    schedule = load_pack("nodes.sample_schedule").SampleSchedule()
+    for conditioning in (0, 1), (2,):
+        schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=False)
+    assert schedule.samples_a_layer == 3
 
 
 def test_after_the_window_nothing_is_measured(load_pack):
