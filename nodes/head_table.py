@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,13 @@ from .decision import Place
 from .host import untracked_allocations
 from .passes import PassFacts
 from .sample_schedule import SampleSchedule
-from .worth import affordable_walks, slower_reason
+from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
+
+#: How many walks to measure: `affordable_walks` for a run's layers and dense steps.
+Afford = Callable[[AttentionCall, int, int, int], int]
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,15 @@ class HeadTable:
         aim: Aim,
         policy: SparsePolicy,
         device: torch.device,
-        dense_steps: int,
+        afford: Afford,
     ) -> None:
-        """dense_steps: of the run, as in `SigmaWindow.dense_steps`."""
         self.shape, self.rows, self.device = shape, rows, device
         self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self.walks_left_out = 0
         """Of the walks through the tokens, those not measured because dense steps are too short."""
-        self._dense_steps, self._walks_settled = dense_steps, False
+        self._afford: Afford | None = afford  # until it is asked
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -149,8 +151,8 @@ class HeadTable:
             return
         out = dense()  # what is raised there has nothing to do with measuring
         calls = self._schedule.calls_a_sample
-        if not self._walks_settled:
-            self._settle_walks(self._calibration, call, calls)
+        if self._afford is not None:
+            self._settle_walks(self._calibration, self._afford, call)
         try:
             with untracked_allocations():
                 for *qkv, rows in self._entries(call, out):
@@ -163,13 +165,12 @@ class HeadTable:
             self._sampled.add(row)
             self._schedule.measured()
 
-    def _settle_walks(self, calibration: Calibration, call: AttentionCall, calls: int) -> None:
-        """Once: walks compare only where all layers and conditionings measure the same ones."""
-        self._walks_settled = True
-        most, samples = self._workload.order.walks, self.rows * self._schedule.samples_a_layer
-        afforded = affordable_walks(call, most, self._dense_steps, samples, calls)
+    def _settle_walks(self, calibration: Calibration, afford: Afford, call: AttentionCall) -> None:
+        """Once: layers and conditionings compare only where all measure the same walks."""
+        most, schedule = self._workload.order.walks, self._schedule
+        afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample)
         calibration.limit_walks(afforded)
-        self.walks_left_out = most - afforded
+        self.walks_left_out, self._afford = most - afforded, None
 
     def _entries(self, call: AttentionCall, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """q, k, v and what dense attention gave, of the batch entries that are to be measured: they

@@ -57,12 +57,19 @@ def slower_reason(
 
 
 def affordable_walks(
-    call: AttentionCall, most: int, dense_steps: int, samples: int, calls: int
+    call: AttentionCall,
+    most: int,
+    samples: int,
+    calls: int,
+    *,
+    layers: int,
+    dense_steps: int,
 ) -> int:
-    """How many of `most` walks the samples of a run measure, of which this dense call is one: all
+    """How many of `most` walks the samples of a run measure, one of them in this dense call: all
     where nothing is known.
 
-    samples: of the run, of one call each. calls: as many query blocks as so many samples measure.
+    samples: of each of the run's layers, of one call each. calls: as many query blocks as so many
+    of them this one measures. dense_steps: as in `SigmaWindow.dense_steps`.
     """
     rates = _known_rates(call)
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
@@ -70,7 +77,7 @@ def affordable_walks(
     sizes = _of_one_entry(call)
     dense = dense_steps * rates.dense_seconds(sizes, call.dense_kernel())
     return sample_cost.affordable_walks(
-        rates.sample, sizes.rows, most, dense=dense, samples=samples, calls=calls
+        rates.sample, sizes.rows, most, dense=dense, samples=layers * samples, calls=calls
     )
 
 

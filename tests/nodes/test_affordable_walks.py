@@ -48,10 +48,10 @@ def call_of(load_pack):
 def afforded(load_pack, call_of):
     """afforded(dense steps): of three walks, in a run of very many samples."""
 
-    def walks(steps, samples=10**9, calls=1, tensors=None, kernel=None):
+    def walks(steps, layers=10**9, calls=1, tensors=None):
         q = torch.zeros(1, HEADS, TOKENS, 64)
-        call = call_of(*(tensors or (q, q, q)))
-        return load_pack("nodes.worth").affordable_walks(call, 3, steps, samples, calls)
+        call, afford = call_of(*(tensors or (q, q, q))), load_pack("nodes.worth").affordable_walks
+        return afford(call, 3, 2, calls, layers=layers, dense_steps=steps)
 
     return walks
 
@@ -62,7 +62,7 @@ def test_more_dense_steps_afford_more_walks(sample_of, afforded):
     assert [afforded(steps, calls=2) for steps in range(1, 7)] == [1, 1, 1, 2, 2, 3]
     sample_of(10)
     assert afforded(1) == 1
-    assert afforded(1, samples=0) == 3
+    assert afforded(1, layers=0) == 3
 
 
 def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypatch):
@@ -106,7 +106,9 @@ def frozen(load_pack, call_of):
 
     def run(dense_steps, *passes):
         shape, policy = module.Shape(TOKENS, HEADS, grid), load_pack("sparge").SparsePolicy()
-        table = module.HeadTable(shape, 2, aim, policy, torch.device("cpu"), dense_steps)
+        afford = load_pack("nodes.worth").affordable_walks
+        afford = partial(afford, layers=2, dense_steps=dense_steps)
+        table = module.HeadTable(shape, 2, aim, policy, torch.device("cpu"), afford)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
             for row in range(2):
