@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sample of calibration takes, by its size and the walks that it measures.
 
-    python -m benchmarks.sample_cost [--seconds 60] [--out FILE]   # measures on this GPU, then fits
+    python -m benchmarks.sample_cost [--seconds 90] [--out FILE]   # measures on this GPU, then fits
     python -m benchmarks.sample_cost --fit FILE                    # writes sparge/plan/rates.json
 
 One JSON object for each size and number of walks: tokens, heads, head_dim, walks, calls (as many
@@ -182,7 +182,7 @@ def write(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=60, help="of timing")
+    parser.add_argument("--seconds", type=float, default=90, help="of all")
     parser.add_argument("--tiny", action="store_true", help="without a GPU, to try this script")
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/new_samples.jsonl")

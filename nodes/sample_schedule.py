@@ -52,9 +52,9 @@ class SampleSchedule:
 
     @property
     def samples_a_layer(self) -> int:
-        """Of the run, of one call each, if the conditionings stay those of earlier steps; one that
-        is alone gets as many as two."""
-        return max(2, len(self._earlier))
+        """Of the run, if the conditionings stay those of earlier steps; without these cond and
+        uncond are expected."""
+        return len(self._earlier) or 2
 
     def measured(self) -> None:
         """A layer was measured in the running pass, in all its places."""

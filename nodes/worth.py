@@ -68,8 +68,8 @@ def affordable_walks(
     """How many of `most` walks the samples of a run measure, one of them in this dense call: all
     where nothing is known.
 
-    samples: of each of the run's layers, of one call each. calls: as many query blocks as so many
-    of them this one measures. dense_steps: as in `SigmaWindow.dense_steps`.
+    samples: of each of the run's layers. calls: that each of them counts for, as in
+    `SampleRates.seconds`. dense_steps: as in `SigmaWindow.dense_steps`.
     """
     rates = _known_rates(call)
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway

@@ -52,17 +52,16 @@ def sample_terms(rows: int, walks: int) -> dict[str, float]:
 def affordable_walks(
     rates: SampleRates, rows: int, most: int, *, dense: float, samples: int, calls: int = 1
 ) -> int:
-    """How many walks each sample of a run measures: as many as keep it within SHARE of the dense
-    calls that its conditioning makes in its layer, but at least one; and all of them, `most`, where
-    all samples of the run together take less than ALWAYS.
+    """How many walks each sample of a run measures, of `most`: as many as keep it within SHARE of
+    the dense calls that its conditioning makes in its layer, or else all samples of the run within
+    ALWAYS; but at least one.
 
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
     blocks predict worse, and a walk that is not measured is one that no head takes, no more.
 
-    dense: seconds of those calls. samples: of the run, in all layers, of one call each. rows and
-    calls: as in `SampleRates.seconds`.
+    dense: seconds of those calls. samples: of the run, in all layers. rows and calls: as in
+    `SampleRates.seconds`.
     """
-    if samples * rates.seconds(rows, most) < ALWAYS:
-        return most
-    within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= SHARE * dense)
+    allowed = max(SHARE * dense, ALWAYS / samples)
+    within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= allowed)
     return next(within, 1)

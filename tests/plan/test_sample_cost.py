@@ -38,10 +38,13 @@ def test_more_dense_steps_never_afford_less_and_one_walk_is_the_least() -> None:
     assert affordable_walks(RATES, ROWS, 1, dense=0.0, samples=MANY) == 1
 
 
-def test_short_runs_measure_all_of_them() -> None:
-    few = ALWAYS / RATES.seconds(ROWS, 3)
-    assert afforded(dense=0.0, samples=int(few)) == 3
-    assert afforded(dense=0.0, samples=int(few) + 1) == 1
+@pytest.mark.parametrize("walks", [2, 3])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_short_runs_measure_all_of_them(walks: int, calls: int) -> None:
+    few = int(ALWAYS / RATES.seconds(ROWS, walks, calls))
+    assert afforded(dense=0.0, samples=few, calls=calls) == walks
+    assert afforded(dense=0.0, samples=few + 1, calls=calls) < walks
+    assert afforded(dense=1.0, samples=few + 1, calls=calls) == 3, "the more of both"
 
 
 def test_rates_of_samples_may_be_missing() -> None:
