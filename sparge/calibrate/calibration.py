@@ -160,9 +160,8 @@ class Calibration:
         count as one. Errors are against the same arithmetic with nothing dropped. All walks of the
         workload's order, or those that `limit_walks` left, are measured in the same call: the error
         of a head can halve from one step to the next, so walks measured in different steps do not
-        compare. (Choosing the walk from
-        the keys alone costs a third and leaves smaller errors in calls, but clips of the small DiT
-        1.1 dB further from dense ones.)
+        compare. (Choosing the walk from the keys alone costs a third and leaves smaller errors in
+        calls, but clips of the small DiT 1.1 dB further from dense ones.)
         """
         blocks = self.next_query_blocks(layer, calls)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -21,7 +21,8 @@ SHARE = 0.02
 #: Seconds that measuring may take in any case: nobody notices them in a run, but clips of the small
 #: video DiT lie up to .7 dB further from dense ones where only one walk is measured.
 ALWAYS = 0.1
-#: Of a sample, what the query blocks of one more cost: the rest prepares keys and values.
+#: What the query blocks of a second sample add to one, as a share of it: keys and values are
+#: prepared once.
 MORE_BLOCKS = 0.5
 
 
