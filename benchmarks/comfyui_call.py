@@ -124,6 +124,7 @@ def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     host = Host(os.environ["COMFYUI_DIR"])
+    host.measure_all_walks()
     on_gpu = host.device.type == "cuda"
     args.dtype = torch.bfloat16 if on_gpu else torch.float32
     facts = {

@@ -202,9 +202,13 @@ def off(rows: Sequence[Row], predicted: Sequence[float]) -> str:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """Replaces the rates of the rows' kind of GPU."""
+    """Replaces the rates of the rows' kind of GPU, but those that `sample_cost` writes."""
     show(rows)
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8")) if RATES_FILE.exists() else {}
-    kinds[rows[0]["gpu"]] = fit(rows)
+    before, kind = kinds.get(rows[0]["gpu"], {"head_dims": {}}), fit(rows)
+    for head_dim, fields in kind["head_dims"].items():
+        if sample := before["head_dims"].get(head_dim, {}).get("sample"):
+            fields["sample"] = sample
+    kinds[rows[0]["gpu"]] = kind
     RATES_FILE.write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
     print(f"# in {RATES_FILE}")

@@ -82,11 +82,17 @@ class AttentionCall:
     def head_dim(self) -> int:
         return self.q.shape[-1] if self.skip_reshape else self.q.shape[-1] // self.heads
 
+    @property
+    def shares_keys(self) -> bool:
+        """Several heads read the same keys and values (GQA)."""
+        heads = 1 if self.skip_reshape else -1
+        return self.k.shape[heads] != self.q.shape[heads]
+
     def dense_kernel(self) -> str:
         """The kernel that PyTorch would take for a dense call; "" when that is not known."""
-        q, k, v = self.heads_first()
-        if self.sdpa_order is None or k.shape[1] != q.shape[1]:
+        if self.sdpa_order is None or self.shares_keys:
             return ""
+        q, k, v = self.heads_first()
         return torch_kernel(q, k, v, self.sdpa_order)
 
     @property

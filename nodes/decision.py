@@ -38,7 +38,7 @@ class SigmaWindow:
     def outside_reason(self, sigma: float, settings: Settings) -> str | None:
         if self._is_before(sigma):
             return f"before start_percent {settings.start_percent:g}"
-        if sigma < self.end * (1 - SAME_SIGMA):
+        if self._is_after(sigma):
             return f"after end_percent {settings.end_percent:g}"
         return None
 
@@ -54,15 +54,23 @@ class SigmaWindow:
     def place(self, sigma: float, schedule: Sequence[float]) -> Place | None:
         """Of the step at a noise level, or of the next one in the schedule; None where no step of
         the schedule is in the window."""
-        least = self.end * (1 - SAME_SIGMA)
-        inside = [level for level in schedule if level >= least and not self._is_before(level)]
+        inside = [x for x in schedule if not self._is_before(x) and not self._is_after(x)]
         if not inside:
             return None
         above = sum(level > sigma * (1 + SAME_SIGMA) for level in inside)
         return Place(min(above, len(inside) - 1), len(inside))
 
+    def dense_steps(self, schedule: Sequence[float]) -> int:
+        """How many steps are dense, at least: those outside the window, and where none comes before
+        it, the one that is measured."""
+        before, after = (sum(map(is_out, schedule)) for is_out in (self._is_before, self._is_after))
+        return max(1, before) + after
+
     def _is_before(self, sigma: float) -> bool:
         return sigma > self.start * (1 + SAME_SIGMA)
+
+    def _is_after(self, sigma: float) -> bool:
+        return sigma < self.end * (1 - SAME_SIGMA)
 
 
 @dataclass(frozen=True)

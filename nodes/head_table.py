@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,9 @@ from .worth import slower_reason
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
 
+#: How many walks to measure: `affordable_walks` for a run's layers and dense steps.
+Afford = Callable[[AttentionCall, int, int, int], int]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -68,12 +71,21 @@ class HeadTable:
     """Made where a forward pass starts; its methods say which of them may wait for the GPU."""
 
     def __init__(
-        self, shape: Shape, rows: int, aim: Aim, policy: SparsePolicy, device: torch.device
+        self,
+        shape: Shape,
+        rows: int,
+        aim: Aim,
+        policy: SparsePolicy,
+        device: torch.device,
+        afford: Afford,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
         self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
+        self.walks_left_out = 0
+        """Of the walks through the tokens, those not measured because dense steps are too short."""
+        self._afford: Afford | None = afford  # until it is asked
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -144,9 +156,11 @@ class HeadTable:
         if self._calibration is None or not self._schedule.measuring:
             return
         out = dense()  # what is raised there has nothing to do with measuring
+        calls = self._schedule.calls_a_sample
+        if self._afford is not None:
+            self._settle_walks(self._calibration, self._afford, call)
         try:
             with untracked_allocations():
-                calls = self._schedule.calls_a_sample
                 for *qkv, rows in self._entries(call, out):
                     self._calibration.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
         except Unsupported as refusal:
@@ -156,6 +170,13 @@ class HeadTable:
         else:
             self._sampled.add(row)
             self._schedule.measured()
+
+    def _settle_walks(self, calibration: Calibration, afford: Afford, call: AttentionCall) -> None:
+        """Once: layers and conditionings compare only where all measure the same walks."""
+        most, schedule = self._workload.order.walks, self._schedule
+        afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample)
+        calibration.limit_walks(afforded)
+        self.walks_left_out, self._afford = most - afforded, None
 
     def _entries(self, call: AttentionCall, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """q, k, v and what dense attention gave, of the batch entries that are to be measured: they

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .attention_call import AttentionCall, Dense
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
 from .passes import PassFacts
+from .worth import affordable_walks
 
 #: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
@@ -40,9 +42,11 @@ class Plan:
 class MeasuredHeads:
     """The tables of one run, by device and shape."""
 
-    def __init__(self, aim: Aim, profile: Profile | None, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, aim: Aim, profile: Profile | None, note: Callable[[str], None], dense_steps: int
+    ) -> None:
         self.aim = aim
-        self._profile, self._note = profile, note
+        self._profile, self._note, self._dense_steps = profile, note, dense_steps
         self._tables: dict[tuple[torch.device, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, Shape]] = set()
         self._lock = threading.Lock()
@@ -87,7 +91,9 @@ class MeasuredHeads:
         with self._lock:
             table = self._tables.get((device, shape))
             if table is None:
-                table = HeadTable(shape, layout.rows, self.aim, policy, device)
+                layers, dense_steps = layout.blocks or layout.rows, self._dense_steps
+                afford = partial(affordable_walks, layers=layers, dense_steps=dense_steps)
+                table = HeadTable(shape, layout.rows, self.aim, policy, device, afford)
                 self._tables[device, shape] = table
                 self._use_profile(table)
             return table

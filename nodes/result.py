@@ -36,6 +36,8 @@ class MeasuredShape:
     that of their mean density, and so are the walks."""
     walks: Mapping[Walk, int]
     """Heads by their walk through the tokens; empty where there was no choice."""
+    walks_left_out: int = 0
+    """Of these, the last so many were not measured: as in `HeadTable.walks_left_out`."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -49,7 +51,9 @@ class MeasuredShape:
             for index, walk in enumerate(walks_of(table.shape.grid.frames)):
                 walks[walk] = taken.count(index)
         tables = (*tables, table.choices.gain)
-        return cls(table.shape.tokens, layers, *(x[layers] for x in tables), walks=walks)
+        of_layers = (x[layers] for x in tables)
+        left_out = table.walks_left_out
+        return cls(table.shape.tokens, layers, *of_layers, walks=walks, walks_left_out=left_out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,12 @@ class SampleSchedule:
         Not known without earlier steps, whose passes may be one batch or not."""
         return 2 if len(self._earlier) == 1 else 1
 
+    @property
+    def samples_a_layer(self) -> int:
+        """Of the run, if the conditionings stay those of earlier steps; without these cond and
+        uncond are expected."""
+        return len(self._earlier) or 2
+
     def measured(self) -> None:
         """A layer was measured in the running pass, in all its places."""
         for place in self.measuring:

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from ..sparge.plan import sample_cost
 from ..sparge.plan.worth import Call, Rates, estimate, rates_for
 from .attention_call import AttentionCall
 from .settings import Settings
@@ -32,13 +33,6 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def known_rates(call: AttentionCall) -> Rates | None:
-    """Those that the times of a call follow; None where nothing is known."""
-    if call.q.dtype not in MEASURED_DTYPES or not speed_matters():
-        return None
-    return rates_for(gpu_name(call.q.device), call.head_dim)
-
-
 def slower_reason(
     call: AttentionCall, density: float, pv_filter: bool, pooled: float | None
 ) -> str | None:
@@ -47,17 +41,56 @@ def slower_reason(
 
     pooled: share of the heads that use the residual; None without budgets.
     """
-    tokens, rates = call.facts.query_tokens, known_rates(call)
-    if tokens < FEWEST_TOKENS or rates is None:
+    rates = known_rates(call)
+    if rates is None:
         return None
-    # Of one batch entry: ComfyUI computes them together or one by one, as memory allows, and the
-    # result must not depend on it.
-    sizes = Call(tokens, call.head_count, call.head_dim, pv_filter, pooled)
+    sizes = _of_one_entry(call, pv_filter, pooled)
     if density < estimate(sizes, density, rates).break_even:
         return None
     break_even = estimate(sizes, density, rates, call.dense_kernel()).break_even
     if density < break_even:
         return None
+    tokens = sizes.tokens
     if break_even < NO_DENSITY:
         return f"at {tokens:,} tokens sparse would be slower"
     return f"at {tokens:,} tokens sparse is faster only below {100 * break_even:.0f} % density"
+
+
+def affordable_walks(
+    call: AttentionCall,
+    most: int,
+    samples: int,
+    calls: int,
+    *,
+    layers: int,
+    dense_steps: int,
+) -> int:
+    """How many of `most` walks the samples of a run measure, one of them in this dense call: all
+    where nothing is known.
+
+    samples: of each of the run's layers. calls: that each of them counts for, as in
+    `SampleRates.seconds`. dense_steps: as in `SigmaWindow.dense_steps`.
+    """
+    rates = known_rates(call)
+    if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
+        return most
+    sizes = _of_one_entry(call)
+    dense = dense_steps * rates.dense_seconds(sizes, call.dense_kernel())
+    return sample_cost.affordable_walks(
+        rates.sample, sizes.rows, most, dense=dense, samples=layers * samples, calls=calls
+    )
+
+
+def known_rates(call: AttentionCall) -> Rates | None:
+    """Those that the times of a call follow; None where nothing is known."""
+    rates = rates_for(gpu_name(call.q.device), call.head_dim)
+    known = call.facts.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
+    return rates if known and speed_matters() else None
+
+
+def _of_one_entry(
+    call: AttentionCall, pv_filter: bool = False, pooled: float | None = None
+) -> Call:
+    """ComfyUI computes the entries of a batch together or one by one, as memory allows, and the
+    result must not depend on it."""
+    return Call(call.facts.query_tokens, call.head_count, call.head_dim, pv_filter, pooled)

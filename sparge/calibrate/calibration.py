@@ -85,8 +85,8 @@ class Calibration:
     samples: list[int] = field(repr=False)
     """Query blocks sampled of each layer, in each walk."""
     walks: list[int] = field(repr=False)
-    """Walks measured of each layer: the first one alone where heads share keys, since those have to
-    share a walk."""
+    """Walks measured of each layer, the first so many: one where heads share keys, since those have
+    to share a walk."""
 
     @classmethod
     def begin(
@@ -157,6 +157,12 @@ class Calibration:
                 self.squared_norm[layer].copy_(earlier.squared_norm[layer])
         self.squared_rounding.copy_(earlier.squared_rounding)
 
+    def limit_walks(self, most: int) -> None:
+        """So many of the first walks are measured, and chosen from. Call it before any `sample`:
+        walks that were measured in different calls do not compare."""
+        assert not any(self.samples)
+        self.walks[:] = [min(walks, most) for walks in self.walks]
+
     def sample(
         self,
         layer: int,
@@ -177,10 +183,10 @@ class Calibration:
 
         Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
         count as one. Errors are against the same arithmetic with nothing dropped. All walks of the
-        workload's order are measured in the same call: the error of a head can halve from one step
-        to the next, so walks measured in different steps do not compare. (Choosing the walk from
-        the keys alone costs a third and leaves smaller errors in calls, but clips of the small DiT
-        1.1 dB further from dense ones.)
+        workload's order, or those that `limit_walks` left, are measured in the same call: the error
+        of a head can halve from one step to the next, so walks measured in different steps do not
+        compare. (Choosing the walk from the keys alone costs a third and leaves smaller errors in
+        calls, but clips of the small DiT 1.1 dB further from dense ones.)
         """
         blocks = self.next_query_blocks(layer, calls)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .blocks import KEY_BLOCK
+from .sample_cost import SampleRates
 
 RATES_FILE = Path(__file__).with_name("rates.json")
 
@@ -131,11 +132,19 @@ class Rates:
     sparse: SparseRates
     dense: Mapping[str, DenseRates]
     margin: float
+    sample: SampleRates | None = None
+    """Of calibration; None where that was not measured."""
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Rates:
         dense = {kernel: DenseRates(**rates) for kernel, rates in fields["dense"].items()}
-        return cls(SparseRates(**fields["sparse"]), dense, fields["margin"])
+        sample = SampleRates.read(fields.get("sample"))
+        return cls(SparseRates(**fields["sparse"]), dense, fields["margin"], sample)
+
+    def dense_seconds(self, call: Call, kernel: str = "") -> float:
+        """kernel: the one of PyTorch's that would serve; else the fastest is assumed."""
+        known = self.dense.get(kernel)
+        return min(each.seconds(call) for each in ([known] if known else self.dense.values()))
 
 
 @dataclass(frozen=True)
@@ -149,9 +158,8 @@ class Estimate:
 
 
 def estimate(call: Call, density: float, rates: Rates, dense_kernel: str = "") -> Estimate:
-    """dense_kernel: the one of PyTorch's that would serve; else the fastest is assumed."""
-    known = rates.dense.get(dense_kernel)
-    dense = min(each.seconds(call) for each in ([known] if known else rates.dense.values()))
+    """dense_kernel: as in `Rates.dense_seconds`."""
+    dense = rates.dense_seconds(call, dense_kernel)
     break_even = rates.sparse.density_within(call, dense / (1 + rates.margin))
     return Estimate(rates.sparse.seconds(call, density), dense, max(0.0, break_even))
 

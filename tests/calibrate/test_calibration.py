@@ -221,6 +221,35 @@ def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
     assert torch.equal(choices.error, expected.error)
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_walks_that_are_not_measured_are_not_chosen(make_qkv, most: int) -> None:
+    grid = TokenGrid(8, 16, 16)
+    order = grid_order(grid)
+    q, k, v = make_qkv(1, 2, grid.tokens, 16)
+    for head, walk in enumerate((Walk.RASTER, Walk.FRAMES)):
+        alike = order.walk(walk).token_slot.long() // 64
+        k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
+    full, limited = (begin(heads=2, workload=Workload(order), blocks_a_call=2) for _ in range(2))
+    limited.limit_walks(most)
+    for each in (full, limited):
+        each.sample(0, q, k, v)
+    expected, found = (each.relative_errors()[0, :, :most] for each in (full, limited))
+    assert np.array_equal(found, expected), "measured as ever"
+    assert full.freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
+    least = torch.full((1, 2), 0.2, dtype=torch.float64)
+    for choices in (
+        limited.freeze(mean_density=0.4),
+        limited.freeze(target=0.1),
+        limited.freeze(target=0.1, drift=least),
+    ):
+        assert int(choices.walk.max()) < most
+        assert choices.error.isfinite().all()
+        budget = choices.budget(0)
+        assert budget is not None and (budget.walk is None or most == 2)
+    with pytest.raises(AssertionError):
+        limited.limit_walks(1)
+
+
 def test_half_of_the_rows_tell_about_as_much(qkv) -> None:
     whole, half = begin(), begin(row_step=2)
     whole.sample(0, *qkv)

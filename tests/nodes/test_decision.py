@@ -43,6 +43,21 @@ def test_every_other_case_has_a_reason(why, case, reason):
     assert reason in why(**case)
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "schedule", "steps"),
+    [
+        (0.8, 0.0, [1.0, 0.9, 0.8, 0.5], 2),
+        (0.8, 0.5, [1.0, 0.9, 0.8, 0.5, 0.4, 0.3], 4),
+        (0.8, 0.0, [0.7, 0.5], 1),  # the one that is measured
+        (float("inf"), 0.4, [1.0, 0.5, 0.3], 2),
+        (float("inf"), 0.0, [1.0, 0.5], 1),
+        (0.8, 0.0, [], 1),
+    ],
+)
+def test_dense_steps_of_a_schedule(decision, start, end, schedule, steps):
+    assert decision.SigmaWindow(start, end).dense_steps(schedule) == steps
+
+
 def test_text_that_attends_to_itself_stays_exact(load_pack, decision):
     """The token refiner of HunyuanVideo, with min_tokens 0."""
     layout = load_pack("nodes.families").TokenLayout("Test", None, (4, 8, 10), 0, 10)

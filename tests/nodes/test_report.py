@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,17 @@ def test_measured_heads_are_told(measured, report):
     first, second = (" ".join(line.split()) for line in details[-2:])
     assert first == "0 12.5 % (5.0 % to 20.0 %) 0.060 0.080"
     assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010 -"
+
+
+def test_walks_that_were_not_measured_are_told(measured, report):
+    (shape,) = measured.shapes
+    assert "token orders" not in report.summary(measured)
+    some = [replace(shape, walks_left_out=left_out) for left_out in (1, 2, 2)]
+    line = report.summary(replace(measured, shapes=(shape, some[1], some[2])))
+    told = "; measured 1 of 3 token orders: the dense steps are few or short; "
+    assert line.count("token orders") == 1 and told in line
+    both = report.summary(replace(measured, shapes=tuple(some)))
+    assert "measured 2 of 3" in both and "measured 1 of 3" in both
 
 
 NOTHING = {"sparse": 0, "dense": 0, "cross": 0, "reasons": {}}

@@ -178,6 +178,18 @@ def test_a_conditioning_that_is_alone_is_measured_for_two(load_pack, earlier, ca
         assert schedule.calls_a_sample == calls
 
 
+@pytest.mark.parametrize(
+    ("earlier", "samples"),
+    [([], 2), ([(1,)], 1), ([(0, 1)], 2), ([(1,), (0,)], 2), ([(0, 1), (2,)], 3)],
+)
+def test_each_conditioning_of_earlier_steps_is_sampled(load_pack, earlier, samples):
+    schedule = load_pack("nodes.sample_schedule").SampleSchedule()
+    for conditioning in earlier:
+        schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=False)
+    schedule.begin_pass((0,), may_be_sparse=False, is_last_dense=True)
+    assert schedule.samples_a_layer == samples
+
+
 def test_after_the_window_nothing_is_measured(load_pack):
     schedule = load_pack("nodes.sample_schedule").SampleSchedule()
     schedule.begin_pass((0,), may_be_sparse=False, is_last_dense=False)

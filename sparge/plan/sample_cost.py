@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sample of calibration costs, and how many walks it may measure: from sizes alone, nothing
+is timed, so that the choices of a run are the same in every one.
+
+With H heads of one batch entry, N tokens, and so many walks:
+
+    sample = once + walks (launch + token H N)
+
+The rates are beside those of calls in rates.json, from `python -m benchmarks.sample_cost --fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Of the attention time of all dense calls, that measuring heads may take: what is measured is to
+#: make a run faster, and where few steps are dense or they are short it would eat up the gain.
+SHARE = 0.02
+#: Seconds that measuring may take in any case: nobody notices them in a run, but clips of the small
+#: video DiT lie up to .7 dB further from dense ones where only one walk is measured.
+ALWAYS = 0.1
+#: What the query blocks of a second sample add to one, as a share of it: keys and values are
+#: prepared once.
+MORE_BLOCKS = 0.5
+
+
+@dataclass(frozen=True)
+class SampleRates:
+    """Seconds, of one kind of GPU and one head_dim: each is a part of the formula above."""
+
+    once: float
+    launch: float
+    token: float
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any] | None) -> SampleRates | None:
+        return None if fields is None else cls(**fields)
+
+    def seconds(self, rows: int, walks: int, calls: int = 1) -> float:
+        """rows: heads times tokens. calls: as many query blocks as so many samples measure."""
+        terms = sample_terms(rows, walks)
+        alone = sum(getattr(self, name) * times for name, times in terms.items())
+        return alone * (1 + MORE_BLOCKS * (calls - 1))
+
+
+def sample_terms(rows: int, walks: int) -> dict[str, float]:
+    """What each of `SampleRates` is multiplied by."""
+    return {"once": 1.0, "launch": walks, "token": walks * rows}
+
+
+def affordable_walks(
+    rates: SampleRates, rows: int, most: int, *, dense: float, samples: int, calls: int = 1
+) -> int:
+    """How many walks each sample of a run measures, of `most`: as many as keep it within SHARE of
+    the dense calls that its conditioning makes in its layer, or else all samples of the run within
+    ALWAYS; but at least one.
+
+    Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
+    blocks predict worse, and a walk that is not measured is one that no head takes, no more.
+
+    dense: seconds of those calls. samples: of the run, in all layers. rows and calls: as in
+    `SampleRates.seconds`.
+    """
+    allowed = max(SHARE * dense, ALWAYS / samples)
+    within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= allowed)
+    return next(within, 1)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where dense steps are few or short, fewer walks are measured: the same ones in all layers, and
+however ComfyUI batches."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+HEADS, TOKENS = 2, 512
+CUBES, FRAMES, RASTER = range(3)
+
+
+@pytest.fixture
+def sample_of(load_pack, monkeypatch):
+    """sample_of(share): makes a sample of all walks take this share of a dense call by flash, which
+    takes twice as long as cuDNN."""
+    worth, node = load_pack("sparge.plan.worth"), load_pack("nodes.worth")
+    cost = load_pack("sparge.plan.sample_cost")
+    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+    monkeypatch.setattr(node, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(node, "MEASURED_DTYPES", (torch.float32,))
+    monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
+    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+
+    def pretend(share, launch=True):
+        sparse = worth.SparseRates(0, 0, 0, 0, 1e-12, 0, 0)
+        cudnn, flash = (worth.DenseRates(0, launch=seconds, pair=0) for seconds in (0.5, 1.0))
+        sample = cost.SampleRates(once=0, launch=share / 3, token=0) if launch else None
+        rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, 0.0, sample)
+        monkeypatch.setattr(node, "rates_for", lambda gpu, head_dim: rates)
+
+    return pretend
+
+
+@pytest.fixture
+def call_of(load_pack):
+    """call_of(q, k, v): the call of (B, H, N, D)."""
+    made = load_pack("nodes.attention_call").AttentionCall
+    return lambda q, k, v: made(q, k, v, q.shape[1], False, True, True, {}, ())
+
+
+@pytest.fixture
+def afforded(load_pack, call_of):
+    """afforded(dense steps): of three walks, in a run of very many samples."""
+
+    def walks(steps, layers=10**9, calls=1, tensors=None):
+        q = torch.zeros(1, HEADS, TOKENS, 64)
+        call, afford = call_of(*(tensors or (q, q, q))), load_pack("nodes.worth").affordable_walks
+        return afford(call, 3, 2, calls, layers=layers, dense_steps=steps)
+
+    return walks
+
+
+def test_more_dense_steps_afford_more_walks(sample_of, afforded):
+    sample_of(0.08)
+    assert [afforded(steps) for steps in range(1, 7)] == [1, 1, 2, 3, 3, 3]
+    assert [afforded(steps, calls=2) for steps in range(1, 7)] == [1, 1, 1, 2, 2, 3]
+    sample_of(10)
+    assert afforded(1) == 1
+    assert afforded(1, layers=1e-9) == 3
+
+
+def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypatch):
+    sample_of(0.08)
+    for kernel, walks in ("flash", 3), ("cudnn", 1), ("", 1):
+        found = load_pack("nodes.attention_call")
+        monkeypatch.setattr(found, "torch_kernel", lambda *args, kernel=kernel: kernel)
+        assert afforded(4) == walks
+
+
+def test_all_walks_where_nothing_is_known(sample_of, afforded, load_pack, monkeypatch):
+    node = load_pack("nodes.worth")
+    known = node.rates_for
+    sample_of(10)
+    q, k = torch.zeros(1, HEADS, TOKENS, 64), torch.zeros(1, 1, TOKENS, 64)
+    assert afforded(1, tensors=(q.half(),) * 3) == 3, "another dtype"
+    assert afforded(1, tensors=(q, k, k)) == 3, "heads that share keys share their walk"
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+    assert afforded(1) == 3
+    monkeypatch.delenv("SPARGE_REFERENCE")
+    sample_of(10, launch=False)
+    assert afforded(1) == 3, "only calls were measured"
+    monkeypatch.setattr(node, "rates_for", known)
+    assert afforded(1) == 3, "a CPU"
+
+
+def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
+    sample_of(0.08)
+    both = (torch.zeros(2, HEADS, TOKENS, 64),) * 3
+    for steps in range(1, 7):
+        assert afforded(steps, tensors=both) == afforded(steps)
+
+
+@pytest.fixture
+def frozen(load_pack, call_of):
+    """frozen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
+    in the last dense step."""
+    module, grid = load_pack("nodes.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
+    aim = load_pack("nodes.aim").Aim("budget", 0.5)
+    facts = load_pack("nodes.passes").PassFacts
+
+    def run(dense_steps, *passes):
+        shape, policy = module.Shape(TOKENS, HEADS, grid), load_pack("sparge").SparsePolicy()
+        afford = load_pack("nodes.worth").affordable_walks
+        afford = partial(afford, layers=2, dense_steps=dense_steps)
+        table = module.HeadTable(shape, 2, aim, policy, torch.device("cpu"), afford)
+        for conditioning, *qkv in passes:
+            table.begin_pass(facts(conditioning, 0, "before start_percent", True))
+            for row in range(2):
+                table.sample(row, call_of(*qkv), partial(scaled_dot_product_attention, *qkv))
+        table.begin_pass(facts(passes[0][0], 1))
+        return table
+
+    return run
+
+
+@pytest.fixture
+def qkv_of(load_pack, generator):
+    """qkv_of(*walks): of heads whose keys are alike in the blocks of these walks."""
+    sparge = load_pack("sparge")
+    order = sparge.grid_order(sparge.TokenGrid(8, 8, 8))
+
+    def made(*walks):
+        q, k, v = torch.randn(3, 1, HEADS, TOKENS, 64, generator=generator)
+        for head, walk in enumerate(walks):
+            block = order.token_slots[walk].long() // 64
+            k[0, head] = 2 * torch.randn(order.key_blocks, 64, generator=generator)[block]
+        return [q, k, v]
+
+    return made
+
+
+@pytest.mark.parametrize(("steps", "left_out"), [(1, 2), (3, 1), (4, 0)])
+def test_heads_take_measured_walks_in_a_batch_and_apart(
+    sample_of, frozen, qkv_of, load_pack, monkeypatch, steps, left_out
+):
+    sample_of(0.08)
+    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "ALWAYS", 0.0)
+    uncond, cond = qkv_of(RASTER, FRAMES), qkv_of(RASTER, FRAMES)
+    both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
+    batch = frozen(steps, ((1, 0), *both))
+    apart = frozen(steps, ((1,), *uncond), ((0,), *cond))
+    for table in (batch, apart):
+        assert table.walks_left_out == left_out
+        assert int(table.choices.walk.max()) == 2 - left_out
+    for name in ("density", "gain", "router", "walk", "error"):
+        assert torch.equal(getattr(batch.choices, name), getattr(apart.choices, name)), name
+
+
+def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
+    """Even if another kernel would serve later calls."""
+    sample_of(0.08)
+    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "ALWAYS", 0.0)
+    kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
+    module = load_pack("nodes.attention_call")
+    monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
+    table = frozen(4, ((1,), *qkv_of(RASTER, FRAMES)), ((0,), *qkv_of(RASTER, FRAMES)))
+    assert next(kernels) == "flash" and table.walks_left_out == 2
+    assert not table.choices.walk.any()
+    assert table.budget(0).walk is None
+
+
+class WanModel(torch.nn.LayerNorm):
+    """Its name and sizes are all that the node sees of it."""
+
+    patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(2)
+
+
+@pytest.mark.parametrize("mode", ["auto budget", "auto quality"])
+def test_a_run_tells_it_and_its_profile_holds_it(
+    sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode
+):
+    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "ALWAYS", 0.0)
+    patcher.model.diffusion_model = WanModel(8)
+    node, hook_of = load_pack("nodes.sparge_attention").SpargeAttention, load_pack("nodes.hook")
+    patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
+    qkv = qkv_of(RASTER, FRAMES)
+    told = "measured 1 of 3 token orders: the dense steps are few or short"
+
+    def step(attend):
+        for _ in range(2):
+            attend(*qkv, HEADS, skip_reshape=True)
+
+    def line(dense_steps):
+        sigmas = [1 - number / 100 for number in range(dense_steps)]
+        session(patched, (8, 16, 16)).sample(step, [*sigmas, 0.7, 0.6, 0.5, 0.4])
+        return load_pack("nodes.report").summary(hook_of.hook_of(patched).last)
+
+    sample_of(0.03)
+    assert told in line(1)
+    result = hook_of.hook_of(patched).last
+    ((shape,), (choices,)) = result.shapes, result.profile.choices.values()
+    assert list(shape.walks.values()) == [4, 0, 0] and not choices.walk.any()
+    assert "token orders" not in line(4)
+    assert runs[-1][0].tally.sparse == 8

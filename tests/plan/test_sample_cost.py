@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As many walks as the dense calls afford."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from sparge.plan.sample_cost import ALWAYS, MORE_BLOCKS, SHARE, SampleRates, affordable_walks
+from sparge.plan.worth import RATES_FILE, Call, Rates, rates_for
+
+RATES = SampleRates(once=1e-3, launch=1e-3, token=1e-9)
+ROWS = 10**6  # of which a walk takes 2 ms
+MANY = 10**6  # samples
+afforded = partial(affordable_walks, RATES, ROWS, 3, samples=MANY)
+
+
+def test_each_part_is_its_work_times_its_rate() -> None:
+    assert RATES.seconds(ROWS, 3) == pytest.approx(7e-3)
+    assert RATES.seconds(2 * ROWS, 1) == pytest.approx(4e-3)
+    assert RATES.seconds(ROWS, 3, calls=2) == pytest.approx(7e-3 * (1 + MORE_BLOCKS))
+
+
+@pytest.mark.parametrize(("walks", "seconds"), [(3, 7e-3), (2, 5e-3)])
+def test_a_sample_stays_within_its_share(walks: int, seconds: float) -> None:
+    assert afforded(dense=1.001 * seconds / SHARE) == walks
+    assert afforded(dense=0.999 * seconds / SHARE) == walks - 1
+    alone = seconds * (1 + MORE_BLOCKS)
+    assert afforded(dense=1.001 * alone / SHARE, calls=2) == walks
+    assert afforded(dense=0.999 * alone / SHARE, calls=2) == walks - 1
+
+
+def test_more_dense_steps_never_afford_less_and_one_walk_is_the_least() -> None:
+    found = [afforded(dense=0.02 * steps) for steps in range(40)]
+    assert found == sorted(found) and set(found) == {1, 2, 3}
+    assert affordable_walks(RATES, ROWS, 1, dense=0.0, samples=MANY) == 1
+
+
+@pytest.mark.parametrize("walks", [2, 3])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_short_runs_measure_all_of_them(walks: int, calls: int) -> None:
+    few = int(ALWAYS / RATES.seconds(ROWS, walks, calls))
+    assert afforded(dense=0.0, samples=few, calls=calls) == walks
+    assert afforded(dense=0.0, samples=few + 1, calls=calls) < walks
+    assert afforded(dense=1.0, samples=few + 1, calls=calls) == 3, "the more of both"
+
+
+def test_rates_of_samples_may_be_missing() -> None:
+    fields = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]["64"]
+    assert Rates.read(fields).sample == SampleRates(**fields["sample"])
+    del fields["sample"]
+    assert Rates.read(fields).sample is None
+
+
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(44776, 24, 128), (17776, 48, 64)])
+def test_models_measure_all_walks_with_the_dense_steps_of_our_graphs(
+    tokens: int, heads: int, head_dim: int
+) -> None:
+    """Mochi 6 of 30 steps, CogVideoX-5B 10 of 50, by flash on an H200, in 40 layers and more."""
+    rates = rates_for("NVIDIA H200", head_dim)
+    assert rates is not None and rates.sample is not None
+    call = Call(tokens, heads, head_dim)
+    dense = rates.dense_seconds(call, "flash")
+    of_steps = [
+        affordable_walks(rates.sample, call.rows, 3, dense=steps * dense, samples=80)
+        for steps in range(1, 11)
+    ]
+    assert of_steps[0] == 1 and of_steps[9] == 3 and of_steps == sorted(of_steps)
