@@ -39,8 +39,8 @@ _SCHEMAS = (
     "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
     "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None) -> ()",
-    "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor pooled_out, "
-    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, Tensor(a!) found, "
+    "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor q, Tensor workspace, "
+    "SymInt[] shape, int element, Tensor kept, float scale, int ends, Tensor(a!) found, "
     "Tensor? dense=None) -> ()",
 )
 
@@ -232,16 +232,28 @@ def _score(
     exact_out: Tensor,
     exact_max: Tensor,
     exact_sum: Tensor,
-    pooled_out: Tensor,
-    pooled_max: Tensor,
-    pooled_sum: Tensor,
-    unit: Tensor,
+    q: Tensor,
+    workspace: Tensor,
+    shape: list[int],
+    element: int,
+    kept: Tensor,
+    scale: float,
     ends: int,
     found: Tensor,
     dense: Tensor | None = None,
 ) -> None:
-    exact, pooled = (exact_out, exact_max, exact_sum), (pooled_out, pooled_max, pooled_sum)
-    launch_score.score(exact, pooled, unit, ends, found, dense)
+    launch_score.score(
+        (exact_out, exact_max, exact_sum),
+        q,
+        workspace,
+        CallShape(*shape),
+        Element(element),
+        kept,
+        scale,
+        ends,
+        found,
+        dense,
+    )
 
 
 def _returns_nothing(*_: object) -> None:
