@@ -107,7 +107,7 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
   {
     const Pieces pieces(p, row.first_exact);
     Sums all;
-#pragma unroll 4
+#pragma unroll 7
     for (i32 piece = 0; piece < p.pieces; ++piece) {
       Values values;
       load(values, row.first_exact, piece);

@@ -64,6 +64,8 @@ class _Facts:
     pieces: Pieces
     means: Tensor
     """(3, B, Hkv, channels) float32, of `ops.means`."""
+    similar: Tensor
+    """(B x H x candidates x S,) float32: of each routed query block, in any group, the same."""
 
     @classmethod
     def of(cls, sample: Sample) -> _Facts:
@@ -71,7 +73,10 @@ class _Facts:
         densities, query_blocks = sample.candidates.densities, len(sample.query_blocks)
         pieces = Pieces.of(densities, blocks.every_block, query_blocks)
         means = ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample)))
-        return cls(blocks, pieces, means)
+        batch, heads, *_ = sample.q.shape
+        routed = batch * heads * _candidates(sample) * query_blocks
+        similar = torch.zeros(routed, dtype=torch.float32, device=sample.q.device)
+        return cls(blocks, pieces, means, similar)
 
 
 def _room_for_distances(sample: Sample) -> Tensor:
@@ -82,6 +87,12 @@ def _room_for_distances(sample: Sample) -> Tensor:
     return torch.empty(
         routers, 4 * densities - 1, *rows, dtype=torch.float32, device=sample.q.device
     )
+
+
+def _candidates(sample: Sample) -> int:
+    """Of a head, but those of the last density, which drop nothing."""
+    routers, densities, _ = sample.candidates.shape
+    return routers * (densities - 1)
 
 
 def _compared(sample: Sample) -> int:
@@ -106,7 +117,9 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     compared = batch * heads * _compared(sample)
     found = 4 * compared * sample.walks * routers * (4 * densities - 1)
     dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
-    return sampled * channels * sample.q.element_size() + dense + found
+    routed = _routed_shape(sample)
+    means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)
+    return sampled * channels * sample.q.element_size() + dense + means + found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
@@ -117,8 +130,7 @@ def _bytes_a_kv_head(sample: Sample) -> int:
     pieces = routers * sum(piece_counts(sample.candidates.densities))
     copies = 1 if _is_one_view(sample) else 1 + pieces
     attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
-    shape = _routed_shape(sample.of_heads(slice(0, 1)))
-    return attended + _layout(shape, sample, with_queries=True).nbytes
+    return attended + _layout(sample.of_heads(slice(0, 1))).nbytes
 
 
 def _is_one_view(sample: Sample) -> bool:
@@ -128,16 +140,15 @@ def _is_one_view(sample: Sample) -> bool:
 
 def _routed_shape(sample: Sample) -> CallShape:
     """Of a call whose queries are the sampled blocks and whose heads are the candidates of each
-    head, all routers and all densities but the last."""
+    head."""
     batch, heads, _, channels = sample.q.shape
-    routers, densities, _ = sample.candidates.shape
     queries, slots = len(sample.query_blocks) * QUERY_BLOCK, sample.workload.order.slots
-    candidates = heads * routers * (densities - 1)
+    candidates = heads * _candidates(sample)
     return CallShape(batch, candidates, sample.k.shape[1], queries, slots, channels)
 
 
-def _layout(shape: CallShape, sample: Sample, *, with_queries: bool) -> WorkspaceLayout:
-    return layout_of(shape, _element(sample), True, with_queries, True)
+def _layout(sample: Sample) -> WorkspaceLayout:
+    return layout_of(_routed_shape(sample), _element(sample), True, False, True)
 
 
 def _element(sample: Sample) -> Element:
@@ -162,7 +173,7 @@ class _Group:
 
     def score(self, found: Tensor) -> None:
         """Fills in the heads of `found` (routers, fields, B, H, S x rows a block)."""
-        layout = _layout(_routed_shape(self.sample), self.sample, with_queries=True)
+        layout = _layout(self.sample)
         workspace = self._quantized(layout)
         kept = self._kept(workspace, layout)
         exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
@@ -182,9 +193,7 @@ class _Group:
         )
 
     def _quantized(self, layout: WorkspaceLayout) -> Tensor:
-        """The workspace, with room for the means of queries."""
         sample, order = self.sample, self.sample.workload.order
-        without_queries = _layout(layout.shape, sample, with_queries=False)
         return ops.quantize(
             sample.q,
             sample.k,
@@ -197,7 +206,6 @@ class _Group:
             order.slot_tokens,
             order.block_counts,
             None,
-            layout.nbytes - without_queries.nbytes,
             self.facts.means[:, :, self.kv_heads],
         )
 
@@ -205,11 +213,6 @@ class _Group:
         """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
         sample, shape = self.sample, layout.shape
         routers, densities, _ = sample.candidates.shape
-        candidates = routers * (densities - 1)
-        means = self.rows.means.unsqueeze(2)
-        layout.view(workspace, "q_similarity").zero_()
-        by_block = layout.view(workspace, "q_block_mean").unflatten(1, (-1, candidates))
-        by_block.copy_(means.expand_as(by_block))
         kept, _ = ops.route(
             workspace,
             shape.sizes(),
@@ -235,6 +238,8 @@ class _Group:
             None,  # the sampled blocks are no slots of the order
             sample.workload.order.keys_exact,
             None,
+            self.rows.means.flatten(1, 2).contiguous(),
+            self.facts.similar,
         )
         return kept.unflatten(1, (-1, routers, densities - 1))
 

@@ -66,7 +66,8 @@ class SampledRows:
     q: Tensor
     """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
     means: Tensor
-    """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
+    """(B, H, candidates, S, channels) float32: of the queries of each block, for each candidate
+    once, padded as the kernels' are."""
     dense: Tensor | None
     """(B, H, S x rows a block, D): what dense attention gave to those compared, in empty slots to
     some token; in the first walk, where it is known."""
@@ -79,13 +80,15 @@ class SampledRows:
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
+        routers, densities, _ = sample.candidates.shape
+        for_each = means.unsqueeze(2).expand(-1, -1, routers * (densities - 1), -1, -1)
         dense = None
         if sample.dense is not None and walk == 0:
             places = blocks.places[walk, :: sample.row_step]
             dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
             if dense.dtype != q.dtype:
                 dense = dense.float()
-        return cls(q[:, :, :: sample.row_step], means, dense)
+        return cls(q[:, :, :: sample.row_step], for_each.contiguous(), dense)
 
     def of_heads(self, heads: slice) -> SampledRows:
         dense = None if self.dense is None else self.dense[:, heads]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -25,7 +26,7 @@ DROPPED = [0.9, 0.4]  # share of the key blocks, of each density but the last
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arguments of the op but `found` and `dense`."""
+    """The arguments of the op but `found` and `dense`, on the CPU."""
 
     exact_out: Tensor
     exact_max: Tensor
@@ -36,10 +37,14 @@ class Inputs:
     kept: Tensor
     scale: float
 
-    def arguments(self, *, device: str, dtype: torch.dtype) -> tuple[object, ...]:
-        """dtype: of exact parts."""
+    def score(
+        self, op: Callable[..., None], found: Tensor, dense: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """found: of two walks and of one head more than there are, of which the second walk and all
+        heads but the first are filled in. dtype: of the exact parts."""
+        device = found.device
         exact = (self.exact_out, self.exact_max, self.exact_sum)
-        return (
+        op(
             *(x.to(device, dtype) for x in exact),
             self.q.to(device),
             self.workspace.to(device),
@@ -48,6 +53,8 @@ class Inputs:
             self.kept.to(device),
             self.scale,
             sum(1 << sum(PIECES[: density + 1]) - 1 for density in range(len(PIECES))),
+            found[:, :, 1, :, 1:],
+            dense,
         )
 
 
@@ -91,15 +98,18 @@ def inputs(
     return Inputs(exact_out, exact_max, exact_sum, rows_only, workspace, shape, pack(kept), scale)
 
 
-def room_for(given: Inputs, device: str) -> Tensor:
-    """`found` of two walks and of one head more, full of something else."""
+def room_for(given: Inputs, device: str = "cuda") -> Tensor:
+    """`found` of `Inputs.score`, full of something else."""
     fields = 4 * len(PIECES) - 1
     room = (ROUTERS, fields, 2, BATCH, HEADS + 1, given.q.shape[2])
     return torch.full(room, 77.0, device=device)
 
 
-def check(found: Tensor, expected: Tensor) -> None:
+def check(given: Inputs, dense: Tensor | None = None) -> None:
     """Products near 0 keep the rounding of vectors of square 128 x 10 and more."""
+    found, expected = room_for(given), room_for(given)
+    given.score(sparge.ops.score, found, dense, torch.float32)
+    given.score(score_by_reference, expected, dense, torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
 
 
@@ -114,44 +124,31 @@ def test_score(
     generator: torch.Generator,
 ) -> None:
     """dtype: of the queries, and of what dense attention gave, of which the heads are a slice."""
-    given = inputs(channels, key_blocks, rows, generator, dtype or torch.bfloat16)
     dense = None
     if dtype is not None:
         every_head = torch.randn(BATCH, HEADS + 1, BLOCKS * rows, channels, generator=generator) + 3
         dense = every_head.to("cuda", dtype)[:, 1:]
-    found, expected = room_for(given, "cuda"), room_for(given, "cuda")
-    true = given.arguments(device="cuda", dtype=torch.float64)
-    score_by_reference(*true, expected[:, :, 1, :, 1:], dense)
-    on_device = given.arguments(device="cuda", dtype=torch.float32)
-    sparge.ops.score(*on_device, found[:, :, 1, :, 1:], dense)
-    check(found, expected)
+    check(inputs(channels, key_blocks, rows, generator, dtype or torch.bfloat16), dense)
 
 
 def test_few_rows_a_thread_block(generator: torch.Generator) -> None:
     """Where the weights of 16 do not fit, and the kernel's thread blocks have fewer."""
     given = inputs(128, 5000, 16, generator, torch.bfloat16)
     assert shared_bytes(given.shape, len(DROPPED), 16) > 227 * 1024
-    found, expected = room_for(given, "cuda"), room_for(given, "cuda")
-    true = given.arguments(device="cuda", dtype=torch.float64)
-    score_by_reference(*true, expected[:, :, 1, :, 1:])
-    on_device = given.arguments(device="cuda", dtype=torch.float32)
-    sparge.ops.score(*on_device, found[:, :, 1, :, 1:])
-    check(found, expected)
+    check(given)
 
 
 def test_schema(generator: torch.Generator) -> None:
     given = inputs(64, 20, 8, generator, torch.bfloat16)
-    on_device = given.arguments(device="cuda", dtype=torch.float32)
-    found = room_for(given, "cuda")[:, :, 0, :, 1:]
-    torch.library.opcheck(sparge.ops.score, (*on_device, found), test_utils=("test_schema",))
+
+    def opcheck(*arguments: object) -> None:
+        torch.library.opcheck(sparge.ops.score, arguments, test_utils=("test_schema",))
+
+    given.score(opcheck, room_for(given), None, torch.float32)
 
 
 def test_sizes_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
     given = inputs(40, 3, 8, generator, torch.bfloat16)
-    shape = replace(given.shape, keys=64 * 60_000)
-    wide = replace(given, shape=shape)
+    wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
     with pytest.raises(sparge.Unsupported, match="60000 key blocks, whose weights do not fit"):
-        sparge.ops.score(
-            *wide.arguments(device="cuda", dtype=torch.float32),
-            room_for(given, "cuda")[:, :, 0, :, 1:],
-        )
+        wide.score(sparge.ops.score, room_for(given), None, torch.float32)
