@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(sparge::score::kThreads, sparge::sc
   const i32 warp = threadIdx.x / kWarpSize;
   if (threadIdx.x == 0) place = score::place_at(p, blockIdx.x);
   __syncthreads();
-  score::load_queries(p, place, *shared.queries);
+  score::load_queries(p, place, shared);
   score::list_buckets(p, place, shared, buckets);
   score::find_logits(p, place, shared, buckets.ends[0]);
   __syncthreads();

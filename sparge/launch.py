@@ -30,7 +30,7 @@ _CHUNK = 16  # bytes of a vector load
 _MAX_ROUTE_ROWS = 16  # query blocks that a thread block of the route kernel takes
 _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
 _STATIC_ROUTE_SHARED = 20736  # bytes the route kernel declares itself, at head_dim 128
-SPLIT_PADDING = 16  # numbers behind each vector of csrc/common/split.cuh
+_ROUTE_PADDING = 16  # numbers behind each vector in the route kernel's shared memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +324,7 @@ def queue(
 
 def _route_vector_bytes(head_dim: int) -> int:
     """Of what route multiplies with every key block: a vector a query block, in two parts."""
-    return 2 * _MAX_ROUTE_ROWS * (head_dim + SPLIT_PADDING) * 4
+    return 2 * _MAX_ROUTE_ROWS * (head_dim + _ROUTE_PADDING) * 4
 
 
 def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:

@@ -10,7 +10,7 @@ from .errors import Unsupported
 from .kernels import Element, capabilities
 from .kernels.params import ScoreParams
 from .kernels.spec import ARCHS
-from .launch import SPLIT_PADDING, queue, view_of
+from .launch import queue, view_of
 from .plan.blocks import block_count
 from .workspace import CallShape, layout_of
 
@@ -86,8 +86,8 @@ def shared_bytes(shape: CallShape, pooling: int, rows: int) -> int:
     pooling: densities that drop something.
     """
     room = _room(shape.key_blocks, pooling)
-    queries = 2 * _MOST_ROWS * (shape.head_dim + SPLIT_PADDING)
-    weights = rows * (block_count(room, 16) * 16 + 8)
+    queries = 2 * _MOST_ROWS * shape.head_dim
+    weights = 2 * block_count(rows, 2) * (block_count(room, 16) * 16 + 8)
     return 4 * (max(queries, pooling * rows * shape.head_dim) + weights + room) + 2 * room
 
 

@@ -16,29 +16,16 @@ SPARGE_DEVICE Split split(float x) {
   return {high, __float_as_uint(x - __uint_as_float(high))};
 }
 
-// One vector a row, split. Eight lanes read 16 bytes each from two rows: 16 banks apart.
-template <int kRows>
-struct SplitVectors {
-  static constexpr int kPitch = kHeadDim + 16;
-  alignas(16) u32 high[kRows][kPitch];
-  alignas(16) u32 low[kRows][kPitch];
-
-  SPARGE_DEVICE void set(i32 row, i32 channel, float x) {
-    const Split parts = split(x);
-    high[row][channel] = parts.high, low[row][channel] = parts.low;
-  }
-  SPARGE_DEVICE float get(i32 row, i32 channel) const {
-    return __uint_as_float(high[row][channel]) + __uint_as_float(low[row][channel]);
-  }
-};
-
 // d += a b, where a holds rows of 16 vectors and b eight columns.
-SPARGE_DEVICE void multiply_add(float (&d)[4], const Split (&a)[4], const Split& b0, const Split& b1) {
-  const u32 high[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
-  const u32 low[4] = {a[0].low, a[1].low, a[2].low, a[3].low};
+SPARGE_DEVICE void multiply_add(float (&d)[4], const u32 (&high)[4], const u32 (&low)[4], const Split& b0, const Split& b1) {
   ptx::mma_m16n8k8_tf32(d, low, b0.high, b1.high);
   ptx::mma_m16n8k8_tf32(d, high, b0.low, b1.low);
   ptx::mma_m16n8k8_tf32(d, high, b0.high, b1.high);
+}
+SPARGE_DEVICE void multiply_add(float (&d)[4], const Split (&a)[4], const Split& b0, const Split& b1) {
+  const u32 high[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
+  const u32 low[4] = {a[0].low, a[1].low, a[2].low, a[3].low};
+  multiply_add(d, high, low, b0, b1);
 }
 
 }  // namespace sparge

@@ -14,7 +14,20 @@ constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every p
 constexpr int kColumns = 8;
 constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
 
-using Vectors = SplitVectors<kMaxRows>;
+// One vector a row, split. Eight lanes read 16 bytes each from two rows: 16 banks apart.
+struct Vectors {
+  static constexpr int kPitch = kHeadDim + 16;
+  alignas(16) u32 high[kMaxRows][kPitch];
+  alignas(16) u32 low[kMaxRows][kPitch];
+
+  SPARGE_DEVICE void set(i32 row, i32 channel, float x) {
+    const Split parts = split(x);
+    high[row][channel] = parts.high, low[row][channel] = parts.low;
+  }
+  SPARGE_DEVICE float get(i32 row, i32 channel) const {
+    return __uint_as_float(high[row][channel]) + __uint_as_float(low[row][channel]);
+  }
+};
 
 // A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row.
 struct Share {

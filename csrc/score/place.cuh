@@ -13,8 +13,6 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = kHeadDim == 128 ? 1 : 3;
 constexpr int kMostDensities = 32;  // bits of `ends`
 
-using Queries = SplitVectors<kMaxRows>;
-
 // Some rows of one sampled query block, for one router.
 struct Place {
   i32 b, head, head_at, router, block;
@@ -37,23 +35,46 @@ SPARGE_DEVICE Place place_at(const ScoreParams& p, i32 index) {
           smaller(p.rows_per_cta, rows_a_block - first)};
 }
 
+// The queries of a thread block as the tensor cores take them: of every eight channels the four numbers of a lane side by side,
+// in two parts. A lane's channels are those of two of the four numbers that it loads of a mean, in every sixteen.
+struct Queries {
+  alignas(16) u32 high[kHeadDim / 8][kWarpSize][4];
+  alignas(16) u32 low[kHeadDim / 8][kWarpSize][4];
+
+  // row: of the operand.
+  SPARGE_DEVICE void set(i32 row, i32 channel, float x) {
+    const i32 step = channel / 16 * 2 + channel % 4 / 2, lane = row % 8 * 4 + channel % 16 / 4, i = row / 8 + channel % 2 * 2;
+    const Split parts = split(x);
+    high[step][lane][i] = parts.high, low[step][lane][i] = parts.low;
+  }
+};
+
 // Dynamic shared memory; sparge/launch_score.py counts it.
 struct Shared {
-  // Queries, in parts, until the logits stand; then the pooled values of each density and row.
+  // Queries until the logits stand; then the pooled values of each density and row.
   Queries* queries;
   float* pooled;
-  float* weights;  // a row of `pitch` for each row: logits, then weights
+  float* weights;  // logits, then weights: lines of two rows, whose numbers alternate, as a lane needs both
   float* bias;     // of each place in the list: log2 of the keys of its block
   u16* list;       // key blocks, see buckets.cuh
-  i32 pitch;
+  i32 pitch;       // places of a line
+  i32 lines;       // row r is in line r or r - lines, and in row r or r - lines + 8 of an operand
 
   SPARGE_DEVICE Shared(const ScoreParams& p, float* start) : queries(reinterpret_cast<Queries*>(start)), pooled(start) {
     const i32 pooled_numbers = (p.densities - 1) * p.rows_per_cta * kHeadDim;
-    pitch = (p.room + 15) / 16 * 16 + 8;  // eight lanes' rows of two numbers each are 8 or 24 banks apart
+    pitch = (p.room + 15) / 16 * 16 + 8;  // neighbouring lines are 16 banks apart
+    lines = (p.rows_per_cta + 1) / 2;
     weights = start + larger<i32>(pooled_numbers, sizeof(Queries) / sizeof(float));
-    bias = weights + p.rows_per_cta * pitch;
+    bias = weights + 2 * lines * pitch;
     list = reinterpret_cast<u16*>(bias + p.room);
   }
+
+  // The numbers of a lane's row of an operand, or of another where there is none.
+  SPARGE_DEVICE float* line(i32 index) const { return weights + 2 * smaller(index, lines - 1) * pitch; }
+  // Of every second number on.
+  SPARGE_DEVICE float* row(i32 row) const { return row < lines ? line(row) : line(row - lines) + 1; }
+  // Which row has row 8 h + i of an operand.
+  SPARGE_DEVICE i32 row_of(i32 h, i32 i) const { return i < lines ? h * lines + i : kMaxRows; }
 
   SPARGE_DEVICE float* pooled_row(const ScoreParams& p, i32 density, i32 row) const {
     return pooled + (density * p.rows_per_cta + row) * kHeadDim;

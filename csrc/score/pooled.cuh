@@ -17,14 +17,15 @@ struct Masses {
   float sum[kMaxRows][kMostDensities];
 };
 
-SPARGE_DEVICE void load_queries(const ScoreParams& p, const Place& place, Queries& queries) {
+SPARGE_DEVICE void load_queries(const ScoreParams& p, const Place& place, const Shared& shared) {
   const i64 head = place.b * p.q.batch_stride + place.head * p.q.head_stride;
 #pragma unroll
   for (int pass = 0; pass < kMaxRows * kHeadDim / kThreads; ++pass) {
-    const i32 i = pass * kThreads + threadIdx.x, row = i / kHeadDim, channel = i % kHeadDim;
+    const i32 i = pass * kThreads + threadIdx.x, of_operand = i / kHeadDim, channel = i % kHeadDim;
+    const i32 row = shared.row_of(of_operand / 8, of_operand % 8);
     const bool inside = row < place.rows && channel < p.channels;
     const float x = inside ? value_at(p.q, head + (place.first + row) * p.q.token_stride + channel) : 0.0f;
-    queries.set(row, channel, x * (p.scale * kLog2E));
+    shared.queries->set(of_operand, channel, x * (p.scale * kLog2E));
   }
 }
 
@@ -53,44 +54,38 @@ SPARGE_DEVICE void find_logits(const ScoreParams& p, const Place& place, const S
       const float x[4] = {__uint_as_float(chunk[c].x), __uint_as_float(chunk[c].y), __uint_as_float(chunk[c].z),
                           __uint_as_float(chunk[c].w)};
       if (mean) load(mean, c);
-      Vec16 high[2], low[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        high[h] = *reinterpret_cast<const Vec16*>(&shared.queries->high[8 * h + group][16 * c + 4 * quad]);
-        low[h] = *reinterpret_cast<const Vec16*>(&shared.queries->low[8 * h + group][16 * c + 4 * quad]);
+        const Vec16 a = *reinterpret_cast<const Vec16*>(shared.queries->high[2 * c + h][lane]);
+        const Vec16 rest = *reinterpret_cast<const Vec16*>(shared.queries->low[2 * c + h][lane]);
+        const u32 high[4] = {a.x, a.y, a.z, a.w}, low[4] = {rest.x, rest.y, rest.z, rest.w};
+        multiply_add(sum[h], high, low, split(x[2 * h]), split(x[2 * h + 1]));
       }
-      const Split first_half[4] = {{high[0].x, low[0].x}, {high[1].x, low[1].x}, {high[0].y, low[0].y}, {high[1].y, low[1].y}};
-      const Split second_half[4] = {{high[0].z, low[0].z}, {high[1].z, low[1].z}, {high[0].w, low[0].w}, {high[1].w, low[1].w}};
-      multiply_add(sum[0], first_half, split(x[0]), split(x[1]));
-      multiply_add(sum[1], second_half, split(x[2]), split(x[3]));
     }
+    if (group >= shared.lines) continue;
     const i32 at = first + 2 * quad;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const i32 row = 8 * h + group;
-      if (row >= place.rows) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        shared.weights[row * shared.pitch + at + i] = sum[0][2 * h + i] + sum[1][2 * h + i] + shared.bias[at + i];
-    }
+    const Vec8 bias = *reinterpret_cast<const Vec8*>(shared.bias + at);
+    auto logit = [&](int i, u32 of_place) { return __float_as_uint(sum[0][i] + sum[1][i] + __uint_as_float(of_place)); };
+    *reinterpret_cast<Vec16*>(shared.line(group) + 2 * at) = {logit(0, bias.x), logit(2, bias.x), logit(1, bias.y),
+                                                              logit(3, bias.y)};
   }
 }
 
 // One warp a row.
 SPARGE_DEVICE void weigh(const ScoreParams& p, const Shared& shared, const Buckets& buckets, Masses& masses, i32 row) {
   const i32 lane = threadIdx.x % kWarpSize, pooling = p.densities - 1;
-  float* x = shared.weights + row * shared.pitch;
+  float* x = shared.row(row);
   float most = kLeastLogit;
 #pragma unroll 4
-  for (i32 i = lane; i < buckets.ends[0]; i += kWarpSize) most = fmaxf(most, x[i]);
+  for (i32 i = lane; i < buckets.ends[0]; i += kWarpSize) most = fmaxf(most, x[2 * i]);
   most = lane_max<1, kWarpSize>(most);
   float sum = 0.0f;
   for (i32 t = pooling - 1; t >= 0; --t) {
     const i32 end = buckets.ends[t];
 #pragma unroll 4
     for (i32 i = buckets.ends[t + 1] + lane; i < end; i += kWarpSize) {
-      const float weight = __uint_as_float(split(ptx::exp2_approx(x[i] - most)).high);
-      x[i] = weight;
+      const float weight = __uint_as_float(split(ptx::exp2_approx(x[2 * i] - most)).high);
+      x[2 * i] = weight;
       sum += weight;
     }
     const float total = lane_sum<1, kWarpSize>(sum);
@@ -106,23 +101,24 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4, first = threadIdx.x / kWarpSize * 8;
   const i32 end = buckets.ends[0];
   const float* values = p.v_block_mean + place.kv_at(p) * p.key_blocks * kHeadDim + first + group;
-  const float* row[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) row[h] = shared.weights + smaller(8 * h + group, place.rows - 1) * shared.pitch + 2 * quad;
+  asm("" : "+l"(values));  // one address, to which an offset takes one instruction
+  __builtin_assume(__isGlobal(values));
+  const float* line = shared.line(group) + 4 * quad;
   float high[4] = {}, low[4] = {}, x[kAhead][2];
   auto load = [&](float (&two)[2], i32 start) {
     if (start >= end) return;
     const u32 blocks = *reinterpret_cast<const u32*>(shared.list + start + 2 * quad);
-    two[0] = values[static_cast<i32>(blocks & 0xFFFFu) * kHeadDim];
-    two[1] = values[static_cast<i32>(blocks >> 16) * kHeadDim];
+    two[0] = values[static_cast<u64>(blocks & 0xFFFFu) * kHeadDim];
+    two[1] = values[static_cast<u64>(blocks >> 16) * kHeadDim];
   };
   i32 t = p.densities - 2, next = buckets.ends[t];
   auto store_ended = [&](i32 at) {
     while (at == next) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (8 * h + group >= place.rows) continue;
-        float* pooled = shared.pooled_row(p, t, 8 * h + group) + first + 2 * quad;
+        const i32 row = shared.row_of(h, group);
+        if (row >= place.rows) continue;
+        float* pooled = shared.pooled_row(p, t, row) + first + 2 * quad;
 #pragma unroll
         for (int i = 0; i < 2; ++i) pooled[i] = high[2 * h + i] + low[2 * h + i];
       }
@@ -138,8 +134,8 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
     for (int step = 0; step < kAhead; ++step) {
       const i32 start = turn + step * kStep;
       if (start >= end) continue;
-      const Vec8 a0 = *reinterpret_cast<const Vec8*>(row[0] + start), a1 = *reinterpret_cast<const Vec8*>(row[1] + start);
-      const u32 a[4] = {a0.x, a1.x, a0.y, a1.y};
+      const Vec16 weights = *reinterpret_cast<const Vec16*>(line + 2 * start);
+      const u32 a[4] = {weights.x, weights.y, weights.z, weights.w};
       const Split b0 = split(x[step][0]), b1 = split(x[step][1]);
       ptx::mma_m16n8k8_tf32(high, a, b0.high, b1.high);
       ptx::mma_m16n8k8_tf32(low, a, b0.low, b1.low);
