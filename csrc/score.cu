@@ -41,7 +41,10 @@ extern "C" __global__ void __launch_bounds__(sparge::score::kThreads, sparge::sc
   __syncthreads();
   for (i32 row = warp; row < place.rows; row += score::kWarps) score::weigh(p, shared, buckets, masses, row);
   __syncthreads();
-  score::pool_values(p, place, shared, buckets);
+  if (shared.alone)
+    score::pool_values<true>(p, place, shared, buckets);
+  else
+    score::pool_values<false>(p, place, shared, buckets);
   __syncthreads();
   for (i32 row = warp; row < place.rows; row += score::kWarps) score::score_row(p, place, shared, masses, row);
 }

@@ -87,7 +87,7 @@ def shared_bytes(shape: CallShape, pooling: int, rows: int) -> int:
     """
     room = _room(shape.key_blocks, pooling)
     queries = 2 * _MOST_ROWS * shape.head_dim
-    weights = 2 * block_count(rows, 2) * (block_count(room, 16) * 16 + 8)
+    weights = min(rows, 2) * block_count(rows, 2) * (block_count(room, 16) * 16 + 8)
     return 4 * (max(queries, pooling * rows * shape.head_dim) + weights + room) + 2 * room
 
 

@@ -54,24 +54,27 @@ struct Shared {
   // Queries until the logits stand; then the pooled values of each density and row.
   Queries* queries;
   float* pooled;
-  float* weights;  // logits, then weights: lines of two rows, whose numbers alternate, as a lane needs both
+  float* weights;  // logits, then weights: lines of two rows, whose numbers alternate, as a lane needs both; or of a lone one
   float* bias;     // of each place in the list: log2 of the keys of its block
   u16* list;       // key blocks, see buckets.cuh
   i32 pitch;       // places of a line
   i32 lines;       // row r is in line r or r - lines, and in row r or r - lines + 8 of an operand
+  bool alone;      // one row
 
   SPARGE_DEVICE Shared(const ScoreParams& p, float* start) : queries(reinterpret_cast<Queries*>(start)), pooled(start) {
     const i32 pooled_numbers = (p.densities - 1) * p.rows_per_cta * kHeadDim;
     pitch = (p.room + 15) / 16 * 16 + 8;  // neighbouring lines are 16 banks apart
     lines = (p.rows_per_cta + 1) / 2;
+    alone = p.rows_per_cta == 1;
     weights = start + larger<i32>(pooled_numbers, sizeof(Queries) / sizeof(float));
-    bias = weights + 2 * lines * pitch;
+    bias = weights + width() * lines * pitch;
     list = reinterpret_cast<u16*>(bias + p.room);
   }
 
-  // The numbers of a lane's row of an operand, or of another where there is none.
-  SPARGE_DEVICE float* line(i32 index) const { return weights + 2 * smaller(index, lines - 1) * pitch; }
-  // Of every second number on.
+  SPARGE_DEVICE i32 width() const { return alone ? 1 : 2; }
+  // The last one for those past it, of which nothing is used.
+  SPARGE_DEVICE float* line(i32 index) const { return weights + width() * smaller(index, lines - 1) * pitch; }
+  // `width` numbers apart.
   SPARGE_DEVICE float* row(i32 row) const { return row < lines ? line(row) : line(row - lines) + 1; }
   // Which row has row 8 h + i of an operand.
   SPARGE_DEVICE i32 row_of(i32 h, i32 i) const { return i < lines ? h * lines + i : kMaxRows; }

@@ -66,8 +66,11 @@ SPARGE_DEVICE void find_logits(const ScoreParams& p, const Place& place, const S
     const i32 at = first + 2 * quad;
     const Vec8 bias = *reinterpret_cast<const Vec8*>(shared.bias + at);
     auto logit = [&](int i, u32 of_place) { return __float_as_uint(sum[0][i] + sum[1][i] + __uint_as_float(of_place)); };
-    *reinterpret_cast<Vec16*>(shared.line(group) + 2 * at) = {logit(0, bias.x), logit(2, bias.x), logit(1, bias.y),
-                                                              logit(3, bias.y)};
+    float* line = shared.line(group) + shared.width() * at;
+    if (shared.alone)
+      *reinterpret_cast<Vec8*>(line) = {logit(0, bias.x), logit(1, bias.y)};
+    else
+      *reinterpret_cast<Vec16*>(line) = {logit(0, bias.x), logit(2, bias.x), logit(1, bias.y), logit(3, bias.y)};
   }
 }
 
@@ -75,17 +78,18 @@ SPARGE_DEVICE void find_logits(const ScoreParams& p, const Place& place, const S
 SPARGE_DEVICE void weigh(const ScoreParams& p, const Shared& shared, const Buckets& buckets, Masses& masses, i32 row) {
   const i32 lane = threadIdx.x % kWarpSize, pooling = p.densities - 1;
   float* x = shared.row(row);
+  const i32 width = shared.width();
   float most = kLeastLogit;
 #pragma unroll 4
-  for (i32 i = lane; i < buckets.ends[0]; i += kWarpSize) most = fmaxf(most, x[2 * i]);
+  for (i32 i = lane; i < buckets.ends[0]; i += kWarpSize) most = fmaxf(most, x[width * i]);
   most = lane_max<1, kWarpSize>(most);
   float sum = 0.0f;
   for (i32 t = pooling - 1; t >= 0; --t) {
     const i32 end = buckets.ends[t];
 #pragma unroll 4
     for (i32 i = buckets.ends[t + 1] + lane; i < end; i += kWarpSize) {
-      const float weight = __uint_as_float(split(ptx::exp2_approx(x[2 * i] - most)).high);
-      x[2 * i] = weight;
+      const float weight = __uint_as_float(split(ptx::exp2_approx(x[width * i] - most)).high);
+      x[width * i] = weight;
       sum += weight;
     }
     const float total = lane_sum<1, kWarpSize>(sum);
@@ -94,8 +98,15 @@ SPARGE_DEVICE void weigh(const ScoreParams& p, const Shared& shared, const Bucke
   if (lane == 0) masses.most[row] = most;
 }
 
+// Two weights of a lone row as half of an operand.
+SPARGE_DEVICE Vec16 lone(const float* weights) {
+  const Vec8 two = *reinterpret_cast<const Vec8*>(weights);
+  return {two.x, 0, two.y, 0};
+}
+
 // Each warp sums eight channels of every row. A step takes the eight places in an order that makes two of them neighbours in a
 // lane: 2 quad and the one after it.
+template <bool kAlone>
 SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const Shared& shared, const Buckets& buckets) {
   constexpr int kAhead = 8;  // steps whose values are on their way
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4, first = threadIdx.x / kWarpSize * 8;
@@ -103,7 +114,7 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
   const float* values = p.v_block_mean + place.kv_at(p) * p.key_blocks * kHeadDim + first + group;
   asm("" : "+l"(values));  // one address, to which an offset takes one instruction
   __builtin_assume(__isGlobal(values));
-  const float* line = shared.line(group) + 4 * quad;
+  const float* line = shared.line(group) + (kAlone ? 2 : 4) * quad;
   float high[4] = {}, low[4] = {}, x[kAhead][2];
   auto load = [&](float (&two)[2], i32 start) {
     if (start >= end) return;
@@ -134,7 +145,7 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
     for (int step = 0; step < kAhead; ++step) {
       const i32 start = turn + step * kStep;
       if (start >= end) continue;
-      const Vec16 weights = *reinterpret_cast<const Vec16*>(line + 2 * start);
+      const Vec16 weights = kAlone ? lone(line + start) : *reinterpret_cast<const Vec16*>(line + 2 * start);
       const u32 a[4] = {weights.x, weights.y, weights.z, weights.w};
       const Split b0 = split(x[step][0]), b1 = split(x[step][1]);
       ptx::mma_m16n8k8_tf32(high, a, b0.high, b1.high);
