@@ -114,7 +114,7 @@ def check(given: Inputs, dense: Tensor | None = None) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels", [128, 64, 40, 72])
-@pytest.mark.parametrize(("key_blocks", "rows"), [(75, 38), (64, 64), (700, 64), (5, 16)])
+@pytest.mark.parametrize(("key_blocks", "rows"), [(75, 38), (64, 64), (700, 20), (5, 16)])
 def test_score(
     key_blocks: int,
     rows: int,
