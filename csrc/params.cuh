@@ -188,27 +188,34 @@ struct AttendParams {
 
 // Of some rows of sampled query blocks. A piece is some of the key blocks that a density adds to the one before.
 struct ScoreParams {
-  const float* exact_out;   // (batch, heads, routers, pieces, rows, channels): as attend's partial results
-  const float* exact_max;   // (batch, heads, routers, pieces, rows)
-  const float* exact_sum;   // likewise
-  const u16* pooled_out;    // (batch, heads, routers, densities - 1, rows, channels) FP16, in units of `unit`
-  const float* pooled_max;  // (batch, heads, rows) log2 units
-  const float* pooled_sum;  // (batch, heads, routers, densities - 1, rows)
-  const float* unit;        // (batch, heads)
-  float* found;             // (routers, 4 densities - 1, batch, heads, rows): rows contiguous
-  TensorView dense;         // (batch, heads, rows, channels): what dense attention gave; no data: that is not known
-  i64 router_stride;        // of `found`
+  const float* exact_out;     // (batch, heads, routers, pieces, rows, channels): as attend's partial results
+  const float* exact_max;     // (batch, heads, routers, pieces, rows)
+  const float* exact_sum;     // likewise
+  TensorView q;               // (batch, heads, rows, channels)
+  TensorView dense;           // likewise: what dense attention gave; no data: that is not known
+  const float* k_block_mean;  // as in QuantizeParams
+  const float* v_block_mean;
+  const float* v_mean;
+  const i32* key_counts;
+  const u32* kept;    // (batch, heads, routers, densities - 1, blocks, map words): what each density but the last keeps
+  float* found;       // (routers, 4 densities - 1, batch, heads, rows): rows contiguous
+  i64 router_stride;  // of `found`
   i64 field_stride;
   i64 batch_stride;
   i64 head_stride;
-  i32 batch;
+  float scale;  // natural softmax scale
   i32 heads;
+  i32 kv_heads;
   i32 routers;
   i32 densities;
   i32 pieces;
-  u32 ends;  // a bit for each piece that is the last of its density
-  i32 rows;  // of all blocks
+  u32 ends;    // a bit for each piece that is the last of its density
+  i32 blocks;  // query blocks of a head
+  i32 rows;    // of all blocks
   i32 channels;
+  i32 key_blocks;
+  i32 room;          // places in the list of dropped key blocks, with seven to spare for each density
+  i32 rows_per_cta;  // rows that share a thread block: as many as weights fit
 };
 
 }  // namespace sparge

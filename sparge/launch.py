@@ -77,17 +77,15 @@ def quantize(
     with_queries: bool,
     with_pools: bool = False,
     order: OrderFacts = NO_ORDER,
-    room: int = 0,
     means: Tensor | None = None,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
-    room: bytes behind it, for the means of queries that the caller fills in.
     means: those that `means` found, which saves launch 1.
     """
     shape = CallShape.of(q, k, order.slots)
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)
-    workspace = torch.empty(layout.nbytes + room, dtype=torch.uint8, device=q.device)
+    workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
 
     def address(name: str) -> int | None:
@@ -146,22 +144,29 @@ def route(
     counters: Tensor | None,
     with_pools: bool = False,
     order: OrderFacts = NO_ORDER,
+    queries: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32."""
+    """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32.
+
+    queries: means (B, H, nq, head_dim) and similarities (B, H, nq) of query blocks, float32, which
+    the workspace lacks then.
+    """
     device = workspace.device
     rows = (shape.batch, shape.heads, shape.query_blocks)
     block_map = torch.empty((*rows, shape.map_words), dtype=torch.int32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    layout = layout_of(shape, element, with_values, block_mask is None, with_pools)
+    with_queries = block_mask is None and queries is None
+    layout = layout_of(shape, element, with_values, with_queries, with_pools)
+    q_block_mean, q_similarity = queries or (None, None)
 
     def address(name: str) -> int | None:
         return layout.address(workspace, name)
 
     params = RouteParams(
         problem=_problem(shape, key_lengths, order),
-        q_block_mean=address("q_block_mean"),
+        q_block_mean=_address(q_block_mean) or address("q_block_mean"),
         k_block_mean=address("k_block_mean"),
-        q_similarity=address("q_similarity"),
+        q_similarity=_address(q_similarity) or address("q_similarity"),
         k_similarity=address("k_similarity"),
         thresholds=_address(thresholds),
         key_counts=address("key_counts"),

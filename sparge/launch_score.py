@@ -3,56 +3,105 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from .errors import Unsupported
+from .kernels import Element, capabilities
 from .kernels.params import ScoreParams
+from .kernels.spec import ARCHS
 from .launch import queue, view_of
 from .plan.blocks import block_count
-from .workspace import CallShape
+from .workspace import CallShape, layout_of
 
-_WARPS = 8  # rows that a thread block takes
+_MOST_ROWS = 16  # that a thread block takes
+_STEP = 8  # places in the list of dropped key blocks to whose multiples each bucket is filled up
+_STATIC_SHARED = 2304  # bytes that the kernel declares itself
 
 
 def score(
     exact: tuple[Tensor, Tensor, Tensor],
-    pooled: tuple[Tensor, Tensor, Tensor],
-    unit: Tensor,
+    q: Tensor,
+    workspace: Tensor,
+    shape: CallShape,
+    element: Element,
+    kept: Tensor,
+    scale: float,
     ends: int,
     found: Tensor,
     dense: Tensor | None,
 ) -> None:
-    """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``dense`` in any strides but a
-    contiguous last dimension.
+    """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``q`` and ``dense`` in any strides but
+    a contiguous last dimension.
 
-    exact, pooled: sums, maxima and sums of weights, as in partial results.
+    exact: sums, maxima and sums of weights, as in partial results.
+    shape, element: of the call that quantized into ``workspace``.
     """
     exact_out, exact_max, exact_sum = exact
-    pooled_out, pooled_max, pooled_sum = pooled
     batch, heads, routers, pieces, rows, channels = exact_out.shape
+    densities, blocks = kept.shape[3] + 1, kept.shape[4]
     router_stride, field_stride, batch_stride, head_stride, _ = found.stride()
+    layout = layout_of(shape, element, True, False, True)
+    rows_a_block = rows // blocks
+    rows_per_cta = _rows_per_cta(shape, densities - 1, rows_a_block, exact_out.device)
     params = ScoreParams(
         exact_out=exact_out.data_ptr(),
         exact_max=exact_max.data_ptr(),
         exact_sum=exact_sum.data_ptr(),
-        pooled_out=pooled_out.data_ptr(),
-        pooled_max=pooled_max.data_ptr(),
-        pooled_sum=pooled_sum.data_ptr(),
-        unit=unit.data_ptr(),
-        found=found.data_ptr(),
+        q=view_of(q),
         dense=view_of(dense),
+        k_block_mean=layout.address(workspace, "k_block_mean"),
+        v_block_mean=layout.address(workspace, "v_block_mean"),
+        v_mean=layout.address(workspace, "v_mean"),
+        key_counts=layout.address(workspace, "key_counts"),
+        kept=kept.data_ptr(),
+        found=found.data_ptr(),
         router_stride=router_stride,
         field_stride=field_stride,
         batch_stride=batch_stride,
         head_stride=head_stride,
-        batch=batch,
+        scale=scale,
         heads=heads,
+        kv_heads=shape.kv_heads,
         routers=routers,
-        densities=pooled_out.shape[3] + 1,
+        densities=densities,
         pieces=pieces,
         ends=ends,
+        blocks=blocks,
         rows=rows,
         channels=channels,
+        key_blocks=shape.key_blocks,
+        room=_room(shape.key_blocks, densities - 1),
+        rows_per_cta=rows_per_cta,
     )
-    shape = CallShape(batch, heads, heads, rows, 0, channels)
-    grid = (block_count(batch * heads * routers * rows, _WARPS), 1, 1)
-    queue("score", exact_out.device, shape, grid, params)
+    groups = block_count(rows_a_block, rows_per_cta)
+    grid = (batch * heads * routers * blocks * groups, 1, 1)
+    shared = shared_bytes(shape, densities - 1, rows_per_cta)
+    queue("score", exact_out.device, shape, grid, params, extra_shared=shared)
+
+
+def shared_bytes(shape: CallShape, pooling: int, rows: int) -> int:
+    """Dynamic shared memory of a thread block of so many rows; ``Shared`` of csrc/score/place.cuh.
+
+    pooling: densities that drop something.
+    """
+    room = _room(shape.key_blocks, pooling)
+    queries = 2 * _MOST_ROWS * shape.head_dim
+    weights = min(rows, 2) * block_count(rows, 2) * (block_count(room, 16) * 16 + 8)
+    return 4 * (max(queries, pooling * rows * shape.head_dim) + weights + room) + 2 * room
+
+
+def _room(key_blocks: int, pooling: int) -> int:
+    return key_blocks + pooling * (_STEP - 1)
+
+
+def _rows_per_cta(shape: CallShape, pooling: int, rows: int, device: torch.device) -> int:
+    """As many of a query block's rows as fit in shared memory, in groups of about one size."""
+    limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_SHARED
+    for most in range(min(_MOST_ROWS, rows), 0, -1):
+        if shared_bytes(shape, pooling, most) <= limit:
+            return block_count(rows, block_count(rows, most))
+    raise Unsupported(
+        f"{shape.keys} keys are {shape.key_blocks} key blocks, whose weights do not fit in this "
+        f"GPU's shared memory ({limit} bytes): calibrate on a shorter sequence."
+    )

@@ -26,21 +26,22 @@ _SCHEMAS = (
     "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element) -> Tensor",
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None, SymInt room=0, Tensor? means=None) -> Tensor",
+    "Tensor? head_walk=None, Tensor? means=None) -> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
     "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters, bool with_pools=False, "
     "int floor=1, bool weigh_counts=False, Tensor? slot_counts=None, Tensor? keys_exact=None, "
-    "Tensor? queries_exact=None) -> (Tensor, Tensor)",
+    "Tensor? queries_exact=None, Tensor? q_block_mean=None, Tensor? q_similarity=None) "
+    "-> (Tensor, Tensor)",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
     "bool with_queries, Tensor? key_lengths, Tensor? thresholds, float scale, float pvthreshd, "
     "bool pv_filter, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, "
     "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
     "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None) -> ()",
-    "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor pooled_out, "
-    "Tensor pooled_max, Tensor pooled_sum, Tensor unit, int ends, Tensor(a!) found, "
+    "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor q, Tensor workspace, "
+    "SymInt[] shape, int element, Tensor kept, float scale, int ends, Tensor(a!) found, "
     "Tensor? dense=None) -> ()",
 )
 
@@ -69,7 +70,6 @@ def _quantize(
     slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
-    room: int = 0,
     means: Tensor | None = None,
 ) -> Tensor:
     order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
@@ -83,7 +83,6 @@ def _quantize(
         with_queries,
         with_pools,
         order,
-        room,
         means,
     )
 
@@ -100,7 +99,6 @@ def _quantize_fake(
     slot_tokens: Tensor | None = None,
     slot_counts: Tensor | None = None,
     head_walk: Tensor | None = None,
-    room: int = 0,
     means: Tensor | None = None,
 ) -> Tensor:
     layout = WorkspaceLayout(
@@ -110,7 +108,7 @@ def _quantize_fake(
         with_queries=with_queries,
         with_pools=with_pools,
     )
-    return q.new_empty(layout.nbytes + room, dtype=torch.uint8)
+    return q.new_empty(layout.nbytes, dtype=torch.uint8)
 
 
 def _route(
@@ -138,7 +136,12 @@ def _route(
     slot_counts: Tensor | None = None,
     keys_exact: Tensor | None = None,
     queries_exact: Tensor | None = None,
+    q_block_mean: Tensor | None = None,
+    q_similarity: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    queries = None
+    if q_block_mean is not None and q_similarity is not None:
+        queries = (q_block_mean, q_similarity)
     rules = RouteRules(
         select=select,
         topk_blocks=topk_blocks,
@@ -167,6 +170,7 @@ def _route(
         launch.OrderFacts(
             slot_counts=slot_counts, keys_exact=keys_exact, queries_exact=queries_exact
         ),
+        queries,
     )
 
 
@@ -232,16 +236,28 @@ def _score(
     exact_out: Tensor,
     exact_max: Tensor,
     exact_sum: Tensor,
-    pooled_out: Tensor,
-    pooled_max: Tensor,
-    pooled_sum: Tensor,
-    unit: Tensor,
+    q: Tensor,
+    workspace: Tensor,
+    shape: list[int],
+    element: int,
+    kept: Tensor,
+    scale: float,
     ends: int,
     found: Tensor,
     dense: Tensor | None = None,
 ) -> None:
-    exact, pooled = (exact_out, exact_max, exact_sum), (pooled_out, pooled_max, pooled_sum)
-    launch_score.score(exact, pooled, unit, ends, found, dense)
+    launch_score.score(
+        (exact_out, exact_max, exact_sum),
+        q,
+        workspace,
+        CallShape(*shape),
+        Element(element),
+        kept,
+        scale,
+        ends,
+        found,
+        dense,
+    )
 
 
 def _returns_nothing(*_: object) -> None:

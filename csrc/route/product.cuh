@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of float32 vectors with float32 columns on tensor cores: each number as a sum of two TF32, three products of four.
-// What is left out is 2^-22 of a term, next to which float32 sums of head_dim terms round as much.
+// Products of up to 16 float32 vectors with every float32 column of a head, on tensor cores.
 #pragma once
 
-#include "../common/config.cuh"
+#include "../common/split.cuh"
 #include "../params.cuh"
-#include "../ptx/mma.cuh"
 
 namespace sparge::route {
 
@@ -15,14 +13,6 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every phase waits for latencies, so warps count most
 constexpr int kColumns = 8;
 constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
-
-struct Split {
-  u32 high, low;
-};
-SPARGE_DEVICE Split split(float x) {
-  const u32 high = (__float_as_uint(x) + 0x1000u) & 0xFFFFE000u;  // 11 bits; the tensor cores read no more of `low` either
-  return {high, __float_as_uint(x - __uint_as_float(high))};
-}
 
 // One vector a row, split. Eight lanes read 16 bytes each from two rows: 16 banks apart.
 struct Vectors {
@@ -38,15 +28,6 @@ struct Vectors {
     return __uint_as_float(high[row][channel]) + __uint_as_float(low[row][channel]);
   }
 };
-
-// d += a b, where a holds rows of 16 vectors and b eight columns.
-SPARGE_DEVICE void multiply_add(float (&d)[4], const Split (&a)[4], const Split& b0, const Split& b1) {
-  const u32 high[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
-  const u32 low[4] = {a[0].low, a[1].low, a[2].low, a[3].low};
-  ptx::mma_m16n8k8_tf32(d, low, b0.high, b1.high);
-  ptx::mma_m16n8k8_tf32(d, high, b0.low, b1.low);
-  ptx::mma_m16n8k8_tf32(d, high, b0.high, b1.high);
-}
 
 // A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row.
 struct Share {

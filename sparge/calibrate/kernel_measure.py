@@ -2,8 +2,8 @@
 """Calibration's measurement on the GPU, in groups of heads that bound the memory.
 
 Of each group: keys and values quantized, the sampled query blocks routed for every candidate in one
-launch, attended to in one, bucket by bucket, and scored in one. Routers and buckets are dimensions
-here, not loops; see `scoring`.
+launch, attended to in one, bucket by bucket, and scored in one, which also pools what is dropped.
+Routers and buckets are dimensions here, not loops; see `scoring`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch import Tensor
 from .. import ops
 from ..call import element_of
 from ..kernels import Element, capabilities
-from ..plan.blocks import QUERY_BLOCK, WORD_BITS, block_count
+from ..plan.blocks import QUERY_BLOCK, block_count
 from ..policy import PV_FILTER_OFF, Precision
-from ..reference.arithmetic import E4M3_MAX
-from ..reference.attend import LOG2_E
 from ..reference.partial import Partial
 from ..route_rules import Select
 from ..workspace import CallShape, WorkspaceLayout, layout_of
@@ -37,8 +35,8 @@ _SAMPLE_BYTES = 99_000_000
 def kernel_measure(sample: Sample) -> Measured:
     """A `Measure` on the library's own kernels; causal samples take the reference.
 
-    Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts have
-    fp16 operands: rounding their few keys is no part of what candidates differ in.
+    Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts are
+    more exact: rounding their few keys is no part of what candidates differ in.
     """
     if sample.workload.is_causal:
         return reference_measure(sample)
@@ -59,29 +57,6 @@ def measure_for(device: torch.device | str) -> Measure:
 
 
 @dataclass(frozen=True, eq=False)
-class _ValueUnit:
-    """No less than any |V| of a head, so that sums of weights and values fit fp16."""
-
-    of_query_heads: Tensor  # (B, H, 1, 1) float32
-    inverse: Tensor  # (B, Hkv, 1, 1)
-    mean: Tensor  # (B, Hkv, 1, D), of V in this unit
-
-    @classmethod
-    def of(cls, sample: Sample, means: Tensor) -> _ValueUnit:
-        """means: as in `_Facts`."""
-        _, mean, scale = means[..., : sample.v.shape[-1]].unsqueeze(3)
-        unit = torch.add(mean.abs(), scale, alpha=E4M3_MAX).amax(-1, keepdim=True)
-        group = sample.q.shape[1] // sample.k.shape[1]
-        of_query_heads = unit if group == 1 else unit.repeat_interleave(group, 1)
-        return cls(of_query_heads, unit.reciprocal(), mean / unit)
-
-    def of_heads(self, kv_heads: slice, heads: slice) -> _ValueUnit:
-        return _ValueUnit(
-            self.of_query_heads[:, heads], self.inverse[:, kv_heads], self.mean[:, kv_heads]
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class _Facts:
     """What is the same for all walks and groups of heads."""
 
@@ -89,25 +64,19 @@ class _Facts:
     pieces: Pieces
     means: Tensor
     """(3, B, Hkv, channels) float32, of `ops.means`."""
-    unit: _ValueUnit
-    word_bits: Tensor
-    """(32,) int32: each bit of a map's word alone."""
-    none: Tensor
-    """() fp16: 0."""
+    similar: Tensor
+    """(B x H x candidates x S,) float32: of each routed query block, in any group, the same."""
 
     @classmethod
     def of(cls, sample: Sample) -> _Facts:
-        device = sample.q.device
-        blocks = SampledBlocks.of(sample, sample.workload.order.on(device))
+        blocks = SampledBlocks.of(sample, sample.workload.order.on(sample.q.device))
+        densities, query_blocks = sample.candidates.densities, len(sample.query_blocks)
+        pieces = Pieces.of(densities, blocks.every_block, query_blocks)
         means = ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample)))
-        return cls(
-            blocks,
-            Pieces.of(sample.candidates.densities, blocks.every_block),
-            means,
-            _ValueUnit.of(sample, means),
-            1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device),
-            torch.zeros((), dtype=torch.float16, device=device),
-        )
+        batch, heads, *_ = sample.q.shape
+        routed = batch * heads * _candidates(sample) * query_blocks
+        similar = torch.zeros(routed, dtype=torch.float32, device=sample.q.device)
+        return cls(blocks, pieces, means, similar)
 
 
 def _room_for_distances(sample: Sample) -> Tensor:
@@ -118,6 +87,12 @@ def _room_for_distances(sample: Sample) -> Tensor:
     return torch.empty(
         routers, 4 * densities - 1, *rows, dtype=torch.float32, device=sample.q.device
     )
+
+
+def _candidates(sample: Sample) -> int:
+    """Of a head, but those of the last density, which drop nothing."""
+    routers, densities, _ = sample.candidates.shape
+    return routers * (densities - 1)
 
 
 def _compared(sample: Sample) -> int:
@@ -142,23 +117,20 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     compared = batch * heads * _compared(sample)
     found = 4 * compared * sample.walks * routers * (4 * densities - 1)
     dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
-    return sampled * channels * sample.q.element_size() + dense + found
+    routed = _routed_shape(sample)
+    means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)
+    return sampled * channels * sample.q.element_size() + dense + means + found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
-    """Of the workspace and attend, or of pooling once the workspace is gone."""
+    """Of the workspace and attend."""
     batch, heads, _, channels = sample.q.shape
-    routers, densities, _ = sample.candidates.shape
+    routers, *_ = sample.candidates.shape
     rows = batch * heads // sample.k.shape[1] * _compared(sample)
-    key_blocks = sample.workload.key_blocks
     pieces = routers * sum(piece_counts(sample.candidates.densities))
     copies = 1 if _is_one_view(sample) else 1 + pieces
     attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
-    pooled = 2 * key_blocks * (rows + batch * channels) + 4 * rows
-    masses = rows * routers * (densities - 1) * (2 * key_blocks + 2 * channels + 4)
-    shape = _routed_shape(sample.of_heads(slice(0, 1)))
-    workspace = _layout(shape, sample, with_queries=True).nbytes
-    return attended + pooled + max(workspace, masses)
+    return attended + _layout(sample.of_heads(slice(0, 1))).nbytes
 
 
 def _is_one_view(sample: Sample) -> bool:
@@ -168,29 +140,19 @@ def _is_one_view(sample: Sample) -> bool:
 
 def _routed_shape(sample: Sample) -> CallShape:
     """Of a call whose queries are the sampled blocks and whose heads are the candidates of each
-    head, all routers and all densities but the last."""
+    head."""
     batch, heads, _, channels = sample.q.shape
-    routers, densities, _ = sample.candidates.shape
     queries, slots = len(sample.query_blocks) * QUERY_BLOCK, sample.workload.order.slots
-    candidates = heads * routers * (densities - 1)
+    candidates = heads * _candidates(sample)
     return CallShape(batch, candidates, sample.k.shape[1], queries, slots, channels)
 
 
-def _layout(shape: CallShape, sample: Sample, *, with_queries: bool) -> WorkspaceLayout:
-    return layout_of(shape, _element(sample), True, with_queries, True)
+def _layout(sample: Sample) -> WorkspaceLayout:
+    return layout_of(_routed_shape(sample), _element(sample), True, False, True)
 
 
 def _element(sample: Sample) -> Element:
     return element_of(Precision.INT8, sample.q)
-
-
-@dataclass(frozen=True, eq=False)
-class _PooledBlocks:
-    """Every key block as one pseudo-key."""
-
-    weights: Tensor  # (B, H, S x rows, nk) fp16, of each row in units of exp2(row_max)
-    row_max: Tensor  # (B, H, S x rows) float32
-    values: Tensor  # (B, Hkv, nk, D) fp16, in units of `_ValueUnit`
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +162,6 @@ class _Group:
     sample: Sample
     facts: _Facts  # of all heads
     rows: SampledRows
-    unit: _ValueUnit
     kv_heads: slice
     heads: slice
 
@@ -208,33 +169,32 @@ class _Group:
     def of(cls, sample: Sample, facts: _Facts, rows: SampledRows, kv_heads: slice) -> _Group:
         group = sample.q.shape[1] // sample.k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        unit = facts.unit.of_heads(kv_heads, heads)
-        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), unit, kv_heads, heads)
+        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
 
     def score(self, found: Tensor) -> None:
         """Fills in the heads of `found` (routers, fields, B, H, S x rows a block)."""
-        exact, kept, blocks = self._attended()
-        pooled = self._pooled(kept, blocks)
+        layout = _layout(self.sample)
+        workspace = self._quantized(layout)
+        kept = self._kept(workspace, layout)
+        exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
         ops.score(
             exact.unnormalised,
             exact.row_max,
             exact.row_sum,
-            pooled.unnormalised,
-            pooled.row_max,
-            pooled.row_sum,
-            self.unit.of_query_heads.contiguous(),
+            self.rows.q,
+            workspace,
+            layout.shape.sizes(),
+            int(layout.element),
+            kept,
+            self.sample.scale,
             self.facts.pieces.ends,
             found[:, :, :, self.heads],
             self.rows.dense,
         )
 
-    def _attended(self) -> tuple[Partial, Tensor, _PooledBlocks]:
-        """The exact parts (B, H, routers, pieces, rows, ...), the maps of `_kept`, and what
-        pooled parts take from the workspace, which is gone by then."""
+    def _quantized(self, layout: WorkspaceLayout) -> Tensor:
         sample, order = self.sample, self.sample.workload.order
-        layout = _layout(_routed_shape(sample), sample, with_queries=True)
-        without_queries = _layout(layout.shape, sample, with_queries=False)
-        workspace = ops.quantize(
+        return ops.quantize(
             sample.q,
             sample.k,
             sample.v,
@@ -246,23 +206,13 @@ class _Group:
             order.slot_tokens,
             order.block_counts,
             None,
-            layout.nbytes - without_queries.nbytes,
             self.facts.means[:, :, self.kv_heads],
         )
-        blocks = self._pooled_blocks(workspace, layout)
-        kept = self._kept(workspace, layout)
-        exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
-        return exact, kept, blocks
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
         """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
         sample, shape = self.sample, layout.shape
         routers, densities, _ = sample.candidates.shape
-        candidates = routers * (densities - 1)
-        means = self.rows.means.unsqueeze(2)
-        layout.view(workspace, "q_similarity").zero_()
-        by_block = layout.view(workspace, "q_block_mean").unflatten(1, (-1, candidates))
-        by_block.copy_(means.expand_as(by_block))
         kept, _ = ops.route(
             workspace,
             shape.sizes(),
@@ -288,6 +238,8 @@ class _Group:
             None,  # the sampled blocks are no slots of the order
             sample.workload.order.keys_exact,
             None,
+            self.rows.means.flatten(1, 2).contiguous(),
+            self.facts.similar,
         )
         return kept.unflatten(1, (-1, routers, densities - 1))
 
@@ -331,40 +283,3 @@ class _Group:
             slots,
         )
         return Partial(sums, row_max, row_sum)
-
-    def _pooled_blocks(self, workspace: Tensor, layout: WorkspaceLayout) -> _PooledBlocks:
-        own = self.sample.q.shape[-1]
-        keys, values = (
-            layout.view(workspace, name)[..., :own] for name in ("k_block_mean", "v_block_mean")
-        )
-        in_units = torch.empty_like(values, dtype=torch.float16)
-        torch.addcmul(self.unit.mean, values, self.unit.inverse, out=in_units)
-        return _PooledBlocks(*self._weights(keys), in_units)
-
-    def _weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of pseudo-keys (B, Hkv, nk, D) float32, and their rows' maxima."""
-        q = self.rows.q.float()
-        batch, kv_heads, key_blocks, channels = keys.shape
-        bias = self.facts.blocks.log_counts[:, None, None].expand(-1, kv_heads, -1, -1)
-        logits = torch.baddbmm(
-            bias.reshape(batch * kv_heads, 1, key_blocks),
-            q.reshape(batch * kv_heads, -1, channels),
-            keys.flatten(0, 1).transpose(1, 2),
-            alpha=self.sample.scale * LOG2_E,
-        )
-        row_max = logits.amax(-1, keepdim=True)
-        logits.sub_(row_max)
-        weights = torch.exp2(logits, out=torch.empty_like(logits, dtype=torch.float16))
-        return weights.view(*q.shape[:-1], key_blocks), row_max.view(q.shape[:-1])
-
-    def _pooled(self, kept: Tensor, blocks: _PooledBlocks) -> Partial:
-        """(B, H, routers, densities - 1, S x rows, ...): of each density the blocks that it drops,
-        as pseudo-keys around one maximum a row (B, H, S x rows); what underflows counts for
-        nothing."""
-        p = blocks.weights.unflatten(2, (len(self.sample.query_blocks), -1))
-        bits = (kept.unsqueeze(-1) & self.facts.word_bits).bool().flatten(-2)
-        p = torch.where(bits[..., None, : p.shape[-1]], self.facts.none, p[:, :, None, None])
-        of_kv_head = p.view(*blocks.values.shape[:2], -1, p.shape[-1])
-        row_sum = p.sum(-1, dtype=torch.float32).flatten(-2)
-        sums = (of_kv_head @ blocks.values).view(*row_sum.shape, -1)
-        return Partial(sums, blocks.row_max, row_sum)

@@ -37,22 +37,22 @@ class Pieces:
     counts: list[int]
     """Of each density's bucket."""
     bits: Tensor
-    """(pieces, 1, 1) int32: those of its bucket's words that a piece has."""
+    """(pieces, 1) int32: those of its bucket's words that a piece has."""
     every: Tensor
-    """(B, 1, 1, 1, 1, words) int32: the map of every block, which the last density keeps."""
+    """(B, 1, 1, S x words) int32: the map of every block, which the last density keeps."""
     none: Tensor
     """The same of no block."""
 
     @classmethod
-    def of(cls, densities: Sequence[float], every_block: Tensor) -> Pieces:
+    def of(cls, densities: Sequence[float], every_block: Tensor, query_blocks: int) -> Pieces:
         """every_block (B, words) int32."""
         counts = piece_counts(densities)
         if sum(counts) > MOST_PIECES:
             raise ValueError(f"{len(densities)} densities are more than kernels score at once.")
         masks = [every_bit(count, first) for count in counts for first in range(count)]
-        bits = torch.tensor(masks, dtype=torch.int32).view(-1, 1, 1)
+        bits = torch.tensor(masks, dtype=torch.int32).view(-1, 1)
         bits = bits.to(every_block.device, non_blocking=True)
-        every = every_block[:, None, None, None, None]
+        every = every_block.repeat(1, query_blocks)[:, None, None]
         return cls(
             sum(1 << end - 1 for end in accumulate(counts)),
             counts,
@@ -68,13 +68,19 @@ class Pieces:
         A bucket is where two maps differ, whichever comes first: maps in a row, back and forth
         between those of a bucket in several pieces, differ from their neighbours by all pieces.
         """
-        like = kept[:, :, :, :1]
-        maps = [self.none.expand_as(like), *kept.split(1, 3), self.every.expand_as(like)]
+        batch, heads, routers, _, blocks, words = kept.shape
+        flat = kept.flatten(4).flatten(0, 2)  # of more than four dimensions, cat copies one by one
+
+        def for_heads(one: Tensor) -> Tensor:
+            return one.expand(-1, heads * routers, -1, -1).flatten(0, 1)
+
+        maps = [for_heads(self.none), *flat.split(1, 1), for_heads(self.every)]
         bounds = maps[:1]
         for pair, count in zip(pairwise(maps), self.counts, strict=True):
             bounds += [pair[1 - piece % 2] for piece in range(count)]
-        row = torch.cat(bounds, 3)
-        return (row[:, :, :, 1:] ^ row[:, :, :, :-1]).bitwise_and_(self.bits)
+        row = torch.cat(bounds, 1)
+        pieces = (row[:, 1:] ^ row[:, :-1]).bitwise_and_(self.bits)
+        return pieces.view(batch, heads, routers, -1, blocks, words)
 
 
 def every_bit(count: int, first: int) -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample on the GPU knows before it touches keys: its query rows, and the blocks they may
-drop. Made once for all groups of heads."""
+"""What a sample on the GPU knows before it touches keys: its query rows, and the key blocks there
+are. Made once for all groups of heads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from .candidates import CandidateSet
 from .measure import Sample
 
 _ROUTER = COLUMNS.index("router")
-#: A logit below all others, but finite: it may be the greatest of a row, from which it is taken.
-NEVER = -1e30
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +35,6 @@ class SampledBlocks:
     """(S, 1) int64: of each block."""
     every_block: Tensor
     """(B, words) int32: the key blocks that hold a key, packed."""
-    log_counts: Tensor
-    """(B, nk) float32: log2 of the keys, `NEVER` for a block that is never dropped."""
     thresholds: Tensor
     """(H, routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
     compared: Tensor | None
@@ -51,18 +47,13 @@ class SampledBlocks:
         batch, heads, *_ = sample.q.shape
         tokens = _tokens(order, sample.query_blocks)
         occupied = tokens[0] != EMPTY
-        counts = order.key_counts(sample.key_lengths, batch)
-        never_dropped = (counts == 0) | order.keys_exact
-        if sample.workload.sink:
-            never_dropped[:, 0].fill_(True)
         thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
         return cls(
             tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
             occupied,
             ~occupied.view(-1, 1),
             occupied.sum(1, keepdim=True),
-            pack(counts > 0),
-            counts.log2().masked_fill_(never_dropped, NEVER),
+            pack(order.key_counts(sample.key_lengths, batch) > 0),
             thresholds.to(sample.q.device, non_blocking=True),
             _compared(sample, tokens) if sample.row_step > 1 else None,
         )
@@ -75,7 +66,8 @@ class SampledRows:
     q: Tensor
     """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
     means: Tensor
-    """(B, H, S, channels) float32: of the queries of each block, padded as the kernels' are."""
+    """(B, H, candidates, S, channels) float32: of the queries of each block, for each candidate
+    once, padded as the kernels' are."""
     dense: Tensor | None
     """(B, H, S x rows a block, D): what dense attention gave to those compared, in empty slots to
     some token; in the first walk, where it is known."""
@@ -88,13 +80,15 @@ class SampledRows:
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
+        routers, densities, _ = sample.candidates.shape
+        for_each = means.unsqueeze(2).expand(-1, -1, routers * (densities - 1), -1, -1)
         dense = None
         if sample.dense is not None and walk == 0:
             places = blocks.places[walk, :: sample.row_step]
             dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
             if dense.dtype != q.dtype:
                 dense = dense.float()
-        return cls(q[:, :, :: sample.row_step], means, dense)
+        return cls(q[:, :, :: sample.row_step], for_each.contiguous(), dense)
 
     def of_heads(self, heads: slice) -> SampledRows:
         dense = None if self.dense is None else self.dense[:, heads]

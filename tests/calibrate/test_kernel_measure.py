@@ -54,7 +54,7 @@ class Stages:
     def quantize(
         self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, *rest: Any
     ) -> Tensor:
-        _, _, with_queries, with_pools, slot_tokens, _, head_walk, room, means = rest
+        _, _, with_queries, with_pools, slot_tokens, _, head_walk, means = rest
         assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
         (walk,) = (
             index
@@ -69,7 +69,7 @@ class Stages:
             with_queries=with_queries,
             with_pools=with_pools,
         )
-        workspace = torch.full((layout.nbytes + room,), 255, dtype=torch.uint8)  # NaN
+        workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
         self.held.append(workspace.numel())
         self.packed = []
         for head in range(k.shape[1]):
@@ -108,19 +108,21 @@ class Stages:
         self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         _, block_mask, thresholds, select, _, _, _, scale, causal, sink = rest[:10]
-        with_pools, floor, _, _, keys_exact, queries_exact = rest[14:]
+        with_pools, floor, _, _, keys_exact, queries_exact, q_means, q_similarity = rest[14:]
         assert (block_mask, select, causal, queries_exact) == (None, Select.TOPK, False, None)
         layout = WorkspaceLayout(
             CallShape(*shape),
             Element(element),
             with_values=with_values,
-            with_queries=True,
+            with_queries=False,
             with_pools=with_pools,
         )
         assert layout.nbytes == workspace.numel()
-        assert (layout.view(workspace, "q_similarity") > -1).all()
+        assert q_means.shape == (*shape[:2], layout.shape.query_blocks, 64)
+        assert q_means.is_contiguous() and q_similarity.numel() >= q_means[..., 0].numel()
+        assert (q_similarity > -1).all()
         facts = BlockFacts(
-            layout.view(workspace, "q_block_mean"),
+            q_means,
             layout.view(workspace, "k_block_mean"),
             layout.view(workspace, "key_counts")[:, 0],
             layout.view(workspace, "k_variance"),

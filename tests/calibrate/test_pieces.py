@@ -27,7 +27,7 @@ def test_pieces_are_the_buckets(generator: torch.Generator) -> None:
     kept = torch.stack([exists & (rank < count) for count in (2, 16, 42, 70)])
     maps = pack(kept)[None, None, None]  # (B, H, routers, densities, S, words)
     every = pack(exists[None])
-    pieces = unpack(Pieces.of(DENSITIES, every).cut(maps[:, :, :, :-1]), 70)
+    pieces = unpack(Pieces.of(DENSITIES, every, 5).cut(maps[:, :, :, :-1]), 70)
     buckets = kept.clone()
     buckets[1:] ^= kept[:-1]
     assert pieces.shape == (1, 1, 1, 13, 5, 70)

@@ -3,59 +3,151 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import sparge.ops
+from sparge.kernels import Element
+from sparge.launch_score import shared_bytes
+from sparge.plan import pack
+from sparge.workspace import CallShape, layout_of
 from tests.calibrate.reference_score import score_by_reference
 
 pytestmark = pytest.mark.gpu
 
-BATCH, ROWS, ROUTERS, PIECES = 2, 190, 2, [1, 3, 2]
+BATCH, KV_HEADS, GROUP, ROUTERS, PIECES, BLOCKS = 2, 3, 2, 2, [1, 3, 2], 2
+HEADS = KV_HEADS * GROUP
+DROPPED = [0.9, 0.4]  # share of the key blocks, of each density but the last
 
 
-def parts(channels: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Five heads, of which a sample has six; some pieces and some pooled parts hold no key."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The arguments of the op but `found` and `dense`, on the CPU."""
+
+    exact_out: Tensor
+    exact_max: Tensor
+    exact_sum: Tensor
+    q: Tensor  # (B, 2 S x rows, H, D): every second row counts
+    workspace: Tensor
+    shape: CallShape
+    kept: Tensor
+    scale: float
+
+    def score(
+        self, op: Callable[..., None], found: Tensor, dense: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """found: of two walks and of one head more than there are, of which the second walk and all
+        heads but the first are filled in. dtype: of the exact parts."""
+        device = found.device
+        exact = (self.exact_out, self.exact_max, self.exact_sum)
+        op(
+            *(x.to(device, dtype) for x in exact),
+            self.q.to(device).transpose(1, 2)[:, :, ::2],
+            self.workspace.to(device),
+            self.shape.sizes(),
+            int(Element.INT8_FP16),
+            self.kept.to(device),
+            self.scale,
+            sum(1 << sum(PIECES[: density + 1]) - 1 for density in range(len(PIECES))),
+            found[:, :, 1, :, 1:],
+            dense,
+        )
+
+
+def inputs(
+    channels: int, key_blocks: int, rows: int, generator: torch.Generator, dtype: torch.dtype
+) -> Inputs:
+    """rows: of each query block. Of some rows some pieces, or all, hold no key; of some query
+    blocks no key block is dropped, or all are."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    exact = (BATCH, 5, ROUTERS, sum(PIECES), ROWS)
-    pooled = (BATCH, 5, ROUTERS, len(PIECES) - 1, ROWS)
-    exact_sum, pooled_sum = random(*exact).abs() + 0.1, random(*pooled).abs() + 0.1
-    exact_max = 9 * random(*exact)
+    exact = (BATCH, HEADS, ROUTERS, sum(PIECES), BLOCKS * rows)
+    exact_sum, exact_max = random(*exact).abs() + 0.1, 9 * random(*exact)
     # Of two heads nothing at first, of one nothing at all.
     exact_sum[:, 0, :, :4], exact_sum[:, 1] = 0, 0
     exact_max[exact_sum == 0] = -torch.inf
-    pooled_sum[:, 1:3, :, -1] = 0
     exact_out = (random(*exact, channels) + 3) * exact_sum.unsqueeze(-1)
-    pooled_out = ((random(*pooled, channels) + 3) * pooled_sum.unsqueeze(-1)).half()
-    unit = random(BATCH, 5, 1, 1).abs() + 0.5
-    return (
-        exact_out, exact_max, exact_sum,
-        pooled_out, 4 * random(BATCH, 5, ROWS), pooled_sum, unit,
-    )  # fmt: skip
+
+    shape = CallShape(BATCH, HEADS, KV_HEADS, BLOCKS * 128, key_blocks * 64 - 5, channels)
+    layout = layout_of(shape, Element.INT8_FP16, True, False, True)
+    workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
+    counts = torch.randint(1, 65, (BATCH, 1, key_blocks), generator=generator, dtype=torch.int32)
+    counts[1, :, -2:] = 0
+    layout.view(workspace, "key_counts").copy_(counts)
+    for name in ("k_block_mean", "v_block_mean", "v_mean"):
+        field = layout.view(workspace, name).zero_()
+        field[..., :channels] = random(*field.shape)[..., :channels]
+    layout.view(workspace, "k_block_mean")[:, -1, :, :channels].add_(30)  # logits of hundreds
+
+    rank = random(BATCH, HEADS, ROUTERS, 1, BLOCKS, key_blocks).argsort(-1)
+    rank[:, 2, :, :, 0] = -1  # nothing is dropped
+    rank[:, :, :, :, :, 3] = -1  # never
+    rank[:, 1, :, :, 1] = key_blocks  # everything
+    rank[:, 3, 1] = torch.where(rank[:, 3, 1] % 7 == 0, key_blocks, -1)  # the same at every density
+    least = torch.tensor([1 - share for share in DROPPED]).view(-1, 1, 1) * key_blocks
+    kept = (rank < least) & (counts > 0)[:, :, None, None, None]
+    q = random(BATCH, 2 * BLOCKS * rows, HEADS, channels).to(dtype)
+    scale = channels**-0.5
+    return Inputs(exact_out, exact_max, exact_sum, q, workspace, shape, pack(kept), scale)
+
+
+def room_for(given: Inputs, device: str = "cuda") -> Tensor:
+    """`found` of `Inputs.score`, full of something else."""
+    fields = 4 * len(PIECES) - 1
+    room = (ROUTERS, fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
+    return torch.full(room, 77.0, device=device)
+
+
+def check(given: Inputs, dense: Tensor | None = None) -> None:
+    """Products near 0 keep the rounding of vectors of square 128 x 10 and more."""
+    found, expected = room_for(given), room_for(given)
+    given.score(sparge.ops.score, found, dense, torch.float32)
+    given.score(score_by_reference, expected, dense, torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("channels", [128, 64, 40])
-def test_score(channels: int, dtype: torch.dtype | None, generator: torch.Generator) -> None:
-    """dtype: of what dense attention gave, of which the heads are a slice."""
-    ends = sum(1 << sum(PIECES[: density + 1]) - 1 for density in range(len(PIECES)))
-    on_device = [x.cuda() for x in parts(channels, generator)]
+@pytest.mark.parametrize("channels", [128, 64, 40, 72])
+@pytest.mark.parametrize(("key_blocks", "rows"), [(75, 38), (64, 64), (700, 20), (5, 16)])
+def test_score(
+    key_blocks: int,
+    rows: int,
+    channels: int,
+    dtype: torch.dtype | None,
+    generator: torch.Generator,
+) -> None:
+    """dtype: of the queries, and of what dense attention gave, of which the heads are a slice."""
     dense = None
     if dtype is not None:
-        every_head = torch.randn(BATCH, 6, ROWS, channels, generator=generator) + 3
+        every_head = torch.randn(BATCH, HEADS + 1, BLOCKS * rows, channels, generator=generator) + 3
         dense = every_head.to("cuda", dtype)[:, 1:]
-    fields = 4 * len(PIECES) - 1
-    room = (ROUTERS, fields, 2, BATCH, 6, ROWS)
-    found, expected = (torch.full(room, 77.0, device="cuda") for _ in range(2))
-    own = found[:, :, 1, :, 1:]
-    score_by_reference(*on_device, ends=ends, found=expected[:, :, 1, :, 1:], dense=dense)
-    sparge.ops.score(*on_device, ends, own, dense)
-    # Vectors of square 128 x 10 and more: products near 0 keep the rounding of those.
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
-    torch.library.opcheck(
-        sparge.ops.score, (*on_device, ends, own, dense), test_utils=("test_schema",)
-    )
+    check(inputs(channels, key_blocks, rows, generator, dtype or torch.bfloat16), dense)
+
+
+def test_few_rows_a_thread_block(generator: torch.Generator) -> None:
+    """Where the weights of 16 do not fit, and the kernel's thread blocks have fewer."""
+    given = inputs(128, 5000, 16, generator, torch.bfloat16)
+    assert shared_bytes(given.shape, len(DROPPED), 16) > 227 * 1024
+    check(given)
+
+
+def test_schema(generator: torch.Generator) -> None:
+    given = inputs(64, 20, 8, generator, torch.bfloat16)
+
+    def opcheck(*arguments: object) -> None:
+        torch.library.opcheck(sparge.ops.score, arguments, test_utils=("test_schema",))
+
+    given.score(opcheck, room_for(given), None, torch.float32)
+
+
+def test_sizes_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
+    given = inputs(40, 3, 8, generator, torch.bfloat16)
+    wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
+    with pytest.raises(sparge.Unsupported, match="60000 key blocks, whose weights do not fit"):
+        wide.score(sparge.ops.score, room_for(given), None, torch.float32)

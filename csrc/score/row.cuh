@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The distances of one row, found by one warp. It reads the exact pieces twice, for o and then density by density; the second
+// time they are in the L1 or L2.
+#pragma once
+
+#include "pooled.cuh"
+
+namespace sparge::score {
+
+constexpr int kShare = kHeadDim / kWarpSize;  // channels a lane: every 32nd
+constexpr float kLeastSum = 1e-30f;           // below every sum of weights but that of no key, whose values sum to 0
+
+SPARGE_DEVICE i32 channel(int i) { return threadIdx.x % kWarpSize + i * kWarpSize; }
+
+// How the pieces of a row add up from the first on, in units of the largest exponential so far. Each lane knows one piece, so
+// that nothing waits for exponentials piece by piece.
+struct Pieces {
+  float before, own;  // what the sums so far and those of the piece are multiplied by
+  float sum, most;    // of the piece, times `own`; of all up to it
+
+  SPARGE_DEVICE Pieces(const ScoreParams& p, i64 first) {
+    const i32 lane = threadIdx.x % kWarpSize;
+    const bool exists = lane < p.pieces;
+    const i64 at = first + static_cast<i64>(exists ? lane : 0) * p.rows;
+    sum = exists ? p.exact_sum[at] : 0.0f;
+    const float largest = sum == 0.0f ? kMinusInfinity : p.exact_max[at];
+    most = largest;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const float earlier = __shfl_up_sync(kFullWarp, most, step);
+      if (lane >= step) most = fmaxf(most, earlier);
+    }
+    float last = __shfl_up_sync(kFullWarp, most, 1);
+    if (lane == 0) last = kMinusInfinity;
+    before = last == most ? 1.0f : exp2f(last - most);
+    own = largest == most ? 1.0f : exp2f(largest - most);
+    sum *= own;
+  }
+
+  static SPARGE_DEVICE float of(float value, i32 piece) { return __shfl_sync(kFullWarp, value, piece); }
+};
+
+struct Values {
+  float x[kShare];
+
+  SPARGE_DEVICE void load(const float* row, i32 channels) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) x[i] = channel(i) < channels ? row[channel(i)] : 0.0f;
+  }
+};
+
+struct Sums {
+  Values values = {};
+  float sum = 0.0f;
+
+  SPARGE_DEVICE void add(const Pieces& pieces, i32 piece, const Values& other) {
+    const float before = Pieces::of(pieces.before, piece), own = Pieces::of(pieces.own, piece);
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) values.x[i] = values.x[i] * before + other.x[i] * own;
+    sum = sum * before + Pieces::of(pieces.sum, piece);
+  }
+  SPARGE_DEVICE float inverse() const { return 1.0f / fmaxf(sum, kLeastSum); }
+};
+
+struct Row {
+  i32 b, head;
+  i64 exact_stride;            // between the pieces
+  i64 first_exact, own_exact;  // the first piece of the first router, which says what is true, and of the own one
+  i32 row;
+
+  SPARGE_DEVICE Row(const ScoreParams& p, const Place& place, i32 index)
+      : b(place.b), head(place.head), exact_stride(p.rows), row(place.first + index) {
+    const i64 of_head = static_cast<i64>(place.head_at) * p.routers;
+    first_exact = of_head * p.pieces * p.rows + row;
+    own_exact = (of_head + place.router) * p.pieces * p.rows + row;
+  }
+};
+
+// |dense - o|^2: the part of a lane.
+SPARGE_DEVICE float rounding_of(const ScoreParams& p, const Row& row, const Values& truth) {
+  if (!p.dense.data) return 0.0f;
+  const i64 first = row.b * p.dense.batch_stride + row.head * p.dense.head_stride + row.row * p.dense.token_stride;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const float off = channel(i) < p.channels ? value_at(p.dense, first + channel(i)) - truth.x[i] : 0.0f;
+    sum += off * off;
+  }
+  return sum;
+}
+
+// index: of the row in its thread block.
+SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Shared& shared, const Masses& masses, i32 index) {
+  const Row row(p, place, index);
+  const bool writes = threadIdx.x % kWarpSize == 0;
+  const i32 pooling = p.densities - 1;
+  float* found = p.found + place.router * p.router_stride + row.b * p.batch_stride + row.head * p.head_stride + row.row;
+  auto store = [&](i32 field, float value) {
+    if (writes) found[field * p.field_stride] = value;
+  };
+  auto load = [&](Values& values, i64 first, i32 piece) {
+    values.load(p.exact_out + (first + piece * row.exact_stride) * p.channels, p.channels);
+  };
+
+  Values truth, mean;
+  mean.load(p.v_mean + place.kv_at(p) * kHeadDim, p.channels);
+  {
+    const Pieces pieces(p, row.first_exact);
+    Sums all;
+#pragma unroll 7
+    for (i32 piece = 0; piece < p.pieces; ++piece) {
+      Values values;
+      load(values, row.first_exact, piece);
+      all.add(pieces, piece, values);
+    }
+    const float inverse = all.inverse();
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) truth.x[i] = all.values.x[i] * inverse;
+  }
+  float norm = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) norm += truth.x[i] * truth.x[i];
+  store(p.densities + 3 * pooling, lane_sum<1, kWarpSize>(norm));
+  store(p.densities + 3 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
+
+  const Pieces pieces(p, row.own_exact);
+  Sums kept;
+  Values next;
+  load(next, row.own_exact, 0);
+  i32 density = 0;
+#pragma unroll 1
+  for (i32 piece = 0; piece < p.pieces; ++piece) {
+    const Values values = next;
+    if (piece + 1 < p.pieces) load(next, row.own_exact, piece + 1);
+    kept.add(pieces, piece, values);
+    if (!(p.ends >> piece & 1)) continue;
+    const bool pools = density < pooling;
+    const float of_kept = kept.inverse(), pooled_sum = pools ? masses.sum[index][density] : 0.0f;
+    const float of_pooled = 1.0f / fmaxf(pooled_sum, kLeastSum), share = pooled_sum > 0.0f ? 1.0f : 0.0f;
+    const float* pooled = shared.pooled_row(p, pools ? density : 0, index);
+    float near = 0.0f, between = 0.0f, far = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const float e = kept.values.x[i] * of_kept - truth.x[i];
+      const float o = mean.x[i] * share + pooled[channel(i)] * of_pooled - truth.x[i];
+      near += e * e;
+      between += e * o;
+      far += o * o;
+    }
+    near = lane_sum<1, kWarpSize>(near), between = lane_sum<1, kWarpSize>(between), far = lane_sum<1, kWarpSize>(far);
+    store(density, near);
+    if (pools) {
+      store(p.densities + density, between);
+      store(p.densities + pooling + density, far);
+      const float kept_log = log2f(kept.sum) + Pieces::of(pieces.most, piece);
+      store(p.densities + 2 * pooling + density, (kept_log - log2f(pooled_sum) - masses.most[index]) * kLn2);
+    }
+    ++density;
+  }
+}
+
+}  // namespace sparge::score
