@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from ..sparge.calibrate import (
     Workload,
     measure_for,
 )
+from ..sparge.plan.sample_cost import AGAIN_CALLS, Afforded
 from .attention_call import AttentionCall, Dense
 from .decision import Place
 from .host import untracked_allocations
@@ -37,8 +38,10 @@ from .worth import slower_reason
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
 
-#: How many walks to measure: `affordable_walks` for a run's layers and dense steps.
-Afford = Callable[[AttentionCall, int, int, int], int]
+#: `worth.affordable` for a run's layers and dense steps.
+Afford = Callable[[AttentionCall, int, int, int], Afforded]
+#: ComfyUI's number for the positive prompt.
+COND = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class HeadTable:
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
-        self._calls_a_sample = 1  # where all are measured again
+        self._again = False  # whether heads are measured again
+        self._place_again: int | None = None  # in the batch of the running pass, of what is
         self._batch_entries = 1  # of the running pass
         self._called: set[int] = set()  # rows of dense calls
         self._sampled: set[int] = set()
@@ -121,8 +125,8 @@ class HeadTable:
                 self._prepare()
         if self._steps is not None and may_be_sparse:
             self._begin_step(self._steps, facts)
-            if self._steps.again is not None:
-                self._schedule.begin_pass(facts.conditioning, False, True)
+            found = COND in facts.conditioning and self._steps.again is not None
+            self._place_again = facts.conditioning.index(COND) if found else None
 
     def order(self, step: int) -> TokenOrder | None:
         """The order of tokens in which the calls of a step are sparse."""
@@ -158,10 +162,11 @@ class HeadTable:
         out = dense()  # what is raised there has nothing to do with measuring
         calls = self._schedule.calls_a_sample
         if self._afford is not None:
-            self._settle_walks(self._calibration, self._afford, call)
+            self._settle(self._calibration, self._afford, call)
         try:
             with untracked_allocations():
-                for *qkv, rows in self._entries(call, out):
+                operands = *call.heads_first(), call.result_heads_first(out)
+                for *qkv, rows in self._entries(operands, self._schedule.measuring):
                     self._calibration.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
@@ -171,23 +176,23 @@ class HeadTable:
             self._sampled.add(row)
             self._schedule.measured()
 
-    def _settle_walks(self, calibration: Calibration, afford: Afford, call: AttentionCall) -> None:
+    def _settle(self, calibration: Calibration, afford: Afford, call: AttentionCall) -> None:
         """Once: layers and conditionings compare only where all measure the same walks."""
         most, schedule = self._workload.order.walks, self._schedule
         afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample)
-        calibration.limit_walks(afforded)
-        self.walks_left_out, self._afford = most - afforded, None
+        calibration.limit_walks(afforded.walks)
+        self.walks_left_out, self._again, self._afford = most - afforded.walks, afforded.again, None
 
-    def _entries(self, call: AttentionCall, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """q, k, v and what dense attention gave, of the batch entries that are to be measured: they
-        count one by one, as if ComfyUI had not put them into one batch. A batch that others made
-        counts as one."""
-        operands = *call.heads_first(), call.result_heads_first(out)
+    def _entries(
+        self, operands: tuple[Tensor, ...], places: Sequence[int]
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Those of some entries of the batch: they count one by one, as if ComfyUI had not put them
+        into one batch. A batch that others made counts as one."""
         rows, others = divmod(operands[0].shape[0], self._batch_entries)
         if others:
             yield operands
             return
-        for place in self._schedule.measuring:
+        for place in places:
             yield tuple(x[place * rows : (place + 1) * rows] for x in operands)
 
     def _freeze(self, place: Place | None) -> None:
@@ -195,8 +200,9 @@ class HeadTable:
         assert self._calibration is not None  # without it nothing was measured
         steps = place.steps - place.index if place else None
         try:
-            self._calls_a_sample = self._schedule.calls_a_sample
-            self._use(StepChoices(self._aim, steps, calibration=self._calibration))
+            self._use(
+                StepChoices(self._aim, steps, calibration=self._calibration, again=self._again)
+            )
         except ValueError:  # no layer gave finite numbers
             self.why_dense = NOT_MEASURED
         self._calibration = None
@@ -224,8 +230,6 @@ class HeadTable:
         if steps.is_due(step):
             steps.choose_anew(step, self.probe.drift())
         now = steps.at(step)
-        if steps.again is not None:
-            self._schedule = SampleSchedule()
         if now not in before:
             self._give(now)
             self.probe.expect(now)
@@ -270,8 +274,8 @@ class HeadTable:
         """Inside a sparse call that gave `out`: compares it now and then, and measures the heads
         again in one step of the run. Never waits."""
         assert self.probe is not None and self._steps is not None
-        if self._steps.again is not None and self._schedule.measuring:
-            self._sample_again(self._steps, row, call, out)
+        if self._place_again is not None:
+            self._sample_again(self._steps, row, call, self._place_again)
         visit, turn = divmod(self._step, self._steps.steps_a_probe)
         if row % self._steps.steps_a_probe != turn:
             return
@@ -279,17 +283,17 @@ class HeadTable:
             rows = call.result_heads_first(out)
             self.probe.sample(row, *call.heads_first(), rows, visit=visit, scale=call.scale)
 
-    def _sample_again(self, steps: StepChoices, row: int, call: AttentionCall, out: Tensor) -> None:
-        """Without memory for it, choices go on from what was measured first."""
-        assert steps.again is not None
+    def _sample_again(self, steps: StepChoices, row: int, call: AttentionCall, place: int) -> None:
+        """Once a layer, however often its step is evaluated. Without memory for it, choices go on
+        from what was measured first."""
+        if steps.again is None or steps.again.samples[row]:
+            return
         try:
             with untracked_allocations():
-                for *qkv, _ in self._entries(call, out):
-                    steps.again.sample(row, *qkv, scale=call.scale, calls=self._calls_a_sample)
+                for qkv in self._entries(call.heads_first(), [place]):
+                    steps.again.sample(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:
             steps.again = None
-        else:
-            self._schedule.measured()
 
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks

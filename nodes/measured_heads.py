@@ -22,7 +22,7 @@ from .attention_call import AttentionCall, Dense
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
 from .passes import PassFacts
-from .worth import affordable_walks
+from .worth import affordable
 
 #: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
@@ -92,7 +92,7 @@ class MeasuredHeads:
             table = self._tables.get((device, shape))
             if table is None:
                 layers, dense_steps = layout.blocks or layout.rows, self._dense_steps
-                afford = partial(affordable_walks, layers=layers, dense_steps=dense_steps)
+                afford = partial(affordable, layers=layers, dense_steps=dense_steps)
                 table = HeadTable(shape, layout.rows, self.aim, policy, device, afford)
                 self._tables[device, shape] = table
                 self._use_profile(table)

@@ -8,6 +8,7 @@ import os
 import torch
 
 from ..sparge.plan import sample_cost
+from ..sparge.plan.sample_cost import Afforded
 from ..sparge.plan.worth import Call, Rates, estimate, rates_for
 from .attention_call import AttentionCall
 from .settings import Settings
@@ -56,28 +57,33 @@ def slower_reason(
     return f"at {tokens:,} tokens sparse is faster only below {100 * break_even:.0f} % density"
 
 
-def affordable_walks(
+def affordable(
     call: AttentionCall,
     most: int,
-    samples: int,
+    conditionings: int,
     calls: int,
     *,
     layers: int,
     dense_steps: int,
-) -> int:
-    """How many of `most` walks the samples of a run measure, one of them in this dense call: all
+) -> Afforded:
+    """How much of a run is measured, one of its samples in this dense call: all, with `most` walks,
     where nothing is known.
 
-    samples: of each of the run's layers. calls: that each of them counts for, as in
+    conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
     `SampleRates.seconds`. dense_steps: as in `SigmaWindow.dense_steps`.
     """
     rates = known_rates(call)
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
-        return most
+        return Afforded(most, again=True)
     sizes = _of_one_entry(call)
-    dense = dense_steps * rates.dense_seconds(sizes, call.dense_kernel())
-    return sample_cost.affordable_walks(
-        rates.sample, sizes.rows, most, dense=dense, samples=layers * samples, calls=calls
+    return sample_cost.affordable(
+        rates.sample,
+        sizes.rows,
+        most,
+        dense=dense_steps * rates.dense_seconds(sizes, call.dense_kernel()),
+        samples=layers * conditionings,
+        conditionings=conditionings,
+        calls=calls,
     )
 
 

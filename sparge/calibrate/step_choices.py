@@ -53,8 +53,10 @@ class StepChoices:
         *,
         calibration: Calibration | None = None,
         profile: HeadChoices | None = None,
+        again: bool = True,
     ) -> None:
-        """From one of the two. steps: how many will be sparse, where that is known.
+        """From one of the two. steps: how many will be sparse, where that is known. again: whether
+        heads are measured again halfway.
 
         Waits for the GPU. Raises ValueError when nothing was measured.
         """
@@ -69,10 +71,12 @@ class StepChoices:
         self.steps_a_probe = half - (half % TURNS == 0)
         """Steps of which a layer is probed in one: twice before each choice, in different turns."""
         self.again: Calibration | None = None
-        """What sparse calls of the running step are measured into, like dense ones before."""
+        """What sparse calls of the running step are measured into: of one conditioning as many
+        query blocks as before of two."""
         self._found: Calibration | None = None  # the same of a step that is over
         halfway = CHOICES_A_RUN // 2 * self.interval
-        self._measured_step = halfway - 1 if steps is None or halfway < steps else None
+        comes = again and (steps is None or halfway < steps)
+        self._measured_step = halfway - 1 if comes else None
         self._aim, self._steps = aim, steps or 1
         self._calibration = calibration
         self._drift: Tensor | None = None  # as found last

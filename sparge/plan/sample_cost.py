@@ -24,6 +24,9 @@ ALWAYS = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
 MORE_BLOCKS = 0.5
+#: Samples that the one halfway through the sparse steps counts for (`StepChoices`): of cond alone,
+#: as many query blocks as of cond and uncond before.
+AGAIN_CALLS = 2
 
 
 @dataclass(frozen=True)
@@ -45,24 +48,43 @@ class SampleRates:
         return alone * (1 + MORE_BLOCKS * (calls - 1))
 
 
+@dataclass(frozen=True)
+class Afforded:
+    """What the dense calls of a run afford."""
+
+    walks: int
+    """That each sample measures."""
+    again: bool
+    """Whether heads are measured once more halfway through the sparse steps."""
+
+
 def sample_terms(rows: int, walks: int) -> dict[str, float]:
     """What each of `SampleRates` is multiplied by."""
     return {"once": 1.0, "launch": walks, "token": walks * rows}
 
 
-def affordable_walks(
-    rates: SampleRates, rows: int, most: int, *, dense: float, samples: int, calls: int = 1
-) -> int:
-    """How many walks each sample of a run measures, of `most`: as many as keep it within SHARE of
-    the dense calls that its conditioning makes in its layer, or else all samples of the run within
-    ALWAYS; but at least one.
+def affordable(
+    rates: SampleRates,
+    rows: int,
+    most: int,
+    *,
+    dense: float,
+    samples: int,
+    conditionings: int = 1,
+    calls: int = 1,
+) -> Afforded:
+    """As many of `most` walks as keep a sample within SHARE of the dense calls that its
+    conditioning makes in its layer, or else all samples of the run within ALWAYS; but at least one.
+    Then the sample halfway, where that and the first ones are within the same.
 
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
     blocks predict worse, and a walk that is not measured is one that no head takes, no more.
 
-    dense: seconds of those calls. samples: of the run, in all layers. rows and calls: as in
-    `SampleRates.seconds`.
+    dense: seconds of those calls. samples: the first ones of the run, in all layers and
+    conditionings. rows and calls: as in `SampleRates.seconds`.
     """
     allowed = max(SHARE * dense, ALWAYS / samples)
     within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= allowed)
-    return next(within, 1)
+    walks = next(within, 1)
+    again = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
+    return Afforded(walks, rates.seconds(rows, walks, calls) + again <= allowed)

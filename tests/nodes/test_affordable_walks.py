@@ -50,8 +50,8 @@ def afforded(load_pack, call_of):
 
     def walks(steps, layers=10**9, calls=1, tensors=None):
         q = torch.zeros(1, HEADS, TOKENS, 64)
-        call, afford = call_of(*(tensors or (q, q, q))), load_pack("nodes.worth").affordable_walks
-        return afford(call, 3, 2, calls, layers=layers, dense_steps=steps)
+        call, afford = call_of(*(tensors or (q, q, q))), load_pack("nodes.worth").affordable
+        return afford(call, 3, 2, calls, layers=layers, dense_steps=steps).walks
 
     return walks
 
@@ -106,7 +106,7 @@ def frozen(load_pack, call_of):
 
     def run(dense_steps, *passes):
         shape, policy = module.Shape(TOKENS, HEADS, grid), load_pack("sparge").SparsePolicy()
-        afford = load_pack("nodes.worth").affordable_walks
+        afford = load_pack("nodes.worth").affordable
         afford = partial(afford, layers=2, dense_steps=dense_steps)
         table = module.HeadTable(shape, 2, aim, policy, torch.device("cpu"), afford)
         for conditioning, *qkv in passes:

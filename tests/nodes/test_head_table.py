@@ -46,7 +46,8 @@ def frozen(load_pack, grid):
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
-        device, all_walks = torch.device("cpu"), lambda call, most, *_: most
+        afforded = load_pack("sparge.plan.sample_cost").Afforded
+        device, all_walks = torch.device("cpu"), lambda call, most, *_: afforded(most, again=True)
         table = module.HeadTable(shape, 1, aim, policy, device, all_walks)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))

@@ -153,11 +153,16 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
     assert len(set(map(id, orders))) == load_pack("sparge").TURNS
 
 
-@pytest.mark.parametrize("passes", [[[0]], [[0], [1]], [[0], [0], [1]]])
-def test_heads_are_measured_again_halfway(load_pack, patch, steps_of, runs, monkeypatch, passes):
-    """Each conditioning once, as in the last dense step."""
-    calibrate = load_pack("sparge.calibrate")
+@pytest.mark.parametrize("passes", [[[0]], [[1], [0]], [[0], [0], [1]], [[1, 0]], [[1]]])
+@pytest.mark.parametrize("again", [True, False])
+def test_heads_are_measured_again_halfway(load_pack, patch, steps_of, monkeypatch, passes, again):
+    """Of the positive prompt, once, where the dense calls afford it."""
+    calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
     monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), "LEAST_STEPS", 2)
+    afforded = cost.Afforded(3, again)
+    monkeypatch.setattr(
+        load_pack("nodes.measured_heads"), "affordable", lambda *args, **kwargs: afforded
+    )
     sampled, sample = [], calibrate.Calibration.sample
 
     def noted(self, layer, *args, dense=None, **kwargs):
@@ -167,11 +172,8 @@ def test_heads_are_measured_again_halfway(load_pack, patch, steps_of, runs, monk
     monkeypatch.setattr(calibrate.Calibration, "sample", noted)
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=passes)
     conditionings = {one for each in passes for one in each}
+    entries = 1 if passes == [[1, 0]] else len(conditionings)  # the test's batches have one
     calls = 2 if len(conditionings) == 1 else 1
-    for dense in (True, False):
-        layers = [(layer, dense, calls) for layer in range(BLOCKS)] * len(conditionings)
-        assert sampled[: len(layers)] == layers
-        del sampled[: len(layers)]
-    assert not sampled
-    (table,) = runs[-1][0].heads.frozen
-    assert len({id(choices) for choices in table._given()}) == 6, "the mean falls"
+    first = [(layer, True, calls) for layer in range(BLOCKS)] * entries
+    then = [(layer, False, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
+    assert sampled == first + then * (again and 0 in conditionings)

@@ -5,16 +5,29 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 
-from sparge.plan.sample_cost import ALWAYS, MORE_BLOCKS, SHARE, SampleRates, affordable_walks
+from sparge.plan.sample_cost import (
+    AGAIN_CALLS,
+    ALWAYS,
+    MORE_BLOCKS,
+    SHARE,
+    SampleRates,
+    affordable,
+)
 from sparge.plan.worth import RATES_FILE, Call, Rates, rates_for
 
 RATES = SampleRates(once=1e-3, launch=1e-3, token=1e-9)
 ROWS = 10**6  # of which a walk takes 2 ms
 MANY = 10**6  # samples
-afforded = partial(affordable_walks, RATES, ROWS, 3, samples=MANY)
+measured = partial(affordable, RATES, ROWS, 3, samples=MANY)
+
+
+def afforded(**run: Any) -> int:
+    """Walks."""
+    return measured(**run).walks
 
 
 def test_each_part_is_its_work_times_its_rate() -> None:
@@ -35,7 +48,7 @@ def test_a_sample_stays_within_its_share(walks: int, seconds: float) -> None:
 def test_more_dense_steps_never_afford_less_and_one_walk_is_the_least() -> None:
     found = [afforded(dense=0.02 * steps) for steps in range(40)]
     assert found == sorted(found) and set(found) == {1, 2, 3}
-    assert affordable_walks(RATES, ROWS, 1, dense=0.0, samples=MANY) == 1
+    assert affordable(RATES, ROWS, 1, dense=0.0, samples=MANY).walks == 1
 
 
 @pytest.mark.parametrize("walks", [2, 3])
@@ -45,6 +58,18 @@ def test_short_runs_measure_all_of_them(walks: int, calls: int) -> None:
     assert afforded(dense=0.0, samples=few, calls=calls) == walks
     assert afforded(dense=0.0, samples=few + 1, calls=calls) < walks
     assert afforded(dense=1.0, samples=few + 1, calls=calls) == 3, "the more of both"
+
+
+@pytest.mark.parametrize("conditionings", [1, 2])
+@pytest.mark.parametrize(("walks", "enough"), [(1, 3e-3), (3, 7e-3)])
+def test_heads_are_measured_again_within_the_same_share(
+    walks: int, enough: float, conditionings: int
+) -> None:
+    again = RATES.seconds(ROWS, walks, AGAIN_CALLS) / conditionings
+    both = partial(affordable, RATES, ROWS, walks, samples=MANY, conditionings=conditionings)
+    assert both(dense=1.001 * (enough + again) / SHARE).again
+    assert not both(dense=0.999 * (enough + again) / SHARE).again
+    assert affordable(RATES, ROWS, walks, dense=0.0, samples=1).again, "a short run"
 
 
 def test_rates_of_samples_may_be_missing() -> None:
@@ -64,7 +89,7 @@ def test_models_measure_all_walks_with_the_dense_steps_of_our_graphs(
     call = Call(tokens, heads, head_dim)
     dense = rates.dense_seconds(call, "flash")
     of_steps = [
-        affordable_walks(rates.sample, call.rows, 3, dense=steps * dense, samples=80)
+        affordable(rates.sample, call.rows, 3, dense=steps * dense, samples=80).walks
         for steps in range(1, 11)
     ]
     assert of_steps[0] == 1 and of_steps[9] == 3 and of_steps == sorted(of_steps)
