@@ -78,7 +78,6 @@ def test_a_tiny_run_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert row["ms"] > 0 and row["commit"] == "c1" and row["tokens"] == 256
 
 
-@pytest.mark.skipif(not RESULTS.is_file(), reason="rates of samples are a guess so far")
 def test_the_rates_are_those_of_the_results() -> None:
     known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]
     for head_dim, found in sample_cost.fit(read_rows(RESULTS)).items():

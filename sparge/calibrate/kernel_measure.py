@@ -42,11 +42,11 @@ def kernel_measure(sample: Sample) -> Measured:
         return reference_measure(sample)
     facts, groups = _Facts.of(sample), list(_head_groups(sample))
     found = _room_for_distances(sample)
-    for walk in range(sample.walks):
+    for place, walk in enumerate(sample.walks):
         rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
         in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
         for heads in groups:
-            _Group.of(in_walk, facts, rows, heads).score(found[:, :, walk])
+            _Group.of(in_walk, facts, rows, heads).score(found[:, :, place])
     by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
     return Measured(Distances.of_packed(by_block), facts.blocks.occupied[:, :: sample.row_step])
 
@@ -83,7 +83,7 @@ def _room_for_distances(sample: Sample) -> Tensor:
     """As `Distances.packed` has them, of rows (walks, B, H, S x rows a block)."""
     batch, heads, *_ = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    rows = (sample.walks, batch, heads, _compared(sample))
+    rows = (len(sample.walks), batch, heads, _compared(sample))
     return torch.empty(
         routers, 4 * densities - 1, *rows, dtype=torch.float32, device=sample.q.device
     )
@@ -115,7 +115,7 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     routers, densities, _ = sample.candidates.shape
     sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
     compared = batch * heads * _compared(sample)
-    found = 4 * compared * sample.walks * routers * (4 * densities - 1)
+    found = 4 * compared * len(sample.walks) * routers * (4 * densities - 1)
     dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
     routed = _routed_shape(sample)
     means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)

@@ -45,8 +45,8 @@ class Sample:
     candidates: CandidateSet
     scale: float
     key_lengths: Tensor | None
-    walks: int = 1
-    """So many of the workload's order, from the first on."""
+    walks: range = range(1)
+    """Those of the workload's order to measure; the first is one of them."""
     row_step: int = 1
     """Every so many-th row of a query block is compared; a divisor of 128."""
     dense: Tensor | None = None
@@ -76,8 +76,8 @@ Measure = Callable[[Sample], Measured]
 def reference_measure(sample: Sample) -> Measured:
     """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
     device = sample.q.device
-    workloads = [sample.workload.walk(walk, device) for walk in range(sample.walks)]
-    compared = [sample.dense, *[None] * (sample.walks - 1)]
+    workloads = [sample.workload.walk(walk, device) for walk in sample.walks]
+    compared = [sample.dense, *[None] * (len(sample.walks) - 1)]
     of_walks = [
         _in_its_walk(replace(sample, workload=workload, dense=dense))
         for workload, dense in zip(workloads, compared, strict=True)

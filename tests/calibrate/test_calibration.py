@@ -221,8 +221,8 @@ def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
     assert torch.equal(choices.error, expected.error)
 
 
-@pytest.mark.parametrize("most", [1, 2])
-def test_walks_that_are_not_measured_are_not_chosen(make_qkv, most: int) -> None:
+@pytest.mark.parametrize(("most", "walks"), [(1, [Walk.CUBES]), (2, [Walk.CUBES, Walk.RASTER])])
+def test_walks_that_are_not_measured_are_not_chosen(make_qkv, most: int, walks: list) -> None:
     grid = TokenGrid(8, 16, 16)
     order = grid_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16)
@@ -233,7 +233,7 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, most: int) -> None
     limited.limit_walks(most)
     for each in (full, limited):
         each.sample(0, q, k, v)
-    expected, found = (each.relative_errors()[0, :, :most] for each in (full, limited))
+    expected, found = (each.relative_errors()[0, :, walks] for each in (full, limited))
     assert np.array_equal(found, expected), "measured as ever"
     assert full.freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
     least = torch.full((1, 2), 0.2, dtype=torch.float64)
@@ -242,7 +242,7 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, most: int) -> None
         limited.freeze(target=0.1),
         limited.freeze(target=0.1, drift=least),
     ):
-        assert int(choices.walk.max()) < most
+        assert set(choices.walk.flatten().tolist()) <= set(walks)
         assert choices.error.isfinite().all()
         budget = choices.budget(0)
         assert budget is not None and (budget.walk is None or most == 2)
@@ -332,7 +332,7 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
             parts = [(part(), part()) for _ in candidates.densities]
             return bucket_distances([parts] * len(candidates.routers))
 
-        found = stacked([walk() for _ in range(sample.walks)])
+        found = stacked([walk() for _ in sample.walks])
         return Measured(found, torch.ones(shape[2:]).bool())
 
     calibration = begin(
@@ -350,3 +350,22 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
     assert float(calibration.squared_norm.min()) > 0
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         calibration.squared_norm.sum().item()
+
+
+def test_measured_anew_at_other_query_blocks_it_takes_the_rest_from_the_first(qkv) -> None:
+    first = begin(layers=2, blocks_a_call=1)
+    first.limit_walks(1)
+    for layer in range(2):
+        first.sample(layer, *qkv, dense=qkv[0])
+    again = first.anew()
+    assert not any(again.samples) and again.walks == first.walks
+    assert again.next_query_blocks(1) == first.next_query_blocks(1)
+    again.sample(1, *qkv)
+    assert not torch.equal(again.squared_error[1], first.squared_error[1])
+    own = again.squared_error[1].clone()
+    again.fill_from(first)
+    assert torch.equal(again.squared_error[0], first.squared_error[0])
+    assert torch.equal(again.squared_error[1], own)
+    assert again.samples == first.samples
+    assert np.array_equal(again.rounding(), first.rounding())
+    assert again.freeze(mean_density=0.5).measured.all()

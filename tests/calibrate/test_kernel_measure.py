@@ -181,10 +181,8 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     blocks = workload.sparse_query_blocks()[-2:]
     k = k.bfloat16()
     dense = 0.5 * scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    walk_count = 3 if walks else 1
-    return Sample(
-        q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, walk_count, 2, dense.float()
-    )
+    measured = range(3 if walks else 1)
+    return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2, dense.float())
 
 
 @pytest.fixture
@@ -211,7 +209,7 @@ def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> No
     assert found.occupied.shape == (2, QUERY_BLOCK // 2)
     assert torch.equal(found.occupied, expected.occupied)
     assert not found.occupied.all()
-    assert len(stages.attended) == sample.walks, "one launch a walk"
+    assert len(stages.attended) == len(sample.walks), "one launch a walk"
     # Pseudo-keys: INT8 there, FP16 here.
     torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
     for each in fields(Distances):
@@ -240,7 +238,7 @@ def test_groups_of_heads_are_the_whole(
     whole = module.kernel_measure(sample)
     monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
     grouped = module.kernel_measure(sample)
-    walks = sample.walks
+    walks = len(sample.walks)
     assert [len(rows) for rows in stages.attended] == [4] * walks + [2, 2] * walks
     assert max(stages.held[walks:]) < 0.6 * stages.held[0]
     assert torch.equal(grouped.occupied, whole.occupied)
@@ -264,7 +262,7 @@ def test_mochi_stays_below_100_megabytes(monkeypatch: pytest.MonkeyPatch) -> Non
     q = torch.empty(1, 24, grid.tokens, 128, dtype=torch.bfloat16, device="meta")
     workload = Workload(grid_order(grid))
     blocks = workload.sparse_query_blocks()[:BLOCKS_A_CALL]
-    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, 3, ROW_STEP, q)
+    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, range(3), ROW_STEP, q)
     groups = list(module._head_groups(sample))
     sizes = [heads.stop - heads.start for heads in groups]
     assert sum(sizes) == 24

@@ -147,7 +147,7 @@ def test_schema(generator: torch.Generator) -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
-    given = inputs(40, 3, 8, generator, torch.bfloat16)
+    given = inputs(40, 4, 8, generator, torch.bfloat16)
     wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
     with pytest.raises(sparge.Unsupported, match="60000 key blocks, whose weights do not fit"):
         wide.score(sparge.ops.score, room_for(given), None, torch.float32)
