@@ -56,10 +56,10 @@ def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[di
             layers=1,
             heads=shape.heads,
             workload=Workload(grid_order(shape.grid)),
+            walks=range(walks),
             measure=measure_for(device),
             device=device,
         )
-        calibration.limit_walks(walks)
         seconds = allowance.next()
         if seconds == 0:
             continue

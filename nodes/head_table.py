@@ -86,8 +86,8 @@ class HeadTable:
         self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
-        self.walks_left_out = 0
-        """Of the walks through the tokens, those not measured because dense steps are too short."""
+        self.one_walk = False
+        """Heads were measured in one way through the tokens: more would have cost too much."""
         self._afford: Afford | None = afford  # until it is asked
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
@@ -178,10 +178,11 @@ class HeadTable:
 
     def _settle(self, calibration: Calibration, afford: Afford, call: AttentionCall) -> None:
         """Once: layers and conditionings compare only where all measure the same walks."""
-        most, schedule = self._workload.order.walks, self._schedule
+        most, schedule = len(calibration.walks[0]), self._schedule
         afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample)
-        calibration.limit_walks(afforded.walks)
-        self.walks_left_out, self._again, self._afford = most - afforded.walks, afforded.again, None
+        self.one_walk, self._again, self._afford = afforded.walks < most, afforded.again, None
+        if self.one_walk:
+            calibration.measure_one_walk()
 
     def _entries(
         self, operands: tuple[Tensor, ...], places: Sequence[int]

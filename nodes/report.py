@@ -34,7 +34,8 @@ def summary(result: RunResult) -> str:
             f"density {100 * result.density:.1f} %{_head_range(result)}"
         )
         parts.extend(_errors(result))
-        parts.extend(_walks_left_out(result))
+        if any(shape.one_walk for shape in result.shapes):
+            parts.append("measured one token order alone: the dense steps are few or short")
     else:
         calls = result.dense + result.cross
         parts.append("NOTHING WAS SPARSE" + ("" if calls else f": {_no_calls(result)}"))
@@ -97,13 +98,6 @@ def _errors(result: RunResult) -> Iterator[str]:
         yield f"predicted error {_number(predicted)}"
     if probed.numel():
         yield f"probed error {_number(probed)}"
-
-
-def _walks_left_out(result: RunResult) -> Iterator[str]:
-    some = [shape for shape in result.shapes if shape.walks_left_out]
-    for left_out, walks in sorted({(shape.walks_left_out, len(shape.walks)) for shape in some}):
-        measured = walks - left_out
-        yield f"measured {measured} of {walks} token orders: the dense steps are few or short"
 
 
 def _percent(share: Tensor) -> str:

@@ -36,8 +36,8 @@ class MeasuredShape:
     that of their mean density, and so are the walks."""
     walks: Mapping[Walk, int]
     """Heads by their walk through the tokens; empty where there was no choice."""
-    walks_left_out: int = 0
-    """Of these, the last so many were not measured: as in `HeadTable.walks_left_out`."""
+    one_walk: bool = False
+    """As in `HeadTable`."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -52,8 +52,7 @@ class MeasuredShape:
                 walks[walk] = taken.count(index)
         tables = (*tables, table.choices.gain)
         of_layers = (x[layers] for x in tables)
-        left_out = table.walks_left_out
-        return cls(table.shape.tokens, layers, *of_layers, walks=walks, walks_left_out=left_out)
+        return cls(table.shape.tokens, layers, *of_layers, walks=walks, one_walk=table.one_walk)
 
 
 @dataclass(frozen=True, eq=False)
