@@ -123,20 +123,22 @@ class Forward:
             logger.error("[Sparge] %s", error)
             reason = self.unusable = KERNEL_DID_NOT_COMPILE
             self.run.give_up(self.device, reason)
+        out = None
         if reason == CROSS_ATTENTION:
-            return self._cross(call, dense)
-        self.run.tally.add_dense(reason, facts.query_tokens)
+            out = self._cross(call)
+        else:
+            self.run.tally.add_dense(reason, facts.query_tokens)
         if facts.is_self_attention:
             self.record.dense.add(row)
-        return dense()
+        return dense() if out is None else out
 
-    def _cross(self, call: AttentionCall, dense: Dense) -> Tensor:
-        """Exact: in passes that may be sparse by the fastest kernel that PyTorch has."""
+    def _cross(self, call: AttentionCall) -> Tensor | None:
+        """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
         out = None
         if self.unusable is None and self.outside is None and not call.has_mask:
             out = by_faster_kernel(call)
         self.run.tally.add_cross(by_faster_kernel=out is not None)
-        return dense() if out is None else out
+        return out
 
     def _plan(
         self, call: AttentionCall, facts: CallFacts, block: int, row: int, dense: Dense
