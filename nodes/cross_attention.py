@@ -20,11 +20,12 @@ from .worth import known_rates
 def by_faster_kernel(call: AttentionCall) -> Tensor | None:
     """What a call without a mask gives, in its layout; None where no kernel of PyTorch's is known
     to be faster than the one that ComfyUI would have."""
-    served, rates = call.dense_kernel(), known_rates(call)
-    if not served or rates is None or call.facts.unknown_options:
+    rates = known_rates(call)
+    if rates is None or call.facts.unknown_options:
         return None
     q, k, v = call.heads_first()
-    faster = faster_kernel(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2], rates, served)
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    faster = faster_kernel(pairs, rates, call.dense_kernel())
     if faster is None or torch_kernel(q, k, v, [TORCH_KERNELS[faster]]) != faster:
         return None
     with sdpa_kernel(TORCH_KERNELS[faster]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,12 +55,19 @@ class Workload:
         Where a row's ranked blocks differ in size, because a segment's last one is ragged, each
         counts as their mean.
         """
+        always, ranked_blocks, mean, total = self._rows
+        kept = np.minimum(ranked_blocks, np.asarray(kept_ranks)[:, None])
+        return (always + kept * mean).sum(1) / total
+
+    @cached_property
+    def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], int]:
+        """(query blocks,) each: pairs that are always kept, blocks that are ranked, pairs of one of
+        these; and the number of all pairs. The GPU waits for densities where heads are chosen."""
         pairs, forced = self._pairs(), self._forced()
         ranked = (pairs > 0) & ~forced
-        ranked_blocks, always = ranked.sum(1), (pairs * forced).sum(1)
-        mean = (pairs * ranked).sum(1) / np.maximum(ranked_blocks, 1)
-        kept = np.minimum(ranked_blocks, np.asarray(kept_ranks)[:, None])
-        return (always + kept * mean).sum(1) / pairs.sum()
+        blocks = ranked.sum(1)
+        mean = (pairs * ranked).sum(1) / np.maximum(blocks, 1)
+        return (pairs * forced).sum(1), blocks, mean, int(pairs.sum())
 
     def _pairs(self) -> NDArray[np.int64]:
         """(query blocks, key blocks): the query-key pairs of each block."""
