@@ -27,7 +27,7 @@ def freezes():
     Measured again it goes on in the same notes; `samples` are those of its layers."""
 
     class Freezes(list):
-        samples, filled = [0] * LAYERS, None
+        samples, filled, query_blocks = [0] * LAYERS, None, range(100)
 
         def __bool__(self):
             return True  # however few notes
@@ -168,3 +168,9 @@ def test_without_a_sample_the_drift_goes_on(freezes):
             choices.choose_anew(step, torch.full((LAYERS, HEADS), 2.0, dtype=torch.float64))
         choices.at(step)
     assert freezes[-1][1] is not None and freezes.again.filled is None
+
+
+def test_short_calls_are_measured_once(freezes):
+    freezes.query_blocks = range(99)
+    choices = made("budget", 0.6, 16, calibration=freezes)
+    assert [choices.at(step) and choices.again for step in range(16)] == [None] * 16
