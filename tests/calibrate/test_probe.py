@@ -116,15 +116,17 @@ def test_batch_entries_are_compared_alike_together_and_apart(make_qkv, workload)
     torch.testing.assert_close(together.relative_errors(), apart.relative_errors())
 
 
-def test_other_blocks_in_every_sample(qkv) -> None:
+def test_other_blocks_in_every_sample(generator) -> None:
     grid = TokenGrid(16, 16, 16)
-    probe = Probe.begin(layers=1, heads=1, workload=Workload(cube_order(grid)), device="cpu")
-    q = torch.randn(1, 1, grid.tokens, 16)
+    order = cube_order(grid)
+    probe = Probe.begin(layers=1, heads=1, workload=Workload(order), device="cpu")
+    q = torch.randn(1, 1, grid.tokens, 16, generator=generator)
     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     half = out.clone()
     half[:, :, : grid.tokens // 2] *= 2  # off by its norm, in half of the rows
     for visit in range(8):
         probe.sample(0, q, q, q, half, visit=visit)
     assert probe.samples == [32], "all 32 query blocks, each once"
-    expected = rel_l2(half, out)
-    assert float(probe.relative_errors()) == pytest.approx(expected, rel=1e-2)
+    rows = order.token_slot.long() % ROW_STEP == 0
+    expected = rel_l2(half[:, :, rows], out[:, :, rows])
+    assert float(probe.relative_errors()) == pytest.approx(expected, rel=1e-3)
