@@ -32,7 +32,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """(B, H, rows, D) float32, of q (B, H, rows, D) over k, v (B, Hkv, N, D)."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     if k.shape[1] == q.shape[1] and q.is_cuda and torch_kernel(q, k, v, ORDER) == "cudnn":
-        parts = part_count(q.shape[1] * block_count(q.shape[2], TILE_ROWS), k.shape[2], _sms(q))
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        parts = part_count(q.shape[1] * block_count(q.shape[2], TILE_ROWS), k.shape[2], sms)
         if parts > 1 and _is_one_batch(k) and _is_one_batch(v):
             return attend_in_parts(q, k, v, scale, parts)
     gqa = k.shape[1] != q.shape[1]
@@ -73,7 +74,3 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scale: float | None, parts:
 def _is_one_batch(x: Tensor) -> bool:
     """Whether parts of the tokens (dimension 2) of batch entries are a batch without a copy."""
     return x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2)
-
-
-def _sms(tensor: Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -49,7 +49,7 @@ class StepChoices:
     / 1.4 dB closer to dense ones; 1.00 / .95 / .95 / .89 of the heads are as expected instead of
     .95 / .92 / .92 / .86, and .81 / .89 / .94 / .94 no worse than plain drop instead of .75 / .78 /
     .81 / .78; a target error is met with 5 % fewer pairs (clips 0-3, H200). Measuring before the
-    second choice instead, or before all, brings no more.
+    second choice instead, or before all, brings clips no nearer.
     """
 
     def __init__(
@@ -81,10 +81,9 @@ class StepChoices:
         query blocks as before of two."""
         self._found: Calibration | None = None  # the same of a step that is over
         halfway = CHOICES_A_RUN // 2 * self.interval
-        if calibration is None or len(calibration.query_blocks) < LEAST_BLOCKS:
-            again = False
-        comes = again and (steps is None or halfway < steps)
-        self._measured_step = halfway - 1 if comes else None
+        pays = calibration is not None and len(calibration.query_blocks) >= LEAST_BLOCKS
+        comes = steps is None or halfway < steps
+        self._measured_step = halfway - 1 if again and pays and comes else None
         self._aim, self._steps = aim, steps or 1
         self._calibration = calibration
         self._drift: Tensor | None = None  # as found last
