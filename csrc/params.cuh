@@ -156,6 +156,7 @@ struct RouteParams {
   i32 attention_sink;
   i32 keep_diagonal;
   i32 rows_per_cta;  // query blocks that share a thread block: as many as scores fit
+  i32 score_pitch;   // numbers from the scores of one query block to those of the next
 };
 
 struct AttendParams {

@@ -38,8 +38,8 @@ SPARGE_CHECK_PARAMS(RouteParams);
 
 }  // namespace sparge::route
 
-// Dynamic shared memory: where heads may rank by error rows_per_cta x key_blocks numbers to spare, or as many as Vectors has if
-// those are more; rows_per_cta x key_blocks scores; a byte for each key block.
+// Dynamic shared memory: where heads may rank by error rows_per_cta x score_pitch numbers to spare, or as many as Vectors has if
+// those are more; rows_per_cta x score_pitch scores; a byte for each key block.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
 
 // Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/turn.cuh.
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
     for (int r = warp; r < rows; r += route::kWarps) route::map_from_mask(p, row(r), rules());
     return;
   }
-  const i32 score_numbers = p.rows_per_cta * key_blocks;
+  const i32 score_numbers = p.rows_per_cta * p.score_pitch;
   float* scores = p.k_variance ? spare + larger<i32>(score_numbers, sizeof(route::Vectors) / sizeof(float)) : spare;
   u8* standing = reinterpret_cast<u8*>(scores + score_numbers);
   route::load_means(vectors, p, static_cast<i64>(head_at) * query_blocks + first, rows);
@@ -81,5 +81,5 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
                        seen);
   __syncthreads();
   if (warp < rows)
-    route::map_from_scores(p, row(warp), rules(), dense[warp], scores + warp * key_blocks, standing, candidates[warp]);
+    route::map_from_scores(p, row(warp), rules(), dense[warp], scores + warp * p.score_pitch, standing, candidates[warp]);
 }

@@ -200,7 +200,8 @@ def route(
         shared = 0
     else:
         params.rows_per_cta = _route_rows(shape, with_pools, device)
-        scores = params.rows_per_cta * shape.key_blocks * 4
+        params.score_pitch = _score_pitch(shape.key_blocks)
+        scores = params.rows_per_cta * params.score_pitch * 4
         spare = max(scores, _route_vector_bytes(shape.head_dim)) if with_pools else 0
         shared = scores + shape.key_blocks + spare
     groups = block_count(shape.query_blocks, params.rows_per_cta)
@@ -327,10 +328,17 @@ def _route_vector_bytes(head_dim: int) -> int:
     return 2 * _MAX_ROUTE_ROWS * (head_dim + _ROUTE_PADDING) * 4
 
 
+def _score_pitch(key_blocks: int) -> int:
+    """Numbers from the scores of one query block to those of the next in route's shared memory: 4
+    more than a multiple of 8, so that eight of them lie in 32 different banks. Of 512 key blocks,
+    the 32,760 tokens of Wan, all eight would lie in the same four."""
+    return (key_blocks + 3) // 8 * 8 + 4
+
+
 def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:
     """As many query blocks as scores fit in shared memory: they share each read of the K means."""
     limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_ROUTE_SHARED
-    row_bytes = shape.key_blocks * (8 if with_pools else 4)  # scores, and room to score errors
+    row_bytes = _score_pitch(shape.key_blocks) * (8 if with_pools else 4)  # scores, and room to score errors
     rows = (limit - shape.key_blocks) // row_bytes
     if rows == 0:
         raise Unsupported(

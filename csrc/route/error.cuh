@@ -36,15 +36,16 @@ SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* s
   for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
 }
 
-// outputs[r] = sum of weights[r][j] V_j; a warp takes eight channels. Both operands are split as they are read.
-SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, Vectors& outputs, i32 rows, i32 key_blocks) {
+// outputs[r] = sum of weights[r][j] V_j, weights `pitch` apart; a warp takes eight channels. Both operands are split as they are read.
+SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 pitch, Vectors& outputs, i32 rows,
+                                i32 key_blocks) {
   constexpr int kAhead = 4;  // steps of eight key blocks whose values are on their way
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
   for (int first = threadIdx.x / kWarpSize * 8; first < kHeadDim; first += kWarps * 8) {
     const float* channel = values + first + group;
     const float* row[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * key_blocks + quad;
+    for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * pitch + quad;
     float sum[4] = {}, x[kAhead][2];
     auto load = [&](float (&two)[2], i32 start) {
 #pragma unroll
@@ -79,9 +80,9 @@ SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* no
   const float* values = p.v_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
   const float* variances = p.k_variance + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
   __syncthreads();
-  if (warp < rows) share_mass(scores + warp * key_blocks, spare + warp * key_blocks, standing, seen[warp], key_blocks);
+  if (warp < rows) share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
   __syncthreads();
-  pool_outputs(values, spare, vectors, rows, key_blocks);
+  pool_outputs(values, spare, p.score_pitch, vectors, rows, key_blocks);
   float x[kLaneShare];
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i)
@@ -112,7 +113,7 @@ SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* no
       return [=, &away](i32 r, i32 i, float dot) {
         const float half = 0.5f * dot;
         const float squared = half * half * away[i] + dot * scatter;
-        scores[r * key_blocks + j] += half + 0.5f * logf(fmaxf(squared, kLeastError));
+        scores[r * p.score_pitch + j] += half + 0.5f * logf(fmaxf(squared, kLeastError));
       };
     });
   });

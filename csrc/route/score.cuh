@@ -24,7 +24,7 @@ SPARGE_DEVICE void load_means(Vectors& q_mean, const RouteParams& p, i64 q_at, i
   }
 }
 
-// scores[r * key_blocks + j]: natural log of the block's mass, up to a constant a row. Where blocks are weighed, one of n
+// scores[r * score_pitch + j]: natural log of the block's mass, up to a constant a row. Where blocks are weighed, one of n
 // keys counts n / 64.
 SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float* scores, i32 kv_at, i32 rows) {
   const i32 key_blocks = p.problem.key_blocks();
@@ -37,7 +37,7 @@ SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float
           p.weigh_counts
               ? logf(static_cast<float>(p.key_counts[static_cast<i64>(kv_at) * key_blocks + j]) / static_cast<float>(kKeyBlock))
               : 0.0f;
-      return [=](i32 r, i32, float dot) { scores[r * key_blocks + j] = dot + weight; };
+      return [=, &p](i32 r, i32, float dot) { scores[r * p.score_pitch + j] = dot + weight; };
     });
   });
 }

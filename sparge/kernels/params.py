@@ -112,6 +112,7 @@ class RouteParams(Structure):
         ("attention_sink", c_int32),
         ("keep_diagonal", c_int32),
         ("rows_per_cta", c_int32),
+        ("score_pitch", c_int32),
     )
 
 
