@@ -277,8 +277,7 @@ class HeadTable:
         assert self.probe is not None and self._steps is not None
         if self._place_again is not None:
             self._sample_again(self._steps, row, call, self._place_again)
-        visit, turn = divmod(self._step, self._steps.steps_a_probe)
-        if row % self._steps.steps_a_probe != turn:
+        if (visit := self._steps.visit(row, self._step)) is None:
             return
         with untracked_allocations():
             rows = call.result_heads_first(out)

@@ -338,7 +338,8 @@ def _score_pitch(key_blocks: int) -> int:
 def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:
     """As many query blocks as scores fit in shared memory: they share each read of the K means."""
     limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_ROUTE_SHARED
-    row_bytes = _score_pitch(shape.key_blocks) * (8 if with_pools else 4)  # scores, and room to score errors
+    numbers = 2 if with_pools else 1  # the score, and room to score errors
+    row_bytes = _score_pitch(shape.key_blocks) * numbers * 4
     rows = (limit - shape.key_blocks) // row_bytes
     if rows == 0:
         raise Unsupported(

@@ -78,8 +78,7 @@ class ChosenBudgets:
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """What a call gave."""
-        visit, turn = divmod(self._step, self._choices.steps_a_probe)
-        if layer % self._choices.steps_a_probe == turn:
+        if (visit := self._choices.visit(layer, self._step)) is not None:
             self._probe.sample(layer, q, k, v, out, visit=visit)
         if self._choices.again is not None:
             self._choices.again.sample(layer, q, k, v)

@@ -39,10 +39,11 @@ class Probe:
     tokens: Tensor = field(repr=False)
     """(probed blocks, rows a block) int64: the tokens of the query blocks that may drop something,
     those by which a block is compared."""
-    occupied: Tensor = field(repr=False)
-    """The same shape, bool: the slot holds a token."""
-    expected: Tensor = field(repr=False)
-    """(layers, heads) float64: squared relative error that the choices in force should leave."""
+    empty: Tensor = field(repr=False)
+    """The same shape, bool: the slot holds no token."""
+    weights: Tensor = field(repr=False)
+    """(2, layers, heads) float64, of `squares` in `totals`: 1, and the squared relative error that
+    the choices in force should leave."""
     squares: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error, found and expected, since the last `drift`."""
     totals: Tensor = field(repr=False)
@@ -62,13 +63,13 @@ class Probe:
         by_block = by_block.view(-1, QUERY_BLOCK)[:, ::ROW_STEP]
         tokens = by_block[workload.sparse_query_blocks()].to(device)
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
-        return cls(
-            tokens.clamp(min=0), tokens != EMPTY, sums[0].clone(), sums, sums.clone(), [0] * layers
-        )
+        weights = torch.zeros_like(sums)
+        weights[0] = 1
+        return cls(tokens.clamp(min=0), tokens == EMPTY, weights, sums, sums.clone(), [0] * layers)
 
     def expect(self, choices: HeadChoices) -> None:
         """From now on calls obey these."""
-        self.expected.copy_(choices.error.double().square())
+        self.weights[1].copy_(choices.error.double().square())
 
     def sample(
         self,
@@ -93,16 +94,12 @@ class Probe:
         first = count // 2 + visit * BLOCKS_A_SAMPLE + layer
         blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
         tokens = torch.cat([self.tokens[block] for block in blocks])
-        empty = ~torch.cat([self.occupied[block] for block in blocks]).unsqueeze(-1)
+        empty = torch.cat([self.empty[block] for block in blocks]).unsqueeze(-1)
         exact = attend_rows(q[:, :, tokens], k, v, scale)
-        rows = (out[:, :, tokens].float() - exact, exact)
-        error, norm = (
-            part.masked_fill(empty, 0).square().sum((0, 2, 3), dtype=torch.float64) for part in rows
-        )
-        self.squares[0, layer] += error
-        self.squares[1, layer] += self.expected[layer] * norm
-        self.totals[0, layer] += error
-        self.totals[1, layer] += norm
+        error_and_norm = torch.stack([out[:, :, tokens] - exact, exact]).masked_fill_(empty, 0)
+        squares = torch.linalg.vector_norm(error_and_norm, dim=(1, 3, 4)).double().square()
+        self.squares[:, layer] += self.weights[:, layer] * squares
+        self.totals[:, layer] += squares
         self.samples[layer] += len(blocks)
 
     def drift(self) -> Tensor:

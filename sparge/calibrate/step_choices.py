@@ -74,8 +74,7 @@ class StepChoices:
         if steps is not None:
             self.interval = max(LEAST_STEPS, -(-steps // CHOICES_A_RUN))
         half = self.interval // 2
-        self.steps_a_probe = half - (half % TURNS == 0)
-        """Steps of which a layer is probed in one: twice before each choice, in different turns."""
+        self._steps_a_visit = half - (half % TURNS == 0)  # two visits are in different turns
         self.again: Calibration | None = None
         """What sparse calls of the running step are measured into: of one conditioning as many
         query blocks as before of two."""
@@ -84,7 +83,7 @@ class StepChoices:
         pays = calibration is not None and len(calibration.query_blocks) >= LEAST_BLOCKS
         comes = steps is None or halfway < steps
         self._measured_step = halfway - 1 if again and pays and comes else None
-        self._aim, self._steps = aim, steps or 1
+        self._aim, self._steps, self._last = aim, steps or 1, steps
         self._calibration = calibration
         self._drift: Tensor | None = None  # as found last
         self._ahead: Tensor | None = None  # as expected, of the choices in force
@@ -106,6 +105,16 @@ class StepChoices:
     def is_due(self, step: int) -> bool:
         """Whether this step's choices are to be made anew."""
         return step >= self._chosen + self.interval
+
+    def visit(self, layer: int, step: int) -> int | None:
+        """The number of the visit that a probe pays to a layer in a step, None where it pays none:
+        two before a choice that goes by them, else one, for the report."""
+        following = self._chosen + self.interval
+        comes = self._last is None or following < self._last
+        counts = self._calibration is not None or self._aim.target is not None
+        pays = comes and counts and self._measured_step != following - 1
+        every = self._steps_a_visit if pays else self.interval
+        return step // self._steps_a_visit if layer % every == step % every else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:
         """For this step and those after it, from what was measured again, if anything was since the

@@ -23,17 +23,16 @@ def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[n
     """(frames, height, width) int32: the place of each token in the cube order, from 0.
 
     turn: columns along the longest, then the second, then the shortest axis; not along one so short
-    that most blocks would lie in two columns. With fewer axes, whose blocks are often the same, a
-    turn also begins a third of a block later, with the tokens that were last. (With all three that
-    leaves blocks at the ends of columns less compact, and clips of the small video DiT .4 dB
-    further off.)
+    that most blocks would lie in two columns. Turns that are left over in flat grids begin at the
+    other end, where blocks are the same if columns hold whole numbers of them. (To begin a third of
+    a block later in a turn leaves blocks at the ends of columns less compact, and clips of the
+    small video DiT .4 dB further off; and tokens of both ends would share a query block.)
     """
     sizes = (frames, height, width)
     axes = sorted(range(3), key=lambda axis: (sizes[axis], axis), reverse=True)
     axes = [axis for axis in axes if sizes[axis] >= LEAST_COLUMN] or axes[:1]
     ranks = _along(axes[turn % len(axes)], sizes)
-    shift = 0 if len(axes) == len(sizes) else turn * KEY_BLOCK // 3
-    return (ranks + np.int32(shift)) % np.int32(ranks.size)
+    return ranks if turn < len(axes) else np.flip(ranks)
 
 
 def _along(travel: int, sizes: tuple[int, int, int]) -> NDArray[np.int32]:

@@ -76,14 +76,31 @@ def test_heads_are_chosen_anew_after_each_quarter(freezes, steps, anew):
     assert freezes[0] == (0, None)
 
 
-@pytest.mark.parametrize(
-    ("steps", "every"), [(1, 2), (16, 2), (20, 2), (24, 2), (32, 4), (40, 5), (46, 5), (None, 4)]
-)
-def test_layers_are_probed_twice_before_each_choice(freezes, steps, every):
-    """Each time in another turn."""
+def visits(choices: StepChoices, steps: range) -> list[tuple[int, int]]:
+    """Of layer 0: steps and numbers."""
+    found = [(step, choices.visit(0, step)) for step in steps]
+    return [(step, number) for step, number in found if number is not None]
+
+
+@pytest.mark.parametrize(("steps", "every"), [(16, 2), (20, 2), (24, 2), (32, 4), (40, 5)])
+def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps, every):
+    """Each time in another turn; and once after the last choice."""
     choices = made("budget", 0.6, steps, calibration=freezes)
-    assert choices.steps_a_probe == every
-    assert choices.interval >= 2 * every and every % 3
+    quarter = choices.interval
+    assert visits(choices, range(quarter)) == [(n * every, n) for n in range(-(-quarter // every))]
+    assert quarter >= 2 * every and every % 3
+    choices.choose_anew(quarter, torch.ones(LAYERS, HEADS))
+    assert len(visits(choices, range(quarter, 2 * quarter))) == 1, "heads are measured again"
+    for step in (2 * quarter, 3 * quarter):
+        choices.choose_anew(step, torch.ones(LAYERS, HEADS))
+    ((step, number),) = visits(choices, range(3 * quarter, 4 * quarter))
+    assert number == step // every
+
+
+def test_layers_are_probed_once_where_no_choice_goes_by_it(freezes):
+    short = made("budget", 0.6, 3, calibration=freezes)
+    assert [len(visits(short, range(4))), len(visits(short, range(4, 8)))] == [1, 1]
+    assert [short.visit(layer, 0) for layer in range(8)] == [0, None, None, None] * 2
 
 
 def test_a_step_keeps_its_place_in_a_falling_mean(freezes):

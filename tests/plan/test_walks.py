@@ -52,12 +52,37 @@ def test_blocks_of_all_turns_are_as_compact(
     assert max(found) < 1.5 * min(found)
 
 
-@pytest.mark.parametrize(("grid", "walk"), CASES, ids=str)
+@pytest.mark.parametrize(("grid", "walk"), [c for c in CASES if c[0][0] >= 8], ids=str)
 def test_key_blocks_of_two_turns_have_other_borders(grid: tuple[int, int, int], walk: Walk) -> None:
     blocks = [ranks // 64 for ranks in turns(walk, grid)]
     for one, other in ((0, 1), (1, 2), (0, 2)):
         meetings = np.unique(np.stack([blocks[one], blocks[other]]), axis=1).shape[1]
         assert meetings > (1.4 if walk is Walk.CUBES else 1.9) * (blocks[one].max() + 1)
+
+
+@pytest.mark.parametrize("grid", [(4, 6, 9), (5, 6, 9), (2, 3, 2), (3, 2, 2)], ids=str)
+@pytest.mark.parametrize("turn", range(TURNS))
+def test_rows_of_a_video_never_leap(grid: tuple[int, int, int], turn: int) -> None:
+    """Not where the frame changes, and in later turns not where its last tokens come first; at most
+    along a row."""
+    ranks = walk_ranks(Walk.RASTER, *grid, turn)
+    frame, row, _ = np.unravel_index(np.argsort(ranks, axis=None), grid)
+    to_next = slice(None) if turn else slice(-1)
+    leap = np.abs(np.roll(row, -1) - row)[to_next]
+    assert leap.max() <= 1
+    assert not leap[(np.roll(frame, -1) != frame)[to_next]].any()
+
+
+@pytest.mark.parametrize(("walk", "turn"), [(Walk.CUBES, 2), (Walk.RASTER, 1)])
+def test_a_later_turn_of_an_image_begins_at_the_other_end(walk: Walk, turn: int) -> None:
+    first, later = (walk_ranks(walk, 1, 45, 80, turn) for turn in (0, turn))
+    assert np.array_equal(later, np.flip(first))
+
+
+@pytest.mark.parametrize("walk", Walk)
+def test_frames_of_one_column_are_walked_through(walk: Walk) -> None:
+    for turn in range(TURNS):
+        assert sorted(walk_ranks(walk, 3, 5, 1, turn).ravel()) == list(range(15))
 
 
 def test_unmeasured_heads_take_cubes_rows_cubes() -> None:
