@@ -92,16 +92,15 @@ class StepChoices:
         self._of_steps: list[HeadChoices] = []  # from there on, where those differ
         if profile is not None:
             self._now = profile
-        else:
+        elif calibration is not None:
+            self._offers = calibration.offers()
             self._choose()
         self.first = self._now
         """As if all steps were alike: what a profile keeps."""
 
     def _choose(self) -> None:
-        assert self._calibration is not None
-        self._now, self._of_steps = self._aim.freeze(
-            self._calibration, self._steps, self._chosen, self._ahead
-        )
+        of = range(self._chosen, self._chosen + self.interval)
+        self._now, self._of_steps = self._aim.freeze(self._offers, of, self._steps, self._ahead)
 
     def is_due(self, step: int) -> bool:
         """Whether this step's choices are to be made anew."""
@@ -115,6 +114,7 @@ class StepChoices:
         if self._calibration is not None and measured is not None and any(measured.samples):
             measured.fill_from(self._calibration)
             self._calibration, self._drift, self._ahead = measured, None, None
+            self._offers = measured.offers()
             self._choose()
         elif self._calibration is not None:
             found = drift if self._ahead is None else self._ahead * drift
