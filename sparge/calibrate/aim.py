@@ -29,15 +29,15 @@ class Aim:
         return self.kind == "budget"
 
     def freeze(
-        self, offers: Offers, of: range, steps: int, drift: Tensor | None = None
+        self, offers: Offers, steps: int, wanted: range, drift: Tensor | None = None
     ) -> tuple[HeadChoices, list[HeadChoices]]:
-        """The choices over all of so many sparse steps, and those `of` some of them where they
+        """The choices over all of so many sparse steps, and those of each wanted one where they
         differ.
 
         drift: as in `Offers.freeze`."""
         if not self.falls:
             return offers.freeze(target=self.value, drift=drift), []
-        return offers.freeze_steps(self.value, of, steps, drift)
+        return offers.freeze_steps(self.value, steps, wanted=wanted, drift=drift)
 
     def __str__(self) -> str:
         if self.kind == "quality":

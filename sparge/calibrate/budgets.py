@@ -67,31 +67,30 @@ class HullSteps:
 
     @classmethod
     def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:
-        """Every hull is walked at once, each from its cheapest candidate to the steepest fall, of
-        equal ones the farthest, until nothing falls. An error may be infinite, never the least."""
-        truest = truest_of_each_cost(errors, costs)[:, ::-1]  # of equal ones argmax takes the first
+        """Every hull is walked from its cheapest candidate to the steepest fall, of equal ones the
+        farthest, until nothing falls. An error may be infinite, never the least."""
+        truest = truest_of_each_cost(errors, costs)
         error, cost = np.take_along_axis(errors, truest, 1), costs[truest[0]]
+        dearest_first = error[:, ::-1].copy()  # argmax takes the first of equal ones
         heads, last = np.arange(len(error)), error.shape[1] - 1
-        at = last - np.isfinite(error)[:, ::-1].argmax(1)
+        at = np.isfinite(error).argmax(1)
         cheapest, bound = truest[heads, at], np.full(len(error), np.inf)
-        slopes, farthest = np.zeros_like(error), np.zeros_like(truest)
-        for place in range(last, 0, -1):
-            here = np.flatnonzero(at == place)
-            falls = error[here, place, None] - error[here, :place]
-            slope = falls / (cost[:place] - cost[place])
+        slopes, ends = np.zeros_like(error), np.zeros_like(truest)  # of the step from each cost
+        for start in range(last):
+            here = np.flatnonzero(at == start)
+            falls = error[here, start, None] - dearest_first[here, : last - start]
+            slope = falls / (cost[:start:-1] - cost[start])
             best = slope.argmax(1)
             steepest = slope[heads[: len(here)], best]
             going = steepest > 0
-            here, best = here[going], best[going]
+            here, steepest, end = here[going], steepest[going], last - best[going]
             # Rounding shall not put a head's steps out of their order.
-            bound[here] = np.minimum(bound[here], steepest[going])
-            slopes[here, place], farthest[here, place] = bound[here], best
-            at[here] = best
-        head, place = slopes[:, ::-1].nonzero()
-        place = last - place
-        order = np.argsort(-slopes[head, place], kind="stable")
-        head, place = head[order], place[order]
-        before, after = truest[head, place], truest[head, farthest[head, place]]
+            bound[here] = np.minimum(bound[here], steepest)
+            slopes[here, start], ends[here, start], at[here] = bound[here], end, end
+        head, start = slopes.nonzero()
+        order = np.argsort(-slopes[head, start], kind="stable")
+        head, start = head[order], start[order]
+        before, after = truest[head, start], truest[head, ends[head, start]]
         return cls(cheapest, head, before, after, densities[after] - densities[before])
 
     def climb(self, densities: Array, mean: float) -> Indices:
@@ -104,7 +103,9 @@ class HullSteps:
         left -= self.dearer[:taken].sum()
         # Of the others only those that may yet fit, one by one.
         others = taken + np.flatnonzero(self.dearer[taken:] <= left)
-        steps = (each[others].tolist() for each in (self.head, self.before, self.after, self.dearer))
+        steps = (
+            each[others].tolist() for each in (self.head, self.before, self.after, self.dearer)
+        )
         places = chosen.tolist()
         for head, before, after, dearer in zip(*steps, strict=True):
             if places[head] == before and dearer <= left:

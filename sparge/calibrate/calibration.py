@@ -243,9 +243,7 @@ class Calibration:
             ValueError: no layer was measured.
         """
         errors, rounding = self.relative_errors(), self.rounding()
-        return Offers.of(
-            self.workload, self.candidates, errors, rounding, self.samples, self.walks
-        )
+        return Offers.of(self.workload, self.candidates, errors, rounding, self.samples, self.walks)
 
     def freeze(
         self,

@@ -112,20 +112,26 @@ class Offers:
             raise ValueError("Give a target error or a mean density: one of the two.")
         if target is None:
             assert mean_density is not None
-            return self.freeze_steps(mean_density, range(1), 1, drift)[0]
+            return self.freeze_steps(mean_density, 1, drift=drift)[0]
         errors = self._errors(drift)
         by_dropping = budgets.left_for_dropping(target, self.rounding)[:, None]
         return self._choices(budgets.meet_target(errors, self.costs, by_dropping), errors)
 
     def freeze_steps(
-        self, mean_density: float, of: range, steps: int, drift: Tensor | None = None
+        self,
+        mean_density: float,
+        steps: int,
+        *,
+        wanted: range | None = None,
+        drift: Tensor | None = None,
     ) -> tuple[HeadChoices, list[HeadChoices]]:
         """`freeze` at a mean density over so many sparse steps: the choices as if all were alike,
-        and where they are not (`step_means`) those `of` some of them."""
+        and where they are not (`step_means`) those of each, or of the wanted ones."""
         errors = self._errors(drift)
         means = step_means(mean_density, steps, float(self.kept.min()))
-        of_steps = means[of.start : of.stop] if len(means) > 1 else []
-        overall, *chosen = budgets.share_density(
+        wanted = wanted or range(steps)
+        of_steps = means[wanted.start : wanted.stop] if len(means) > 1 else []
+        overall, *of_steps = budgets.share_density(
             errors, self.costs, self.kept, [mean_density, *of_steps]
         )
         reached = self.kept[overall].mean()
@@ -136,7 +142,7 @@ class Offers:
                 mean_density,
                 reached,
             )
-        return self._choices(overall, errors), [self._choices(each, errors) for each in chosen]
+        return self._choices(overall, errors), [self._choices(each, errors) for each in of_steps]
 
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:

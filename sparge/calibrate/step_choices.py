@@ -14,6 +14,7 @@ from ..plan.walks import TURNS
 from .aim import Aim
 from .calibration import Calibration
 from .choices import HeadChoices
+from .offers import Offers
 
 #: Times that heads are chosen in a run, after equal numbers of steps.
 CHOICES_A_RUN = 4
@@ -93,14 +94,15 @@ class StepChoices:
         if profile is not None:
             self._now = profile
         elif calibration is not None:
-            self._offers = calibration.offers()
-            self._choose()
+            self._choose_from(calibration.offers())
         self.first = self._now
         """As if all steps were alike: what a profile keeps."""
 
-    def _choose(self) -> None:
-        of = range(self._chosen, self._chosen + self.interval)
-        self._now, self._of_steps = self._aim.freeze(self._offers, of, self._steps, self._ahead)
+    def _choose_from(self, offers: Offers) -> None:
+        """For the steps until the next choice."""
+        self._offers = offers
+        wanted = range(self._chosen, self._chosen + self.interval)
+        self._now, self._of_steps = self._aim.freeze(offers, self._steps, wanted, self._ahead)
 
     def is_due(self, step: int) -> bool:
         """Whether this step's choices are to be made anew."""
@@ -114,8 +116,7 @@ class StepChoices:
         if self._calibration is not None and measured is not None and any(measured.samples):
             measured.fill_from(self._calibration)
             self._calibration, self._drift, self._ahead = measured, None, None
-            self._offers = measured.offers()
-            self._choose()
+            self._choose_from(measured.offers())
         elif self._calibration is not None:
             found = drift if self._ahead is None else self._ahead * drift
             # Samples are of the middle of their steps; the first go on from the last dense step.
@@ -123,7 +124,7 @@ class StepChoices:
             if self._drift is not None:
                 way, part = found / self._drift, 1.0
             self._drift, self._ahead = found, found * way ** (TREND * part)
-            self._choose()
+            self._choose_from(self._offers)
         elif self._aim.target is not None:
             off = drift * self._now.error > TOLERANCE * self._aim.target
             denser = (self._now.density * DENSER).clamp(max=1)
