@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .calibration import Calibration
 from .choices import HeadChoices
+from .offers import Offers
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Aim:
         return self.kind == "budget"
 
     def freeze(
-        self, calibration: Calibration, steps: int, first: int = 0, drift: Tensor | None = None
+        self, offers: Offers, steps: int, wanted: range, drift: Tensor | None = None
     ) -> tuple[HeadChoices, list[HeadChoices]]:
-        """The choices over all of so many sparse steps, and those of each from the `first` on where
-        they differ. Waits for the GPU. Raises ValueError when nothing was measured.
+        """The choices over all of so many sparse steps, and those of each wanted one where they
+        differ.
 
-        drift: as in `Calibration.freeze`."""
+        drift: as in `Offers.freeze`."""
         if not self.falls:
-            return calibration.freeze(target=self.value, drift=drift), []
-        return calibration.freeze_steps(self.value, steps, first=first, drift=drift)
+            return offers.freeze(target=self.value, drift=drift), []
+        return offers.freeze_steps(self.value, steps, wanted=wanted, drift=drift)
 
     def __str__(self) -> str:
         if self.kind == "quality":

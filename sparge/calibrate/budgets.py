@@ -67,34 +67,31 @@ class HullSteps:
 
     @classmethod
     def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:
-        """Every hull is walked at once, each from its cheapest candidate to the steepest fall, of
-        equal ones the farthest, until nothing falls. An error may be infinite, never the least."""
+        """Every hull is walked from its cheapest candidate to the steepest fall, of equal ones the
+        farthest, until nothing falls. An error may be infinite, never the least."""
         truest = truest_of_each_cost(errors, costs)
         error, cost = np.take_along_axis(errors, truest, 1), costs[truest[0]]
+        dearest_first = error[:, ::-1].copy()  # argmax takes the first of equal ones
         heads, last = np.arange(len(error)), error.shape[1] - 1
         at = np.isfinite(error).argmax(1)
         cheapest, bound = truest[heads, at], np.full(len(error), np.inf)
-        taken: list[tuple[Indices, Indices, Indices, Array]] = []
-        while True:
-            falls = error[heads, at][:, None] - error
-            slope = np.divide(
-                falls, cost - cost[at][:, None], out=np.zeros_like(falls), where=falls > 0
-            )
-            slope[np.arange(last + 1) <= at[:, None]] = 0
-            steepest = slope.max(1)
-            (going,) = steepest.nonzero()
-            if not going.size:
-                break
+        slopes, ends = np.zeros_like(error), np.zeros_like(truest)  # of the step from each cost
+        for start in range(last):
+            here = np.flatnonzero(at == start)
+            falls = error[here, start, None] - dearest_first[here, : last - start]
+            slope = falls / (cost[:start:-1] - cost[start])
+            best = slope.argmax(1)
+            steepest = slope[heads[: len(here)], best]
+            going = steepest > 0
+            here, steepest, end = here[going], steepest[going], last - best[going]
             # Rounding shall not put a head's steps out of their order.
-            bound[going] = np.minimum(bound[going], steepest[going])
-            farthest = last - (slope[going, ::-1] == steepest[going, None]).argmax(1)
-            taken.append((going, truest[going, at[going]], truest[going, farthest], bound[going]))
-            at[going] = farthest
-        none = (heads[:0], heads[:0], heads[:0], error[:0, 0])
-        head, before, after, slopes = map(np.concatenate, zip(none, *taken, strict=True))
-        order = np.lexsort((head, -slopes))
-        before, after = before[order], after[order]
-        return cls(cheapest, head[order], before, after, densities[after] - densities[before])
+            bound[here] = np.minimum(bound[here], steepest)
+            slopes[here, start], ends[here, start], at[here] = bound[here], end, end
+        head, start = slopes.nonzero()
+        order = np.argsort(-slopes[head, start], kind="stable")
+        head, start = head[order], start[order]
+        before, after = truest[head, start], truest[head, ends[head, start]]
+        return cls(cheapest, head, before, after, densities[after] - densities[before])
 
     def climb(self, densities: Array, mean: float) -> Indices:
         """(heads,): the candidate at which each head has arrived."""
@@ -105,12 +102,16 @@ class HullSteps:
         chosen[self.head[:taken]] = self.after[:taken]
         left -= self.dearer[:taken].sum()
         # Of the others only those that may yet fit, one by one.
-        for step in taken + np.flatnonzero(self.dearer[taken:] <= left):
-            head = self.head[step]
-            if chosen[head] == self.before[step] and self.dearer[step] <= left:
-                chosen[head] = self.after[step]
-                left -= self.dearer[step]
-        return chosen
+        others = taken + np.flatnonzero(self.dearer[taken:] <= left)
+        steps = (
+            each[others].tolist() for each in (self.head, self.before, self.after, self.dearer)
+        )
+        places = chosen.tolist()
+        for head, before, after, dearer in zip(*steps, strict=True):
+            if places[head] == before and dearer <= left:
+                places[head] = after
+                left -= dearer
+        return np.array(places)
 
 
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:

@@ -11,27 +11,20 @@ One calibration is for one conditioning and one token count.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..plan.budget import Router
-from . import budgets, curves
 from .candidates import CandidateSet
 from .choices import HeadChoices
-from .fall import step_means
 from .measure import Measure, Measured, Sample, reference_measure
+from .offers import Offers
 from .scoring import squared_errors
 from .spread import spread_places
-from .workload import RESIDUAL_COST, Workload
-
-logger = logging.getLogger("sparge")
+from .workload import Workload
 
 #: Query blocks of every head that one sample measures in each walk. A run with guidance samples
 #: cond and uncond, which makes 8. Of 8 blocks, 91 % of DINOv2 video heads predict the error of
@@ -44,22 +37,6 @@ ROW_STEP = 2
 #: Relative L2 error of 8-bit attention that drops nothing (median head of DINOv2 video: .0054),
 #: where no sample knew what dense attention gave. Heads of the small video DiT have .002 to .031.
 ROUNDING = 0.005
-#: Of one density that a head may get to the next: steps of .002 at 3 %, .015 at 20 %.
-DENSITY_RATIO = 1.08
-
-
-@dataclass(frozen=True, eq=False)
-class _Offers:
-    """What heads can be given: errors by dropping (heads, candidates), costs and kept shares
-    (candidates,); and their errors by rounding (heads,), whatever they are given."""
-
-    errors: budgets.Array
-    rounding: budgets.Array
-    costs: budgets.Array
-    kept: budgets.Array
-    densities: list[float]
-    measured: Tensor
-    """(layers,) bool."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,6 +234,17 @@ class Calibration:
             )
         return np.where((norms != 0) & np.isfinite(measured), measured, ROUNDING)
 
+    def offers(self) -> Offers:
+        """What the heads can be given, as far as it is known so far. Waits for the GPU.
+
+        Layers that were not sampled, or gave something not finite, are not measured.
+
+        Raises:
+            ValueError: no layer was measured.
+        """
+        errors, rounding = self.relative_errors(), self.rounding()
+        return Offers.of(self.workload, self.candidates, errors, rounding, self.samples, self.walks)
+
     def freeze(
         self,
         *,
@@ -264,104 +252,8 @@ class Calibration:
         mean_density: float | None = None,
         drift: Tensor | None = None,
     ) -> HeadChoices:
-        """The cheapest candidate of each head within `target` relative L2 error, or those of least
-        summed error at a `mean_density` over all measured heads. Waits for the GPU.
-
-        drift: (layers, heads) float64 on the CPU, how many times as large as measured the errors by
-        dropping of each head have become since.
-
-        Layers that were not sampled, or gave something not finite, are not measured: they get no
-        budget and do not count in the mean.
-
-        Raises:
-            ValueError: not exactly one of the two is given, or no layer was measured.
-        """
-        if (target is None) == (mean_density is None):
-            raise ValueError("Give a target error or a mean density: one of the two.")
-        if target is None:
-            assert mean_density is not None
-            return self.freeze_steps(mean_density, 1, drift=drift)[0]
-        offers = self._offers(drift)
-        by_dropping = budgets.left_for_dropping(target, offers.rounding)[:, None]
-        return self._choices(budgets.meet_target(offers.errors, offers.costs, by_dropping), offers)
-
-    def freeze_steps(
-        self, mean_density: float, steps: int, *, first: int = 0, drift: Tensor | None = None
-    ) -> tuple[HeadChoices, list[HeadChoices]]:
-        """`freeze` at a mean density over so many sparse steps: the choices as if all were alike,
-        and those of each step from the `first` on where they are not (`step_means`)."""
-        offers = self._offers(drift)
-        means = step_means(mean_density, steps, float(offers.kept.min()))
-        alike = len(means) == 1
-        means = means if alike else means[first:]
-        overall, *of_steps = budgets.share_density(
-            offers.errors, offers.costs, offers.kept, [mean_density, *means]
-        )
-        reached = offers.kept[overall].mean()
-        if reached > mean_density + budgets.ROUNDING:
-            logger.warning(
-                "A mean density of %.3g is asked for; text, floors and the least dense "
-                "candidates already keep %.3g.",
-                mean_density,
-                reached,
-            )
-        of_steps = [] if alike else [self._choices(chosen, offers) for chosen in of_steps]
-        return self._choices(overall, offers), of_steps
-
-    def _offers(self, drift: Tensor | None) -> _Offers:
-        samples = np.asarray(self.samples)
-        errors = self.relative_errors()
-        measured = (samples > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
-        if not measured.any():
-            raise ValueError("No layer was measured: call sample in dense calls before freeze.")
-        densities = _densities(self.candidates)
-        kept = self._kept(densities)
-        errors = curves.steady(errors[measured], samples[measured])
-        errors = curves.between(errors, self._kept(self.candidates.densities), kept)
-        of_layers = [walks for walks, known in zip(self.walks, measured, strict=True) if known]
-        for layer, walks in zip(errors, of_layers, strict=True):
-            layer[:, np.isin(range(layer.shape[1]), walks, invert=True)] = np.inf
-        by_head = errors.reshape(-1, errors[0, 0].size)
-        if drift is not None:
-            by_head = by_head * drift.numpy()[measured].reshape(-1, 1)
-        costs, kept = self._costs(kept)
-        rounding = self.rounding()[measured].ravel()
-        return _Offers(by_head, rounding, costs, kept, densities, torch.from_numpy(measured))
-
-    def _kept(self, densities: Sequence[float]) -> budgets.Array:
-        """The share of pairs that each density really keeps, forced blocks included."""
-        shares = CandidateSet(tuple(densities), floor=self.candidates.floor)
-        return self.workload.density(shares.kept_ranks(self.workload.key_blocks))
-
-    def _costs(self, kept: budgets.Array) -> tuple[budgets.Array, budgets.Array]:
-        """Cost and share of kept pairs of each candidate."""
-        routers, gains = self.candidates.routers, np.asarray(self.candidates.gains)
-        residual = np.where((gains > 0) & (kept[:, None] < 1), RESIDUAL_COST, 0)
-        shape = (self.workload.order.walks, len(routers), *residual.shape)
-        cost = np.broadcast_to(kept[:, None] + residual, shape)
-        return cost.ravel(), np.broadcast_to(kept[:, None], shape).ravel()
-
-    def _choices(self, chosen: budgets.Indices, offers: _Offers) -> HeadChoices:
-        densities, measured = offers.densities, offers.measured
-        routers, gains = self.candidates.routers, self.candidates.gains
-        shape = (self.workload.order.walks, len(routers), len(densities), len(gains))
-        walk, router, density, gain = np.unravel_index(chosen, shape)
-
-        def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
-            full = torch.full(self.squared_norm.shape[:2], unmeasured, dtype=dtype)
-            full[measured] = torch.from_numpy(values).to(dtype).view(-1, full.shape[1])
-            return full
-
-        by_dropping = offers.errors[np.arange(len(chosen)), chosen]
-        return HeadChoices(
-            table(np.asarray(densities)[density], 1.0, torch.float32),
-            table(np.asarray(gains)[gain], 0.0, torch.float32),
-            table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
-            table(walk, 0, torch.int32),
-            table(np.hypot(by_dropping, offers.rounding), 0.0, torch.float32),
-            measured,
-            self.candidates.floor,
-        )
+        """`Offers.freeze` of `offers`. Waits for the GPU."""
+        return self.offers().freeze(target=target, mean_density=mean_density, drift=drift)
 
 
 def worth_measuring(walks: int) -> range:
@@ -370,10 +262,3 @@ def worth_measuring(walks: int) -> range:
     / 30 / 50 %: 28.7 / 32.9 / 36.0 / 43.0 and 28.6 / 32.9 / 36.4 / 43.5; cubes alone 27.9 / 32.5 /
     36.6 / 41.5), and on DINOv2 video all heads take cubes."""
     return range(walks) if walks < 3 else range(0, walks, walks - 1)
-
-
-def _densities(candidates: CandidateSet) -> list[float]:
-    """The measured densities and those between, all of which a head may get."""
-    steps = np.arange(0, np.log(1 / candidates.densities[0]), np.log(DENSITY_RATIO))
-    between = candidates.densities[0] * np.exp(steps)
-    return np.unique(np.concatenate([between, candidates.densities]).round(6)).tolist()

@@ -38,15 +38,16 @@ def fall(errors: Array) -> Array:
     By its max-min form: the least, over starts up to here, of the greatest mean from there to an
     end from here on.
     """
-    count = errors.shape[-2]
-    sums = np.concatenate([np.zeros_like(errors[..., :1, :]), errors.cumsum(-2)], -2)
-    best = np.full_like(errors, np.inf)
-    for start in range(count):
-        lengths = np.arange(1, count - start + 1)[:, None]
-        means = (sums[..., start + 1 :, :] - sums[..., start : start + 1, :]) / lengths
-        greatest = np.maximum.accumulate(means[..., ::-1, :], -2)[..., ::-1, :]
-        best[..., start:, :] = np.minimum(best[..., start:, :], greatest)
-    return best
+    values = np.moveaxis(errors, -2, 0)
+    sums = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
+    best = np.full_like(values, np.inf)
+    for start in range(len(values)):
+        greatest = np.full_like(values[0], -np.inf)
+        for end in range(len(values), start, -1):
+            mean = (sums[end] - sums[start]) / (end - start)
+            greatest = np.maximum(greatest, mean)
+            best[end - 1] = np.minimum(best[end - 1], greatest)
+    return np.moveaxis(best, 0, -2)
 
 
 def between(errors: Array, densities: Array, wanted: Array) -> Array:
@@ -60,9 +61,11 @@ def between(errors: Array, densities: Array, wanted: Array) -> Array:
     left = np.minimum(np.searchsorted(densities, wanted, side="right") - 1, last - 1)
     gap = densities[left + 1] - densities[left]
     share = np.divide(wanted - densities[left], gap, out=np.ones_like(gap), where=gap > 0)[:, None]
-    low, high = errors[..., left, :], errors[..., left + 1, :]
-    logarithmic = np.exp(
-        (1 - share) * np.log(np.maximum(low, LEAST)) + share * np.log(np.maximum(high, LEAST))
-    )
-    straight = (1 - share) * low + share * high
-    return np.where((left == last - 1)[:, None], straight, logarithmic)
+
+    def straight(values: Array, part: slice) -> Array:
+        low, high = values[..., left[part], :], values[..., left[part] + 1, :]
+        return (1 - share[part]) * low + share[part] * high
+
+    inner = np.count_nonzero(left < last - 1)
+    logarithmic = np.exp(straight(np.log(np.maximum(errors, LEAST)), slice(inner)))
+    return np.concatenate([logarithmic, straight(errors, slice(inner, None))], -2)

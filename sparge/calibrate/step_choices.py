@@ -14,6 +14,7 @@ from ..plan.walks import TURNS
 from .aim import Aim
 from .calibration import Calibration
 from .choices import HeadChoices
+from .offers import Offers
 
 #: Times that heads are chosen in a run, after equal numbers of steps.
 CHOICES_A_RUN = 4
@@ -91,16 +92,16 @@ class StepChoices:
         self._of_steps: list[HeadChoices] = []  # from there on, where those differ
         if profile is not None:
             self._now = profile
-        else:
-            self._choose()
+        elif calibration is not None:
+            self._choose_from(calibration.offers())
         self.first = self._now
         """As if all steps were alike: what a profile keeps."""
 
-    def _choose(self) -> None:
-        assert self._calibration is not None
-        self._now, self._of_steps = self._aim.freeze(
-            self._calibration, self._steps, self._chosen, self._ahead
-        )
+    def _choose_from(self, offers: Offers) -> None:
+        """For the steps until the next choice."""
+        self._offers = offers
+        wanted = range(self._chosen, self._chosen + self.interval)
+        self._now, self._of_steps = self._aim.freeze(offers, self._steps, wanted, self._ahead)
 
     def is_due(self, step: int) -> bool:
         """Whether this step's choices are to be made anew."""
@@ -124,7 +125,7 @@ class StepChoices:
         if self._calibration is not None and measured is not None and any(measured.samples):
             measured.fill_from(self._calibration)
             self._calibration, self._drift, self._ahead = measured, None, None
-            self._choose()
+            self._choose_from(measured.offers())
         elif self._calibration is not None:
             found = drift if self._ahead is None else self._ahead * drift
             # Samples are of the middle of their steps; the first go on from the last dense step.
@@ -132,7 +133,7 @@ class StepChoices:
             if self._drift is not None:
                 way, part = found / self._drift, 1.0
             self._drift, self._ahead = found, found * way ** (TREND * part)
-            self._choose()
+            self._choose_from(self._offers)
         elif self._aim.target is not None:
             off = drift * self._now.error > TOLERANCE * self._aim.target
             denser = (self._now.density * DENSER).clamp(max=1)

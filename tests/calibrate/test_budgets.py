@@ -133,6 +133,46 @@ def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray])
         assert chosen == {int(steps.cheapest[head]), *steps.after[steps.head == head].tolist()}
 
 
+def test_hulls_are_those_of_each_head_walked_alone(seed: int) -> None:
+    """Also where errors and falls are equal, and where costs are."""
+    random = np.random.default_rng(seed)
+    costs = np.linspace(0.05, 1, 20)[random.integers(0, 20, 30)]
+    errors = random.integers(0, 9, (50, 30)) / 8
+    errors[:25] *= np.exp(-3 * costs)
+    errors[random.random(errors.shape) < 0.2] = np.inf
+    errors[:, 0] = 1.0
+    steps = HullSteps.of(errors, costs, costs)
+    for head, error in enumerate(errors):
+        assert steps.after[steps.head == head].tolist() == hull(error, costs)
+
+
+def hull(error: np.ndarray, costs: np.ndarray) -> list[int]:
+    """The candidates after the cheapest one."""
+    order = [int(i) for i in np.lexsort((error, costs)) if np.isfinite(error[i])]
+    first = {costs[i]: i for i in reversed(order)}
+    left, found = [first[cost] for cost in sorted(first)], []
+    at = left.pop(0)
+    while falling := [i for i in left if error[i] < error[at]]:
+        slopes = [(error[at] - error[i]) / (costs[i] - costs[at]) for i in falling]
+        place = max(range(len(falling)), key=lambda i: (slopes[i], i))
+        at, left = falling[place], falling[place + 1 :]
+        found.append(at)
+    return found
+
+
+def test_what_is_left_goes_to_the_next_steps_that_fit(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    costs = np.linspace(0.05, 1, 12)
+    errors = random.random((40, 12)) * np.exp(-3 * costs)
+    steps = HullSteps.of(errors, costs, costs)
+    for mean in np.linspace(0.05, 1, 20):
+        expected, left = steps.cheapest.copy(), 40 * mean - costs[steps.cheapest].sum() + 1e-9
+        for head, before, after in zip(steps.head, steps.before, steps.after, strict=True):
+            if expected[head] == before and costs[after] - costs[before] <= left:
+                expected[head], left = after, left - (costs[after] - costs[before])
+        assert steps.climb(costs, mean).tolist() == expected.tolist()
+
+
 def test_steps_of_a_head_follow_each_other() -> None:
     """Also where its candidates lie on a line, and where some were not measured."""
     costs = np.linspace(0.05, 1, 20)

@@ -118,12 +118,23 @@ def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
 def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
-    _, steps = calibration.freeze_steps(0.4, 8)
-    drift = torch.ones(1, 3, dtype=torch.float64)
-    _, left = calibration.freeze_steps(0.4, 8, first=5, drift=drift)
+    offers, drift = calibration.offers(), torch.ones(1, 3, dtype=torch.float64)
+    _, steps = offers.freeze_steps(0.4, 8)
+    _, left = offers.freeze_steps(0.4, 8, wanted=range(5, 9), drift=drift)
+    _, some = offers.freeze_steps(0.4, 8, wanted=range(2, 4), drift=drift)
     assert len(steps) == 8
-    for one, same in zip(steps[5:], left, strict=True):
+    for one, same in zip(steps[5:] + steps[2:4], left + some, strict=True):
         assert torch.equal(one.density, same.density)
+
+
+def test_what_was_chosen_before_changes_nothing(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    offers, drift = calibration.offers(), torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
+    for aim in ({"mean_density": 0.6}, {"target": 0.2}):
+        for each in (None, drift, None):
+            expected = calibration.freeze(**aim, drift=each)
+            assert torch.equal(offers.freeze(**aim, drift=each).error, expected.error)
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,6 +164,7 @@ def test_freeze_wants_one_aim_and_samples(qkv) -> None:
     calibration = begin()
     with pytest.raises(ValueError, match="No layer was measured"):
         calibration.freeze(target=0.1)
+    calibration.sample(0, *qkv)
     both_and_neither: list[dict[str, Any]] = [{}, {"target": 0.1, "mean_density": 0.2}]
     for aims in both_and_neither:
         with pytest.raises(ValueError, match="one of the two"):

@@ -23,8 +23,9 @@ def choices_of(density: float, error: float) -> HeadChoices:
 
 @pytest.fixture
 def freezes():
-    """A calibration that notes what it is asked for, and gives every step of a mean its number.
-    Measured again it goes on in the same notes; `samples` are those of its layers."""
+    """A calibration, and its own offers, that notes what it is asked for, and gives every wanted
+    step of a mean its number. Measured again it goes on in the same notes; `samples` are those of
+    its layers."""
 
     class Freezes(list):
         samples, filled, query_blocks = [0] * LAYERS, None, range(100)
@@ -39,9 +40,12 @@ def freezes():
         def fill_from(self, earlier):
             self.filled = earlier
 
-        def freeze_steps(self, mean_density, steps, *, first, drift):
-            self.append((first, drift))
-            of_steps = [choices_of(0.01 * step, 0.1) for step in range(first, steps)]
+        def offers(self):
+            return self
+
+        def freeze_steps(self, mean_density, steps, *, wanted, drift):
+            self.append((wanted.start, drift))
+            of_steps = [choices_of(0.01 * step, 0.1) for step in wanted if step < steps]
             return choices_of(mean_density, 0.1), of_steps if mean_density < 0.5 else []
 
         def freeze(self, *, target, drift):

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the heads of a model can be given, and what each of them gets.
+
+    offers = calibration.offers()                              # waits for the GPU
+    choices = offers.freeze(mean_density=0.2)
+    anew = offers.freeze(mean_density=0.2, drift=drift)        # some steps later
+
+What does not change with the drift is worked out once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..plan.budget import Router
+from . import budgets, curves
+from .candidates import CandidateSet
+from .choices import HeadChoices
+from .fall import step_means
+from .workload import RESIDUAL_COST, Workload
+
+logger = logging.getLogger("sparge")
+
+#: Of one density that a head may get to the next: steps of .002 at 3 %, .015 at 20 %.
+DENSITY_RATIO = 1.08
+
+
+@dataclass(frozen=True, eq=False)
+class Offers:
+    """Make it with `of`. Candidates are all walks with all routers, densities and gains."""
+
+    walks: list[int]
+    """Those that some layer measured."""
+    densities: list[float]
+    candidates: CandidateSet
+    measured: Tensor
+    """(layers,) bool; those that are not get no budget and do not count in the mean."""
+    errors: budgets.Array = field(repr=False)
+    """(heads of measured layers, candidates), by dropping."""
+    rounding: budgets.Array = field(repr=False)
+    """(heads of measured layers,): errors by rounding, whatever they are given."""
+    costs: budgets.Array = field(repr=False)
+    """(candidates,)."""
+    kept: budgets.Array = field(repr=False)
+    """(candidates,): shares of pairs."""
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        candidates: CandidateSet,
+        errors: budgets.Array,
+        rounding: budgets.Array,
+        samples: Sequence[int],
+        walks: Sequence[range],
+    ) -> Offers:
+        """As in `Calibration`: its relative errors, its rounding, and of each layer its samples and
+        the walks that they measured.
+
+        Raises:
+            ValueError: no layer was sampled and gave finite errors.
+        """
+        measured = (np.asarray(samples) > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
+        if not measured.any():
+            raise ValueError("No layer was measured: call sample in dense calls before freeze.")
+        of_layers = [of_layer for of_layer, known in zip(walks, measured, strict=True) if known]
+        in_some = sorted(set().union(*of_layers))
+        densities = _densities(candidates)
+        known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
+        errors = curves.steady(errors[measured][:, :, in_some], np.asarray(samples)[measured])
+        errors = curves.between(errors, known, kept)
+        for layer, of_layer in zip(errors, of_layers, strict=True):
+            layer[:, np.isin(in_some, of_layer, invert=True)] = np.inf
+        pools = np.asarray(candidates.gains) > 0
+        costs = kept[:, None] + np.where(pools & (kept[:, None] < 1), RESIDUAL_COST, 0)
+        return cls(
+            in_some,
+            densities,
+            candidates,
+            torch.from_numpy(measured),
+            errors.reshape(-1, errors[0, 0].size),
+            rounding[measured].ravel(),
+            np.broadcast_to(costs, errors.shape[2:]).ravel(),
+            np.broadcast_to(kept[:, None], errors.shape[2:]).ravel(),
+        )
+
+    def freeze(
+        self,
+        *,
+        target: float | None = None,
+        mean_density: float | None = None,
+        drift: Tensor | None = None,
+    ) -> HeadChoices:
+        """The cheapest candidate of each head within `target` relative L2 error, or those of least
+        summed error at a `mean_density` over all measured heads.
+
+        drift: (layers, heads) float64 on the CPU, how many times as large as measured the errors by
+        dropping of each head have become since.
+
+        Raises:
+            ValueError: not exactly one of the two is given.
+        """
+        if (target is None) == (mean_density is None):
+            raise ValueError("Give a target error or a mean density: one of the two.")
+        if target is None:
+            assert mean_density is not None
+            return self.freeze_steps(mean_density, 1, drift=drift)[0]
+        errors = self._errors(drift)
+        by_dropping = budgets.left_for_dropping(target, self.rounding)[:, None]
+        return self._choices(budgets.meet_target(errors, self.costs, by_dropping), errors)
+
+    def freeze_steps(
+        self,
+        mean_density: float,
+        steps: int,
+        *,
+        wanted: range | None = None,
+        drift: Tensor | None = None,
+    ) -> tuple[HeadChoices, list[HeadChoices]]:
+        """`freeze` at a mean density over so many sparse steps: the choices as if all were alike,
+        and where they are not (`step_means`) those of each, or of the wanted ones."""
+        errors = self._errors(drift)
+        means = step_means(mean_density, steps, float(self.kept.min()))
+        wanted = wanted or range(steps)
+        of_steps = means[wanted.start : wanted.stop] if len(means) > 1 else []
+        overall, *of_steps = budgets.share_density(
+            errors, self.costs, self.kept, [mean_density, *of_steps]
+        )
+        reached = self.kept[overall].mean()
+        if reached > mean_density + budgets.ROUNDING:
+            logger.warning(
+                "A mean density of %.3g is asked for; text, floors and the least dense "
+                "candidates already keep %.3g.",
+                mean_density,
+                reached,
+            )
+        return self._choices(overall, errors), [self._choices(each, errors) for each in of_steps]
+
+    def _errors(self, drift: Tensor | None) -> budgets.Array:
+        if drift is None:
+            return self.errors
+        return self.errors * drift[self.measured].numpy().reshape(-1, 1)
+
+    def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
+        routers, gains = self.candidates.routers, self.candidates.gains
+        shape = (len(self.walks), len(routers), len(self.densities), len(gains))
+        walk, router, density, gain = np.unravel_index(chosen, shape)
+        by_dropping = errors[np.arange(len(chosen)), chosen]
+
+        def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
+            of_measured = torch.from_numpy(values).to(dtype).view(int(self.measured.sum()), -1)
+            full = of_measured.new_full((len(self.measured), of_measured.shape[1]), unmeasured)
+            full[self.measured] = of_measured
+            return full
+
+        return HeadChoices(
+            table(np.asarray(self.densities)[density], 1.0, torch.float32),
+            table(np.asarray(gains)[gain], 0.0, torch.float32),
+            table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
+            table(np.asarray(self.walks)[walk], 0, torch.int32),
+            table(np.hypot(by_dropping, self.rounding), 0.0, torch.float32),
+            self.measured,
+            self.candidates.floor,
+        )
+
+
+def _kept(
+    workload: Workload, candidates: CandidateSet, densities: Sequence[float]
+) -> budgets.Array:
+    """The share of pairs that each density really keeps, forced blocks included."""
+    shares = CandidateSet(tuple(densities), floor=candidates.floor)
+    return workload.density(shares.kept_ranks(workload.key_blocks))
+
+
+def _densities(candidates: CandidateSet) -> list[float]:
+    """The measured densities and those between, all of which a head may get."""
+    steps = np.arange(0, np.log(1 / candidates.densities[0]), np.log(DENSITY_RATIO))
+    between = candidates.densities[0] * np.exp(steps)
+    return np.unique(np.concatenate([between, candidates.densities]).round(6)).tolist()
