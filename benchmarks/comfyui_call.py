@@ -6,6 +6,8 @@ COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,flux] [
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
 
 In an auto mode the first call is dense and measured: the first of the seconds. The others count.
+With --residual the same heads are run once more from a profile, in which the residual stays in that
+share of them: with random weights nearly all heads take it, with trained ones fewer.
 
 The models have random weights, and the sampler is ComfyUI's own. With --limit-gib a model of few
 blocks runs in that much GPU memory: the rest of the limit is held, as weights would hold it, so
@@ -20,6 +22,7 @@ import logging
 import os
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,11 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
     """One line without the node, one for each topk with it."""
     patcher = build(model, host.device, args.dtype)
     dense: Sampled | None = None
-    for topk in (None, *args.topk):
-        run = host.sample(model, patcher, widgets(args, topk), 1 + args.repeats)
+    for topk, residual in runs(args):
+        inputs = widgets(args, topk)
+        if residual is not None:
+            inputs = {**(inputs or {}), "profile": host.profile_with_residual(residual)}
+        run = host.sample(model, patcher, inputs, 1 + args.repeats)
         line: dict[str, Any] = {
             "seconds_per_call": round(statistics.median(run.seconds[1:]), 4),
             "seconds": [round(seconds, 4) for seconds in run.seconds],
@@ -49,7 +55,8 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
             line |= host.report(model.may_stay_dense)
             line["rel_l2_call"] = relative_l2(run.first_call, dense.first_call)
             line["rel_l2_latent"] = relative_l2(run.latent, dense.latent)
-        write(model=model.name, shape=model.shape, config=config_name(args, topk), **line)
+        config = config_name(args, topk, residual)
+        write(model=model.name, shape=model.shape, config=config, **line)
 
 
 def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
@@ -84,6 +91,15 @@ def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, writ
     torch.cuda.set_per_process_memory_fraction(1.0, host.device)
 
 
+def runs(args: argparse.Namespace) -> Iterator[tuple[float | None, float | None]]:
+    """topk, and the share of heads with the residual where a profile says it."""
+    yield None, None
+    for topk in args.topk:
+        yield topk, None
+        if args.residual is not None:
+            yield topk, args.residual
+
+
 def relative_l2(got: Tensor, expected: Tensor) -> float:
     return round(float((got - expected).norm() / expected.norm()), 5)
 
@@ -97,11 +113,12 @@ def widgets(args: argparse.Namespace, topk: float | None) -> dict[str, Any] | No
     return {"mode": args.mode, **numbers, **tokens}
 
 
-def config_name(args: argparse.Namespace, topk: float | None) -> str:
+def config_name(args: argparse.Namespace, topk: float | None, residual: float | None = None) -> str:
     if topk is None:
         return "default"
     mode = "topk" if args.mode == "manual" else args.mode
-    return f"{mode} {topk:g}, pvthreshd {args.pvthreshd:g}"
+    name = f"{mode} {topk:g}, pvthreshd {args.pvthreshd:g}"
+    return name if residual is None else f"{name}, residual in {residual:g}"
 
 
 def parse() -> argparse.Namespace:
@@ -110,6 +127,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5])
     parser.add_argument("--mode", default="manual", help="of the node: manual, auto budget ...")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
+    parser.add_argument("--residual", type=float, help="share of heads, in an auto mode")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls after one untimed")
     parser.add_argument("--limit-gib", type=float, nargs="*", help="measure memory, not time")
     parser.add_argument("--headroom-gib", type=float, default=0.5)
@@ -117,7 +135,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
     parser.add_argument("--commit", default=None, help="where this copy has no git folder")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/comfyui_call.jsonl")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.residual is not None and args.mode == "manual":
+        parser.error("--residual is for auto modes: manual has no residual.")
+    return args
 
 
 def main() -> None:

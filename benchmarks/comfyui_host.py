@@ -90,6 +90,9 @@ class Host:
         self.node = nodes.NODE_CLASS_MAPPINGS["SpargeAttention"]  # pyright: ignore
         self.device: torch.device = comfy.model_management.get_torch_device()
         self.version: str = comfyui_version.__version__
+        self._pack = self.node.__module__.rsplit(".", 2)[0]
+        self.last: Any = None
+        """The node's RunResult of the last run; None where it took no part."""
         self.log = NodeLines()
         logging.getLogger("sparge").addHandler(self.log)
 
@@ -104,8 +107,19 @@ class Host:
     def measure_all_walks(self) -> None:
         """As runs with the usual share of dense steps do: one without dense steps saves on walks,
         and its sparse calls with them."""
-        pack = self.node.__module__.rsplit(".", 2)[0]
-        vars(sys.modules[f"{pack}.sparge.plan.sample_cost"])["ALWAYS"] = float("inf")
+        vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])["ALWAYS"] = float("inf")
+
+    def profile_with_residual(self, share: float) -> Any:
+        """What the last run measured, for the node's input `profile`; of the heads that use the
+        residual this share goes on to, evenly spread."""
+        choices = {}
+        for table, found in self.last.profile.choices.items():
+            places = (torch.arange(found.gain.numel() + 1) * share).floor()
+            kept = (places.diff() > 0).view_as(found.gain)
+            choices[table] = dataclasses.replace(found, gain=found.gain * kept)
+        profile = dataclasses.replace(self.last.profile, choices=choices)
+        named = sys.modules[f"{self._pack}.nodes.profiles"].NamedProfile
+        return named("benchmark", profile)
 
     def sample(
         self, model: VideoModel, patcher: Any, widgets: dict[str, Any] | None, calls: int
@@ -129,6 +143,8 @@ class Host:
                 seed=0,
                 disable_pbar=True,
             )
+        hook = sys.modules[f"{self._pack}.nodes.hook"].hook_of(patched)
+        self.last = hook and hook.last
         assert timer.first_call is not None
         assert torch.isfinite(timer.first_call).all(), "the model's result is not finite"
         assert torch.isfinite(out).all(), "the latent is not finite"
@@ -146,6 +162,7 @@ class Host:
             "sparse_calls": int(match[1]),
             "dense_calls": int(match[2]),
             "density": round(float(match[3]) / 100, 4),
+            "residual": _share(self.last.of_heads("residual") > 0),
             "report": line,
         }
 
@@ -157,6 +174,11 @@ class Host:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _share(of_heads: Tensor) -> float:
+    """0 where there are none: nothing was measured."""
+    return round(float(of_heads.float().mean()), 4) if of_heads.numel() else 0.0
 
 
 def synchronize(device: torch.device) -> None:
