@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch 1: mean of K, and mean and scale of V, per (batch, kv head, channel), over the valid keys.
 //
-// Semantics   k_mean = sum K / n (0 without smooth_k); v_mean = sum V / n;
+// Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k); v_mean = sum V / n;
 //             v_scale = max(max V - v_mean, v_mean - min V) / 448, 1 when that is 0.
 // Strategy    On Hopper a cluster of thread blocks has K or V of one head: its blocks take turns at whole tokens, and each
 //             then adds up 32 channels of all. Elsewhere each block reads its 32 channels (64 bytes) of every token.
@@ -12,6 +12,7 @@
 //             163 / 49 eight loads in flight, extremes of 16-bit pairs as loaded
 //             178 / 41 copies to shared memory, ten in flight
 //             135 / 37 and clusters that read whole tokens
+//             With a token order a seventh of K is read.
 #include "common/chunks.cuh"
 #include "common/config.cuh"
 #include "common/reduce.cuh"
@@ -71,30 +72,32 @@ struct Channels {
   }
 };
 
-// Adds every kReaders * kTokensPerPass-th token from `token` on.
+static_assert(kReaders * kTokensPerPass == kKeyBlock, "Readers together pass over a run of 64 tokens.");
+
+// Adds one token of every `stride`-th run, from `token` on.
 template <Source kSource>
-SPARGE_DEVICE void add_tokens(Channels<kSource>& channels, Chunk (&stages)[kStages][kThreads], i32 token, i32 channel,
-                              i32 length) {
-  constexpr i32 kStep = kReaders * kTokensPerPass;
+SPARGE_DEVICE void add_tokens(Channels<kSource>& channels, Chunk (&stages)[kStages][kThreads], i32 token, i32 channel, i32 length,
+                              i32 stride) {
+  const i32 step = stride * kKeyBlock;
   const Chunks<kSource>& rows = channels.rows;
   if constexpr (kSource == Source::kOther) {
-    for (; token < length; token += kStep) channels.add(rows.load(token, channel));
+    for (; token < length; token += step) channels.add(rows.load(token, channel));
   } else {
     const char* source = rows.at(token, channel);
-    const i64 stride = kStep * rows.token_bytes;
+    const i64 step_bytes = step * rows.token_bytes;
     i32 ahead = channel < rows.channels ? token : length;  // padding is never read
     auto fetch = [&](i32 stage) {
       const bool inside = ahead < length;
       ptx::cp_async_16_or_zero(ptx::shared_address(&stages[stage][threadIdx.x]), inside ? source : rows.base, inside);
       ptx::cp_async_commit();
-      source += stride;
-      ahead += kStep;
+      source += step_bytes;
+      ahead += step;
     };
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) fetch(stage);
     while (token < length) {
 #pragma unroll
-      for (int stage = 0; stage < kStages; ++stage, token += kStep) {
+      for (int stage = 0; stage < kStages; ++stage, token += step) {
         ptx::cp_async_wait<kStages - 1>();
         const Chunk chunk = stages[stage][threadIdx.x];
         fetch(stage);
@@ -149,7 +152,8 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
   const i32 length = p.problem.key_length(b);
   Channels<kSource> channels(rows);
   const i32 token = threadIdx.x / kTokenLanes + (kClustered ? slice * kTokensPerPass : 0);
-  add_tokens(channels, smem.stages, token, own_channel + (kClustered ? 0 : slice * kChannels), length);
+  const i32 stride = values ? 1 : p.k_stride;
+  add_tokens(channels, smem.stages, token, own_channel + (kClustered ? 0 : slice * kChannels), length, stride);
   __syncthreads();  // sums lie where copies did
   float low[kLaneChannels], high[kLaneChannels];
   rows.unpack(channels.low, low);
@@ -166,7 +170,8 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
   const Extent extent = over_blocks(smem.sums, slice);
   if (threadIdx.x >= kChannels) return;
 
-  const float mean = length ? extent.sum / static_cast<float>(length) : 0.0f;
+  const i32 period = stride * kKeyBlock, counted = length / period * kKeyBlock + smaller<i32>(length % period, kKeyBlock);
+  const float mean = length ? extent.sum / static_cast<float>(counted) : 0.0f;
   const i64 at = (static_cast<i64>(b) * p.problem.kv_heads + head) * kHeadDim + slice * kChannels + threadIdx.x;
   if (values) {
     const float reach = length ? fmaxf(extent.high - mean, mean - extent.low) : 0.0f;

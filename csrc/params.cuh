@@ -85,6 +85,7 @@ struct MeansParams {
   float* v_scale;
   i32 smooth_k;
   i32 with_values;
+  i32 k_stride;  // one of so many runs of 64 keys, from the first on, counts in their mean
 };
 
 // What turns the products with a pseudo-key into logits, in log2 units beside the softmax scale.

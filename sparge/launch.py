@@ -21,6 +21,7 @@ from .kernels.params import (
 )
 from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
 from .plan.blocks import block_count
+from .plan.key_mean import mean_stride
 from .route_rules import RouteRules
 from .stats import Counter
 from .workspace import CallShape, layout_of
@@ -56,14 +57,23 @@ NO_ORDER = OrderFacts()
 
 
 def means(
-    k: Tensor, v: Tensor | None, key_lengths: Tensor | None, smooth_k: bool, element: Element
+    k: Tensor,
+    v: Tensor | None,
+    key_lengths: Tensor | None,
+    smooth_k: bool,
+    element: Element,
+    ordered: bool = False,
 ) -> Tensor:
     """Launch 1 alone. k and v (B, Hkv, N, D); returns (3, B, Hkv, head_dim) float32: mean of K,
-    mean and scale of V; without V the first of them, (1, ...)."""
+    mean and scale of V; without V the first of them, (1, ...).
+
+    ordered: for calls with a token order (`mean_stride`).
+    """
     shape = CallShape.of(k, k)
     planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
     found = torch.empty(planes, dtype=torch.float32, device=k.device)
-    _launch_means(k, v, key_lengths, smooth_k, element, *(plane.data_ptr() for plane in found))
+    places = (plane.data_ptr() for plane in found)
+    _launch_means(k, v, key_lengths, smooth_k, element, ordered, *places)
     return found
 
 
@@ -95,7 +105,8 @@ def quantize(
         layout.means(workspace).copy_(means)
     elif element in (Element.INT8_FP16, Element.INT8_E4M3):
         places = (address("k_mean"), address("v_mean"), address("v_scale"))
-        _launch_means(k, v, key_lengths, smooth_k, element, *places)
+        ordered = order.slots is not None
+        _launch_means(k, v, key_lengths, smooth_k, element, ordered, *places)
 
     params = QuantizeParams(
         problem=problem,
@@ -284,6 +295,7 @@ def _launch_means(
     key_lengths: Tensor | None,
     smooth_k: bool,
     element: Element,
+    ordered: bool,
     k_mean: int | None,
     v_mean: int | None = None,
     v_scale: int | None = None,
@@ -298,6 +310,7 @@ def _launch_means(
         v_scale=v_scale,
         smooth_k=smooth_k,
         with_values=v is not None,
+        k_stride=mean_stride(shape.keys, ordered),
     )
     slices = shape.head_dim // _MEANS_CHANNELS
     blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)

@@ -23,7 +23,8 @@ if __package__ != NAMESPACE:
     NAMESPACE += "_" + re.sub(r"\W", "_", __package__ or "", flags=re.ASCII)
 
 _SCHEMAS = (
-    "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element) -> Tensor",
+    "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
+    "bool ordered=False) -> Tensor",
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
     "Tensor? head_walk=None, Tensor? means=None) -> Tensor",
@@ -47,9 +48,14 @@ _SCHEMAS = (
 
 
 def _means(
-    k: Tensor, v: Tensor | None, key_lengths: Tensor | None, smooth_k: bool, element: int
+    k: Tensor,
+    v: Tensor | None,
+    key_lengths: Tensor | None,
+    smooth_k: bool,
+    element: int,
+    ordered: bool = False,
 ) -> Tensor:
-    return launch.means(k, v, key_lengths, smooth_k, Element(element))
+    return launch.means(k, v, key_lengths, smooth_k, Element(element), ordered)
 
 
 def _means_fake(k: Tensor, v: Tensor | None, *_: object) -> Tensor:

@@ -72,7 +72,8 @@ class _Facts:
         blocks = SampledBlocks.of(sample, sample.workload.order.on(sample.q.device))
         densities, query_blocks = sample.candidates.densities, len(sample.query_blocks)
         pieces = Pieces.of(densities, blocks.every_block, query_blocks)
-        means = ops.means(sample.k, sample.v, sample.key_lengths, True, int(_element(sample)))
+        element = int(_element(sample))
+        means = ops.means(sample.k, sample.v, sample.key_lengths, True, element, ordered=True)
         batch, heads, *_ = sample.q.shape
         routed = batch * heads * _candidates(sample) * query_blocks
         similar = torch.zeros(routed, dtype=torch.float32, device=sample.q.device)

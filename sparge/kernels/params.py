@@ -46,6 +46,7 @@ class MeansParams(Structure):
         ("v_scale", c_void_p),
         ("smooth_k", c_int32),
         ("with_values", c_int32),
+        ("k_stride", c_int32),
     )
 
 

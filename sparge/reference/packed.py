@@ -17,6 +17,8 @@ from ..errors import Unsupported
 from ..kernels.spec import Element
 from ..plan.blocks import KEY_BLOCK
 from ..plan.grid import EMPTY, Segment, TokenOrder
+from ..plan.key_mean import mean_stride
+from .arithmetic import ARITHMETIC
 from .quantize import Quantized, count_rows, quantize_qkv
 
 
@@ -60,12 +62,16 @@ def pack_qkv(
 ) -> Packed:
     """Quantize q (B, H, Nq, D), k and v (B, Hkv, Nk, D) in `order`, or as they come without one.
 
-    Given means and value scales (B, Hkv, D) replace those of the keys.
+    Given means and value scales (B, Hkv, D) replace those of the keys. In an order of many tokens
+    the mean key is that of a sample (`mean_stride`).
 
     Raises:
         Unsupported: the tensors are not one sequence of the order's tokens.
         ValueError: key lengths cut into the grid.
     """
+    stride = mean_stride(k.shape[2], order is not None)
+    if stride > 1 and kbar is None and smooth_k and ARITHMETIC[element].quantized_qk:
+        kbar = sampled_mean(k, key_lengths, stride)
     plain = quantize_qkv(
         q,
         k,
@@ -91,6 +97,18 @@ def pack_qkv(
     v_mean, v_variance = _moments(v, operands.vbar, valid, counts)
     _, k_variance = _moments(k, operands.kbar, valid, counts)
     return Packed(operands, order, query_counts, k_variance, v_mean, v_variance.sum(-1))
+
+
+def sampled_mean(k: Tensor, key_lengths: Tensor | None, stride: int) -> Tensor:
+    """(B, Hkv, D) float32 of k (B, Hkv, N, D), as 16-bit values; stride as `mean_stride`."""
+    keys = k.bfloat16() if k.dtype == torch.float32 else k
+    token = torch.arange(k.shape[2], device=k.device)
+    counts = (token // KEY_BLOCK % stride == 0).expand(k.shape[0], -1)
+    if key_lengths is not None:
+        counts = counts & (token < key_lengths.to(k.device).unsqueeze(-1))
+    counted = counts.sum(-1).clamp(min=1)[:, None, None]
+    kept = keys.double() * counts[:, None, :, None]
+    return (kept.sum(2) / counted).float()
 
 
 def gather(rows: Tensor, order: TokenOrder) -> Tensor:

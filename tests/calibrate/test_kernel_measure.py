@@ -97,9 +97,15 @@ class Stages:
         return workspace
 
     def means(
-        self, k: Tensor, v: Tensor, key_lengths: Tensor | None, smooth_k: bool, element: int
+        self,
+        k: Tensor,
+        v: Tensor,
+        key_lengths: Tensor | None,
+        smooth_k: bool,
+        element: int,
+        ordered: bool,
     ) -> Tensor:
-        assert smooth_k
+        assert smooth_k and ordered
         operands = quantize_qkv(k, k, v, element=Element(element), key_lengths=key_lengths)
         found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
         return pad(found, (0, 64 - found.shape[-1]))

@@ -16,10 +16,12 @@ from sparge.kernels import Element, capabilities
 from sparge.kernels.spec import HEAD_DIMS
 from sparge.launch import means, quantize
 from sparge.metrics import rel_l2
+from sparge.plan import key_mean
 from sparge.plan.blocks import KEY_BLOCK
 from sparge.policy import Precision
 from sparge.reference.arithmetic import E4M3_MAX
 from sparge.reference.attend import OnlineSoftmax
+from sparge.reference.packed import sampled_mean
 from sparge.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
 from tests.gpu.conftest import HOPPER, HOPPER_8BIT, Kernels, assert_same_lse
@@ -154,6 +156,23 @@ def test_given_means_are_those_found(case: Case, generator: torch.Generator, poi
         for name in layout.fields:
             expected, value = (layout.view(x, name).view(torch.uint8) for x in (alone, given))
             assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mean_key_of_a_sample(
+    case: Case, generator: torch.Generator, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a token order of many tokens; values keep the mean and scale of all."""
+    _, k, v = make_qkv(case, generator)
+    lengths, element, d = lengths_of(case), Element.INT8_E4M3, case.head_dim
+    of_all = means(k, v, lengths, True, element, ordered=True)
+    assert torch.equal(of_all, means(k, v, lengths, True, element)), "few keys"
+    monkeypatch.setattr(key_mean, "LEAST_KEYS", 1)
+    found = means(k, v, lengths, True, element, ordered=True)
+    assert torch.equal(found[1:], of_all[1:])
+    expected = sampled_mean(k, lengths, key_mean.STRIDE)
+    assert (found[0, ..., :d] - expected).abs().max() <= 1e-4 * k.float().abs().max()
+    assert not found[0, ..., d:].any()
 
 
 def value_levels(tiles: Tensor, element: Element, head_dim: int) -> Tensor:

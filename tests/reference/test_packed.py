@@ -10,7 +10,7 @@ import torch
 
 from sparge.errors import Unsupported
 from sparge.kernels.spec import Element
-from sparge.plan import TokenGrid, TokenOrder, cube_order, raster_order
+from sparge.plan import TokenGrid, TokenOrder, cube_order, key_mean, raster_order
 from sparge.reference import quantize_qkv
 from sparge.reference.packed import gather, pack_qkv, scatter
 from tests.reference.dense import blocks_of
@@ -97,6 +97,24 @@ def test_slots_hold_their_tokens_and_empty_ones_nothing(make_qkv, element: Eleme
     step = scatter(scale, order) * 0.51 if element != Element.BF16 else 1e-6
     before = (torch.arange(GRID.tokens) < LENGTHS.unsqueeze(-1))[:, None, :, None]
     assert ((stored - k.float()).abs() <= step)[before.expand_as(stored)].all()
+
+
+def test_the_mean_key_of_many_tokens_is_that_of_a_sample(
+    make_qkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = make_qkv(3, 2, GRID.tokens, 16)
+    few = pack_qkv(q, k, v, cube_order(GRID), key_lengths=LENGTHS).operands
+    assert torch.equal(few.kbar, quantize_qkv(q, k, v, key_lengths=LENGTHS).kbar)
+    monkeypatch.setattr(key_mean, "LEAST_KEYS", GRID.tokens)
+    monkeypatch.setattr(key_mean, "STRIDE", 3)
+    packed = pack_qkv(q, k, v, cube_order(GRID), key_lengths=LENGTHS).operands
+    assert torch.equal(packed.vbar, few.vbar)
+    for entry, length in enumerate(LENGTHS.tolist()):
+        counted = [*range(64), *range(192, min(256, length))]
+        expected = k[entry, :, counted].float().mean(1)
+        torch.testing.assert_close(packed.kbar[entry], expected, rtol=1e-5, atol=1e-6)
+    as_they_come = pack_qkv(q, k, v, key_lengths=LENGTHS).operands
+    assert torch.equal(as_they_come.kbar, few.kbar)
 
 
 def test_gather_and_scatter_are_inverse(make_qkv) -> None:
