@@ -19,19 +19,17 @@ from .kernels.params import (
     RouteParams,
     TensorView,
 )
-from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
+from .kernels.spec import HOPPER_ENTRIES, attend_path
 from .plan.blocks import block_count
 from .plan.key_mean import mean_stride
 from .route_rules import RouteRules
+from .route_shared import MAX_ROWS, RouteShared
 from .stats import Counter
 from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-_MAX_ROUTE_ROWS = 16  # query blocks that a thread block of the route kernel takes
 _MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
-_STATIC_ROUTE_SHARED = 20736  # bytes the route kernel declares itself, at head_dim 128
-_ROUTE_PADDING = 16  # numbers behind each vector in the route kernel's shared memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,14 +205,12 @@ def route(
         params.block_mask = block_mask.data_ptr()
         for axis, stride in enumerate(block_mask.stride()):
             params.mask_stride[axis] = stride
-        params.rows_per_cta = _MAX_ROUTE_ROWS
+        params.rows_per_cta = MAX_ROWS
         shared = 0
     else:
-        params.rows_per_cta = _route_rows(shape, with_pools, device)
-        params.score_pitch = _score_pitch(shape.key_blocks)
-        scores = params.rows_per_cta * params.score_pitch * 4
-        spare = max(scores, _route_vector_bytes(shape.head_dim)) if with_pools else 0
-        shared = scores + shape.key_blocks + spare
+        room = RouteShared.of(shape, with_pools, device)
+        params.rows_per_cta, params.score_pitch = room.rows, room.pitch
+        shared = room.nbytes
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
     queue("route", device, shape, grid, params, extra_shared=shared)
@@ -334,32 +330,6 @@ def queue(
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
     get_kernel(spec, index).launch(grid, params, extra_shared, stream)
-
-
-def _route_vector_bytes(head_dim: int) -> int:
-    """Of what route multiplies with every key block: a vector a query block, in two parts."""
-    return 2 * _MAX_ROUTE_ROWS * (head_dim + _ROUTE_PADDING) * 4
-
-
-def _score_pitch(key_blocks: int) -> int:
-    """Numbers from the scores of one query block to those of the next in route's shared memory: 4
-    more than a multiple of 8, so that eight of them lie in 32 different banks. Of 512 key blocks,
-    the 32,760 tokens of Wan, all eight would lie in the same four."""
-    return (key_blocks + 3) // 8 * 8 + 4
-
-
-def _route_rows(shape: CallShape, with_pools: bool, device: torch.device) -> int:
-    """As many query blocks as scores fit in shared memory: they share each read of the K means."""
-    limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_ROUTE_SHARED
-    numbers = 2 if with_pools else 1  # the score, and room to score errors
-    row_bytes = _score_pitch(shape.key_blocks) * numbers * 4
-    rows = (limit - shape.key_blocks) // row_bytes
-    if rows == 0:
-        raise Unsupported(
-            f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in this "
-            f"GPU's shared memory ({limit} bytes): split the sequence, or pass a block_mask."
-        )
-    return min(rows, _MAX_ROUTE_ROWS)
 
 
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:

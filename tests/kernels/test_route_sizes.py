@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sparge/launch.py counts of route's shared memory is what the kernel has."""
+"""What sparge/route_shared.py counts of route's shared memory is what the kernel has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sparge import launch
+from sparge import route_shared
 from sparge.kernels.source import find_csrc
 from sparge.kernels.spec import HEAD_DIMS, KernelSpec
 
@@ -15,8 +15,8 @@ from sparge.kernels.spec import HEAD_DIMS, KernelSpec
 @pytest.mark.parametrize(
     ("pattern", "counted"),
     [
-        (r"constexpr int kMaxRows = (\d+);", launch._MAX_ROUTE_ROWS),
-        (r"constexpr int kPitch = kHeadDim \+ (\d+);", launch._ROUTE_PADDING),
+        (r"constexpr int kMaxRows = (\d+);", route_shared.MAX_ROWS),
+        (r"constexpr int kPitch = kHeadDim \+ (\d+);", route_shared.PADDING),
     ],
 )
 def test_the_source_says_so(pattern: str, counted: int):
@@ -31,6 +31,13 @@ def test_the_compiled_kernel_declares_no_more(spec: KernelSpec, pack_cubin):
     report = pack_cubin(spec).report
     assert report is not None
     beside = 2304  # candidates and facts of query blocks
-    assert 0 < report.static_shared - launch._route_vector_bytes(spec.head_dim) <= beside
-    widest = launch._route_vector_bytes(max(HEAD_DIMS)) + beside
-    assert report.static_shared <= launch._STATIC_ROUTE_SHARED == widest
+    assert 0 < report.static_shared - route_shared.vector_bytes(spec.head_dim) <= beside
+    widest = route_shared.vector_bytes(max(HEAD_DIMS)) + beside
+    assert report.static_shared <= route_shared.STATIC_BYTES == widest
+
+
+@pytest.mark.parametrize("key_blocks", [1, 64, 279, 512, 700, 1182, 1861])
+def test_eight_rows_of_scores_lie_in_all_banks(key_blocks: int):
+    pitch = route_shared.score_pitch(key_blocks)
+    assert pitch >= key_blocks
+    assert len({(row * pitch + at) % 32 for row in range(8) for at in range(4)}) == 32

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the route kernel keeps in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import Unsupported
+from .kernels import capabilities
+from .kernels.spec import ARCHS
+from .workspace import CallShape
+
+MAX_ROWS = 16  # query blocks that a thread block takes
+STATIC_BYTES = 20736  # that the kernel declares itself, at head_dim 128
+PADDING = 16  # numbers behind each vector
+
+
+@dataclass(frozen=True)
+class RouteShared:
+    """What a launch asks for beside what the kernel declares."""
+
+    rows: int
+    """Query blocks that share a thread block, and each read of the K means: as many as fit."""
+    pitch: int
+    """Numbers from the scores of one query block to those of the next."""
+    nbytes: int
+
+    @classmethod
+    def of(cls, shape: CallShape, with_pools: bool, device: torch.device) -> RouteShared:
+        """Raises Unsupported where not even the scores of one query block fit."""
+        limit = ARCHS[capabilities(device).arch].shared_limit - STATIC_BYTES
+        pitch = score_pitch(shape.key_blocks)
+        numbers = 2 * pitch if with_pools else pitch  # room to score errors, beside the scores
+        rows = min((limit - shape.key_blocks) // (4 * numbers), MAX_ROWS)
+        if rows == 0:
+            raise Unsupported(
+                f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in "
+                f"this GPU's shared memory ({limit} bytes): split the sequence, or pass a "
+                "block_mask."
+            )
+        scores = 4 * rows * pitch
+        spare = max(scores, vector_bytes(shape.head_dim)) if with_pools else 0
+        return cls(rows, pitch, scores + shape.key_blocks + spare)
+
+
+def score_pitch(key_blocks: int) -> int:
+    """4 more than a multiple of 8, so that the numbers of one key block in eight rows lie in 32
+    banks. Of 512 key blocks, the 32,760 tokens of Wan, they would all lie in four."""
+    return (key_blocks + 3) // 8 * 8 + 4
+
+
+def vector_bytes(head_dim: int) -> int:
+    """Of what is multiplied with every key block: a vector a query block, in two parts."""
+    return 2 * MAX_ROWS * (head_dim + PADDING) * 4
