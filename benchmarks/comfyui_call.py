@@ -52,7 +52,7 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
         if dense is None:
             dense = run
         else:
-            line |= host.report(model.may_stay_dense)
+            line |= host.report(model.may_stay_dense) | {"residual": host.residual_share()}
             line["rel_l2_call"] = relative_l2(run.first_call, dense.first_call)
             line["rel_l2_latent"] = relative_l2(run.latent, dense.latent)
         config = config_name(args, topk, residual)

@@ -92,7 +92,7 @@ class Host:
         self.version: str = comfyui_version.__version__
         self._pack = self.node.__module__.rsplit(".", 2)[0]
         self.last: Any = None
-        """The node's RunResult of the last run; None where it took no part."""
+        """The node's RunResult of the last `sample`; None where it took no part."""
         self.log = NodeLines()
         logging.getLogger("sparge").addHandler(self.log)
 
@@ -108,6 +108,11 @@ class Host:
         """As runs with the usual share of dense steps do: one without dense steps saves on walks,
         and its sparse calls with them."""
         vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])["ALWAYS"] = float("inf")
+
+    def residual_share(self) -> float:
+        """Of the measured heads of the last `sample`; 0 where there are none."""
+        uses = self.last.of_heads("residual") > 0
+        return round(float(uses.float().mean()), 4) if uses.numel() else 0.0
 
     def profile_with_residual(self, share: float) -> Any:
         """What the last run measured, for the node's input `profile`; of the heads that use the
@@ -162,7 +167,6 @@ class Host:
             "sparse_calls": int(match[1]),
             "dense_calls": int(match[2]),
             "density": round(float(match[3]) / 100, 4),
-            "residual": _share(self.last.of_heads("residual") > 0),
             "report": line,
         }
 
@@ -174,11 +178,6 @@ class Host:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _share(of_heads: Tensor) -> float:
-    """0 where there are none: nothing was measured."""
-    return round(float(of_heads.float().mean()), 4) if of_heads.numel() else 0.0
 
 
 def synchronize(device: torch.device) -> None:
