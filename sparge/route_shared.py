@@ -34,7 +34,7 @@ class RouteShared:
         pitch = score_pitch(shape.key_blocks)
         numbers = 2 * pitch if with_pools else pitch  # room to score errors, beside the scores
         rows = min((limit - shape.key_blocks) // (4 * numbers), MAX_ROWS)
-        if rows == 0:
+        if rows < 1:
             raise Unsupported(
                 f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in "
                 f"this GPU's shared memory ({limit} bytes): split the sequence, or pass a "

@@ -54,7 +54,7 @@ class Measured:
         return _budgets(self.choices(mean_density), device)
 
     def choices(self, mean_density: float) -> HeadChoices:
-        return self.calibration.freeze(mean_density=mean_density)
+        return self.calibration.offers().freeze(mean_density=mean_density)
 
 
 def _budgets(choices: HeadChoices, device: torch.device | str) -> list[HeadBudget]:

@@ -3,7 +3,7 @@
 
     calibration = Calibration.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
     calibration.sample(layer, q, k, v)              # in dense calls; never waits for the GPU
-    choices = calibration.freeze(mean_density=0.2)  # once, between two steps; waits for the GPU
+    choices = calibration.offers().freeze(mean_density=0.2)  # between two steps; waits for the GPU
     budget = choices.budget(layer, "cuda")
 
 One calibration is for one conditioning and one token count.
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .candidates import CandidateSet
-from .choices import HeadChoices
 from .measure import Measure, Measured, Sample, reference_measure
 from .offers import Offers
 from .scoring import squared_errors
@@ -244,16 +243,6 @@ class Calibration:
         """
         errors, rounding = self.relative_errors(), self.rounding()
         return Offers.of(self.workload, self.candidates, errors, rounding, self.samples, self.walks)
-
-    def freeze(
-        self,
-        *,
-        target: float | None = None,
-        mean_density: float | None = None,
-        drift: Tensor | None = None,
-    ) -> HeadChoices:
-        """`Offers.freeze` of `offers`. Waits for the GPU."""
-        return self.offers().freeze(target=target, mean_density=mean_density, drift=drift)
 
 
 def worth_measuring(walks: int) -> range:

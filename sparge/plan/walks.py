@@ -23,8 +23,8 @@ TURNS = 3
 
 
 class Walk(enum.IntEnum):
-    """Blocks of which shape a walk makes. Of the heads of a small trained video DiT 37 take CUBES in
-    the first sparse step and 27 RASTER, halfway 28 and 36 (four clips at 20 % density, H200)."""
+    """Blocks of which shape a walk makes. Of the heads of a small trained video DiT 37 take CUBES
+    in the first sparse step and 27 RASTER, halfway 28 and 36 (four clips at 20 % density, H200)."""
 
     CUBES = 0
     """About 4 frames x 4 x 4."""

@@ -58,7 +58,7 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv, mean: float) -> 
     calibration = begin(layers=2)
     calibration.sample(0, *qkv)
     calibration.sample(1, *qkv)
-    choices = calibration.freeze(mean_density=mean)
+    choices = calibration.offers().freeze(mean_density=mean)
     workload = calibration.workload
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
 
@@ -86,7 +86,7 @@ def test_a_target_is_met(qkv) -> None:
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), calibration.workload)
     reached = []
     for target in (0.05, 0.2):
-        choices = calibration.freeze(target=target)
+        choices = calibration.offers().freeze(target=target)
         assert float(choices.error.max()) <= target
         budget = choices.budget(0)
         assert budget is not None
@@ -99,16 +99,17 @@ def test_a_target_is_met(qkv) -> None:
 def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
-    before = calibration.freeze(mean_density=0.6)
+    before = calibration.offers().freeze(mean_density=0.6)
     drift = torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
-    after = calibration.freeze(mean_density=0.6, drift=drift)
+    after = calibration.offers().freeze(mean_density=0.6, drift=drift)
     assert after.density[0, 0] > before.density[0, 0]
     assert after.density[0, 2] < before.density[0, 2]
-    alike = calibration.freeze(mean_density=0.6, drift=torch.full_like(drift, 4))
+    alike = calibration.offers().freeze(mean_density=0.6, drift=torch.full_like(drift, 4))
     assert torch.equal(alike.density, before.density)
     torch.testing.assert_close(alike.error, 4 * before.error, rtol=0.01, atol=0.02)
     strict, loose = (
-        calibration.freeze(target=0.3, drift=torch.full_like(drift, times)) for times in (1.5, 0.7)
+        calibration.offers().freeze(target=0.3, drift=torch.full_like(drift, times))
+        for times in (1.5, 0.7)
     )
     assert (strict.density >= loose.density).all()
     assert strict.density.mean() > loose.density.mean()
@@ -133,18 +134,18 @@ def test_what_was_chosen_before_changes_nothing(qkv) -> None:
     offers, drift = calibration.offers(), torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
     for aim in ({"mean_density": 0.6}, {"target": 0.2}):
         for each in (None, drift, None):
-            expected = calibration.freeze(**aim, drift=each)
+            expected = calibration.offers().freeze(**aim, drift=each)
             assert torch.equal(offers.freeze(**aim, drift=each).error, expected.error)
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
-    choices = calibration.freeze(mean_density=0.1)
+    choices = calibration.offers().freeze(mean_density=0.1)
     assert choices.density.tolist() == [[pytest.approx(0.2)] * 3]
     assert "A mean density of 0.1 is asked for" in caplog.text
     caplog.clear()
-    calibration.freeze(mean_density=0.8)
+    calibration.offers().freeze(mean_density=0.8)
     assert not caplog.text
 
 
@@ -153,7 +154,7 @@ def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
     calibration.sample(1, *qkv)
     q, k, v = qkv
     calibration.sample(2, q, k, v * torch.inf)
-    choices = calibration.freeze(mean_density=0.6)
+    choices = calibration.offers().freeze(mean_density=0.6)
     assert choices.measured.tolist() == [False, True, False]
     assert choices.budget(0) is None
     assert choices.budget(1) is not None
@@ -163,12 +164,12 @@ def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
 def test_freeze_wants_one_aim_and_samples(qkv) -> None:
     calibration = begin()
     with pytest.raises(ValueError, match="No layer was measured"):
-        calibration.freeze(target=0.1)
+        calibration.offers().freeze(target=0.1)
     calibration.sample(0, *qkv)
     both_and_neither: list[dict[str, Any]] = [{}, {"target": 0.1, "mean_density": 0.2}]
     for aims in both_and_neither:
         with pytest.raises(ValueError, match="one of the two"):
-            calibration.freeze(**aims)
+            calibration.offers().freeze(**aims)
 
 
 def test_samples_add_up(qkv) -> None:
@@ -211,7 +212,7 @@ def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
     calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
     calibration.sample(0, q, k, v)
     assert calibration.samples == [4]
-    choices = calibration.freeze(mean_density=0.4)
+    choices = calibration.offers().freeze(mean_density=0.4)
     assert choices.walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
     budget = choices.budget(0)
     assert budget is not None
@@ -227,7 +228,7 @@ def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
     calibration.sample(0, *qkv)
     cubes_alone = begin()
     cubes_alone.sample(0, *qkv)
-    choices, expected = (x.freeze(mean_density=0.6) for x in (calibration, cubes_alone))
+    choices, expected = (x.offers().freeze(mean_density=0.6) for x in (calibration, cubes_alone))
     assert choices.walk.tolist() == [[0, 0, 0]]
     assert torch.equal(choices.density, expected.density)
     assert torch.equal(choices.error, expected.error)
@@ -252,12 +253,12 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> N
         each.sample(0, q, k, v)
     expected, found = (each.relative_errors()[0, :, walks] for each in (full, limited))
     assert np.array_equal(found, expected), "measured as ever"
-    assert full.freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
+    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
     least = torch.full((1, 2), 0.2, dtype=torch.float64)
     for choices in (
-        limited.freeze(mean_density=0.4),
-        limited.freeze(target=0.1),
-        limited.freeze(target=0.1, drift=least),
+        limited.offers().freeze(mean_density=0.4),
+        limited.offers().freeze(target=0.1),
+        limited.offers().freeze(target=0.1, drift=least),
     ):
         assert set(choices.walk.flatten().tolist()) <= set(walks)
         assert choices.error.isfinite().all()
@@ -303,7 +304,7 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     calibration.sample(0, q, q, q)
     errors = calibration.relative_errors()[0, 0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
-    choices = calibration.freeze(target=float(errors[1, 0]) * 1.001)
+    choices = calibration.offers().freeze(target=float(errors[1, 0]) * 1.001)
     assert not choices.gain.any()
 
 
@@ -386,4 +387,4 @@ def test_measured_anew_at_other_query_blocks_it_takes_the_rest_from_the_first(qk
     assert torch.equal(again.squared_error[1], own)
     assert again.samples == first.samples
     assert np.array_equal(again.rounding(), first.rounding())
-    assert again.freeze(mean_density=0.5).measured.all()
+    assert again.offers().freeze(mean_density=0.5).measured.all()

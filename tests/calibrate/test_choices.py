@@ -25,7 +25,7 @@ def begin() -> Calibration:
 def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     calibration = begin()
     calibration.sample(0, *make_qkv(1, 2, GRID.tokens, 16))
-    choices = calibration.freeze(mean_density=0.6)
+    choices = calibration.offers().freeze(mean_density=0.6)
     before = choices.density.clone()
     budget = choices.budget(0)
     assert budget is not None

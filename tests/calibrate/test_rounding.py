@@ -17,7 +17,7 @@ from tests.calibrate.begun import GRID, attend, begin
 def test_rounding_is_part_of_the_error(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
-    everything = calibration.freeze(mean_density=1.0)
+    everything = calibration.offers().freeze(mean_density=1.0)
     assert everything.error.tolist() == [[pytest.approx(ROUNDING, rel=0.05)] * 3]
 
 
@@ -43,7 +43,7 @@ def test_rounding_of_each_head_is_measured(qkv, dense, walks: bool) -> None:
     found = calibration.rounding()
     assert found[0].tolist() == [ROUNDING] * 3
     assert found[1].tolist() == pytest.approx([0.02, 0.1, 0.3], rel=0.02)
-    choices = calibration.freeze(mean_density=0.6)
+    choices = calibration.offers().freeze(mean_density=0.6)
     dropping = by_dropping(calibration, choices)
     torch.testing.assert_close(dropping[0], dropping[1], rtol=0.5, atol=0.02)
     assert (choices.error[1] > torch.from_numpy(found[1])).all()
@@ -52,19 +52,19 @@ def test_rounding_of_each_head_is_measured(qkv, dense, walks: bool) -> None:
 def test_what_rounding_leaves_of_a_target_may_be_dropped(qkv, dense) -> None:
     calibration = begin()
     calibration.sample(0, *qkv, dense=dense)
-    dropping = by_dropping(calibration, calibration.freeze(target=0.15))[0].tolist()
+    dropping = by_dropping(calibration, calibration.offers().freeze(target=0.15))[0].tolist()
     most = [(0.15**2 - 0.02**2) ** 0.5, (0.15**2 - 0.1**2) ** 0.5, 0.075]
     assert all(found <= 1.02 * limit for found, limit in zip(dropping, most, strict=True))
     alone = begin()
     alone.sample(0, *qkv)
     for head, limit in enumerate(most):
         target = float(np.hypot(limit, ROUNDING))
-        expected = alone.freeze(target=target).density[0, head]
-        assert calibration.freeze(target=0.15).density[0, head] == expected
+        expected = alone.offers().freeze(target=target).density[0, head]
+        assert calibration.offers().freeze(target=0.15).density[0, head] == expected
 
 
 def test_what_is_not_finite_tells_nothing_of_rounding(qkv, dense) -> None:
     calibration = begin()
     calibration.sample(0, *qkv, dense=dense * torch.tensor([1, torch.inf, 1])[:, None, None])
     assert calibration.rounding()[0, 1] == ROUNDING
-    assert calibration.freeze(mean_density=0.6).measured.all()
+    assert calibration.offers().freeze(mean_density=0.6).measured.all()
