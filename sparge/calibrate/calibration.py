@@ -194,9 +194,8 @@ class Calibration:
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
         """Query blocks that the next `sample` of `layer` measures, on the host."""
-        first = (
-            self.visited + self.samples[layer] + layer
-        )  # neighbouring layers look at other blocks
+        # Neighbouring layers look at other blocks.
+        first = self.visited + self.samples[layer] + layer
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 

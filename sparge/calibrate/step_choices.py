@@ -85,7 +85,7 @@ class StepChoices:
         pays = calibration is not None and len(calibration.query_blocks) >= LEAST_BLOCKS
         comes = steps is None or halfway < steps
         self._measured_step = halfway - 1 if again and pays and comes else None
-        self._aim, self._steps, self._total = aim, steps or 1, steps
+        self._aim, self._steps = aim, steps
         self._calibration = calibration
         self._drift: Tensor | None = None  # as found last
         self._ahead: Tensor | None = None  # as expected, of the choices in force
@@ -102,7 +102,7 @@ class StepChoices:
         """For the steps until the next choice."""
         self._offers = offers
         wanted = range(self._chosen, self._chosen + self.interval)
-        self._now, self._of_steps = self._aim.freeze(offers, self._steps, wanted, self._ahead)
+        self._now, self._of_steps = self._aim.freeze(offers, self._steps or 1, wanted, self._ahead)
 
     def is_due(self, step: int) -> bool:
         """Whether this step's choices are to be made anew."""
@@ -112,7 +112,7 @@ class StepChoices:
         """The number of the visit that a probe pays to a layer in a step, None where it pays none:
         two before a choice that goes by them, else one, for the report."""
         following = self._chosen + self.interval
-        comes = self._total is None or following < self._total
+        comes = self._steps is None or following < self._steps
         counts = self._calibration is not None or self._aim.target is not None
         pays = comes and counts and self._measured_step != following - 1
         every = self._steps_a_visit if pays else self.interval

@@ -61,9 +61,10 @@ def walk_ranks(
     """
     if walk is Walk.CUBES:
         return cube_ranks(frames, height, width, turn)
-    ranks = _frame_by_frame(walk, frames, height, width, meets=turn > 0)
     if frames == 1:
-        return np.flip(ranks) if turn % 2 else ranks
+        path = _path(walk, height, width)[None]
+        return np.flip(path) if turn % 2 else path
+    ranks = _frame_by_frame(walk, frames, height, width, meets=turn > 0)
     return (ranks + np.int32(turn * KEY_BLOCK // TURNS)) % np.int32(ranks.size)
 
 
@@ -85,7 +86,7 @@ def _frame_by_frame(
     forth = _path(walk, height, width)
     both = np.stack([forth, area - 1 - forth])
     ranks = both[np.arange(frames) % 2]
-    if meets and frames % 2 and frames > 1 < width:
+    if meets and frames % 2 and width > 1:
         half = width // 2
         back = area - 1 - _path(walk, height, width - half)
         ranks[-1] = np.concatenate([_path(walk, height, half), back], axis=1)
