@@ -102,8 +102,8 @@ class Offers:
         """The cheapest candidate of each head within `target` relative L2 error, or those of least
         summed error at a `mean_density` over all measured heads.
 
-        drift: (layers, heads) float64 on the CPU, how many times as large as measured the errors by
-        dropping of each head have become since.
+        drift: (layers, heads, walks) float64 on the CPU, how many times as large as measured the
+        errors by dropping of each head have become since, in each of `walks`.
 
         Raises:
             ValueError: not exactly one of the two is given.
@@ -147,7 +147,8 @@ class Offers:
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:
             return self.errors
-        return self.errors * drift[self.measured].numpy().reshape(-1, 1)
+        times = drift[self.measured].numpy().reshape(-1, 1)  # of each head and walk
+        return (self.errors.reshape(len(times), -1) * times).reshape(self.errors.shape)
 
     def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
         routers, gains = self.candidates.routers, self.candidates.gains

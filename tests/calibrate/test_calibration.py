@@ -100,7 +100,7 @@ def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
     before = calibration.offers().freeze(mean_density=0.6)
-    drift = torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
+    drift = torch.tensor([[[4.0], [1.0], [0.25]]], dtype=torch.float64)
     after = calibration.offers().freeze(mean_density=0.6, drift=drift)
     assert after.density[0, 0] > before.density[0, 0]
     assert after.density[0, 2] < before.density[0, 2]
@@ -119,7 +119,7 @@ def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
 def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
-    offers, drift = calibration.offers(), torch.ones(1, 3, dtype=torch.float64)
+    offers, drift = calibration.offers(), torch.ones(1, 3, 1, dtype=torch.float64)
     _, steps = offers.freeze_steps(0.4, 8)
     _, left = offers.freeze_steps(0.4, 8, wanted=range(5, 9), drift=drift)
     _, some = offers.freeze_steps(0.4, 8, wanted=range(2, 4), drift=drift)

@@ -116,7 +116,9 @@ def test_cond_and_uncond_take_the_same_turn(patch, steps_of):
 def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
     falling = given(steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE))
     means = torch.stack([step.mean() for step in falling])
-    assert (means.diff() <= 0).all() and means[0] > means[-1]
+    for between_choices in means.split(3):
+        assert (between_choices.diff() <= 0).all()
+    assert means[0] > means[-1]
     (table,) = runs[-1][0].heads.frozen
     kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
@@ -155,7 +157,7 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
 
 @pytest.mark.parametrize("passes", [[[0]], [[1], [0]], [[0], [0], [1]], [[1, 0]], [[1]]])
 @pytest.mark.parametrize("again", [True, False])
-def test_heads_are_measured_again_halfway(load_pack, patch, steps_of, monkeypatch, passes, again):
+def test_heads_are_measured_again_once(load_pack, patch, steps_of, monkeypatch, passes, again):
     """Of the positive prompt, once, where the dense calls afford it."""
     calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
     for name, value in (("LEAST_STEPS", 2), ("LEAST_BLOCKS", 1)):
