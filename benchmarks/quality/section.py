@@ -30,6 +30,7 @@ class Part:
     title: str
     """Of the picture's vertical axis."""
     about: str
+    """{layers} becomes how many were judged."""
     digits: int
     picture: str = ""
 
@@ -39,8 +40,10 @@ PARTS = (
         "dino ",
         "rel_l2",
         "relative L2 error",
-        "Relative L2 error of an attention call, mean over the 6 heads of every second layer of "
-        "DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens)",
+        "Relative L2 error of an attention call, mean over the 6 heads of {layers} of the 12 "
+        "layers of DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens), over 8 "
+        "query blocks of each head; `ours auto` was calibrated on 8 other query blocks of the "
+        "same calls",
         3,
         "quality_rel_l2.png",
     ),
@@ -100,7 +103,17 @@ def _table(part: Part, rows: list[Row]) -> str:
         if any(cell is not None for cell in cells):
             lines.append([mode, *("" if c is None else f"{c:.{part.digits}f}" for c in cells)])
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return f"{part.about} ({_places(rows)}):\n\n{text}"
+    return f"{_about(part, rows)} ({_places(rows)}):\n\n{text}"
+
+
+def _about(part: Part, rows: list[Row]) -> str:
+    """Raises ValueError where rows of one table are of different layers."""
+    if "{layers}" not in part.about:
+        return part.about
+    counts = {row["layers"] for row in rows}
+    if len(counts) > 1:
+        raise ValueError(f"Rows of {rows[0]['data']} are of {sorted(counts)} layers: run them all.")
+    return part.about.format(layers=counts.pop())
 
 
 def _places(rows: list[Row]) -> str:

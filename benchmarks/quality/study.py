@@ -62,8 +62,14 @@ class Study:
     def row(self, mode: Mode, density: float, run: Attend) -> Row:
         """Errors on the judged blocks, which calibration has not seen."""
         errors = self._errors(mode, self.budgets(mode, density), run)
-        named = {"data": self.data.name, "mode": mode.name, "asked_density": density}
-        return named | summary(errors) | (self._promises(density, errors) if mode.measured else {})
+        named = {
+            "data": self.data.name,
+            "mode": mode.name,
+            "asked_density": density,
+            "layers": self.data.layers,
+        }
+        promises = self._promises(density, errors, run) if mode.measured else {}
+        return named | summary(errors) | promises
 
     def _errors(self, mode: Mode, budgets: list[HeadBudget], run: Attend) -> list[HeadError]:
         errors = []
@@ -74,16 +80,16 @@ class Study:
             errors += head_errors(call.layer.name, out, call.truth(judged.tokens), reached)
         return errors
 
-    def _promises(self, density: float, errors: list[HeadError]) -> Row:
+    def _promises(self, density: float, errors: list[HeadError], run: Attend) -> Row:
         """Shares of the heads whose error is as expected, and is no worse than plain drop's at the
-        head's own density."""
+        head's own density, which `run` computes too."""
         assert self._measured is not None  # asked for measured modes alone
         by_layer = self._measured.choices(density).error.tolist()
         expected = [error for call in self.data.judged for error in by_layer[call.place]]
         measured = self.budgets(BY_NAME["ours auto"], density)
         zeros = torch.zeros_like(measured[0].gain)
         plain = [HeadBudget(budget.density, zeros, zeros.int()) for budget in measured]
-        dropping = self._errors(BY_NAME["ours manual"], plain, emulated)
+        dropping = self._errors(BY_NAME["ours manual"], plain, run)
         ratios = [
             max(error.rel_l2, DENSE_ERROR) / max(guess, DENSE_ERROR)
             for error, guess in zip(errors, expected, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,31 @@ class NoDecoderError(RuntimeError):
 def read_video(path: Path, frames: int) -> Clip:
     """`frames` frames of a video file, evenly spaced from its first to its last.
 
+    A .npz file, which needs no decoder, holds decoded ones as the Clip `frames`.
+
     Raises:
         NoDecoderError: none of the decoders in DECODERS is installed.
         ValueError: the file has fewer frames.
     """
-    for module, decode in DECODERS.items():
-        if importlib.util.find_spec(module):
-            every = list(decode(importlib.import_module(module), path))
-            break
-    else:
-        raise NoDecoderError(
-            f"No decoder for {path.name}: none of {', '.join(DECODERS)} is installed; run "
-            "`pip install av`, or leave out --video for a procedural clip."
-        )
+    every = _decoded(path) if path.suffix == ".npz" else _decode(path)
     if len(every) < frames:
         raise ValueError(f"{path.name} has {len(every)} frames; {frames} are needed.")
     return np.stack([every[round(at)] for at in np.linspace(0, len(every) - 1, frames)])
+
+
+def _decoded(path: Path) -> Sequence[Clip]:
+    with np.load(path) as arrays:
+        return arrays["frames"]
+
+
+def _decode(path: Path) -> Sequence[Clip]:
+    for module, decode in DECODERS.items():
+        if importlib.util.find_spec(module):
+            return list(decode(importlib.import_module(module), path))
+    raise NoDecoderError(
+        f"No decoder for {path.name}: none of {', '.join(DECODERS)} is installed; run "
+        "`pip install av`, or leave out --video for a procedural clip."
+    )
 
 
 def resize(clip: Clip, size: tuple[int, int]) -> Tensor:

@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import HeadBudget, Router, SparsePolicy, TokenGrid, grid_order
+from sparge.calibrate import Calibration, Probe, Workload, measure_for
+from sparge.plan import grid as grids
+from sparge.plan.walks import TURNS
+from tests.gpu.test_budgets import PLAIN, budget_of
+from tests.gpu.test_walks import HEAD_WALK
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +27,14 @@ REPEATS = 200
 CALLS, SETTLED = 10_000, 1_000
 #: A kilobyte a call would be 10 MB.
 HOST_KIB = 8 * 1024
+#: What torch's cache asks of the GPU at once for tensors of 1 to 10 MB: one more is no growth.
+SEGMENT = 20 << 20
 HALF = SparsePolicy(topk=0.5, pvthreshd=15.0)
+
+LAYERS, HEADS = 2, 4
+#: Three turns each: a quarter more orders than are kept.
+GRIDS = [TokenGrid(4 + n % 4, 10 + n // 4, 13, prefix=20 * (n % 3)) for n in range(40)]
+SETTLED_ROUNDS, ROUNDS = 2, 3
 
 
 def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -45,14 +60,21 @@ def test_repeats_are_bit_identical(
 
 
 def calls(generator: torch.Generator) -> list[Callable[[], Tensor]]:
-    """Shapes that have little in common."""
+    """Shapes that have little in common; two in walks, with a residual and a text."""
 
     def call(heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, causal: bool):
         q = draw((1, heads, queries, head_dim), generator)
         k, v = (draw((1, kv_heads, keys, head_dim), generator) for _ in range(2))
         return lambda: sparge.attention(q, k, v, HALF, is_causal=causal)
 
+    def measured(grid: TokenGrid, head_dim: int):
+        q, k, v = (draw((1, HEADS, grid.tokens, head_dim), generator) for _ in range(3))
+        order, budget = grid_order(grid).on("cuda"), each_its_own("cuda")
+        return lambda: sparge.attention(q, k, v, PLAIN, order=order, budget=budget)
+
     return [
+        measured(TokenGrid(5, 9, 11, prefix=70), 128),
+        measured(TokenGrid(3, 12, 20, suffix=33), 64),
         call(1, 1, 1, 1, 64, False),
         call(8, 2, 799, 1_500, 128, False),
         call(4, 4, 2_048, 2_048, 64, True),
@@ -61,6 +83,41 @@ def calls(generator: torch.Generator) -> list[Callable[[], Tensor]]:
         call(12, 12, 3_001, 640, 128, False),
         call(2, 2, 127, 8_000, 64, False),
     ]
+
+
+def each_its_own(device: torch.device | str) -> HeadBudget:
+    """Densities, gains, routers and walks that differ from head to head."""
+    walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device=device)
+    return replace(budget_of(HEADS).on(device), walk=walk)
+
+
+def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[Tensor]:
+    """What a run over one grid makes the library do: dense calls that are sampled, a choice, sparse
+    calls in all turns that are probed. Returns the outputs that do not hang on the choice."""
+    q, k, v = (x[:, :, : grid.tokens, :head_dim] for x in inputs)
+    workload, device = Workload(grid_order(grid)), q.device
+    calibration = Calibration.begin(
+        layers=LAYERS,
+        heads=HEADS,
+        workload=workload,
+        measure=measure_for(device),
+        device=device,
+    )
+    dense = scaled_dot_product_attention(q, k, v)
+    for layer in range(LAYERS):
+        calibration.sample(layer, q, k, v, dense=dense)
+    choices = calibration.offers().freeze(mean_density=0.4)
+    probe = Probe.begin(layers=LAYERS, heads=HEADS, workload=workload, device=device)
+    probe.expect(choices)
+    fixed, outs = each_its_own(device), []
+    for turn in range(TURNS):
+        order = grid_order(grid, turn).on(device)
+        for layer, budget in enumerate(choices.budgets(device, PLAIN)):
+            out = sparge.attention(q, k, v, PLAIN, order=order, budget=budget)
+            probe.sample(layer, q, k, v, out, visit=turn)
+        outs.append(sparge.attention(q, k, v, PLAIN, order=order, budget=fixed))
+    assert (probe.drift() > 0).all() and probe.relative_errors().isfinite().all()
+    return outs
 
 
 def test_ten_thousand_calls_leak_nothing(generator: torch.Generator) -> None:
@@ -77,3 +134,46 @@ def test_ten_thousand_calls_leak_nothing(generator: torch.Generator) -> None:
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host_kib < HOST_KIB
     assert all(torch.equal(call(), once) for call, once in zip(todo, first, strict=True))
+
+
+def test_runs_over_many_grids_leak_nothing(generator: torch.Generator) -> None:
+    """More orders than are kept, each with its copy on the GPU: what goes takes its copy along."""
+    most = max(grid.tokens for grid in GRIDS)
+    inputs = [draw((1, HEADS, most, 128), generator) for _ in range(3)]
+    kept_orders = grids._walk_order
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            for index, grid in enumerate(GRIDS):
+                sampling_run(grid, inputs, (64, 128)[index % 2])
+
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    first = [
+        sampling_run(grid, inputs, head_dim)
+        for grid, head_dim in zip(GRIDS, (64, 128), strict=False)
+    ]
+    kept_orders.cache_clear()
+    without_orders = held()
+    rounds(SETTLED_ROUNDS)
+    before, reserved = held(), torch.cuda.memory_reserved()
+    host_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rounds(ROUNDS)
+    assert held() == before > without_orders
+    assert torch.cuda.memory_reserved() <= reserved + SEGMENT
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host_kib < HOST_KIB
+    orders = kept_orders.cache_info()
+    assert orders.maxsize == orders.currsize < len(GRIDS) * TURNS
+    assert orders.misses == (SETTLED_ROUNDS + ROUNDS) * len(GRIDS) * TURNS, "none was kept so long"
+    again = [
+        sampling_run(grid, inputs, head_dim)
+        for grid, head_dim in zip(GRIDS, (64, 128), strict=False)
+    ]
+    for outs, others in zip(first, again, strict=True):
+        assert all(torch.equal(out, other) for out, other in zip(outs, others, strict=True))
+    del again, outs, others
+    kept_orders.cache_clear()
+    assert held() == without_orders

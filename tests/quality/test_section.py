@@ -26,10 +26,10 @@ def row(
 
 #: As `benchmarks.quality --data dino`, `--data dit` and `comfyui_clip` write them on a GPU.
 ROWS = [
-    row("dino some film", "drop", 0.2, EMULATION, rel_l2=0.21, psnr=30.0),
-    row("dino some film", "drop", 0.2, GPU, rel_l2=0.2087, psnr=30.1),
-    row("dino some film", "sol", 0.2, EMULATION, rel_l2=0.128, psnr=33.0),
-    row("dino some film", "ours auto", 0.2, GPU, rel_l2=0.0449, psnr=41.0),
+    row("dino some film", "drop", 0.2, EMULATION, rel_l2=0.21, layers=12, psnr=30.0),
+    row("dino some film", "drop", 0.2, GPU, rel_l2=0.2087, layers=12, psnr=30.1),
+    row("dino some film", "sol", 0.2, EMULATION, rel_l2=0.128, layers=12, psnr=33.0),
+    row("dino some film", "ours auto", 0.2, GPU, rel_l2=0.0449, layers=12, psnr=41.0),
     row("dit scene 0", "ours auto", 0.2, GPU, rel_l2=0.3, psnr=20.0),
     row("dit clips 0-5", "sol", 0.2, EMULATION, psnr=20.61, worst_psnr=18.0),
     row("dit clips 0-5", "drop", 0.2, GPU, psnr=27.44, worst_psnr=25.0),
@@ -71,6 +71,13 @@ def test_each_table_holds_its_figures() -> None:
     assert "commit c1, c2)" in text, "of the clips"
     assert text.count("](benchmarks/results/quality_") == 2
     assert "scene 0" not in text and "5x10x9" not in text
+
+
+def test_layers_are_counted_and_not_mixed() -> None:
+    assert "6 heads of 12 of the 12 layers" in section(ROWS)
+    fewer = row("dino some film", "drop", 0.1, GPU, rel_l2=0.3, layers=6)
+    with pytest.raises(ValueError, match=r"\[6, 12\] layers"):
+        section([*ROWS, fewer])
 
 
 def test_the_data_that_came_last_are_shown() -> None:

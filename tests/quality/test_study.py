@@ -55,6 +55,7 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
         assert 0 < row["rel_l2"] <= row["worst_rel_l2"]
     assert rows["ours auto"]["rel_l2"] < 0.7 * rows["drop"]["rel_l2"]
     assert {"as_expected", "no_worse_than_drop"} <= rows["ours auto"].keys()
+    assert {row["layers"] for row in rows.values()} == {1}
     budget = study.budgets(BY_NAME["ours auto"], 0.4)[0]
     assert budget.density[0] != budget.density[1], "the heads need different densities"
 

@@ -74,6 +74,15 @@ def test_frames_are_evenly_spaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         read_video(Path("x.mp4"), 50)
 
 
+def test_decoded_frames_need_no_decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(frames, "DECODERS", {})
+    every = np.arange(7 * 2 * 2 * 3, dtype=np.uint8).reshape(7, 2, 2, 3)
+    np.savez_compressed(tmp_path / "x.npz", frames=every)
+    assert np.array_equal(read_video(tmp_path / "x.npz", 3), every[[0, 3, 6]])
+    with pytest.raises(ValueError, match="7 frames; 8 are needed"):
+        read_video(tmp_path / "x.npz", 8)
+
+
 def test_without_a_decoder_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "DECODERS", {"not_installed_": None})
     with pytest.raises(NoDecoderError, match="pip install av"):
