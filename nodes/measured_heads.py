@@ -102,16 +102,26 @@ class MeasuredHeads:
         if self._profile is None:
             return
         shape = table.shape
-        choices = self._profile.choices.get(Table(SHARED, shape.tokens))
-        fits = choices is not None and (choices.layers, choices.heads) == (table.rows, shape.heads)
-        # Without a grid there is one walk; the choices may be of a clip with as many tokens.
-        if choices is not None and fits and (shape.grid is not None or not choices.walk.any()):
-            table.use_profile(choices)
-        else:
+        wanted = table_of(shape)
+        found = self._profile.nearest(wanted, table.rows, shape.heads)
+        if found is None:
             self._note(
                 f"The profile has nothing for {shape.tokens:,} tokens of {shape.heads} heads, so "
                 "this run measures them"
             )
+            return
+        measured, choices = found
+        table.use_profile(choices)
+        if measured.tokens != wanted.tokens:
+            self._note(
+                f"The profile was measured with {measured.text:,} tokens of text and is used for "
+                f"{wanted.text:,}"
+            )
+
+
+def table_of(shape: Shape) -> Table:
+    """Where a profile holds the choices of a shape."""
+    return Table(SHARED, shape.tokens, shape.grid)
 
 
 @dataclass(frozen=True, eq=False)

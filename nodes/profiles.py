@@ -17,10 +17,10 @@ from ..sparge.calibrate import (
     HeadChoices,
     Profile,
     ProfileError,
-    Table,
     profile_path,
 )
-from .measured_heads import SHARED
+from .head_table import Shape
+from .measured_heads import table_of
 
 #: Norm weights that tell a model from its finetunes, spread over its depth.
 NORMS = 8
@@ -79,11 +79,11 @@ def fingerprint_of(model_patcher: Any) -> Fingerprint:
 
 
 def profile_of(
-    model: Fingerprint, aim: Aim, choices: dict[int, HeadChoices], notes: dict[str, str]
+    model: Fingerprint, aim: Aim, choices: dict[Shape, HeadChoices], notes: dict[str, str]
 ) -> Profile | None:
-    """What a run measured, by token count; None when it measured nothing."""
+    """What a run measured; None when it measured nothing."""
     if not choices:
         return None
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    tables = {Table(SHARED, tokens): found for tokens, found in choices.items()}
+    tables = {table_of(shape): found for shape, found in choices.items()}
     return Profile(model, tables, aim.kind, aim.value, created, notes)

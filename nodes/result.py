@@ -94,7 +94,7 @@ class RunResult:
         layers = (~by_step.isnan()).any(1).nonzero().flatten()
         profile = None
         if run.heads is not None and fingerprint is not None:
-            choices = {t.shape.tokens: t.choices for t in tables if t.choices is not None}
+            choices = {t.shape: t.choices for t in tables if t.choices is not None}
             profile = profile_of(fingerprint, run.heads.aim, choices, {"model": tally.family})
         return cls(
             tally.family,

@@ -9,7 +9,7 @@ import torch
 
 from ..sparge.plan import sample_cost
 from ..sparge.plan.sample_cost import Afforded
-from ..sparge.plan.worth import Call, Rates, estimate, rates_for
+from ..sparge.plan.worth import Call, Rates, estimate, proportions_for, rates_for
 from .attention_call import AttentionCall
 from .settings import Settings
 
@@ -69,10 +69,15 @@ def affordable(
     """How much of a run is measured, one of its samples in this dense call: all, with `most` walks,
     where nothing is known.
 
+    It is a matter of what a sample takes beside a dense call. On GPUs without rates of their own
+    that is taken to be as on an H200 (`proportions_for`); so `sample_cost.ALWAYS` is there as much
+    longer as dense calls are.
+
     conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
     `SampleRates.seconds`. dense_steps: as in `SigmaWindow.dense_steps`.
     """
-    rates = known_rates(call)
+    known = _rates_hold(call)
+    rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
         return Afforded(most, again=True)
     sizes = _of_one_entry(call)
@@ -89,9 +94,13 @@ def affordable(
 
 def known_rates(call: AttentionCall) -> Rates | None:
     """Those that the times of a call follow; None where nothing is known."""
-    rates = rates_for(gpu_name(call.q.device), call.head_dim)
-    known = call.facts.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
-    return rates if known and speed_matters() else None
+    return rates_for(gpu_name(call.q.device), call.head_dim) if _rates_hold(call) else None
+
+
+def _rates_hold(call: AttentionCall) -> bool:
+    """For calls like this, where there are any."""
+    measured = call.facts.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
+    return measured and speed_matters()
 
 
 def _of_one_entry(

@@ -28,7 +28,7 @@ NORM = (
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Choices by conditioning and token count, and the model they were measured on."""
+    """Choices by conditioning and tokens, and the model they were measured on."""
 
     fingerprint: Fingerprint
     choices: Mapping[Table, HeadChoices]
@@ -43,6 +43,30 @@ class Profile:
     def fits(self, model: Fingerprint) -> Verdict:
         """Whether this profile holds for `model`; the verdict's sentence is for the user."""
         return model.compare(self.fingerprint)
+
+    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, HeadChoices] | None:
+        """What fits a call of so many layers and heads best, and what it was measured for.
+
+        Choices are shares, so those of one text length hold for others: of the same grid the
+        nearest one is taken, first of all the same. Otherwise, and in files of version 1, the count
+        of tokens has to be the same; where `wanted` has no grid there is one walk, so that choices
+        must not take others.
+        """
+        fits = {
+            table: choices
+            for table, choices in self.choices.items()
+            if (choices.layers, choices.heads) == (layers, heads)
+        }
+        apart = {table: wanted.differs_in_text_by(table) for table in fits}
+        of_grid = [(texts, table) for table, texts in apart.items() if texts is not None]
+        if of_grid:
+            _, table = min(of_grid, key=lambda found: found[0])
+            return table, fits[table]
+        for table, choices in fits.items():
+            walks = wanted.grid is None and bool(choices.walk.any())
+            if table[:2] == wanted[:2] and not walks:
+                return table, choices
+        return None
 
     def save(self, path: Path) -> None:
         """Write to `path` at once or not at all.

@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from ..plan.grid import TokenGrid
 from .profile_error import ProfileError
 
-VERSION = 1
+VERSION = 2
 MODES = ("quality", "budget")
+#: Of a table, by version: files of the first one do not say where the tokens lie.
+TABLE_KEYS: dict[int, dict[str, Any]] = {
+    1: {"conditioning": str, "tokens": int, "floor": int},
+    2: {"conditioning": str, "tokens": int, "floor": int, "grid": (dict, type(None))},
+}
+GRID_KEYS: dict[str, Any] = {part.name: int for part in fields(TokenGrid)}
 
 
 class Table(NamedTuple):
@@ -19,6 +26,22 @@ class Table(NamedTuple):
 
     conditioning: str
     tokens: int
+    grid: TokenGrid | None = None
+    """None where nobody knew it, as in all files of version 1."""
+
+    @property
+    def text(self) -> int:
+        """Tokens beside the grid, where that is known."""
+        return 0 if self.grid is None else self.grid.prefix + self.grid.suffix
+
+    def differs_in_text_by(self, other: Table) -> int | None:
+        """So many tokens; None where the rest differs too, or where it is not known."""
+        ours, theirs = self.grid, other.grid
+        if ours is None or theirs is None or self.conditioning != other.conditioning:
+            return None
+        if replace(ours, prefix=0, suffix=0) != replace(theirs, prefix=0, suffix=0):
+            return None
+        return abs(ours.prefix - theirs.prefix) + abs(ours.suffix - theirs.suffix)
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,12 @@ class Header:
             "version": VERSION,
             "architecture": self.architecture,
             "tables": [
-                {"conditioning": table.conditioning, "tokens": table.tokens, "floor": floor}
+                {
+                    "conditioning": table.conditioning,
+                    "tokens": table.tokens,
+                    "floor": floor,
+                    "grid": None if table.grid is None else asdict(table.grid),
+                }
                 for table, floor in zip(self.tables, self.floors, strict=True)
             ],
             "mode": self.mode,
@@ -50,7 +78,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """Raises ProfileError for anything that is not a header of this version."""
+        """Raises ProfileError for anything that is not a header of this version or the first."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -59,7 +87,7 @@ class Header:
         rows = content["tables"]
         return cls(
             content["architecture"],
-            tuple(Table(row["conditioning"], row["tokens"]) for row in rows),
+            tuple(_table(row) for row in rows),
             tuple(row["floor"] for row in rows),
             content["mode"],
             float(content["asked"]),
@@ -69,10 +97,10 @@ class Header:
 
 
 def _check(content: Any) -> None:
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        version = content.get("version") if isinstance(content, dict) else None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version not in tuple(TABLE_KEYS):  # it may be of any type
         raise ProfileError(
-            f"The profile has version {version!r} and this is for version {VERSION}: measure again."
+            f"The profile has version {version!r} and this reads 1 to {VERSION}: measure again."
         )
     _check_keys(
         "header",
@@ -92,14 +120,31 @@ def _check(content: Any) -> None:
     if not 0 < content["asked"] <= 1 or not math.isfinite(content["asked"]):
         raise ProfileError(f"The profile asks for {content['asked']!r}; it takes 0 to 1.")
     for row in content["tables"]:
-        _check_keys("table", row, {"conditioning": str, "tokens": int, "floor": int})
+        _check_keys("table", row, TABLE_KEYS[content["version"]])
         if row["tokens"] < 1 or row["floor"] < 1:
             raise ProfileError(f"A table of the profile has {row}: counts start from 1.")
-    names = [(row["conditioning"], row["tokens"]) for row in content["tables"]]
-    if not names or len(set(names)) < len(names):
+    tables = [_table(row) for row in content["tables"]]
+    if not tables or len(set(tables)) < len(tables):
         raise ProfileError("The profile has no table, or two for the same tokens.")
     if not all(isinstance(x, str) for pair in content["notes"].items() for x in pair):
         raise ProfileError("The profile's notes hold something that is not text.")
+
+
+def _table(row: dict[str, Any]) -> Table:
+    """Of a row whose keys and kinds are checked. Raises ProfileError for sizes that no grid has."""
+    table, sizes = Table(row["conditioning"], row["tokens"]), row.get("grid")
+    if sizes is None:
+        return table
+    _check_keys("grid", sizes, GRID_KEYS)
+    try:
+        grid = TokenGrid(**sizes)
+    except ValueError as error:
+        raise ProfileError(f"A grid of the profile is none: {error}") from error
+    if grid.tokens != table.tokens:
+        raise ProfileError(
+            f"A table of the profile has {table.tokens} tokens, and its grid {grid.tokens}."
+        )
+    return table._replace(grid=grid)
 
 
 def _check_keys(what: str, content: Any, kinds: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 #: Of the attention time of all dense calls, that measuring heads may take: what is measured is to
 #: make a run faster, and where few steps are dense or they are short it would eat up the gain.
 SHARE = 0.02
-#: Seconds that measuring may take in any case: nobody notices them in a run, but clips of the small
-#: video DiT lie up to .7 dB further from dense ones where only one walk is measured.
+#: Seconds that measuring may take in any case, in all layers and conditionings together: nobody
+#: notices them in a run, but clips of the small video DiT lie up to .7 dB further from dense ones
+#: where only one walk is measured.
 ALWAYS = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
@@ -74,8 +75,9 @@ def affordable(
     calls: int = 1,
 ) -> Afforded:
     """As many of `most` walks as keep a sample within SHARE of the dense calls that its
-    conditioning makes in its layer, or else all samples of the run within ALWAYS; but at least one.
-    Then the sample halfway, where that and the first ones are within the same.
+    conditioning makes in its layer, or else all samples of the run within ALWAYS; but at least one,
+    which may take more than either. Then the sample halfway, where that and the first ones are
+    within the same.
 
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
     blocks predict worse, and a walk that is not measured is one that no head takes, no more.

@@ -34,6 +34,9 @@ from .sample_cost import SampleRates
 
 RATES_FILE = Path(__file__).with_name("rates.json")
 
+#: The GPU whose proportions stand for those of kinds that were not measured.
+STAND_IN = "NVIDIA H200"
+
 #: PyTorch's kernels of which there are rates.
 TORCH_KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -201,6 +204,13 @@ def density_with_exact(topk: float, exact: float) -> float:
 
 def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:
     return sum(getattr(rates, name) * times for name, times in terms.items())
+
+
+def proportions_for(gpu: str, head_dim: int) -> Rates | None:
+    """Rates whose proportions hold: the GPU's own, else those of `STAND_IN`. What one call takes
+    beside another differs less from GPU to GPU than what each of them takes, and where two kinds of
+    kernels race, as sparse and dense ones do, neither is known. None for other devices."""
+    return (rates_for(gpu, head_dim) or rates_for(STAND_IN, head_dim)) if gpu else None
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparge import TokenGrid
 from sparge.calibrate import (
     Fingerprint,
     Fit,
@@ -25,6 +26,7 @@ from sparge.calibrate import (
 )
 
 KEY = "sparge_profile"
+GRID = TokenGrid(4, 8, 10, suffix=20)
 
 
 def choices(generator: torch.Generator, layers: int = 3, heads: int = 4) -> HeadChoices:
@@ -43,7 +45,10 @@ def choices(generator: torch.Generator, layers: int = 3, heads: int = 4) -> Head
 @pytest.fixture
 def profile(generator: torch.Generator) -> Profile:
     model = Fingerprint.of("WanModel", {"norm.q": torch.randn(200, generator=generator)})
-    tables = {Table("cond", 18444): choices(generator), Table("uncond", 512): choices(generator)}
+    tables = {
+        Table("cond", 18444): choices(generator),
+        Table("uncond", GRID.tokens, GRID): choices(generator),
+    }
     notes = {"sampler": "euler, 20 Schritte, schön"}
     return Profile(model, tables, "budget", 0.2, "2026-11-21T19:00:00Z", notes)
 
@@ -78,6 +83,14 @@ def set_header(name: str, value: object) -> Change:
     return lambda tensors, header: header.__setitem__(name, value)
 
 
+def set_grid(name: str, value: object) -> Change:
+    return lambda tensors, header: header["tables"][1]["grid"].__setitem__(name, value)
+
+
+def row(tokens: int) -> dict[str, Any]:
+    return {"conditioning": "c", "tokens": tokens, "floor": 1, "grid": None}
+
+
 def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((3, 4), value, dtype=dtype)
 
@@ -101,7 +114,21 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
         (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
-        (set_header("version", 2), "version 2 and this is for version 1"),
+        (set_header("version", 3), "version 3 and this reads 1 to 2"),
+        (set_header("version", 0), "version 0 and"),
+        (set_header("version", [2]), "version .2. and"),
+        (set_header("version", True), "version = True"),
+        (set_header("version", 1), "table has .*'grid'"),
+        (set_grid("frames", 0), "grid of the profile is none: frames is 0"),
+        (set_grid("suffix", -1), "suffix is -1"),
+        (set_grid("lead_frames", 5), "lead_frames is 5"),
+        (set_grid("prefix", True), "grid has prefix = True"),
+        (set_grid("width", 9.0), "grid has width = 9.0"),
+        (set_grid("width", 9), "has 340 tokens, and its grid 308"),
+        (set_grid("spare", 9), "grid has .*'spare'"),
+        (lambda tensors, header: header["tables"][1].pop("grid"), "table has"),
+        (lambda tensors, header: header["tables"][1]["grid"].pop("suffix"), "grid has"),
+        (lambda tensors, header: header["tables"][1].update(grid=[4, 8, 10]), r"grid = \[4, 8"),
         (set_header("spare", 1), "header has .*'spare'"),
         (lambda tensors, header: header.pop("mode"), "header has"),
         (set_header("mode", "fast"), "mode is 'fast'"),
@@ -112,14 +139,9 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_header("notes", {"a": 1}), "not text"),
         (set_header("tables", []), "no table"),
         (set_header("tables", [{"conditioning": "c", "tokens": 5}]), "table has"),
-        (set_header("tables", [{"conditioning": "c", "tokens": 0, "floor": 1}]), "from 1"),
-        (set_header("tables", [{"conditioning": "c", "tokens": 5, "floor": 1}] * 2), "two for"),
-        (
-            lambda tensors, header: header["tables"].append(
-                {"conditioning": "c", "tokens": 5, "floor": 1}
-            ),
-            "no tensor 2.density",
-        ),
+        (set_header("tables", [row(0)]), "from 1"),
+        (set_header("tables", [row(5)] * 2), "two for"),
+        (lambda tensors, header: header["tables"].append(row(5)), "no tensor 2.density"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_refused(
@@ -133,6 +155,68 @@ def test_what_is_not_as_it_must_be_is_refused(
     save_file(tensors, path, {KEY: json.dumps(header)})
     with pytest.raises(ProfileError, match=complaint):
         Profile.load(path)
+
+
+def test_files_of_version_1_are_read(profile: Profile, tmp_path: Path) -> None:
+    path = profile_path(tmp_path, "a")
+    profile.save(path)
+    header = json.loads(_metadata(path)) | {"version": 1}
+    for table in header["tables"]:
+        del table["grid"]
+    save_file(load_file(path), path, {KEY: json.dumps(header)})
+    found = Profile.load(path)
+    assert list(found.choices) == [Table("cond", 18444), Table("uncond", 340)]
+    for layers, tokens, fits in ((3, 340, True), (3, 341, False), (2, 340, False)):
+        grid = replace(GRID, suffix=tokens - 320)
+        assert (found.nearest(Table("uncond", tokens, grid), layers, 4) is not None) == fits
+
+
+def table(grid: TokenGrid) -> Table:
+    return Table("shared", grid.tokens, grid)
+
+
+@pytest.fixture
+def of_texts(profile: Profile, generator: torch.Generator) -> Profile:
+    """Of one grid with 7 and 20 tokens of text, of a wider one with 5."""
+    grids = (replace(GRID, suffix=7), GRID, TokenGrid(4, 8, 12, suffix=5))
+    return replace(profile, choices={table(grid): choices(generator) for grid in grids})
+
+
+@pytest.mark.parametrize(
+    ("grid", "text"),
+    [
+        (GRID, 20),
+        (replace(GRID, suffix=7), 7),
+        (replace(GRID, suffix=0), 7),
+        (replace(GRID, suffix=13), 7),
+        (replace(GRID, suffix=14), 20),
+        (replace(GRID, suffix=500), 20),
+        (replace(GRID, prefix=10, suffix=10), 7),
+        (TokenGrid(4, 8, 12, prefix=9), 5),
+        (TokenGrid(4, 10, 8, suffix=20), 20),  # as many tokens, turned
+        (TokenGrid(4, 10, 8, suffix=21), None),
+        (replace(GRID, lead_frames=1, suffix=21), None),
+        (TokenGrid(5, 8, 10, suffix=20), None),
+    ],
+)
+def test_the_nearest_text_of_a_grid_is_taken(
+    of_texts: Profile, grid: TokenGrid, text: int | None
+) -> None:
+    found = of_texts.nearest(table(grid), 3, 4)
+    assert (found and found[0].text) == text
+    assert found is None or found[1] is of_texts.choices[found[0]]
+    assert of_texts.nearest(table(grid)._replace(conditioning="cond"), 3, 4) is None
+    for layers, heads in ((2, 4), (3, 5)):
+        assert of_texts.nearest(table(grid), layers, heads) is None
+
+
+def test_only_choices_of_one_walk_fit_tokens_without_a_grid(of_texts: Profile) -> None:
+    wanted = Table("shared", GRID.tokens)
+    assert of_texts.nearest(wanted, 3, 4) is None
+    of_texts.choices[table(GRID)].walk.zero_()
+    found = of_texts.nearest(wanted, 3, 4)
+    assert found is not None and found[0] == table(GRID)
+    assert of_texts.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None
 
 
 def _metadata(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import comfy.model_management
 import models
@@ -183,6 +184,21 @@ def profile_saved_and_loaded() -> dict[str, Any]:
         "differs": not torch.equal(first, second),
         "reports": dict(zip(names, found, strict=True)),
     }
+
+
+def profile_of_another_prompt() -> list[dict[str, Any]]:
+    """Mochi, saved with prompts of 20 and 7 tokens, loaded with longer ones: reports."""
+    load = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeProfileLoad"]
+    aim = {"mode": "auto quality", "quality": "fast"}
+    longer = dataclasses.replace(models.FAMILIES["mochi"], valid=(21, 9))
+    with reports() as found:
+        measured = patch(models.build("mochi"), **aim)
+        sample(measured, "mochi")
+        report(measured, "tiny mochi")
+        named = load.execute("tiny mochi").args[0]
+        with mock.patch.dict(models.FAMILIES, mochi=longer):
+            sample(patch(models.build("mochi"), **aim, profile=named), "mochi", denoise=0.5)
+    return found
 
 
 def reports_without_a_run() -> dict[str, Any]:

@@ -189,6 +189,17 @@ def test_a_profile_in_manual_mode_is_said_to_do_nothing(profiles):
     assert "no effect in manual mode" in profiles["reports"]["manual"]["text"]
 
 
+def test_a_profile_fits_prompts_of_other_lengths(comfyui):
+    measured, loaded = comfyui.run("profile_of_another_prompt")
+    assert sorted(measured["shapes"]) == [327, 340]
+    assert sorted(loaded["shapes"]) == [329, 341]
+    assert loaded["reasons"] == {} and loaded["sparse"] == 4 * 2 * 2
+    assert sorted(loaded["predicted"]) == sorted(measured["predicted"])
+    for text, given in ((20, 21), (7, 9)):
+        said = f"The profile was measured with {text} tokens of text and is used for {given}"
+        assert said in loaded["text"] and said not in measured["text"]
+
+
 def test_reports_without_a_run(comfyui):
     got = comfyui.run("reports_without_a_run")
     assert "did not go through" in got["no node"]["text"]

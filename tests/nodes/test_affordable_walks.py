@@ -32,7 +32,8 @@ def sample_of(load_pack, monkeypatch):
         cudnn, flash = (worth.DenseRates(0, launch=seconds, pair=0) for seconds in (0.5, 1.0))
         sample = cost.SampleRates(once=0, launch=share / 3, token=0) if launch else None
         rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, 0.0, sample)
-        monkeypatch.setattr(node, "rates_for", lambda gpu, head_dim: rates)
+        for name in ("rates_for", "proportions_for"):
+            monkeypatch.setattr(node, name, lambda gpu, head_dim: rates)
 
     return pretend
 
@@ -75,7 +76,7 @@ def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypat
 
 def test_all_walks_where_nothing_is_known(sample_of, afforded, load_pack, monkeypatch):
     node = load_pack("nodes.worth")
-    known = node.rates_for
+    known = node.proportions_for
     sample_of(10)
     q, k = torch.zeros(1, HEADS, TOKENS, 64), torch.zeros(1, 1, TOKENS, 64)
     assert afforded(1, tensors=(q.half(),) * 3) == 3, "another dtype"
@@ -85,8 +86,32 @@ def test_all_walks_where_nothing_is_known(sample_of, afforded, load_pack, monkey
     monkeypatch.delenv("SPARGE_REFERENCE")
     sample_of(10, launch=False)
     assert afforded(1) == 3, "only calls were measured"
-    monkeypatch.setattr(node, "rates_for", known)
+    monkeypatch.setattr(node, "proportions_for", known)
     assert afforded(1) == 3, "a CPU"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "fewest"), [(44776, 24, 128, 4), (17776, 48, 64, 8)]
+)
+def test_other_gpus_go_by_the_proportions_of_the_measured_one(
+    load_pack, call_of, monkeypatch, tokens, heads, head_dim, fewest
+):
+    """Of Mochi and CogVideoX-5B, whose dense calls flash serves; nothing is slower there, though,
+    as far as is known."""
+    node = load_pack("nodes.worth")
+    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, heads, tokens, head_dim)
+    call, found = call_of(q, q, q), {}
+    for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090"):
+        monkeypatch.setattr(node, "gpu_name", lambda device, gpu=gpu: gpu)
+        found[gpu] = [
+            node.affordable(call, 2, 2, 1, layers=48, dense_steps=steps) for steps in range(1, 11)
+        ]
+    measured, other = found.values()
+    walks = [afforded.walks for afforded in other]
+    assert other == measured and walks == [1] * (fewest - 1) + [2] * (11 - fewest)
+    assert node.known_rates(call) is None and node.slower_reason(call, 1.0, False, None) is None
 
 
 def test_a_batch_affords_what_its_entries_do(sample_of, afforded):

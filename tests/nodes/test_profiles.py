@@ -124,7 +124,8 @@ def test_other_weights_are_used_with_a_warning(saved, run_once, runs, case):
 def test_another_length_is_measured(saved, run_once, runs, monkeypatch, load_pack):
     profile = saved.profile
     (table, choices), = profile.choices.items()  # fmt: skip
-    profile.choices[table._replace(tokens=TOKENS + 64)] = choices
+    longer = type(table.grid)(5, 8, 8)
+    profile.choices[table._replace(tokens=longer.tokens, grid=longer)] = choices
     del profile.choices[table]
     run_once(sigmas=[0.7, 0.6], profile=saved)
     ((run, _),) = runs
@@ -132,6 +133,24 @@ def test_another_length_is_measured(saved, run_once, runs, monkeypatch, load_pac
     assert run.notes == [
         "The profile has nothing for 256 tokens of 2 heads, so this run measures them"
     ]
+
+
+def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, load_pack):
+    profile, grid_of = saved.profile, load_pack("sparge").TokenGrid
+    (table, choices), = profile.choices.items()  # fmt: skip
+    assert table.grid == grid_of(4, 8, 8) and not table.text
+    del profile.choices[table]
+    for text in (20, 7):
+        grid = grid_of(4, 8, 8, suffix=text)
+        profile.choices[table._replace(tokens=TOKENS + text, grid=grid)] = choices
+    patched = run_once(sigmas=[0.7, 0.6], profile=saved)
+    ((run, _),) = runs
+    assert (run.tally.sparse, run.tally.dense) == (2, 0)
+    note = "The profile was measured with 7 tokens of text and is used for 0"
+    assert run.notes == [note]
+    hook = load_pack("nodes.hook").hook_of(patched)
+    assert note in load_pack("nodes.report").summary(hook.last)
+    assert list(hook.last.profile.choices) == [table], "what this run would save"
 
 
 def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs):

@@ -18,6 +18,7 @@ from sparge.plan.worth import (
     density_with_exact,
     estimate,
     faster_kernel,
+    proportions_for,
     rates_for,
     torch_kernel,
 )
@@ -96,6 +97,13 @@ def test_batch_entries_count_as_heads() -> None:
 def test_no_opinion_where_nothing_was_measured(gpu: str, head_dim: int) -> None:
     """GPUs of one architecture differ: an H20 has a sixth of an H200's tensor cores."""
     assert rates_for(gpu, head_dim) is None
+
+
+def test_proportions_of_another_gpu_stand_in() -> None:
+    for gpu in (H200, "NVIDIA H20", "NVIDIA GeForce RTX 4090"):
+        assert proportions_for(gpu, 128) == rates_for(H200, 128) is not None
+        assert proportions_for(gpu, 96) is None
+    assert proportions_for("", 128) is None, "no GPU"
 
 
 @pytest.mark.parametrize("topk", [0.1, 0.3, 0.6, 1.0])
