@@ -207,9 +207,9 @@ def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:
 
 
 def proportions_for(gpu: str, head_dim: int) -> Rates | None:
-    """Rates whose proportions hold: the GPU's own, else those of `STAND_IN`. What one call takes
-    beside another differs less from GPU to GPU than what each of them takes, and where two kinds of
-    kernels race, as sparse and dense ones do, neither is known. None for other devices."""
+    """The GPU's own rates, or else those of `STAND_IN`: not for how long anything takes, but for
+    what one thing takes beside another, and only where that need not be exact. Whether sparse beats
+    dense does need to be. None for other devices."""
     return (rates_for(gpu, head_dim) or rates_for(STAND_IN, head_dim)) if gpu else None
 
 
