@@ -106,8 +106,9 @@ class Host:
 
     def measure_all_walks(self) -> None:
         """As runs with the usual share of dense steps do: one without dense steps saves on walks,
-        and its sparse calls with them."""
-        vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])["ALWAYS"] = float("inf")
+        and its sparse calls with them; one of few steps may not pay for measuring."""
+        costs = vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])
+        costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
     def residual_share(self) -> float:
         """Of the measured heads of the last `sample`; 0 where there are none."""

@@ -66,6 +66,10 @@ class SigmaWindow:
         before, after = (sum(map(is_out, schedule)) for is_out in (self._is_before, self._is_after))
         return max(1, before) + after
 
+    def sparse_steps(self, schedule: Sequence[float]) -> int | None:
+        """The others, where the schedule is known."""
+        return max(0, len(schedule) - self.dense_steps(schedule)) if schedule else None
+
     def _is_before(self, sigma: float) -> bool:
         return sigma > self.start * (1 + SAME_SIGMA)
 

@@ -37,9 +37,10 @@ from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
+TOO_SHORT = "too few steps are left to pay for measuring"
 
 #: `worth.affordable` for a run's layers and dense steps.
-Afford = Callable[[AttentionCall, int, int, int], Afforded]
+Afford = Callable[[AttentionCall, int, int, int, float], Afforded]
 #: ComfyUI's number for the positive prompt.
 COND = 0
 
@@ -162,7 +163,9 @@ class HeadTable:
         out = dense()  # what is raised there has nothing to do with measuring
         calls = self._schedule.calls_a_sample
         if self._afford is not None:
-            self._settle(self._calibration, self._afford, call)
+            self._settle(self._calibration, self._afford, call, least)
+        if self.why_dense is not None:
+            return
         try:
             with untracked_allocations():
                 operands = *call.heads_first(), call.result_heads_first(out)
@@ -176,10 +179,14 @@ class HeadTable:
             self._sampled.add(row)
             self._schedule.measured()
 
-    def _settle(self, calibration: Calibration, afford: Afford, call: AttentionCall) -> None:
+    def _settle(
+        self, calibration: Calibration, afford: Afford, call: AttentionCall, least: float
+    ) -> None:
         """Once: layers and conditionings compare only where all measure the same walks."""
         most, schedule = len(calibration.walks[0]), self._schedule
-        afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample)
+        afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample, least)
+        if not afforded.pays:
+            self.why_dense, self._calibration = TOO_SHORT, None
         self.one_walk, self._again, self._afford = afforded.walks < most, afforded.again, None
         if self.one_walk:
             calibration.measure_one_walk()

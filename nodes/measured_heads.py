@@ -43,10 +43,17 @@ class MeasuredHeads:
     """The tables of one run, by device and shape."""
 
     def __init__(
-        self, aim: Aim, profile: Profile | None, note: Callable[[str], None], dense_steps: int
+        self,
+        aim: Aim,
+        profile: Profile | None,
+        note: Callable[[str], None],
+        dense_steps: int,
+        sparse_steps: int | None,
     ) -> None:
+        """dense_steps, sparse_steps: as in `SigmaWindow`."""
         self.aim = aim
-        self._profile, self._note, self._dense_steps = profile, note, dense_steps
+        self._profile, self._note = profile, note
+        self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
         self._tables: dict[tuple[torch.device, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, Shape]] = set()
         self._lock = threading.Lock()
@@ -91,8 +98,12 @@ class MeasuredHeads:
         with self._lock:
             table = self._tables.get((device, shape))
             if table is None:
-                layers, dense_steps = layout.blocks or layout.rows, self._dense_steps
-                afford = partial(affordable, layers=layers, dense_steps=dense_steps)
+                afford = partial(
+                    affordable,
+                    layers=layout.blocks or layout.rows,
+                    dense_steps=self._dense_steps,
+                    sparse_steps=self._sparse_steps,
+                )
                 table = HeadTable(shape, layout.rows, self.aim, policy, device, afford)
                 self._tables[device, shape] = table
                 self._use_profile(table)

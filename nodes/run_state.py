@@ -90,8 +90,8 @@ class Run:
         self.records: list[PassRecord] = []
         self.heads: MeasuredHeads | None = None
         if settings.aim is not None:
-            dense_steps = self.window.dense_steps(schedule)
-            self.heads = MeasuredHeads(settings.aim, profile, self.note, dense_steps)
+            steps = self.window.dense_steps(schedule), self.window.sparse_steps(schedule)
+            self.heads = MeasuredHeads(settings.aim, profile, self.note, *steps)
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
@@ -62,9 +63,11 @@ def affordable(
     most: int,
     conditionings: int,
     calls: int,
+    least: float,
     *,
     layers: int,
     dense_steps: int,
+    sparse_steps: int | None,
 ) -> Afforded:
     """How much of a run is measured, one of its samples in this dense call: all, with `most` walks,
     where nothing is known.
@@ -74,22 +77,37 @@ def affordable(
     longer as dense calls are.
 
     conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
-    `SampleRates.seconds`. dense_steps: as in `SigmaWindow.dense_steps`.
+    `SampleRates.seconds`. least: share of pairs that no call goes below. dense_steps and
+    sparse_steps: as in `SigmaWindow`. Whether it pays is told on GPUs with rates of their own.
     """
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
         return Afforded(most, again=True)
     sizes = _of_one_entry(call)
-    return sample_cost.affordable(
+    dense, samples = rates.dense_seconds(sizes, call.dense_kernel()), layers * conditionings
+    afforded = sample_cost.affordable(
         rates.sample,
         sizes.rows,
         most,
-        dense=dense_steps * rates.dense_seconds(sizes, call.dense_kernel()),
-        samples=layers * conditionings,
+        dense=dense_steps * dense,
+        samples=samples,
         conditionings=conditionings,
         calls=calls,
     )
+    if sparse_steps is None or known_rates(call) is None:
+        return afforded
+    sparsest = rates.sparse.seconds(_of_one_entry(call, pooled=1.0), least)
+    pays = sample_cost.pays(
+        rates.sample,
+        sizes.rows,
+        heads=layers * call.head_count,
+        samples=samples,
+        calls=calls,
+        saved=dense - sparsest,
+        steps=sparse_steps,
+    )
+    return replace(afforded, pays=pays)
 
 
 def known_rates(call: AttentionCall) -> Rates | None:

@@ -52,7 +52,8 @@ def afforded(load_pack, call_of):
     def walks(steps, layers=10**9, calls=1, tensors=None):
         q = torch.zeros(1, HEADS, TOKENS, 64)
         call, afford = call_of(*(tensors or (q, q, q))), load_pack("nodes.worth").affordable
-        return afford(call, 3, 2, calls, layers=layers, dense_steps=steps).walks
+        found = afford(call, 3, 2, calls, 0.0, layers=layers, dense_steps=steps, sparse_steps=9)
+        return found.walks
 
     return walks
 
@@ -104,9 +105,8 @@ def test_other_gpus_go_by_the_proportions_of_the_measured_one(
     call, found = call_of(q, q, q), {}
     for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090"):
         monkeypatch.setattr(node, "gpu_name", lambda device, gpu=gpu: gpu)
-        found[gpu] = [
-            node.affordable(call, 2, 2, 1, layers=48, dense_steps=steps) for steps in range(1, 11)
-        ]
+        afford = partial(node.affordable, call, 2, 2, 1, 0.2, layers=48, sparse_steps=9)
+        found[gpu] = [afford(dense_steps=steps) for steps in range(1, 11)]
     measured, other = found.values()
     walks = [afforded.walks for afforded in other]
     assert other == measured and walks == [1] * (fewest - 1) + [2] * (11 - fewest)
@@ -131,7 +131,7 @@ def frozen(load_pack, call_of):
     def run(dense_steps, *passes):
         shape, policy = module.Shape(TOKENS, HEADS, grid), load_pack("sparge").SparsePolicy()
         afford = load_pack("nodes.worth").affordable
-        afford = partial(afford, layers=2, dense_steps=dense_steps)
+        afford = partial(afford, layers=2, dense_steps=dense_steps, sparse_steps=9)
         table = module.HeadTable(shape, 2, aim, policy, torch.device("cpu"), afford)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
@@ -190,6 +190,24 @@ def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatc
     assert table.budget(0).walk is None
 
 
+def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
+    """Flux at 1024 x 1024, where a sparse call saves half a millisecond, and at 2048 x 2048."""
+    node = load_pack("nodes.worth")
+    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+
+    def pays(tokens, steps, gpu="NVIDIA H200"):
+        monkeypatch.setattr(node, "gpu_name", lambda device: gpu)
+        q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 24, tokens, 128)
+        run = {"layers": 57, "dense_steps": 1, "sparse_steps": steps}
+        return node.affordable(call_of(q, q, q), 2, 1, 2, 0.235, **run).pays
+
+    assert [pays(4608, steps) for steps in (0, 1, 3, 8, 16)] == [False, False, False, True, True]
+    assert pays(16896, 1) and not pays(16896, 0)
+    assert pays(4608, None), "nobody knows how many come"
+    assert pays(4608, 1, gpu="NVIDIA GeForce RTX 4090"), "nor what a call takes there"
+
+
 class WanModel(torch.nn.LayerNorm):
     """Its name and sizes are all that the node sees of it."""
 
@@ -223,3 +241,38 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     assert list(shape.walks.values()) == [4, 0, 0] and not choices.walk.any()
     assert "token order" not in line(4)
     assert runs[-1][0].tally.sparse == 8
+
+
+@pytest.mark.parametrize("mode", ["auto budget", "auto quality"])
+@pytest.mark.parametrize("dense_steps", [0, 1, 2])
+def test_a_run_that_cannot_pay_for_measuring_stays_dense(
+    sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode, dense_steps
+):
+    """A sample takes two thirds of a dense call, and choosing for all heads as long as one."""
+    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "CHOOSING", 1.0 / (2 * HEADS))
+    patcher.model.diffusion_model = WanModel(8)
+    node = load_pack("nodes.sparge_attention").SpargeAttention
+    patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
+    qkv = qkv_of(RASTER, FRAMES)
+
+    def step(attend):
+        for _ in range(2):
+            attend(*qkv, HEADS, skip_reshape=True)
+
+    def tally(sparse_steps):
+        before = [1 - number / 100 for number in range(dense_steps)]
+        steps = sparse_steps + (not dense_steps)  # the first one is dense to be measured
+        after = [0.7 - number / 100 for number in range(steps)]
+        sample_of(2.0)
+        session(patched, (8, 16, 16)).sample(step, [*before, *after])
+        return runs[-1][0].tally
+
+    reason = "too few steps are left to pay for measuring"
+    short = tally(1)
+    assert short.sparse == 0 and not runs[-1][0].heads.frozen
+    assert short.reasons[reason] == 2 * (1 + (not dense_steps))
+    assert reason in load_pack("nodes.report").summary(
+        load_pack("nodes.hook").hook_of(patched).last
+    )
+    long = tally(2)
+    assert long.sparse == 2 * 2 and reason not in long.reasons

@@ -55,7 +55,9 @@ def test_every_other_case_has_a_reason(why, case, reason):
     ],
 )
 def test_dense_steps_of_a_schedule(decision, start, end, schedule, steps):
-    assert decision.SigmaWindow(start, end).dense_steps(schedule) == steps
+    window = decision.SigmaWindow(start, end)
+    assert window.dense_steps(schedule) == steps
+    assert window.sparse_steps(schedule) == (max(0, len(schedule) - steps) if schedule else None)
 
 
 def test_text_that_attends_to_itself_stays_exact(load_pack, decision):

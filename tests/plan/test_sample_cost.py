@@ -12,10 +12,12 @@ import pytest
 from sparge.plan.sample_cost import (
     AGAIN_CALLS,
     ALWAYS,
+    CHOOSING,
     MORE_BLOCKS,
     SHARE,
     SampleRates,
     affordable,
+    pays,
 )
 from sparge.plan.worth import RATES_FILE, Call, Rates, rates_for
 
@@ -70,6 +72,16 @@ def test_heads_are_measured_again_within_the_same_share(
     assert both(dense=1.001 * (enough + again) / SHARE).again
     assert not both(dense=0.999 * (enough + again) / SHARE).again
     assert affordable(RATES, ROWS, walks, dense=0.0, samples=1).again, "a short run"
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_measuring_pays_where_sparse_steps_save_as_much(calls: int) -> None:
+    heads, samples, saved = 1000, 100, 1e-3
+    cost = samples * RATES.seconds(ROWS, 1, calls) + heads * CHOOSING
+    steps = cost / (samples * saved)
+    run = partial(pays, RATES, ROWS, heads=heads, samples=samples, calls=calls)
+    assert run(saved=saved, steps=int(steps) + 1) and not run(saved=saved, steps=int(steps))
+    assert not run(saved=-saved, steps=1000), "sparse is slower"
 
 
 def test_rates_of_samples_may_be_missing() -> None:
