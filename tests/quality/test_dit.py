@@ -114,6 +114,41 @@ def test_rows_of_calls_and_of_clips(weights: Path, tmp_path: Path) -> None:
     assert rows[1]["rel_l2"] == pytest.approx(rows[2]["rel_l2"], rel=0.1)
 
 
+def test_rows_of_targets(weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    sample = ["--calibration-blocks", "4", "--seed", "6", "--clips", "2", "--kernels"]
+    asked = ["--targets", "0.04", "balanced", "--commit", "c0"]
+    main(["--data", "dit", "--weights", str(weights), "--out", str(out), *asked, *sample, *GRID])
+    rows = read(out)
+    assert [row["target"] for row in rows] == [0.04, 0.06], "and no row of a density"
+    for row in rows:
+        assert row["data"] == "dit clips 6-7 5x12x10" and row["mode"] == "ours auto quality"
+        assert row["where"] == REFERENCE and row["commit"] == "c0"
+        shares = [row[x] for x in ("heads_within", "calls_within", "reached", "no_worse_than_drop")]
+        assert all(0 <= share <= 1 for share in shares)
+        assert row["worst_to_drop"] >= row["worst_to_drop_of_clips"] > 0
+    stricter, looser = rows
+    assert stricter["density"] > looser["density"] and stricter["psnr"] > looser["psnr"]
+
+
+def test_the_nodes_targets_are_the_default(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(Clips, "target_row", lambda _, target, __: asked.append(target) or {})
+    monkeypatch.setattr("benchmarks.quality.__main__._report", lambda *_: None)
+    named = ["--data", "dit", "--weights", str(weights), "--out", str(tmp_path / "rows.json")]
+    main([*named, "--targets", "--clips", "1", "--no-kernels", *GRID])
+    assert asked == [0.03, 0.06, 0.1]
+
+
+@pytest.mark.parametrize("more", [["--data", "dino"], ["--data", "dit", "--clips", "0"]])
+def test_targets_are_for_clips(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*more, "--targets"])
+    assert "--targets is for clips of dit" in capsys.readouterr().err
+
+
 def test_rows_of_the_asked_layers(weights: Path) -> None:
     found = data.load(
         Namespace(
