@@ -118,10 +118,10 @@ def test_rows_of_targets(weights: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(steps, "_drop", lambda q, k, v, budget: 0.75 * v)  # quick, far off
     out = tmp_path / "rows.json"
     sample = ["--calibration-blocks", "4", "--seed", "6", "--clips", "2", "--no-kernels"]
-    asked = ["--targets", "0.04", "balanced", "--commit", "c0"]
+    asked = ["--targets", "0.5", "fast", "--commit", "c0"]
     main(["--data", "dit", "--weights", str(weights), "--out", str(out), *asked, *sample, *GRID])
     rows = read(out)
-    assert [row["target"] for row in rows] == [0.04, 0.06], "and no row of a density"
+    assert [row["target"] for row in rows] == [0.1, 0.5], "and no row of a density"
     for row in rows:
         assert row["data"] == "dit clips 6-7 5x12x10" and row["mode"] == "ours auto quality"
         assert row["where"] == EMULATION and row["commit"] == "c0"
