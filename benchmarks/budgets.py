@@ -3,6 +3,9 @@
 
     python -m benchmarks.budgets [--shapes mochi,cogx2b] [--density .2] [--out FILE]
 
+The rows go to benchmarks/results/h200_budgets.jsonl on an H200, and to new_budgets.jsonl beside it
+on other GPUs. No table is made of them.
+
 One JSON object a line. Of calls: shape, case, density (reached), ms (every stage), over_raster (of
 ms, against as much density in raster order), gpu, commit. Of calibration: shape, case, blocks, ms
 (from the first launch to the end of the last: the host's time where that is longer), walks_ms (to
@@ -128,20 +131,27 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
         }
 
 
+def results(gpu: str) -> Path:
+    """Where the rows of a GPU go: other results there are of an H200."""
+    kind = "h200" if gpu == "NVIDIA H200" else "new"
+    return ROOT / "benchmarks" / "results" / f"{kind}_budgets.jsonl"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shapes", default="mochi,cogx2b", help=", ".join(SHAPES))
     parser.add_argument("--density", type=float, default=0.2)
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
+    parser.add_argument("--out", type=Path, help="see above")
     options = parser.parse_args()
     require_kernels()
+    out = options.out or results(gpu_name())
     rows: list[dict[str, Any]] = []
     for name in options.shapes.split(","):
         for row in (*time_cases(name, options.density), *time_calibration(name)):
             rows.append({**row, "gpu": gpu_name(), "commit": options.commit})
             print(json.dumps(rows[-1]), flush=True)
-    write_rows(options.out, rows)
+    write_rows(out, rows)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,29 @@
 """Seconds and memory of a denoising call in real ComfyUI, without the node and with it.
 
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,flux] [--topk 0.5 0.2]
-                                                         [--mode "auto budget"]
+    [--mode "auto budget"] [--residual .5] [--again]
+COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --mode "auto quality" --quality high fast
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
 
-In an auto mode the first call is dense and measured: the first of the seconds. The others count.
-With --residual the same heads are run once more from a profile, in which that share of those with
-the residual keeps it: with random weights nine of ten heads of Mochi have it, hardly one of Wan.
+The models have random weights, and the sampler is ComfyUI's own: Euler at cfg 1, one model call a
+step. start_percent is 0, so that every call that can be is sparse; in an auto mode the first one is
+dense and measured. Such a short run would save on walks through the tokens: here every walk is
+measured however short the run is, as in runs with the usual share of dense steps.
 
-The models have random weights, and the sampler is ComfyUI's own. With --limit-gib a model of few
-blocks runs in that much GPU memory: the rest of the limit is held, as weights would hold it, so
-that the dense path has just --headroom-gib to spare.
+seconds_per_call is the median of all calls but the first. In an auto mode calibration_s is what
+samples of the heads took in each of the calls, choosing_s what choosing for them did (both are part
+of `seconds`), and calibration_share_of_dense_call the first call's part over seconds_per_call
+without the node. With --mode "auto quality" the density is what the target error needs: topk has no
+effect, and with random weights a target may need every pair.
+
+With --residual each run is followed by one from its profile, in which just that share of the
+measured heads has the residual: with random weights measuring gives it to nine of ten heads of
+Mochi and hardly to one of Wan. With --again each run is made twice, and its figures are those of
+the second; first_run_seconds tells what the first one in a process costs more. The memory cache is
+emptied before each, as ComfyUI does between two prompts.
+
+With --limit-gib a model of few blocks runs in that much GPU memory: the rest of the limit is held,
+as weights would hold it, so that the dense path has just --headroom-gib to spare.
 """
 
 from __future__ import annotations
@@ -22,7 +35,6 @@ import logging
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +43,49 @@ from torch import Tensor
 
 from benchmarks.comfyui_host import GIB, Host, Sampled
 from benchmarks.comfyui_models import MODELS, VideoModel, build, tiny, with_depth
+from benchmarks.comfyui_runs import node_runs
 from benchmarks.timing import ROOT, commit
 
 
 def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
-    """One line without the node, one for each topk with it."""
+    """One line without the node, then one for each run with it."""
     patcher = build(model, host.device, args.dtype)
     dense: Sampled | None = None
-    for topk, residual in runs(args):
-        inputs = widgets(args, topk)
-        if residual is not None:
-            inputs = {**(inputs or {}), "profile": host.profile_with_residual(residual)}
-        run = host.sample(model, patcher, inputs, 1 + args.repeats)
-        line: dict[str, Any] = {
-            "seconds_per_call": round(statistics.median(run.seconds[1:]), 4),
-            "seconds": [round(seconds, 4) for seconds in run.seconds],
-            "weights_gib": round(run.held_gib, 3),
-            "peak_gib": round(run.peak_gib, 3),
-        }
+    for run in node_runs(args, profiles=True):
+        inputs = run.widgets
+        if run.residual is not None:
+            inputs = {**(inputs or {}), "profile": host.profile_with_residual(run.residual)}
+        sampled = [
+            host.sample(model, patcher, inputs, 1 + args.repeats) for _ in range(1 + args.again)
+        ]
+        line = timed(sampled, dense)
         if dense is None:
-            dense = run
+            dense = sampled[-1]
         else:
-            line |= host.report(model.may_stay_dense) | {"residual": host.residual_share()}
-            line["rel_l2_call"] = relative_l2(run.first_call, dense.first_call)
-            line["rel_l2_latent"] = relative_l2(run.latent, dense.latent)
-        config = config_name(args, topk, residual)
-        write(model=model.name, shape=model.shape, config=config, **line)
+            line |= host.report(model.may_stay_dense or run.may_stay_dense)
+            line["residual"] = host.residual_share()
+            line["rel_l2_call"] = relative_l2(sampled[-1].first_call, dense.first_call)
+            line["rel_l2_latent"] = relative_l2(sampled[-1].latent, dense.latent)
+        write(model=model.name, shape=model.shape, config=run.name, **line)
+
+
+def timed(sampled: list[Sampled], dense: Sampled | None) -> dict[str, Any]:
+    """Of the last one. dense: the run without the node, if this is another."""
+    last = sampled[-1]
+    line: dict[str, Any] = {
+        "seconds_per_call": round(per_call(last), 4),
+        "seconds": [round(seconds, 4) for seconds in last.seconds],
+    }
+    if len(sampled) > 1:
+        line["first_run_seconds"] = [round(seconds, 4) for seconds in sampled[0].seconds]
+    if dense is not None and any(last.heads["calibration_s"]):
+        share = last.heads["calibration_s"][0] / per_call(dense)
+        line |= {**last.heads, "calibration_share_of_dense_call": round(share, 4)}
+    return line | {"weights_gib": round(last.held_gib, 3), "peak_gib": round(last.peak_gib, 3)}
+
+
+def per_call(run: Sampled) -> float:
+    return statistics.median(run.seconds[1:])
 
 
 def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
@@ -70,10 +99,10 @@ def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, writ
         torch.cuda.set_per_process_memory_fraction(limit / total, host.device)
         held_gib = max(0.0, limit - needed - args.headroom_gib)
         rest = torch.empty(int(held_gib * GIB), dtype=torch.uint8, device=host.device)
-        for topk in (None, *args.topk):
+        for case in node_runs(args, profiles=False):
             line: dict[str, Any] = {"limit_gib": limit, "held_gib": round(held_gib, 3)}
             try:
-                run = host.sample(model, patcher, widgets(args, topk), 1)
+                run = host.sample(model, patcher, case.widgets, 1)
             except torch.OutOfMemoryError as error:
                 line |= {"outcome": "out of memory", "error": str(error).splitlines()[0]}
             else:
@@ -83,59 +112,37 @@ def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, writ
                     "peak_gib_without_held": round(run.peak_gib - held_gib, 3),
                     "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
                 }
-                if topk is not None:
-                    line |= host.report(model.may_stay_dense)
-            write(model=model.name, shape=model.shape, config=config_name(args, topk), **line)
+                if case.widgets is not None:
+                    line |= host.report(model.may_stay_dense or case.may_stay_dense)
+            write(model=model.name, shape=model.shape, config=case.name, **line)
         del rest
         torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0, host.device)
-
-
-def runs(args: argparse.Namespace) -> Iterator[tuple[float | None, float | None]]:
-    """topk, and the share of heads with the residual where a profile says it."""
-    yield None, None
-    for topk in args.topk:
-        yield topk, None
-        if args.residual is not None:
-            yield topk, args.residual
 
 
 def relative_l2(got: Tensor, expected: Tensor) -> float:
     return round(float((got - expected).norm() / expected.norm()), 5)
 
 
-def widgets(args: argparse.Namespace, topk: float | None) -> dict[str, Any] | None:
-    """None without the node. Every step sparse: the share of dense steps is the user's choice."""
-    if topk is None:
-        return None
-    tokens = {"min_tokens": 100} if args.tiny else {}
-    numbers = {"topk": topk, "pvthreshd": args.pvthreshd, "start_percent": 0.0}
-    return {"mode": args.mode, **numbers, **tokens}
-
-
-def config_name(args: argparse.Namespace, topk: float | None, residual: float | None = None) -> str:
-    if topk is None:
-        return "default"
-    mode = "topk" if args.mode == "manual" else args.mode
-    name = f"{mode} {topk:g}, pvthreshd {args.pvthreshd:g}"
-    return name if residual is None else f"{name}, residual in {residual:g}"
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="mochi,cogvideox,wan")
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5])
     parser.add_argument("--mode", default="manual", help="of the node: manual, auto budget ...")
+    parser.add_argument("--quality", nargs="+", default=["balanced"], help="of auto quality")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
     parser.add_argument("--residual", type=float, help="share, in an auto mode")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls after one untimed")
+    parser.add_argument("--again", action="store_true", help="each run twice; see above")
     parser.add_argument("--limit-gib", type=float, nargs="*", help="measure memory, not time")
     parser.add_argument("--headroom-gib", type=float, default=0.5)
     parser.add_argument("--blocks", type=int, default=4, help="of the model under a limit")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
     parser.add_argument("--commit", default=None, help="where this copy has no git folder")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/comfyui_call.jsonl")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.residual is not None and args.mode == "manual":
         parser.error("--residual is for auto modes: manual has no residual.")
     return args

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.comfyui_costs import HeadCosts, synchronize
 from benchmarks.comfyui_models import VideoModel, conditioning
+from benchmarks.comfyui_profile import profile_with_residual
 from benchmarks.timing import ROOT
 
 GIB = 2**30
@@ -33,6 +35,8 @@ class Sampled:
     """One sampling run: seconds of each model call, its first result, and the final latent."""
 
     seconds: list[float]
+    heads: dict[str, list[float]]
+    """As in `HeadCosts.of_calls`."""
     first_call: Tensor
     latent: Tensor
     held_gib: float
@@ -93,6 +97,12 @@ class Host:
         self._pack = self.node.__module__.rsplit(".", 2)[0]
         self.last: Any = None
         """The node's RunResult of the last `sample`; None where it took no part."""
+        calibrate = f"{self._pack}.sparge.calibrate"
+        self._costs = HeadCosts(
+            self.device,
+            sys.modules[f"{calibrate}.calibration"].Calibration,
+            sys.modules[f"{calibrate}.step_choices"].StepChoices,
+        )
         self.log = NodeLines()
         logging.getLogger("sparge").addHandler(self.log)
 
@@ -116,16 +126,10 @@ class Host:
         return round(float(uses.float().mean()), 4) if uses.numel() else 0.0
 
     def profile_with_residual(self, share: float) -> Any:
-        """What the last run measured, for the node's input `profile`; of the heads that use the
-        residual this share goes on to, evenly spread."""
-        choices = {}
-        for table, found in self.last.profile.choices.items():
-            places = (torch.arange(found.gain.numel() + 1) * share).floor()
-            kept = (places.diff() > 0).view_as(found.gain)
-            choices[table] = dataclasses.replace(found, gain=found.gain * kept)
-        profile = dataclasses.replace(self.last.profile, choices=choices)
+        """What the last run measured, for the node's input `profile`, with the residual in this
+        share of the measured heads."""
         named = sys.modules[f"{self._pack}.nodes.profiles"].NamedProfile
-        return named("benchmark", profile)
+        return named("benchmark", profile_with_residual(self.last.profile, share))
 
     def sample(
         self, model: VideoModel, patcher: Any, widgets: dict[str, Any] | None, calls: int
@@ -143,6 +147,7 @@ class Host:
         noise = comfy.sample.prepare_noise(latent, 0)
         positive, negative = conditioning(model, 1), conditioning(model, 2)
         held = start_peak(self.device)
+        self._costs.begin(lambda: len(timer.seconds))
         with torch.inference_mode():
             out = comfy.sample.sample(
                 *(patched, noise, calls, 1.0, "euler", "simple", positive, negative, latent),
@@ -154,7 +159,8 @@ class Host:
         assert timer.first_call is not None
         assert torch.isfinite(timer.first_call).all(), "the model's result is not finite"
         assert torch.isfinite(out).all(), "the latent is not finite"
-        return Sampled(timer.seconds, timer.first_call, out, held, peak_gib(self.device))
+        heads = self._costs.of_calls(len(timer.seconds))
+        return Sampled(timer.seconds, heads, timer.first_call, out, held, peak_gib(self.device))
 
     def report(self, may_stay_dense: bool = False) -> dict[str, Any]:
         """What the node said about the last run. Raises AssertionError when nothing was sparse that
@@ -179,11 +185,6 @@ class Host:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def start_peak(device: torch.device) -> float:

@@ -78,8 +78,14 @@ def section(
         "what it drops).\n"
     )
     about_budgets = (
-        "With budgets: tokens in cube order, half of the heads add pooled terms for what they "
-        "drop, and the error is against float32 over all keys.\n"
+        "With budgets: tokens in cube order, and the error is against float32 over all keys. These "
+        "budgets are made up to time the kernels, not measured: every second head adds pooled "
+        "terms for what it drops, whatever comes of it, and the inputs are random. So their error "
+        "says nothing about the auto modes; the next section does.\n"
+    )
+    about_rates = (
+        "The executed rate of attend counts the pairs that the attend kernel computes, pseudo-keys "
+        "of pooled terms among them, against its own time; 100 % is that of `ours`, dense.\n"
     )
     about_limits = (
         "The limit of this GPU is the time that its measured rates allow if all overlaps "
@@ -100,6 +106,8 @@ def section(
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
         about.append(about_budgets)
+    if any("stages" in row for row in calls):
+        about.append(about_rates)
     if most is not None:
         about.append(about_limits)
     made = [*about, *shown, tables(calls, most), about_models, comfyui(model_calls)]

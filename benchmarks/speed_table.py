@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sparge.plan.blocks import KEY_BLOCK, block_count
+
 from .limits import DENSITIES, Ceilings, bound
 from .shapes import SHAPES
 
@@ -21,6 +23,7 @@ OURS = "ours, budgets"  # everything on: cube order, half of the heads pooled
 PLAIN = "ours"
 SPARSE_PEER = "comfy-kitchen sol_attn"
 SUMMARY_DENSITY = 0.2
+STEP = 128  # pseudo-keys that attend computes at once, as it does keys
 
 
 def asked_density(row: Row) -> float:
@@ -61,6 +64,17 @@ class Speeds:
         limit, ms = self.limit(peer, density, most), self.ms(peer, density)
         return None if limit is None or ms is None else limit / ms
 
+    def attend_rate(self, peer: str, density: float) -> float | None:
+        """Of the attend kernel alone: shares of all pairs that it computes in a millisecond, with
+        the pseudo-keys that it computes beside them. None where its time was not measured."""
+        row = self.cells.get((peer, density))
+        if row is None or "stages" not in row:
+            return None
+        steps = block_count(block_count(SHAPES[self.shape].tokens, KEY_BLOCK), STEP)
+        pseudo_keys = STEP * steps / SHAPES[self.shape].tokens if density < 1 else 0.0
+        executed = row["density"] + row.get("pooled_heads", 0.0) * pseudo_keys
+        return executed / row["stages"]["attend"]
+
     def fastest_dense_peer(self) -> str | None:
         peers = [p for p, density in self.cells if density == 1 and not p.startswith(PLAIN)]
         return min(peers, key=lambda peer: self.cells[peer, 1.0]["ms"], default=None)
@@ -99,14 +113,26 @@ def absent(rows: Sequence[Row]) -> list[str]:
 def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
     lines = []
     for peer in speeds.peers:
-        found = [speeds.cells.get((peer, density)) for density in DENSITIES]
-        error = max(row["rel_l1"] for row in found if row)
+        errors = {
+            density: row["rel_l1"]
+            for density in DENSITIES
+            if (row := speeds.cells.get((peer, density)))
+        }
+        least_alike = max(errors, key=lambda density: errors[density])
         times = [_milliseconds(speeds.ms(peer, density)) for density in DENSITIES]
-        lines.append([peer, *times, f"{error:.4f}"])
+        lines.append([peer, *times, f"{errors[least_alike]:.4f} ({_density(least_alike)})"])
     ours = OURS if OURS in speeds.peers else PLAIN
     executed = [speeds.cells.get((ours, density)) for density in DENSITIES]
     rates = [f"{row['executed_tflops'] / 1000:.2f}" if row else "" for row in executed]
     lines.append([f"PFLOP/s executed by {ours}", *rates, ""])
+    own_dense = speeds.attend_rate(PLAIN, 1.0)
+    for peer in (PLAIN, OURS):
+        found = [speeds.attend_rate(peer, density) for density in DENSITIES]
+        if own_dense and any(found):
+            shares = [rate / own_dense if rate else None for rate in found]
+            lines.append(
+                [f"executed rate of attend, {peer} / ours dense", *map(_percent, shares), ""]
+            )
     if most is not None:
         limits = [speeds.limit(PLAIN, density, most) for density in DENSITIES]
         lines.append(["limit of this GPU", *map(_milliseconds, limits), ""])
@@ -114,7 +140,7 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
             shares = [speeds.reached(peer, density, most) for density in DENSITIES]
             if any(shares):
                 lines.append([f"limit / {peer}", *map(_percent, shares), ""])
-    header = [title, "dense", *(f"{100 * d:.0f} %" for d in DENSITIES[1:]), "rel. L1"]
+    header = [title, *map(_density, DENSITIES), "largest rel. L1 (at)"]
     return table(header, lines)
 
 
@@ -152,6 +178,10 @@ def _about(name: str) -> str:
 
 def _milliseconds(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _density(density: float) -> str:
+    return "dense" if density == 1 else _percent(density)
 
 
 def _percent(share: float | None) -> str:

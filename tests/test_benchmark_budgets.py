@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.budgets import cases
+from benchmarks.budgets import cases, results
 from benchmarks.shapes import SHAPES
 from sparge import AttentionStats, TokenGrid
 from sparge.metrics import rel_l2
@@ -32,3 +32,8 @@ def test_all_cases_run_at_one_density(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_grids_are_those_of_the_shapes(name: str) -> None:
     assert SHAPES[name].grid.tokens == SHAPES[name].tokens
+
+
+def test_rows_of_an_h200_have_a_file_of_their_own() -> None:
+    assert results("NVIDIA H200").name == "h200_budgets.jsonl"
+    assert results("NVIDIA H100 80GB HBM3").name == "new_budgets.jsonl"

@@ -73,15 +73,41 @@ def test_each_figure_says_where_it_was_measured() -> None:
 
 def test_tables_hold_times_limits_and_shares() -> None:
     text = speed_table.tables(some_rows(), MOST)
-    wanted = ["30.0", "15.0", "9.00", "6.00", "3.00", "0.0020"]
+    wanted = ["30.0", "15.0", "9.00", "6.00", "3.00", "0.0020 (dense)"]
     assert cells(text, "ours") == [wanted, wanted]
-    assert cells(text, "torch flash")[0] == ["67.0", "", "", "", "", "0.0020"]
+    assert cells(text, "torch flash")[0] == ["67.0", "", "", "", "", "0.0020 (dense)"]
     mochi, pooled = (bound(SHAPES["mochi"], 0.21, MOST, heads).total for heads in (0.0, 0.5))
     assert cells(text, "limit of this GPU")[0][3] == f"{mochi:.2f}"
     assert cells(text, "limit / ours")[0][3] == f"{100 * mochi / 6:.0f} %"
     assert cells(text, "limit / ours, budgets")[0][3] == f"{100 * pooled / 6.6:.0f} %"
     executed = SHAPES["mochi"].flops(0.21) / 6.6e-3 / 1e15
     assert cells(text, "PFLOP/s executed by ours, budgets")[0][3] == f"{executed:.2f}"
+
+
+def test_an_error_names_the_density_that_it_is_of() -> None:
+    rows = [
+        timed("mochi", "ours", d, 30 * d, rel_l1=e) for d, e in ((1, 0.002), (0.3, 0.4), (0.1, 0.3))
+    ]
+    assert cells(speed_table.tables(rows, None), "ours")[0][-1] == "0.4000 (30 %)"
+
+
+def test_executed_rates_are_beside_our_dense_one() -> None:
+    def at(peer: str, asked: float, attend: float, **more: Any) -> dict[str, Any]:
+        return timed("mochi", peer, asked, 30.0, stages={"attend": attend}, **more)
+
+    pooled = {"pooled_heads": 0.5}
+    rows = [at("ours", 1.0, 20.0), at("ours", 0.2, 5.0), at("ours, budgets", 0.2, 5.0, **pooled)]
+    rows.append(at("ours, budgets", 1.0, 25.0, **pooled))
+    text = speed_table.tables(rows, None)
+    plain, budgets = (
+        cells(text, f"executed rate of attend, {peer} / ours dense")[0]
+        for peer in ("ours", "ours, budgets")
+    )
+    assert plain == ["100 %", "", "", "84 %", "", ""]
+    # 700 key blocks are 6 steps of 128 pseudo-keys, in half of the heads.
+    assert budgets == ["80 %", "", "", f"{100 * 4 * (0.21 + 3 * 128 / 44776):.0f} %", "", ""]
+    assert budgets[3] == "87 %"
+    assert "executed rate" not in speed_table.tables(some_rows(), None), "without stages"
 
 
 def test_who_was_not_measured_is_named() -> None:

@@ -4,6 +4,7 @@
 python -m benchmarks.quality --data dino [--video FILE | --seed N] [--weights FILE]
 python -m benchmarks.quality --data smollm [--weights FILE] [--tokens N] [--perplexity 0.2]
 python -m benchmarks.quality --data dit [--weights FILE] [--seed N] [--clips N] [--grid 9 16 14]
+python -m benchmarks.quality --data dit --targets [high balanced fast .05] [--seed N] [--clips N]
 
 Each mode runs in an emulation of the kernels, and with --kernels, which a GPU that has them turns
 on, through `sparge.attention` too, as far as that can express the mode; with --no-emulation modes
@@ -12,7 +13,10 @@ judged on, the same text's next part for smollm, other steps for dit. The small 
 two tables: calls of a sampling run's sparse steps, and clips sampled in each mode against the same
 clips sampled dense (the first 4 of 20 steps are dense in both, and calibration sees the last of
 those); whole clips are emulated only in modes that do not run through `sparge.attention`. --grid
-makes them small enough for a CPU.
+makes them small enough for a CPU. Clips are those of the scenes --seed, --seed + 1 and so on.
+
+--targets samples clips as the node's mode auto quality does, a JSON line for each target error: by
+name or number, the node's own three where none is given. Without --densities that is all.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ import torch
 import sparge
 from benchmarks.quality import end_to_end, library
 from benchmarks.quality.data import DataSet, load
-from benchmarks.quality.end_to_end import Clips
+from benchmarks.quality.end_to_end import Attending, Clips
 from benchmarks.quality.modes import BY_NAME, MODES, Mode
 from benchmarks.quality.rows import EMULATION, RESULTS, Row, write
 from benchmarks.quality.study import Study, emulated
+from benchmarks.quality.targets import TARGETS, target
 from benchmarks.quality_data.wheel import WeightsMissingError
 from benchmarks.timing import commit
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
@@ -51,7 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the clip and of the samples")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text for smollm")
     parser.add_argument("--modes", nargs="+", choices=BY_NAME, default=[m.name for m in MODES])
-    parser.add_argument("--densities", nargs="+", type=float, default=DENSITIES)
+    parser.add_argument("--densities", nargs="+", type=float, help=f"by default {DENSITIES}")
+    parser.add_argument("--targets", nargs="*", type=target, help="target errors, dit")
     parser.add_argument("--layers", nargs="+", type=int, default=[], help="all by default")
     parser.add_argument("--blocks", type=int, default=8, help="query blocks a call to judge by")
     parser.add_argument(
@@ -74,6 +80,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--perplexity needs every layer: leave out --layers.")
     if options.data == "dit" and options.clips and options.layers:
         parser.error("clips run through every layer: leave out --layers, or give --clips 0.")
+    if options.targets is not None and not (options.data == "dit" and options.clips):
+        parser.error("--targets is for clips of dit.")
+    if options.densities is None:
+        options.densities = DENSITIES if options.targets is None else ()
+    if options.targets == []:
+        options.targets = list(TARGETS.values())
     if options.kernels is None:
         options.kernels = sparge.capabilities(options.device).usable
     try:
@@ -84,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     for mode in modes:
         if options.kernels and library.why_not(mode):
             print(f"{mode.name} not through sparge.attention: {library.why_not(mode)}")
-    if not options.clips_only:
+    if not options.clips_only and (options.densities or options.perplexity):
         _judge_calls(data, modes, options)
     if data.runs and options.clips:
         _judge_clips(data, modes, options)
@@ -109,12 +121,18 @@ def _judge_clips(data: DataSet, modes: list[Mode], options: argparse.Namespace) 
     clips = Clips(data.runs, options.calibration_blocks)
     for density in sorted(options.densities):
         for mode in modes:
-            if options.kernels and not library.why_not(mode):
-                row = clips.row(mode, density, end_to_end.in_library)
-                _report(row | {"where": library.where(options.device)}, options)
-            else:
-                row = clips.row(mode, density, end_to_end.emulated)
-                _report(row | {"where": EMULATION}, options)
+            attending, where = _attending(mode, options)
+            _report(clips.row(mode, density, attending) | {"where": where}, options)
+    for asked in sorted(options.targets or ()):
+        attending, where = _attending(BY_NAME["ours auto"], options)
+        _report(clips.target_row(asked, attending) | {"where": where}, options)
+
+
+def _attending(mode: Mode, options: argparse.Namespace) -> tuple[Attending, str]:
+    """What samples clips in a mode, and how rows call it."""
+    if options.kernels and not library.why_not(mode):
+        return end_to_end.in_library, library.where(options.device)
+    return end_to_end.emulated, EMULATION
 
 
 def _device() -> torch.device:

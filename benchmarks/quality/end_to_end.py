@@ -13,11 +13,13 @@ from torch import Tensor
 import sparge
 from benchmarks.quality import library
 from benchmarks.quality.dit import DenseRun, named
+from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.judge import psnr
 from benchmarks.quality.measured import Measured
-from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density, uniform
+from benchmarks.quality.modes import BY_NAME, ELEMENT, Mode, attend, reached_density, uniform
 from benchmarks.quality.rows import Row
 from benchmarks.quality.steps import Budgets, ChosenBudgets, SameBudgets, SparseSteps
+from benchmarks.quality.targets import AUTO_QUALITY
 from benchmarks.quality.walks import by_walk, of_heads
 from benchmarks.tiny_video_dit.model import Attention
 from sparge.calibrate import Aim
@@ -25,9 +27,6 @@ from sparge.reference.packed import pack_qkv, scatter
 
 #: Attention of a model in a mode with these budgets, and a function that says its mean density.
 Attending = Callable[[DenseRun, Mode, Budgets], tuple[Attention, Callable[[], float]]]
-
-#: A factor between what heads err by and what is expected of them.
-WITHIN = 1.5
 
 
 class Clips:
@@ -45,34 +44,43 @@ class Clips:
         ]
 
     def row(self, mode: Mode, density: float, attending: Attending) -> Row:
+        """At a mean density."""
+        named = {"data": self.name, "mode": mode.name, "asked_density": density}
+        return named | self._sampled(mode, Aim("budget", density), attending)
+
+    def target_row(self, target: float, attending: Attending) -> Row:
+        """At the density that a target error for each head takes, as mode auto quality does."""
+        named = {"data": self.name, "mode": AUTO_QUALITY, "target": target}
+        return named | self._sampled(BY_NAME["ours auto"], Aim("quality", target), attending)
+
+    def _sampled(self, mode: Mode, aim: Aim, attending: Attending) -> Row:
         """PSNR of the clips in decibels and mean density of the sparse steps, means over clips; of
-        measured heads also how many err as expected, within WITHIN."""
-        found, densities, shares = [], [], []
+        measured heads also how near they came to what was expected of them."""
+        found, densities, heads = [], [], []
         for index, run in enumerate(self.runs):
-            budgets = self.budgets(index, mode, density, judged=True)
+            budgets = self._budgets(index, mode, aim, judged=True)
             attention, reached = attending(run, mode, budgets)
             found.append(clip_psnr(run.finished(attention), run.clip))
             densities.append(reached())
             if isinstance(budgets, ChosenBudgets):
-                shares.append(budgets.within(WITHIN))
-        return {
-            "data": self.name,
-            "mode": mode.name,
-            "asked_density": density,
-            "density": mean(densities),
-            "psnr": mean(found),
-            "worst_psnr": min(found),
-            **{name: mean(each[name] for each in shares) for name in (shares and shares[0])},
-        }
+                heads.append(budgets.judged_heads())
+        judged = JudgedHeads.of_clips(heads).shares(aim.target) if heads else {}
+        figures = {"density": mean(densities), "psnr": mean(found), "worst_psnr": min(found)}
+        return figures | judged
 
-    def budgets(self, index: int, mode: Mode, density: float, *, judged: bool = False) -> Budgets:
-        """For one of the clips. judged: as in `ChosenBudgets`."""
+    def budgets(self, index: int, mode: Mode, density: float) -> Budgets:
+        """For one of the clips."""
+        return self._budgets(index, mode, Aim("budget", density), judged=False)
+
+    def _budgets(self, index: int, mode: Mode, aim: Aim, *, judged: bool) -> Budgets:
+        """judged: as in `ChosenBudgets`."""
         run = self.runs[index]
         device = run.begun.device
         if mode.measured:
             calibration = self._measured[index].calibration
-            return ChosenBudgets(calibration, Aim("budget", density), device, judged=judged)
-        budget = uniform(mode, run.model.config.heads, density).on(device)
+            return ChosenBudgets(calibration, aim, device, judged=judged)
+        assert aim.target is None  # heads that are not measured have a density alone
+        budget = uniform(mode, run.model.config.heads, aim.value).on(device)
         return SameBudgets([budget] * len(run.model.blocks))
 
 

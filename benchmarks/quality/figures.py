@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.png import write_png
 from benchmarks.quality.chart import Axis, Colour, Line, draw
-from benchmarks.quality.rows import RESULTS, Row, read
+from benchmarks.quality.rows import RESULTS, Row, of_densities, read
 from benchmarks.quality.section import BEGIN, END, PARTS, best_places, chosen, section
 from benchmarks.timing import ROOT
 
@@ -99,7 +99,7 @@ def lines(rows: Iterable[Row], field: str) -> dict[str, Line]:
     """Points (density in percent, field) of each mode that has a colour, up to the last tick; one
     for each asked density, from the kernels where they ran."""
     points: dict[str, dict[float, tuple[float, float]]] = {mode: {} for mode in COLOURS}
-    for row in best_places(rows):
+    for row in best_places(of_densities(rows)):
         percent = 100 * row["density"]
         if row["mode"] in points and percent <= DENSITY_TICKS[-1]:
             points[row["mode"]][row["asked_density"]] = (percent, row[field])

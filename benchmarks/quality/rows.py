@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results file: a JSON object a line, one for each data set, mode, density and place."""
+"""The results file: a JSON object a line, one for each data set, mode, place, and mean density or
+target error that was asked for."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
-KEY = ("data", "mode", "asked_density", "where")
+KEY = ("data", "mode", "where")
+ASKED = ("asked_density", "target")  # a row has one of them, which is part of its key
 DIGITS = 6
 EMULATION, REFERENCE = "emulation", "reference"  # values of `where` that are no GPU
 
-#: The fields are those of `summary` in judge.py, KEY, commit, and perplexities for a text.
+#: The fields are those of `summary` in judge.py or of `JudgedHeads.shares`, KEY and one of ASKED,
+#: commit, and perplexities for a text.
 Row = dict[str, Any]
 
 
@@ -37,8 +41,18 @@ def write(path: Path, rows: list[Row]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def of_densities(rows: Iterable[Row]) -> list[Row]:
+    """Those that say what a mean density gives."""
+    return [row for row in rows if "asked_density" in row]
+
+
+def of_targets(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if "target" in row]
+
+
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in KEY)
+    (asked,) = (name for name in ASKED if name in row)
+    return (*(row[name] for name in KEY), asked, row[asked])
 
 
 def _rounded(row: Row) -> Row:

@@ -7,9 +7,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.quality.rows import EMULATION, REFERENCE, Row
+from benchmarks.quality.rows import EMULATION, REFERENCE, Row, of_densities, of_targets
+from benchmarks.quality.study import PREDICTED_WITHIN
+from benchmarks.quality.targets import TARGETS
 
 BEGIN, END = "<!-- quality:begin -->\n", "<!-- quality:end -->"
+#: How data are named that have rows of targets.
+CLIPS = "dit clips "
 #: In this order in tables and pictures.
 MODES = {
     "drop": "`drop` is SpargeAttn's rule: a top-k of block means, and the rest is gone",
@@ -48,7 +52,7 @@ PARTS = (
         "quality_rel_l2.png",
     ),
     Part(
-        "dit clips ",
+        CLIPS,
         "psnr",
         "PSNR, dB",
         "PSNR in dB of clips of our small video DiT (21,420 tokens, 20 steps, the first 4 dense) "
@@ -61,12 +65,17 @@ PARTS = (
 
 
 def chosen(rows: Iterable[Row], part: Part) -> list[Row]:
-    """The rows of the part's data set; of several, the one that entered the file last. Where a
-    mode ran in several places, only those of a GPU's kernels."""
+    """The rows of mean densities of the part's data set. Where a mode ran in several places, only
+    those of a GPU's kernels."""
+    return best_places(_latest(of_densities(rows), part.begins))
+
+
+def _latest(rows: Iterable[Row], begins: str) -> list[Row]:
+    """The rows of the data so named; of several, of those that entered the file last."""
     rows = list(rows)
-    names = [row["data"] for row in rows if row["data"].startswith(part.begins)]
+    names = [row["data"] for row in rows if row["data"].startswith(begins)]
     names = [name for name in names if not SMALL_GRID.search(name)]
-    return best_places(row for row in rows if names and row["data"] == names[-1])
+    return [row for row in rows if names and row["data"] == names[-1]]
 
 
 def best_places(rows: Iterable[Row]) -> list[Row]:
@@ -82,14 +91,15 @@ def by_kernels(row: Row) -> bool:
 def section(rows: Sequence[Row]) -> str:
     """What stands between BEGIN and END; a sentence where nothing was measured."""
     parts = [(part, found) for part in PARTS if (found := chosen(rows, part))]
-    if not parts:
+    of_clips = _targets(_latest(of_targets(rows), CLIPS))
+    if not parts and not of_clips:
         return "\nNot measured yet: `python -m benchmarks.quality --help`.\n\n"
     pictures = [
         f"![{part.title} against density](benchmarks/results/{part.picture})\n"
         for part, _ in parts
         if part.picture
     ]
-    tables = [_table(part, found) for part, found in parts]
+    tables = [*(_table(part, found) for part, found in parts), *of_clips]
     return "\n".join(["", f"{'; '.join(MODES.values())}. All in 8 bits.\n", *pictures, *tables, ""])
 
 
@@ -114,6 +124,39 @@ def _about(part: Part, rows: list[Row]) -> str:
     if len(counts) > 1:
         raise ValueError(f"Rows of {rows[0]['data']} are of {sorted(counts)} layers: run them all.")
     return part.about.format(layers=counts.pop())
+
+
+def _targets(rows: list[Row]) -> list[str]:
+    """A table of the node's own targets, none where no row has one."""
+    found = {row["target"]: row for row in sorted(rows, key=by_kernels)}
+    shown = {name: found[target] for name, target in TARGETS.items() if target in found}
+    if not shown:
+        return []
+    header = [
+        f"{rows[0]['data']}, quality",
+        "target error",
+        "density",
+        "PSNR, dB",
+        f"heads at most {PREDICTED_WITHIN:g} x the target",
+        f"heads within {PREDICTED_WITHIN:g} x of the prediction",
+        "heads no worse than drop",
+    ]
+    lines = [header, ["---"] * len(header)]
+    for name, row in shown.items():
+        shares = (row[field] for field in ("reached", "heads_within", "no_worse_than_drop"))
+        figures = [f"{row['target']:g}", _percent(row["density"]), f"{row['psnr']:.1f}"]
+        lines.append([name, *figures, *map(_percent, shares)])
+    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    about = (
+        "Mode auto quality on such clips. A head's error is its mean over the sparse steps of a "
+        "clip; drop is at the head's own density"
+    )
+    places = ", ".join(dict.fromkeys(f"{r['where']}, commit {r['commit']}" for r in shown.values()))
+    return [f"{about} ({places}):\n\n{text}"]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _places(rows: list[Row]) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor
 import sparge
 from benchmarks.quality import library
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
+from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode
-from benchmarks.quality.study import DROP_NOISE
 from sparge.calibrate import Aim, Calibration, Probe, StepChoices
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import TokenOrder
@@ -88,24 +88,10 @@ class ChosenBudgets:
             self.expected.append(self._now.error[layer].double())
             self.dropped.append(_relative(_drop(q, k, v, self.of_layer(layer)), exact))
 
-    def within(self, factor: float) -> dict[str, float]:
-        """The share of heads of the last run whose errors are as expected within a factor: of all
-        calls, and of the means over the steps. And whose mean is no worse than plain drop's by more
-        than noise."""
-        found, expected, dropped = (
-            torch.stack(errors).unflatten(0, (SPARSE_STEPS, -1))
-            for errors in (self.found, self.expected, self.dropped)
-        )
-        ratios = {
-            "calls_within": found / expected,
-            "heads_within": found.mean(0) / expected.mean(0),
-        }
-        shares = {
-            name: float(((ratio < factor) & (ratio > 1 / factor)).double().mean())
-            for name, ratio in ratios.items()
-        }
-        no_worse = found.mean(0) <= DROP_NOISE * dropped.mean(0)
-        return shares | {"no_worse_than_drop": float(no_worse.double().mean())}
+    def judged_heads(self) -> JudgedHeads:
+        """Of the last run, one clip."""
+        errors = (self.found, self.expected, self.dropped)
+        return JudgedHeads(*(torch.stack(x).unflatten(0, (1, SPARSE_STEPS, -1)) for x in errors))
 
 
 def _relative(out: Tensor, exact: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality import data, end_to_end
+from benchmarks.quality import data, end_to_end, steps
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.dit import JUDGED_STEPS, STEPS, DenseRun, sample_dense
 from benchmarks.quality.end_to_end import Clips, clip_psnr
 from benchmarks.quality.modes import BY_NAME, MODES, Mode
-from benchmarks.quality.rows import REFERENCE, read
+from benchmarks.quality.rows import EMULATION, REFERENCE, read
 from benchmarks.tiny_video_dit import checkpoint
 from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.model import Config, VideoDiT
@@ -112,6 +112,42 @@ def test_rows_of_calls_and_of_clips(weights: Path, tmp_path: Path) -> None:
     assert all(row["commit"] == "c0" and 5 < row["psnr"] < 90 for row in rows)
     assert rows[-1]["data"] == "dit clips 0-0 5x12x10"
     assert rows[1]["rel_l2"] == pytest.approx(rows[2]["rel_l2"], rel=0.1)
+
+
+def test_rows_of_targets(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_drop", lambda q, k, v, budget: 0.75 * v)  # quick, far off
+    out = tmp_path / "rows.json"
+    sample = ["--calibration-blocks", "4", "--seed", "6", "--clips", "2", "--no-kernels"]
+    asked = ["--targets", "0.5", "fast", "--commit", "c0"]
+    main(["--data", "dit", "--weights", str(weights), "--out", str(out), *asked, *sample, *GRID])
+    rows = read(out)
+    assert [row["target"] for row in rows] == [0.1, 0.5], "and no row of a density"
+    for row in rows:
+        assert row["data"] == "dit clips 6-7 5x12x10" and row["mode"] == "ours auto quality"
+        assert row["where"] == EMULATION and row["commit"] == "c0"
+        shares = [row[x] for x in ("heads_within", "calls_within", "reached", "no_worse_than_drop")]
+        assert all(0 <= share <= 1 for share in shares)
+        assert row["worst_to_drop"] >= row["worst_to_drop_of_clips"] > 0
+    stricter, looser = rows
+    assert stricter["density"] > looser["density"] and stricter["psnr"] > looser["psnr"]
+
+
+def test_the_nodes_targets_are_the_default(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(Clips, "target_row", lambda _, target, __: asked.append(target) or {})
+    monkeypatch.setattr("benchmarks.quality.__main__._report", lambda *_: None)
+    named = ["--data", "dit", "--weights", str(weights), "--out", str(tmp_path / "rows.json")]
+    main([*named, "--targets", "--clips", "1", "--no-kernels", *GRID])
+    assert asked == [0.03, 0.06, 0.1]
+
+
+@pytest.mark.parametrize("more", [["--data", "dino"], ["--data", "dit", "--clips", "0"]])
+def test_targets_are_for_clips(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*more, "--targets"])
+    assert "--targets is for clips of dit" in capsys.readouterr().err
 
 
 def test_rows_of_the_asked_layers(weights: Path) -> None:

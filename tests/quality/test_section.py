@@ -86,6 +86,42 @@ def test_the_data_that_came_last_are_shown() -> None:
     assert {found["data"] for found in chosen(ROWS, CLIPS)} == {"dit clips 0-5"}
 
 
+def of_target(target: float, where: str = GPU, **fields: float) -> Row:
+    shares = {"density": 0.25, "psnr": 35.04, "reached": 0.97, "heads_within": 0.92}
+    named = {"data": "dit clips 0-3", "mode": "ours auto quality", "target": target}
+    return named | {"where": where, "no_worse_than_drop": 1.0} | shares | fields | {"commit": "c3"}
+
+
+def test_the_targets_that_were_measured_have_a_table() -> None:
+    rows = [*ROWS, of_target(0.1, psnr=30.0), of_target(0.03), of_target(0.05)]
+    text = section([*rows, of_target(0.03, EMULATION, psnr=9.0)])
+    assert cells(text, "high") == [["0.03", "25 %", "35.0", "97 %", "92 %", "100 %"]]
+    assert cells(text, "fast") == [["0.1", "25 %", "30.0", "97 %", "92 %", "100 %"]]
+    assert not cells(text, "balanced"), "not measured"
+    assert text.count("auto quality on such clips") == 1 and "(some GPU, commit c3)" in text
+    assert "auto quality on" not in section(ROWS)
+    assert "Not measured yet" not in section([of_target(0.06)])
+
+
+def test_rows_of_targets_are_no_rows_of_densities() -> None:
+    rows = [*ROWS, of_target(0.03) | {"data": "dit clips 4-7"}]
+    assert chosen(rows, CLIPS) == chosen(ROWS, CLIPS)
+    assert figures.lines(rows, "psnr") == figures.lines(ROWS, "psnr")
+    for name, pixels in figures.shown(rows).items():
+        assert torch.equal(pixels, figures.shown(ROWS)[name])
+
+
+def test_a_target_has_a_row_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    write(path, [of_target(0.03, psnr=1.0), of_target(0.06), ROWS[0]])
+    write(path, [of_target(0.03, psnr=2.0)])
+    assert [(row.get("target"), row["psnr"]) for row in read(path)] == [
+        (0.03, 2.0),
+        (0.06, 35.04),
+        (None, 30.0),
+    ]
+
+
 def test_section_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme, results = tmp_path / "README.md", tmp_path / "rows.json"
     readme.write_text(f"before\n{BEGIN}old\n{END}\nafter\n", encoding="utf-8")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the heads of sampled clips erred by, beside what was expected and what plain drop makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.study import DROP_NOISE, PREDICTED_WITHIN
+
+Shares = dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedHeads:
+    """Relative L2 errors (clips, steps, layers, heads) float64."""
+
+    found: Tensor
+    expected: Tensor
+    """As the choices expect them."""
+    dropped: Tensor
+    """Of upstream's drop of the same tensors, at each head's own density."""
+
+    @classmethod
+    def of_clips(cls, runs: Sequence[JudgedHeads]) -> JudgedHeads:
+        names = ("found", "expected", "dropped")
+        return cls(*(torch.cat([getattr(run, name) for run in runs]) for name in names))
+
+    def shares(self, target: float | None = None) -> Shares:
+        """Of single calls and of heads (their means over the steps of a clip), those whose errors
+        are as expected; of heads those no worse than drop by more than noise; how the worst one
+        compares with drop, in one clip and in the mean of all; and with a target the share of heads
+        that reached it. As expected and reached are within PREDICTED_WITHIN."""
+        found, expected, dropped = (x.mean(1) for x in (self.found, self.expected, self.dropped))
+        to_drop = found / dropped
+        shares = {
+            "calls_within": _near(self.found / self.expected),
+            "heads_within": _near(found / expected),
+            "no_worse_than_drop": _share(to_drop <= DROP_NOISE),
+            "worst_to_drop": float(to_drop.max()),
+            "worst_to_drop_of_clips": float((found.mean(0) / dropped.mean(0)).max()),
+        }
+        if target is not None:
+            shares["reached"] = _share(found <= PREDICTED_WITHIN * target)
+        return shares
+
+
+def _near(ratios: Tensor) -> float:
+    return _share((ratios < PREDICTED_WITHIN) & (ratios > 1 / PREDICTED_WITHIN))
+
+
+def _share(which: Tensor) -> float:
+    return float(which.double().mean())
