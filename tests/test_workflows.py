@@ -61,7 +61,10 @@ def our_widgets() -> dict[str, Any]:
 def mode_of_new_nodes() -> str:
     source = (ROOT / "nodes" / "sparge_attention.py").read_text(encoding="utf-8")
     assert "MODE_OF_NEW_NODES = AUTO_QUALITY\n" in source
-    return "auto quality"
+    aim = (ROOT / "nodes" / "aim.py").read_text(encoding="utf-8")
+    found = re.search(r'^AUTO_QUALITY = "(.+)"$', aim, re.MULTILINE)
+    assert found
+    return found[1]
 
 
 @pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)

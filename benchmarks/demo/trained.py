@@ -21,7 +21,7 @@ from sparge.calibrate import BLOCKS_A_CALL
 from sparge.glyphs import write
 
 GPU_SIZE = FULL_GRID
-CPU_SIZE = (9, 16, 14)  # 2,016 tokens: about a minute of one core, most of it our reference
+CPU_SIZE = (9, 16, 14)  # 2,016 tokens: not two minutes of one core, most of it our reference
 #: What is compared; the last one's difference from dense is shown.
 COMPARED = (("ours auto", 0.5), ("drop", 0.2), ("ours auto", 0.2))
 TITLES = {"ours auto": "sparge, auto", "drop": "plain drop"}
