@@ -68,11 +68,17 @@ def test_a_clip_of_trained_weights(tmp_path: Path, generator: torch.Generator) -
     table = trained.run((4, 9, 10), torch.device("cpu"), weights, 0, tmp_path)
     dense, *sparser = table
     assert dense.density == 1 and dense.clip.shape == (4, 36, 80, 3)
-    for less, more in zip(sparser[1:], sparser, strict=False):
-        assert less.density < more.density < 1
-        assert less.psnr < more.psnr < 70
+    assert [row.name for row in sparser] == [
+        "sparge, auto 0.5",
+        "plain drop 0.2",
+        "sparge, auto 0.2",
+    ]
+    half, dropped, fifth = sparser
+    for less in (dropped, fifth):
+        assert less.density < half.density < 1
+        assert less.psnr < half.psnr < 70
     picture = read_png(tmp_path / "demo.png")
-    assert picture.shape[1] == (2 + len(trained.DENSITIES)) * (4 * 80 + trained.MARGIN)
+    assert picture.shape[1] == (2 + len(trained.COMPARED)) * (4 * 80 + trained.MARGIN)
     assert (tmp_path / "demo.gif").read_bytes().startswith(b"GIF89a")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -71,14 +72,29 @@ def test_widget_table_is_the_nodes_widgets() -> None:
     settings = (ROOT / "nodes" / "settings.py").read_text(encoding="utf-8")
     fields = re.findall(r"^    (\w+): \w+ = (.+)$", settings, re.MULTILINE)
     defaults = {name: value.strip('"') for name, value in fields}
+    node = (ROOT / "nodes" / "sparge_attention.py").read_text(encoding="utf-8")
+    assert "MODE_OF_NEW_NODES = AUTO_QUALITY\n" in node
+    api_mode, defaults["mode"] = defaults["mode"], "auto quality"
     table = README.split("| widget | default |")[1].split("\n\n")[0]
     said: dict[str, str] = {}
     for names, values, _ in table_rows("|\n" + table):
         said |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=True)
     assert list(said) == list(defaults)
+    assert f"without `mode` run as {api_mode}" in table
     for name, value in defaults.items():
         if said[name] != value:
             assert float(said[name]) == float(value), name
+
+
+def test_perplexities_are_those_of_the_results() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "quality.json").read_text("utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["data"] == "smollm 4096"]
+    found = {row["mode"]: row["perplexity"] for row in rows if row["asked_density"] == 0.2}
+    (dense,) = {row["dense_perplexity"] for row in rows}
+    assert (
+        f"{found['ours auto']:.2f} with auto budget, {found['ours manual']:.2f} with manual, "
+        f"{found['drop']:.1f} with plain dropping, {dense:.2f} dense"
+    ) in " ".join(README.split())
 
 
 def test_versions_agree() -> None:

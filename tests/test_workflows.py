@@ -32,8 +32,11 @@ CORE_WIDGETS: dict[str, list[type]] = {
     "VAEDecodeTiled": [int, int, int, int],
     "CreateVideo": [float, int],
     "SaveVideo": [str, str, str],
+    "PreviewImage": [],
     "MarkdownNote": [str],
 }
+#: Our other nodes in use, likewise.
+OUR_WIDGETS: dict[str, list[type]] = {"SpargeReport": [str]}
 
 
 def project(key: str) -> str:
@@ -53,6 +56,15 @@ def our_widgets() -> dict[str, Any]:
         for field in settings.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value
     }
+
+
+def mode_of_new_nodes() -> str:
+    source = (ROOT / "nodes" / "sparge_attention.py").read_text(encoding="utf-8")
+    assert "MODE_OF_NEW_NODES = AUTO_QUALITY\n" in source
+    aim = (ROOT / "nodes" / "aim.py").read_text(encoding="utf-8")
+    found = re.search(r'^AUTO_QUALITY = "(.+)"$', aim, re.MULTILINE)
+    assert found
+    return found[1]
 
 
 @pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
@@ -97,7 +109,8 @@ def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
 
 
 def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
-    widgets = {**CORE_WIDGETS, "SpargeAttention": [type(v) for v in our_widgets().values()]}
+    ours = [type(value) for value in our_widgets().values()]
+    widgets = {**CORE_WIDGETS, **OUR_WIDGETS, "SpargeAttention": ours}
     for node in graph["nodes"]:
         assert node["type"] in widgets, f"{node['type']} is neither core's nor ours"
         values, kinds = node["widgets_values"], widgets[node["type"]]
@@ -112,11 +125,25 @@ def test_our_node_is_between_the_loader_and_the_sampler(graph: dict[str, Any]) -
     assert len(ours) == 1
     assert ours[0]["mode"] == 0
     links = [link for link in graph["links"] if link[5] == "MODEL"]
-    assert [(nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, _ in links] == [
-        ("UNETLoader", "SpargeAttention"),
-        ("SpargeAttention", "KSampler"),
-    ]
-    assert ours[0]["widgets_values"] == list(our_widgets().values())
+    path = [(nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, _ in links]
+    assert path[:2] == [("UNETLoader", "SpargeAttention"), ("SpargeAttention", "KSampler")]
+    assert path[2:] in ([], [("SpargeAttention", "SpargeReport")])
+    as_added = our_widgets() | {"mode": mode_of_new_nodes()}
+    assert ours[0]["widgets_values"] == list(as_added.values())
+
+
+def test_a_mochi_graph_shows_the_report() -> None:
+    """Between sampler and decoder, so that it comes after the one and is seen before the other."""
+    graph = json.loads((ROOT / "workflows" / "mochi_t2v_848x480_85f.json").read_text("utf-8"))
+    types = {node["id"]: node["type"] for node in graph["nodes"]}
+    links = {(types[s], types[t], kind) for _, s, _, t, _, kind in graph["links"]}
+    assert links >= {
+        ("SpargeAttention", "SpargeReport", "MODEL"),
+        ("KSampler", "SpargeReport", "LATENT"),
+        ("SpargeReport", "VAEDecodeTiled", "LATENT"),
+        ("SpargeReport", "PreviewImage", "IMAGE"),
+    }
+    assert ("KSampler", "VAEDecodeTiled", "LATENT") not in links
 
 
 def test_the_manager_can_find_every_node(graph: dict[str, Any]) -> None:
@@ -125,7 +152,7 @@ def test_the_manager_can_find_every_node(graph: dict[str, Any]) -> None:
             continue
         properties = node["properties"]
         assert properties["Node name for S&R"] == node["type"]
-        if node["type"] == "SpargeAttention":
+        if node["type"] in ("SpargeAttention", "SpargeReport"):
             assert properties["cnr_id"] == project("name")
             assert properties["ver"] == project("version")
         else:

@@ -170,6 +170,16 @@ def test_the_chinese_translation_covers_the_node(widgets):
     assert all(entry["name"] and entry["tooltip"] for entry in translated["inputs"].values())
 
 
+def test_the_chinese_page_explains_the_same_reasons():
+    folder = PACK / "web" / "docs"
+    english = (folder / "SpargeAttention.md").read_text(encoding="utf-8")
+    chinese = (folder / "SpargeAttention" / "zh.md").read_text(encoding="utf-8")
+    table = english.split("| reason | what to do |\n|---|---|\n")[1].split("\n\n")[0]
+    reasons = [line.split("|")[1].strip() for line in table.splitlines()]
+    assert len(reasons) > 5
+    assert [reason for reason in reasons if f"| {reason}" not in chinese] == []
+
+
 @pytest.mark.parametrize("page", ["SpargeAttention.md", "SpargeAttention/zh.md"])
 def test_the_help_page_names_every_widget(page):
     text = (PACK / "web" / "docs" / page).read_text(encoding="utf-8")
