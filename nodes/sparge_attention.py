@@ -136,10 +136,11 @@ def _widgets() -> list[Any]:
             step=0.01,
             display_mode=slider,
             tooltip=(
-                "Share of the attention that is computed. Lower is faster, higher is truer: start "
-                "with 0.5 and go down while you like the result; 1 computes all of it, in 8 bits. "
-                "In auto budget the mean over all heads and sparse steps, of which early ones get "
-                "more. Has no effect in auto quality, nor when select_by is cdf."
+                "Share of the attention that is computed, in manual mode for each head and in auto "
+                "budget as the mean over all heads and sparse steps, of which early ones get more. "
+                "Lower is faster, higher is truer: start with 0.5 and go down while you like the "
+                "result; 1 computes all of it, in 8 bits. Has no effect in auto quality, nor when "
+                "select_by is cdf."
             ),
         ),
         _widget(

@@ -19,6 +19,11 @@ ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+#: Over fewer keys flash serves: cuDNN builds a plan for a new shape, for which the GPU waits. H200,
+#: 256 rows, first call in s and later ones in ms: Flux at 1024 x 1024 cuDNN .76 and .21, flash .04
+#: and .12; CogVideoX .34 and .19, .02 and .24; Mochi .44 to .53 and .33 to .59, .001 and .50; Wan
+#: .04 and .36, .001 and .61.
+FEWEST_KEYS_FOR_CUDNN = 20_000
 #: Query rows that a thread block of cuDNN's attention takes.
 TILE_ROWS = 128
 #: H200, 256 rows: of Mochi's 24 heads .58 ms in one part, .33 in two, .34 in four; of Wan's 40
@@ -31,12 +36,20 @@ WORTH = 0.7
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """(B, H, rows, D) float32, of q (B, H, rows, D) over k, v (B, Hkv, N, D)."""
     k, v = k.to(q.dtype), v.to(q.dtype)
+    gqa = k.shape[1] != q.shape[1]
+    if q.is_cuda and k.shape[2] < FEWEST_KEYS_FOR_CUDNN:
+        with sdpa_kernel(ORDER[1:], set_priority=True):
+            # One by one: how flash splits the keys depends on the size of the batch.
+            entries = zip(q.split(1), k.split(1), v.split(1), strict=True)
+            attended = [
+                scaled_dot_product_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries
+            ]
+            return torch.cat(attended).float()
     if k.shape[1] == q.shape[1] and q.is_cuda and torch_kernel(q, k, v, ORDER) == "cudnn":
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         parts = part_count(q.shape[1] * block_count(q.shape[2], TILE_ROWS), k.shape[2], sms)
         if parts > 1 and _is_one_batch(k) and _is_one_batch(v):
             return attend_in_parts(q, k, v, scale, parts)
-    gqa = k.shape[1] != q.shape[1]
     with sdpa_kernel(ORDER, set_priority=True):
         return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa).float()
 

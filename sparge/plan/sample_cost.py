@@ -25,14 +25,13 @@ ALWAYS = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
 MORE_BLOCKS = 0.5
-#: Samples that the one halfway through the sparse steps counts for (`StepChoices`): of cond alone,
+#: Samples that the second one of a run counts for (`StepChoices`): of cond alone,
 #: as many query blocks as of cond and uncond before.
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
-#: waits: .07 to .1 s for 48 layers of 24 heads, 57 of 24 and 40 of 40, on two cores that others
-#: used too.
-CHOOSING = 6e-5
+#: waits: .03 to .05 s for 48 layers of 24 heads, 57 of 24 and 40 of 40 (host of an H200).
+CHOOSING = 3e-5
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Afforded:
     walks: int
     """That each sample measures."""
     again: bool
-    """Whether heads are measured once more halfway through the sparse steps."""
+    """Whether heads are measured once more among the sparse steps."""
     pays: bool = True
     """False where measuring takes longer than all sparse calls can save."""
 
@@ -83,7 +82,7 @@ def affordable(
 ) -> Afforded:
     """As many of `most` walks as keep a sample within SHARE of the dense calls that its
     conditioning makes in its layer, or else all samples of the run within ALWAYS; but at least one,
-    which may take more than either. Then the sample halfway, where that and the first ones are
+    which may take more than either. Then the second sample, where that and the first ones are
     within the same.
 
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
