@@ -36,22 +36,25 @@ WORTH = 0.7
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """(B, H, rows, D) float32, of q (B, H, rows, D) over k, v (B, Hkv, N, D)."""
     k, v = k.to(q.dtype), v.to(q.dtype)
-    gqa = k.shape[1] != q.shape[1]
     if q.is_cuda and k.shape[2] < FEWEST_KEYS_FOR_CUDNN:
-        with sdpa_kernel(ORDER[1:], set_priority=True):
-            # One by one: how flash splits the keys depends on the size of the batch.
-            entries = zip(q.split(1), k.split(1), v.split(1), strict=True)
-            attended = [
-                scaled_dot_product_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries
-            ]
-            return torch.cat(attended).float()
+        return attend_one_by_one(q, k, v, scale)
     if k.shape[1] == q.shape[1] and q.is_cuda and torch_kernel(q, k, v, ORDER) == "cudnn":
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         parts = part_count(q.shape[1] * block_count(q.shape[2], TILE_ROWS), k.shape[2], sms)
         if parts > 1 and _is_one_batch(k) and _is_one_batch(v):
             return attend_in_parts(q, k, v, scale, parts)
+    gqa = k.shape[1] != q.shape[1]
     with sdpa_kernel(ORDER, set_priority=True):
         return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa).float()
+
+
+def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """As `attend_rows`, without cuDNN: how flash splits the keys depends on the size of the batch,
+    and the result must not."""
+    entries, gqa = zip(q.split(1), k.split(1), v.split(1), strict=True), k.shape[1] != q.shape[1]
+    with sdpa_kernel(ORDER[1:], set_priority=True):
+        outs = [scaled_dot_product_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries]
+    return torch.cat(outs).float()
 
 
 def part_count(tiles: int, keys: int, sms: int) -> int:

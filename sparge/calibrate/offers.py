@@ -77,6 +77,7 @@ class Offers:
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
         errors = curves.steady(errors[measured][:, :, in_some], np.asarray(samples)[measured])
         errors = curves.between(errors, known, kept)
+        errors[..., kept >= 1, :] = 0  # rounding found some there, and would decide between walks
         for layer, of_layer in zip(errors, of_layers, strict=True):
             layer[:, np.isin(in_some, of_layer, invert=True)] = np.inf
         pools = np.asarray(candidates.gains) > 0

@@ -116,6 +116,17 @@ def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
     assert float(strict.error.max()) <= 0.3
 
 
+def test_keeping_everything_drops_nothing(qkv) -> None:
+    """What rounding leaves there must not decide between walks."""
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    calibration.squared_error.add_(1e-9 * calibration.squared_norm[..., None, None, None])
+    offers = calibration.offers()
+    everything = offers.kept >= 1
+    assert everything.any() and not offers.errors[:, everything].any()
+    assert offers.errors[:, ~everything].all()
+
+
 def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)

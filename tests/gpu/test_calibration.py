@@ -18,7 +18,13 @@ from sparge.calibrate import (
     measure_for,
     reference_measure,
 )
-from sparge.calibrate.exact_rows import ORDER, attend_in_parts, attend_rows
+from sparge.calibrate.exact_rows import (
+    FEWEST_KEYS_FOR_CUDNN,
+    ORDER,
+    attend_in_parts,
+    attend_one_by_one,
+    attend_rows,
+)
 from sparge.calibrate.measure import Measure
 from sparge.metrics import rel_l2
 from sparge.plan.worth import torch_kernel
@@ -107,15 +113,21 @@ def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> N
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_few_rows_are_attended_to_in_parts_of_the_keys(
-    batch: int, generator: torch.Generator
+@pytest.mark.parametrize("keys", [4096, 20480])
+def test_few_rows_are_attended_to_in_parts_of_many_keys(
+    batch: int, keys: int, generator: torch.Generator
 ) -> None:
-    case = Case("rows", batch=batch, heads=8, kv_heads=8, queries=512, keys=4096, layout="NHD")
+    case = Case("rows", batch=batch, heads=8, kv_heads=8, queries=512, keys=keys, layout="NHD")
     q, k, v = make_qkv(case, generator)
     expected = scaled_dot_product_attention(q.float(), k.float(), v.float())
     in_one, found = scaled_dot_product_attention(q, k, v), attend_rows(q, k, v, None)
     assert rel_l2(found, expected) <= 1.5 * rel_l2(in_one, expected)
     by_cudnn = torch_kernel(q, k, v, ORDER) == "cudnn"
     assert by_cudnn or torch.cuda.get_device_capability() != (9, 0), "PyTorch has it on Hopper"
-    if by_cudnn:
+    if keys < FEWEST_KEYS_FOR_CUDNN:
+        entries = zip(q.split(1), k.split(1), v.split(1), strict=True)
+        each = [attend_rows(q_one, k_one, v_one, None) for q_one, k_one, v_one in entries]
+        assert torch.equal(found, torch.cat(each)), "batches do not change the result"
+        assert torch.equal(found, attend_one_by_one(q, k, v, None))
+    elif by_cudnn:
         torch.testing.assert_close(found, attend_in_parts(q, k, v, None, 4))
