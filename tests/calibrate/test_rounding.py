@@ -46,7 +46,8 @@ def test_rounding_of_each_head_is_measured(qkv, dense, walks: bool) -> None:
     choices = calibration.offers().freeze(mean_density=0.6)
     dropping = by_dropping(calibration, choices)
     torch.testing.assert_close(dropping[0], dropping[1], rtol=0.5, atol=0.02)
-    assert (choices.error[1] > torch.from_numpy(found[1])).all()
+    rounding = torch.from_numpy(found[1]).float()
+    assert (choices.error[1] >= rounding).all() and (choices.error[1] > rounding).any()
 
 
 def test_what_rounding_leaves_of_a_target_may_be_dropped(qkv, dense) -> None:
