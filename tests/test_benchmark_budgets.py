@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.budgets import cases, results
+from benchmarks.budgets import cases, in_turns, results
 from benchmarks.shapes import SHAPES
 from sparge import AttentionStats, TokenGrid
 from sparge.metrics import rel_l2
@@ -32,6 +32,19 @@ def test_all_cases_run_at_one_density(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_grids_are_those_of_the_shapes(name: str) -> None:
     assert SHAPES[name].grid.tokens == SHAPES[name].tokens
+
+
+def test_no_case_is_always_the_first() -> None:
+    ran: list[str] = []
+    works = {name: lambda name=name: ran.append(name) for name in "abc"}
+
+    def ms(work) -> float:
+        """The first of a round is fast, the last slow."""
+        work()
+        return (1.0, 2.0, 6.0)[(len(ran) - 1) % 3]
+
+    assert in_turns(works, ms) == dict.fromkeys("abc", 2.0)
+    assert "".join(ran) == "abcbcacab"
 
 
 def test_rows_of_an_h200_have_a_file_of_their_own() -> None:
