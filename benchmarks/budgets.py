@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,7 @@ def reached(case: Case, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
 
 
 def in_turns(
-    works: dict[str, Callable[[], object]], ms_of: Callable[[Callable[[], object]], float]
+    works: Mapping[str, Callable[[], object]], ms_of: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
     """The median over rounds that each begin with another of the works: a GPU that rested is faster
     for a while (H200, Mochi in raster order: 5.24 ms as the first of all cases; the speed table has
