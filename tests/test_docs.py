@@ -88,7 +88,7 @@ def test_widget_table_is_the_nodes_widgets() -> None:
 
 def test_perplexities_are_those_of_the_results() -> None:
     lines = (ROOT / "benchmarks" / "results" / "quality.json").read_text("utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["data"] == "smollm 4096"]
+    rows = [row for row in map(json.loads, lines) if row["data"] == "smollm 8192"]
     found = {row["mode"]: row["perplexity"] for row in rows if row["asked_density"] == 0.2}
     (dense,) = {row["dense_perplexity"] for row in rows}
     assert (
