@@ -8,8 +8,8 @@ COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
 
 The models have random weights, and the sampler is ComfyUI's own: Euler at cfg 1, one model call a
 step. start_percent is 0, so that every call that can be is sparse; in an auto mode the first one is
-dense and measured. Such a short run would save on walks through the tokens: here every walk is
-measured however short the run is, as in runs with the usual share of dense steps.
+dense and measured. Such a short run would save on walks through the tokens, or stay dense: here
+every walk is measured however short the run is, as in runs with the usual share of dense steps.
 
 seconds_per_call is the median of all calls but the first. In an auto mode calibration_s is what
 samples of the heads took in each of the calls, choosing_s what choosing for them did (both are part
@@ -152,7 +152,7 @@ def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     host = Host(os.environ["COMFYUI_DIR"])
-    host.measure_all_walks()
+    host.measure_in_any_case()
     on_gpu = host.device.type == "cuda"
     args.dtype = torch.bfloat16 if on_gpu else torch.float32
     facts = {

@@ -114,7 +114,7 @@ class Host:
         assert failure is None, failure
         return time.perf_counter() - started
 
-    def measure_all_walks(self) -> None:
+    def measure_in_any_case(self) -> None:
         """As runs with the usual share of dense steps do: one without dense steps saves on walks,
         and its sparse calls with them; one of few steps may not pay for measuring."""
         costs = vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])

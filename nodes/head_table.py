@@ -39,7 +39,7 @@ NOT_MEASURED = "this layer could not be measured"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
 
-#: `worth.affordable` for a run's layers and dense steps.
+#: `worth.affordable` for a run's layers and steps.
 Afford = Callable[[AttentionCall, int, int, int, float], Afforded]
 #: ComfyUI's number for the positive prompt.
 COND = 0
@@ -185,9 +185,11 @@ class HeadTable:
         """Once: layers and conditionings compare only where all measure the same walks."""
         most, schedule = len(calibration.walks[0]), self._schedule
         afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample, least)
+        self._afford = None
         if not afforded.pays:
             self.why_dense, self._calibration = TOO_SHORT, None
-        self.one_walk, self._again, self._afford = afforded.walks < most, afforded.again, None
+            return
+        self.one_walk, self._again = afforded.walks < most, afforded.again
         if self.one_walk:
             calibration.measure_one_walk()
 

@@ -64,7 +64,7 @@ def test_what_is_clean(sanitize: ModuleType, status: int, log: str, clean: bool)
 
 COPIES = """6 passed in 3 s
 ========= Host API memory access error at host access to 0x7f0 of size 512 bytes
-=========     Uninitialized access at 0x7f4 on access by cudaMemcpy source
+=========     Uninitialized access to 0x7f4 on access by cudaMemcpy source
 """
 READS = """========= Uninitialized __global__ memory read of size 8 bytes
 =========     at route+0x150
@@ -103,7 +103,7 @@ def test_the_exit_status_says_whether_all_was_clean(
     fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
     options = ["--sanitizer", str(fake), "-k", "test_walks", "--logs", str(tmp_path / "logs")]
     assert sanitize.main([*options, "--workers", "2"]) == status
-    said = capsys.readouterr().out
+    said, total = capsys.readouterr().out, len(sanitize.collected("test_walks"))
     for tool in sanitize.TOOLS:
-        assert f"{tool}: 21 of 21 tests clean" in said or status == 1
+        assert f"{tool}: {0 if status else total} of {total} tests clean" in said
     assert ("NOT CLEAN" in said) == bool(status)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.quality.rows import EMULATION, REFERENCE, Row, of_densities, of_targets
-from benchmarks.quality.study import PREDICTED_WITHIN
+from benchmarks.quality.study import DROP_NOISE, PREDICTED_WITHIN
 from benchmarks.quality.targets import TARGETS
 
 BEGIN, END = "<!-- quality:begin -->\n", "<!-- quality:end -->"
@@ -34,7 +34,7 @@ class Part:
     title: str
     """Of the picture's vertical axis."""
     about: str
-    """{layers} becomes how many were judged."""
+    """{layers} becomes which share of them was judged."""
     digits: int
     picture: str = ""
 
@@ -44,7 +44,7 @@ PARTS = (
         "dino ",
         "rel_l2",
         "relative L2 error",
-        "Relative L2 error of an attention call, mean over the 6 heads of {layers} of the 12 "
+        "Relative L2 error of an attention call, mean over the 6 heads of {layers} "
         "layers of DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens), over 8 "
         "query blocks of each head; `ours auto` was calibrated on 8 other query blocks of the "
         "same calls",
@@ -123,7 +123,8 @@ def _about(part: Part, rows: list[Row]) -> str:
     counts = {row["layers"] for row in rows}
     if len(counts) > 1:
         raise ValueError(f"Rows of {rows[0]['data']} are of {sorted(counts)} layers: run them all.")
-    return part.about.format(layers=counts.pop())
+    (count,) = counts
+    return part.about.format(layers="all 12" if count == 12 else f"{count} of the 12")
 
 
 def _targets(rows: list[Row]) -> list[str]:
@@ -139,7 +140,7 @@ def _targets(rows: list[Row]) -> list[str]:
         "PSNR, dB",
         f"heads at most {PREDICTED_WITHIN:g} x the target",
         f"heads within {PREDICTED_WITHIN:g} x of the prediction",
-        "heads no worse than drop",
+        f"heads at most {DROP_NOISE:g} x as far off as drop",
     ]
     lines = [header, ["---"] * len(header)]
     for name, row in shown.items():

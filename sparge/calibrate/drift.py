@@ -32,7 +32,8 @@ class Drift:
 
     def find(self, times: Tensor, walk: Tensor, steps: int) -> None:
         """times: (layers, heads) float64, how many times as large as expected the errors were in
-        the steps since the last choice, so many. walk: (layers, heads), that they were found in.
+        the steps since the last choice, so many. walk: (layers, heads), that of the last of those,
+        which stands for the others: the steps of a falling mean may differ.
         """
         taken = walk.unsqueeze(-1) == self._walks
         grown, ahead, part = self.grown, self.ahead, TREND

@@ -22,7 +22,7 @@ ORDER = [
 #: Over fewer keys flash serves: cuDNN builds a plan for a new shape, for which the GPU waits. H200,
 #: 256 rows, first call in s and later ones in ms: Flux at 1024 x 1024 cuDNN .76 and .21, flash .04
 #: and .12; CogVideoX .34 and .19, .02 and .24; Mochi .44 to .53 and .33 to .59, .001 and .50; Wan
-#: .04 and .36, .001 and .61.
+#: .04 and .36, .001 and .61. Of a run's hundreds of probes each would be slower in long calls.
 FEWEST_KEYS_FOR_CUDNN = 20_000
 #: Query rows that a thread block of cuDNN's attention takes.
 TILE_ROWS = 128
@@ -36,9 +36,10 @@ WORTH = 0.7
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """(B, H, rows, D) float32, of q (B, H, rows, D) over k, v (B, Hkv, N, D)."""
     k, v = k.to(q.dtype), v.to(q.dtype)
-    if q.is_cuda and k.shape[2] < FEWEST_KEYS_FOR_CUDNN:
+    few = k.shape[2] < FEWEST_KEYS_FOR_CUDNN
+    if q.is_cuda and (few or torch_kernel(q, k, v, ORDER) != "cudnn"):
         return attend_one_by_one(q, k, v, scale)
-    if k.shape[1] == q.shape[1] and q.is_cuda and torch_kernel(q, k, v, ORDER) == "cudnn":
+    if k.shape[1] == q.shape[1] and q.is_cuda:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         parts = part_count(q.shape[1] * block_count(q.shape[2], TILE_ROWS), k.shape[2], sms)
         if parts > 1 and _is_one_batch(k) and _is_one_batch(v):

@@ -48,9 +48,9 @@ class Profile:
         """What fits a call of so many layers and heads best, and what it was measured for.
 
         Choices are shares, so those of one text length hold for others: of the same grid the
-        nearest one is taken, first of all the same. Otherwise, and in files of version 1, the count
-        of tokens has to be the same; where `wanted` has no grid there is one walk, so that choices
-        must not take others.
+        nearest one is taken, first of all the same. Where one of the grids is not known, as in
+        files of version 1, the count of tokens has to be the same; where `wanted` has no grid there
+        is one walk, so that choices must not take others.
         """
         fits = {
             table: choices
@@ -64,7 +64,8 @@ class Profile:
             return table, fits[table]
         for table, choices in fits.items():
             walks = wanted.grid is None and bool(choices.walk.any())
-            if table[:2] == wanted[:2] and not walks:
+            apart_in_grid = table.grid is not None and wanted.grid is not None
+            if table[:2] == wanted[:2] and not walks and not apart_in_grid:
                 return table, choices
         return None
 

@@ -125,7 +125,7 @@ def _check(content: Any) -> None:
             raise ProfileError(f"A table of the profile has {row}: counts start from 1.")
     tables = [_table(row) for row in content["tables"]]
     if not tables or len(set(tables)) < len(tables):
-        raise ProfileError("The profile has no table, or two for the same tokens.")
+        raise ProfileError("The profile has no table, or two for the same tokens and grid.")
     if not all(isinstance(x, str) for pair in content["notes"].items() for x in pair):
         raise ProfileError("The profile's notes hold something that is not text.")
 

@@ -18,9 +18,9 @@ from typing import Any
 #: Of the attention time of all dense calls, that measuring heads may take: what is measured is to
 #: make a run faster, and where few steps are dense or they are short it would eat up the gain.
 SHARE = 0.02
-#: Seconds that measuring may take in any case, in all layers and conditionings together: nobody
-#: notices them in a run, but clips of the small video DiT lie up to .7 dB further from dense ones
-#: where only one walk is measured.
+#: Seconds that measuring may take in any case, in all layers and conditionings of one text length
+#: together: nobody notices them in a run, but clips of the small video DiT lie up to .7 dB further
+#: from dense ones where only one walk is measured.
 ALWAYS = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
@@ -30,8 +30,8 @@ MORE_BLOCKS = 0.5
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
-#: waits: .03 to .05 s for 48 layers of 24 heads, 57 of 24 and 40 of 40 (host of an H200).
-CHOOSING = 3e-5
+#: waits: .03 s (Flux) to .08 s (Wan, CogVideoX-5B) on the host of an H200, 2.3 to 4.8e-5 a head.
+CHOOSING = 4e-5
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def test_each_table_holds_its_figures() -> None:
 
 
 def test_layers_are_counted_and_not_mixed() -> None:
-    assert "6 heads of 12 of the 12 layers" in section(ROWS)
+    assert "6 heads of all 12 layers" in section(ROWS)
     fewer = row("dino some film", "drop", 0.1, GPU, rel_l2=0.3, layers=6)
     with pytest.raises(ValueError, match=r"\[6, 12\] layers"):
         section([*ROWS, fewer])
