@@ -33,7 +33,7 @@ from sparge.calibrate import BLOCKS_A_CALL, Calibration, Workload, measure_for
 
 from .inputs import draw
 from .shapes import SHAPES
-from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
+from .timing import ROOT, commit, gpu_name, in_rounds, median_ms, require_kernels, write_rows
 
 BLOCKS_A_SAMPLE = (BLOCKS_A_CALL, 2 * BLOCKS_A_CALL)
 
@@ -113,14 +113,10 @@ def reached(case: Case, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
 def in_turns(
     works: Mapping[str, Callable[[], object]], ms_of: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """The median over rounds that each begin with another of the works: a GPU that rested is faster
-    for a while (H200, Mochi in raster order: 5.24 ms as the first of all cases; the speed table has
-    5.61)."""
+    """The median over as many rounds as there are works."""
     found: dict[str, list[float]] = {name: [] for name in works}
-    names = list(works)
-    for first in range(len(names)):
-        for name in names[first:] + names[:first]:
-            found[name].append(ms_of(works[name]))
+    for _, name in in_rounds(list(works), len(works)):
+        found[name].append(ms_of(works[name]))
     return {name: statistics.median(times) for name, times in found.items()}
 
 

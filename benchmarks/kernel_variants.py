@@ -59,7 +59,7 @@ from .attention import OURS, OURS_BUDGETS, modes
 from .inputs import draw
 from .shapes import SHAPES, Shape
 from .stages import stage_ms
-from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
+from .timing import ROOT, commit, gpu_name, in_rounds, median_ms, require_kernels, write_rows
 
 CSRC = ROOT / "csrc"
 BASE, REPOSITORY = "base", "repository"
@@ -201,14 +201,12 @@ def time_shape(variants: Variants, names: list[str], shape: Shape, rounds: int) 
         work = partial(case.attend, qkv, out_layout="NHD")
         facts = {"shape": shape.name, "case": f"{mode}, {density:.0%}"}
         times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        for turn in range(rounds):
-            first = turn % len(names)  # another one each round: it finds a cooler GPU
-            for name in names[first:] + names[:first]:
-                with variants.using(name):
-                    call, stages = median_ms(work, repeats=7, warm_up=2), stage_ms(work, 5)
-                found = {"attend": stages["attend"], "stages": sum(stages.values()), "call": call}
-                times[name].append({f"{what}_ms": round(ms, 4) for what, ms in found.items()})
-                yield {"kind": "timing", "variant": name, **facts, "round": turn, **times[name][-1]}
+        for turn, name in in_rounds(names, rounds):
+            with variants.using(name):
+                call, stages = median_ms(work, repeats=7, warm_up=2), stage_ms(work, 5)
+            found = {"attend": stages["attend"], "stages": sum(stages.values()), "call": call}
+            times[name].append({f"{what}_ms": round(ms, 4) for what, ms in found.items()})
+            yield {"kind": "timing", "variant": name, **facts, "round": turn, **times[name][-1]}
         for row in summaries(times):
             yield {"kind": "summary", **row, **facts, "density": round(stats.density, 4)}
 

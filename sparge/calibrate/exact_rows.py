@@ -36,10 +36,9 @@ WORTH = 0.7
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """(B, H, rows, D) float32, of q (B, H, rows, D) over k, v (B, Hkv, N, D)."""
     k, v = k.to(q.dtype), v.to(q.dtype)
-    few = k.shape[2] < FEWEST_KEYS_FOR_CUDNN
-    if q.is_cuda and (few or torch_kernel(q, k, v, ORDER) != "cudnn"):
+    if q.is_cuda and k.shape[2] < FEWEST_KEYS_FOR_CUDNN:
         return attend_one_by_one(q, k, v, scale)
-    if k.shape[1] == q.shape[1] and q.is_cuda:
+    if k.shape[1] == q.shape[1] and q.is_cuda and torch_kernel(q, k, v, ORDER) == "cudnn":
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         parts = part_count(q.shape[1] * block_count(q.shape[2], TILE_ROWS), k.shape[2], sms)
         if parts > 1 and _is_one_batch(k) and _is_one_batch(v):
