@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparge import HeadBudget, SparsePolicy, TokenGrid, attention, cube_order
 from sparge.calibrate import HeadChoices, Probe, Workload
-from sparge.calibrate.calibration import ROW_STEP
+from sparge.calibrate.probe import ROWS
 from sparge.metrics import rel_l2
 
 GRID = TokenGrid(4, 8, 15, prefix=20)
@@ -43,13 +43,24 @@ def exact(qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(*qkv, enable_gqa=True)
 
 
+def compared(slots: Tensor) -> Tensor:
+    """One of every four in a row; each place of a cube's rows and columns as often as another."""
+    of_four, four = slots % 4, slots // 4
+    return of_four == four % 4
+
+
+def test_every_column_of_a_cube_is_compared() -> None:
+    assert compared(torch.arange(128)).nonzero().flatten().tolist() == list(ROWS)
+    assert [sum(row % 4 == column for row in ROWS) for column in range(4)] == [8] * 4
+
+
 def test_errors_are_those_of_the_rows_that_may_drop_something(qkv, workload) -> None:
     probe = probed(workload)
     out = sparse(qkv, 0.3)
     probe.sample(0, *qkv, out=out, visit=0)  # three query blocks: all of them
     slots = workload.order.token_slot.long()
     sparse_blocks = torch.tensor(workload.sparse_query_blocks())
-    rows = torch.isin(slots // 128, sparse_blocks) & (slots % ROW_STEP == 0)
+    rows = torch.isin(slots // 128, sparse_blocks) & compared(slots)
     for head, error in enumerate(probe.relative_errors()[0]):
         expected = rel_l2(out[:, head, rows], exact(qkv)[:, head, rows])
         assert float(error) == pytest.approx(expected, rel=1e-2)
@@ -127,6 +138,6 @@ def test_other_blocks_in_every_sample(generator) -> None:
     for visit in range(8):
         probe.sample(0, q, q, q, half, visit=visit)
     assert probe.samples == [32], "all 32 query blocks, each once"
-    rows = order.token_slot.long() % ROW_STEP == 0
+    rows = compared(order.token_slot.long())
     expected = rel_l2(half[:, :, rows], out[:, :, rows])
     assert float(probe.relative_errors()) == pytest.approx(expected, rel=1e-3)
