@@ -46,9 +46,10 @@ class RouteShared:
 
 
 def score_pitch(key_blocks: int) -> int:
-    """4 more than a multiple of 8, so that the numbers of one key block in eight rows lie in 32
-    banks. Of 512 key blocks, the 32,760 tokens of Wan, they would all lie in four."""
-    return (key_blocks + 3) // 8 * 8 + 4
+    """An odd multiple of 8, so that pairs of numbers in four rows lie in 32 banks, and numbers come
+    in whole steps of eight key blocks. Of 512 key blocks, the 32,760 tokens of Wan, they would all
+    lie in eight."""
+    return (key_blocks + 7) // 16 * 16 + 8
 
 
 def vector_bytes(head_dim: int) -> int:

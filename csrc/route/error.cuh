@@ -6,16 +6,18 @@
 #pragma once
 
 #include "../common/reduce.cuh"
+#include "outputs.cuh"
 #include "row.cuh"
 
 namespace sparge::route {
 
 constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 0 stays a number, below all others
 
-// weights[j] = share of the mass that a row gives block j; one warp a row.
+// weights[j] = share of the mass that a row gives block j, in whole steps of pool_outputs; one warp a row.
 SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
-  auto sees = [&](i32 j) { return standing[j] != kUnseen && j < seen; };
+  const i32 padded = ceil_div(key_blocks, kKeyStep) * kKeyStep;
+  auto sees = [&](i32 j) { return j < seen && standing[j] != kUnseen; };
   float most = kMinusInfinity;
 #pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) {
@@ -25,7 +27,7 @@ SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* s
   most = lane_max<1, kWarpSize>(most);
   float total = 0.0f;
 #pragma unroll 4
-  for (int j = lane; j < key_blocks; j += kWarpSize) {
+  for (int j = lane; j < padded; j += kWarpSize) {
     const float mass = expf(log_mass[j] - most), weight = sees(j) ? mass : 0.0f;
     weights[j] = weight;
     total += weight;
@@ -34,41 +36,6 @@ SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* s
   const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
 #pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
-}
-
-// outputs[r] = sum of weights[r][j] V_j, weights `pitch` apart; a warp takes eight channels. Both operands are split as they are read.
-SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 pitch, Vectors& outputs, i32 rows,
-                                i32 key_blocks) {
-  constexpr int kAhead = 4;  // steps of eight key blocks whose values are on their way
-  const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
-  for (int first = threadIdx.x / kWarpSize * 8; first < kHeadDim; first += kWarps * 8) {
-    const float* channel = values + first + group;
-    const float* row[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * pitch + quad;
-    float sum[4] = {}, x[kAhead][2];
-    auto load = [&](float (&two)[2], i32 start) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) two[i] = channel[smaller(start + quad + 4 * i, key_blocks - 1) * kHeadDim];
-    };
-#pragma unroll
-    for (int step = 0; step < kAhead; ++step) load(x[step], 8 * step);
-#pragma unroll 1
-    for (int turn = 0; turn < key_blocks; turn += 8 * kAhead)
-#pragma unroll
-      for (int step = 0; step < kAhead; ++step) {
-        const i32 start = turn + 8 * step;
-        if (start >= key_blocks) continue;
-        Split a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[i] = split(start + quad + 4 * (i / 2) < key_blocks ? row[i % 2][start + 4 * (i / 2)] : 0.0f);
-        multiply_add(sum, a, split(x[step][0]), split(x[step][1]));
-        load(x[step], start + 8 * kAhead);
-      }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) outputs.set(8 * (i / 2) + group, first + 2 * quad + i % 2, sum[i]);
-  }
 }
 
 // scores hold the log mass, and become the scores by error; `vectors` held the query means. `spare` has room for as many
@@ -82,18 +49,20 @@ SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* no
   __syncthreads();
   if (warp < rows) share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
   __syncthreads();
-  pool_outputs(values, spare, p.score_pitch, vectors, rows, key_blocks);
+  Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
+  pool_outputs(values, spare, p.score_pitch, vectors, squared_means, rows, key_blocks);
   float x[kLaneShare];
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i)
     x[i] = warp < rows ? p.q_block_mean[(q_at + warp) * kHeadDim + i * kWarpSize + lane] * p.score_scale : 0.0f;
   __syncthreads();
-  Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
     const i32 c = i * kWarpSize + lane;
-    squares += vectors.get(warp, c) * vectors.get(warp, c);
+    const float output = sum_of_groups(vectors, squared_means, warp, c);
+    squares += output * output;
+    vectors.set(warp, c, output);
     squared_means.set(warp, c, x[i] * x[i]);
   }
   squares = lane_sum<1, kWarpSize>(squares);

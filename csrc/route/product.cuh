@@ -24,9 +24,6 @@ struct Vectors {
     const Split parts = split(x);
     high[row][channel] = parts.high, low[row][channel] = parts.low;
   }
-  SPARGE_DEVICE float get(i32 row, i32 channel) const {
-    return __uint_as_float(high[row][channel]) + __uint_as_float(low[row][channel]);
-  }
 };
 
 // A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row.
