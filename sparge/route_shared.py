@@ -14,7 +14,7 @@ from .workspace import CallShape
 
 MAX_ROWS = 16  # query blocks that a thread block takes
 STATIC_BYTES = 20736  # that the kernel declares itself, at head_dim 128
-PADDING = 16  # numbers behind each vector
+PADDING = 16  # numbers behind those of each product
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,6 @@ def score_pitch(key_blocks: int) -> int:
 
 
 def vector_bytes(head_dim: int) -> int:
-    """Of what is multiplied with every key block: a vector a query block, in two parts."""
-    return 2 * MAX_ROWS * (head_dim + PADDING) * 4
+    """Of what is multiplied with every key block: a vector a query block, in two parts: four
+    numbers a lane and eight channels."""
+    return 2 * head_dim // 8 * (4 * 32 + PADDING) * 4

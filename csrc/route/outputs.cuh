@@ -25,15 +25,16 @@ SPARGE_DEVICE void load_tiles(float (&x)[kTiles], const float* from) {
 }
 
 // A group of warps adds up its key blocks here; the four sums of a number lie where its parts in both vectors will.
-SPARGE_DEVICE u32* partial_sums(Vectors& one, Vectors& other, i32 key_group, i32 row) {
+SPARGE_DEVICE u32* partial_sums(Vectors& one, Vectors& other, i32 key_group) {
   Vectors& vectors = key_group < 2 ? one : other;
-  return key_group % 2 ? vectors.low[row] : vectors.high[row];
+  return key_group % 2 ? vectors.low : vectors.high;
 }
 
 SPARGE_DEVICE float sum_of_groups(Vectors& one, Vectors& other, i32 row, i32 channel) {
+  const i32 place = Vectors::place(row, channel);
   float sum = 0.0f;
 #pragma unroll
-  for (int group = 0; group < kKeyGroups; ++group) sum += __uint_as_float(partial_sums(one, other, group, row)[channel]);
+  for (int group = 0; group < kKeyGroups; ++group) sum += __uint_as_float(partial_sums(one, other, group)[place]);
   return sum;
 }
 
@@ -70,13 +71,13 @@ SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 p
       for (int tile = 0; tile < kTiles; ++tile) multiply_add(sum[tile], a, split(x[step][0][tile]), split(x[step][1][tile]));
     }
   __syncthreads();
+  u32* sums = partial_sums(one, other, key_group);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    u32* to = partial_sums(one, other, key_group, 8 * h + group) + first_channel + 2 * kTiles * quad;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) to[kTiles * i + tile] = __float_as_uint(sum[tile][2 * h + i]);
+  for (int i = 0; i < 2 * kTiles; i += 2) {
+    const float (&even)[4] = sum[i % kTiles], (&odd)[4] = sum[i % kTiles + 1];
+    const i32 c = i / kTiles;
+    *reinterpret_cast<Vec16*>(sums + Vectors::place(group, first_channel + 2 * kTiles * quad + i)) = {
+        __float_as_uint(even[c]), __float_as_uint(even[2 + c]), __float_as_uint(odd[c]), __float_as_uint(odd[2 + c])};
   }
 }
 

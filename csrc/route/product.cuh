@@ -14,15 +14,21 @@ constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every p
 constexpr int kColumns = 8;
 constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
 
-// One vector a row, split. Eight lanes read 16 bytes each from two rows: 16 banks apart.
+// 16 vectors, split, in the order of the first operand of products: a lane reads the four numbers of a product as one. Where
+// threads write neighbouring channels of a vector, two share a bank.
 struct Vectors {
-  static constexpr int kPitch = kHeadDim + 16;
-  alignas(16) u32 high[kMaxRows][kPitch];
-  alignas(16) u32 low[kMaxRows][kPitch];
+  static constexpr int kPitch = 4 * kWarpSize + 16;  // from the numbers of one product to those of the next
+  alignas(16) u32 high[kHeadDim / 8 * kPitch];
+  alignas(16) u32 low[kHeadDim / 8 * kPitch];
 
+  // Of a lane's four neighbouring channels of every sixteen, two for each of two products.
+  SPARGE_DEVICE static i32 place(i32 row, i32 channel) {
+    const i32 product = channel / 16 * 2 + channel % 4 / 2, lane = row % 8 * 4 + channel % 16 / 4;
+    return product * kPitch + 4 * lane + channel % 2 * 2 + row / 8;
+  }
   SPARGE_DEVICE void set(i32 row, i32 channel, float x) {
     const Split parts = split(x);
-    high[row][channel] = parts.high, low[row][channel] = parts.low;
+    high[place(row, channel)] = parts.high, low[place(row, channel)] = parts.low;
   }
 };
 
@@ -37,28 +43,21 @@ struct Share {
 
 using Products = float[4];  // of row(i) and column(i) of a share
 
-// A lane has four neighbouring channels of every sixteen: two for each of two products.
 SPARGE_DEVICE void multiply(Products& sum, const Share& share, const Vectors& vectors, const float* columns, i32 key_blocks) {
-  const i32 channel = 4 * share.quad;
   const float* column =
-      columns + static_cast<i64>(smaller(share.first_column + share.group, key_blocks - 1)) * kHeadDim + channel;
+      columns + static_cast<i64>(smaller(share.first_column + share.group, key_blocks - 1)) * kHeadDim + 4 * share.quad;
+  const i32 place = 4 * (threadIdx.x % kWarpSize);
 #pragma unroll kSteps
   for (int c = 0; c < kHeadDim; c += 16) {
     const Vec16 four = *reinterpret_cast<const Vec16*>(column + c);
     const float x[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
-    u32 high[2][4], low[2][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Vec16 highs = *reinterpret_cast<const Vec16*>(&vectors.high[share.row(2 * h)][c + channel]);
-      const Vec16 lows = *reinterpret_cast<const Vec16*>(&vectors.low[share.row(2 * h)][c + channel]);
-      high[h][0] = highs.x, high[h][1] = highs.y, high[h][2] = highs.z, high[h][3] = highs.w;
-      low[h][0] = lows.x, low[h][1] = lows.y, low[h][2] = lows.z, low[h][3] = lows.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const Split a[4] = {
-          {high[0][i], low[0][i]}, {high[1][i], low[1][i]}, {high[0][i + 1], low[0][i + 1]}, {high[1][i + 1], low[1][i + 1]}};
-      multiply_add(sum, a, split(x[i]), split(x[i + 1]));
+    for (int i = 0; i < 2; ++i) {
+      const i32 at = (c / 8 + i) * Vectors::kPitch + place;
+      const Vec16 highs = *reinterpret_cast<const Vec16*>(vectors.high + at);
+      const Vec16 lows = *reinterpret_cast<const Vec16*>(vectors.low + at);
+      multiply_add(sum, {highs.x, highs.y, highs.z, highs.w}, {lows.x, lows.y, lows.z, lows.w}, split(x[2 * i]),
+                   split(x[2 * i + 1]));
     }
   }
 }

@@ -16,7 +16,7 @@ from sparge.kernels.spec import HEAD_DIMS, KernelSpec
     ("pattern", "counted"),
     [
         (r"constexpr int kMaxRows = (\d+);", route_shared.MAX_ROWS),
-        (r"constexpr int kPitch = kHeadDim \+ (\d+);", route_shared.PADDING),
+        (r"constexpr int kPitch = 4 \* kWarpSize \+ (\d+);", route_shared.PADDING),
     ],
 )
 def test_the_source_says_so(pattern: str, counted: int):
