@@ -77,8 +77,7 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
   __syncthreads();
   route::score_mass(p, vectors, scores, kv_at, rows);
   if (p.k_variance && p.thresholds && p.thresholds[head].router > 0.0f)
-    route::score_error(p, vectors, norm, scores, spare, standing, static_cast<i64>(head_at) * query_blocks + first, kv_at, rows,
-                       seen);
+    route::score_error(p, vectors, norm, scores, spare, standing, place, seen);
   __syncthreads();
   if (warp < rows)
     route::map_from_scores(p, row(warp), rules(), dense[warp], scores + warp * p.score_pitch, standing, candidates[warp]);

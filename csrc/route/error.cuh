@@ -8,6 +8,7 @@
 #include "../common/reduce.cuh"
 #include "outputs.cuh"
 #include "row.cuh"
+#include "turn.cuh"
 
 namespace sparge::route {
 
@@ -38,52 +39,65 @@ SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* s
   for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
 }
 
-// scores hold the log mass, and become the scores by error; `vectors` held the query means. `spare` has room for as many
-// numbers as there are scores, and for Vectors.
-SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare,
-                               const u8* standing, i64 q_at, i32 kv_at, i32 rows, const i32* seen) {
-  constexpr int kLaneShare = kHeadDim / kWarpSize;
-  const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const float* values = p.v_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
-  const float* variances = p.k_variance + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
-  __syncthreads();
-  if (warp < rows) share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
-  __syncthreads();
-  Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
-  pool_outputs(values, spare, p.score_pitch, vectors, squared_means, rows, key_blocks);
-  float x[kLaneShare];
+// The partial sums in both become the outputs, with the squares of their norms, and the squared query means.
+SPARGE_DEVICE void set_vectors(const RouteParams& p, Vectors& outputs, Vectors& squared_means, float* norm, const Place& place) {
+  const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const i64 q_at = static_cast<i64>(place.head_at) * p.problem.query_blocks() + place.first + warp;
+  const float* mean = p.q_block_mean + q_at * kHeadDim + lane;
+  const bool exists = warp < place.rows;
+  float x[kHeadDim / kWarpSize], squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i)
-    x[i] = warp < rows ? p.q_block_mean[(q_at + warp) * kHeadDim + i * kWarpSize + lane] * p.score_scale : 0.0f;
+  for (int i = 0; i < kHeadDim / kWarpSize; ++i) x[i] = exists ? mean[i * kWarpSize] * p.score_scale : 0.0f;
   __syncthreads();
-  float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) {
+  for (int i = 0; i < kHeadDim / kWarpSize; ++i) {
     const i32 c = i * kWarpSize + lane;
-    const float output = sum_of_groups(vectors, squared_means, warp, c);
+    const float output = sum_of_groups(outputs, squared_means, warp, c);
     squares += output * output;
-    vectors.set(warp, c, output);
+    outputs.set(warp, c, output);
     squared_means.set(warp, c, x[i] * x[i]);
   }
   squares = lane_sum<1, kWarpSize>(squares);
   if (lane == 0) norm[warp] = squares;
+}
+
+// scores hold the log mass, and become the scores by error; `vectors` held the query means. `spare` has room for as many
+// numbers as there are scores, and for Vectors.
+SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare,
+                               const u8* standing, const Place& place, const i32* seen) {
+  const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize;
+  auto of_head = [&](const auto* of_blocks) { return of_blocks + static_cast<i64>(place.kv_at) * key_blocks; };
+  auto vectors_of_head = [&](const float* of_blocks) {
+    return of_blocks + static_cast<i64>(place.kv_at) * key_blocks * kHeadDim;
+  };
+  Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
+  __syncthreads();
+  if (warp < place.rows)
+    share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
+  __syncthreads();
+  pool_outputs(vectors_of_head(p.v_block_mean), spare, p.score_pitch, vectors, squared_means, place.rows, key_blocks);
+  set_vectors(p, vectors, squared_means, norm, place);
   __syncthreads();
   over_shares(key_blocks, [&](const Share& share) {
     Products away = {};  // |V_j - o|^2
-    multiply(away, share, vectors, values, key_blocks);
-    each_product(share, away, rows, key_blocks, [&](i32 j) {
-      const float square = p.v_square[static_cast<i64>(kv_at) * key_blocks + j];
-      return [=, &away](i32 r, i32 i, float dot) { away[i] = fmaxf(0.0f, norm[r] - 2.0f * dot + square); };
-    });
+    float square[kLaneColumns], scatter[kLaneColumns];
+    load_columns(square, of_head(p.v_square), share, key_blocks);
+    multiply(away, share, vectors, vectors_of_head(p.v_block_mean), key_blocks);
+#pragma unroll
+    for (int i = 0; i < 2 * kLaneColumns; ++i) {
+      float& dot = away[i / 4][i % 4];
+      dot = fmaxf(0.0f, norm[share.row(i % 4 / 2)] - 2.0f * dot + square[i / 4 * 2 + i % 2]);
+    }
     Products variance = {};
-    multiply(variance, share, squared_means, variances, key_blocks);
-    each_product(share, variance, rows, key_blocks, [&](i32 j) {
-      const float scatter = p.v_variance[static_cast<i64>(kv_at) * key_blocks + j] / static_cast<float>(kKeyBlock);
-      return [=, &away](i32 r, i32 i, float dot) {
-        const float half = 0.5f * dot;
-        const float squared = half * half * away[i] + dot * scatter;
-        scores[r * p.score_pitch + j] += half + 0.5f * logf(fmaxf(squared, kLeastError));
-      };
+    load_columns(scatter, of_head(p.v_variance), share, key_blocks);
+    multiply(variance, share, squared_means, vectors_of_head(p.k_variance), key_blocks);
+    each_row(share, scores, p.score_pitch, place.rows, key_blocks, [&](i32 h, float (&score)[kLaneColumns]) {
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) {
+        const float dot = product_at(variance, h, i), half = 0.5f * dot;
+        const float squared = half * half * product_at(away, h, i) + dot * (scatter[i] / static_cast<float>(kKeyBlock));
+        score[i] += half + 0.5f * logf(fmaxf(squared, kLeastError));
+      }
     });
   });
 }

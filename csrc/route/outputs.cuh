@@ -9,7 +9,7 @@ namespace sparge::route {
 constexpr int kKeyGroups = 4;  // of warps, which take turns at steps of kKeyStep key blocks
 constexpr int kChannelGroups = kWarps / kKeyGroups;
 constexpr int kKeyStep = 8;
-constexpr int kTiles = kHeadDim / kChannelGroups / kColumns;  // that a warp multiplies with the weights it has split once
+constexpr int kTiles = kHeadDim / kChannelGroups / kTileColumns;  // that a warp multiplies with the weights it has split once
 
 // `kTiles` neighbouring numbers in one load.
 SPARGE_DEVICE void load_tiles(float (&x)[kTiles], const float* from) {
@@ -43,7 +43,7 @@ SPARGE_DEVICE float sum_of_groups(Vectors& one, Vectors& other, i32 row, i32 cha
 SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 pitch, Vectors& one, Vectors& other, i32 rows,
                                 i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, group = lane / 4, quad = lane % 4;
-  const i32 key_group = warp / kChannelGroups, first_channel = warp % kChannelGroups * kTiles * kColumns;
+  const i32 key_group = warp / kChannelGroups, first_channel = warp % kChannelGroups * kTiles * kTileColumns;
   const float* channels = values + first_channel + kTiles * group;
   const float* row[2];
 #pragma unroll

@@ -30,14 +30,17 @@ SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float
   const i32 key_blocks = p.problem.key_blocks();
   const float* means = p.k_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
   over_shares(key_blocks, [&](const Share& share) {
+    i32 counts[kLaneColumns] = {};
+    if (p.weigh_counts) load_columns(counts, p.key_counts + static_cast<i64>(kv_at) * key_blocks, share, key_blocks);
     Products dots = {};
     multiply(dots, share, q_mean, means, key_blocks);
-    each_product(share, dots, rows, key_blocks, [&](i32 j) {
-      const float weight =
-          p.weigh_counts
-              ? logf(static_cast<float>(p.key_counts[static_cast<i64>(kv_at) * key_blocks + j]) / static_cast<float>(kKeyBlock))
-              : 0.0f;
-      return [=, &p](i32 r, i32, float dot) { scores[r * p.score_pitch + j] = dot + weight; };
+    float weight[kLaneColumns] = {};
+    if (p.weigh_counts)
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) weight[i] = logf(static_cast<float>(counts[i]) / static_cast<float>(kKeyBlock));
+    each_row(share, scores, p.score_pitch, rows, key_blocks, [&](i32 h, float (&log_mass)[kLaneColumns]) {
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) log_mass[i] = product_at(dots, h, i) + weight[i];
     });
   });
 }
