@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/reduce.cuh"
+#include "../ptx/convert.cuh"
 #include "outputs.cuh"
 #include "row.cuh"
 #include "turn.cuh"
@@ -14,8 +15,9 @@ namespace sparge::route {
 
 constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 0 stays a number, below all others
 
-// weights[j] = share of the mass that a row gives block j, in whole steps of pool_outputs; one warp a row.
-SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
+// weights[j] = mass that a row gives block j, in whole steps of pool_outputs and in units of the largest; comes back as 1 / their
+// sum. One warp a row.
+SPARGE_DEVICE float share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
   const i32 padded = ceil_div(key_blocks, kKeyStep) * kKeyStep;
   auto sees = [&](i32 j) { return j < seen && standing[j] != kUnseen; };
@@ -25,26 +27,26 @@ SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* s
     const float x = log_mass[j];
     if (sees(j)) most = fmaxf(most, x);
   }
-  most = lane_max<1, kWarpSize>(most);
+  most = kLog2E * lane_max<1, kWarpSize>(most);
   float total = 0.0f;
 #pragma unroll 4
   for (int j = lane; j < padded; j += kWarpSize) {
-    const float mass = expf(log_mass[j] - most), weight = sees(j) ? mass : 0.0f;
+    const float mass = ptx::exp2_approx(kLog2E * log_mass[j] - most), weight = sees(j) ? mass : 0.0f;
     weights[j] = weight;
     total += weight;
   }
   total = lane_sum<1, kWarpSize>(total);
-  const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-#pragma unroll 4
-  for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
+  return total > 0.0f ? 1.0f / total : 0.0f;
 }
 
-// The partial sums in both become the outputs, with the squares of their norms, and the squared query means.
+// The partial sums in both become the outputs, and the squared query means. norm[r]: what row r's sums are to be multiplied with,
+// then its square.
 SPARGE_DEVICE void set_vectors(const RouteParams& p, Vectors& outputs, Vectors& squared_means, float* norm, const Place& place) {
   const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const i64 q_at = static_cast<i64>(place.head_at) * p.problem.query_blocks() + place.first + warp;
   const float* mean = p.q_block_mean + q_at * kHeadDim + lane;
   const bool exists = warp < place.rows;
+  const float inverse = norm[warp];
   float x[kHeadDim / kWarpSize], squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kHeadDim / kWarpSize; ++i) x[i] = exists ? mean[i * kWarpSize] * p.score_scale : 0.0f;
@@ -52,7 +54,7 @@ SPARGE_DEVICE void set_vectors(const RouteParams& p, Vectors& outputs, Vectors& 
 #pragma unroll
   for (int i = 0; i < kHeadDim / kWarpSize; ++i) {
     const i32 c = i * kWarpSize + lane;
-    const float output = sum_of_groups(outputs, squared_means, warp, c);
+    const float output = inverse * sum_of_groups(outputs, squared_means, warp, c);
     squares += output * output;
     outputs.set(warp, c, output);
     squared_means.set(warp, c, x[i] * x[i]);
@@ -72,8 +74,10 @@ SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* no
   };
   Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
   __syncthreads();
+  float inverse = 0.0f;
   if (warp < place.rows)
-    share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
+    inverse = share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
+  if (threadIdx.x % kWarpSize == 0) norm[warp] = inverse;
   __syncthreads();
   pool_outputs(vectors_of_head(p.v_block_mean), spare, p.score_pitch, vectors, squared_means, place.rows, key_blocks);
   set_vectors(p, vectors, squared_means, norm, place);
