@@ -7,6 +7,7 @@
 
 #include "../common/reduce.cuh"
 #include "../ptx/convert.cuh"
+#include "../ptx/special.cuh"
 #include "outputs.cuh"
 #include "row.cuh"
 #include "turn.cuh"
@@ -100,7 +101,7 @@ SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* no
       for (int i = 0; i < kLaneColumns; ++i) {
         const float dot = product_at(variance, h, i), half = 0.5f * dot;
         const float squared = half * half * product_at(away, h, i) + dot * (scatter[i] / static_cast<float>(kKeyBlock));
-        score[i] += half + 0.5f * logf(fmaxf(squared, kLeastError));
+        score[i] += half + 0.5f * kLn2 * ptx::log2_approx(fmaxf(squared, kLeastError));
       }
     });
   });

@@ -2,6 +2,7 @@
 // Scores of the query blocks of a thread block against every key block of their head, in shared memory.
 #pragma once
 
+#include "../ptx/special.cuh"
 #include "product.cuh"
 
 namespace sparge::route {
@@ -37,7 +38,8 @@ SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float
     float weight[kLaneColumns] = {};
     if (p.weigh_counts)
 #pragma unroll
-      for (int i = 0; i < kLaneColumns; ++i) weight[i] = logf(static_cast<float>(counts[i]) / static_cast<float>(kKeyBlock));
+      for (int i = 0; i < kLaneColumns; ++i)
+        weight[i] = kLn2 * ptx::log2_approx(static_cast<float>(counts[i]) / static_cast<float>(kKeyBlock));
     each_row(share, scores, p.score_pitch, rows, key_blocks, [&](i32 h, float (&log_mass)[kLaneColumns]) {
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) log_mass[i] = product_at(dots, h, i) + weight[i];
