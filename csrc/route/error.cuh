@@ -21,7 +21,7 @@ constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 
 SPARGE_DEVICE float share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
   const i32 padded = ceil_div(key_blocks, kKeyStep) * kKeyStep;
-  auto sees = [&](i32 j) { return j < seen && standing[j] != kUnseen; };
+  auto sees = [&](i32 j) { return j < seen && standing[j] != 0; };
   float most = kMinusInfinity;
 #pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) {

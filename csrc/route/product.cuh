@@ -16,7 +16,7 @@ constexpr int kColumnTiles =
 constexpr int kTileColumns = 8;
 constexpr int kColumns = kTileColumns * kColumnTiles;
 constexpr int kLaneColumns = 2 * kColumnTiles;
-constexpr int kSteps = kArch < 100 ? 2 : 2 / kColumnTiles;  // of 16 channels at once; ptxas spills with more
+constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
 
 // 16 vectors, split, in the order of the first operand of products: a lane reads the four numbers of a product as one. Where
 // threads write neighbouring channels of a vector, two share a bank.
