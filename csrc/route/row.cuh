@@ -130,7 +130,7 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
     scores[j] = __uint_as_float(key);
     highest = larger(highest, key);
     lowest = smaller(lowest, key < kLeastRanked ? 0xFFFFFFFFu : key);
-    number += key >= kLeastRanked;
+    count_from(kLeastRanked, key, number);
   }
   return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), warp_sum(number)};
 }

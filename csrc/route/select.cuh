@@ -49,6 +49,11 @@ SPARGE_DEVICE u64 total_mass(const u32* keys, i32 count, const Mass& mass) {
   return warp_sum(sum);
 }
 
+// One instruction beside the comparison, where ptxas makes two of a sum in C++.
+SPARGE_DEVICE void count_from(u32 least, u32 key, u32& number) {
+  asm("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p add.u32 %0, %0, 1; }" : "+r"(number) : "r"(key), "r"(least));
+}
+
 constexpr int kProbes = 3;  // in each pass over the keys
 struct Totals {
   u64 weight[kProbes];
@@ -65,7 +70,7 @@ SPARGE_DEVICE Totals totals_from(const u32* keys, i32 count, const u32 (&least)[
     const u32 key = keys[j];
     if constexpr (Weight::kCounts) {
 #pragma unroll
-      for (int i = 0; i < kProbes; ++i) totals.number[i] += key >= least[i];
+      for (int i = 0; i < kProbes; ++i) count_from(least[i], key, totals.number[i]);
     } else if (key >= least[0]) {
       const u64 own = weight(key);
 #pragma unroll
