@@ -77,29 +77,30 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, 
   const i32 key_blocks = p.problem.key_blocks(), words = p.problem.map_words();
   const i64 at = row.at(p);
   const i32 lane = threadIdx.x % kWarpSize;
-  i32 kept_blocks = 0;
-  u32 own = 0;  // each lane stores one of 32 words
-  u32 kept_pairs = 0, valid_pairs = 0;
+  u32 kept_blocks = 0, kept_pairs = 0, valid_pairs = 0;
+#pragma unroll 1
+  for (int first = 0; first < words; first += kWarpSize) {
+    const i32 end = smaller(first + kWarpSize, words);
+    u32 own = 0;  // each lane stores one of 32 words
 #pragma unroll 4
-  for (int word = 0; word < words; ++word) {
-    const i32 j = word * kMapBits + lane;
-    bool valid = j < key_blocks;
-    const bool kept = keep(j, valid);
-    const u32 bits = __ballot_sync(kFullWarp, kept);
-    if (lane == word % kWarpSize) own = bits;
-    if (word % kWarpSize == kWarpSize - 1) p.block_map[at * words + word - kWarpSize + 1 + lane] = own;
-    kept_blocks += __popc(bits);
-    if (valid && p.counters) {
-      const u32 pairs = block_pairs(p.causal, row.first_query, row.queries, j * kKeyBlock, keys(j));
+    for (int word = first; word < end; ++word) {
+      const i32 j = word * kMapBits + lane;
+      bool valid = j < key_blocks;
+      const bool kept = keep(j, valid);
+      const u32 bits = __ballot_sync(kFullWarp, kept);
+      if (lane == word - first) own = bits;
+      u32 pairs = valid ? keys(j) : 0;
+      if (p.causal && valid) pairs = block_pairs(true, row.first_query, row.queries, j * kKeyBlock, pairs);
       valid_pairs += pairs;
       if (kept) kept_pairs += pairs;
     }
+    kept_blocks += __popc(own);
+    if (first + lane < end) p.block_map[at * words + first + lane] = own;
   }
-  if (lane < words % kWarpSize) p.block_map[at * words + words - words % kWarpSize + lane] = own;
-  if (p.counters) {
-    kept_pairs = warp_sum(kept_pairs);
-    valid_pairs = warp_sum(valid_pairs);
-  }
+  const u32 of_each = p.causal ? 1 : row.queries;
+  kept_blocks = warp_sum(kept_blocks);
+  kept_pairs = warp_sum(kept_pairs * of_each);
+  valid_pairs = warp_sum(valid_pairs * of_each);
   if (lane == 0) {
     p.counts[at] = kept_blocks;
     if (p.counters) {
@@ -130,7 +131,7 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
     scores[j] = __uint_as_float(key);
     highest = larger(highest, key);
     lowest = smaller(lowest, key < kLeastRanked ? 0xFFFFFFFFu : key);
-    count_from(kLeastRanked, key, number);
+    ptx::count_from(kLeastRanked, key, number);
   }
   return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), warp_sum(number)};
 }
@@ -162,12 +163,14 @@ SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, bool de
   write_map(p, row, keys_of, [&](i32 j, bool& valid) {
     const u32 key = valid ? keys[j] : kUnseen;
     valid = key != kUnseen;
-    const bool tied = key >= kLeastRanked && key == cut.threshold;
-    const u32 tied_lanes = __ballot_sync(kFullWarp, tied);
-    const u32 rank = __popc(tied_lanes & ((1u << lane) - 1));
-    const bool kept = key == kForced || key > cut.threshold || (tied && rank < ties);
-    ties -= smaller<u32>(ties, __popc(tied_lanes));
-    return valid && kept;
+    bool kept = (key == kForced) | (key > cut.threshold);
+    if (ties > 0) {
+      const bool tied = key == cut.threshold;
+      const u32 tied_lanes = __ballot_sync(kFullWarp, tied);
+      kept |= tied & (__popc(tied_lanes & ((1u << lane) - 1)) < ties);
+      ties -= smaller<u32>(ties, __popc(tied_lanes));
+    }
+    return kept;
   });
 }
 
