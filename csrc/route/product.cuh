@@ -4,6 +4,7 @@
 
 #include "../common/split.cuh"
 #include "../params.cuh"
+#include "../ptx/special.cuh"
 
 namespace sparge::route {
 
@@ -57,7 +58,7 @@ SPARGE_DEVICE void multiply(Products& sum, const Share& share, const Vectors& ve
 #pragma unroll
   for (int tile = 0; tile < kColumnTiles; ++tile)
     column[tile] = columns + static_cast<i64>(smaller(share.operand_column(tile), key_blocks - 1)) * kHeadDim + 4 * share.quad;
-  const i32 place = 4 * (threadIdx.x % kWarpSize);
+  const i32 place = 4 * (ptx::thread_index() % kWarpSize);
 #pragma unroll kSteps
   for (int c = 0; c < kHeadDim; c += 16) {
     float x[kColumnTiles][4];

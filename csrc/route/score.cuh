@@ -2,7 +2,6 @@
 // Scores of the query blocks of a thread block against every key block of their head, in shared memory.
 #pragma once
 
-#include "../ptx/special.cuh"
 #include "product.cuh"
 
 namespace sparge::route {
