@@ -91,8 +91,7 @@ SPARGE_DEVICE void load_columns(T (&facts)[kLaneColumns], const T* of_head, cons
 // `body(share)` for all columns, spread over the warps.
 template <typename Body>
 SPARGE_DEVICE void over_shares(i32 key_blocks, Body&& body) {
-  const i32 shares = ceil_div(key_blocks, kColumns);
-  for (i32 at = threadIdx.x / kWarpSize; at < shares; at += kWarps) body(Share{at * kColumns});
+  for (i32 first = threadIdx.x / kWarpSize * kColumns; first < key_blocks; first += kWarps * kColumns) body(Share{first});
 }
 
 // `use(h, columns)` of the rows that exist: the numbers of a row of `scores` from the lane's first column on. Rows hold whole
