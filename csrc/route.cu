@@ -9,6 +9,7 @@
 //             counts, and the pair counters behind `density`.
 // Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is
 //             read from the L2 once for all of them; then each warp selects for one. Scores live in shared memory only.
+//             Vectors lie in the order of the products' first operand, and two tiles of columns share each read of them.
 //             Every phase waits for latencies: 32 warps an SM, what is needed once is noted in shared memory, loads go ahead.
 //             Heads ranked by error start first: they take two to three times as long (route/turn.cuh).
 // Tried       H200 in us, Mochi shape / with walks and half of the heads by error / CogVideoX-2B.
@@ -26,7 +27,7 @@
 //             85 / 187 / 29 / 51  and block statistics as rows of head_dim: four channels a load
 //             80 / 184 / 32 / 54  two tiles of columns a warp at head_dim 128: spills on four other architectures
 //             87 / 186 / 32 / 51  one thread block of 32 warps and 32 query blocks an SM
-// Untried     More key blocks a step in pool_outputs, where half of the warps idle at head_dim 64.
+// Untried     Keys in registers through the selection, rows of the last wave spread over more thread blocks.
 #include "common/config.cuh"
 #include "params.cuh"
 #include "route/error.cuh"

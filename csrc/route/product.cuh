@@ -12,12 +12,11 @@ constexpr int kMaxRows = 16;      // query blocks that share a product, and each
 constexpr int kWarps = kMaxRows;  // each selects for one query block
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every phase waits for latencies, so warps count most
-constexpr int kColumnTiles =
-    kHeadDim == 128 && kArch < 120 ? 2 : 1;  // that share each read of the vectors; ptxas spills with two
+constexpr int kColumnTiles = kHeadDim == 128 ? 2 : 1;  // that share each read of the vectors
 constexpr int kTileColumns = 8;
 constexpr int kColumns = kTileColumns * kColumnTiles;
 constexpr int kLaneColumns = 2 * kColumnTiles;
-constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
+constexpr int kSteps = (kArch < 100 ? 4 : 2) / kColumnTiles;  // of 16 channels at once; ptxas spills with more on later ones
 
 // 16 vectors, split, in the order of the first operand of products: a lane reads the four numbers of a product as one. Where
 // threads write neighbouring channels of a vector, two share a bank.
