@@ -93,15 +93,23 @@ SPARGE_DEVICE void over_shares(i32 key_blocks, Body&& body) {
   for (i32 first = threadIdx.x / kWarpSize * kColumns; first < key_blocks; first += kWarps * kColumns) body(Share{first});
 }
 
-// `use(h, columns)` of the rows that exist: the numbers of a row of `scores` from the lane's first column on. Rows hold whole
-// lanes' columns.
+// Numbers of a row from a lane's first column on, in one load.
+struct alignas(sizeof(float) * kLaneColumns) Columns {
+  float at[kLaneColumns];
+};
+
+// `use(h, columns)` of the rows of `scores` that exist. They hold whole lanes' columns.
 template <typename Use>
 SPARGE_DEVICE void each_row(const Share& share, float* scores, i32 pitch, i32 rows, i32 key_blocks, Use&& use) {
-  using Columns = float[kLaneColumns];
   if (share.column() >= key_blocks) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (share.row(h) < rows) use(h, *reinterpret_cast<Columns*>(scores + share.row(h) * pitch + share.column()));
+    if (share.row(h) < rows) {
+      Columns& numbers = *reinterpret_cast<Columns*>(scores + share.row(h) * pitch + share.column());
+      Columns columns = numbers;
+      use(h, columns.at);
+      numbers = columns;
+    }
 }
 
 }  // namespace sparge::route
