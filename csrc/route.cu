@@ -9,6 +9,7 @@
 //             counts, and the pair counters behind `density`.
 // Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is
 //             read from the L2 once for all of them; then each warp selects for one. Scores live in shared memory only.
+//             Vectors lie in the order of the products' first operand, and two tiles of columns share each read of them.
 //             Every phase waits for latencies: 32 warps an SM, what is needed once is noted in shared memory, loads go ahead.
 //             Heads ranked by error start first: they take two to three times as long (route/turn.cuh).
 // Tried       H200 in us, Mochi shape / with walks and half of the heads by error / CogVideoX-2B.
@@ -26,7 +27,7 @@
 //             85 / 187 / 29 / 51  and block statistics as rows of head_dim: four channels a load
 //             80 / 184 / 32 / 54  two tiles of columns a warp at head_dim 128: spills on four other architectures
 //             87 / 186 / 32 / 51  one thread block of 32 warps and 32 query blocks an SM
-// Untried     More key blocks a step in pool_outputs, where half of the warps idle at head_dim 64.
+// Untried     Keys in registers through the selection, rows of the last wave spread over more thread blocks.
 #include "common/config.cuh"
 #include "params.cuh"
 #include "route/error.cuh"
@@ -75,11 +76,9 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
   route::note_standing(standing, rules(), key_blocks);
   if (warp < rows) dense[warp] = rules().dense(row(warp)), seen[warp] = row(warp).seen;
   __syncthreads();
-  route::score_mass(p, vectors, scores, kv_at, rows);
+  route::score_mass(p, vectors, scores, standing, kv_at, rows);
   if (p.k_variance && p.thresholds && p.thresholds[head].router > 0.0f)
-    route::score_error(p, vectors, norm, scores, spare, standing, static_cast<i64>(head_at) * query_blocks + first, kv_at, rows,
-                       seen);
+    route::score_error(p, vectors, norm, scores, spare, standing, place, seen);
   __syncthreads();
-  if (warp < rows)
-    route::map_from_scores(p, row(warp), rules(), dense[warp], scores + warp * p.score_pitch, standing, candidates[warp]);
+  if (warp < rows) route::map_from_scores(p, row(warp), dense[warp], scores + warp * p.score_pitch, standing, candidates[warp]);
 }

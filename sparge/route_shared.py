@@ -14,7 +14,7 @@ from .workspace import CallShape
 
 MAX_ROWS = 16  # query blocks that a thread block takes
 STATIC_BYTES = 20736  # that the kernel declares itself, at head_dim 128
-PADDING = 16  # numbers behind each vector
+PADDING = 16  # numbers behind those of each product
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ class RouteShared:
 
 
 def score_pitch(key_blocks: int) -> int:
-    """4 more than a multiple of 8, so that the numbers of one key block in eight rows lie in 32
-    banks. Of 512 key blocks, the 32,760 tokens of Wan, they would all lie in four."""
-    return (key_blocks + 3) // 8 * 8 + 4
+    """An odd multiple of 8, so that pairs of numbers in four rows lie in 32 banks, and numbers come
+    in whole steps of eight key blocks. Of 512 key blocks, the 32,760 tokens of Wan, they would all
+    lie in eight."""
+    return (key_blocks + 7) // 16 * 16 + 8
 
 
 def vector_bytes(head_dim: int) -> int:
-    """Of what is multiplied with every key block: a vector a query block, in two parts."""
-    return 2 * MAX_ROWS * (head_dim + PADDING) * 4
+    """Of what is multiplied with every key block: a vector a query block, in two parts: four
+    numbers a lane and eight channels."""
+    return 2 * head_dim // 8 * (4 * 32 + PADDING) * 4

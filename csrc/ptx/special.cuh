@@ -33,6 +33,13 @@ SPARGE_DEVICE float rsqrt_approx(float x) {
   return y;
 }
 
+// Within 2^-22, absolute between .5 and 2, relative elsewhere.
+SPARGE_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 SPARGE_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -6,115 +6,103 @@
 #pragma once
 
 #include "../common/reduce.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/special.cuh"
+#include "outputs.cuh"
 #include "row.cuh"
+#include "turn.cuh"
 
 namespace sparge::route {
 
 constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 0 stays a number, below all others
 
-// weights[j] = share of the mass that a row gives block j; one warp a row.
-SPARGE_DEVICE void share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
+// weights[j] = mass that a row gives block j, in whole steps of pool_outputs and in units of the largest; comes back as 1 / their
+// sum. One warp a row.
+SPARGE_DEVICE float share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
-  auto sees = [&](i32 j) { return standing[j] != kUnseen && j < seen; };
+  const i32 padded = ceil_div(key_blocks, kKeyStep) * kKeyStep;
+  auto sees = [&](i32 j) { return j < seen && standing[j] != 0; };
   float most = kMinusInfinity;
 #pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) {
     const float x = log_mass[j];
     if (sees(j)) most = fmaxf(most, x);
   }
-  most = lane_max<1, kWarpSize>(most);
+  most = kLog2E * lane_max<1, kWarpSize>(most);
   float total = 0.0f;
 #pragma unroll 4
-  for (int j = lane; j < key_blocks; j += kWarpSize) {
-    const float mass = expf(log_mass[j] - most), weight = sees(j) ? mass : 0.0f;
+  for (int j = lane; j < padded; j += kWarpSize) {
+    const float mass = ptx::exp2_approx(kLog2E * log_mass[j] - most), weight = sees(j) ? mass : 0.0f;
     weights[j] = weight;
     total += weight;
   }
   total = lane_sum<1, kWarpSize>(total);
-  const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-#pragma unroll 4
-  for (int j = lane; j < key_blocks; j += kWarpSize) weights[j] *= inverse;
+  return total > 0.0f ? 1.0f / total : 0.0f;
 }
 
-// outputs[r] = sum of weights[r][j] V_j, weights `pitch` apart; a warp takes eight channels. Both operands are split as they are read.
-SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 pitch, Vectors& outputs, i32 rows,
-                                i32 key_blocks) {
-  constexpr int kAhead = 4;  // steps of eight key blocks whose values are on their way
-  const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
-  for (int first = threadIdx.x / kWarpSize * 8; first < kHeadDim; first += kWarps * 8) {
-    const float* channel = values + first + group;
-    const float* row[2];
+// The partial sums in both become the outputs, and the squared query means. norm[r]: what row r's sums are to be multiplied with,
+// then its square.
+SPARGE_DEVICE void set_vectors(const RouteParams& p, Vectors& outputs, Vectors& squared_means, float* norm, const Place& place) {
+  const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const i64 q_at = static_cast<i64>(place.head_at) * p.problem.query_blocks() + place.first + warp;
+  const float* mean = p.q_block_mean + q_at * kHeadDim + lane;
+  const bool exists = warp < place.rows;
+  const float inverse = norm[warp];
+  float x[kHeadDim / kWarpSize], squares = 0.0f;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * pitch + quad;
-    float sum[4] = {}, x[kAhead][2];
-    auto load = [&](float (&two)[2], i32 start) {
+  for (int i = 0; i < kHeadDim / kWarpSize; ++i) x[i] = exists ? mean[i * kWarpSize] * p.score_scale : 0.0f;
+  __syncthreads();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) two[i] = channel[smaller(start + quad + 4 * i, key_blocks - 1) * kHeadDim];
-    };
-#pragma unroll
-    for (int step = 0; step < kAhead; ++step) load(x[step], 8 * step);
-#pragma unroll 1
-    for (int turn = 0; turn < key_blocks; turn += 8 * kAhead)
-#pragma unroll
-      for (int step = 0; step < kAhead; ++step) {
-        const i32 start = turn + 8 * step;
-        if (start >= key_blocks) continue;
-        Split a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[i] = split(start + quad + 4 * (i / 2) < key_blocks ? row[i % 2][start + 4 * (i / 2)] : 0.0f);
-        multiply_add(sum, a, split(x[step][0]), split(x[step][1]));
-        load(x[step], start + 8 * kAhead);
-      }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) outputs.set(8 * (i / 2) + group, first + 2 * quad + i % 2, sum[i]);
+  for (int i = 0; i < kHeadDim / kWarpSize; ++i) {
+    const i32 c = i * kWarpSize + lane;
+    const float output = inverse * sum_of_groups(outputs, squared_means, warp, c);
+    squares += output * output;
+    outputs.set(warp, c, output);
+    squared_means.set(warp, c, x[i] * x[i]);
   }
+  squares = lane_sum<1, kWarpSize>(squares);
+  if (lane == 0) norm[warp] = squares;
 }
 
 // scores hold the log mass, and become the scores by error; `vectors` held the query means. `spare` has room for as many
 // numbers as there are scores, and for Vectors.
 SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare,
-                               const u8* standing, i64 q_at, i32 kv_at, i32 rows, const i32* seen) {
-  constexpr int kLaneShare = kHeadDim / kWarpSize;
-  const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const float* values = p.v_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
-  const float* variances = p.k_variance + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
-  __syncthreads();
-  if (warp < rows) share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
-  __syncthreads();
-  pool_outputs(values, spare, p.score_pitch, vectors, rows, key_blocks);
-  float x[kLaneShare];
-#pragma unroll
-  for (int i = 0; i < kLaneShare; ++i)
-    x[i] = warp < rows ? p.q_block_mean[(q_at + warp) * kHeadDim + i * kWarpSize + lane] * p.score_scale : 0.0f;
-  __syncthreads();
+                               const u8* standing, const Place& place, const i32* seen) {
+  const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize;
+  auto of_head = [&](const auto* of_blocks) { return of_blocks + static_cast<i64>(place.kv_at) * key_blocks; };
+  auto vectors_of_head = [&](const float* of_blocks) {
+    return of_blocks + static_cast<i64>(place.kv_at) * key_blocks * kHeadDim;
+  };
   Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) {
-    const i32 c = i * kWarpSize + lane;
-    squares += vectors.get(warp, c) * vectors.get(warp, c);
-    squared_means.set(warp, c, x[i] * x[i]);
-  }
-  squares = lane_sum<1, kWarpSize>(squares);
-  if (lane == 0) norm[warp] = squares;
+  __syncthreads();
+  float inverse = 0.0f;
+  if (warp < place.rows)
+    inverse = share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
+  if (threadIdx.x % kWarpSize == 0) norm[warp] = inverse;
+  __syncthreads();
+  pool_outputs(vectors_of_head(p.v_block_mean), spare, p.score_pitch, vectors, squared_means, place.rows, key_blocks);
+  set_vectors(p, vectors, squared_means, norm, place);
   __syncthreads();
   over_shares(key_blocks, [&](const Share& share) {
     Products away = {};  // |V_j - o|^2
-    multiply(away, share, vectors, values, key_blocks);
-    each_product(share, away, rows, key_blocks, [&](i32 j) {
-      const float square = p.v_square[static_cast<i64>(kv_at) * key_blocks + j];
-      return [=, &away](i32 r, i32 i, float dot) { away[i] = fmaxf(0.0f, norm[r] - 2.0f * dot + square); };
-    });
+    float square[kLaneColumns], scatter[kLaneColumns];
+    load_columns(square, of_head(p.v_square), share, key_blocks);
+    multiply(away, share, vectors, vectors_of_head(p.v_block_mean), key_blocks);
+#pragma unroll
+    for (int i = 0; i < 2 * kLaneColumns; ++i) {
+      float& dot = away[i / 4][i % 4];
+      dot = fmaxf(0.0f, norm[share.row(i % 4 / 2)] - 2.0f * dot + square[i / 4 * 2 + i % 2]);
+    }
     Products variance = {};
-    multiply(variance, share, squared_means, variances, key_blocks);
-    each_product(share, variance, rows, key_blocks, [&](i32 j) {
-      const float scatter = p.v_variance[static_cast<i64>(kv_at) * key_blocks + j] / static_cast<float>(kKeyBlock);
-      return [=, &away](i32 r, i32 i, float dot) {
-        const float half = 0.5f * dot;
-        const float squared = half * half * away[i] + dot * scatter;
-        scores[r * p.score_pitch + j] += half + 0.5f * logf(fmaxf(squared, kLeastError));
-      };
+    load_columns(scatter, of_head(p.v_variance), share, key_blocks);
+    multiply(variance, share, squared_means, vectors_of_head(p.k_variance), key_blocks);
+    each_row(share, scores, p.score_pitch, place.rows, key_blocks, [&](i32 h, float (&score)[kLaneColumns]) {
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) {
+        const float dot = product_at(variance, h, i), half = 0.5f * dot;
+        const float squared = half * half * product_at(away, h, i) + dot * (scatter[i] / static_cast<float>(kKeyBlock));
+        score[i] += half + 0.5f * kLn2 * ptx::log2_approx(fmaxf(squared, kLeastError));
+      }
     });
   });
 }

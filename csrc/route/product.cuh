@@ -4,6 +4,7 @@
 
 #include "../common/split.cuh"
 #include "../params.cuh"
+#include "../ptx/special.cuh"
 
 namespace sparge::route {
 
@@ -11,80 +12,104 @@ constexpr int kMaxRows = 16;      // query blocks that share a product, and each
 constexpr int kWarps = kMaxRows;  // each selects for one query block
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every phase waits for latencies, so warps count most
-constexpr int kColumns = 8;
-constexpr int kSteps = kArch < 100 ? 2 : 1;  // of 16 channels at once; ptxas spills with two on later ones
+constexpr int kColumnTiles = kHeadDim == 128 ? 2 : 1;  // that share each read of the vectors
+constexpr int kTileColumns = 8;
+constexpr int kColumns = kTileColumns * kColumnTiles;
+constexpr int kLaneColumns = 2 * kColumnTiles;
+constexpr int kSteps = (kArch < 100 ? 4 : 2) / kColumnTiles;  // of 16 channels at once; ptxas spills with more on later ones
 
-// One vector a row, split. Eight lanes read 16 bytes each from two rows: 16 banks apart.
+// 16 vectors, split, in the order of the first operand of products: a lane reads the four numbers of a product as one. Where
+// threads write neighbouring channels of a vector, two share a bank.
 struct Vectors {
-  static constexpr int kPitch = kHeadDim + 16;
-  alignas(16) u32 high[kMaxRows][kPitch];
-  alignas(16) u32 low[kMaxRows][kPitch];
+  static constexpr int kPitch = 4 * kWarpSize + 16;  // from the numbers of one product to those of the next
+  alignas(16) u32 high[kHeadDim / 8 * kPitch];
+  alignas(16) u32 low[kHeadDim / 8 * kPitch];
 
+  // Of a lane's four neighbouring channels of every sixteen, two for each of two products.
+  SPARGE_DEVICE static i32 place(i32 row, i32 channel) {
+    const i32 product = channel / 16 * 2 + channel % 4 / 2, lane = row % 8 * 4 + channel % 16 / 4;
+    return product * kPitch + 4 * lane + channel % 2 * 2 + row / 8;
+  }
   SPARGE_DEVICE void set(i32 row, i32 channel, float x) {
     const Split parts = split(x);
-    high[row][channel] = parts.high, low[row][channel] = parts.low;
-  }
-  SPARGE_DEVICE float get(i32 row, i32 channel) const {
-    return __uint_as_float(high[row][channel]) + __uint_as_float(low[row][channel]);
+    high[place(row, channel)] = parts.high, low[place(row, channel)] = parts.low;
   }
 };
 
-// A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row.
+// A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row. A lane has neighbouring
+// columns of the product, two of each tile.
 struct Share {
   i32 first_column;
   i32 group = threadIdx.x % kWarpSize / 4, quad = threadIdx.x % 4;
 
-  SPARGE_DEVICE i32 row(i32 i) const { return 8 * (i / 2) + group; }
-  SPARGE_DEVICE i32 column(i32 i) const { return first_column + 2 * quad + i % 2; }
+  SPARGE_DEVICE i32 row(i32 h) const { return 8 * h + group; }
+  SPARGE_DEVICE i32 column() const { return first_column + kLaneColumns * quad; }
+  // The one whose channels the lane multiplies.
+  SPARGE_DEVICE i32 operand_column(i32 tile) const { return first_column + group / 2 * kLaneColumns + 2 * tile + group % 2; }
 };
 
-using Products = float[4];  // of row(i) and column(i) of a share
+using Products = float[kColumnTiles][4];
+SPARGE_DEVICE float product_at(const Products& of, i32 h, i32 i) { return of[i / 2][2 * h + i % 2]; }  // of row(h), column() + i
 
 // A lane has four neighbouring channels of every sixteen: two for each of two products.
 SPARGE_DEVICE void multiply(Products& sum, const Share& share, const Vectors& vectors, const float* columns, i32 key_blocks) {
-  const i32 channel = 4 * share.quad;
-  const float* column =
-      columns + static_cast<i64>(smaller(share.first_column + share.group, key_blocks - 1)) * kHeadDim + channel;
+  const float* column[kColumnTiles];
+#pragma unroll
+  for (int tile = 0; tile < kColumnTiles; ++tile)
+    column[tile] = columns + static_cast<i64>(smaller(share.operand_column(tile), key_blocks - 1)) * kHeadDim + 4 * share.quad;
+  const i32 place = 4 * (ptx::thread_index() % kWarpSize);
 #pragma unroll kSteps
   for (int c = 0; c < kHeadDim; c += 16) {
-    const Vec16 four = *reinterpret_cast<const Vec16*>(column + c);
-    const float x[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
-    u32 high[2][4], low[2][4];
+    float x[kColumnTiles][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Vec16 highs = *reinterpret_cast<const Vec16*>(&vectors.high[share.row(2 * h)][c + channel]);
-      const Vec16 lows = *reinterpret_cast<const Vec16*>(&vectors.low[share.row(2 * h)][c + channel]);
-      high[h][0] = highs.x, high[h][1] = highs.y, high[h][2] = highs.z, high[h][3] = highs.w;
-      low[h][0] = lows.x, low[h][1] = lows.y, low[h][2] = lows.z, low[h][3] = lows.w;
+    for (int tile = 0; tile < kColumnTiles; ++tile) {
+      const Vec16 four = *reinterpret_cast<const Vec16*>(column[tile] + c);
+      x[tile][0] = __uint_as_float(four.x), x[tile][1] = __uint_as_float(four.y);
+      x[tile][2] = __uint_as_float(four.z), x[tile][3] = __uint_as_float(four.w);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const Split a[4] = {
-          {high[0][i], low[0][i]}, {high[1][i], low[1][i]}, {high[0][i + 1], low[0][i + 1]}, {high[1][i + 1], low[1][i + 1]}};
-      multiply_add(sum, a, split(x[i]), split(x[i + 1]));
+    for (int i = 0; i < 2; ++i) {
+      const i32 at = (c / 8 + i) * Vectors::kPitch + place;
+      const Vec16 highs = *reinterpret_cast<const Vec16*>(vectors.high + at);
+      const Vec16 lows = *reinterpret_cast<const Vec16*>(vectors.low + at);
+#pragma unroll
+      for (int tile = 0; tile < kColumnTiles; ++tile)
+        multiply_add(sum[tile], {highs.x, highs.y, highs.z, highs.w}, {lows.x, lows.y, lows.z, lows.w}, split(x[tile][2 * i]),
+                     split(x[tile][2 * i + 1]));
     }
   }
+}
+
+// A lane's numbers of its columns: what comes behind the last is that of the last.
+template <typename T>
+SPARGE_DEVICE void load_columns(T (&facts)[kLaneColumns], const T* of_head, const Share& share, i32 key_blocks) {
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; ++i) facts[i] = of_head[smaller(share.column() + i, key_blocks - 1)];
 }
 
 // `body(share)` for all columns, spread over the warps.
 template <typename Body>
 SPARGE_DEVICE void over_shares(i32 key_blocks, Body&& body) {
-  const i32 shares = ceil_div(key_blocks, kColumns);
-  for (i32 at = threadIdx.x / kWarpSize; at < shares; at += kWarps) body(Share{at * kColumns});
+  for (i32 first = threadIdx.x / kWarpSize * kColumns; first < key_blocks; first += kWarps * kColumns) body(Share{first});
 }
 
-// `use(r, i, dot)` of the products that exist.
+// Numbers of a row from a lane's first column on, in one load.
+struct alignas(sizeof(float) * kLaneColumns) Columns {
+  float at[kLaneColumns];
+};
+
+// `use(h, columns)` of the rows of `scores` that exist. They hold whole lanes' columns.
 template <typename Use>
-SPARGE_DEVICE void each_product(const Share& share, const Products& dot, i32 rows, i32 key_blocks, Use&& use) {
+SPARGE_DEVICE void each_row(const Share& share, float* scores, i32 pitch, i32 rows, i32 key_blocks, Use&& use) {
+  if (share.column() >= key_blocks) return;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const i32 j = share.column(i);
-    if (j >= key_blocks) continue;
-    auto use_column = use(j);
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (const i32 row = share.row(2 * h); row < rows) use_column(row, 2 * h + i, dot[2 * h + i]);
-  }
+  for (int h = 0; h < 2; ++h)
+    if (share.row(h) < rows) {
+      Columns& numbers = *reinterpret_cast<Columns*>(scores + share.row(h) * pitch + share.column());
+      Columns columns = numbers;
+      use(h, columns.at);
+      numbers = columns;
+    }
 }
 
 }  // namespace sparge::route

@@ -51,12 +51,12 @@ struct Rules {
 
   SPARGE_DEVICE i32 keys(i32 j) const { return key_counts[j]; }
   SPARGE_DEVICE bool valid(i32 j) const { return keys(j) > 0; }
-  // kUnseen, kForced or kLeastRanked.
-  SPARGE_DEVICE u32 standing(i32 j) const {
+  // How many keys the block has, with kStandsForced where it is attended to unasked.
+  SPARGE_DEVICE u8 standing(i32 j) const {
     const i32 count = keys(j);
     const bool similar = k_similarity[j] > simthreshd1;
     const bool exact = p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, count, key_length);
-    return count <= 0 ? kUnseen : (p.attention_sink && j == 0) || exact || !similar ? kForced : kLeastRanked;
+    return static_cast<u8>(count <= 0 ? 0 : (p.attention_sink && j == 0) || exact || !similar ? count | kStandsForced : count);
   }
   SPARGE_DEVICE bool dense(const Row& row) const {
     return (p.queries_exact ? p.queries_exact[row.block] != 0
@@ -67,44 +67,45 @@ struct Rules {
 
 SPARGE_DEVICE void note_standing(u8* standing, const Rules& rules, i32 key_blocks) {
 #pragma unroll 2
-  for (int j = threadIdx.x; j < key_blocks; j += kThreads) standing[j] = static_cast<u8>(rules.standing(j));
+  for (int j = threadIdx.x; j < key_blocks; j += kThreads) standing[j] = rules.standing(j);
 }
 
 // Writes the map words, the count and the pair counters of `row`. `keep(j, valid)` runs on whole warps, ascending: `valid` says
-// that there is a key block j, and comes back as whether the row sees keys of it.
-template <typename Keep>
-SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& rules, Keep&& keep) {
+// that there is a key block j, and comes back as whether the row sees keys of it, which are keys(j).
+template <typename Keys, typename Keep>
+SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, Keep&& keep) {
   const i32 key_blocks = p.problem.key_blocks(), words = p.problem.map_words();
   const i64 at = row.at(p);
   const i32 lane = threadIdx.x % kWarpSize;
-  i32 kept_blocks = 0;
-  u32 own = 0;  // each lane stores one of 32 words
-  u64 kept_pairs = 0, valid_pairs = 0;
+  u32 kept_blocks = 0, kept_pairs = 0, valid_pairs = 0;
+#pragma unroll 1
+  for (int first = 0; first < words; first += kWarpSize) {
+    const i32 end = smaller(first + kWarpSize, words);
+    u32 own = 0;  // each lane stores one of 32 words
 #pragma unroll 4
-  for (int word = 0; word < words; ++word) {
-    const i32 j = word * kMapBits + lane;
-    bool valid = j < key_blocks;
-    const bool kept = keep(j, valid);
-    const u32 bits = __ballot_sync(kFullWarp, kept);
-    if (lane == word % kWarpSize) own = bits;
-    if (word % kWarpSize == kWarpSize - 1) p.block_map[at * words + word - kWarpSize + 1 + lane] = own;
-    kept_blocks += __popc(bits);
-    if (valid && p.counters) {
-      const u64 pairs = block_pairs(p.causal, row.first_query, row.queries, j * kKeyBlock, rules.keys(j));
+    for (int word = first; word < end; ++word) {
+      const i32 j = word * kMapBits + lane;
+      bool valid = j < key_blocks;
+      const bool kept = keep(j, valid);
+      const u32 bits = __ballot_sync(kFullWarp, kept);
+      if (lane == word - first) own = bits;
+      u32 pairs = valid ? keys(j) : 0;
+      if (p.causal && valid) pairs = block_pairs(true, row.first_query, row.queries, j * kKeyBlock, pairs);
       valid_pairs += pairs;
       if (kept) kept_pairs += pairs;
     }
+    kept_blocks += __popc(own);
+    if (first + lane < end) p.block_map[at * words + first + lane] = own;
   }
-  if (lane < words % kWarpSize) p.block_map[at * words + words - words % kWarpSize + lane] = own;
-  if (p.counters) {
-    kept_pairs = warp_sum(kept_pairs);
-    valid_pairs = warp_sum(valid_pairs);
-  }
+  const u32 of_each = p.causal ? 1 : row.queries;
+  kept_blocks = warp_sum(kept_blocks);
+  kept_pairs = warp_sum(kept_pairs * of_each);
+  valid_pairs = warp_sum(valid_pairs * of_each);
   if (lane == 0) {
     p.counts[at] = kept_blocks;
     if (p.counters) {
-      atomicAdd(p.counters + kKeptPairs, kept_pairs);
-      atomicAdd(p.counters + kValidPairs, valid_pairs);
+      atomicAdd(p.counters + kKeptPairs, static_cast<u64>(kept_pairs));
+      atomicAdd(p.counters + kValidPairs, static_cast<u64>(valid_pairs));
       atomicAdd(p.counters + kKeptBlocks, static_cast<u64>(kept_blocks));
     }
   }
@@ -112,7 +113,8 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, const Rules& 
 
 SPARGE_DEVICE void map_from_mask(const RouteParams& p, const Row& row, const Rules& rules) {
   const u8* mask = p.block_mask + row.b * p.mask_stride[0] + row.head * p.mask_stride[1] + row.block * p.mask_stride[2];
-  write_map(p, row, rules, [&](i32 j, bool& valid) {
+  auto keys = [&](i32 j) { return rules.keys(j); };
+  write_map(p, row, keys, [&](i32 j, bool& valid) {
     valid = valid && rules.valid(j) && j < row.seen;
     return valid && mask[j * p.mask_stride[3]] != 0;
   });
@@ -124,12 +126,12 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
   u32 lowest = 0xFFFFFFFFu, highest = 0, number = 0;
 #pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) {
-    const u32 stands = j < row.seen ? standing[j] : kUnseen, rank = sortable(scores[j]);
-    const u32 key = stands == kUnseen ? kUnseen : stands == kForced || j >= row.diagonal ? kForced : rank;
+    const u32 stands = j < row.seen ? standing[j] : 0, rank = sortable(scores[j]);
+    const u32 key = stands == 0 ? kUnseen : (stands & kStandsForced) || j >= row.diagonal ? kForced : rank;
     scores[j] = __uint_as_float(key);
     highest = larger(highest, key);
     lowest = smaller(lowest, key < kLeastRanked ? 0xFFFFFFFFu : key);
-    number += key >= kLeastRanked;
+    ptx::count_from(kLeastRanked, key, number);
   }
   return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), warp_sum(number)};
 }
@@ -149,23 +151,26 @@ SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, 
 }
 
 // scores: of this row, one a key block. `list` has room for 32.
-SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, const Rules& rules, bool dense, float* scores,
-                                   const u8* standing, u32* list) {
+SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, bool dense, float* scores, const u8* standing,
+                                   u32* list) {
   const i32 lane = threadIdx.x % kWarpSize, key_blocks = p.problem.key_blocks();
   const Range range = make_keys(scores, standing, row, key_blocks);
   const u32* keys = reinterpret_cast<const u32*>(scores);
   __syncwarp();
   const Cut cut = dense ? Cut{0, 0} : choose(p, keys, key_blocks, range, row.head, list);
   u32 ties = smaller<u64>(cut.ties, key_blocks);
-  write_map(p, row, rules, [&](i32 j, bool& valid) {
+  auto keys_of = [&](i32 j) { return keys_in(standing[j]); };
+  write_map(p, row, keys_of, [&](i32 j, bool& valid) {
     const u32 key = valid ? keys[j] : kUnseen;
     valid = key != kUnseen;
-    const bool tied = key >= kLeastRanked && key == cut.threshold;
-    const u32 tied_lanes = __ballot_sync(kFullWarp, tied);
-    const u32 rank = __popc(tied_lanes & ((1u << lane) - 1));
-    const bool kept = key == kForced || key > cut.threshold || (tied && rank < ties);
-    ties -= smaller<u32>(ties, __popc(tied_lanes));
-    return valid && kept;
+    bool kept = (key == kForced) | (key > cut.threshold);
+    if (ties > 0) {
+      const bool tied = key == cut.threshold;
+      const u32 tied_lanes = __ballot_sync(kFullWarp, tied);
+      kept |= tied & (__popc(tied_lanes & ((1u << lane) - 1)) < ties);
+      ties -= smaller<u32>(ties, __popc(tied_lanes));
+    }
+    return kept;
   });
 }
 

@@ -6,6 +6,10 @@
 
 namespace sparge::route {
 
+// What stands of a key block for all rows: its keys, 0 where none can be seen, and whether it is attended to unasked.
+constexpr u32 kStandsForced = 0x80;
+SPARGE_DEVICE i32 keys_in(u8 standing) { return standing & (kStandsForced - 1); }
+
 // What a row's keys say of a key block: nothing to see, attended to unasked, or its rank.
 constexpr u32 kUnseen = 0, kForced = 1, kLeastRanked = 2;
 
@@ -26,18 +30,24 @@ SPARGE_DEVICE void load_means(Vectors& q_mean, const RouteParams& p, i64 q_at, i
 
 // scores[r * score_pitch + j]: natural log of the block's mass, up to a constant a row. Where blocks are weighed, one of n
 // keys counts n / 64.
-SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float* scores, i32 kv_at, i32 rows) {
+SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float* scores, const u8* standing, i32 kv_at,
+                              i32 rows) {
   const i32 key_blocks = p.problem.key_blocks();
   const float* means = p.k_block_mean + static_cast<i64>(kv_at) * kHeadDim * key_blocks;
   over_shares(key_blocks, [&](const Share& share) {
     Products dots = {};
     multiply(dots, share, q_mean, means, key_blocks);
-    each_product(share, dots, rows, key_blocks, [&](i32 j) {
-      const float weight =
-          p.weigh_counts
-              ? logf(static_cast<float>(p.key_counts[static_cast<i64>(kv_at) * key_blocks + j]) / static_cast<float>(kKeyBlock))
-              : 0.0f;
-      return [=, &p](i32 r, i32, float dot) { scores[r * p.score_pitch + j] = dot + weight; };
+    float weight[kLaneColumns] = {};
+    if (p.weigh_counts) {
+      u8 stands[kLaneColumns];
+      load_columns(stands, standing, share, key_blocks);
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i)
+        weight[i] = kLn2 * ptx::log2_approx(static_cast<float>(keys_in(stands[i])) / static_cast<float>(kKeyBlock));
+    }
+    each_row(share, scores, p.score_pitch, rows, key_blocks, [&](i32 h, float (&log_mass)[kLaneColumns]) {
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) log_mass[i] = product_at(dots, h, i) + weight[i];
     });
   });
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../common/reduce.cuh"
+#include "../ptx/count.cuh"
 #include "score.cuh"
 
 namespace sparge::route {
@@ -23,7 +24,8 @@ struct Mass {
   SPARGE_DEVICE u64 operator()(u32 key) const { return static_cast<u64>(expf(unsortable(key) - highest) * kMassUnit); }
 };
 
-// Keys above `threshold` are kept, and the first `ties` keys equal to it in ascending order of index.
+// Keys above `threshold` are kept, and the first `ties` keys equal to it in ascending order of index: none where all are kept, as
+// then the threshold lies below them.
 struct Cut {
   u32 threshold;
   u64 ties;
@@ -65,7 +67,7 @@ SPARGE_DEVICE Totals totals_from(const u32* keys, i32 count, const u32 (&least)[
     const u32 key = keys[j];
     if constexpr (Weight::kCounts) {
 #pragma unroll
-      for (int i = 0; i < kProbes; ++i) totals.number[i] += key >= least[i];
+      for (int i = 0; i < kProbes; ++i) ptx::count_from(least[i], key, totals.number[i]);
     } else if (key >= least[0]) {
       const u64 own = weight(key);
 #pragma unroll
@@ -81,11 +83,11 @@ SPARGE_DEVICE Totals totals_from(const u32* keys, i32 count, const u32 (&least)[
   return totals;
 }
 
-// The threshold among the at most 32 keys in low .. top, and the weight above it: `above` is that of the keys above top.
-// `list` is this warp's.
+// The threshold among the at most 32 keys in low .. top, how many equal it and the weight above it: `above` is that of the keys
+// above top. `list` is this warp's.
 template <typename Weight>
-SPARGE_DEVICE u32 cut_among(const u32* keys, i32 count, u32 low, u32 top, u64 target, const Weight& weight, u32* list,
-                            u64& above) {
+SPARGE_DEVICE u32 cut_among(const u32* keys, i32 count, u32 low, u32 top, u64 target, const Weight& weight, u32* list, u64& above,
+                            u32& equal) {
   const i32 lane = threadIdx.x % kWarpSize;
   i32 found = 0;
 #pragma unroll 4
@@ -110,6 +112,7 @@ SPARGE_DEVICE u32 cut_among(const u32* keys, i32 count, u32 low, u32 top, u64 ta
       if (key >= own) inclusive += of_key;
     }
   const u32 threshold = __reduce_max_sync(kFullWarp, own && inclusive > target ? own : 0);
+  equal = __popc(__ballot_sync(kFullWarp, own == threshold));
   if constexpr (Weight::kCounts)
     above += __popc(__ballot_sync(kFullWarp, own > threshold));
   else
@@ -145,10 +148,12 @@ SPARGE_DEVICE Cut cut_at(const u32* keys, i32 count, const Range& range, u64 tot
     for (int i = 0; i < kProbes; ++i)
       if (totals.weight[i] > target) low = probe[i], from_low = totals.number[i];
   }
-  const u32 threshold = low < top ? cut_among(keys, count, low, top, target, weight, list, above) : low;
+  u32 equal = from_low - from_above;
+  const u32 threshold = low < top ? cut_among(keys, count, low, top, target, weight, list, above, equal) : low;
   const u64 each = weight(threshold);
-  const u64 ties = each ? (target - above) / each : count;
-  return {threshold, above == 0 && ties == 0 ? 1 : ties};  // at least one block
+  const u64 within = each ? (target - above) / each : count;
+  const u64 ties = above == 0 && within == 0 ? 1 : within;  // at least one block
+  return ties >= equal ? Cut{threshold - 1, 0} : Cut{threshold, ties};
 }
 
 }  // namespace sparge::route

@@ -16,7 +16,7 @@ from sparge.kernels.spec import HEAD_DIMS, KernelSpec
     ("pattern", "counted"),
     [
         (r"constexpr int kMaxRows = (\d+);", route_shared.MAX_ROWS),
-        (r"constexpr int kPitch = kHeadDim \+ (\d+);", route_shared.PADDING),
+        (r"constexpr int kPitch = 4 \* kWarpSize \+ (\d+);", route_shared.PADDING),
     ],
 )
 def test_the_source_says_so(pattern: str, counted: int):
@@ -36,8 +36,8 @@ def test_the_compiled_kernel_declares_no_more(spec: KernelSpec, pack_cubin):
     assert report.static_shared <= route_shared.STATIC_BYTES == widest
 
 
-@pytest.mark.parametrize("key_blocks", [1, 64, 279, 512, 700, 1182, 1861])
-def test_eight_rows_of_scores_lie_in_all_banks(key_blocks: int):
+@pytest.mark.parametrize("key_blocks", [1, 8, 64, 279, 512, 700, 1182, 1861])
+def test_pairs_of_four_rows_of_scores_lie_in_all_banks(key_blocks: int):
     pitch = route_shared.score_pitch(key_blocks)
-    assert pitch >= key_blocks
-    assert len({(row * pitch + at) % 32 for row in range(8) for at in range(4)}) == 32
+    assert pitch >= (key_blocks + 7) // 8 * 8
+    assert len({(row * pitch + at) % 32 for row in range(4) for at in range(8)}) == 32
