@@ -86,10 +86,13 @@ def quantize(
     with_pools: bool = False,
     order: OrderFacts = NO_ORDER,
     means: Tensor | None = None,
+    with_similarity: bool = True,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
     means: those that `means` found, which saves launch 1.
+    with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
+        or NaN where a block's mean is no number, which passes and fails as the true ones would.
     """
     shape = CallShape.of(q, k, order.slots)
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)
@@ -132,6 +135,7 @@ def quantize(
         pool_columns=address("pool_columns"),
         with_queries=with_queries,
         with_values=v is not None,
+        with_similarity=with_similarity,
     )
     kv_tiles = shape.batch * shape.kv_heads * shape.key_blocks
     blocks = kv_tiles * (1 if v is None else 2)

@@ -130,4 +130,12 @@ SPARGE_DEVICE float similarity(const SumsSmem& smem, i32 lane, i32 count) {
   return squares * inverse * inverse;
 }
 
+// What stands for the similarity where no threshold asks for it: a block whose mean is no number is never dropped.
+SPARGE_DEVICE float similarity_of_finite(const float (&mean)[kLaneShare]) {
+  float difference = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) difference += mean[i] - mean[i];
+  return __all_sync(kFullWarp, difference == 0.0f) ? 1.0f : kNotANumber;
+}
+
 }  // namespace sparge::quantize

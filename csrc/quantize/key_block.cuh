@@ -29,6 +29,10 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
     mean[i] *= inverse_count(count);
   }
   store_share(p.k_block_mean + first, mean);
+  if (!p.with_similarity) {
+    const float similar = similarity_of_finite(mean);
+    if (lane == 0) p.k_similarity[head_at * blocks + block] = similar;
+  }
   if (!p.pool_k) return;
   pool_key(p, lane, head_at, block, count, mean);
   float square[kLaneShare];
@@ -64,7 +68,6 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
 
   float x[kPasses][kLaneChannels];
   float amax = 0.0f;
-  float inverse[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     rows.unpack(chunk[pass], x[pass]);
@@ -77,20 +80,25 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
         amax = fmaxf(amax, fabsf(x[pass][i]));
       }
     }
-    inverse[pass] = inverse_norm(x[pass]);
   }
-  float sums[kLaneChannels], unit_sums[kLaneChannels];
+  float sums[kLaneChannels];
 #pragma unroll
   for (int i = 0; i < kLaneChannels; ++i) {
-    sums[i] = x[0][i], unit_sums[i] = x[0][i] * inverse[0];
+    sums[i] = x[0][i];
 #pragma unroll
-    for (int pass = 1; pass < kPasses; ++pass) {
-      sums[i] += x[pass][i];
-      unit_sums[i] += x[pass][i] * inverse[pass];
-    }
+    for (int pass = 1; pass < kPasses; ++pass) sums[i] += x[pass][i];
   }
   store_sums(smem.sums.rows, thread, sums);
-  store_sums(smem.sums.unit_rows, thread, unit_sums);
+  if (p.with_similarity) {
+    float unit_sums[kLaneChannels] = {};
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const float inverse = inverse_norm(x[pass]);
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) unit_sums[i] += x[pass][i] * inverse;
+    }
+    store_sums(smem.sums.unit_rows, thread, unit_sums);
+  }
   if (p.pool_k) {
     float squares[kLaneChannels] = {};
 #pragma unroll
@@ -137,11 +145,11 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
   if (thread.warp == 0) {
     key_statistics(p, smem, thread.lane, head_at, block, count);
   } else if (thread.warp == 1) {
-    const float similar = similarity(smem.sums, thread.lane, count);
-    if (thread.lane == 0) {
-      p.k_similarity[block_at] = similar;
-      p.key_counts[block_at] = count;
+    if (p.with_similarity) {
+      const float similar = similarity(smem.sums, thread.lane, count);
+      if (thread.lane == 0) p.k_similarity[block_at] = similar;
     }
+    if (thread.lane == 0) p.key_counts[block_at] = count;
   }
 }
 
