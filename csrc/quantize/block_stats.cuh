@@ -90,15 +90,19 @@ SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, c
 // What one warp finishes alone, without a barrier: each lane has neighbouring channels.
 constexpr int kLaneShare = kHeadDim / kWarpSize;
 
+SPARGE_DEVICE void load_four(float (&x)[4], const float* at) {
+  const Vec16 four = *reinterpret_cast<const Vec16*>(at);
+  x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
+  x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
+}
+
 template <int kParts>
 SPARGE_DEVICE void over_parts(const ChannelSums<kParts>& sums, i32 lane, float (&total)[kLaneShare]) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     float x[kLaneShare];
     if constexpr (kLaneShare == 4) {
-      const Vec16 four = *reinterpret_cast<const Vec16*>(&sums[part][lane * kLaneShare]);
-      x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
-      x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
+      load_four(x, &sums[part][lane * kLaneShare]);
     } else {
       const Vec8 two = *reinterpret_cast<const Vec8*>(&sums[part][lane * kLaneShare]);
       x[0] = __uint_as_float(two.x), x[1] = __uint_as_float(two.y);

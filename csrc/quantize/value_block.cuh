@@ -32,7 +32,7 @@ SPARGE_DEVICE u32 staged(u32 tile_byte) {
 
 struct alignas(16) ValueSmem {
   u8 tile[kValueTileBytes];
-  alignas(16) float mean[kHeadDim];
+  alignas(16) float shift[kHeadDim];  // minus the mean, in units of v_scale: as another mean, off by its last bit
   alignas(16) float inverse_scale[kHeadDim];
   alignas(16) ChannelSums<kTokenHalves> sums;
   alignas(16) ChannelSums<kTokenHalves> squares;
@@ -78,54 +78,66 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
   }
 }
 
+// Whether a block has all of its tokens: most do.
+template <bool kFull>
+struct Fullness {
+  static constexpr bool full = kFull;
+};
+
 template <Source kSource>
 SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, i32 head_at, i32 block,
                                const KeySlots& slots) {
   const ValueThread thread;
+  const i32 first_key = key_at(thread.position);  // of four: key_at moves bits, so that it can be taken in parts
   Chunk chunk[kPasses];
-  u32 inside = 0;  // a bit a position
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const i32 token = slots.token(key_at(thread.position + pass));
-    inside |= (token >= 0 ? 1u : 0u) << pass;
-    chunk[pass] = rows.load(token, thread.channel);
-  }
+  for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = rows.load(slots.token(first_key + key_at(pass)), thread.channel);
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) {
-      smem.mean[channel] = p.v_mean[head_at * kHeadDim + channel];
-      smem.inverse_scale[channel] = 1.0f / p.v_scale[head_at * kHeadDim + channel];
+      const float inverse_scale = 1.0f / p.v_scale[head_at * kHeadDim + channel];
+      smem.inverse_scale[channel] = inverse_scale;
+      smem.shift[channel] = -p.v_mean[head_at * kHeadDim + channel] * inverse_scale;
     }
     __syncthreads();
   }
+  // Likewise the rows of a thread's eight channels differ in bits that neither the row of the first nor the byte has.
+  const i32 byte = thread.position * kValueBytes;
+  const u32 first_row = staged(tile_offset<kValueRowBytes>(thread.channel, byte / 16) + byte % 16);
   float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};  // in units of v_scale
+  auto transpose = [&](auto block_is) {
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; i += 2) {
-    float x[2][kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[i / 2], x[0][pass], x[1][pass]);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const i32 channel = thread.channel + i + j;
+    for (int i = 0; i < kLaneChannels; i += 4) {
+      float shift[4], inverse_scale[4], x[4][kPasses];
       if constexpr (is_quantized(kElement)) {
-        const float mean = smem.mean[channel], inverse_scale = smem.inverse_scale[channel];
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) x[j][pass] = (x[j][pass] - mean) * inverse_scale;
-        if (inside != (1u << kPasses) - 1)  // in few blocks
-#pragma unroll
-          for (int pass = 0; pass < kPasses; ++pass)
-            if (!(inside >> pass & 1)) x[j][pass] = 0.0f;
+        load_four(shift, &smem.shift[thread.channel + i]);
+        load_four(inverse_scale, &smem.inverse_scale[thread.channel + i]);
       }
-      if (p.pool_v) {
+#pragma unroll
+      for (int j = 0; j < 4; j += 2)
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[(i + j) / 2], x[j][pass], x[j + 1][pass]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-          sums[i + j] += x[j][pass];
-          squares[i + j] += x[j][pass] * x[j][pass];
+          if constexpr (is_quantized(kElement)) {
+            x[j][pass] = __fmaf_rn(x[j][pass], inverse_scale[j], shift[j]);
+            if constexpr (!block_is.full)
+              if (first_key + key_at(pass) >= slots.count) x[j][pass] = 0.0f;
+          }
+          if (p.pool_v) {
+            sums[i + j] += x[j][pass];
+            squares[i + j] += x[j][pass] * x[j][pass];
+          }
         }
+        store_positions(&smem.tile[first_row ^ tile_offset<kValueRowBytes>(i + j, 0)], x[j]);
       }
-      const i32 byte = thread.position * kValueBytes;
-      store_positions(&smem.tile[staged(tile_offset<kValueRowBytes>(channel, byte / 16) + byte % 16)], x[j]);
     }
-  }
+  };
+  if (slots.count == kKeyBlock)
+    transpose(Fullness<true>{});
+  else
+    transpose(Fullness<false>{});
   if (p.pool_v) {
     // Each lane keeps one of the eight channels that eight lanes add.
     const i32 own = thread.channel + lane_channel<ValueThread::kChannelLanes>(thread.lane);
