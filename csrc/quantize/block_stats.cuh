@@ -27,6 +27,14 @@ struct Thread {
   i32 channel = (threadIdx.x % kTokenLanes) * kLaneChannels;
 };
 
+// Without a division in the usual case.
+SPARGE_DEVICE i32 walk_start_of_keys(const Problem& problem, i32 kv) {
+  return problem.heads == problem.kv_heads ? problem.first_walk_start(kv) : problem.walk_start(kv);
+}
+SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
+  return problem.heads == problem.kv_heads ? problem.first_walk_start(head) : problem.walk_start(problem.kv_head(head));
+}
+
 // The tokens of a key block, and how many there are. They come first in the block; key lengths that cut into an order's
 // grid would leave holes, and `whole` tells so.
 struct KeySlots {
@@ -36,7 +44,7 @@ struct KeySlots {
 
   SPARGE_DEVICE KeySlots(const Problem& p, i32 b, i32 kv, i32 block)
       : problem(p),
-        start(p.walk_start(kv)),
+        start(walk_start_of_keys(p, kv)),
         first(block * kKeyBlock),
         length(p.key_length(b)),
         count(larger(0, smaller(kKeyBlock, length - first))) {

@@ -117,7 +117,11 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
   __syncthreads();
-  u8* tile = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes);
+  // A thread's rows are multiples of eight apart: their chunks are swizzled alike.
+  constexpr int kPassBytes = kTokensPerPass * kKeyPartRowBytes;
+  u8* at = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes) +
+           key_offset<kKeyBlock>(thread.token, thread.channel * key_bytes(kElement) / 16) +
+           thread.channel * key_bytes(kElement) % 16;
   if constexpr (is_quantized(kElement)) {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
@@ -125,21 +129,18 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     // A block with holes must not pass for one without: NaN says so in every row that attends to it.
     if (threadIdx.x == 0) p.k_scale[block_at] = smem.whole ? int8_scale(amax) : kNotANumber;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const i32 token = thread.token + pass * kTokensPerPass;
-      const u32 offset = key_offset<kKeyBlock>(token, thread.channel / 16) + thread.channel % 16;
-      *reinterpret_cast<Vec8*>(tile + offset) = {pack_int8(x[pass], inverse_scale), pack_int8(x[pass] + 4, inverse_scale)};
-    }
+    for (int pass = 0; pass < kPasses; ++pass)
+      *reinterpret_cast<Vec8*>(at + pass * kPassBytes) = {pack_int8(x[pass], inverse_scale),
+                                                          pack_int8(x[pass] + 4, inverse_scale)};
   } else {
     auto pack = [](float low, float high) {
       return kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
     };
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const i32 token = thread.token + pass * kTokensPerPass;
       const float* row = x[pass];
-      *reinterpret_cast<Vec16*>(tile + key_offset<kKeyBlock>(token, thread.channel / 8)) = {
-          pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]), pack(row[6], row[7])};
+      *reinterpret_cast<Vec16*>(at + pass * kPassBytes) = {pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]),
+                                                           pack(row[6], row[7])};
     }
   }
   if (thread.warp == 0) {

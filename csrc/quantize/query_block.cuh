@@ -10,7 +10,7 @@ template <Source kSource>
 SPARGE_DEVICE void query_block(const QuantizeParams& p, const Chunks<kSource>& rows, SumsSmem& smem, i32 head, i32 block_at,
                                i32 block) {
   const Thread thread;
-  const i32 first = block * kQueryBlock, start = p.problem.walk_start(p.problem.kv_head(head));
+  const i32 first = block * kQueryBlock, start = walk_start_of_queries(p.problem, head);
   const i32 count = p.problem.rows_from(first) + p.problem.rows_from(first + kKeyBlock);
   float sums[kLaneChannels] = {}, unit_sums[kLaneChannels] = {};
 #pragma unroll 1
