@@ -45,6 +45,9 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
   store_share(p.k_variance + first, square);
 }
 
+// What a token takes of the origin: nothing where there is no token, and zeros were read. One operation, not two.
+SPARGE_DEVICE float one_if(bool inside) { return inside ? 1.0f : 0.0f; }
+
 template <Source kSource>
 SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 head_at, i32 block,
                              const KeySlots& slots) {
@@ -72,11 +75,10 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
   for (int pass = 0; pass < kPasses; ++pass) {
     rows.unpack(chunk[pass], x[pass]);
     if constexpr (is_quantized(kElement)) {
-      const bool inside = thread.token + pass * kTokensPerPass < count;
+      const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        const float centred = x[pass][i] - smem.origin[thread.channel + i];
-        x[pass][i] = inside ? centred : 0.0f;
+        x[pass][i] = __fmaf_rn(-inside, smem.origin[thread.channel + i], x[pass][i]);
         amax = fmaxf(amax, fabsf(x[pass][i]));
       }
     }
@@ -103,10 +105,10 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     float squares[kLaneChannels] = {};
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool inside = thread.token + pass * kTokensPerPass < count;
+      const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        const float off = is_quantized(kElement) ? x[pass][i] : inside ? x[pass][i] - smem.origin[thread.channel + i] : 0.0f;
+        const float off = is_quantized(kElement) ? x[pass][i] : __fmaf_rn(-inside, smem.origin[thread.channel + i], x[pass][i]);
         squares[i] += off * off;
       }
     }
