@@ -52,29 +52,40 @@ SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
   *reinterpret_cast<Vec8*>(at) = {pack(x[0], x[1]), pack(x[2], x[3])};
 }
 
-// Of one warp: the mean of each channel, its square and the variance summed over channels, in the caller's units; the mean as
-// a pseudo-key's value.
-SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
-  const i32 blocks = p.problem.key_blocks();
-  float mean[kLaneShare], square[kLaneShare], in_units[kLaneShare];
+// Of two warps: the mean of each channel, in the caller's units and as a pseudo-key's value; its square and the variance,
+// summed over channels in the caller's units.
+SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 warp, i32 lane, i32 head_at, i32 block,
+                                    i32 count) {
+  if (warp > 1) return;
+  const i32 block_at = head_at * p.problem.key_blocks() + block;
+  const float inverse = inverse_count(count);
+  float mean[kLaneShare], in_units[kLaneShare], scale[kLaneShare];
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i)
+    scale[i] = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + lane * kLaneShare + i] : 1.0f;
   over_parts(smem.sums, lane, mean);
-  over_parts(smem.squares, lane, square);
-  float variances = 0.0f, squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
-    mean[i] *= inverse_count(count);
-    const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + lane * kLaneShare + i] : 1.0f;
-    in_units[i] = mean[i] * scale;
-    variances += fmaxf(0.0f, square[i] * inverse_count(count) - mean[i] * mean[i]) * scale * scale;
+    mean[i] *= inverse;
+    in_units[i] = mean[i] * scale[i];
+  }
+  if (warp == 0) {
+    store_share(p.v_block_mean + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, in_units);
+    pool_value(p, lane, head_at, block, mean);
+    return;
+  }
+  float square[kLaneShare], variances = 0.0f, squares = 0.0f;
+  over_parts(smem.squares, lane, square);
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) {
+    variances += fmaxf(0.0f, square[i] * inverse - mean[i] * mean[i]) * scale[i] * scale[i];
     squares += in_units[i] * in_units[i];
   }
-  store_share(p.v_block_mean + static_cast<i64>(head_at * blocks + block) * kHeadDim + lane * kLaneShare, in_units);
-  pool_value(p, lane, head_at, block, mean);
   variances = lane_sum<1, kWarpSize>(variances);
   squares = lane_sum<1, kWarpSize>(squares);
   if (lane == 0) {
-    p.v_variance[head_at * blocks + block] = variances;
-    p.v_square[head_at * blocks + block] = squares;
+    p.v_variance[block_at] = variances;
+    p.v_square[block_at] = squares;
   }
 }
 
@@ -145,7 +156,7 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
     smem.squares[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(squares, thread.lane);
   }
   __syncthreads();
-  if (p.pool_v && thread.warp == 0) value_statistics(p, smem, thread.lane, head_at, block, slots.count);
+  if (p.pool_v) value_statistics(p, smem, thread.warp, thread.lane, head_at, block, slots.count);
 
   u8* tile = p.v_tiles + static_cast<i64>(head_at * p.problem.key_blocks() + block) * kValueTileBytes;
 #pragma unroll
