@@ -34,6 +34,7 @@ struct alignas(16) ValueSmem {
   u8 tile[kValueTileBytes];
   alignas(16) float shift[kHeadDim];  // minus the mean, in units of v_scale: as another mean, off by its last bit
   alignas(16) float inverse_scale[kHeadDim];
+  alignas(16) float scale[kHeadDim];
   alignas(16) ChannelSums<kTokenHalves> sums;
   alignas(16) ChannelSums<kTokenHalves> squares;
 };
@@ -61,8 +62,7 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
   const float inverse = inverse_count(count);
   float mean[kLaneShare], in_units[kLaneShare], scale[kLaneShare];
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i)
-    scale[i] = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + lane * kLaneShare + i] : 1.0f;
+  for (int i = 0; i < kLaneShare; ++i) scale[i] = is_quantized(kElement) ? smem.scale[lane * kLaneShare + i] : 1.0f;
   over_parts(smem.sums, lane, mean);
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
@@ -105,7 +105,8 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
   for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = rows.load(slots.token(first_key + key_at(pass)), thread.channel);
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) {
-      const float inverse_scale = 1.0f / p.v_scale[head_at * kHeadDim + channel];
+      const float scale = p.v_scale[head_at * kHeadDim + channel], inverse_scale = 1.0f / scale;
+      smem.scale[channel] = scale;
       smem.inverse_scale[channel] = inverse_scale;
       smem.shift[channel] = -p.v_mean[head_at * kHeadDim + channel] * inverse_scale;
     }
