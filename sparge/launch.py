@@ -29,7 +29,6 @@ from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-_MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,9 +311,14 @@ def _launch_means(
         with_values=v is not None,
         k_stride=mean_stride(shape.keys, ordered),
     )
-    slices = shape.head_dim // _MEANS_CHANNELS
+    slices = _means_slices(shape.head_dim, capabilities(k.device).arch)
     blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
     queue("means", k.device, shape, (blocks, 1, 1), params, element=element)
+
+
+def _means_slices(head_dim: int, arch: str) -> int:
+    """Thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
+    return 8 if arch == "sm_90a" else head_dim // 32
 
 
 def queue(
