@@ -12,24 +12,22 @@ SPARGE_DEVICE void query_block(const QuantizeParams& p, const Chunks<kSource>& r
   const Thread thread;
   const i32 first = block * kQueryBlock, start = walk_start_of_queries(p.problem, head);
   const i32 count = p.problem.rows_from(first) + p.problem.rows_from(first + kKeyBlock);
+  constexpr int kLoads = kQueryBlock / kTokensPerPass;
+  Chunk chunk[kLoads];
+#pragma unroll
+  for (int pass = 0; pass < kLoads; ++pass)
+    chunk[pass] = rows.load(p.problem.query_token(start, first + thread.token + pass * kTokensPerPass), thread.channel);
   float sums[kLaneChannels] = {}, unit_sums[kLaneChannels] = {};
-#pragma unroll 1
-  for (int done = 0; done < kQueryBlock; done += kPasses * kTokensPerPass) {
-    Chunk chunk[kPasses];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-      chunk[pass] = rows.load(p.problem.query_token(start, first + done + thread.token + pass * kTokensPerPass), thread.channel);
+  for (int pass = 0; pass < kLoads; ++pass) {
+    float x[kLaneChannels];
+    rows.unpack(chunk[pass], x);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      float x[kLaneChannels];
-      rows.unpack(chunk[pass], x);
+    for (int i = 0; i < kLaneChannels; ++i) sums[i] += x[i];
+    if (p.with_similarity) {
+      const float inverse = inverse_norm(x);
 #pragma unroll
-      for (int i = 0; i < kLaneChannels; ++i) sums[i] += x[i];
-      if (p.with_similarity) {
-        const float inverse = inverse_norm(x);
-#pragma unroll
-        for (int i = 0; i < kLaneChannels; ++i) unit_sums[i] += x[i] * inverse;
-      }
+      for (int i = 0; i < kLaneChannels; ++i) unit_sums[i] += x[i] * inverse;
     }
   }
   store_sums(smem.rows, thread, sums);
