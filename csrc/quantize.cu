@@ -23,7 +23,7 @@
 //             Not measured yet, one after the other: no self-similarities; values by one fused multiplication, their addresses
 //             by one operation a channel, blocks that are not full apart; one multiplication and one addition an address, no
 //             division; the mean of absent keys times 0 instead of selects; each statistic by a warp of its own; the scale of V
-//             kept in shared memory; eight loads of Q in flight. Instructions of a warp are in the commits.
+//             kept in shared memory; eight loads of Q in flight.
 //             Launched before means has ended (programmatic dependent launch), query blocks first: a call gains 14 to 17 us at
 //             CogVideoX-2B, 9 of them without that order, and at most 30 at Mochi; not worth a launch path of its own.
 // Untried     A thread block takes four blocks in turn, the next on its way to shared memory (64 registers hold it on sm_90a

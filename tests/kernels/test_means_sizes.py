@@ -14,7 +14,7 @@ from sparge.launch import _means_slices
 def _compile(compiler, arch: str, head_dim: int, slices: int) -> None:
     sources = read_sources("means")
     number = "".join(filter(str.isdigit, arch))
-    text = f"{sources.text}\nstatic_assert(sparge::means::kSlices == {slices}, \"slices\");\n"
+    text = f'{sources.text}\nstatic_assert(sparge::means::kSlices == {slices}, "slices");\n'
     options = [f"--gpu-architecture={arch}", "-std=c++17", "-default-device"]
     options += [f"-DSPARGE_ARCH={number}", f"-DSPARGE_HEAD_DIM={head_dim}"]
     compiler.nvrtc.compile(sources.name, text, sources.headers, options)
