@@ -59,10 +59,8 @@ struct Problem {
   }
   // Where the walk of the heads that read these keys starts in slot_token. Walks of an order have equal block counts.
   // Nobody has checked the caller's values: one past the last walk means the last.
-  SPARGE_DEVICE i32 walk_start(i32 kv) const { return first_walk_start(kv * (heads / kv_heads)); }
-  // Of the first of the heads that share keys.
-  SPARGE_DEVICE i32 first_walk_start(i32 head) const {
-    return head_walk ? larger(0, smaller(head_walk[head], walks - 1)) * keys : 0;
+  SPARGE_DEVICE i32 walk_start(i32 kv) const {
+    return head_walk ? larger(0, smaller(head_walk[kv * (heads / kv_heads)], walks - 1)) * keys : 0;
   }
   // -1: the query slot holds none.
   SPARGE_DEVICE i32 query_token(i32 start, i32 slot) const {

@@ -27,12 +27,13 @@ struct Thread {
   i32 channel = (threadIdx.x % kTokenLanes) * kLaneChannels;
 };
 
-// Without a division in the usual case.
+// As Problem::walk_start, without divisions in the usual case. (In Problem itself it moves instructions of attend's loop.)
 SPARGE_DEVICE i32 walk_start_of_keys(const Problem& problem, i32 kv) {
-  return problem.heads == problem.kv_heads ? problem.first_walk_start(kv) : problem.walk_start(kv);
+  if (problem.heads != problem.kv_heads) return problem.walk_start(kv);
+  return problem.head_walk ? larger(0, smaller(problem.head_walk[kv], problem.walks - 1)) * problem.keys : 0;
 }
 SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
-  return problem.heads == problem.kv_heads ? problem.first_walk_start(head) : problem.walk_start(problem.kv_head(head));
+  return walk_start_of_keys(problem, problem.heads == problem.kv_heads ? head : problem.kv_head(head));
 }
 
 // The tokens of a key block, and how many there are. They come first in the block; key lengths that cut into an order's
