@@ -84,15 +84,22 @@ struct alignas(16) SumsSmem {
   ChannelSums<kWarps> unit_rows;
 };
 
-// What a warp's threads add for their channels.
+static_assert(kTokenLanes == kWarpSize / 2 || kTokenLanes == kWarpSize / 4, "two or four lanes have the same channels");
+
+// What a warp's threads add for their channels: of those that have the same, each keeps a share.
 SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, const float (&x)[kLaneChannels]) {
+  float four[4], two[2];
+  float* at = &sums[thread.warp][thread.channel + (thread.lane & kTokenLanes ? 4 : 0)];
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; i += 4) {
-    u32 four[4];
+  for (int i = 0; i < 4; ++i) four[i] = lane_sum_of_two(x[i], x[i + 4], thread.lane, kTokenLanes);
+  if constexpr (kTokenLanes == kWarpSize / 2) {
+    *reinterpret_cast<Vec16*>(at) = {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]),
+                                     __float_as_uint(four[3])};
+  } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) four[j] = __float_as_uint(lane_sum<kTokenLanes, kWarpSize>(x[i + j]));
-    if (thread.lane < kTokenLanes)
-      *reinterpret_cast<Vec16*>(&sums[thread.warp][thread.channel + i]) = {four[0], four[1], four[2], four[3]};
+    for (int i = 0; i < 2; ++i) two[i] = lane_sum_of_two(four[i], four[i + 2], thread.lane, 2 * kTokenLanes);
+    at += thread.lane & 2 * kTokenLanes ? 2 : 0;
+    *reinterpret_cast<Vec8*>(at) = {__float_as_uint(two[0]), __float_as_uint(two[1])};
   }
 }
 
