@@ -65,7 +65,7 @@ class Call:
     def asks_similarity(self) -> bool:
         """Whether some block may fail the gate of self-similarity, which is never below 0."""
         threshold = self.policy.simthreshd1
-        return self.routes and (isinstance(threshold, Tensor) or threshold >= 0)
+        return self.routes and (isinstance(threshold, Tensor) or float(threshold) >= 0)
 
     def heads(self, first: int, last: int) -> Call:
         """The kv heads first .. last - 1 and the query heads that read them."""

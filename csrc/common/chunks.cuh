@@ -43,12 +43,9 @@ struct Chunks {
     Chunk chunk = {};
     if constexpr (kAsks) {
       if (token >= 0) load_other(chunk, base + token * token_bytes, channel);
-    } else {
-      const char* row = ptx::global_row(base + channel * 2, token, token_bytes);
-      if (token >= 0 && channel < channels) {
-        const Vec16 words = *reinterpret_cast<const Vec16*>(row);
-        chunk = {words.x, words.y, words.z, words.w};
-      }
+    } else if (token >= 0 && channel < channels) {
+      const Vec16 words = *reinterpret_cast<const Vec16*>(ptx::global_row(base + channel * 2, token, token_bytes));
+      chunk = {words.x, words.y, words.z, words.w};
     }
     return chunk;
   }
