@@ -3,8 +3,9 @@
 //
 // Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k); v_mean = sum V / n;
 //             v_scale = max(max V - v_mean, v_mean - min V) / 448, 1 when that is 0.
-// Strategy    On Hopper a cluster of thread blocks has K or V of one head: its blocks take turns at whole tokens, and each
-//             then adds up 32 channels of all. Elsewhere each block reads its 32 channels (64 bytes) of every token.
+// Strategy    On Hopper a cluster of eight thread blocks has K or V of one head: its blocks take turns at whole tokens, and
+//             each then adds up an eighth of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of
+//             every token. V comes first: with a token order K is a seventh of the work, and fills what V leaves free.
 //             No counters or atomics exist, and the bits never change. A thread keeps ten copies of 16 bytes on their way
 //             to shared memory, and waits for its own only.
 // Tried       H200, Mochi shape / CogVideoX-2B in us; one read of K and V takes 134 / 33 at 4.1 TB/s.
@@ -26,15 +27,18 @@ SPARGE_CHECK_PARAMS(MeansParams);
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kChannels = 32;                  // that a thread block answers for
-constexpr int kSlices = kHeadDim / kChannels;  // thread blocks that share a head's K or V
 constexpr bool kClustered = ptx::kClusters;
+// Thread blocks that share a head's K or V: the most that every Hopper GPU can put into a cluster. sparge/launch.py knows it.
+constexpr int kSlices = kClustered ? 8 : kHeadDim / 32;
+constexpr int kChannels = kHeadDim / kSlices;  // that a thread block answers for
 constexpr int kReadChannels = kClustered ? kHeadDim : kChannels;
 constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that take turns at the tokens
 constexpr int kTokenLanes = kReadChannels / kLaneChannels;
 constexpr int kTokensPerPass = kThreads / kTokenLanes;
+constexpr int kRunReaders = kKeyBlock / kTokensPerPass;  // of them that pass over a run of 64 tokens together
+constexpr int kRuns = kReaders / kRunReaders;            // that all readers pass over together
 constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as much as static shared memory has room for
-constexpr int kBlocksPerSm = 2;  // all 192 blocks of the Mochi shape run at once on 132 SMs
+constexpr int kBlocksPerSm = 3;  // all 384 blocks of the Mochi shape run at once on 132 SMs
 
 struct Sums {
   float of_warps[3][kWarps][kReadChannels];  // sum, least, most
@@ -72,13 +76,13 @@ struct Channels {
   }
 };
 
-static_assert(kReaders * kTokensPerPass == kKeyBlock, "Readers together pass over a run of 64 tokens.");
+static_assert(kRunReaders * kTokensPerPass == kKeyBlock && kRuns * kRunReaders == kReaders, "Readers pass over whole runs.");
 
-// Adds one token of every `stride`-th run, from `token` on.
+// Adds one token of every `kRuns * stride`-th run, from `token` on.
 template <Source kSource>
 SPARGE_DEVICE void add_tokens(Channels<kSource>& channels, Chunk (&stages)[kStages][kThreads], i32 token, i32 channel, i32 length,
                               i32 stride) {
-  const i32 step = stride * kKeyBlock;
+  const i32 step = kRuns * stride * kKeyBlock;
   const Chunks<kSource>& rows = channels.rows;
   if constexpr (kSource == Source::kOther) {
     for (; token < length; token += step) channels.add(rows.load(token, channel));
@@ -151,8 +155,8 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
   const i32 own_channel = (lane % kTokenLanes) * kLaneChannels;
   const i32 length = p.problem.key_length(b);
   Channels<kSource> channels(rows);
-  const i32 token = threadIdx.x / kTokenLanes + (kClustered ? slice * kTokensPerPass : 0);
-  const i32 stride = values ? 1 : p.k_stride;
+  const i32 stride = values ? 1 : p.k_stride, reader = kClustered ? slice : 0;
+  const i32 token = threadIdx.x / kTokenLanes + reader % kRunReaders * kTokensPerPass + reader / kRunReaders * stride * kKeyBlock;
   add_tokens(channels, smem.stages, token, own_channel + (kClustered ? 0 : slice * kChannels), length, stride);
   __syncthreads();  // sums lie where copies did
   float low[kLaneChannels], high[kLaneChannels];
@@ -186,17 +190,15 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::means::kThreads, 0};
 
-// Grid: batch x kv_heads x (K, then V when with_values) x channel slices, slices fastest: a cluster has those of one tensor.
+// Grid: (V when with_values, then K) x batch x kv_heads x channel slices, slices fastest: a cluster has those of one tensor.
 extern "C" __global__ void SPARGE_CLUSTER(sparge::means::kSlices)
     __launch_bounds__(sparge::means::kThreads, sparge::means::kBlocksPerSm) means(const __grid_constant__ sparge::MeansParams p) {
   using namespace sparge;
   __shared__ means::Smem smem;
-  const i32 tensors = p.with_values ? 2 : 1;
-  i32 index = blockIdx.x;
-  const i32 slice = index % means::kSlices;
-  index /= means::kSlices;
-  const bool values = index % tensors == 1;
-  index /= tensors;
+  const i32 slice = blockIdx.x % means::kSlices, heads = p.problem.batch * p.problem.kv_heads;
+  i32 index = blockIdx.x / means::kSlices;
+  const bool values = p.with_values && index < heads;
+  if (p.with_values && !values) index -= heads;
   const i32 head = index % p.problem.kv_heads, b = index / p.problem.kv_heads;
   with_chunks(values ? p.v : p.k, b, head, p.problem.channels,
               [&](auto rows) { means::reduce_slice(p, smem, rows, b, head, slice, values); });

@@ -121,6 +121,7 @@ struct QuantizeParams {
   PoolColumn* pool_columns;  // (batch, kv_heads, pool_tiles * 64)
   i32 with_queries;
   i32 with_values;
+  i32 with_similarity;  // else similarities are 1, or NaN where a block's mean is no number: what a threshold below 0 asks
 };
 
 enum class Select : i32 { kTopK = 0, kCdf = 1, kMask = 2 };

@@ -8,7 +8,8 @@
 // Layout      K tile 64 x head_dim (16-bit rows cut in two on sm_90a, common/key_tile.cuh), V tile head_dim x 64, 16-byte
 //             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. See params.cuh for the statistics.
 // Strategy    One thread block a query, key or value block; its loads are on their way before anything is waited for.
-//             What only statistics need is finished by single warps at the end, without barriers. Q is only averaged
+//             What only statistics need is finished by single warps at the end, each statistic by another, without
+//             barriers. Self-similarities are left out where no threshold asks for them. Q is only averaged
 //             here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a sixth of
 //             q+k+v) and its traffic.
 // Tried       H200 in us, Mochi shape / with walks and statistics / CogVideoX-2B; at 4.1 TB/s the first takes 268, the last 67.
@@ -19,11 +20,16 @@
 //             314 / 454 / 84  selects instead of branches, approximate reciprocals, unsigned divisions
 //             324 / 408 / 85  statistics by single warps after the tile: kept, as budgets are the rule
 //             320 / 376 / 85  block statistics as rows of head_dim instead of columns: written in whole sectors
+//             Not measured yet, one after the other: no self-similarities; values by one fused multiplication, their addresses
+//             by one operation a channel, blocks that are not full apart; one multiplication and one addition an address, no
+//             division; the mean of absent keys times 0 instead of selects; each statistic by a warp of its own; the scale of V
+//             kept in shared memory; eight loads of Q in flight.
 //             Launched before means has ended (programmatic dependent launch), query blocks first: a call gains 14 to 17 us at
 //             CogVideoX-2B, 9 of them without that order, and at most 30 at Mochi; not worth a launch path of its own.
 // Untried     A thread block takes four blocks in turn, the next on its way to shared memory (64 registers hold it on sm_90a
 //             only).
-//             Mean, variance and pseudo-key of a block by a warp each.
+//             Sums of Q by the tensor cores (a product with ones, pairs of tokens from PRMT): 48 instructions for 128.
+//             Division by the number of heads as a multiplication by what the host passes.
 #include "params.cuh"
 #include "quantize/key_block.cuh"
 #include "quantize/query_block.cuh"

@@ -312,6 +312,7 @@ def _quantize(call: Call) -> Tensor:
         call.routes,
         call.pools,
         *_slots(call),
+        with_similarity=call.asks_similarity,
     )
 
 

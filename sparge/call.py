@@ -61,6 +61,12 @@ class Call:
         """Whether query statistics are needed: a given plan or mask replaces them."""
         return self.plan is None and self.block_mask is None
 
+    @property
+    def asks_similarity(self) -> bool:
+        """Whether some block may fail the gate of self-similarity, which is never below 0."""
+        threshold = self.policy.simthreshd1
+        return self.routes and (isinstance(threshold, Tensor) or float(threshold) >= 0)
+
     def heads(self, first: int, last: int) -> Call:
         """The kv heads first .. last - 1 and the query heads that read them."""
         group = self.shape.heads // self.shape.kv_heads

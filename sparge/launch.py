@@ -29,7 +29,6 @@ from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-_MEANS_CHANNELS = 32  # channels a thread block of the means kernel owns
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +85,13 @@ def quantize(
     with_pools: bool = False,
     order: OrderFacts = NO_ORDER,
     means: Tensor | None = None,
+    with_similarity: bool = True,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
     means: those that `means` found, which saves launch 1.
+    with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
+        or NaN where a block's mean is no number, which passes and fails as the true ones would.
     """
     shape = CallShape.of(q, k, order.slots)
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)
@@ -132,6 +134,7 @@ def quantize(
         pool_columns=address("pool_columns"),
         with_queries=with_queries,
         with_values=v is not None,
+        with_similarity=with_similarity,
     )
     kv_tiles = shape.batch * shape.kv_heads * shape.key_blocks
     blocks = kv_tiles * (1 if v is None else 2)
@@ -308,9 +311,14 @@ def _launch_means(
         with_values=v is not None,
         k_stride=mean_stride(shape.keys, ordered),
     )
-    slices = shape.head_dim // _MEANS_CHANNELS
+    slices = _means_slices(shape.head_dim, capabilities(k.device).arch)
     blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
     queue("means", k.device, shape, (blocks, 1, 1), params, element=element)
+
+
+def _means_slices(head_dim: int, arch: str) -> int:
+    """Thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
+    return 8 if arch == "sm_90a" else head_dim // 32
 
 
 def queue(

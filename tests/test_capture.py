@@ -13,6 +13,7 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, SparsePolicy
+from sparge.call import make_call
 from sparge.kernels import Capability
 from sparge.stats import Counter
 
@@ -95,3 +96,17 @@ def test_one_graph_with_true_strides(with_stats: bool) -> None:
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     ops = [name.split(".")[-1] for name in called if name.startswith("sparge.")]
     assert ops == ["quantize", "route", "attend"]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "asks"),
+    [(-0.1, False), (-1, False), (0.0, True), (0.5, True), (torch.tensor([-0.1, -0.1]), True)],
+)
+def test_who_asks_for_similarities(make_qkv, threshold: Any, asks: bool) -> None:
+    """A tensor's values are not known without waiting for the GPU."""
+    q, k, v = make_qkv(1, 2, 300, 64)
+    policy = SparsePolicy(simthreshd1=threshold)
+    given = (q, k, v, policy, "HND", False, None, None)
+    assert make_call(*given, None, None).asks_similarity is asks
+    mask = torch.ones(1, 2, 3, 5, dtype=torch.bool)
+    assert not make_call(*given, mask, None).asks_similarity

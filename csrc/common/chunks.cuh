@@ -3,6 +3,7 @@
 // them when it needs numbers. (Rows, in rows.cuh, unpacks inside the branch that loads: one load at a time.)
 #pragma once
 
+#include "../ptx/address.cuh"
 #include "rows.cuh"
 
 namespace sparge {
@@ -43,8 +44,7 @@ struct Chunks {
     if constexpr (kAsks) {
       if (token >= 0) load_other(chunk, base + token * token_bytes, channel);
     } else if (token >= 0 && channel < channels) {
-      const u64 offset = static_cast<u64>(static_cast<u32>(token)) * static_cast<u32>(token_bytes);
-      const Vec16 words = *reinterpret_cast<const Vec16*>(base + channel * 2 + offset);
+      const Vec16 words = *reinterpret_cast<const Vec16*>(ptx::global_row(base + channel * 2, token, token_bytes));
       chunk = {words.x, words.y, words.z, words.w};
     }
     return chunk;

@@ -27,20 +27,22 @@ SPARGE_DEVICE float lane_min(float value) {
   return value;
 }
 
+// Two sums over two lanes whose numbers differ in the bit `step`, one for each: the lane with that bit has the second.
+SPARGE_DEVICE float lane_sum_of_two(float first, float second, i32 lane, int step) {
+  const bool upper = lane & step;
+  return (upper ? second : first) + __shfl_xor_sync(kFullWarp, upper ? first : second, step);
+}
+
 // Eight sums over eight lanes whose numbers differ in the bits kFirst, 2 kFirst and 4 kFirst, one for each of these lanes: seven
 // shuffles instead of 24.
 template <int kFirst>
 SPARGE_DEVICE float lane_sum_of_eight(const float (&x)[8], i32 lane) {
   float four[4], two[2];
-  auto half = [&](float low, float high, int step) {
-    const bool upper = lane & step;
-    return (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, step);
-  };
 #pragma unroll
-  for (int i = 0; i < 4; ++i) four[i] = half(x[i], x[i + 4], kFirst);
+  for (int i = 0; i < 4; ++i) four[i] = lane_sum_of_two(x[i], x[i + 4], lane, kFirst);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) two[i] = half(four[i], four[i + 2], 2 * kFirst);
-  return half(two[0], two[1], 4 * kFirst);
+  for (int i = 0; i < 2; ++i) two[i] = lane_sum_of_two(four[i], four[i + 2], lane, 2 * kFirst);
+  return lane_sum_of_two(two[0], two[1], lane, 4 * kFirst);
 }
 
 // Which of the eight sums that is.

@@ -27,6 +27,15 @@ struct Thread {
   i32 channel = (threadIdx.x % kTokenLanes) * kLaneChannels;
 };
 
+// As Problem::walk_start, without divisions in the usual case. (In Problem itself it moves instructions of attend's loop.)
+SPARGE_DEVICE i32 walk_start_of_keys(const Problem& problem, i32 kv) {
+  if (problem.heads != problem.kv_heads) return problem.walk_start(kv);
+  return problem.head_walk ? larger(0, smaller(problem.head_walk[kv], problem.walks - 1)) * problem.keys : 0;
+}
+SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
+  return walk_start_of_keys(problem, problem.heads == problem.kv_heads ? head : problem.kv_head(head));
+}
+
 // The tokens of a key block, and how many there are. They come first in the block; key lengths that cut into an order's
 // grid would leave holes, and `whole` tells so.
 struct KeySlots {
@@ -36,7 +45,7 @@ struct KeySlots {
 
   SPARGE_DEVICE KeySlots(const Problem& p, i32 b, i32 kv, i32 block)
       : problem(p),
-        start(p.walk_start(kv)),
+        start(walk_start_of_keys(p, kv)),
         first(block * kKeyBlock),
         length(p.key_length(b)),
         count(larger(0, smaller(kKeyBlock, length - first))) {
@@ -75,20 +84,33 @@ struct alignas(16) SumsSmem {
   ChannelSums<kWarps> unit_rows;
 };
 
-// What a warp's threads add for their channels.
+static_assert(kTokenLanes == kWarpSize / 2 || kTokenLanes == kWarpSize / 4, "two or four lanes have the same channels");
+
+// What a warp's threads add for their channels: of those that have the same, each keeps a share.
 SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, const float (&x)[kLaneChannels]) {
+  float four[4], two[2];
+  float* at = &sums[thread.warp][thread.channel + (thread.lane & kTokenLanes ? 4 : 0)];
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; i += 4) {
-    u32 four[4];
+  for (int i = 0; i < 4; ++i) four[i] = lane_sum_of_two(x[i], x[i + 4], thread.lane, kTokenLanes);
+  if constexpr (kTokenLanes == kWarpSize / 2) {
+    *reinterpret_cast<Vec16*>(at) = {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]),
+                                     __float_as_uint(four[3])};
+  } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) four[j] = __float_as_uint(lane_sum<kTokenLanes, kWarpSize>(x[i + j]));
-    if (thread.lane < kTokenLanes)
-      *reinterpret_cast<Vec16*>(&sums[thread.warp][thread.channel + i]) = {four[0], four[1], four[2], four[3]};
+    for (int i = 0; i < 2; ++i) two[i] = lane_sum_of_two(four[i], four[i + 2], thread.lane, 2 * kTokenLanes);
+    at += thread.lane & 2 * kTokenLanes ? 2 : 0;
+    *reinterpret_cast<Vec8*>(at) = {__float_as_uint(two[0]), __float_as_uint(two[1])};
   }
 }
 
 // What one warp finishes alone, without a barrier: each lane has neighbouring channels.
 constexpr int kLaneShare = kHeadDim / kWarpSize;
+
+SPARGE_DEVICE void load_four(float (&x)[4], const float* at) {
+  const Vec16 four = *reinterpret_cast<const Vec16*>(at);
+  x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
+  x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
+}
 
 template <int kParts>
 SPARGE_DEVICE void over_parts(const ChannelSums<kParts>& sums, i32 lane, float (&total)[kLaneShare]) {
@@ -96,9 +118,7 @@ SPARGE_DEVICE void over_parts(const ChannelSums<kParts>& sums, i32 lane, float (
   for (int part = 0; part < kParts; ++part) {
     float x[kLaneShare];
     if constexpr (kLaneShare == 4) {
-      const Vec16 four = *reinterpret_cast<const Vec16*>(&sums[part][lane * kLaneShare]);
-      x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
-      x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
+      load_four(x, &sums[part][lane * kLaneShare]);
     } else {
       const Vec8 two = *reinterpret_cast<const Vec8*>(&sums[part][lane * kLaneShare]);
       x[0] = __uint_as_float(two.x), x[1] = __uint_as_float(two.y);
@@ -128,6 +148,14 @@ SPARGE_DEVICE float similarity(const SumsSmem& smem, i32 lane, i32 count) {
   squares = lane_sum<1, kWarpSize>(squares);
   const float inverse = inverse_count(count);
   return squares * inverse * inverse;
+}
+
+// What stands for the similarity where no threshold asks for it: a block whose mean is no number is never dropped.
+SPARGE_DEVICE float similarity_of_finite(const float (&mean)[kLaneShare]) {
+  float difference = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) difference += mean[i] - mean[i];
+  return __all_sync(kFullWarp, difference == 0.0f) ? 1.0f : kNotANumber;
 }
 
 }  // namespace sparge::quantize

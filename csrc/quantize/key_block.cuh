@@ -18,28 +18,53 @@ struct KeySmem {
   bool whole;  // as KeySlots says
 };
 
-// Of one warp's lanes, which then have the mean and, for budgets, the variance of neighbouring channels.
-SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
-  const i32 blocks = p.problem.key_blocks();
-  const i64 first = static_cast<i64>(head_at * blocks + block) * kHeadDim + lane * kLaneShare;
-  float mean[kLaneShare];
+// Of one warp's lanes, which then have the mean of neighbouring channels. A thread block's room is free for the next when its
+// last warp ends: each statistic is of another warp.
+SPARGE_DEVICE void key_mean(const KeySmem& smem, i32 lane, i32 count, float (&mean)[kLaneShare]) {
+  const float inverse = inverse_count(count);
   over_parts(smem.sums.rows, lane, mean);
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) {
-    mean[i] *= inverse_count(count);
-  }
-  store_share(p.k_block_mean + first, mean);
-  if (!p.pool_k) return;
-  pool_key(p, lane, head_at, block, count, mean);
-  float square[kLaneShare];
+  for (int i = 0; i < kLaneShare; ++i) mean[i] *= inverse;
+}
+
+SPARGE_DEVICE void key_variance(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 block_at, i32 count) {
+  const float inverse = inverse_count(count);
+  float mean[kLaneShare], square[kLaneShare];
+  key_mean(smem, lane, count, mean);
   over_parts(smem.squares, lane, square);
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
     const float off = is_quantized(kElement) ? mean[i] : mean[i] - smem.origin[lane * kLaneShare + i];
-    square[i] = fmaxf(0.0f, square[i] * inverse_count(count) - off * off);
+    square[i] = fmaxf(0.0f, square[i] * inverse - off * off);
   }
-  store_share(p.k_variance + first, square);
+  store_share(p.k_variance + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, square);
 }
+
+SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, const Thread& thread, i32 head_at, i32 block,
+                                  i32 count) {
+  const i32 block_at = head_at * p.problem.key_blocks() + block;
+  if (thread.warp == 0) {
+    float mean[kLaneShare];
+    key_mean(smem, thread.lane, count, mean);
+    store_share(p.k_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
+    if (p.pool_k) pool_key(p, thread.lane, head_at, block, mean);
+    if (p.with_similarity) return;
+    const float similar = similarity_of_finite(mean);
+    if (thread.lane == 0) p.k_similarity[block_at] = similar;
+  } else if (thread.warp == 1) {
+    if (p.pool_k) key_variance(p, smem, thread.lane, block_at, count);
+  } else if (thread.warp == 2) {
+    if (!p.with_similarity) return;
+    const float similar = similarity(smem.sums, thread.lane, count);
+    if (thread.lane == 0) p.k_similarity[block_at] = similar;
+  } else if (thread.warp == 3 && thread.lane == 0) {
+    p.key_counts[block_at] = count;
+    if (p.pool_k) pool_bias(p, head_at, block, count);
+  }
+}
+
+// What a token takes of the origin: nothing where there is no token, and zeros were read. One operation, not two.
+SPARGE_DEVICE float one_if(bool inside) { return inside ? 1.0f : 0.0f; }
 
 template <Source kSource>
 SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 head_at, i32 block,
@@ -64,41 +89,44 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
 
   float x[kPasses][kLaneChannels];
   float amax = 0.0f;
-  float inverse[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     rows.unpack(chunk[pass], x[pass]);
     if constexpr (is_quantized(kElement)) {
-      const bool inside = thread.token + pass * kTokensPerPass < count;
+      const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        const float centred = x[pass][i] - smem.origin[thread.channel + i];
-        x[pass][i] = inside ? centred : 0.0f;
+        x[pass][i] = __fmaf_rn(-inside, smem.origin[thread.channel + i], x[pass][i]);
         amax = fmaxf(amax, fabsf(x[pass][i]));
       }
     }
-    inverse[pass] = inverse_norm(x[pass]);
   }
-  float sums[kLaneChannels], unit_sums[kLaneChannels];
+  float sums[kLaneChannels];
 #pragma unroll
   for (int i = 0; i < kLaneChannels; ++i) {
-    sums[i] = x[0][i], unit_sums[i] = x[0][i] * inverse[0];
+    sums[i] = x[0][i];
 #pragma unroll
-    for (int pass = 1; pass < kPasses; ++pass) {
-      sums[i] += x[pass][i];
-      unit_sums[i] += x[pass][i] * inverse[pass];
-    }
+    for (int pass = 1; pass < kPasses; ++pass) sums[i] += x[pass][i];
   }
   store_sums(smem.sums.rows, thread, sums);
-  store_sums(smem.sums.unit_rows, thread, unit_sums);
+  if (p.with_similarity) {
+    float unit_sums[kLaneChannels] = {};
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const float inverse = inverse_norm(x[pass]);
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) unit_sums[i] += x[pass][i] * inverse;
+    }
+    store_sums(smem.sums.unit_rows, thread, unit_sums);
+  }
   if (p.pool_k) {
     float squares[kLaneChannels] = {};
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool inside = thread.token + pass * kTokensPerPass < count;
+      const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        const float off = is_quantized(kElement) ? x[pass][i] : inside ? x[pass][i] - smem.origin[thread.channel + i] : 0.0f;
+        const float off = is_quantized(kElement) ? x[pass][i] : __fmaf_rn(-inside, smem.origin[thread.channel + i], x[pass][i]);
         squares[i] += off * off;
       }
     }
@@ -109,40 +137,33 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
   __syncthreads();
-  u8* tile = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes);
+  // A thread's rows are multiples of eight apart: their chunks are swizzled alike.
+  constexpr int kPassBytes = kTokensPerPass * kKeyPartRowBytes;
+  u8* at = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes) +
+           key_offset<kKeyBlock>(thread.token, thread.channel * key_bytes(kElement) / 16) +
+           thread.channel * key_bytes(kElement) % 16;
   if constexpr (is_quantized(kElement)) {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
     const float inverse_scale = int8_inverse_scale(amax);
     // A block with holes must not pass for one without: NaN says so in every row that attends to it.
-    if (threadIdx.x == 0) p.k_scale[block_at] = smem.whole ? int8_scale(amax) : kNotANumber;
+    if (threadIdx.x == kThreads - 1) p.k_scale[block_at] = smem.whole ? int8_scale(amax) : kNotANumber;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const i32 token = thread.token + pass * kTokensPerPass;
-      const u32 offset = key_offset<kKeyBlock>(token, thread.channel / 16) + thread.channel % 16;
-      *reinterpret_cast<Vec8*>(tile + offset) = {pack_int8(x[pass], inverse_scale), pack_int8(x[pass] + 4, inverse_scale)};
-    }
+    for (int pass = 0; pass < kPasses; ++pass)
+      *reinterpret_cast<Vec8*>(at + pass * kPassBytes) = {pack_int8(x[pass], inverse_scale),
+                                                          pack_int8(x[pass] + 4, inverse_scale)};
   } else {
     auto pack = [](float low, float high) {
       return kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
     };
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const i32 token = thread.token + pass * kTokensPerPass;
       const float* row = x[pass];
-      *reinterpret_cast<Vec16*>(tile + key_offset<kKeyBlock>(token, thread.channel / 8)) = {
-          pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]), pack(row[6], row[7])};
+      *reinterpret_cast<Vec16*>(at + pass * kPassBytes) = {pack(row[0], row[1]), pack(row[2], row[3]), pack(row[4], row[5]),
+                                                           pack(row[6], row[7])};
     }
   }
-  if (thread.warp == 0) {
-    key_statistics(p, smem, thread.lane, head_at, block, count);
-  } else if (thread.warp == 1) {
-    const float similar = similarity(smem.sums, thread.lane, count);
-    if (thread.lane == 0) {
-      p.k_similarity[block_at] = similar;
-      p.key_counts[block_at] = count;
-    }
-  }
+  key_statistics(p, smem, thread, head_at, block, count);
 }
 
 }  // namespace sparge::quantize

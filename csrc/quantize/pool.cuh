@@ -20,8 +20,7 @@ SPARGE_DEVICE u16 sixteen_bits(float x) {
 
 // A warp's lanes hold neighbouring channels of the block's mean key. The last block clears the rows after it: what a scale of
 // 0 multiplies must be a number.
-SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 block, i32 count,
-                            const float (&mean)[kLaneShare]) {
+SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 block, const float (&mean)[kLaneShare]) {
   const i64 tile_at = pool_tile_at(p.problem, head_at, block);
   const i32 row = block % kKeyBlock, channel = lane * kLaneShare;
   constexpr int kBytes = key_bytes(kElement), kTileBytes = kKeyBlock * kKeyRowBytes, kPartBytes = kTileBytes / kKeyParts;
@@ -49,7 +48,12 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 
 #pragma unroll
     for (int i = 0; i < kLaneShare; ++i) reinterpret_cast<u16*>(at)[i] = sixteen_bits(mean[i]);
   }
-  if (lane == 0) p.pool_columns[tile_at * kKeyBlock + row] = {scale, log2f(static_cast<float>(count))};
+  if (lane == 0) p.pool_columns[tile_at * kKeyBlock + row].scale = scale;
+}
+
+// Of one thread.
+SPARGE_DEVICE void pool_bias(const QuantizeParams& p, i32 head_at, i32 block, i32 count) {
+  p.pool_columns[pool_tile_at(p.problem, head_at, block) * kKeyBlock + block % kKeyBlock].bias = log2f(static_cast<float>(count));
 }
 
 // Likewise of the block's mean value, in units of v_scale. The last block clears the columns after it: what a probability of
@@ -57,9 +61,11 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 
 SPARGE_DEVICE void pool_value(const QuantizeParams& p, i32 lane, i32 head_at, i32 block, const float (&mean)[kLaneShare]) {
   constexpr int kBytes = value_bytes(kElement), kRowBytes = kKeyBlock * kBytes;
   u8* tile = p.pool_v + pool_tile_at(p.problem, head_at, block) * (kHeadDim * kRowBytes);
-  auto store = [&](i32 channel, i32 column, float x) {
+  // A lane's rows differ in bits that the first does not have.
+  const u32 first_row = tile_offset<kRowBytes>(lane * kLaneShare, 0);
+  auto store = [&](int i, i32 column, float x) {
     const i32 byte = position_of(column) * kBytes;
-    u8* at = tile + tile_offset<kRowBytes>(channel, byte / 16) + byte % 16;
+    u8* at = tile + (first_row ^ tile_offset<kRowBytes>(i, byte / 16)) + byte % 16;
 #if SPARGE_ARCH >= 89
     if constexpr (kElement == Element::kInt8E4M3) {
       *at = static_cast<u8>(ptx::pack_e4m3(x, 0.0f));
@@ -69,12 +75,12 @@ SPARGE_DEVICE void pool_value(const QuantizeParams& p, i32 lane, i32 head_at, i3
     *reinterpret_cast<u16*>(at) = sixteen_bits(x);
   };
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) store(lane * kLaneShare + i, block % kKeyBlock, mean[i]);
+  for (int i = 0; i < kLaneShare; ++i) store(i, block % kKeyBlock, mean[i]);
   if (block == p.problem.key_blocks() - 1)
 #pragma unroll 1
     for (i32 column = block % kKeyBlock + 1; column < kKeyBlock; ++column)
 #pragma unroll 1
-      for (int i = 0; i < kLaneShare; ++i) store(lane * kLaneShare + i, column, 0.0f);
+      for (int i = 0; i < kLaneShare; ++i) store(i, column, 0.0f);
 }
 
 }  // namespace sparge::quantize

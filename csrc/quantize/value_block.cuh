@@ -32,8 +32,9 @@ SPARGE_DEVICE u32 staged(u32 tile_byte) {
 
 struct alignas(16) ValueSmem {
   u8 tile[kValueTileBytes];
-  alignas(16) float mean[kHeadDim];
+  alignas(16) float shift[kHeadDim];  // minus the mean, in units of v_scale: as another mean, off by its last bit
   alignas(16) float inverse_scale[kHeadDim];
+  alignas(16) float scale[kHeadDim];
   alignas(16) ChannelSums<kTokenHalves> sums;
   alignas(16) ChannelSums<kTokenHalves> squares;
 };
@@ -52,80 +53,103 @@ SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
   *reinterpret_cast<Vec8*>(at) = {pack(x[0], x[1]), pack(x[2], x[3])};
 }
 
-// Of one warp: the mean of each channel, its square and the variance summed over channels, in the caller's units; the mean as
-// a pseudo-key's value.
-SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 lane, i32 head_at, i32 block, i32 count) {
-  const i32 blocks = p.problem.key_blocks();
-  float mean[kLaneShare], square[kLaneShare], in_units[kLaneShare];
+// Of two warps: the mean of each channel, in the caller's units and as a pseudo-key's value; its square and the variance,
+// summed over channels in the caller's units.
+SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 warp, i32 lane, i32 head_at, i32 block,
+                                    i32 count) {
+  if (warp > 1) return;
+  const i32 block_at = head_at * p.problem.key_blocks() + block;
+  const float inverse = inverse_count(count);
+  float mean[kLaneShare], in_units[kLaneShare], scale[kLaneShare];
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) scale[i] = is_quantized(kElement) ? smem.scale[lane * kLaneShare + i] : 1.0f;
   over_parts(smem.sums, lane, mean);
-  over_parts(smem.squares, lane, square);
-  float variances = 0.0f, squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
-    mean[i] *= inverse_count(count);
-    const float scale = is_quantized(kElement) ? p.v_scale[head_at * kHeadDim + lane * kLaneShare + i] : 1.0f;
-    in_units[i] = mean[i] * scale;
-    variances += fmaxf(0.0f, square[i] * inverse_count(count) - mean[i] * mean[i]) * scale * scale;
+    mean[i] *= inverse;
+    in_units[i] = mean[i] * scale[i];
+  }
+  if (warp == 0) {
+    store_share(p.v_block_mean + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, in_units);
+    pool_value(p, lane, head_at, block, mean);
+    return;
+  }
+  float square[kLaneShare], variances = 0.0f, squares = 0.0f;
+  over_parts(smem.squares, lane, square);
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) {
+    variances += fmaxf(0.0f, square[i] * inverse - mean[i] * mean[i]) * scale[i] * scale[i];
     squares += in_units[i] * in_units[i];
   }
-  store_share(p.v_block_mean + static_cast<i64>(head_at * blocks + block) * kHeadDim + lane * kLaneShare, in_units);
-  pool_value(p, lane, head_at, block, mean);
   variances = lane_sum<1, kWarpSize>(variances);
   squares = lane_sum<1, kWarpSize>(squares);
   if (lane == 0) {
-    p.v_variance[head_at * blocks + block] = variances;
-    p.v_square[head_at * blocks + block] = squares;
+    p.v_variance[block_at] = variances;
+    p.v_square[block_at] = squares;
   }
 }
+
+// Whether a block has all of its tokens: most do.
+template <bool kFull>
+struct Fullness {
+  static constexpr bool full = kFull;
+};
 
 template <Source kSource>
 SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, i32 head_at, i32 block,
                                const KeySlots& slots) {
   const ValueThread thread;
+  const i32 first_key = key_at(thread.position);  // of four: key_at moves bits, so that it can be taken in parts
   Chunk chunk[kPasses];
-  u32 inside = 0;  // a bit a position
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const i32 token = slots.token(key_at(thread.position + pass));
-    inside |= (token >= 0 ? 1u : 0u) << pass;
-    chunk[pass] = rows.load(token, thread.channel);
-  }
+  for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = rows.load(slots.token(first_key + key_at(pass)), thread.channel);
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) {
-      smem.mean[channel] = p.v_mean[head_at * kHeadDim + channel];
-      smem.inverse_scale[channel] = 1.0f / p.v_scale[head_at * kHeadDim + channel];
+      const float scale = p.v_scale[head_at * kHeadDim + channel], inverse_scale = 1.0f / scale;
+      smem.scale[channel] = scale;
+      smem.inverse_scale[channel] = inverse_scale;
+      smem.shift[channel] = -p.v_mean[head_at * kHeadDim + channel] * inverse_scale;
     }
     __syncthreads();
   }
+  // Likewise the rows of a thread's eight channels differ in bits that neither the row of the first nor the byte has.
+  const i32 byte = thread.position * kValueBytes;
+  const u32 first_row = staged(tile_offset<kValueRowBytes>(thread.channel, byte / 16) + byte % 16);
   float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};  // in units of v_scale
+  auto transpose = [&](auto block_is) {
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; i += 2) {
-    float x[2][kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[i / 2], x[0][pass], x[1][pass]);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const i32 channel = thread.channel + i + j;
+    for (int i = 0; i < kLaneChannels; i += 4) {
+      float shift[4], inverse_scale[4], x[4][kPasses];
       if constexpr (is_quantized(kElement)) {
-        const float mean = smem.mean[channel], inverse_scale = smem.inverse_scale[channel];
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) x[j][pass] = (x[j][pass] - mean) * inverse_scale;
-        if (inside != (1u << kPasses) - 1)  // in few blocks
-#pragma unroll
-          for (int pass = 0; pass < kPasses; ++pass)
-            if (!(inside >> pass & 1)) x[j][pass] = 0.0f;
+        load_four(shift, &smem.shift[thread.channel + i]);
+        load_four(inverse_scale, &smem.inverse_scale[thread.channel + i]);
       }
-      if (p.pool_v) {
+#pragma unroll
+      for (int j = 0; j < 4; j += 2)
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[(i + j) / 2], x[j][pass], x[j + 1][pass]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-          sums[i + j] += x[j][pass];
-          squares[i + j] += x[j][pass] * x[j][pass];
+          if constexpr (is_quantized(kElement)) {
+            x[j][pass] = __fmaf_rn(x[j][pass], inverse_scale[j], shift[j]);
+            if constexpr (!block_is.full)
+              if (first_key + key_at(pass) >= slots.count) x[j][pass] = 0.0f;
+          }
+          if (p.pool_v) {
+            sums[i + j] += x[j][pass];
+            squares[i + j] += x[j][pass] * x[j][pass];
+          }
         }
+        store_positions(&smem.tile[first_row ^ tile_offset<kValueRowBytes>(i + j, 0)], x[j]);
       }
-      const i32 byte = thread.position * kValueBytes;
-      store_positions(&smem.tile[staged(tile_offset<kValueRowBytes>(channel, byte / 16) + byte % 16)], x[j]);
     }
-  }
+  };
+  if (slots.count == kKeyBlock)
+    transpose(Fullness<true>{});
+  else
+    transpose(Fullness<false>{});
   if (p.pool_v) {
     // Each lane keeps one of the eight channels that eight lanes add.
     const i32 own = thread.channel + lane_channel<ValueThread::kChannelLanes>(thread.lane);
@@ -133,7 +157,7 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
     smem.squares[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(squares, thread.lane);
   }
   __syncthreads();
-  if (p.pool_v && thread.warp == 0) value_statistics(p, smem, thread.lane, head_at, block, slots.count);
+  if (p.pool_v) value_statistics(p, smem, thread.warp, thread.lane, head_at, block, slots.count);
 
   u8* tile = p.v_tiles + static_cast<i64>(head_at * p.problem.key_blocks() + block) * kValueTileBytes;
 #pragma unroll

@@ -208,6 +208,7 @@ class _Group:
             order.block_counts,
             None,
             self.facts.means[:, :, self.kv_heads],
+            with_similarity=False,
         )
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:

@@ -77,6 +77,7 @@ class QuantizeParams(Structure):
         ("pool_columns", c_void_p),
         ("with_queries", c_int32),
         ("with_values", c_int32),
+        ("with_similarity", c_int32),
     )
 
 

@@ -52,10 +52,16 @@ class Stages:
         self.held: list[int] = []  # bytes of each workspace
 
     def quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, *rest: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_lengths: Tensor | None,
+        *rest: Any,
+        with_similarity: bool,
     ) -> Tensor:
         _, _, with_queries, with_pools, slot_tokens, _, head_walk, means = rest
-        assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
+        assert head_walk is None and not with_similarity and means.shape == (3, *k.shape[:2], 64)
         (walk,) = (
             index
             for index, tokens in enumerate(self.workload.order.slot_tokens)

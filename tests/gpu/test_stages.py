@@ -136,6 +136,40 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
     assert rel_l2(values, truth.v_levels.float()) <= 2e-3
 
 
+@pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
+def test_similarity_that_no_threshold_asks_for(
+    case: Case, element: Element, generator: torch.Generator, poison: None
+) -> None:
+    """It passes, and all else is as it is with the true one."""
+    q, k, v = make_qkv(case, generator)
+    layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    true, spared = (
+        quantize(q, k, v, lengths_of(case), True, element, True, with_similarity=asked)
+        for asked in (True, False)
+    )
+    for name in layout.fields:
+        if name.endswith("similarity"):
+            assert (layout.view(spared, name) == 1).all()
+        else:
+            expected, value = (layout.view(x, name).view(torch.uint8) for x in (true, spared))
+            assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["true similarity", "none asked for"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_blocks_without_a_mean_pass_no_threshold(
+    value: float, asked: bool, generator: torch.Generator, poison: None
+) -> None:
+    q, k, v = make_qkv(Case("three blocks", queries=300, keys=150), generator)
+    q[:, :, 130, 3], k[:, :, 70, 5] = value, value
+    layout = WorkspaceLayout(CallShape.of(q, k), Element.BF16, with_values=True, with_queries=True)
+    workspace = quantize(q, k, v, None, True, Element.BF16, True, with_similarity=asked)
+    for name in ("q_similarity", "k_similarity"):
+        similarity = layout.view(workspace, name)
+        assert similarity[..., 1].isnan().all(), name
+        assert not similarity[..., [0, 2]].isnan().any(), name
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
     """Of some heads of all, as calibration takes them."""
