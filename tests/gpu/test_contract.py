@@ -184,7 +184,7 @@ def test_no_memory_for_one_head_is_a_reason(
 ) -> None:
     tries = []
 
-    def full(*_: object) -> Tensor:
+    def full(*_: object, **__: object) -> Tensor:
         tries.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
