@@ -147,7 +147,7 @@ def test_similarity_that_no_threshold_asks_for(
         quantize(q, k, v, lengths_of(case), True, element, True, with_similarity=asked)
         for asked in (True, False)
     )
-    of_levels = {"k_mean", "k_scale", "v_mean", "v_scale"}  # where keys are copied nobody writes them
+    of_levels = {"k_mean", "k_scale", "v_mean", "v_scale"}  # nobody writes those of copied keys
     for name in layout.fields.keys() - (of_levels if element is Element.BF16 else set()):
         if name.endswith("similarity"):
             assert (layout.view(spared, name) == 1).all()
