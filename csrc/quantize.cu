@@ -20,10 +20,13 @@
 //             314 / 454 / 84  selects instead of branches, approximate reciprocals, unsigned divisions
 //             324 / 408 / 85  statistics by single warps after the tile: kept, as budgets are the rule
 //             320 / 376 / 85  block statistics as rows of head_dim instead of columns: written in whole sectors
-//             Not measured yet, one after the other: no self-similarities; values by one fused multiplication, their addresses
-//             by one operation a channel, blocks that are not full apart; one multiplication and one addition an address, no
-//             division; the mean of absent keys times 0 instead of selects; each statistic by a warp of its own; the scale of V
-//             kept in shared memory; eight loads of Q in flight.
+//             From here on with events between the launches, which adds some us; last CogVideoX-2B with walks and statistics.
+//             330 / 398 / 86 / 104 the last of these
+//               - / 372 /  - / 99  no self-similarities where no threshold asks for them
+//               - / 356 /  - / 94  values by one fused multiplication, their addresses by one operation a channel, blocks that
+//                                  are not full apart; one multiplication and one addition an address, no division
+//             310 / 353 / 82 / 93  each statistic by a warp of its own, the scale of V in shared memory, eight loads of Q in
+//                                  flight, lanes that keep a share of the sums
 //             Launched before means has ended (programmatic dependent launch), query blocks first: a call gains 14 to 17 us at
 //             CogVideoX-2B, 9 of them without that order, and at most 30 at Mochi; not worth a launch path of its own.
 // Untried     A thread block takes four blocks in turn, the next on its way to shared memory (64 registers hold it on sm_90a

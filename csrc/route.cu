@@ -27,6 +27,11 @@
 //             85 / 187 / 29 / 51  and block statistics as rows of head_dim: four channels a load
 //             80 / 184 / 32 / 54  two tiles of columns a warp at head_dim 128: spills on four other architectures
 //             87 / 186 / 32 / 51  one thread block of 32 warps and 32 query blocks an SM
+//             90 / 194 / 29 / 52  the last kept of these in another run, to compare with
+//              - / 166 /  - / 43  weights split once for four tiles of columns, V means in wide loads (route/outputs.cuh)
+//              - / 140 /  - / 42  vectors in the order of the first operand; two tiles of columns share them: no spill now
+//              - / 132 /  - / 40  logarithms and exponentials by the special function, divided by the sum once
+//             72 / 130 / 26 / 38  keys noted beside standings, 32-bit pairs, predicated counting, scores 16 bytes at once
 // Untried     Keys in registers through the selection, rows of the last wave spread over more thread blocks.
 #include "common/config.cuh"
 #include "params.cuh"
