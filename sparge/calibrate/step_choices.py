@@ -87,7 +87,7 @@ class StepChoices:
         query blocks as before of two."""
         self._found: Calibration | None = None  # the same of a step that is over
         self._aim, self._steps = aim, steps
-        self._end = sys.maxsize if steps is None else steps
+        self._end = sys.maxsize if steps is None else max(1, steps)
         self._calibration = calibration
         self._chosen = 0  # step of the last choice
         then = (MEASURED_CHOICE - 1) * self.interval

@@ -115,6 +115,8 @@ def test_layers_are_probed_once_where_no_choice_goes_by_it(freezes):
     short = made("budget", 0.6, 3, calibration=freezes)
     assert [len(visits(short, range(3))), len(visits(short, range(3, 6)))] == [1, 1]
     assert [short.visit(layer, 0) for layer in range(6)] == [0, None, None] * 2
+    for steps in (0, 1):  # a sampler may take one more than its schedule says
+        assert made("budget", 0.6, steps, calibration=freezes).visit(1, 0) == 0
 
 
 def test_a_step_keeps_its_place_in_a_falling_mean(freezes):

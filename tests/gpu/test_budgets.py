@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
+from sparge import (
+    AttentionStats,
+    HeadBudget,
+    Router,
+    SparsePolicy,
+    TokenGrid,
+    cube_order,
+    route_shared,
+)
 from sparge import attention as public_attention
 from sparge.attention import _quantize, _route
 from sparge.call import Call, make_call
@@ -228,6 +236,32 @@ def test_routing(job: Job, generator: torch.Generator, poison: None, force) -> N
         if (tied < least).all():
             continue  # blocks that pool without any error at all
         assert tied.max() - tied.min() <= 2e-3 * (1 + tied.abs().max()), "not a tie"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.case.id)
+def test_query_blocks_choose_alone(
+    job: Job,
+    rows: int,
+    generator: torch.Generator,
+    poison: None,
+    force,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many share a thread block: of long sequences the scores of fewer fit in it."""
+    element = element_for(Kernels(Element.BF16), job.case)
+    force(Kernels(element))
+    call = prepare(job, element, generator).call
+    workspace = _quantize(call)
+
+    def routed() -> tuple[Tensor, ...]:
+        counters = AttentionStats("cuda").counters
+        return *_route(call, workspace, counters), counters
+
+    expected = routed()
+    monkeypatch.setattr(route_shared, "MAX_ROWS", rows)
+    for found, wanted in zip(routed(), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def choose(got: Prepared) -> Choice:
