@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,10 +21,12 @@ from ..sparge.calibrate import (
     ProfileError,
     profile_path,
 )
+from ..sparge.calibrate.fingerprint import SAMPLE
 from .head_table import Shape
 from .measured_heads import table_of
 
-#: Norm weights that tell a model from its finetunes, spread over its depth.
+#: Norm weights that tell a model from its finetunes, spread over its depth; as many patched weights
+#: tell LoRAs apart.
 NORMS = 8
 
 
@@ -69,13 +73,40 @@ def fingerprint_of(model_patcher: Any) -> Fingerprint:
         if "norm" in name and weight.ndim == 1 and weight.is_floating_point() and not weight.is_meta
     }
     names = sorted(norms)[:: max(1, len(norms) // NORMS)][:NORMS]
-    patches = [patch for found in model_patcher.patches.values() for patch in found]
-    strengths = sum(float(patch[0]) for patch in patches)
     return Fingerprint.of(
         type(network).__name__,
-        {name: norms[name] for name in names}
-        | {"patches": torch.tensor([float(len(patches)), strengths])},
+        {name: norms[name] for name in names} | {"patches": _mark_of(model_patcher.patches)},
     )
+
+
+def _mark_of(patches: Mapping[Any, Sequence[Any]]) -> torch.Tensor:
+    """(2,): 0 without patches, else a place between -1 and 1 on either axis that other keys,
+    strengths or values hardly share. Two LoRAs of one model often differ in values alone."""
+    if not any(patches.values()):
+        return torch.zeros(2)
+    digest = hashlib.sha256()
+    keys = sorted(patches, key=str)
+    sampled = set(keys[:: max(1, len(keys) // NORMS)][:NORMS])
+    for key in keys:
+        digest.update(str(key).encode())
+        for strength, value, *_ in patches[key]:
+            digest.update(f"{float(strength):g}".encode())
+            for tensor in _tensors_in(value) if key in sampled else ():
+                digest.update(tensor.detach().flatten()[:SAMPLE].cpu().float().numpy().tobytes())
+    places = [int.from_bytes(digest.digest()[at : at + 3], "big") for at in (0, 3)]
+    return torch.tensor(places) / (1 << 23) - 1
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those of a patch, whose values ComfyUI nests in tuples and in adapters' `weights`."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors_in(part)
+    elif hasattr(value, "weights"):
+        yield from _tensors_in(value.weights)
 
 
 def profile_of(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_a_profile_that_does_not_fit_is_not_used(saved, run_once, runs, case):
 
 USED = {
     "finetuned": {"model": finetuned()},
-    "LoRA": {"patches": {"norm.weight": [(0.8, "diff", 1.0)]}},
+    "LoRA": {"patches": {"norm.weight": [(0.8, ("diff", (torch.ones(8),)), 1.0, None, None)]}},
 }
 
 
@@ -118,6 +118,33 @@ def test_other_weights_are_used_with_a_warning(saved, run_once, runs, case):
     ((run, _),) = runs
     assert run.tally.sparse == 2
     (note,) = run.notes
+    assert "a finetune or a LoRA" in note
+
+
+def lora(seed, strength=1.0, keys=300):
+    """Patches as ComfyUI keeps them; other seeds are other LoRAs of the same layers."""
+    values = torch.randn(keys, 4, 4, generator=torch.Generator().manual_seed(seed))
+    adapters = [SimpleNamespace(weights=(value, value.T, 1.0, None)) for value in values]
+    return {f"{i}.weight": [(strength, x, 1.0, None, None)] for i, x in enumerate(adapters)}
+
+
+OTHER_LORAS = {
+    "values": lora(1),
+    "a strength": lora(0) | {"7.weight": lora(0, 0.99)["7.weight"]},
+    "a key": lora(0, keys=299),
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("case", OTHER_LORAS)
+def test_another_lora_is_told(folder, run_once, report, load, runs, case):
+    report(run_once(patches=lora(0)), "styled")
+    run_once(sigmas=[0.7, 0.6], profile=load("styled"), patches=lora(0))
+    run_once(sigmas=[0.7, 0.6], profile=load("styled"), patches=OTHER_LORAS[case])
+    (same, _), (other, _) = runs[-2:]
+    assert same.tally.sparse == other.tally.sparse == 2
+    assert same.notes == []
+    (note,) = other.notes
     assert "a finetune or a LoRA" in note
 
 
