@@ -91,7 +91,8 @@ def quantize(
 
     means: those that `means` found, which saves launch 1.
     with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
-        or NaN where a block's mean is no number, which passes and fails as the true ones would.
+        or NaN where a block's mean is no number (such keys have none, or their sum overflows):
+        that fails every threshold, as the similarity of keys that are no numbers does.
     """
     shape = CallShape.of(q, k, order.slots)
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)

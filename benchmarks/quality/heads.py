@@ -32,8 +32,9 @@ class JudgedHeads:
     def shares(self, target: float | None = None) -> Shares:
         """Of single calls and of heads (their means over the steps of a clip), those whose errors
         are as expected; of heads those no worse than drop by more than noise; how the worst one
-        compares with drop, in one clip and in the mean of all; and with a target the share of heads
-        that reached it. As expected and reached are within PREDICTED_WITHIN."""
+        compares with drop, in one clip and in the mean of all; and with a target the shares of
+        heads that reached it and that are near it, neither much above nor much below. As expected,
+        reached and near are within PREDICTED_WITHIN."""
         found, expected, dropped = (x.mean(1) for x in (self.found, self.expected, self.dropped))
         to_drop = found / dropped
         shares = {
@@ -45,6 +46,7 @@ class JudgedHeads:
         }
         if target is not None:
             shares["reached"] = _share(found <= PREDICTED_WITHIN * target)
+            shares["near_target"] = _near(found / target)
         return shares
 
 

@@ -119,7 +119,8 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
   auto transpose = [&](auto block_is) {
 #pragma unroll
     for (int i = 0; i < kLaneChannels; i += 4) {
-      float shift[4], inverse_scale[4], x[4][kPasses];
+      float x[4][kPasses];
+      [[maybe_unused]] float shift[4], inverse_scale[4];
       if constexpr (is_quantized(kElement)) {
         load_four(shift, &smem.shift[thread.channel + i]);
         load_four(inverse_scale, &smem.inverse_scale[thread.channel + i]);

@@ -77,7 +77,7 @@ class StepChoices:
         self.given: list[HeadChoices] = []
         """Those of each step so far."""
         self.interval = UNKNOWN_STEPS
-        """Steps from one choice to the next."""
+        """Steps from one choice to the next; one more after the last choice, if that leaves one."""
         if steps is not None:
             self.interval = max(LEAST_STEPS, -(-steps // CHOICES_A_RUN))
         half = -(-self.interval // 2)
@@ -130,7 +130,7 @@ class StepChoices:
         following = self._next_choice()
         counts = self._calibration is not None or self._aim.target is not None
         pays = following < self._end and counts and self._measured_step != following - 1
-        every = self._steps_a_visit if pays else following - self._chosen
+        every = self._steps_a_visit if pays else max(self.interval, following - self._chosen)
         return step // self._steps_a_visit if layer % every == step % every else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:

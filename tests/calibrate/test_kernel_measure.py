@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sparge.calibrate import (
     BLOCKS_A_CALL,
+    Calibration,
     CandidateSet,
     Measured,
     Sample,
@@ -267,17 +268,45 @@ def test_key_lengths_hide_text(sample: Sample, stages: Stages) -> None:
     torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
 
 
-def test_mochi_stays_below_100_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the layout and the sums take; the rest are views and single rows."""
+MOCHI = TokenGrid(28, 30, 53, suffix=256)
+WAN_720P = TokenGrid(21, 45, 80)
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["first", "again"])
+@pytest.mark.parametrize(
+    ("grid", "heads", "head_dim", "layers", "most_groups"),
+    [
+        (MOCHI, 24, 128, 48, 6),
+        (WAN_720P, 40, 128, 40, 20),
+        (TokenGrid(13, 30, 45, prefix=226), 48, 64, 42, 4),
+        (TokenGrid(33, 45, 80, prefix=256), 24, 128, 60, 12),
+    ],
+    ids=["mochi", "wan 720p", "cogvideox 5b", "hunyuan"],
+)
+def test_calibration_stays_below_100_megabytes(
+    monkeypatch: pytest.MonkeyPatch,
+    grid: TokenGrid,
+    heads: int,
+    head_dim: int,
+    layers: int,
+    most_groups: int,
+    calls: int,
+) -> None:
+    """What the layout of a sample and the sums of a run take; the rest are views and single
+    rows."""
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_E4M3)
-    grid = TokenGrid(28, 30, 53, suffix=256)
-    q = torch.empty(1, 24, grid.tokens, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(1, heads, grid.tokens, head_dim, dtype=torch.bfloat16, device="meta")
     workload = Workload(grid_order(grid))
-    blocks = workload.sparse_query_blocks()[:BLOCKS_A_CALL]
-    sample = Sample(q, q, q, blocks, workload, CandidateSet(), 1.0, None, range(3), ROW_STEP, q)
+    run = Calibration.begin(layers=layers, heads=heads, workload=workload)
+    blocks = run.next_query_blocks(0, calls)
+    assert len(blocks) == calls * BLOCKS_A_CALL
+    walks = run.walks[0]
+    sample = Sample(q, q, q, blocks, workload, run.candidates, 1.0, None, walks, ROW_STEP, q)
     groups = list(module._head_groups(sample))
-    sizes = [heads.stop - heads.start for heads in groups]
-    assert sum(sizes) == 24
-    assert len(groups) <= 6, "few launches"
+    sizes = [group.stop - group.start for group in groups]
+    assert sum(sizes) == heads
+    assert len(groups) <= most_groups, "few launches"
     taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
-    assert taken <= module._SAMPLE_BYTES < 100e6
+    sums = sum(x.nbytes for x in (run.squared_error, run.squared_norm, run.squared_rounding))
+    assert taken <= module._SAMPLE_BYTES
+    assert taken + calls * sums < 100e6, "measured again, the first sums are still there"

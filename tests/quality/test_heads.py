@@ -24,12 +24,16 @@ def test_heads_are_judged_by_their_means_over_the_steps() -> None:
     assert "reached" not in shares
 
 
-@pytest.mark.parametrize(("target", "reached"), [(0.05, 0.0), (0.07, 1 / 3), (0.085, 2 / 3)])
+@pytest.mark.parametrize(
+    ("target", "reached", "near"),
+    [(0.05, 0.0, 0.0), (0.07, 1 / 3, 1 / 3), (0.085, 2 / 3, 2 / 3), (0.16, 1.0, 2 / 3)],
+)
 def test_a_head_reached_its_target_within_the_promised_factor(
-    target: float, reached: float
+    target: float, reached: float, near: float
 ) -> None:
     shares = clip([[0.1, 0.05, 0.2], [0.1, 0.2, 0.2]]).shares(target)
     assert shares["reached"] == pytest.approx(reached)
+    assert shares["near_target"] == pytest.approx(near), "much better is not near"
 
 
 def test_a_head_may_be_bad_in_one_clip_and_good_in_all() -> None:
