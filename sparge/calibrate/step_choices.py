@@ -130,7 +130,7 @@ class StepChoices:
         following = self._next_choice()
         counts = self._calibration is not None or self._aim.target is not None
         pays = following < self._end and counts and self._measured_step != following - 1
-        every = self._steps_a_visit if pays else max(self.interval, following - self._chosen)
+        every = self._steps_a_visit if pays else following - self._chosen
         return step // self._steps_a_visit if layer % every == step % every else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:
