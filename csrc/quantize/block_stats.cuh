@@ -4,6 +4,7 @@
 
 #include "../common/chunks.cuh"
 #include "../common/config.cuh"
+#include "../common/floats.cuh"
 #include "../common/reduce.cuh"
 #include "../ptx/special.cuh"
 
@@ -93,47 +94,27 @@ SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, c
 #pragma unroll
   for (int i = 0; i < 4; ++i) four[i] = lane_sum_of_two(x[i], x[i + 4], thread.lane, kTokenLanes);
   if constexpr (kTokenLanes == kWarpSize / 2) {
-    *reinterpret_cast<Vec16*>(at) = {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]),
-                                     __float_as_uint(four[3])};
+    store_floats(at, four);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) two[i] = lane_sum_of_two(four[i], four[i + 2], thread.lane, 2 * kTokenLanes);
     at += thread.lane & 2 * kTokenLanes ? 2 : 0;
-    *reinterpret_cast<Vec8*>(at) = {__float_as_uint(two[0]), __float_as_uint(two[1])};
+    store_floats(at, two);
   }
 }
 
 // What one warp finishes alone, without a barrier: each lane has neighbouring channels.
 constexpr int kLaneShare = kHeadDim / kWarpSize;
 
-SPARGE_DEVICE void load_four(float (&x)[4], const float* at) {
-  const Vec16 four = *reinterpret_cast<const Vec16*>(at);
-  x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
-  x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
-}
-
 template <int kParts>
 SPARGE_DEVICE void over_parts(const ChannelSums<kParts>& sums, i32 lane, float (&total)[kLaneShare]) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     float x[kLaneShare];
-    if constexpr (kLaneShare == 4) {
-      load_four(x, &sums[part][lane * kLaneShare]);
-    } else {
-      const Vec8 two = *reinterpret_cast<const Vec8*>(&sums[part][lane * kLaneShare]);
-      x[0] = __uint_as_float(two.x), x[1] = __uint_as_float(two.y);
-    }
+    load_floats(x, &sums[part][lane * kLaneShare]);
 #pragma unroll
     for (int i = 0; i < kLaneShare; ++i) total[i] = part == 0 ? x[i] : total[i] + x[i];
   }
-}
-
-// A lane's channels of a row of head_dim numbers.
-SPARGE_DEVICE void store_share(float* at, const float (&x)[kLaneShare]) {
-  if constexpr (kLaneShare == 4)
-    *reinterpret_cast<Vec16*>(at) = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
-  else
-    *reinterpret_cast<Vec8*>(at) = {__float_as_uint(x[0]), __float_as_uint(x[1])};
 }
 
 // Exact for powers of two, such as full blocks have; 0 for none.

@@ -37,7 +37,7 @@ SPARGE_DEVICE void key_variance(const QuantizeParams& p, const KeySmem& smem, i3
     const float off = is_quantized(kElement) ? mean[i] : mean[i] - smem.origin[lane * kLaneShare + i];
     square[i] = fmaxf(0.0f, square[i] * inverse - off * off);
   }
-  store_share(p.k_variance + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, square);
+  store_floats(p.k_variance + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, square);
 }
 
 SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, const Thread& thread, i32 head_at, i32 block,
@@ -46,7 +46,7 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
   if (thread.warp == 0) {
     float mean[kLaneShare];
     key_mean(smem, thread.lane, count, mean);
-    store_share(p.k_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
+    store_floats(p.k_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
     if (p.pool_k) pool_key(p, thread.lane, head_at, block, mean);
     if (p.with_similarity) return;
     const float similar = similarity_of_finite(mean);

@@ -38,7 +38,7 @@ SPARGE_DEVICE void query_block(const QuantizeParams& p, const Chunks<kSource>& r
     over_parts(smem.rows, thread.lane, mean);
 #pragma unroll
     for (int i = 0; i < kLaneShare; ++i) mean[i] *= inverse_count(count);
-    store_share(p.q_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
+    store_floats(p.q_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
     if (!p.with_similarity) {
       const float similar = similarity_of_finite(mean);
       if (thread.lane == 0) p.q_similarity[block_at] = similar;

@@ -70,7 +70,7 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
     in_units[i] = mean[i] * scale[i];
   }
   if (warp == 0) {
-    store_share(p.v_block_mean + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, in_units);
+    store_floats(p.v_block_mean + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, in_units);
     pool_value(p, lane, head_at, block, mean);
     return;
   }
@@ -122,8 +122,8 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
       float x[4][kPasses];
       [[maybe_unused]] float shift[4], inverse_scale[4];
       if constexpr (is_quantized(kElement)) {
-        load_four(shift, &smem.shift[thread.channel + i]);
-        load_four(inverse_scale, &smem.inverse_scale[thread.channel + i]);
+        load_floats(shift, &smem.shift[thread.channel + i]);
+        load_floats(inverse_scale, &smem.inverse_scale[thread.channel + i]);
       }
 #pragma unroll
       for (int j = 0; j < 4; j += 2)

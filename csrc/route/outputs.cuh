@@ -11,19 +11,6 @@ constexpr int kChannelGroups = kWarps / kKeyGroups;
 constexpr int kKeyStep = 8;
 constexpr int kTiles = kHeadDim / kChannelGroups / kTileColumns;  // that a warp multiplies with the weights it has split once
 
-// `kTiles` neighbouring numbers in one load.
-SPARGE_DEVICE void load_tiles(float (&x)[kTiles], const float* from) {
-  static_assert(kTiles == 4 || kTiles == 2);
-  if constexpr (kTiles == 4) {
-    const Vec16 four = *reinterpret_cast<const Vec16*>(from);
-    x[2] = __uint_as_float(four.z), x[3] = __uint_as_float(four.w);
-    x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y);
-  } else {
-    const Vec8 two = *reinterpret_cast<const Vec8*>(from);
-    x[0] = __uint_as_float(two.x), x[1] = __uint_as_float(two.y);
-  }
-}
-
 // A group of warps adds up its key blocks here; the four sums of a number lie where its parts in both vectors will.
 SPARGE_DEVICE u32* partial_sums(Vectors& one, Vectors& other, i32 key_group) {
   Vectors& vectors = key_group < 2 ? one : other;
@@ -51,7 +38,7 @@ SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 p
   float sum[kTiles][4] = {}, x[2][2][kTiles];
   auto load = [&](float (&two)[2][kTiles], i32 start) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_tiles(two[i], channels + smaller(start + 2 * quad + i, key_blocks - 1) * kHeadDim);
+    for (int i = 0; i < 2; ++i) load_floats(two[i], channels + smaller(start + 2 * quad + i, key_blocks - 1) * kHeadDim);
   };
   load(x[0], kKeyStep * key_group);
 #pragma unroll 1
@@ -64,8 +51,9 @@ SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 p
       Split a[4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const Vec8 two = *reinterpret_cast<const Vec8*>(row[h] + start);
-        a[h] = split(__uint_as_float(two.x)), a[2 + h] = split(__uint_as_float(two.y));
+        float two[2];
+        load_floats(two, row[h] + start);
+        a[h] = split(two[0]), a[2 + h] = split(two[1]);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) multiply_add(sum[tile], a, split(x[step][0][tile]), split(x[step][1][tile]));

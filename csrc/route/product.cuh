@@ -2,6 +2,7 @@
 // Products of up to 16 float32 vectors with every float32 column of a head, on tensor cores.
 #pragma once
 
+#include "../common/floats.cuh"
 #include "../common/split.cuh"
 #include "../params.cuh"
 #include "../ptx/special.cuh"
@@ -62,11 +63,7 @@ SPARGE_DEVICE void multiply(Products& sum, const Share& share, const Vectors& ve
   for (int c = 0; c < kHeadDim; c += 16) {
     float x[kColumnTiles][4];
 #pragma unroll
-    for (int tile = 0; tile < kColumnTiles; ++tile) {
-      const Vec16 four = *reinterpret_cast<const Vec16*>(column[tile] + c);
-      x[tile][0] = __uint_as_float(four.x), x[tile][1] = __uint_as_float(four.y);
-      x[tile][2] = __uint_as_float(four.z), x[tile][3] = __uint_as_float(four.w);
-    }
+    for (int tile = 0; tile < kColumnTiles; ++tile) load_floats(x[tile], column[tile] + c);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const i32 at = (c / 8 + i) * Vectors::kPitch + place;
