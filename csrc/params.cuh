@@ -149,9 +149,10 @@ struct RouteParams {
   float simthreshd1;
   float score_scale;
   Select select;
-  i32 floor;         // ranked key blocks that every query block keeps
-  i32 weigh_counts;  // a block's mass counts its keys: with an order or a budget, not in upstream's semantics
-  i32 topk_blocks;   // the host's max(1, int(topk * key_blocks)), where double precision settles the product
+  i32 floor;        // ranked key blocks that every query block keeps
+  i32 upstream;     // its semantics, without an order and a budget; else a block's mass counts its keys, and top-k keeps as many
+                    // more blocks as make whole steps of attend
+  i32 topk_blocks;  // the host's max(1, int(topk * key_blocks)), where double precision settles the product
   i32 exact_prefix;
   i32 exact_suffix;
   i32 causal;

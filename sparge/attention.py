@@ -348,7 +348,7 @@ def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tens
         counters,
         call.pools,
         1 if call.budget is None else call.budget.floor,
-        call.budget is not None or order is not None,
+        call.budget is None and order is None,
         None if order is None else order.block_counts,
         None if order is None else order.keys_exact,
         None if order is None else order.queries_exact,

@@ -197,7 +197,7 @@ def route(
         score_scale=rules.scale,
         select=rules.select,
         floor=rules.floor,
-        weigh_counts=rules.weigh_counts,
+        upstream=rules.upstream,
         topk_blocks=rules.topk_blocks,
         exact_prefix=rules.exact_prefix,
         exact_suffix=rules.exact_suffix,

@@ -32,7 +32,7 @@ _SCHEMAS = (
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
     "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters, bool with_pools=False, "
-    "int floor=1, bool weigh_counts=False, Tensor? slot_counts=None, Tensor? keys_exact=None, "
+    "int floor=1, bool upstream=True, Tensor? slot_counts=None, Tensor? keys_exact=None, "
     "Tensor? queries_exact=None, Tensor? q_block_mean=None, Tensor? q_similarity=None) "
     "-> (Tensor, Tensor)",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
@@ -141,7 +141,7 @@ def _route(
     counters: Tensor | None,
     with_pools: bool = False,
     floor: int = 1,
-    weigh_counts: bool = False,
+    upstream: bool = True,
     slot_counts: Tensor | None = None,
     keys_exact: Tensor | None = None,
     queries_exact: Tensor | None = None,
@@ -163,7 +163,7 @@ def _route(
         exact_prefix=exact_prefix,
         exact_suffix=exact_suffix,
         floor=floor,
-        weigh_counts=weigh_counts,
+        upstream=upstream,
     )
     return launch.route(
         workspace,

@@ -41,7 +41,8 @@ class SparsePolicy:
     select_by: str = "topk"
     """``"topk"`` ranks key blocks and keeps a share; ``"cdf"`` keeps a share of the pooled mass."""
     topk: PerHead = 0.5
-    """Share of all key blocks that a query block keeps, at least one block. Lower is faster."""
+    """Share of all key blocks that a query block keeps, at least one block. Lower is faster. With a
+    token order one block more where a list would end half a step of attend: see `whole_steps`."""
     cdfthreshd: PerHead = 0.98
     """Cumulative pooled softmax mass that is kept, at least one block. Lower is faster."""
     simthreshd1: PerHead = -0.1

@@ -30,4 +30,5 @@ class RouteRules:
     exact_prefix: int
     exact_suffix: int
     floor: int = 1
-    weigh_counts: bool = False
+    upstream: bool = True
+    """Without an order and a budget; else masses count keys, and lists make whole steps."""

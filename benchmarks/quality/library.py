@@ -64,7 +64,7 @@ def attention(
 ) -> Tensor:
     """(B, H, N, D) float32 in token order. `budget` and `order` on q's device."""
     policy, own = mode.policy(is_causal), budget
-    if not (mode.measured or mode.gain):  # what a policy says is said by a policy
+    if not mode.has_budget:
         policy, own = replace(policy, topk=budget.density), None
     return sparge.attention(
         q,

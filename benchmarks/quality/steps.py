@@ -14,6 +14,7 @@ from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode
 from sparge.calibrate import Aim, Calibration, Probe, StepChoices
+from sparge.plan.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import TokenOrder
 
@@ -101,9 +102,11 @@ def _relative(out: Tensor, exact: Tensor) -> Tensor:
 
 
 def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
-    """What upstream's drop makes of a call at the densities of a budget."""
+    """What upstream's drop makes of a call with as many blocks as a budget keeps."""
     zeros = torch.zeros_like(budget.gain)
-    plain = HeadBudget(budget.density, zeros, zeros.int())
+    blocks = block_count(k.shape[2], KEY_BLOCK)
+    kept = whole_steps((budget.density * blocks).long(), zeros.long())  # no text, nothing forced
+    plain = HeadBudget(((kept + 0.5) / blocks).clamp(max=1), zeros, zeros.int())
     stats = sparge.AttentionStats(q.device)
     return library.attention(BY_NAME["drop"], q, k, v, plain, None, stats)
 

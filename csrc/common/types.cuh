@@ -18,6 +18,7 @@ constexpr u32 kFullWarp = 0xFFFFFFFFu;
 
 constexpr int kQueryBlock = 128;
 constexpr int kKeyBlock = 64;
+constexpr int kStepBlocks = 2;  // key blocks that attend takes at once on Hopper; lists make whole steps where they can
 constexpr int kMapBits = 32;
 
 // Largest level of a quantized V and of a quantized P: E4M3's maximum. FP16 V uses the same number,

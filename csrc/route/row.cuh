@@ -123,7 +123,7 @@ SPARGE_DEVICE void map_from_mask(const RouteParams& p, const Row& row, const Rul
 // A row's scores become keys: kUnseen, kForced or sortable.
 SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
-  u32 lowest = 0xFFFFFFFFu, highest = 0, number = 0;
+  u32 lowest = 0xFFFFFFFFu, highest = 0, number = 0, seen = 0;
 #pragma unroll 4
   for (int j = lane; j < key_blocks; j += kWarpSize) {
     const u32 stands = j < row.seen ? standing[j] : 0, rank = sortable(scores[j]);
@@ -132,15 +132,18 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
     highest = larger(highest, key);
     lowest = smaller(lowest, key < kLeastRanked ? 0xFFFFFFFFu : key);
     ptx::count_from(kLeastRanked, key, number);
+    ptx::count_from(kForced, key, seen);
   }
-  return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), warp_sum(number)};
+  number = warp_sum(number);
+  return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), number, warp_sum(seen) - number};
 }
 
 SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, const Range& range, i32 head, u32* list) {
   const float share = p.thresholds ? p.thresholds[head].selection : p.cdfthreshd;
   if (p.select == Select::kTopK) {
-    const i32 wanted = p.thresholds ? static_cast<i32>(share * static_cast<float>(key_blocks)) : p.topk_blocks;
-    return cut_at(keys, key_blocks, range, range.number, larger(p.floor, wanted), Unit{}, list);
+    const i32 asked = larger(p.floor, p.thresholds ? static_cast<i32>(share * static_cast<float>(key_blocks)) : p.topk_blocks);
+    const i32 kept = p.upstream ? asked : ceil_div<i32>(asked + range.forced, kStepBlocks) * kStepBlocks - range.forced;
+    return cut_at(keys, key_blocks, range, range.number, kept, Unit{}, list);
   }
   if (range.number == 0) return {0, 0};
   const Mass mass{unsortable(range.highest)};

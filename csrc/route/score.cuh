@@ -38,7 +38,7 @@ SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float
     Products dots = {};
     multiply(dots, share, q_mean, means, key_blocks);
     float weight[kLaneColumns] = {};
-    if (p.weigh_counts) {
+    if (!p.upstream) {
       u8 stands[kLaneColumns];
       load_columns(stands, standing, share, key_blocks);
 #pragma unroll

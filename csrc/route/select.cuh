@@ -37,9 +37,9 @@ SPARGE_DEVICE Cut lower(const Cut& a, const Cut& b) {
   return a.ties > b.ties ? a : b;
 }
 
-// What the ranked keys span.
+// What the ranked keys span, and how many are forced beside them.
 struct Range {
-  u32 lowest, highest, number;
+  u32 lowest, highest, number, forced;
 };
 
 // Of the ranked keys.

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..plan.blocks import whole_steps
 from ..plan.budget import Router
 
 
@@ -49,7 +50,8 @@ class CandidateSet:
         return len(self.routers), len(self.densities), len(self.gains)
 
     def kept_ranks(self, key_blocks: int) -> list[int]:
-        """Ranked blocks that each density keeps of `key_blocks`, in float32 as attention counts."""
+        """Ranked blocks that each density asks for of `key_blocks`, in float32 as attention counts;
+        it keeps as many more as make `whole_steps`."""
         shares = torch.tensor(self.densities, dtype=torch.float32)
         return (shares * key_blocks).long().clamp(min=self.floor).tolist()
 
@@ -60,8 +62,9 @@ class CandidateSet:
         bool. Both as in `sparge.reference.choose.Choice`.
         """
         bucket = torch.zeros_like(rank)
-        for kept in self.kept_ranks(rank.shape[-1])[:-1]:
-            bucket += rank >= kept
+        forced = (valid & (rank < 0)).sum(-1, keepdim=True)
+        for asked in self.kept_ranks(rank.shape[-1])[:-1]:
+            bucket += rank >= whole_steps(torch.full_like(forced, asked), forced)
         return bucket.masked_fill(~valid, -1)
 
 

@@ -237,7 +237,7 @@ class _Group:
             None,
             True,
             sample.candidates.floor,
-            True,
+            False,
             None,  # the sampled blocks are no slots of the order
             sample.workload.order.keys_exact,
             None,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..plan.blocks import KEY_BLOCK, block_pairs, touches_diagonal
+from ..plan.blocks import KEY_BLOCK, block_pairs, touches_diagonal, whole_steps
 from ..plan.grid import TokenOrder, raster_order
 from ..policy import SparsePolicy
 
@@ -49,25 +49,31 @@ class Workload:
         """Those whose queries may drop something, so those worth a sample."""
         return (~self.order.queries_exact.cpu()).nonzero().flatten().tolist()
 
-    def density(self, kept_ranks: Sequence[int]) -> NDArray[np.float64]:
-        """(len(kept_ranks),): share of query-key pairs kept with so many ranked blocks a row.
+    def density(self, asked_ranks: Sequence[int]) -> NDArray[np.float64]:
+        """(len(asked_ranks),): share of query-key pairs kept where so many ranked blocks a row are
+        asked for, in `whole_steps`.
 
         Where a row's ranked blocks differ in size, because a segment's last one is ragged, each
         counts as their mean.
         """
-        always, ranked_blocks, mean, total = self._rows
-        kept = np.minimum(ranked_blocks, np.asarray(kept_ranks)[:, None])
+        always, forced_blocks, ranked_blocks, mean, total = self._rows
+        kept = whole_steps(np.asarray(asked_ranks, np.int64)[:, None], forced_blocks)
+        kept = np.minimum(ranked_blocks, kept)
         return (always + kept * mean).sum(1) / total
 
     @cached_property
-    def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], int]:
-        """(query blocks,) each: pairs that are always kept, blocks that are ranked, pairs of one of
-        these; and the number of all pairs. The GPU waits for densities where heads are chosen."""
+    def _rows(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], int]:
+        """(query blocks,) each: pairs that are always kept, their blocks, blocks that are ranked,
+        pairs of one of these; and the number of all pairs. The GPU waits for densities where heads
+        are chosen."""
         pairs, forced = self._pairs(), self._forced()
+        forced &= pairs > 0
         ranked = (pairs > 0) & ~forced
         blocks = ranked.sum(1)
         mean = (pairs * ranked).sum(1) / np.maximum(blocks, 1)
-        return (pairs * forced).sum(1), blocks, mean, int(pairs.sum())
+        return (pairs * forced).sum(1), forced.sum(1), blocks, mean, int(pairs.sum())
 
     def _pairs(self) -> NDArray[np.int64]:
         """(query blocks, key blocks): the query-key pairs of each block."""

@@ -106,7 +106,7 @@ class RouteParams(Structure):
         ("score_scale", c_float),
         ("select", c_int32),
         ("floor", c_int32),
-        ("weigh_counts", c_int32),
+        ("upstream", c_int32),
         ("topk_blocks", c_int32),
         ("exact_prefix", c_int32),
         ("exact_suffix", c_int32),

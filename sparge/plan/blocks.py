@@ -4,18 +4,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 QUERY_BLOCK = 128  # queries a row of the block map stands for, on every GPU
 KEY_BLOCK = 64  # keys one bit of it stands for
+STEP_BLOCKS = 2  # key blocks that attend takes at once on Hopper
 WORD_BITS = 32
+
+Counts = TypeVar("Counts", Tensor, NDArray[np.int64])
 
 
 def block_count(tokens: int, block: int) -> int:
     """Blocks of `block` tokens that cover `tokens`, the last one possibly partial."""
     return -(-tokens // block)
+
+
+def whole_steps(ranked: Counts, forced: Counts) -> Counts:
+    """Ranked blocks that a list keeps where `ranked` are asked for: as many more as make whole
+    steps of attend with the `forced` ones. Half a step takes as long as a whole one."""
+    return ranked + -(ranked + forced) % STEP_BLOCKS
 
 
 def pack(kept: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.blocks import block_pairs, touches_diagonal
+from ..plan.blocks import block_pairs, touches_diagonal, whole_steps
 from ..plan.budget import HeadBudget, Router
 from ..policy import SparsePolicy
 from .packed import Packed
@@ -76,8 +76,8 @@ def choose_blocks(
     budget the policy's density counts, by mass and without a residual.
 
     Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
-    come on top of the budget. An order says itself which tokens are exact; without one the policy's
-    `exact_prefix` and `exact_suffix` do.
+    come on top of the budget. With an order or a budget top-k makes `whole_steps`. An order says
+    itself which tokens are exact; without one the policy's `exact_prefix` and `exact_suffix` do.
     """
     operands, device = packed.operands, packed.operands.key_counts.device
     valid = valid_blocks(operands, is_causal).expand(-1, operands.heads, -1, -1)
@@ -96,6 +96,8 @@ def choose_blocks(
     else:
         counts = _kept_ranks(scores, policy, budget)
         pools = (budget.gain.to(device) > 0)[:, None, None]
+    if policy.select_by == "topk" and not (budget is None and packed.order is None):
+        counts = whole_steps(counts, forced.sum(-1, keepdim=True))
     kept = forced | (ranked & (rank < counts)) | (dense & valid)
     pooled = poolable(packed, valid & ~kept & pools, is_causal)
     pairs = _pairs(packed, is_causal).unsqueeze(1).expand(kept.shape)
@@ -140,7 +142,7 @@ def _forced(
 
 
 def _kept_ranks(scores: Tensor, policy: SparsePolicy, budget: HeadBudget) -> Tensor:
-    """How many ranked blocks to keep, broadcastable to the scores: at least the floor."""
+    """How many ranked blocks are asked for, broadcastable to the scores: at least the floor."""
     share = budget.density.to(scores.device)[:, None, None]
     if policy.select_by == "topk":
         return (share * scores.shape[-1]).long().clamp(min=budget.floor)

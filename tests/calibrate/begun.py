@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparge.calibrate import Calibration, CandidateSet, Workload
@@ -39,3 +40,12 @@ def attend(
         *qkv, SparsePolicy(), budget, order=order, is_causal=workload.is_causal
     )
     return attended.out[0], choice.kept[0]
+
+
+def share_of_pairs(kept: Tensor, workload: Workload) -> float:
+    """As a mean density is meant: ranked blocks of different sizes count as their mean."""
+    order = workload.order
+    keys = order.block_counts.float()
+    keys[~order.keys_exact] = keys[~order.keys_exact].mean()
+    pairs = torch.outer(order.query_counts().float(), keys)
+    return float((kept * pairs).sum() / pairs.expand(kept.shape).sum())

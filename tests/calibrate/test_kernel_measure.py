@@ -26,6 +26,7 @@ from sparge.calibrate.calibration import ROW_STEP
 from sparge.calibrate.scoring import Distances, squared_errors
 from sparge.kernels import Element
 from sparge.plan import QUERY_BLOCK, Router, TokenGrid, cube_order, grid_order, pack, unpack
+from sparge.plan.blocks import whole_steps
 from sparge.reference.packed import Packed, pack_qkv
 from sparge.reference.pooled import attend_packed
 from sparge.reference.quantize import count_rows, quantize_qkv
@@ -121,8 +122,9 @@ class Stages:
         self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         _, block_mask, thresholds, select, _, _, _, scale, causal, sink = rest[:10]
-        with_pools, floor, _, _, keys_exact, queries_exact, q_means, q_similarity = rest[14:]
+        with_pools, floor, upstream, _, keys_exact, queries_exact, q_means, q_similarity = rest[14:]
         assert (block_mask, select, causal, queries_exact) == (None, Select.TOPK, False, None)
+        assert not upstream
         layout = WorkspaceLayout(
             CallShape(*shape),
             Element(element),
@@ -150,8 +152,9 @@ class Stages:
         scores = torch.where(by_error[:, None, None], error, mass)
         rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
         share = thresholds[:, COLUMNS.index("selection")]
-        wanted = (share * scores.shape[-1]).long().clamp(min=floor)
-        kept = valid & (forced | (rank < wanted[:, None, None]))
+        asked = (share * scores.shape[-1]).long().clamp(min=floor)[:, None, None]
+        wanted = whole_steps(asked, (valid & forced).sum(-1, keepdim=True))
+        kept = valid & (forced | (rank < wanted))
         return pack(kept), kept.sum(-1, dtype=torch.int32)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:

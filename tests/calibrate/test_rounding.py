@@ -43,7 +43,7 @@ def test_rounding_of_each_head_is_measured(qkv, dense, walks: bool) -> None:
     found = calibration.rounding()
     assert found[0].tolist() == [ROUNDING] * 3
     assert found[1].tolist() == pytest.approx([0.02, 0.1, 0.3], rel=0.02)
-    choices = calibration.offers().freeze(mean_density=0.6)
+    choices = calibration.offers().freeze(mean_density=0.65)
     dropping = by_dropping(calibration, choices)
     torch.testing.assert_close(dropping[0], dropping[1], rtol=0.5, atol=0.02)
     rounding = torch.from_numpy(found[1]).float()

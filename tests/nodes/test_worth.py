@@ -104,7 +104,8 @@ def test_a_debugging_aid_makes_slow_calls_sparse(break_even, sample, monkeypatch
 
 def test_auto_modes_go_by_what_the_heads_of_a_layer_keep(break_even, sample, runs):
     break_even(0.9)
-    widgets = {"mode": "auto budget", "topk": 0.5, "sigmas": (0.9, 0.7)}
+    # Of four key blocks a head keeps two or all: here one of the four heads all.
+    widgets = {"mode": "auto budget", "topk": 0.65, "sigmas": (0.9, 0.7)}
     assert sample(**widgets).sparse == BLOCKS
     (table,) = runs[-1][0].heads.frozen
     sparser, denser = sorted(table.density()[:BLOCKS].mean(1).tolist())

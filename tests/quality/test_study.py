@@ -64,7 +64,7 @@ def test_calibration_of_a_text_keeps_its_first_block(text: Call) -> None:
     """The errors that it measures are those of routing with the sink."""
     text = replace(text, element=Element.INT8_FP16)
     calibration = Measured.on([text], 1, blocks_a_call=len(text.raster.query_counts)).calibration
-    mode, place = BY_NAME["ours manual"], 1
+    mode, place = BY_NAME["ours auto"], 1
     share = calibration.candidates.densities[place]
     (router,) = calibration.candidates.routers
     budgets = (HeadBudget.uniform(text.heads, each, router=router) for each in (1.0, share))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparge.plan import HeadBudget, Router, TokenGrid, TokenOrder, cube_order
+from sparge.plan.blocks import STEP_BLOCKS, whole_steps
 from sparge.policy import SparsePolicy
 from sparge.reference import quantize_qkv, route
 from sparge.reference.choose import (
@@ -102,7 +103,8 @@ def naive_choice(
                 ranked = sorted(set(valid) - forced, key=lambda j, w=weight: (-w[j], j))
                 share = float(budget.density[h])
                 if policy.select_by == "topk":
-                    number = int(share * shape[3])
+                    number = max(budget.floor, int(share * shape[3]))
+                    number += (number + len(forced)) % 2
                 else:
                     so_far, number = 0.0, 0
                     for j in ranked:
@@ -183,14 +185,18 @@ def test_mass_in_raster_order_is_the_existing_route(
     plan = route(
         quantize_qkv(q, k, v, key_lengths=lengths), policy, scale=SCALE, is_causal=is_causal
     )
-    budget = HeadBudget.uniform(4, float(policy.selection))
     packed = pack_qkv(q, k, v, key_lengths=lengths)
-    choice = choose_blocks(packed, policy, budget, scale=SCALE, is_causal=is_causal)
-    assert torch.equal(choice.kept, plan.kept())
-    assert torch.equal(choice.kept_pairs(), plan.kept_pairs())
-    assert torch.equal(choice.valid_pairs(), plan.valid_pairs())
     by_policy = choose_blocks(packed, policy, None, scale=SCALE, is_causal=is_causal)
     assert torch.equal(by_policy.kept, plan.kept()) and not by_policy.pooled.any()
+    assert torch.equal(by_policy.kept_pairs(), plan.kept_pairs())
+    assert torch.equal(by_policy.valid_pairs(), plan.valid_pairs())
+    budget = HeadBudget.uniform(4, float(policy.selection))
+    choice = choose_blocks(packed, policy, budget, scale=SCALE, is_causal=is_causal)
+    more = choice.kept.sum(-1) - plan.kept().sum(-1)
+    missing = (choice.valid & ~plan.kept()).any(-1)
+    assert not (plan.kept() & ~choice.kept).any()
+    counts_on = policy.select_by == "topk"
+    assert (more == plan.kept().sum(-1) % STEP_BLOCKS * counts_on * missing).all()
 
 
 def test_ranks_number_the_ranked_blocks(make_qkv) -> None:
@@ -201,10 +207,23 @@ def test_ranks_number_the_ranked_blocks(make_qkv) -> None:
     for ranks in choice.rank.flatten(0, 2):
         ranked = ranks[ranks >= 0].sort().values
         assert torch.equal(ranked, torch.arange(len(ranked)))
-    budget = (BUDGET.density * CUBES.key_blocks).long()
     grid_rows = ~CUBES.queries_exact
     chosen = (choice.kept & (choice.rank >= 0)).sum(-1)[:, :, grid_rows]
-    assert (chosen == budget[:, None]).all()
+    asked = (BUDGET.density * CUBES.key_blocks).long()[:, None]
+    assert ((chosen == asked) | (chosen == asked + 1)).all()
+
+
+def test_lists_with_a_budget_or_an_order_make_whole_steps(make_qkv) -> None:
+    """But for those that keep all that there is, as where text or a gate forces it."""
+    x = case(make_qkv, CUBES)
+    for budget in (BUDGET, None):
+        choice = choose_blocks(x, SparsePolicy(topk=0.3), budget, scale=SCALE)
+        kept, valid = choice.kept.sum(-1), choice.valid.sum(-1)
+        assert ((kept % STEP_BLOCKS == 0) | (kept == valid)).all()
+        assert (kept < valid).any(-1).all()
+    asked, forced = torch.arange(9), torch.tensor([[0], [1], [4]])
+    total = whole_steps(asked, forced) + forced
+    assert (total % STEP_BLOCKS == 0).all() and (total - asked - forced).unique().tolist() == [0, 1]
 
 
 def test_pairs_count_tokens_and_not_slots(make_qkv) -> None:

@@ -21,7 +21,6 @@ static_assert(kGroupRows * kConsumerGroups == kQueryBlock, "the consumer warpgro
 constexpr bool kSixteenBits = !is_quantized(kElement);
 
 // Two key blocks a step: E4M3 sums are promoted to float32 once a step, after 128 keys; a 16-bit product takes 128 keys at once.
-constexpr int kStepBlocks = 2;
 constexpr int kStepPseudoKeys = kStepBlocks * kKeyBlock;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
