@@ -34,7 +34,8 @@ def test_family(comfyui, name):
         assert report["forwards"] == STEPS * passes
     all_kept, half_kept = (report["density"] for report in got["reports"])
     assert all_kept == 1.0
-    assert 0.39 < half_kept < 0.85  # 2 of 5 blocks of video; text and all it attends to are kept
+    # 2 or 3 of 4 to 6 blocks of video, in whole steps with those of text; all that text attends to
+    assert 0.39 < half_kept < 0.9
     assert got["error_all"] < EIGHT_BIT
     assert got["error_all"] < 0.2 * got["error_half"]
     assert got["original_unchanged"]

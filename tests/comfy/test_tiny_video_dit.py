@@ -84,7 +84,7 @@ def test_clips_with_the_node_are_near_the_dense_ones(rows) -> None:
     assert list(rows) == ["drop", "ours manual", "ours auto"]
     for row in rows.values():
         assert row["data"] == "dit comfyui clips 0-0 4x9x10"
-        assert 0.25 < row["density"] < 0.7
+        assert 0.25 < row["density"] < 0.75  # of 6 key blocks manual keeps 4, in whole steps
         assert 30 < row["psnr"] < 70
     assert rows["ours auto"]["psnr"] > rows["drop"]["psnr"]
 
