@@ -7,8 +7,9 @@
 One JSON object for each shape, peer or mode of ours, and asked density: density (reached), ms
 (every stage of a call), repeats (the median is of), dense_equivalent_tflops, executed_tflops,
 rel_l1, rel_l2, extra_mib (peak beyond inputs and result), gpu, torch, commit; of ours also stages
-(ms of means, quantize, route and attend, from calls of their own), pooled_heads (the share that
-add pseudo-keys) and drop_rel_l2. A peer that is absent, and a case for which no time was left, has
+(ms of means, quantize, route and attend, from calls of their own), before_attend_ms (the first
+three together, with no event between), pooled_heads (the share that add pseudo-keys) and
+drop_rel_l2. A peer that is absent, and a case for which no time was left, has
 `absent`: why.
 
 Errors are against float32 attention on sampled query blocks: of a dense row or a peer over all
@@ -25,6 +26,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from .inputs import draw
 from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
 from .speed_rows import absent_row, errors, row
-from .stages import stage_ms
+from .stages import before_attend_ms, stage_ms
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
 #: The shapes that have bars come first, then the others by their work.
@@ -87,7 +89,8 @@ def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) 
     drop = l2 if plan is None else errors(out, *qkv, None)[1]
     del out, plan
     ms, repeats = median_within(lambda: case.attend(qkv, out_layout="NHD"), seconds)
-    stages = stage_ms(lambda: case.attend(qkv, out_layout="NHD"), 1 if ms > LONG_MS else 5)
+    attend, calls = partial(case.attend, qkv, out_layout="NHD"), 1 if ms > LONG_MS else 5
+    stages, before_attend = stage_ms(attend, calls), before_attend_ms(attend, calls)
     pooled = float((case.budget.gain > 0).float().mean()) if case.budget else 0.0
     return row(
         shape,
@@ -102,6 +105,7 @@ def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) 
         extra_mib=extra_mib,
         pooled_heads=pooled,
         stages={stage: round(value, 4) for stage, value in stages.items()},
+        before_attend_ms=round(before_attend, 4),
     )
 
 

@@ -51,6 +51,9 @@ class Speeds:
         row = self.cells.get((peer, density))
         return row["ms"] if row else None
 
+    def before_attend_ms(self, peer: str, density: float) -> float | None:
+        return self.cells.get((peer, density), {}).get("before_attend_ms")
+
     def limit(self, peer: str, density: float, most: Ceilings) -> float | None:
         """Milliseconds that the row's own work takes at least."""
         row = self.cells.get((peer, density))
@@ -127,6 +130,10 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
     lines.append([f"PFLOP/s executed by {ours}", *rates, ""])
     own_dense = speeds.attend_rate(PLAIN, 1.0)
     for peer in (PLAIN, OURS):
+        before = [speeds.before_attend_ms(peer, density) for density in DENSITIES]
+        if any(before):
+            shown = [f"{ms:.3f}" if ms else "" for ms in before]
+            lines.append([f"means, quantize and route of {peer}", *shown, ""])
         found = [speeds.attend_rate(peer, density) for density in DENSITIES]
         if own_dense and any(found):
             shares = [rate / own_dense if rate else None for rate in found]

@@ -14,6 +14,7 @@ import torch
 from sparge import launch
 from sparge.kernels.spec import HOPPER_ENTRIES
 
+ATTEND = "attend"
 HEAD_START = 4_000_000  # clocks: about 2 ms, in which the host queues a call of a few launches
 
 
@@ -33,11 +34,26 @@ class Watched:
     marks: list[Mark]
 
     def launch(self, *arguments: Any, **named: Any) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         self.kernel.launch(*arguments, **named)
         end.record()
         self.marks.append(Mark(self.stage, start, end))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Stands for a kernel, and notes each time that attend's turn came on its stream."""
+
+    kernel: Any
+    stage: str
+    ends: list[Any]
+
+    def launch(self, *arguments: Any, **named: Any) -> None:
+        if self.stage == ATTEND:
+            self.ends.append(_event())
+            self.ends[-1].record()
+        self.kernel.launch(*arguments, **named)
 
 
 def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
@@ -47,7 +63,8 @@ def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
     stage is charged for the host. It finds in the L2 what the stage before left, as it always does.
     """
     found: list[dict[str, float]] = []
-    with watched_launches() as marks:
+    marks: list[Mark] = []
+    with each_kernel(lambda kernel, stage: Watched(kernel, stage, marks)):
         for _ in range(calls):
             marks.clear()
             torch.cuda._sleep(HEAD_START)
@@ -57,19 +74,38 @@ def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
     return {stage: statistics.median(sums[stage] for sums in found) for stage in found[0]}
 
 
+def before_attend_ms(work: Callable[[], object], calls: int) -> float:
+    """Median milliseconds from the first launch to the first attend, which may be of a group of
+    heads: as `stage_ms`, but without events in between, each of which takes some microseconds."""
+    start, found = _event(), []
+    ends: list[Any] = []
+    with each_kernel(lambda kernel, stage: Ended(kernel, stage, ends)):
+        for _ in range(calls):
+            ends.clear()
+            torch.cuda._sleep(HEAD_START)
+            start.record()
+            work()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(ends[0]))
+    return statistics.median(found)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
 @contextmanager
-def watched_launches() -> Iterator[list[Mark]]:
-    """While it lasts, launches of the library's kernels leave a mark each."""
-    marks: list[Mark] = []
+def each_kernel(instead: Callable[[Any, str], Any]) -> Iterator[None]:
+    """While it lasts, `instead` of a kernel of the library and its stage is what is launched."""
     given = launch.get_kernel
 
-    def watched(spec: Any, device_index: int) -> Any:
-        stage = "attend" if spec.entry in HOPPER_ENTRIES else spec.entry
-        return Watched(given(spec, device_index), stage, marks)
+    def replaced(spec: Any, device_index: int) -> Any:
+        stage = ATTEND if spec.entry in HOPPER_ENTRIES else spec.entry
+        return instead(given(spec, device_index), stage)
 
-    launch.get_kernel = watched
+    launch.get_kernel = replaced
     try:
-        yield marks
+        yield
     finally:
         launch.get_kernel = given
 

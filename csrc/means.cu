@@ -3,8 +3,8 @@
 //
 // Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k); v_mean = sum V / n;
 //             v_scale = max(max V - v_mean, v_mean - min V) / 448, 1 when that is 0.
-// Strategy    On Hopper a cluster of eight thread blocks has K or V of one head: its blocks take turns at whole tokens, and
-//             each then adds up an eighth of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of
+// Strategy    On Hopper a cluster of four thread blocks has K or V of one head: its blocks take turns at whole tokens, and
+//             each then adds up a quarter of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of
 //             every token. V comes first: with a token order K is a seventh of the work, and fills what V leaves free.
 //             No counters or atomics exist, and the bits never change. A thread keeps ten copies of 16 bytes on their way
 //             to shared memory, and waits for its own only.
@@ -31,8 +31,8 @@ SPARGE_CHECK_PARAMS(MeansParams);
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr bool kClustered = ptx::kClusters;
-// Thread blocks that share a head's K or V: the most that every Hopper GPU can put into a cluster. sparge/launch.py knows it.
-constexpr int kSlices = kClustered ? 8 : kHeadDim / 32;
+// Thread blocks that share a head's K or V. sparge/launch.py knows it.
+constexpr int kSlices = kClustered ? 4 : kHeadDim / 32;
 constexpr int kChannels = kHeadDim / kSlices;  // that a thread block answers for
 constexpr int kReadChannels = kClustered ? kHeadDim : kChannels;
 constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that take turns at the tokens

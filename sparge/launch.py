@@ -319,7 +319,7 @@ def _launch_means(
 
 def _means_slices(head_dim: int, arch: str) -> int:
     """Thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
-    return 8 if arch == "sm_90a" else head_dim // 32
+    return 4 if arch == "sm_90a" else head_dim // 32
 
 
 def queue(

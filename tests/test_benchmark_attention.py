@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +60,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> N
     monkeypatch.setattr(attention, "with_extra_memory", lambda work: (work(), 5))
     monkeypatch.setattr(attention, "median_within", median_within)
     monkeypatch.setattr(attention, "stage_ms", lambda *_: {"attend": 1.23456})
+    monkeypatch.setattr(attention, "before_attend_ms", lambda *_: 0.5)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -82,7 +83,7 @@ def test_a_run_times_or_names_every_case() -> None:
             assert found["ms"] == 2.0 and found["repeats"] == 7 and found["extra_mib"] == 5
     ours = {(r["asked_density"], r["peer"]): r for r in rows if r["peer"].startswith("ours")}
     for (asked, name), found in ours.items():
-        assert found["stages"] == {"attend": 1.2346}
+        assert found["stages"] == {"attend": 1.2346} and found["before_attend_ms"] == 0.5
         assert found["pooled_heads"] == (0.5 if "budgets" in name else 0.0)
         if asked == 1.0 or "budgets" not in name:
             assert found["rel_l2"] < 0.03, "arithmetic alone"
@@ -207,8 +208,9 @@ class FakeEvent:
         return end.at - self.at
 
 
-def test_stages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call in two head groups launches each stage twice."""
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """call(groups): launches of a call in so many groups of heads, on a clock of its own."""
     takes = {"means": 1.0, "quantize": 2.0, "route": 0.5, "attend_hopper": 10.0}
 
     def get_kernel(spec: KernelSpec, _: int) -> Any:
@@ -218,8 +220,8 @@ def test_stages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return SimpleNamespace(launch=kernel_launch)
 
-    def call() -> None:
-        for entry in (*takes, *takes):
+    def launched(groups: int) -> None:
+        for entry in [*takes] * groups:
             kernel: Any = launch.get_kernel(KernelSpec(entry, "sm_90a"), 0)
             kernel.launch("grid", "params", stream=9)
             FakeEvent.clock += 100.0  # between launches
@@ -228,6 +230,15 @@ def test_stages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
-    wanted = {"means": 2.0, "quantize": 4.0, "route": 1.0, "attend": 20.0}
-    assert stages.stage_ms(call, 3) == wanted
+    yield launched
     assert launch.get_kernel is get_kernel, "the library is as it was"
+
+
+def test_stages_are_told_apart(call: Callable[[int], None]) -> None:
+    wanted = {"means": 2.0, "quantize": 4.0, "route": 1.0, "attend": 20.0}
+    assert stages.stage_ms(lambda: call(2), 3) == wanted
+
+
+def test_what_comes_before_attend_is_timed_as_a_whole(call: Callable[[int], None]) -> None:
+    assert stages.before_attend_ms(lambda: call(1), 3) == 303.5
+    assert stages.before_attend_ms(lambda: call(2), 3) == 303.5, "of the first group"

@@ -110,6 +110,13 @@ def test_executed_rates_are_beside_our_dense_one() -> None:
     assert "executed rate" not in speed_table.tables(some_rows(), None), "without stages"
 
 
+def test_what_comes_before_attend_is_in_microseconds() -> None:
+    rows = [*some_rows(), timed("mochi", "ours", 0.2, 5.0, before_attend_ms=0.5474)]
+    text = speed_table.tables(rows, None)
+    assert cells(text, "means, quantize and route of ours")[0] == ["", "", "", "0.547", "", ""]
+    assert "means, quantize and route of ours, budgets" not in text
+
+
 def test_who_was_not_measured_is_named() -> None:
     rows = some_rows()
     assert "Not measured: flash-attn-4: it is not importable." in speed_table.tables(rows, MOST)
