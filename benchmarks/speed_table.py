@@ -128,12 +128,13 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
     executed = [speeds.cells.get((ours, density)) for density in DENSITIES]
     rates = [f"{row['executed_tflops'] / 1000:.2f}" if row else "" for row in executed]
     lines.append([f"PFLOP/s executed by {ours}", *rates, ""])
-    own_dense = speeds.attend_rate(PLAIN, 1.0)
     for peer in (PLAIN, OURS):
         before = [speeds.before_attend_ms(peer, density) for density in DENSITIES]
         if any(before):
             shown = [f"{ms:.3f}" if ms else "" for ms in before]
             lines.append([f"means, quantize and route of {peer}", *shown, ""])
+    own_dense = speeds.attend_rate(PLAIN, 1.0)
+    for peer in (PLAIN, OURS):
         found = [speeds.attend_rate(peer, density) for density in DENSITIES]
         if own_dense and any(found):
             shares = [rate / own_dense if rate else None for rate in found]

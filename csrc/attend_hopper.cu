@@ -100,6 +100,10 @@
 //                   error of the outputs; fixed tiles side by side, 1 to 3 % less at Mochi; at head_dim 64 the values of the first
 //                   block early, 3 % less, and three lone warpgroups, 7 % less
 //             Turns gained 7 % and fills by moves 3 % while all exponentials were MUFU's (above): not any more.
+//             Lost, against 4effa86: scores of pseudo-keys in a fixed unit of log2, so that masked maxima are integers, too, and a
+//                   pooled step is 595 instead of 653 instructions long (642 of 702 at head_dim 128): Mochi dense -2.4, 20 % with
+//                   budgets -2.5, as ptxas orders the loop anew; CogVideoX-2B +0.3 -0.7. Two and a half float instructions for a
+//                   pseudo-key's score instead of three (624, 687): -0.2 +1.5, +0.9 -1.1, which is noise
 //             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.

@@ -15,8 +15,10 @@
 //             135 / 37 and clusters that read whole tokens
 //             With a token order a seventh of K is read; here events between the launches add some us.
 //             144 / 43, with an order 97 / 33, Wan 122: clusters of four (two at head_dim 64), K and V by turns
-//             165 / 49, with an order 86 / 29, Wan 99: clusters of eight, V first. Kept for the sake of the orders.
-// Untried     Clusters of four with V first; another size of cluster where there is no order.
+//             165 / 49, with an order 86 / 29, Wan 99: clusters of eight, V first
+//             146 / 44, with an order 86 / 35: clusters of four, two at head_dim 64, V first
+//             147 / 45, with an order 86 / 30, Wan 106: clusters of four, V first (here)
+// Untried     Clusters of eight where there is an order.
 #include "common/chunks.cuh"
 #include "common/config.cuh"
 #include "common/reduce.cuh"

@@ -152,11 +152,6 @@ def test_no_sparse_call_is_promised_faster_than_the_margin_allows() -> None:
         assert (1 - margin) * measured <= promised, row
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="route, quantize and means of 995384e are faster than rates.json, which is of 7cf740f, "
-    "promises: two calls by 26 and 28 %. Run benchmarks.crossover on an H200 and fit its rows",
-)
 def test_kernels_that_got_faster_want_new_rates() -> None:
     for promised, measured, _, row in promised_and_measured():
         assert promised <= 1.25 * measured, row
