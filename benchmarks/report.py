@@ -85,12 +85,18 @@ def section(
     )
     about_rates = (
         "The executed rate of attend counts the pairs that the attend kernel computes, pseudo-keys "
-        "of pooled terms among them, against its own time; 100 % is that of `ours`, dense.\n"
+        "of pooled terms among them, against its own time; 100 % is that of `ours`, dense. Means, "
+        "quantize and route, which come before it, are timed together.\n"
     )
     about_limits = (
         "The limit of this GPU is the time that its measured rates allow if all overlaps "
         "(`benchmarks/limits.py` has the formula), with all exponentials on the special function "
         "unit; ours computes five of eight elsewhere.\n"
+    )
+    about_others = (
+        "flux1k is as long as the host takes to queue a call: its kernels take less, and in a "
+        "model the host runs ahead; its text alone makes 20 and 10 % one density. SageAttention 2 "
+        "and upstream's SpargeAttn have no wheels for this GPU on PyPI and were not run.\n"
     )
     folder = RESULTS.relative_to(ROOT).as_posix()
     shown = [
@@ -101,7 +107,8 @@ def section(
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
         "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
         f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
-        "`benchmarks/results/h200_comfyui.jsonl` has each with its density and error:\n"
+        "medians, as the first sparse call takes longer. Hosts differ by 2 %. "
+        "`benchmarks/results/h200_comfyui.jsonl` has every call:\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
@@ -110,7 +117,7 @@ def section(
         about.append(about_rates)
     if most is not None:
         about.append(about_limits)
-    made = [*about, *shown, tables(calls, most), about_models, comfyui(model_calls)]
+    made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
     return "\n".join(["", *made, ""])
 
 

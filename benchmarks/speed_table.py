@@ -23,7 +23,6 @@ OURS = "ours, budgets"  # everything on: cube order, half of the heads pooled
 PLAIN = "ours"
 SPARSE_PEER = "comfy-kitchen sol_attn"
 SUMMARY_DENSITY = 0.2
-STEP = 128  # pseudo-keys that attend computes at once, as it does keys
 
 
 def asked_density(row: Row) -> float:
@@ -69,12 +68,13 @@ class Speeds:
 
     def attend_rate(self, peer: str, density: float) -> float | None:
         """Of the attend kernel alone: shares of all pairs that it computes in a millisecond, with
-        the pseudo-keys that it computes beside them. None where its time was not measured."""
+        a pseudo-key of each block beside them, but nothing that only fills a step. None where its
+        time was not measured."""
         row = self.cells.get((peer, density))
         if row is None or "stages" not in row:
             return None
-        steps = block_count(block_count(SHAPES[self.shape].tokens, KEY_BLOCK), STEP)
-        pseudo_keys = STEP * steps / SHAPES[self.shape].tokens if density < 1 else 0.0
+        tokens = SHAPES[self.shape].tokens
+        pseudo_keys = block_count(tokens, KEY_BLOCK) / tokens if density < 1 else 0.0
         executed = row["density"] + row.get("pooled_heads", 0.0) * pseudo_keys
         return executed / row["stages"]["attend"]
 

@@ -104,8 +104,8 @@ def test_executed_rates_are_beside_our_dense_one() -> None:
         for peer in ("ours", "ours, budgets")
     )
     assert plain == ["100 %", "", "", "84 %", "", ""]
-    # 700 key blocks are 6 steps of 128 pseudo-keys, in half of the heads.
-    assert budgets == ["80 %", "", "", f"{100 * 4 * (0.21 + 3 * 128 / 44776):.0f} %", "", ""]
+    # 700 key blocks have a pseudo-key each, in half of the heads.
+    assert budgets == ["80 %", "", "", f"{100 * 4 * (0.21 + 350 / 44776):.0f} %", "", ""]
     assert budgets[3] == "87 %"
     assert "executed rate" not in speed_table.tables(some_rows(), None), "without stages"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge import HeadBudget, Router, SparsePolicy, TokenGrid, grid_order
+from sparge import HeadBudget, Precision, Router, SparsePolicy, TokenGrid, grid_order
 from sparge.calibrate import Calibration, Probe, Workload, measure_for
 from sparge.plan import grid as grids
 from sparge.plan.walks import TURNS
@@ -43,8 +43,9 @@ def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.SIXTEEN_BIT])
 def test_repeats_are_bit_identical(
-    head_dim: int, measured: bool, generator: torch.Generator
+    precision: Precision, head_dim: int, measured: bool, generator: torch.Generator
 ) -> None:
     """measured: cube order, and budgets that pool the dropped blocks of every head."""
     grid = TokenGrid(6, 20, 30, suffix=100)
@@ -52,8 +53,10 @@ def test_repeats_are_bit_identical(
     order = grid_order(grid) if measured else None
     budget = HeadBudget.uniform(8, 0.3, 0.5, Router.ERROR, "cuda") if measured else None
 
+    policy = replace(HALF, precision=precision)
+
     def attend() -> Tensor:
-        return sparge.attention(q, k, v, HALF, order=order, budget=budget)
+        return sparge.attention(q, k, v, policy, order=order, budget=budget)
 
     first = attend()
     assert all(torch.equal(first, attend()) for _ in range(REPEATS))
