@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,7 +31,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
 from sparge.calibrate import BLOCKS_A_CALL, Calibration, Workload, measure_for
-from sparge.plan.blocks import STEP_BLOCKS
 
 from .inputs import draw
 from .shapes import SHAPES
@@ -51,14 +51,12 @@ class Case:
 
 
 def ranked_share(order: TokenOrder, density: float) -> float:
-    """Of all key blocks, that a query block ranks in where a call keeps about `density` of its
-    pairs in whole steps: text, which is exact, is part of what is kept, as in auto budget."""
-    least = float(Workload(order).density([0])[0])
-    ranked = int((~order.keys_exact).sum())
-    forced = order.key_blocks - ranked
-    wanted = max(0.0, (density - least) / (1 - least)) * ranked + forced
-    kept = round(wanted / STEP_BLOCKS) * STEP_BLOCKS - forced
-    return min(1.0, (max(kept, 0) + 0.5) / order.key_blocks)  # attention rounds down
+    """Of all key blocks, that a query block ranks in where a call keeps `density` of its pairs, as
+    nearly as whole steps can: text, which is exact, is part of what is kept, as in auto budget."""
+    kept = Workload(order).density(range(1, order.key_blocks + 1))
+    nearest = kept[np.abs(kept - density).argmin()]
+    asked = 1 + int(np.flatnonzero(kept == nearest)[-1])  # makes whole steps in raster order, too
+    return min(1.0, (asked + 0.5) / order.key_blocks)  # attention rounds down
 
 
 def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | str) -> list[Case]:

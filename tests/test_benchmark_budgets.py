@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.budgets import cases, in_turns, results
+from benchmarks.budgets import cases, in_turns, ranked_share, results
 from benchmarks.shapes import SHAPES
-from sparge import AttentionStats, TokenGrid
+from sparge import AttentionStats, TokenGrid, grid_order
+from sparge.calibrate import Workload
 from sparge.metrics import rel_l2
 
 GRID = TokenGrid(10, 16, 18, suffix=40)
@@ -29,6 +30,27 @@ def test_all_cases_run_at_one_density(generator: torch.Generator) -> None:
     for index, one in enumerate(outputs):
         for other in outputs[:index]:
             assert rel_l2(one, other) > 0.01, "a case of its own"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("density", [0.1, 0.2, 0.5, 1.0])
+def test_a_call_keeps_the_density_that_is_asked_for(name: str, density: float) -> None:
+    """But for half a step of attend, and with text and a step at least."""
+    order = grid_order(SHAPES[name].grid)
+    kept = Workload(order).density([int(ranked_share(order, density) * order.key_blocks), 1])
+    wanted = max(density, float(kept[1]))
+    assert kept[0] == pytest.approx(wanted, abs=0.0 if density == 1 else 1.001 / order.key_blocks)
+
+
+def test_budgets_and_raster_order_keep_the_same_blocks(generator: torch.Generator) -> None:
+    """However few are asked for, and with an odd number of blocks of text."""
+    for suffix, density in [(0, 0.01), (40, 0.1), (170, 0.1)]:
+        grid = TokenGrid(10, 16, 18, suffix=suffix)
+        q, k, v = torch.randn(3, 1, 1, grid.tokens, 16, generator=generator)
+        raster, cubes = (AttentionStats("cpu") for _ in range(2))
+        for case, stats in zip(cases(grid, 1, density, "cpu"), (raster, cubes), strict=False):
+            case.attend((q, k, v), stats=stats)
+        assert raster.blocks_kept == cubes.blocks_kept
 
 
 @pytest.mark.parametrize("name", SHAPES)
