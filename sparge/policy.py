@@ -42,7 +42,8 @@ class SparsePolicy:
     """``"topk"`` ranks key blocks and keeps a share; ``"cdf"`` keeps a share of the pooled mass."""
     topk: PerHead = 0.5
     """Share of all key blocks that a query block keeps, at least one block. Lower is faster. With a
-    token order one block more where a list would end half a step of attend: see `whole_steps`."""
+    token order it keeps one more where that and the blocks that are always kept are an odd number:
+    on Hopper two take as long as one."""
     cdfthreshd: PerHead = 0.98
     """Cumulative pooled softmax mass that is kept, at least one block. Lower is faster."""
     simthreshd1: PerHead = -0.1

@@ -31,4 +31,5 @@ class RouteRules:
     exact_suffix: int
     floor: int = 1
     upstream: bool = True
-    """Without an order and a budget; else masses count keys, and lists make whole steps."""
+    """Its semantics: without an order and a budget. Else a block's mass counts its keys, and top-k
+    makes whole steps of attend."""

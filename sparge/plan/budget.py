@@ -27,8 +27,9 @@ class HeadBudget:
     """One value per query head; replaces the density of a `SparsePolicy`.
 
     density: (heads,) float32, 0..1: share of all key blocks that a query block ranks in
-        (`select_by="topk"`: where a list ends half a step of attend, one block more, which costs no
-        time on Hopper), or the share of the ranking weight it keeps (`"cdf"`).
+        (`select_by="topk"`; it keeps one more where that and the blocks that are always kept are an
+        odd number: on Hopper two take as long as one), or the share of the ranking weight it keeps
+        (`"cdf"`).
     gain: (heads,) float32 >= 0: factor of the pooled term that stands for dropped blocks; 0 is
         plain dropping and costs nothing.
     router: (heads,) int32, values of `Router`.

@@ -96,7 +96,7 @@ def choose_blocks(
     else:
         counts = _kept_ranks(scores, policy, budget)
         pools = (budget.gain.to(device) > 0)[:, None, None]
-    if policy.select_by == "topk" and not (budget is None and packed.order is None):
+    if policy.select_by == "topk" and (budget is not None or packed.order is not None):
         counts = whole_steps(counts, forced.sum(-1, keepdim=True))
     kept = forced | (ranked & (rank < counts)) | (dense & valid)
     pooled = poolable(packed, valid & ~kept & pools, is_causal)
