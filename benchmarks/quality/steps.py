@@ -105,7 +105,8 @@ def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
     """What upstream's drop makes of a call with as many blocks as a budget keeps."""
     zeros = torch.zeros_like(budget.gain)
     blocks = block_count(k.shape[2], KEY_BLOCK)
-    kept = whole_steps((budget.density * blocks).long(), zeros.long())  # no text, nothing forced
+    asked = (budget.density * blocks).long().clamp(min=budget.floor)
+    kept = whole_steps(asked, zeros.long())  # without text nothing is forced
     plain = HeadBudget(((kept + 0.5) / blocks).clamp(max=1), zeros, zeros.int())
     stats = sparge.AttentionStats(q.device)
     return library.attention(BY_NAME["drop"], q, k, v, plain, None, stats)
