@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -63,9 +61,7 @@ def attention(
     is_causal: bool = False,
 ) -> Tensor:
     """(B, H, N, D) float32 in token order. `budget` and `order` on q's device."""
-    policy, own = mode.policy(is_causal), budget
-    if not mode.has_budget:
-        policy, own = replace(policy, topk=budget.density), None
+    policy, own = mode.rules(budget, is_causal)
     return sparge.attention(
         q,
         k,

@@ -45,14 +45,13 @@ class Mode:
         """In how many ways the steps of a sampling run go through the tokens."""
         return TURNS if self.cubes and not self.centroid else 1
 
-    @property
-    def has_budget(self) -> bool:
-        """What a policy can say of density is said by a policy, as in mode manual of the node."""
-        return self.measured or self.gain > 0
-
-    def policy(self, is_causal: bool) -> SparsePolicy:
-        """Everything but the density, which a HeadBudget holds."""
-        return SparsePolicy(attention_sink=self.text_sink and is_causal)
+    def rules(self, budget: HeadBudget, is_causal: bool) -> tuple[SparsePolicy, HeadBudget | None]:
+        """What attention is given for `budget`: a policy says what it can say of that, as in mode
+        manual of the node."""
+        policy = SparsePolicy(attention_sink=self.text_sink and is_causal)
+        if self.measured or self.gain > 0:
+            return policy, budget
+        return replace(policy, topk=budget.density), None
 
 
 MODES = (
@@ -109,10 +108,7 @@ def attend(
 
 def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> Choice:
     """The blocks that a mode keeps and pools."""
-    scale, policy = packed.operands.head_dim**-0.5, mode.policy(is_causal)
-    if not mode.has_budget:
-        policy = replace(policy, topk=budget.density)
-    own = budget if mode.has_budget else None
+    scale, (policy, own) = packed.operands.head_dim**-0.5, mode.rules(budget, is_causal)
     choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
     if not mode.upstream:
         return choice
