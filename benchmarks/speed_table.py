@@ -101,15 +101,20 @@ def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
 
 
 def absent(rows: Sequence[Row]) -> list[str]:
-    """Each peer and reason once, with the shapes that it concerns where that is not all."""
-    everywhere = dict.fromkeys(row["shape"] for row in rows)
-    shapes: dict[str, dict[str, None]] = {}
+    """Each peer and reason once, with the shapes that it concerns where that is not all, and their
+    densities where others were measured."""
+    everywhere = {row["shape"] for row in rows}
+    measured = {(row["shape"], row["peer"]) for row in rows if "absent" not in row}
+    places: dict[str, dict[str, None]] = {}
     for row in rows:
         if "absent" in row:
-            shapes.setdefault(f"{row['peer']}: {row['absent']}", {})[row["shape"]] = None
+            partly = (row["shape"], row["peer"]) in measured
+            density = f" {_density(row['asked_density'])}" if partly else ""
+            found = places.setdefault(f"{row['peer']}: {row['absent']}", {})
+            found[f"{row['shape']}{density}"] = None
     return [
-        what if len(names) == len(everywhere) else f"{what} ({', '.join(names)})"
-        for what, names in shapes.items()
+        what if found.keys() == everywhere else f"{what} ({', '.join(found)})"
+        for what, found in places.items()
     ]
 
 

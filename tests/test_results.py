@@ -120,8 +120,10 @@ def test_what_comes_before_attend_is_in_microseconds() -> None:
 def test_who_was_not_measured_is_named() -> None:
     rows = some_rows()
     assert "Not measured: flash-attn-4: it is not importable." in speed_table.tables(rows, MOST)
-    late = {"shape": "mochi", "peer": "ours", "asked_density": 0.1, "absent": "no time was left"}
-    assert speed_table.absent([*rows, late, late])[1:] == ["ours: no time was left (mochi)"]
+    late = {"shape": "mochi", "peer": "sol_attn", "asked_density": 0.1, "absent": "no time"}
+    assert speed_table.absent([*rows, late, late])[1:] == ["sol_attn: no time (mochi)"]
+    partly = late | {"peer": "ours"}
+    assert speed_table.absent([*rows, partly, partly])[1:] == ["ours: no time (mochi 10 %)"]
 
 
 def test_other_shapes_share_a_table() -> None:
