@@ -12,6 +12,7 @@ import pytest
 from sparge.kernels.nvrtc import NvrtcError
 from sparge.kernels.params import IN_TENSORS, PARAMS
 from sparge.kernels.source import find_csrc, read_sources
+from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK, STEP_BLOCKS, WORD_BITS
 
 HEADER = "params.cuh"
 
@@ -67,6 +68,18 @@ def _headers(csrc) -> dict[str, str]:
 @pytest.mark.parametrize("name", STRUCTS)
 def test_layout(name: str, compiler):
     _compile(compiler, _claims(STRUCTS[name]))
+
+
+def test_blocks_are_of_one_size(compiler):
+    sizes = {
+        "kQueryBlock": QUERY_BLOCK,
+        "kKeyBlock": KEY_BLOCK,
+        "kStepBlocks": STEP_BLOCKS,
+        "kMapBits": WORD_BITS,
+    }
+    _compile(compiler, [f"sparge::{name} == {size}" for name, size in sizes.items()])
+    with pytest.raises(NvrtcError):
+        _compile(compiler, [f"sparge::kStepBlocks == {STEP_BLOCKS + 1}"])
 
 
 def test_nested_structs_are_looked_at():
