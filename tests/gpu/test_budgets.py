@@ -25,7 +25,7 @@ from sparge.attention import _quantize, _route
 from sparge.call import Call, make_call
 from sparge.kernels import Element
 from sparge.metrics import rel_l2
-from sparge.plan.blocks import KEY_BLOCK, STEP_BLOCKS, unpack
+from sparge.plan.blocks import KEY_BLOCK, unpack
 from sparge.plan.grid import TokenOrder
 from sparge.reference import (
     Choice,
@@ -348,28 +348,6 @@ def test_an_order_changes_nothing_where_nothing_is_dropped(generator: torch.Gene
     plain = public_attention(q, k, v, dense, output_dtype=torch.float32)
     cubes = public_attention(q, k, v, dense, order=cube_order(grid), output_dtype=torch.float32)
     assert rel_l2(cubes, plain) < 0.02  # INT8 scales of other groups of 64 keys
-
-
-@pytest.mark.parametrize("per_head", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("topk", [0.1, 0.3])
-def test_an_order_alone_makes_whole_steps_and_raster_order_does_not(
-    topk: float, per_head: bool, generator: torch.Generator
-) -> None:
-    grid = TokenGrid(9, 14, 17, prefix=40)
-    q, k, v = make_qkv(Case("order", queries=grid.tokens, keys=grid.tokens), generator)
-    order, heads = cube_order(grid), q.shape[1]
-    policy = SparsePolicy(topk=torch.full((heads,), topk, device=q.device) if per_head else topk)
-
-    def blocks_kept(order: TokenOrder | None) -> int:
-        stats = AttentionStats(q.device)
-        public_attention(q, k, v, policy, order=order, stats=stats)
-        return stats.blocks_kept
-
-    asked, rows = int(topk * order.key_blocks), len(order.queries_exact)
-    assert blocks_kept(None) == heads * rows * asked
-    dense, text = int(order.queries_exact.sum()), int(order.keys_exact.sum())
-    sparse = -(-(asked + text) // STEP_BLOCKS) * STEP_BLOCKS
-    assert blocks_kept(order) == heads * (dense * order.key_blocks + (rows - dense) * sparse)
 
 
 def test_key_lengths_that_cut_the_grid_give_no_numbers(generator: torch.Generator) -> None:
