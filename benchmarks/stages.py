@@ -7,12 +7,15 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sparge import launch
 from sparge.kernels.spec import HOPPER_ENTRIES
+
+Launched = Callable[[str, Callable[[], None]], None]
 
 ATTEND = "attend"
 HEAD_START = 4_000_000  # clocks: about 2 ms, in which the host queues a call of a few launches
@@ -27,33 +30,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Watched:
-    """Stands for a kernel, and notes when each launch began and ended on its stream."""
+    """Stands for a kernel: `launched` is called with its stage and the launch, which it makes."""
 
     kernel: Any
     stage: str
-    marks: list[Mark]
+    launched: Launched
 
     def launch(self, *arguments: Any, **named: Any) -> None:
-        start, end = _event(), _event()
-        start.record()
-        self.kernel.launch(*arguments, **named)
-        end.record()
-        self.marks.append(Mark(self.stage, start, end))
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Stands for a kernel, and notes each time that attend's turn came on its stream."""
-
-    kernel: Any
-    stage: str
-    ends: list[Any]
-
-    def launch(self, *arguments: Any, **named: Any) -> None:
-        if self.stage == ATTEND:
-            self.ends.append(_event())
-            self.ends[-1].record()
-        self.kernel.launch(*arguments, **named)
+        self.launched(self.stage, partial(self.kernel.launch, *arguments, **named))
 
 
 def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
@@ -64,7 +48,14 @@ def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
     """
     found: list[dict[str, float]] = []
     marks: list[Mark] = []
-    with each_kernel(lambda kernel, stage: Watched(kernel, stage, marks)):
+
+    def between_events(stage: str, make: Callable[[], None]) -> None:
+        marks.append(Mark(stage, _event(), _event()))
+        marks[-1].start.record()
+        make()
+        marks[-1].end.record()
+
+    with watched_launches(between_events):
         for _ in range(calls):
             marks.clear()
             torch.cuda._sleep(HEAD_START)
@@ -79,7 +70,14 @@ def before_attend_ms(work: Callable[[], object], calls: int) -> float:
     heads: as `stage_ms`, but without events in between, each of which takes some microseconds."""
     start, found = _event(), []
     ends: list[Any] = []
-    with each_kernel(lambda kernel, stage: Ended(kernel, stage, ends)):
+
+    def after_an_event(stage: str, make: Callable[[], None]) -> None:
+        if stage == ATTEND:
+            ends.append(_event())
+            ends[-1].record()
+        make()
+
+    with watched_launches(after_an_event):
         for _ in range(calls):
             ends.clear()
             torch.cuda._sleep(HEAD_START)
@@ -95,15 +93,15 @@ def _event() -> Any:
 
 
 @contextmanager
-def each_kernel(instead: Callable[[Any, str], Any]) -> Iterator[None]:
-    """While it lasts, `instead` of a kernel of the library and its stage is what is launched."""
+def watched_launches(launched: Launched) -> Iterator[None]:
+    """While it lasts, launches of the library's kernels are made as in `Watched`."""
     given = launch.get_kernel
 
-    def replaced(spec: Any, device_index: int) -> Any:
+    def watched(spec: Any, device_index: int) -> Any:
         stage = ATTEND if spec.entry in HOPPER_ENTRIES else spec.entry
-        return instead(given(spec, device_index), stage)
+        return Watched(given(spec, device_index), stage, launched)
 
-    launch.get_kernel = replaced
+    launch.get_kernel = watched
     try:
         yield
     finally:
