@@ -34,6 +34,7 @@ from sparge.calibrate import BLOCKS_A_CALL, Calibration, Workload, measure_for
 
 from .inputs import draw
 from .shapes import SHAPES
+from .shares import share_of
 from .timing import ROOT, commit, gpu_name, in_rounds, median_ms, require_kernels, write_rows
 
 BLOCKS_A_SAMPLE = (BLOCKS_A_CALL, 2 * BLOCKS_A_CALL)
@@ -56,7 +57,7 @@ def ranked_share(order: TokenOrder, density: float) -> float:
     kept = Workload(order).density(range(1, order.key_blocks + 1))
     nearest = kept[np.abs(kept - density).argmin()]
     asked = 1 + int(np.flatnonzero(kept == nearest)[-1])  # makes whole steps in raster order, too
-    return min(1.0, (asked + 0.5) / order.key_blocks)  # attention rounds down
+    return share_of(asked, order.key_blocks)
 
 
 def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | str) -> list[Case]:

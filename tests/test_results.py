@@ -110,6 +110,22 @@ def test_executed_rates_are_beside_our_dense_one() -> None:
     assert "executed rate" not in speed_table.tables(some_rows(), None), "without stages"
 
 
+def test_what_is_said_of_flux_and_of_another_host_holds() -> None:
+    rows = [row for row in report.read(report.SPEEDS) if row["shape"] == "flux1k"]
+    budgets = {r["asked_density"]: r for r in rows if r["peer"] == "ours, budgets"}
+    assert budgets[0.2]["density"] == budgets[0.1]["density"]
+    assert all(sum(r["stages"].values()) < r["ms"] for r in budgets.values())
+
+    def seconds(name: str) -> dict[tuple[str, str], float]:
+        calls = [row for row in report.read(name) if "model" in row]
+        return {(row["model"], row["config"]): row["seconds_per_call"] for row in calls}
+
+    here, there = seconds("h200_comfyui.jsonl"), seconds("h200_comfyui_slower_host.jsonl")
+    assert here.keys() == there.keys()
+    slower = [there[call] / here[call] for call in here]
+    assert 1.02 < max(slower) < 1.03 and sum(slower) > len(slower)
+
+
 def test_what_comes_before_attend_is_in_microseconds() -> None:
     rows = [*some_rows(), timed("mochi", "ours", 0.2, 5.0, before_attend_ms=0.5474)]
     text = speed_table.tables(rows, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.quality.at_once import attend_at_once
 from benchmarks.quality.centroid import centroids
+from benchmarks.shares import share_of
 from sparge.kernels.spec import Element
 from sparge.plan.budget import HeadBudget, Router
 from sparge.plan.walks import TURNS
@@ -130,16 +131,11 @@ def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> fl
     blocks, heads = packed.operands.key_counts.shape[1], packed.operands.heads
 
     def density_of(count: int) -> float:
-        budget = HeadBudget.uniform(heads, _share(count, blocks))
+        budget = HeadBudget.uniform(heads, share_of(count, blocks))
         return float(reached_density(choose(mode, packed, budget, is_causal)).mean())
 
     low, high = 1, blocks + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if density_of(middle) <= density else (low, middle)
-    return _share(low, blocks)
-
-
-def _share(count: int, blocks: int) -> float:
-    """Routing keeps int(share * blocks); half a block more keeps float32 from rounding below."""
-    return min(1.0, (count + 0.5) / blocks)
+    return share_of(low, blocks)

@@ -13,6 +13,7 @@ from benchmarks.quality import library
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode
+from benchmarks.shares import share_of
 from sparge.calibrate import Aim, Calibration, Probe, StepChoices
 from sparge.plan.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.plan.budget import HeadBudget
@@ -107,7 +108,8 @@ def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
     blocks = block_count(k.shape[2], KEY_BLOCK)
     asked = (budget.density * blocks).long().clamp(min=budget.floor)
     kept = whole_steps(asked, zeros.long())  # without text nothing is forced
-    plain = HeadBudget(((kept + 0.5) / blocks).clamp(max=1), zeros, zeros.int())
+    density = torch.tensor([share_of(count, blocks) for count in kept.tolist()]).to(zeros)
+    plain = HeadBudget(density, zeros, zeros.int())
     stats = sparge.AttentionStats(q.device)
     return library.attention(BY_NAME["drop"], q, k, v, plain, None, stats)
 
