@@ -6,8 +6,11 @@
 
 One JSON object for each size and number of walks: tokens, heads, head_dim, walks, calls (as many
 query blocks as so many samples measure), ms (of the GPU, which sleeps until the host has queued the
-sample), host_ms, gpu, torch, commit. The fit needs the first four, ms and gpu; it is one of least
-squares of relative errors for each head_dim, of the rows with calls 1.
+sample), host_ms, dense_ms (of a dense call of that size, by each kernel of PyTorch's), gpu, torch,
+commit. The fit needs the first four, ms and gpu; it is one of least squares of relative errors for
+each head_dim, of the rows with calls 1. What is printed with it: a sample's share of the attention
+of one, two and four dense steps where flash serves these, and what the measured one takes more than
+another when cuDNN serves that, as it does in the node where it is known to be faster.
 """
 
 from __future__ import annotations
@@ -18,24 +21,35 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import TokenGrid, grid_order
 from sparge.calibrate import Calibration, Workload, measure_for
 from sparge.plan.sample_cost import MORE_BLOCKS, SampleRates, sample_terms
-from sparge.plan.worth import RATES_FILE
+from sparge.plan.worth import RATES_FILE, TORCH_KERNELS
 
 from .crossover import shapes
 from .crossover_fit import FEWEST_TOKENS, least_squares, rounded
 from .inputs import draw
 from .shapes import SHAPES, Shape
-from .timing import ROOT, Allowance, commit, gpu_name, read_rows, require_kernels, write_rows
+from .timing import (
+    ROOT,
+    Allowance,
+    commit,
+    gpu_name,
+    median_ms,
+    read_rows,
+    require_kernels,
+    write_rows,
+)
 
 Row = Mapping[str, Any]
 
@@ -50,7 +64,7 @@ FEWEST, MOST = 3, 9  # samples that a median is taken of
 
 def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[dict[str, Any]]:
     qkv = draw(shape, device)
-    dense = scaled_dot_product_attention(*qkv)
+    dense, dense_ms = scaled_dot_product_attention(*qkv), _dense_ms(qkv)
     for walks, calls in CASES:
         calibration = Calibration.begin(
             layers=1,
@@ -72,7 +86,18 @@ def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[di
             "calls": calls,
             "ms": round(ms, 4),
             "host_ms": round(host_ms, 4),
+            "dense_ms": dense_ms,
         }
+
+
+def _dense_ms(qkv: Sequence[Tensor]) -> dict[str, float]:
+    """Of each of PyTorch's kernels, on a GPU."""
+    found = {}
+    if qkv[0].is_cuda:
+        for name, backend in TORCH_KERNELS.items():
+            with sdpa_kernel(backend):
+                found[name] = round(median_ms(partial(scaled_dot_product_attention, *qkv), 3, 1), 4)
+    return found
 
 
 def _median_ms(
@@ -144,7 +169,8 @@ def _of_heads(row: Row) -> int:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints the rates and how far they are off, and what more query blocks cost."""
+    """Prints the rates and how far they are off, what more query blocks cost, and shares."""
+    show_shares(rows)
     for head_dim, fields in fit(rows).items():
         rates = SampleRates(**fields)
         of_dim = [row for row in rows if row["head_dim"] == int(head_dim)]
@@ -163,6 +189,19 @@ def show(rows: Sequence[Row]) -> None:
         if twice:
             middle = statistics.median(twice)
             print(f"#   twice the query blocks cost {middle:.2f} more, assumed {MORE_BLOCKS}")
+
+
+def show_shares(rows: Sequence[Row]) -> None:
+    """Of the samples of rows that know what dense calls take."""
+    for row in rows:
+        dense = row.get("dense_ms")
+        if not dense or row["calls"] != 1:
+            continue
+        flash, ms = dense["flash"], row["ms"]
+        shares = " ".join(f"{ms / flash / steps:.2%}" for steps in (1, 2, 4))
+        net = (dense["cudnn"] + ms) / flash - 1
+        size = f"{row['tokens']} x {row['heads']} x {row['head_dim']}, {row['walks']} walks"
+        print(f"# {size}: {shares} of 1, 2, 4 dense calls; measured by cuDNN {net:+.1%}")
 
 
 def _size(row: Row) -> tuple[int, int, int]:

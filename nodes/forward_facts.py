@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
-from .cross_attention import by_faster_kernel
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
+from .exact_attention import ExactResult, by_faster_kernel
 from .families import UNKNOWN_MODEL, LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
@@ -111,9 +111,9 @@ class Forward:
             block, row = self.layers.next(options, facts.query_tokens)
         else:
             block, row = self.layers.peek(options)
-        dense = cache(partial(self._hand_on, dense))  # measuring takes the result too
+        exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
-            plan = self._plan(call, facts, block, row, dense)
+            plan = self._plan(call, facts, block, row, exact)
             if not isinstance(plan, str):
                 return self._sparse(call, facts.query_tokens, row, plan)
             reason = plan
@@ -127,10 +127,10 @@ class Forward:
         if reason == CROSS_ATTENTION:
             out = self._cross(call)
         else:
-            self.run.tally.add_dense(reason, facts.query_tokens)
+            self.run.tally.add_dense(reason, facts.query_tokens, exact.by_faster)
         if facts.is_self_attention:
             self.record.dense.add(row)
-        return dense() if out is None else out
+        return exact.own() if out is None else out
 
     def _cross(self, call: AttentionCall) -> Tensor | None:
         """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
@@ -141,7 +141,7 @@ class Forward:
         return out
 
     def _plan(
-        self, call: AttentionCall, facts: CallFacts, block: int, row: int, dense: Dense
+        self, call: AttentionCall, facts: CallFacts, block: int, row: int, exact: ExactResult
     ) -> Plan | str | None:
         """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
         everywhere = self.unusable
@@ -152,7 +152,7 @@ class Forward:
         if reason is not None:
             return reason
         if self.heads is not None:
-            return self.heads.plan(call, facts.query_tokens, row, dense)
+            return self.heads.plan(call, facts.query_tokens, row, exact)
         return self._slower(call, facts.query_tokens)
 
     def _slower(self, call: AttentionCall, tokens: int) -> str | None:

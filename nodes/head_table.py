@@ -28,8 +28,9 @@ from ..sparge.calibrate import (
     measure_for,
 )
 from ..sparge.plan.sample_cost import AGAIN_CALLS, Afforded
-from .attention_call import AttentionCall, Dense
+from .attention_call import AttentionCall
 from .decision import Place
+from .exact_attention import ExactResult
 from .host import untracked_allocations
 from .passes import PassFacts
 from .sample_schedule import SampleSchedule
@@ -100,6 +101,7 @@ class HeadTable:
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
         self._again = False  # whether heads are measured again
+        self._by_faster_kernel = False  # whether measured calls are served by one
         self._place_again: int | None = None  # in the batch of the running pass, of what is
         self._batch_entries = 1  # of the running pass
         self._called: set[int] = set()  # rows of dense calls
@@ -148,9 +150,9 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def sample(self, row: int, call: AttentionCall, dense: Dense) -> None:
+    def sample(self, row: int, call: AttentionCall, exact: ExactResult) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
-        sparse. Never waits. dense: gives the call's result, which is computed once."""
+        sparse. Never waits."""
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
@@ -160,12 +162,13 @@ class HeadTable:
         self._called.add(row)
         if self._calibration is None or not self._schedule.measuring:
             return
-        out = dense()  # what is raised there has nothing to do with measuring
         calls = self._schedule.calls_a_sample
         if self._afford is not None:
             self._settle(self._calibration, self._afford, call, least)
         if self.why_dense is not None:
             return
+        # What is raised here has nothing to do with measuring.
+        out = exact.fastest() if self._by_faster_kernel else exact.own()
         try:
             with untracked_allocations():
                 operands = *call.heads_first(), call.result_heads_first(out)
@@ -190,6 +193,7 @@ class HeadTable:
             self.why_dense, self._calibration = TOO_SHORT, None
             return
         self.one_walk, self._again = afforded.walks < most, afforded.again
+        self._by_faster_kernel = afforded.by_faster_kernel
         if self.one_walk:
             calibration.measure_one_walk()
 

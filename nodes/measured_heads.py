@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..sparge import HeadBudget, SparsePolicy, TokenOrder
 from ..sparge.calibrate import Aim, Profile, Table
-from .attention_call import AttentionCall, Dense
+from .attention_call import AttentionCall
+from .exact_attention import ExactResult
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
 from .passes import PassFacts
@@ -145,9 +146,9 @@ class HeadPass:
     facts: PassFacts
     tables: dict[Shape, HeadTable]
 
-    def plan(self, call: AttentionCall, tokens: int, row: int, dense: Dense) -> Plan | str:
+    def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
         """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open, which takes dense(). Never waits."""
+        while its table is open, which takes its exact result. Never waits."""
         grid = self.layout.tokens
         fits = grid is not None and grid.tokens == tokens
         shape = Shape(tokens, call.head_count, grid if fits else None)
@@ -156,7 +157,7 @@ class HeadPass:
             self.heads.meet(self.device, shape)
             return self.facts.why_dense or MEASURING
         if table.choices is None:
-            table.sample(row, call, dense)
+            table.sample(row, call, exact)
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense

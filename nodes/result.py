@@ -65,8 +65,9 @@ class RunResult:
     sparse: int
     dense: int
     cross: int
+    faster_dense: int
+    """Of the dense ones, and below of cross-attention, by a faster kernel than ComfyUI's choice."""
     faster_cross: int
-    """Of those by a faster kernel than ComfyUI's choice."""
     forwards: int
     density: float
     layers: Tensor
@@ -103,6 +104,7 @@ class RunResult:
             tally.sparse,
             tally.dense,
             tally.cross,
+            tally.faster_dense,
             tally.faster_cross,
             tally.forwards,
             densities.overall,

@@ -29,6 +29,7 @@ class Tally:
     sparse: int = 0
     cross: int = 0
     faster_cross: int = 0
+    faster_dense: int = 0
     """Of those by another kernel than ComfyUI's choice."""
     forwards: int = 0
     tokens: int = 0
@@ -56,9 +57,10 @@ class Tally:
             self.filter_left_out |= filter_left_out
             self.tokens = max(self.tokens, tokens)
 
-    def add_dense(self, reason: str, tokens: int) -> None:
+    def add_dense(self, reason: str, tokens: int, by_faster_kernel: bool) -> None:
         with self._lock:
             self.reasons[reason] += 1
+            self.faster_dense += by_faster_kernel
             self.tokens = max(self.tokens, tokens)
 
     def add_cross(self, by_faster_kernel: bool) -> None:

@@ -85,7 +85,8 @@ def affordable(
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
         return Afforded(most, again=True)
     sizes = _of_one_entry(call)
-    dense, samples = rates.dense_seconds(sizes, call.dense_kernel()), layers * conditionings
+    kernel, samples = call.dense_kernel(), layers * conditionings
+    dense, own = rates.dense_seconds(sizes, kernel), known_rates(call)
     afforded = sample_cost.affordable(
         rates.sample,
         sizes.rows,
@@ -94,8 +95,9 @@ def affordable(
         samples=samples,
         conditionings=conditionings,
         calls=calls,
+        shorter=0.0 if own is None else dense - own.fastest_seconds(sizes, kernel),
     )
-    if sparse_steps is None or known_rates(call) is None:
+    if sparse_steps is None or own is None:
         return afforded
     sparsest = rates.sparse.seconds(_of_one_entry(call, pooled=1.0), least)
     pays = sample_cost.pays(

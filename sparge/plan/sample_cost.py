@@ -22,6 +22,9 @@ SHARE = 0.02
 #: together: nobody notices them in a run, but clips of the small video DiT lie up to .7 dB further
 #: from dense ones where only one walk is measured.
 ALWAYS = 0.1
+#: Seconds that a faster exact kernel of the measured calls has to save in a run: cuDNN takes .04 s
+#: to plan a new shape and .4 to .9 s for the first of a kind in a process, once each.
+WORTH_A_PLAN = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
 MORE_BLOCKS = 0.5
@@ -63,6 +66,8 @@ class Afforded:
     """Whether heads are measured once more among the sparse steps."""
     pays: bool = True
     """False where measuring takes longer than all sparse calls can save."""
+    by_faster_kernel: bool = False
+    """Whether measured calls are served by a faster exact kernel, which pays for measuring."""
 
 
 def sample_terms(rows: int, walks: int) -> dict[str, float]:
@@ -79,23 +84,27 @@ def affordable(
     samples: int,
     conditionings: int = 1,
     calls: int = 1,
+    shorter: float = 0.0,
 ) -> Afforded:
     """As many of `most` walks as keep a sample within SHARE of the dense calls that its
-    conditioning makes in its layer, or else all samples of the run within ALWAYS; but at least one,
-    which may take more than either. Then the second sample, where that and the first ones are
-    within the same.
+    conditioning makes in its layer and what its own is shorter than they, or else all samples of
+    the run within ALWAYS; but at least one, which may take more than either. Then the second
+    sample, where that and the first ones are within the same.
 
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
     blocks predict worse, and a walk that is not measured is one that no head takes, no more.
 
-    dense: seconds of those calls. samples: the first ones of the run, in all layers and
-    conditionings. rows and calls: as in `SampleRates.seconds`.
+    dense: seconds of those calls. shorter: by so many the measured one is where a faster kernel
+    serves it, if that saves more than WORTH_A_PLAN in the run. samples: the first ones of the run,
+    in all layers and conditionings. rows and calls: as in `SampleRates.seconds`.
     """
-    allowed = max(SHARE * dense, ALWAYS / samples)
+    faster = shorter * samples > WORTH_A_PLAN
+    allowed = max(SHARE * dense + faster * shorter, ALWAYS / samples)
     within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= allowed)
     walks = next(within, 1)
-    again = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
-    return Afforded(walks, rates.seconds(rows, walks, calls) + again <= allowed)
+    first = rates.seconds(rows, walks, calls)
+    second = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
+    return Afforded(walks, first + second <= allowed, by_faster_kernel=faster)
 
 
 def pays(

@@ -149,6 +149,10 @@ class Rates:
         known = self.dense.get(kernel)
         return min(each.seconds(call) for each in ([known] if known else self.dense.values()))
 
+    def fastest_seconds(self, call: Call, kernel: str) -> float:
+        """By a faster one than `kernel`, where `faster_kernel` has it."""
+        return self.dense_seconds(call, faster_kernel(call.pairs, self, kernel) or kernel)
+
 
 @dataclass(frozen=True)
 class Estimate:

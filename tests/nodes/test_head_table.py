@@ -51,8 +51,9 @@ def frozen(load_pack, grid):
         table = module.HeadTable(shape, 1, aim, policy, device, all_walks)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
-            dense = partial(scaled_dot_product_attention, *qkv)
-            table.sample(0, made(*qkv, 2, False, True, True, {}), dense)
+            call = made(*qkv, 2, False, True, True, {})
+            own = partial(scaled_dot_product_attention, *qkv)
+            table.sample(0, call, load_pack("nodes.exact_attention").ExactResult(call, own))
         table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 

@@ -23,8 +23,8 @@ def result(load_pack):
         density = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
         facts = {
             "family": "Mochi", "tokens": 44776, "stopped": False, "sparse": 3, "dense": 1,
-            "cross": 4, "faster_cross": 0, "forwards": 3, "density": 0.25,
-            "layers": torch.tensor([0, 7]), "by_step": density, "notes": (),
+            "cross": 4, "faster_cross": 0, "faster_dense": 0, "forwards": 3,
+            "density": 0.25, "layers": torch.tensor([0, 7]), "by_step": density, "notes": (),
             "reasons": {"before start_percent 0.2": 1}, "filter_left_out": False,
             "asked": "", "shapes": (), "profile": None,
         }  # fmt: skip
@@ -57,6 +57,11 @@ def test_a_good_run(result, report):
 def test_cross_attention_by_a_faster_kernel_is_told(result, report):
     told = report.summary(result(faster_cross=3))
     assert told.endswith("; 4 cross-attention calls (always dense, 3 by a faster kernel)")
+
+
+def test_measured_calls_by_a_faster_kernel_are_told(result, report):
+    told = report.summary(result(dense=4, faster_dense=2))
+    assert "4 dense self-attention calls (2 measured, exact by a faster kernel), density" in told
 
 
 def test_a_filter_that_was_left_out_is_told(result, report):

@@ -15,6 +15,7 @@ from sparge.plan.sample_cost import (
     CHOOSING,
     MORE_BLOCKS,
     SHARE,
+    WORTH_A_PLAN,
     SampleRates,
     affordable,
     pays,
@@ -60,6 +61,25 @@ def test_short_runs_measure_all_of_them(walks: int, calls: int) -> None:
     assert afforded(dense=0.0, samples=few, calls=calls) == walks
     assert afforded(dense=0.0, samples=few + 1, calls=calls) < walks
     assert afforded(dense=1.0, samples=few + 1, calls=calls) == 3, "the more of both"
+
+
+@pytest.mark.parametrize(("walks", "seconds"), [(3, 7e-3), (2, 5e-3)])
+def test_a_faster_kernel_pays_for_measuring(walks: int, seconds: float) -> None:
+    faster = measured(dense=0.0, shorter=1.001 * seconds)
+    assert faster.by_faster_kernel and faster.walks == walks
+    assert afforded(dense=0.0, shorter=0.999 * seconds) == walks - 1
+    rest = seconds - 1e-3  # paid by the kernel
+    assert afforded(dense=1.001e-3 / SHARE, shorter=rest) == walks
+    assert afforded(dense=0.999e-3 / SHARE, shorter=rest) == walks - 1
+
+
+def test_a_kernel_that_saves_little_in_all_is_not_worth_its_plan() -> None:
+    assert not measured(dense=0.0).by_faster_kernel
+    shorter, few = 1e-3, int(WORTH_A_PLAN / 1e-3)
+    run = partial(affordable, RATES, ROWS, 3, dense=0.0, shorter=shorter)
+    assert run(samples=few + 1).by_faster_kernel and not run(samples=few - 1).by_faster_kernel
+    slow = partial(affordable, SampleRates(1.0, 1.0, 0.0), ROWS, 3, dense=0.0, samples=few - 1)
+    assert slow(shorter=shorter) == slow(), "what it would save pays for nothing"
 
 
 @pytest.mark.parametrize("conditionings", [1, 2])

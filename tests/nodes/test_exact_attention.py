@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-attention by the faster one of PyTorch's kernels, where that is known and allowed."""
+"""Exact attention by the faster one of PyTorch's kernels, where that is known and allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, ROWS, KEYS = 2, 256, 77
 def cross(load_pack, monkeypatch):
     """cross(**changes): what a call gives whose kernel, as ComfyUI asks for it, is twice as slow as
     the CPU's flash attention; and its q, k, v with heads first."""
-    module, calls = load_pack("nodes.cross_attention"), load_pack("nodes.attention_call")
+    module, calls = load_pack("nodes.exact_attention"), load_pack("nodes.attention_call")
     worth = load_pack("sparge.plan.worth")
     dense = {"cudnn": worth.DenseRates(0, 0, 2e-12), "flash": worth.DenseRates(0, 0, 1e-12)}
     sparse = worth.SparseRates(0, 0, 0, 0, pair=1e-12, filter_pair=0, pool_token=0)
