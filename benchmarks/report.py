@@ -11,6 +11,7 @@ from typing import Any
 
 from .limits import Ceilings, read_ceilings
 from .png import write_png
+from .sample_table import samples_table
 from .speed_plot import picture_name, pictures
 from .speed_table import OURS, TITLES, table, tables
 from .timing import ROOT, read_rows
@@ -21,6 +22,7 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 #: Of `benchmarks.attention` and of `benchmarks.limits`.
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
+SAMPLES = "h200_samples.jsonl"
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",
@@ -68,7 +70,10 @@ def _runs(calls: list[dict[str, Any]]) -> str:
 
 
 def section(
-    calls: list[dict[str, Any]], most: Ceilings | None, model_calls: list[dict[str, Any]]
+    calls: list[dict[str, Any]],
+    most: Ceilings | None,
+    model_calls: list[dict[str, Any]],
+    samples: list[dict[str, Any]],
 ) -> str:
     """What stands between BEGIN and END."""
     about_calls = (
@@ -111,6 +116,13 @@ def section(
         "(`h200_comfyui_slower_host.jsonl` beside `benchmarks/results/h200_comfyui.jsonl`, which "
         "has every call):\n"
     )
+    about_samples = (
+        "Measuring the heads of a layer, once a run (and in long ones half of it again), in shares "
+        "of a dense call by flash attention, for which ComfyUI asks first; commit "
+        f"{samples[-1]['commit']}. Where cuDNN's exact attention is known to be faster the node "
+        "has it serve the measured calls, so these are shorter than the default's although they "
+        "are measured:\n"
+    )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
         about.append(about_budgets)
@@ -119,6 +131,7 @@ def section(
     if most is not None:
         about.append(about_limits)
     made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
+    made += [about_samples, samples_table(samples)]
     return "\n".join(["", *made, ""])
 
 
@@ -126,7 +139,7 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     calls, most = read(SPEEDS), read_ceilings(RESULTS / LIMITS)
-    made = section(calls, most, read("h200_comfyui.jsonl"))
+    made = section(calls, most, read("h200_comfyui.jsonl"), read(SAMPLES))
     wanted = before + BEGIN + made + END + rest.split(END)[1]
     if "--check" in sys.argv[1:]:
         return int(wanted != text)

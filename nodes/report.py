@@ -30,8 +30,8 @@ def summary(result: RunResult) -> str:
     parts = [f"{result.family}, {result.tokens:,} tokens" if result.tokens else result.family]
     if result.sparse:
         parts.append(
-            f"{result.sparse} sparse and {result.dense} dense self-attention calls"
-            f"{_faster(result)}, density {100 * result.density:.1f} %{_head_range(result)}"
+            f"{result.sparse} sparse and {result.dense} dense self-attention calls, "
+            f"density {100 * result.density:.1f} %{_head_range(result)}"
         )
         parts.extend(_errors(result))
         if any(shape.one_walk for shape in result.shapes):
@@ -41,6 +41,8 @@ def summary(result: RunResult) -> str:
         parts.append("NOTHING WAS SPARSE" + ("" if calls else f": {_no_calls(result)}"))
         if result.dense:
             parts.append(f"{result.dense} dense self-attention calls")
+    if result.faster_dense:
+        parts.append(f"{result.faster_dense} dense calls were measured, by a faster exact kernel")
     if result.reasons:
         reasons = (f"{why.rstrip('.')} ({count})" for why, count in result.reasons.items())
         parts.append("dense because: " + ", ".join(reasons))
@@ -83,11 +85,6 @@ def _layers(result: RunResult) -> Iterator[str]:
                 f"{_percent(density.max())})  {_number(shape.predicted[index])}  "
                 f"{_number(shape.probed[index])}"
             )
-
-
-def _faster(result: RunResult) -> str:
-    measured = result.faster_dense
-    return f" ({measured} measured, exact by a faster kernel)" if measured else ""
 
 
 def _head_range(result: RunResult) -> str:
