@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of `benchmarks.sample_cost` as the README's table of what measuring takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparge.calibrate.calibration import worth_measuring
+from sparge.plan.walks import Walk
+
+from .shapes import SHAPES
+from .speed_table import table
+
+Row = Mapping[str, Any]
+
+HEAD = (
+    "both token orders of one conditioning",
+    "ms",
+    "of one dense call",
+    "of four",
+    "dense call with it, by cuDNN",
+)
+
+
+def samples_table(rows: Sequence[Row]) -> str:
+    """Of the models' shapes; flash serves the dense calls that a sample is a share of."""
+    names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
+    measured, lines = len(worth_measuring(len(Walk))), []
+    for row in rows:
+        name = names.get((row["tokens"], row["heads"], row["head_dim"]))
+        if name and row["walks"] == measured and row["calls"] == 1:
+            lines.append([name, f"{row['ms']:.2f}", *_shares(row["ms"], row["dense_ms"])])
+    return table(list(HEAD), lines)
+
+
+def _shares(ms: float, dense: Mapping[str, float]) -> list[str]:
+    flash = dense["flash"]
+    shares = (f"{100 * ms / flash / calls:.1f} %" for calls in (1, 4))
+    return [*shares, f"{100 * ((dense['cudnn'] + ms) / flash - 1):+.0f} %"]
