@@ -16,7 +16,7 @@ from benchmarks.timing import ROOT, read_rows
 from sparge.plan.worth import RATES_FILE, Call, DenseRates, Rates, SparseRates, estimate
 
 OURS = ("ours", "ours, PV filter", "ours, budgets", "ours, budgets spread tenfold")
-RESULTS = ROOT / "benchmarks" / "results" / "h200_crossover.jsonl"
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*_crossover.jsonl"))
 MADE = Rates(
     SparseRates(2e-5, 3e-5, 2e-5, 1e-9, 5e-13, 5e-14, 2e-10),
     {"cudnn": DenseRates(1e-5, 8e-6, 8e-13), "flash": DenseRates(1e-5, 5e-6, 1.2e-12)},
@@ -105,14 +105,18 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         crossover.check(shape, crossover.draw(shape, "cpu"))
 
 
-def test_the_rates_are_those_of_the_results() -> None:
-    rows = read_rows(RESULTS)
+def test_no_rates_are_without_results() -> None:
+    kinds = {read_rows(results)[0]["gpu"] for results in RESULTS}
+    assert kinds == set(json.loads(RATES_FILE.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("results", RESULTS, ids=lambda path: path.name)
+def test_the_rates_are_those_of_the_results(results: Path) -> None:
+    rows = read_rows(results)
     assert all(row["gpu"] and row["commit"] for row in rows)
-    kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
-    kept, found = kinds.pop(rows[0]["gpu"]), crossover_fit.fit(rows)
-    assert not kinds, "rates that no results stand behind"
-    facts = ("gpu", "torch", "commit")
-    again = f"run: python -m benchmarks.crossover --fit {RESULTS.relative_to(ROOT)}"
+    kept = json.loads(RATES_FILE.read_text(encoding="utf-8"))[rows[0]["gpu"]]
+    found, facts = crossover_fit.fit(rows), ("gpu", "torch", "commit")
+    again = f"run: python -m benchmarks.crossover --fit {results.relative_to(ROOT)}"
     assert [kept[fact] for fact in facts] == [found[fact] for fact in facts], again
     assert set(kept["head_dims"]) == set(found["head_dims"]), again
     for row in rows:

@@ -15,7 +15,7 @@ from benchmarks.timing import ROOT, read_rows, write_rows
 from sparge.plan.sample_cost import SampleRates
 from sparge.plan.worth import RATES_FILE, Rates
 
-RESULTS = ROOT / "benchmarks" / "results" / "h200_samples.jsonl"
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*_samples.jsonl"))
 MADE = SampleRates(once=3e-4, launch=2e-4, token=1e-9)
 
 
@@ -79,6 +79,9 @@ def test_a_tiny_run_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_the_rates_are_those_of_the_results() -> None:
-    known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]
-    for head_dim, found in sample_cost.fit(read_rows(RESULTS)).items():
-        assert known[head_dim]["sample"] == pytest.approx(found, rel=0.01)
+    kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
+    for rows in map(read_rows, RESULTS):
+        known = kinds.pop(rows[0]["gpu"])["head_dims"]
+        for head_dim, found in sample_cost.fit(rows).items():
+            assert known[head_dim]["sample"] == pytest.approx(found, rel=0.01)
+    assert not kinds, "rates that no results stand behind"
