@@ -22,8 +22,8 @@ SHARE = 0.02
 #: together: nobody notices them in a run, but clips of the small video DiT lie up to .7 dB further
 #: from dense ones where only one walk is measured.
 ALWAYS = 0.1
-#: Seconds that a faster exact kernel of the measured calls has to save in a run: cuDNN takes .04 s
-#: to plan a new shape and .4 to .9 s for the first of a kind in a process, once each.
+#: Seconds that a faster exact kernel of the measured calls has to save in a run: cuDNN takes .04 to
+#: .08 s to plan a new shape, once a process, and up to .9 s to read its libraries from a disk.
 WORTH_A_PLAN = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
