@@ -8,9 +8,8 @@ One JSON object for each size and number of walks: tokens, heads, head_dim, walk
 query blocks as so many samples measure), ms (of the GPU, which sleeps until the host has queued the
 sample), host_ms, dense_ms (of a dense call of that size, by each kernel of PyTorch's), gpu, torch,
 commit. The fit needs the first four, ms and gpu; it is one of least squares of relative errors for
-each head_dim, of the rows with calls 1. What is printed with it: a sample's share of the attention
-of one, two and four dense steps where flash serves these, and what the measured one takes more than
-another when cuDNN serves that, as it does in the node where it is known to be faster.
+each head_dim, of the rows with calls 1. The README's table of samples beside dense calls is printed
+with it.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from sparge.plan.worth import RATES_FILE, TORCH_KERNELS
 from .crossover import shapes
 from .crossover_fit import FEWEST_TOKENS, least_squares, rounded
 from .inputs import draw
+from .sample_table import samples_table
 from .shapes import SHAPES, Shape
 from .timing import (
     ROOT,
@@ -169,8 +169,8 @@ def _of_heads(row: Row) -> int:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints the rates and how far they are off, what more query blocks cost, and shares."""
-    show_shares(rows)
+    """Prints the rates and how far they are off, what more query blocks cost, and the table."""
+    print(samples_table(rows))
     for head_dim, fields in fit(rows).items():
         rates = SampleRates(**fields)
         of_dim = [row for row in rows if row["head_dim"] == int(head_dim)]
@@ -189,19 +189,6 @@ def show(rows: Sequence[Row]) -> None:
         if twice:
             middle = statistics.median(twice)
             print(f"#   twice the query blocks cost {middle:.2f} more, assumed {MORE_BLOCKS}")
-
-
-def show_shares(rows: Sequence[Row]) -> None:
-    """Of the samples of rows that know what dense calls take."""
-    for row in rows:
-        dense = row.get("dense_ms")
-        if not dense or row["calls"] != 1:
-            continue
-        flash, ms = dense["flash"], row["ms"]
-        shares = " ".join(f"{ms / flash / steps:.2%}" for steps in (1, 2, 4))
-        net = (dense["cudnn"] + ms) / flash - 1
-        size = f"{row['tokens']} x {row['heads']} x {row['head_dim']}, {row['walks']} walks"
-        print(f"# {size}: {shares} of 1, 2, 4 dense calls; measured by cuDNN {net:+.1%}")
 
 
 def _size(row: Row) -> tuple[int, int, int]:

@@ -24,12 +24,14 @@ HEAD = (
 
 
 def samples_table(rows: Sequence[Row]) -> str:
-    """Of the models' shapes; flash serves the dense calls that a sample is a share of."""
+    """Of the models' shapes, where dense calls were timed, too; flash serves those that a sample is
+    a share of."""
     names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
     measured, lines = len(worth_measuring(len(Walk))), []
     for row in rows:
         name = names.get((row["tokens"], row["heads"], row["head_dim"]))
-        if name and row["walks"] == measured and row["calls"] == 1:
+        timed = row["walks"] == measured and row["calls"] == 1 and row.get("dense_ms")
+        if name and timed:
             lines.append([name, f"{row['ms']:.2f}", *_shares(row["ms"], row["dense_ms"])])
     return table(list(HEAD), lines)
 
