@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 
 def profile_with_residual(profile: Profile, share: float) -> Profile:
-    """The profile with the residual in this share of its measured heads, and in no others."""
-    choices = {table: with_residual(found, share) for table, found in profile.choices.items()}
+    """The profile with the residual in this share of its measured heads, and in no others; in every
+    step, though the node leaves it out of every second one."""
+    choices = {
+        table: found.each(lambda kind: with_residual(kind, share))
+        for table, found in profile.choices.items()
+    }
     return dataclasses.replace(profile, choices=choices)
 
 

@@ -20,6 +20,7 @@ from ..sparge import (
 )
 from ..sparge.calibrate import (
     Aim,
+    Alternating,
     Calibration,
     HeadChoices,
     Probe,
@@ -85,7 +86,7 @@ class HeadTable:
         afford: Afford,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
-        self.choices: HeadChoices | None = None
+        self.choices: Alternating | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self.one_walk = False
@@ -221,7 +222,7 @@ class HeadTable:
             self.why_dense = NOT_MEASURED
         self._calibration = None
 
-    def use_profile(self, choices: HeadChoices) -> None:
+    def use_profile(self, choices: Alternating) -> None:
         """Instead of measuring."""
         self._use(StepChoices(self._aim, None, profile=choices))
 
@@ -265,7 +266,7 @@ class HeadTable:
     def _given(self) -> list[HeadChoices]:
         """The choices that steps have had so far; those of the first before it."""
         assert self._steps is not None
-        return self._steps.given or [self._steps.first]
+        return self._steps.given or [self._steps.first.pooling]
 
     def decide(self, row: int, call: AttentionCall) -> HeadBudget | str:
         """What a call of a layer may keep, or why it has to stay dense: at the densities of this
@@ -316,7 +317,7 @@ class HeadTable:
         if not rows or self.choices is None:
             return kept
         given = (choices.density[rows] for choices in self._given())
-        shares = [self._kept_shares(asked, self.choices.floor) for asked in given]
+        shares = [self._kept_shares(asked, self.choices.pooling.floor) for asked in given]
         kept[rows] = _mean(shares)
         return kept
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..sparge.glyphs import write
-from .result import RunResult
+from .result import RunResult, mean_error
 
 Colour = tuple[float, float, float]
 
@@ -96,7 +96,7 @@ def _scale(canvas: Canvas, top: int) -> None:
 
 
 def _errors(canvas: Canvas, result: RunResult, tall: int, left: int) -> None:
-    """Mean over the heads of each block, and over shapes."""
+    """Mean over the heads of each block, by loudness, and over shapes."""
     predicted, probed = _by_layer(result, "predicted"), _by_layer(result, "probed")
     most = max([*predicted.values(), *probed.values()], default=0.0)
     if not most:
@@ -120,10 +120,11 @@ def _errors(canvas: Canvas, result: RunResult, tall: int, left: int) -> None:
 def _by_layer(result: RunResult, name: str) -> dict[int, float]:
     found: dict[int, list[Tensor]] = {}
     for shape in result.shapes:
-        for layer, heads in zip(shape.layers.tolist(), getattr(shape, name), strict=True):
-            found.setdefault(layer, []).append(heads[~heads.isnan()])
-    joined = {layer: torch.cat(heads) for layer, heads in found.items()}
-    return {layer: float(heads.mean()) for layer, heads in joined.items() if heads.numel()}
+        heads = torch.stack([getattr(shape, name), shape.loudness])
+        for place, layer in enumerate(shape.layers.tolist()):
+            found.setdefault(layer, []).append(heads[:, place])
+    means = {layer: mean_error(*torch.cat(heads, 1)) for layer, heads in found.items()}
+    return {layer: mean for layer, mean in means.items() if mean is not None}
 
 
 def _colours(density: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 
 from ..sparge.calibrate import (
     Aim,
+    Alternating,
     Fingerprint,
     Fit,
-    HeadChoices,
     Profile,
     ProfileError,
     profile_path,
@@ -110,7 +110,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def profile_of(
-    model: Fingerprint, aim: Aim, choices: dict[Shape, HeadChoices], notes: dict[str, str]
+    model: Fingerprint, aim: Aim, choices: dict[Shape, Alternating], notes: dict[str, str]
 ) -> Profile | None:
     """What a run measured; None when it measured nothing."""
     if not choices:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..sparge import Walk
 from .host import show_on_node
 from .pv_filter import LEFT_OUT
-from .result import RunResult
+from .result import MeasuredShape, RunResult, mean_error
 
 logger = logging.getLogger("sparge")
 
@@ -68,7 +68,8 @@ def _asked(result: RunResult) -> Iterator[str]:
     residual = result.of_heads("residual")
     if residual.numel():
         share = 100 * float((residual > 0).float().mean())
-        yield f"{share:.0f} % of {residual.numel()} heads use the residual."
+        when = ", in every second step" if all(shape.rests for shape in result.shapes) else ""
+        yield f"{share:.0f} % of {residual.numel()} heads use the residual{when}."
     walks = sum((Counter(shape.walks) for shape in result.shapes), Counter())
     if walks:
         heads = (f"{BLOCKS_OF[walk]} in {walks[walk]}" for walk in sorted(walks))
@@ -82,8 +83,8 @@ def _layers(result: RunResult) -> Iterator[str]:
             density = shape.density[index]
             yield (
                 f"{layer:4d}  {_percent(density.mean())} ({_percent(density.min())} to "
-                f"{_percent(density.max())})  {_number(shape.predicted[index])}  "
-                f"{_number(shape.probed[index])}"
+                f"{_percent(density.max())})  {_of_layer(shape, 'predicted', index)}  "
+                f"{_of_layer(shape, 'probed', index)}"
             )
 
 
@@ -95,21 +96,18 @@ def _head_range(result: RunResult) -> str:
 
 
 def _errors(result: RunResult) -> Iterator[str]:
-    predicted, probed = result.of_heads("predicted"), result.of_heads("probed")
-    if predicted.numel():
-        yield f"predicted error {_number(predicted)}"
-    if probed.numel():
-        yield f"probed error {_number(probed)}"
+    for name in ("predicted", "probed"):
+        if (error := result.mean_error(name)) is not None:
+            yield f"{name} error {error:.3f}"
 
 
 def _percent(share: Tensor) -> str:
     return f"{100 * float(share):.1f} %"
 
 
-def _number(errors: Tensor) -> str:
-    """Mean over heads."""
-    known = errors[~errors.isnan()]
-    return f"{float(known.mean()):.3f}" if known.numel() else "-"
+def _of_layer(shape: MeasuredShape, name: str, index: int) -> str:
+    error = mean_error(getattr(shape, name)[index], shape.loudness[index])
+    return "-" if error is None else f"{error:.3f}"
 
 
 def _no_calls(result: RunResult) -> str:

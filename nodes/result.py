@@ -31,13 +31,17 @@ class MeasuredShape:
     """Relative L2 error expected when the choices were made, the mean over the steps."""
     probed: Tensor
     """The one found in sparse calls, against exact attention; NaN where no call was probed."""
+    loudness: Tensor
+    """What the error of a head counts in a mean; as in `HeadChoices`."""
     residual: Tensor
-    """Gain of the pooled term for dropped blocks, as first chosen; 0 is none. Where steps differ
-    that of their mean density, and so are the walks."""
+    """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
+    none. Where steps differ that of their mean density, and so are the walks."""
     walks: Mapping[Walk, int]
     """Heads by their walk through the tokens; empty where there was no choice."""
     one_walk: bool = False
     """As in `HeadTable`."""
+    rests: bool = True
+    """Every second step goes without the residual; not by a profile of an earlier version."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -47,12 +51,19 @@ class MeasuredShape:
         tables = (table.density(), table.predicted(), table.probe.relative_errors())
         walks: dict[Walk, int] = {}
         if table.shape.grid is not None:
-            taken = table.choices.walk[layers].flatten().tolist()
+            taken = table.choices.pooling.walk[layers].flatten().tolist()
             for index, walk in enumerate(walks_of(table.shape.grid.frames)):
                 walks[walk] = taken.count(index)
-        tables = (*tables, table.choices.gain)
+        tables = (*tables, table.choices.pooling.loudness, table.choices.pooling.gain)
         of_layers = (x[layers] for x in tables)
-        return cls(table.shape.tokens, layers, *of_layers, walks=walks, one_walk=table.one_walk)
+        return cls(
+            table.shape.tokens,
+            layers,
+            *of_layers,
+            walks=walks,
+            one_walk=table.one_walk,
+            rests=not table.choices.dropping.gain.any(),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +131,22 @@ class RunResult:
 
     def of_heads(self, name: str) -> Tensor:
         """(heads of all shapes and layers,) of one table of `MeasuredShape`, without NaN."""
-        values = [getattr(shape, name).flatten() for shape in self.shapes]
-        joined = torch.cat(values) if values else torch.empty(0)
+        joined = self._joined(name)
         return joined[~joined.isnan()]
+
+    def mean_error(self, name: str) -> float | None:
+        """As `mean_error` below, over the heads of all shapes and layers."""
+        return mean_error(self._joined(name), self._joined("loudness"))
+
+    def _joined(self, name: str) -> Tensor:
+        values = [getattr(shape, name).flatten() for shape in self.shapes]
+        return torch.cat(values) if values else torch.empty(0)
+
+
+def mean_error(errors: Tensor, loudness: Tensor) -> float | None:
+    """Over the heads whose error is known, each counted by its loudness: what a target is of. None
+    where none is, or none counts, as a profile may have it."""
+    known = ~errors.isnan()
+    counts = loudness[known].double()
+    total = counts.sum()
+    return float((errors[known] * counts).sum() / total) if total > 0 else None

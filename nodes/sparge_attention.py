@@ -122,7 +122,7 @@ def _widgets() -> list[Any]:
             default=MODE_OF_NEW_NODES,
             options=MODES,
             tooltip=(
-                "auto quality measures every head in the last dense step and makes each as sparse "
+                "auto quality measures every head in the last dense step and makes them as sparse "
                 "as the quality allows: truer. auto budget shares a mean density, topk, among the "
                 "heads: faster, by an amount you can count on, and truer than manual at the same "
                 "topk. manual: the numbers below decide, the same for every head."
@@ -244,9 +244,11 @@ def _widgets() -> list[Any]:
             "quality",
             options=list(QUALITIES),
             tooltip=(
-                "How far the attention of each head may be from dense attention, in auto quality: "
+                "How far the heads' attention may be from dense attention on average, in auto "
+                "quality: "
                 + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
-                + ". fast is faster, high is truer."
+                + ". Louder heads, those with larger output, count more; heads that hardly show "
+                "may err more. fast is faster, high is truer."
             ),
         ),
     ]

@@ -16,7 +16,7 @@ from benchmarks.comfyui_host import Sampled
 from benchmarks.comfyui_profile import profile_with_residual, with_residual
 from benchmarks.comfyui_runs import NodeRun, node_runs
 from sparge import Router
-from sparge.calibrate import Fingerprint, HeadChoices, Profile, Table
+from sparge.calibrate import Alternating, Fingerprint, HeadChoices, Profile, Table
 
 
 def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> HeadChoices:
@@ -26,10 +26,12 @@ def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> H
     shape = (layers, heads)
     router = torch.arange(layers * heads).view(shape).int() % 2 * Router.ERROR
     density, gain = torch.full(shape, 0.2), torch.zeros(shape)
-    return HeadChoices(density, gain, router, router % 2, density / 2, measured)
+    return HeadChoices(
+        density, gain, router, router % 2, density / 2, torch.ones_like(gain), measured
+    )
 
 
-def profile(found: HeadChoices) -> Profile:
+def profile(found: Alternating) -> Profile:
     model = Fingerprint.of("Wan", {"norm": torch.ones(3)})
     return Profile(model, {Table("shared", 320): found}, "budget", 0.2, "2026-01-01", {})
 
@@ -52,11 +54,12 @@ def test_layers_without_a_measurement_have_no_part_in_the_share() -> None:
 
 
 def test_a_head_that_had_the_residual_may_lose_it() -> None:
-    found = choices(2, 4)
-    found.gain.fill_(0.85)
+    found = Alternating(choices(2, 4), choices(2, 4))
+    found.pooling.gain.fill_(0.85)
     asked = profile_with_residual(profile(found), 0.25)
     (made,) = asked.choices.values()
-    assert made.gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    for step in range(2):
+        assert made.of_step(step).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
     assert (asked.mode, asked.asked) == ("budget", 0.2), "the node takes it for its own aim"
 
 

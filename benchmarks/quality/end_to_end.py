@@ -49,7 +49,7 @@ class Clips:
         return named | self._sampled(mode, Aim("budget", density), attending)
 
     def target_row(self, target: float, attending: Attending) -> Row:
-        """At the density that a target error for each head takes, as mode auto quality does."""
+        """At the density that a mean error of the heads takes, as mode auto quality does."""
         named = {"data": self.name, "mode": AUTO_QUALITY, "target": target}
         return named | self._sampled(BY_NAME["ours auto"], Aim("quality", target), attending)
 
@@ -64,7 +64,7 @@ class Clips:
             densities.append(reached())
             if isinstance(budgets, ChosenBudgets):
                 heads.append(budgets.judged_heads())
-        judged = JudgedHeads.of_clips(heads).shares(aim.target) if heads else {}
+        judged = JudgedHeads.of_clips(heads).shares() if heads else {}
         figures = {"density": mean(densities), "psnr": mean(found), "worst_psnr": min(found)}
         return figures | judged
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,31 +23,31 @@ class JudgedHeads:
     """As the choices expect them."""
     dropped: Tensor
     """Of upstream's drop of the same tensors, at each head's own density."""
+    loudness: Tensor
+    """No error, but what each counts in a mean."""
 
     @classmethod
     def of_clips(cls, runs: Sequence[JudgedHeads]) -> JudgedHeads:
-        names = ("found", "expected", "dropped")
+        names = [part.name for part in fields(cls)]
         return cls(*(torch.cat([getattr(run, name) for run in runs]) for name in names))
 
-    def shares(self, target: float | None = None) -> Shares:
+    def shares(self) -> Shares:
         """Of single calls and of heads (their means over the steps of a clip), those whose errors
-        are as expected; of heads those no worse than drop by more than noise; how the worst one
-        compares with drop, in one clip and in the mean of all; and with a target the shares of
-        heads that reached it and that are near it, neither much above nor much below. As expected,
-        reached and near are within PREDICTED_WITHIN."""
+        are as expected, within PREDICTED_WITHIN; of heads those no worse than drop by more than
+        noise; how the worst one compares with drop, in one clip and in the mean of all; and the
+        mean error by loudness, which is what targets are of, of all clips and of the worst."""
         found, expected, dropped = (x.mean(1) for x in (self.found, self.expected, self.dropped))
         to_drop = found / dropped
-        shares = {
+        of_clips = (self.found * self.loudness).sum((1, 2, 3)) / self.loudness.sum((1, 2, 3))
+        return {
             "calls_within": _near(self.found / self.expected),
             "heads_within": _near(found / expected),
             "no_worse_than_drop": _share(to_drop <= DROP_NOISE),
             "worst_to_drop": float(to_drop.max()),
             "worst_to_drop_of_clips": float((found.mean(0) / dropped.mean(0)).max()),
+            "mean_error": float(of_clips.mean()),
+            "worst_mean_error": float(of_clips.max()),
         }
-        if target is not None:
-            shares["reached"] = _share(found <= PREDICTED_WITHIN * target)
-            shares["near_target"] = _near(found / target)
-        return shares
 
 
 def _near(ratios: Tensor) -> float:

@@ -138,19 +138,21 @@ def _targets(rows: list[Row]) -> list[str]:
         "target error",
         "density",
         "PSNR, dB",
-        f"heads at most {PREDICTED_WITHIN:g} x the target",
+        "error reached (worst clip)",
         f"heads within {PREDICTED_WITHIN:g} x of the prediction",
         f"heads at most {DROP_NOISE:g} x as far off as drop",
     ]
     lines = [header, ["---"] * len(header)]
     for name, row in shown.items():
-        shares = (row[field] for field in ("reached", "heads_within", "no_worse_than_drop"))
+        shares = (row[field] for field in ("heads_within", "no_worse_than_drop"))
         figures = [f"{row['target']:g}", _percent(row["density"]), f"{row['psnr']:.1f}"]
-        lines.append([name, *figures, *map(_percent, shares)])
+        reached = f"{row['mean_error']:.3f} ({row['worst_mean_error']:.3f})"
+        lines.append([name, *figures, reached, *map(_percent, shares)])
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     about = (
-        "Mode auto quality on such clips. A head's error is its mean over the sparse steps of a "
-        "clip; drop is at the head's own density"
+        "Mode auto quality on such clips. The target is of the mean error of the heads, each "
+        "counted by its loudness; a head's own is its mean over the sparse steps of a clip, and "
+        "drop is at the head's density"
     )
     places = ", ".join(dict.fromkeys(f"{r['where']}, commit {r['commit']}" for r in shown.values()))
     return [f"{about} ({places}):\n\n{text}"]

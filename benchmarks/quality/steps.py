@@ -53,19 +53,21 @@ class ChosenBudgets:
         """The same as the choices expect it."""
         self.dropped: list[Tensor] = []
         """The same of upstream's drop of the same tensors, at each head's own density."""
+        self.loudness: list[Tensor] = []
+        """What the error of each counts, as the choices have it."""
 
     def begin_step(self, step: int) -> None:
         if step == 0:
             self._choices = StepChoices(self._aim, SPARSE_STEPS, calibration=self._calibration)
-            layers, heads = self._choices.first.error.shape
+            layers, heads = self._choices.first.pooling.error.shape
             self._probe = Probe.begin(
                 layers=layers,
                 heads=heads,
                 workload=self._calibration.workload,
                 device=self._device,
             )
-            for errors in (self.found, self.expected, self.dropped):
-                errors.clear()
+            for judged in self._judgement():
+                judged.clear()
         if self._choices.is_due(step):
             self._choices.choose_anew(step, self._probe.drift())
         self._now = self._choices.at(step)
@@ -89,11 +91,16 @@ class ChosenBudgets:
             self.found.append(_relative(out, exact))
             self.expected.append(self._now.error[layer].double())
             self.dropped.append(_relative(_drop(q, k, v, self.of_layer(layer)), exact))
+            self.loudness.append(self._now.loudness[layer].double())
+
+    def _judgement(self) -> tuple[list[Tensor], ...]:
+        """In the order of `JudgedHeads`."""
+        return self.found, self.expected, self.dropped, self.loudness
 
     def judged_heads(self) -> JudgedHeads:
         """Of the last run, one clip."""
-        errors = (self.found, self.expected, self.dropped)
-        return JudgedHeads(*(torch.stack(x).unflatten(0, (1, SPARSE_STEPS, -1)) for x in errors))
+        of_calls = (torch.stack(judged) for judged in self._judgement())
+        return JudgedHeads(*(x.unflatten(0, (1, SPARSE_STEPS, -1)) for x in of_calls))
 
 
 def _relative(out: Tensor, exact: Tensor) -> Tensor:

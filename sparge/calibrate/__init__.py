@@ -2,6 +2,7 @@
 """Each head measured in dense calls, then sparse as far as the asked quality allows."""
 
 from .aim import Aim
+from .alternating import Alternating
 from .calibration import BLOCKS_A_CALL, Calibration
 from .candidates import CandidateSet
 from .choices import HeadChoices
@@ -19,6 +20,7 @@ from .workload import Workload
 __all__ = [
     "BLOCKS_A_CALL",
     "Aim",
+    "Alternating",
     "Calibration",
     "CandidateSet",
     "Fingerprint",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of measured heads: a target error for each, or a mean density over all of them."""
+"""What is asked of measured heads: a mean error, or a mean density over all of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .alternating import KINDS, Alternating
 from .choices import HeadChoices
 from .offers import Offers
 
 
 @dataclass(frozen=True)
 class Aim:
-    """A target error for every head, or else a mean density over all of them."""
+    """A target for the mean error of the heads in each sparse step, or else a mean density over all
+    heads and steps."""
 
     kind: str
     """As profiles call it: "quality" or "budget"."""
@@ -30,13 +32,14 @@ class Aim:
 
     def freeze(
         self, offers: Offers, steps: int, wanted: range, drift: Tensor | None = None
-    ) -> tuple[HeadChoices, list[HeadChoices]]:
-        """The choices over all of so many sparse steps, and those of each wanted one where they
-        differ.
+    ) -> tuple[Alternating, list[HeadChoices]]:
+        """The choices over all of so many sparse steps, and those of each wanted one where those of
+        a kind differ.
 
         drift: as in `Offers.freeze`."""
         if not self.falls:
-            return offers.freeze(target=self.value, drift=drift), []
+            kinds = (offers.freeze(target=self.value, drift=drift, dropping=x) for x in KINDS)
+            return Alternating(*kinds), []
         return offers.freeze_steps(self.value, steps, wanted=wanted, drift=drift)
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of one candidate for each head: up to a target error, or under a mean density.
+"""The choice of one candidate for each head: up to a mean error, or under a mean density.
 
 Errors are (heads, candidates), costs and densities (candidates,), all float64. A cost is a share of
 dense attention and counts the residual; a density is the share of pairs that are kept.
@@ -16,26 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-ROUNDING = 1e-9  # of a sum of densities
-
-
-def left_for_dropping(target: float, rounding: Array) -> Array:
-    """The error that dropping may add to that of rounding; half of the target where rounding alone
-    leaves less or misses it: keeping everything would gain little there, and cost all."""
-    return np.sqrt(np.maximum(target**2 - rounding**2, (target / 2) ** 2))
-
-
-def meet_target(errors: Array, costs: Array, target: Array | float) -> Indices:
-    """(heads,): the cheapest candidate with at most `target` error, one or (heads, 1).
-
-    Of equally cheap ones the truest, then the first. A head that no candidate brings to the target
-    gets its truest.
-    """
-    met = errors <= target
-    rank = np.where(met, costs, np.inf)
-    cheapest = rank == rank.min(1, keepdims=True)
-    truest = np.where(cheapest, errors, np.inf).argmin(1)
-    return np.where(met.any(1), truest, errors.argmin(1))
+ROUNDING = 1e-9  # of a sum of densities, or relative to one of errors
 
 
 def share_density(
@@ -50,6 +31,23 @@ def share_density(
     """
     steps = HullSteps.of(errors, costs, densities)
     return [steps.climb(densities, mean) for mean in means]
+
+
+def meet_error(
+    errors: Array, costs: Array, densities: Array, whole_errors: Array, most: float
+) -> Indices:
+    """(heads,): as `share_density` of the least mean at which `whole_errors`, (heads, candidates)
+    and rounding included, sum to at most `most`; the truest candidates where they never do. The
+    head that moved last goes no farther than it has to."""
+    steps = HullSteps.of(errors, costs, densities)
+    chosen, last = steps.descend(whole_errors, most)
+    if last is not None:
+        reached = whole_errors[np.arange(len(chosen)), chosen]
+        left = most * (1 + ROUNDING) - (reached.sum() - reached[last])
+        enough = np.flatnonzero(whole_errors[last] <= left)
+        if enough.size:
+            chosen[last] = min(enough, key=lambda each: (costs[each], errors[last, each]))
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +110,17 @@ class HullSteps:
                 places[head] = after
                 left -= dearer
         return np.array(places)
+
+    def descend(self, errors: Array, most: float) -> tuple[Indices, int | None]:
+        """(heads,): where each head is when `errors` first sum to at most `most`, and the one that
+        moved last."""
+        heads, chosen = np.arange(len(errors)), self.cheapest.copy()
+        falls = errors[self.head, self.before] - errors[self.head, self.after]
+        sums = errors[heads, chosen].sum() - np.append(0.0, np.cumsum(falls))
+        enough = sums <= most * (1 + ROUNDING)
+        taken = int(enough.argmax()) if enough.any() else len(falls)
+        chosen[self.head[:taken]] = self.after[:taken]
+        return chosen, int(self.head[taken - 1]) if taken else None
 
 
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:

@@ -232,6 +232,12 @@ class Calibration:
             )
         return np.where((norms != 0) & np.isfinite(measured), measured, ROUNDING)
 
+    def norms(self) -> NDArray[np.float64]:
+        """(layers, heads): norm of the exact output, of as many query blocks each. Waits for the
+        GPU."""
+        squares = self.squared_norm.cpu().numpy().max(-1)  # 0 in walks that were not measured
+        return np.sqrt(squares / np.maximum(self.samples, 1)[:, None])
+
     def offers(self) -> Offers:
         """What the heads can be given, as far as it is known so far. Waits for the GPU.
 
@@ -240,8 +246,15 @@ class Calibration:
         Raises:
             ValueError: no layer was measured.
         """
-        errors, rounding = self.relative_errors(), self.rounding()
-        return Offers.of(self.workload, self.candidates, errors, rounding, self.samples, self.walks)
+        return Offers.of(
+            self.workload,
+            self.candidates,
+            self.relative_errors(),
+            self.rounding(),
+            self.norms(),
+            self.samples,
+            self.walks,
+        )
 
 
 def worth_measuring(walks: int) -> range:

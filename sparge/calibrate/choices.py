@@ -17,7 +17,8 @@ class HeadChoices:
     """All (layers, heads), on the CPU; rows of layers that were not measured hold density 1.
 
     density, gain float32, router, walk int32: as in `HeadBudget`. error float32: the relative L2
-    error of the attention output that these are expected to make.
+    error of the attention output that these are expected to make. loudness float32: what that
+    counts in a mean over heads; 1 in the mean, 0 in layers that were not measured.
     """
 
     density: Tensor
@@ -25,6 +26,7 @@ class HeadChoices:
     router: Tensor
     walk: Tensor
     error: Tensor
+    loudness: Tensor
     measured: Tensor
     """(layers,) bool."""
     floor: int = 1
@@ -36,6 +38,11 @@ class HeadChoices:
     @property
     def heads(self) -> int:
         return self.density.shape[1]
+
+    @property
+    def mean_error(self) -> float:
+        """Over the heads of measured layers, each counted by its loudness; what a target is of."""
+        return float((self.error * self.loudness).double().sum() / self.loudness.double().sum())
 
     def budgets(
         self, device: torch.device | str = "cpu", policy: SparsePolicy | None = None

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .choices import HeadChoices
+from .alternating import Alternating
 from .fingerprint import Fingerprint, Verdict
 from .profile_error import ProfileError
 from .profile_header import Header, Table
@@ -22,7 +22,7 @@ from .profile_tables import checked_choices, checked_norm, tensors_of
 METADATA_KEY = "sparge_profile"
 LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 1 MB
 NORM = (
-    "norm."  # starts the names of norm tensors; choices are "0.density", "0.gain", "1.density" ...
+    "norm."  # starts the names of norm tensors; choices are "0.pooling.density", "1.dropping.gain"
 )
 
 
@@ -31,7 +31,7 @@ class Profile:
     """Choices by conditioning and tokens, and the model they were measured on."""
 
     fingerprint: Fingerprint
-    choices: Mapping[Table, HeadChoices]
+    choices: Mapping[Table, Alternating]
     mode: str
     """"quality" or "budget": what `asked` is, a target error or a mean density."""
     asked: float
@@ -44,7 +44,7 @@ class Profile:
         """Whether this profile holds for `model`; the verdict's sentence is for the user."""
         return model.compare(self.fingerprint)
 
-    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, HeadChoices] | None:
+    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, Alternating] | None:
         """What fits a call of so many layers and heads best, and what it was measured for.
 
         Choices are shares, so those of one text length hold for others: of the same grid the
@@ -55,7 +55,7 @@ class Profile:
         fits = {
             table: choices
             for table, choices in self.choices.items()
-            if (choices.layers, choices.heads) == (layers, heads)
+            if choices.pooling.density.shape == (layers, heads)
         }
         apart = {table: wanted.differs_in_text_by(table) for table in fits}
         of_grid = [(texts, table) for table, texts in apart.items() if texts is not None]
@@ -63,7 +63,8 @@ class Profile:
             _, table = min(of_grid, key=lambda found: found[0])
             return table, fits[table]
         for table, choices in fits.items():
-            walks = wanted.grid is None and bool(choices.walk.any())
+            walked = choices.pooling.walk.any() or choices.dropping.walk.any()
+            walks = wanted.grid is None and bool(walked)
             apart_in_grid = table.grid is not None and wanted.grid is not None
             if table[:2] == wanted[:2] and not walks and not apart_in_grid:
                 return table, choices
@@ -83,7 +84,7 @@ class Profile:
         header = Header(
             self.fingerprint.architecture,
             tuple(self.choices),
-            tuple(choices.floor for choices in self.choices.values()),
+            tuple(choices.pooling.floor for choices in self.choices.values()),
             self.mode,
             self.asked,
             self.created,
@@ -105,7 +106,7 @@ class Profile:
         """
         tensors, header = _read(path)
         choices = {
-            table: checked_choices(tensors, f"{index}.", floor)
+            table: checked_choices(tensors, f"{index}.", floor, header.version)
             for index, (table, floor) in enumerate(zip(header.tables, header.floors, strict=True))
         }
         norms = {

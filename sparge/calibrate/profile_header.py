@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from ..plan.grid import TokenGrid
 from .profile_error import ProfileError
 
-VERSION = 2
+VERSION = 3
 MODES = ("quality", "budget")
+FIRST_KEYS: dict[str, Any] = {"conditioning": str, "tokens": int, "floor": int}
+WITH_GRID = FIRST_KEYS | {"grid": (dict, type(None))}
 #: Of a table, by version: files of the first one do not say where the tokens lie.
-TABLE_KEYS: dict[int, dict[str, Any]] = {
-    1: {"conditioning": str, "tokens": int, "floor": int},
-    2: {"conditioning": str, "tokens": int, "floor": int, "grid": (dict, type(None))},
-}
+TABLE_KEYS: dict[int, dict[str, Any]] = {1: FIRST_KEYS, 2: WITH_GRID, 3: WITH_GRID}
 GRID_KEYS: dict[str, Any] = {part.name: int for part in fields(TokenGrid)}
 
 
@@ -53,6 +52,8 @@ class Header:
     asked: float
     created: str
     notes: dict[str, str]
+    version: int = VERSION
+    """As read; what is written is of the last."""
 
     def to_json(self) -> str:
         """Raises ProfileError for what `from_json` would refuse."""
@@ -78,7 +79,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """Raises ProfileError for anything that is not a header of this version or the first."""
+        """Raises ProfileError for what is no header of this version or an earlier one."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -93,6 +94,7 @@ class Header:
             float(content["asked"]),
             content["created"],
             content["notes"],
+            content["version"],
         )
 
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from ..plan.budget import Router
 from ..plan.walks import Walk
+from .alternating import Alternating
 from .choices import HeadChoices
 from .fingerprint import SAMPLE
 from .profile_error import ProfileError
@@ -21,16 +23,46 @@ TENSORS = {
     "router": (torch.int32, min(Router), max(Router)),
     "walk": (torch.int32, 0, len(Walk) - 1),  # an index into the walks of the order
     "error": (torch.float32, 0.0, 1e6),
+    "loudness": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }
 
 
-def tensors_of(choices: HeadChoices) -> dict[str, Tensor]:
-    return {name: getattr(choices, name).cpu().contiguous() for name in TENSORS}
+#: Of the kinds of steps; each has all of these tensors.
+KINDS = tuple(kind.name for kind in fields(Alternating))
 
 
-def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:
-    """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be."""
+def tensors_of(choices: Alternating) -> dict[str, Tensor]:
+    """Copies, as kinds may share what safetensors wants apart."""
+    return {
+        f"{kind}.{name}": getattr(getattr(choices, kind), name).to("cpu", copy=True).contiguous()
+        for kind in KINDS
+        for name in TENSORS
+    }
+
+
+def checked_choices(
+    tensors: dict[str, Tensor], prefix: str, floor: int, version: int
+) -> Alternating:
+    """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be.
+
+    Files before version 3 say what heads get in all steps, and nothing of their loudness.
+    """
+    if version < 3:
+        if (density := tensors.get(prefix + "density")) is not None:
+            tensors[prefix + "loudness"] = torch.ones_like(density, dtype=torch.float32)
+        same = _checked(tensors, prefix, floor)
+        return Alternating(same, same)
+    pooling, dropping = (_checked(tensors, f"{prefix}{kind}.", floor) for kind in KINDS)
+    if pooling.density.shape != dropping.density.shape:
+        raise ProfileError(
+            f"The profile has {tuple(pooling.density.shape)} layers and heads for steps with the "
+            f"residual and {tuple(dropping.density.shape)} for those without it."
+        )
+    return Alternating(pooling, dropping)
+
+
+def _checked(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:
     found: dict[str, Tensor] = {}
     for name, (dtype, least, greatest) in TENSORS.items():
         tensor = tensors.pop(prefix + name, None)

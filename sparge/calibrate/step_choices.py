@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..plan.walks import TURNS
 from .aim import Aim
+from .alternating import Alternating
 from .calibration import Calibration
 from .choices import HeadChoices
 from .drift import Drift
@@ -30,8 +31,8 @@ UNKNOWN_STEPS = 8
 #: of the small DiT with 168 of them come .3 dB closer to dense ones by that at 20 % density; with
 #: 49 they lie .15 dB and with 16 .5 dB further off (four, two and four clips).
 LEAST_BLOCKS = 100
-#: Past the target by this factor a head of a profile has drifted; below, it may be the luck of the
-#: sample.
+#: Past what was expected of it by this factor a head of a profile has drifted; below, it may be the
+#: luck of the sample.
 TOLERANCE = 1.5
 #: How much denser such a head gets. Around 20 % density this takes away a factor of 1.6 of the
 #: error (DINOv2: .038 at 20 %, .023 at 30 %), as much as TOLERANCE lets pass.
@@ -65,7 +66,7 @@ class StepChoices:
         steps: int | None,
         *,
         calibration: Calibration | None = None,
-        profile: HeadChoices | None = None,
+        profile: Alternating | None = None,
         again: bool = True,
     ) -> None:
         """From one of the two. steps: how many will be sparse, where that is known. again: whether
@@ -99,7 +100,7 @@ class StepChoices:
         elif calibration is not None:
             self._choose_from_new(calibration.offers())
         self.first = self._now
-        """As if all steps were alike: what a profile keeps."""
+        """As if all steps of a kind were alike: what a profile keeps."""
 
     def _choose_from_new(self, offers: Offers) -> None:
         self._offers, self._drift = offers, Drift(offers.walks)
@@ -143,13 +144,17 @@ class StepChoices:
             self._calibration = measured
             self._choose_from_new(measured.offers())
         elif self._calibration is not None:
-            taken = (self._of_steps or [self._now])[-1].walk
-            self._drift.find(drift, taken, steps)
+            last = self.given[-1] if self.given else self._now.pooling
+            self._drift.find(drift, last.walk, steps)
             self._choose()
         elif self._aim.target is not None:
-            off = drift * self._now.error > TOLERANCE * self._aim.target
-            denser = (self._now.density * DENSER).clamp(max=1)
-            self._now = replace(self._now, density=torch.where(off, denser, self._now.density))
+            off = drift > TOLERANCE
+
+            def denser(now: HeadChoices) -> HeadChoices:
+                more = (now.density * DENSER).clamp(max=1)
+                return replace(now, density=torch.where(off, more, now.density))
+
+            self._now = self._now.each(denser)
 
     def at(self, step: int) -> HeadChoices:
         """Of the next step, which begins. Allocates where it is one to be measured."""
@@ -158,5 +163,5 @@ class StepChoices:
         elif self._calibration is not None and self.again is None:
             self.again = self._calibration.anew()
         place = min(step - self._chosen, len(self._of_steps) - 1)
-        self.given.append(self._of_steps[place] if self._of_steps else self._now)
+        self.given.append(self._of_steps[place] if self._of_steps else self._now.of_step(step))
         return self.given[-1]

@@ -10,8 +10,7 @@ import pytest
 
 from sparge.calibrate.budgets import (
     HullSteps,
-    left_for_dropping,
-    meet_target,
+    meet_error,
     share_density,
     truest_of_each_cost,
 )
@@ -69,7 +68,7 @@ def test_ties_go_to_the_lower_head_and_candidate() -> None:
     costs = np.array([0.1, 0.2, 0.2])
     errors = np.array([[0.5, 0.1, 0.1]] * 3)
     assert share_density(errors, costs, costs, [0.1 + 0.1 / 3])[0].tolist() == [1, 0, 0]
-    assert meet_target(errors, costs, 0.2).tolist() == [1, 1, 1]
+    assert meet_error(errors, costs, costs, errors, 1.1).tolist() == [1, 0, 0]
 
 
 def test_cost_ranks_and_density_is_what_is_shared() -> None:
@@ -93,30 +92,31 @@ def test_too_little_for_all_gives_the_cheapest() -> None:
     assert share_density(np.array([[0.5, 0.1]] * 2), costs, costs, [0.01])[0].tolist() == [0, 0]
 
 
-def test_target_takes_the_cheapest_that_meets_it(problem: tuple[np.ndarray, np.ndarray]) -> None:
-    errors, costs = problem
-    for target in (0.01, 0.05, 0.1, 0.3, 1.0):
-        for head, chosen in enumerate(meet_target(errors, costs, target)):
-            met = [i for i in range(6) if errors[head, i] <= target]
-            expected = min(met, key=costs.__getitem__) if met else errors[head].argmin()
-            assert chosen == expected
+def test_an_error_takes_the_least_density_that_leaves_it(seed: int) -> None:
+    """Of those that water-filling stops at; between two of them the denser one."""
+    random = np.random.default_rng(seed)
+    costs = np.linspace(0.05, 1, 12)
+    errors = random.random((40, 12)) * np.exp(-3 * costs)
+    heads, before = np.arange(40), np.inf
+    for mean in np.linspace(0.05, 1, 60):
+        shared = share_density(errors, costs, costs, [mean])[0]
+        left = float(errors[heads, shared].sum())
+        chosen = meet_error(errors, costs, costs, errors, left)
+        assert errors[heads, chosen].sum() <= left * (1 + 1e-8)
+        # What is left over goes to steps that fit there, out of their turn: these may take more.
+        assert costs[chosen].sum() <= costs[shared].sum() + 2 * 0.95
+        assert left <= before
+        before = left
 
 
-def test_a_target_for_each_head() -> None:
+def test_whole_errors_say_when_it_is_enough(seed: int) -> None:
+    """The order of steps is that of what is dropped; rounding counts where they end."""
     costs = np.array([0.1, 0.2, 1.0])
-    errors = np.array([[0.3, 0.1, 0.0]] * 3)
-    assert meet_target(errors, costs, np.array([[0.3], [0.2], [0.05]])).tolist() == [0, 1, 2]
-
-
-def test_what_rounding_leaves_for_dropping() -> None:
-    """Half of the target at least: rounding that misses it is no reason to keep everything."""
-    found = left_for_dropping(0.05, np.array([0.0, 0.03, 0.049, 0.2]))
-    assert found.tolist() == pytest.approx([0.05, 0.04, 0.025, 0.025])
-
-
-def test_of_equally_cheap_ones_the_truest() -> None:
-    costs = np.array([0.2, 0.1, 0.1])
-    assert meet_target(np.array([[0.0, 0.05, 0.03]]), costs, 0.06).tolist() == [2]
+    errors = np.array([[0.5, 0.3, 0.0], [0.4, 0.1, 0.0]])
+    whole = np.hypot(errors, np.array([[0.2], [0.0]]))
+    reached = [meet_error(errors, costs, costs, whole, most).tolist() for most in (1.0, 0.7, 0.5)]
+    assert reached == [[0, 0], [0, 1], [1, 1]]
+    assert meet_error(errors, costs, costs, whole, 0.1).tolist() == [2, 2], "it never does"
 
 
 def test_of_one_cost_the_truest_is_left() -> None:

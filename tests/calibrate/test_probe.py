@@ -86,7 +86,7 @@ def expecting(*errors: float) -> HeadChoices:
     """Of one layer."""
     table = torch.zeros(1, len(errors))
     return HeadChoices(
-        table, table, table.int(), table.int(), torch.tensor([errors]), torch.ones(1).bool()
+        table, table, table.int(), table.int(), torch.tensor([errors]), table, torch.ones(1).bool()
     )
 
 

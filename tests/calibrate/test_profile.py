@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from sparge import TokenGrid
 from sparge.calibrate import (
+    Alternating,
     Fingerprint,
     Fit,
     HeadChoices,
@@ -29,17 +30,32 @@ KEY = "sparge_profile"
 GRID = TokenGrid(4, 8, 10, suffix=20)
 
 
-def choices(generator: torch.Generator, layers: int = 3, heads: int = 4) -> HeadChoices:
-    shape = (layers, heads)
+def of_kind(generator: torch.Generator) -> HeadChoices:
+    shape = (3, 4)
     return HeadChoices(
         torch.rand(shape, generator=generator),
         torch.rand(shape, generator=generator),
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
         torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
         torch.rand(shape, generator=generator),
+        2 * torch.rand(shape, generator=generator),
         torch.tensor([True, False, True]),
         floor=2,
     )
+
+
+def choices(generator: torch.Generator) -> Alternating:
+    return Alternating(of_kind(generator), of_kind(generator))
+
+
+def same_bits(found: HeadChoices, expected: HeadChoices) -> bool:
+    """Tells nothing of NaN, which no profile has."""
+    for part in fields(HeadChoices):
+        value, before = (getattr(x, part.name) for x in (found, expected))
+        same = value == before if part.name == "floor" else torch.equal(value, before)
+        if not same or (part.name != "floor" and value.dtype != before.dtype):
+            return False
+    return True
 
 
 @pytest.fixture
@@ -59,16 +75,19 @@ def test_round_trip(profile: Profile, tmp_path: Path) -> None:
     found = Profile.load(path)
     assert list(found.choices) == list(profile.choices)
     for table, expected in profile.choices.items():
-        for part in fields(HeadChoices):
-            value, before = (getattr(x, part.name) for x in (found.choices[table], expected))
-            assert value == before if part.name == "floor" else torch.equal(value, before)
+        again = found.choices[table]
+        assert same_bits(again.pooling, expected.pooling)
+        assert same_bits(again.dropping, expected.dropping)
+        assert not same_bits(again.pooling, again.dropping), "each kind has its own"
     assert (found.mode, found.asked, found.created) == ("budget", 0.2, "2026-11-21T19:00:00Z")
     assert found.notes == profile.notes
     assert found.fits(profile.fingerprint).fit is Fit.FITS
-    budget = found.choices[Table("cond", 18444)].budget(0)
-    assert budget is not None
-    assert budget.floor == 2
-    assert found.choices[Table("cond", 18444)].budget(1) is None
+    for step in range(4):
+        of_step = found.choices[Table("cond", 18444)].of_step(step)
+        budget = of_step.budget(0)
+        assert budget is not None
+        assert budget.floor == 2
+        assert of_step.budget(1) is None
     assert [x.name for x in path.parent.iterdir()] == ["mine.safetensors"]
 
 
@@ -98,23 +117,43 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (set_tensor("0.density", full(1.5)), "0.density goes from 1.5 to 1.5; it takes 0 to 1"),
-        (set_tensor("0.density", full(-0.1)), "0.density goes from"),
-        (set_tensor("1.gain", full(float("nan"))), "1.gain holds a value that is not finite"),
-        (set_tensor("1.gain", full(float("inf"))), "not finite"),
-        (set_tensor("0.gain", full(-1.0)), "0.gain goes from -1"),
-        (set_tensor("0.router", full(2, torch.int32)), "0.router goes from 2 to 2"),
-        (set_tensor("0.router", full(1, torch.int64)), "0.router has type torch.int64"),
-        (set_tensor("0.error", torch.zeros(12)), r"0.error has .* shape \(12,\)"),
-        (set_tensor("0.error", torch.zeros(2, 4)), r"0.error has shape \(2, 4\) beside \(3, 4\)"),
-        (set_tensor("0.measured", torch.ones(2).bool()), r"0.measured has shape \(2,\)"),
-        (set_tensor("0.density", torch.zeros(0, 4)), "0.density is empty"),
+        (
+            set_tensor("0.pooling.density", full(1.5)),
+            "0.pooling.density goes from 1.5 to 1.5; it takes 0 to 1",
+        ),
+        (set_tensor("0.pooling.density", full(-0.1)), "0.pooling.density goes from"),
+        (
+            set_tensor("1.dropping.gain", full(float("nan"))),
+            "1.dropping.gain holds a value that is not finite",
+        ),
+        (set_tensor("1.dropping.gain", full(float("inf"))), "not finite"),
+        (set_tensor("0.dropping.gain", full(-1.0)), "0.dropping.gain goes from -1"),
+        (set_tensor("0.pooling.router", full(2, torch.int32)), "0.pooling.router goes from 2 to 2"),
+        (
+            set_tensor("0.pooling.router", full(1, torch.int64)),
+            "0.pooling.router has type torch.int64",
+        ),
+        (set_tensor("0.dropping.error", torch.zeros(12)), r"0.dropping.error has .* shape \(12,\)"),
+        (
+            set_tensor("0.dropping.error", torch.zeros(2, 4)),
+            r"0.dropping.error has shape \(2, 4\) beside \(3, 4\)",
+        ),
+        (
+            set_tensor("0.pooling.measured", torch.ones(2).bool()),
+            r"0.pooling.measured has shape \(2,\)",
+        ),
+        (set_tensor("0.pooling.density", torch.zeros(0, 4)), "0.pooling.density is empty"),
+        (set_tensor("0.pooling.loudness", full(-0.5)), "0.pooling.loudness goes from -0.5"),
+        (set_tensor("1.dropping.loudness", full(float("inf"))), "1.dropping.loudness holds"),
         (set_tensor("0.spare", torch.zeros(1)), "has a tensor '0.spare'"),
-        (set_tensor("2.density", full(1.0)), "has a tensor '2.density'"),
+        (set_tensor("0.density", full(1.0)), "has a tensor '0.density'"),
+        (set_tensor("2.pooling.density", full(1.0)), "has a tensor '2.pooling.density'"),
         (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
-        (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
-        (set_header("version", 3), "version 3 and this reads 1 to 2"),
+        (lambda tensors, header: tensors.pop("1.pooling.router"), "no tensor 1.pooling.router"),
+        (lambda tensors, header: tensors.pop("1.dropping.loudness"), "no tensor 1.dropping.loud"),
+        (set_header("version", 2), "no tensor 0.density"),
+        (set_header("version", 4), "version 4 and this reads 1 to 3"),
         (set_header("version", 0), "version 0 and"),
         (set_header("version", [2]), "version .2. and"),
         (set_header("version", True), "version = True"),
@@ -141,7 +180,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_header("tables", [{"conditioning": "c", "tokens": 5}]), "table has"),
         (set_header("tables", [row(0)]), "from 1"),
         (set_header("tables", [row(5)] * 2), "two for"),
-        (lambda tensors, header: header["tables"].append(row(5)), "no tensor 2.density"),
+        (lambda tensors, header: header["tables"].append(row(5)), "no tensor 2.pooling.density"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_refused(
@@ -157,13 +196,76 @@ def test_what_is_not_as_it_must_be_is_refused(
         Profile.load(path)
 
 
-def test_files_of_version_1_are_read(profile: Profile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(2, 4), (3, 5)])
+def test_kinds_of_other_shapes_are_refused(
+    profile: Profile, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    """Each is well formed by itself, and neither is wrong for a model of its shape."""
     path = profile_path(tmp_path, "a")
     profile.save(path)
-    header = json.loads(_metadata(path)) | {"version": 1}
-    for table in header["tables"]:
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.startswith("1.dropping.")]:
+        sizes = shape[: tensors[name].dim()]
+        tensors[name] = torch.zeros(sizes, dtype=tensors[name].dtype)
+    save_file(tensors, path, {KEY: _metadata(path)})
+    layers, heads = shape
+    complaint = (
+        r"The profile has \(3, 4\) layers and heads for steps with the residual and "
+        rf"\({layers}, {heads}\) for those without it\."
+    )
+    with pytest.raises(ProfileError, match=complaint):
+        Profile.load(path)
+
+
+def save_as_version(version: int, profile: Profile, path: Path) -> None:
+    """One set of choices for all steps, those of steps that pool; nothing of loudness."""
+    profile.save(path)
+    old = {
+        name.replace(".pooling.", "."): tensor
+        for name, tensor in load_file(path).items()
+        if ".dropping." not in name and not name.endswith(".loudness")
+    }
+    header = json.loads(_metadata(path)) | {"version": version}
+    for table in header["tables"] if version == 1 else ():
         del table["grid"]
-    save_file(load_file(path), path, {KEY: json.dumps(header)})
+    save_file(old, path, {KEY: json.dumps(header)})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_choices_of_earlier_versions_are_for_both_kinds(
+    profile: Profile, tmp_path: Path, version: int
+) -> None:
+    path = profile_path(tmp_path, "a")
+    save_as_version(version, profile, path)
+    found = Profile.load(path)
+    assert len(found.choices) == len(profile.choices)
+    for again, before in zip(found.choices.values(), profile.choices.values(), strict=True):
+        expected = replace(before.pooling, loudness=torch.ones(3, 4))
+        assert bool(expected.gain.any()), "the residual in all steps, as it was"
+        for step in range(4):
+            assert same_bits(again.of_step(step), expected)
+    found.save(path)
+    assert json.loads(_metadata(path))["version"] == 3
+    for before, again in zip(
+        found.choices.values(), Profile.load(path).choices.values(), strict=True
+    ):
+        assert same_bits(before.dropping, again.dropping)
+
+
+@pytest.mark.parametrize("missing", ["density", "gain", "measured"])
+def test_earlier_versions_are_checked_too(profile: Profile, tmp_path: Path, missing: str) -> None:
+    path = profile_path(tmp_path, "a")
+    save_as_version(2, profile, path)
+    tensors = load_file(path)
+    del tensors[f"0.{missing}"]
+    save_file(tensors, path, {KEY: _metadata(path)})
+    with pytest.raises(ProfileError, match=f"no tensor 0.{missing}"):
+        Profile.load(path)
+
+
+def test_files_of_version_1_are_read(profile: Profile, tmp_path: Path) -> None:
+    path = profile_path(tmp_path, "a")
+    save_as_version(1, profile, path)
     found = Profile.load(path)
     assert list(found.choices) == [Table("cond", 18444), Table("uncond", 340)]
     for layers, tokens, fits in ((3, 340, True), (3, 341, False), (2, 340, False)):
@@ -213,7 +315,9 @@ def test_the_nearest_text_of_a_grid_is_taken(
 def test_only_choices_of_one_walk_fit_tokens_without_a_grid(of_texts: Profile) -> None:
     wanted = Table("shared", GRID.tokens)
     assert of_texts.nearest(wanted, 3, 4) is None
-    of_texts.choices[table(GRID)].walk.zero_()
+    of_texts.choices[table(GRID)].pooling.walk.zero_()
+    assert of_texts.nearest(wanted, 3, 4) is None, "half of the steps would take walks"
+    of_texts.choices[table(GRID)].dropping.walk.zero_()
     found = of_texts.nearest(wanted, 3, 4)
     assert found is not None and found[0] == table(GRID)
     assert of_texts.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None

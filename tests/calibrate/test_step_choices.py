@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparge.calibrate import Aim, HeadChoices, StepChoices
+from sparge.calibrate import Aim, Alternating, HeadChoices, StepChoices
 
 LAYERS, HEADS = 2, 3
 
@@ -16,9 +16,15 @@ LAYERS, HEADS = 2, 3
 def choices_of(density: float, error: float) -> HeadChoices:
     """Alike in all heads."""
     table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
+    measured = torch.ones(LAYERS).bool()
     return HeadChoices(
-        density * table, none, none.int(), none.int(), error * table, torch.ones(LAYERS).bool()
+        density * table, none, none.int(), none.int(), error * table, table, measured
     )
+
+
+def alternating_of(density: float, error: float) -> Alternating:
+    """Of two objects that are equal."""
+    return Alternating(choices_of(density, error), choices_of(density, error))
 
 
 @pytest.fixture
@@ -46,10 +52,11 @@ def freezes():
         def freeze_steps(self, mean_density, steps, *, wanted, drift):
             self.append((wanted.start, drift))
             of_steps = [choices_of(0.01 * step, 0.1) for step in wanted if step < steps]
-            return choices_of(mean_density, 0.1), of_steps if mean_density < 0.5 else []
+            return alternating_of(mean_density, 0.1), of_steps if mean_density < 0.5 else []
 
-        def freeze(self, *, target, drift):
-            self.append((0, drift))
+        def freeze(self, *, target, drift, dropping):
+            if not dropping:
+                self.append((0, drift))
             return choices_of(0.3, target)
 
     class Again(Freezes):
@@ -128,7 +135,7 @@ def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
         given.append(round(100 * float(choices.at(step).density[0, 0])))
     assert given == [0, 0, 1, 3, 4, 5, 15, 15]
     assert len(choices.given) == len(given)
-    assert float(choices.first.density[0, 0]) == pytest.approx(0.2)
+    assert float(choices.first.pooling.density[0, 0]) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("kind", ["budget", "quality"])
@@ -145,22 +152,34 @@ def test_errors_are_expected_to_go_on_as_they_went(freezes, kind):
     assert found == pytest.approx([after_the_first, after_the_second, 4.5])
 
 
-def test_heads_of_a_profile_get_denser_where_they_miss_its_target():
+def test_heads_of_a_profile_get_denser_where_they_miss_what_was_expected():
     drift = torch.tensor([[1.0, 1.4, 1.6], [0.2, 5, 1]])
-    choices = made("quality", 0.1, None, profile=choices_of(0.4, 0.1))
+    choices = made("quality", 0.1, None, profile=alternating_of(0.4, 0.3))
     choices.choose_anew(8, drift)
     expected = torch.tensor([[0.4, 0.4, 0.6], [0.4, 0.6, 0.4]])
-    torch.testing.assert_close(choices.at(8).density, expected)
+    for step in (8, 9):
+        torch.testing.assert_close(choices.at(step).density, expected)
     choices.choose_anew(16, drift)
     choices.choose_anew(24, drift)
     assert float(choices.at(24).density.max()) == 1
-    assert torch.equal(choices.first.density, torch.full((LAYERS, HEADS), 0.4))
+    assert torch.equal(choices.first.pooling.density, torch.full((LAYERS, HEADS), 0.4))
 
 
 def test_a_profile_for_a_mean_density_stays_as_it_is():
-    choices = made("budget", 0.4, None, profile=choices_of(0.4, 0.1))
+    choices = made("budget", 0.4, None, profile=alternating_of(0.4, 0.1))
     choices.choose_anew(8, torch.full((LAYERS, HEADS), 5.0))
-    assert choices.at(8) is choices.first
+    assert choices.at(8) is choices.first.pooling and choices.at(9) is choices.first.dropping
+
+
+@pytest.mark.parametrize("aim", [("budget", 0.6), ("quality", 0.1)])
+def test_steps_take_turns(freezes, aim):
+    """Whatever the sampler leaves out, and whenever heads were chosen."""
+    choices = made(*aim, 16, calibration=freezes)
+    for step in (0, 1, 2, 5, 6, 7, 8, 11):
+        if choices.is_due(step):
+            choices.choose_anew(step, torch.ones(LAYERS, HEADS).double())
+        now = choices._now
+        assert choices.at(step) is (now.dropping if step % 2 else now.pooling)
 
 
 @pytest.mark.parametrize(("steps", "measured"), [(7, []), (8, [5]), (16, [5]), (40, [13])])

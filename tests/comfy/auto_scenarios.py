@@ -16,6 +16,8 @@ from comfy_extras import nodes_context_windows, nodes_easycache
 from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 from session import library_calls, pack, patch, relative_error, replaced, reports, sample
 
+KINDS = "pooling", "dropping"  # steps with the residual, and without it
+
 
 def order_on_and_off(name: str) -> dict[str, Any]:
     """Everything kept, in cubes and in raster order: as the node computes it, and in 16 bits."""
@@ -109,16 +111,17 @@ def auto_batched_or_split(**widgets: Any) -> dict[str, Any]:
         with replaced(model.model, "memory_required", lambda *args, **kwargs: 1e30):
             apart = sample(patched, "wan", steps=10)
         choices.append(next(iter(hook.last.profile.choices.values())))
-    a, b = choices
+    kinds = [(getattr(a, kind), getattr(b, kind)) for a, b in [choices] for kind in KINDS]
     return {
         "reports": found,
         "error": relative_error(apart, together),
-        "same_choices": bool(
-            torch.equal(a.density, b.density)
-            and torch.equal(a.gain, b.gain)
-            and torch.equal(a.router, b.router)
+        "same_choices": all(
+            torch.equal(getattr(a, name), getattr(b, name))
+            for a, b in kinds
+            for name in ("density", "gain", "router", "walk")
         ),
-        "error_difference": float((a.error - b.error).abs().max()),
+        "error_difference": max(float((a.error - b.error).abs().max()) for a, b in kinds),
+        "loudness_difference": max(float((a.loudness - b.loudness).abs().max()) for a, b in kinds),
     }
 
 
@@ -152,6 +155,17 @@ def report(model: Any, save_profile: str = "") -> dict[str, Any]:
     }
 
 
+def errors_in(profile: Any) -> dict[str, list[float]]:
+    """What the heads of a profile are expected to err in either kind of step."""
+    return {
+        kind: torch.cat(
+            [getattr(each, kind).error[each.pooling.measured].flatten() for each in choices]
+        ).tolist()
+        for choices in [profile.choices.values()]
+        for kind in KINDS
+    }
+
+
 def profile_saved_and_loaded() -> dict[str, Any]:
     """Saved by one run, used by the next, refused for another model and another aim."""
     load = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeProfileLoad"]
@@ -182,12 +196,13 @@ def profile_saved_and_loaded() -> dict[str, Any]:
         "unsafe": unsafe,
         "changed_since": load.fingerprint_inputs("tiny wan") != load.fingerprint_inputs("none"),
         "differs": not torch.equal(first, second),
+        "errors": errors_in(named.profile),
         "reports": dict(zip(names, found, strict=True)),
     }
 
 
-def profile_of_another_prompt() -> list[dict[str, Any]]:
-    """Mochi, saved with prompts of 20 and 7 tokens, loaded with longer ones: reports."""
+def profile_of_another_prompt() -> dict[str, Any]:
+    """Mochi, saved with prompts of 20 and 7 tokens, loaded with longer ones."""
     load = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeProfileLoad"]
     aim = {"mode": "auto quality", "quality": "fast"}
     longer = dataclasses.replace(models.FAMILIES["mochi"], valid=(21, 9))
@@ -198,7 +213,7 @@ def profile_of_another_prompt() -> list[dict[str, Any]]:
         named = load.execute("tiny mochi").args[0]
         with mock.patch.dict(models.FAMILIES, mochi=longer):
             sample(patch(models.build("mochi"), **aim, profile=named), "mochi", denoise=0.5)
-    return found
+    return {"reports": found, "errors": errors_in(named.profile)}
 
 
 def reports_without_a_run() -> dict[str, Any]:

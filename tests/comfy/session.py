@@ -95,6 +95,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "by_step": [[round(x, 3) for x in row] for row in result.by_step.tolist()],
                 "shapes": [shape.tokens for shape in result.shapes],
                 "kept": result.of_heads("density").tolist(),
+                "predicted_error": result.mean_error("predicted"),
                 "predicted": result.of_heads("predicted").tolist(),
                 "probed": result.of_heads("probed").tolist(),
             }

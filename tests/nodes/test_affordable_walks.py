@@ -177,10 +177,12 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
     apart = frozen(steps, ((1,), *uncond), ((0,), *cond))
     for table in (batch, apart):
         assert table.one_walk == one_walk
-        taken = set(table.choices.walk.flatten().tolist())
+    for step in range(2):
+        one, other = (table.choices.of_step(step) for table in (batch, apart))
+        taken = set(one.walk.flatten().tolist())
         assert taken == {CUBES} if one_walk else RASTER in taken and FRAMES not in taken
-    for name in ("density", "gain", "router", "walk", "error"):
-        assert torch.equal(getattr(batch.choices, name), getattr(apart.choices, name)), name
+        for name in ("density", "gain", "router", "walk", "error", "loudness"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
@@ -192,7 +194,7 @@ def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatc
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
     table = frozen(4, ((1,), *qkv_of(RASTER, FRAMES)), ((0,), *qkv_of(RASTER, FRAMES)))
     assert next(kernels) == "flash" and table.one_walk
-    assert not table.choices.walk.any()
+    assert not any(table.choices.of_step(step).walk.any() for step in range(2))
     assert table.budget(0).walk is None
 
 
@@ -244,7 +246,8 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     assert told in line(1)
     result = hook_of.hook_of(patched).last
     ((shape,), (choices,)) = result.shapes, result.profile.choices.values()
-    assert list(shape.walks.values()) == [4, 0, 0] and not choices.walk.any()
+    assert list(shape.walks.values()) == [4, 0, 0]
+    assert not any(choices.of_step(step).walk.any() for step in range(2))
     assert "token order" not in line(4)
     assert runs[-1][0].tally.sparse == 8
 

@@ -100,8 +100,10 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     assert [record.step for record in apart.records] == [0, 0, 1, 1, 2, 2]
     one, other = (run.heads.frozen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
-    assert torch.equal(one.density, other.density)
-    assert torch.equal(one.gain, other.gain)
+    for step in range(2):
+        for name in ("density", "gain", "loudness"):
+            of_batch, of_passes = (getattr(each.of_step(step), name) for each in (one, other))
+            assert torch.equal(of_batch, of_passes), name
 
 
 def test_a_shape_nobody_expected_is_measured_in_the_next_pass(patch, session, step, runs, calls):
@@ -163,7 +165,7 @@ def test_what_outlives_a_call_is_made_between_calls(
     session(patch(), LATENT).sample(step, DENSE_THEN_SPARSE)
     assert made == {
         ("begin", False): 2 + len(DENSE_THEN_SPARSE),  # a calibration, a probe, a record a pass
-        ("_make_table", False): 1,  # of all layers
+        ("_make_table", False): 3,  # of all layers, as each step is of another kind
     }
 
 
@@ -340,11 +342,39 @@ def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step
     assert result.density == pytest.approx(float(result.by_step[:, 2:].mean()))
     (shape,) = result.shapes
     assert shape.layers.tolist() == list(range(BLOCKS))
-    assert float(shape.predicted.max()) <= 0.06
+    error = result.mean_error("predicted")
+    assert error == pytest.approx(float((shape.predicted * shape.loudness).mean()))
+    assert 0 < error <= 0.06, "blocks are large beside so few tokens"
     run = weakref.ref(runs[0][0])
     runs.clear()
     gc.collect()
     assert run() is None
+
+
+@pytest.mark.parametrize("loud", range(HEADS))
+def test_a_loud_heads_error_counts_for_more(load_pack, patch, session, step, loud):
+    """Its values are eight times as large, in one layer."""
+    times = torch.ones(HEADS).index_fill(0, torch.tensor(loud), 8.0).repeat_interleave(64)
+
+    def louder(attend):
+        numbers = itertools.count()
+        return step(lambda q, k, v, heads: attend(q, k, v * times ** (not next(numbers)), heads))
+
+    patched = patch(quality="fast")
+    session(patched, LATENT).sample(louder, DENSE_THEN_SPARSE)
+    result = load_pack("nodes.hook").hook_of(patched).last
+    (shape,) = result.shapes
+    first, second = shape.loudness
+    assert float(shape.loudness.mean()) == pytest.approx(1)
+    assert float(first[loud] / first[1 - loud]) == pytest.approx(8, rel=0.5)
+    assert float(second[loud] / second[1 - loud]) == pytest.approx(1, rel=0.5)
+    for name in ("predicted", "probed"):
+        errors = getattr(shape, name)
+        known = ~errors.isnan()
+        counts = shape.loudness[known]
+        expected = float((errors[known] * counts).sum() / counts.sum())
+        assert result.mean_error(name) == pytest.approx(expected)
+        assert f"{name} error {expected:.3f}" in load_pack("nodes.report").summary(result)
 
 
 def test_the_same_run_twice(patch, session, step):

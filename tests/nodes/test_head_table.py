@@ -66,8 +66,12 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(((1, 0), *both))
     apart = frozen(((1,), *uncond), ((0,), *cond))
-    assert batch.walk.tolist() == apart.walk.tolist() == [[RASTER, CUBES]]
-    for name in ("density", "gain", "router", "error"):
-        assert torch.equal(getattr(batch, name), getattr(apart, name)), name
     alone = frozen(((1,), *uncond))
-    assert not torch.equal(alone.error, apart.error), "both conditionings count"
+    assert batch.pooling.walk.tolist() == [[RASTER, CUBES]]
+    for step in range(2):
+        one, other = batch.of_step(step), apart.of_step(step)
+        for name in ("density", "gain", "router", "walk", "error", "loudness"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        for name in ("error", "loudness"):
+            of_one = getattr(alone.of_step(step), name)
+            assert not torch.equal(of_one, getattr(other, name)), f"{name} of both conditionings"

@@ -75,8 +75,9 @@ def test_a_profile_spares_the_measuring(saved, run_once, runs):
     run_once(sigmas=[0.7, 0.6], profile=saved)
     ((run, _),) = runs
     assert (run.tally.sparse, run.tally.dense, run.notes) == (2, 0, [])
-    chosen = run.heads.frozen[0].choices
-    assert torch.equal(chosen.density, next(iter(saved.profile.choices.values())).density)
+    (measured,) = saved.profile.choices.values()
+    for step, chosen in enumerate(run.heads.frozen[0]._given()):
+        assert chosen is measured.of_step(step)
 
 
 class OtherModel(WanModel):
@@ -180,10 +181,11 @@ def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, loa
     assert list(hook.last.profile.choices) == [table], "what this run would save"
 
 
-def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs):
+@pytest.mark.parametrize("kind", ["pooling", "dropping"])
+def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs, kind):
     """A model with as many tokens and heads, whose tokens nobody can order."""
     (choices,) = saved.profile.choices.values()
-    choices.walk[:] = 1
+    getattr(choices, kind).walk[:] = 1
     run_once(sigmas=[0.7, 0.6], model=WanModel(), profile=saved)
     ((known, _),) = runs
     assert known.tally.reasons == {}
@@ -191,7 +193,7 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, 
     shape = heads.frozen[0].shape
     unordered = type(shape)(shape.tokens, shape.heads, None)
     table = type(heads.frozen[0])(
-        unordered, choices.layers, heads.aim, known.asked, torch.device("cpu"), None
+        unordered, choices.pooling.layers, heads.aim, known.asked, torch.device("cpu"), None
     )
     heads._use_profile(table)
     assert table.choices is None

@@ -41,6 +41,7 @@ def measured(load_pack, result):
         torch.tensor([[0.05, 0.2], [0.3, 1.0]]),
         torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
         torch.tensor([[0.06, 0.10], [float("nan")] * 2]),
+        torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
         {walk: 3 - place for place, walk in enumerate(load_pack("sparge").Walk)},
     )
@@ -72,17 +73,57 @@ def test_a_filter_that_was_left_out_is_told(result, report):
 def test_measured_heads_are_told(measured, report):
     line = report.summary(measured)
     assert "density 25.0 % (heads 5.0 % to 100.0 %)" in line
-    assert "predicted error 0.035; probed error 0.080" in line
+    assert "predicted error 0.039; probed error 0.096" in line
     details = report.details(measured).splitlines()
     assert details[0] == line
     assert details[1:4] == [
         "Asked for a target error of 0.06.",
-        "25 % of 4 heads use the residual.",
+        "25 % of 4 heads use the residual, in every second step.",
         "Blocks of tokens by head: cubes in 3, squares of a frame in 2, rows in 1.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])
-    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.060 0.080"
+    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068 0.096"
     assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010 -"
+
+
+@pytest.mark.parametrize(
+    ("head", "line", "layer", "bar"),
+    [
+        (0, "predicted error 0.044; probed error 0.106", "0.078 0.106", 0.078),
+        (1, "predicted error 0.084; probed error 0.186", "0.158 0.186", 0.158),
+    ],
+    ids=["a quiet head", "a loud head"],
+)
+def test_errors_count_by_loudness(measured, report, picture, head, line, layer, bar):
+    """One of the heads errs by .1 more."""
+    (shape,) = measured.shapes
+    off = torch.zeros(2, 2)
+    off[0, head] = 0.1
+    more = replace(shape, predicted=shape.predicted + off, probed=shape.probed + off)
+    result = replace(measured, shapes=(more,))
+    assert line in report.summary(result)
+    first, second = report.details(result).splitlines()[-2:]
+    assert first.split("%)")[1].split() == layer.split()
+    assert second.split("%)")[1].split() == ["0.010", "-"], "layer 7 has nothing to do with it"
+    assert picture._by_layer(result, "predicted") == pytest.approx({0: bar, 7: 0.01})
+
+
+def test_heads_of_two_shapes_count_by_loudness(measured, report, picture):
+    (shape,) = measured.shapes
+    other = replace(shape, predicted=torch.full((2, 2), 0.3), loudness=torch.full((2, 2), 3.0))
+    result = replace(measured, shapes=(shape, other))
+    assert "predicted error 0.235;" in report.summary(result)
+    expected = {0: (0.136 + 1.8) / 8, 7: (0.02 + 1.8) / 8}
+    assert picture._by_layer(result, "predicted") == pytest.approx(expected)
+
+
+def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
+    """As a profile may have it."""
+    (shape,) = measured.shapes
+    silent = replace(measured, shapes=(replace(shape, loudness=torch.zeros(2, 2)),))
+    assert "error" not in report.summary(silent)
+    assert report.details(silent).splitlines()[-1].split()[-2:] == ["-", "-"]
+    assert shades(picture.draw(silent), picture.PREDICTED) == 0
 
 
 def test_walks_that_were_not_measured_are_told(measured, report):

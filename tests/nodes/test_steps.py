@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,14 @@ TOKENS = 8 * 12 * 12
 SIX_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
 
 
+class Call(NamedTuple):
+    """What a sparse call was given."""
+
+    order: object
+    density: torch.Tensor | None
+    gain: torch.Tensor | None
+
+
 @pytest.fixture
 def patch(patched_wan):
     """patch(**widgets): a patched patcher."""
@@ -26,7 +35,7 @@ def patch(patched_wan):
 
 @pytest.fixture
 def steps_of(load_pack, monkeypatch, session, generator):
-    """steps_of(patched, sigmas): orders and densities of the sparse calls, by step and block."""
+    """steps_of(patched, sigmas): the sparse calls, by step and block."""
     module = load_pack("nodes.attention_call")
     layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
     # Keys that are alike in space, so that another block is worth the less the more are kept.
@@ -35,7 +44,8 @@ def steps_of(load_pack, monkeypatch, session, generator):
     library, seen = module.attention, []
 
     def spy(*args, order, budget, **kwargs):
-        seen.append((order, budget and budget.density.clone()))
+        values = (budget.density.clone(), budget.gain.clone()) if budget else (None, None)
+        seen.append(Call(order, *values))
         return library(*args, order=order, budget=budget, **kwargs)
 
     monkeypatch.setattr(module, "attention", spy)
@@ -56,7 +66,7 @@ def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
     turns = load_pack("sparge").TURNS
     assert len(steps) == 6
     orders = [step[0][0] for step in steps]
-    assert all(order is orders[at] for at, step in enumerate(steps) for order, _ in step)
+    assert all(call.order is orders[at] for at, step in enumerate(steps) for call in step)
     assert len(set(map(id, orders))) == turns
     assert orders[:turns] == orders[turns:]
 
@@ -84,7 +94,7 @@ def test_all_passes_of_an_evaluation_take_one_turn(load_pack, patch, steps_of, a
 
 def given(steps) -> list[torch.Tensor]:
     """(blocks, heads) densities of each step."""
-    return [torch.stack([density for _, density in step]) for step in steps]
+    return [torch.stack([call.density for call in step]) for step in steps]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 6])
@@ -114,11 +124,13 @@ def test_cond_and_uncond_take_the_same_turn(patch, steps_of):
 
 
 def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
+    """Among steps of one kind, between two choices."""
     falling = given(steps_of(patch(mode="auto budget", topk=0.3), SIX_SPARSE))
     means = torch.stack([step.mean() for step in falling])
     for between_choices in means.split(3):
-        assert (between_choices.diff() <= 0).all()
-    assert means[0] > means[-1]
+        assert between_choices[0] >= between_choices[-1], "both are of one kind"
+    for of_kind in (means[::2], means[1::2]):
+        assert of_kind[0] > of_kind[-1]
     (table,) = runs[-1][0].heads.frozen
     kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
@@ -129,8 +141,77 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
         {"mode": "auto quality", "quality": "fast"},
         {"mode": "auto budget", "topk": 0.6},
     ):
-        same = given(steps_of(patch(**widgets), SIX_SPARSE[:5]))
-        assert all(torch.equal(step, same[0]) for step in same)
+        same = given(steps_of(patch(**widgets), SIX_SPARSE[:6]))
+        assert len(same) == 4
+        for of_kind in (same[::2], same[1::2]):
+            assert torch.equal(*of_kind)
+
+
+@pytest.fixture
+def saved(load_pack, tmp_path):
+    """saved(patched): the profile of its last run, from a file."""
+
+    def made(patched):
+        path = load_pack("sparge.calibrate").profile_path(tmp_path, "clip")
+        load_pack("nodes.hook").hook_of(patched).last.profile.save(path)
+        return load_pack("nodes.profiles").NamedProfile.load(tmp_path, "clip")
+
+    return made
+
+
+def kinds(of_steps: list) -> tuple[list, list]:
+    """Of the steps with the residual, and of those without it."""
+    return of_steps[::2], of_steps[1::2]
+
+
+@pytest.fixture
+def run_of(steps_of, runs):
+    """run_of(patched): densities and gains of six sparse steps, and their choices."""
+
+    def of(patched):
+        steps = steps_of(patched, SIX_SPARSE)
+        assert runs[-1][0].notes == []
+        (table,) = runs[-1][0].heads.frozen
+        gains = [torch.stack([call.gain for call in step]) for step in steps]
+        return given(steps), gains, table._given()
+
+    return of
+
+
+@pytest.mark.parametrize("topk", [0.6, 0.3])
+def test_every_second_step_spends_its_density_without_the_residual(
+    load_pack, patch, run_of, runs, saved, topk
+):
+    patched = patch(mode="auto budget", topk=topk)
+    measured = run_of(patched)
+    profiled = run_of(patch(mode="auto budget", topk=topk, profile=saved(patched)))
+    for densities, gains, choices in (measured, profiled):
+        assert [bool(gain.any()) for gain in gains] == [True, False] * 3
+        for step, of_step in enumerate(choices):
+            assert torch.equal(densities[step], of_step.density[:BLOCKS])
+            assert torch.equal(gains[step], of_step.gain[:BLOCKS])
+        pooling, dropping = kinds(densities)
+        assert not torch.equal(pooling[0], dropping[0]), "shared out anew"
+        (table,) = runs[-1][0].heads.frozen
+        kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
+        for of_kind in kinds(kept):
+            assert 0.8 * topk < sum(of_kind) / 3 <= topk, "a block is 1/18 of a row"
+    assert all(choices is profiled[2][step % 2] for step, choices in enumerate(profiled[2]))
+
+
+def test_every_second_step_keeps_to_the_target_without_the_residual(
+    load_pack, patch, run_of, saved, monkeypatch
+):
+    target = 0.7  # these heads are hard
+    monkeypatch.setitem(load_pack("nodes.aim").QUALITIES, "fast", target)
+    widgets = {"mode": "auto quality", "quality": "fast"}
+    patched = patch(**widgets)
+    measured, profiled = run_of(patched), run_of(patch(profile=saved(patched), **widgets))
+    for densities, gains, choices in (measured, profiled):
+        assert [bool(gain.any()) for gain in gains] == [True, False] * 3
+        assert all(0.8 * target < of_step.mean_error <= target for of_step in choices)
+        pooling, dropping = kinds([float(density.mean()) for density in densities])
+        assert max(pooling) < min(dropping), "what the residual gave has to be kept instead"
 
 
 def test_a_run_does_not_wait_for_the_garbage_collector(patch, steps_of, runs):
