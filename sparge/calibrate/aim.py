@@ -44,5 +44,5 @@ class Aim:
 
     def __str__(self) -> str:
         if self.kind == "quality":
-            return f"a target error of {self.value:g}"
+            return f"a mean error of {self.value:g}"
         return f"a mean density of {100 * self.value:g} %"

@@ -30,12 +30,13 @@ class Drift:
         self.ahead: Tensor | None = None
         """The same as expected until the next choice; None before anything was found."""
 
-    def find(self, times: Tensor, walk: Tensor, steps: int) -> None:
+    def find(self, times: Tensor, walks: Sequence[Tensor], steps: int) -> None:
         """times: (layers, heads) float64, how many times as large as expected the errors were in
-        the steps since the last choice, so many. walk: (layers, heads), that of the last of those,
-        which stands for the others: the steps of a falling mean may differ.
+        the steps since the last choice, so many. walks: (layers, heads) each, those of the steps
+        that were looked at, which stand for the others: steps of either kind, and those of a
+        falling mean, may differ.
         """
-        taken = walk.unsqueeze(-1) == self._walks
+        taken = torch.stack([walk.unsqueeze(-1) == self._walks for walk in walks]).any(0)
         grown, ahead, part = self.grown, self.ahead, TREND
         if grown is None or ahead is None:
             grown = ahead = torch.ones(taken.shape, dtype=torch.float64)
@@ -49,5 +50,5 @@ class Drift:
 
 
 def _of_taken(values: Tensor, taken: Tensor) -> Tensor:
-    """(layers, heads, 1): of the walk that each head takes."""
-    return torch.where(taken, values, 0).sum(-1, keepdim=True)
+    """(layers, heads, 1): of the walks that each head takes, their mean."""
+    return (values * taken).sum(-1, keepdim=True) / taken.sum(-1, keepdim=True)

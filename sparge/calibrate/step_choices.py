@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..plan.walks import TURNS
 from .aim import Aim
 from .alternating import Alternating
 from .calibration import Calibration
@@ -81,8 +80,6 @@ class StepChoices:
         """Steps from one choice to the next; one more after the last choice, if that leaves one."""
         if steps is not None:
             self.interval = max(LEAST_STEPS, -(-steps // CHOICES_A_RUN))
-        half = -(-self.interval // 2)
-        self._steps_a_visit = half - (half % TURNS == 0)  # two visits are in different turns
         self.again: Calibration | None = None
         """What sparse calls of the running step are measured into: of one conditioning as many
         query blocks as before of two."""
@@ -91,6 +88,7 @@ class StepChoices:
         self._end = sys.maxsize if steps is None else max(1, steps)
         self._calibration = calibration
         self._chosen = 0  # step of the last choice
+        self._since: dict[int, HeadChoices] = {}  # given from there on, by step
         then = (MEASURED_CHOICE - 1) * self.interval
         pays = calibration is not None and len(calibration.query_blocks) >= LEAST_BLOCKS
         self._measured_step = then - 1 if again and pays and then < self._end - 1 else None
@@ -125,27 +123,34 @@ class StepChoices:
         return self._next_choice() <= step < self._end
 
     def visit(self, layer: int, step: int) -> int | None:
-        """The number of the visit that a probe pays to a layer in a step, None where it pays none:
-        two before a choice that goes by them, of every second layer where there are three steps;
-        else one, for the report."""
+        """The number of the visit that a probe pays to a layer in a step, None where it pays none.
+
+        Two before a choice that goes by them, in two steps in a row: one with the residual and one
+        without it, which cut the tokens differently, too; other layers in other pairs of steps.
+        Else one, for the report.
+        """
         following = self._next_choice()
+        steps = following - self._chosen
         counts = self._calibration is not None or self._aim.target is not None
         pays = following < self._end and counts and self._measured_step != following - 1
-        every = self._steps_a_visit if pays else following - self._chosen
-        return step // self._steps_a_visit if layer % every == step % every else None
+        before = following - 1 - step  # steps that come after this one
+        earlier = 2 * (self._chosen // self.interval)
+        if not pays:
+            return earlier if layer % steps == before % steps else None
+        return earlier + 1 - before % 2 if layer % (steps // 2) == before // 2 else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:
         """For this step and those after it, from what was measured again, if anything was since the
         last choice. drift: as in `Probe.drift`. Waits for the GPU."""
-        steps, self._chosen = step - self._chosen, step
+        probed, steps = self._probed(), step - self._chosen
+        self._chosen, self._since = step, {}
         measured, self.again, self._found = self.again or self._found, None, None
         if self._calibration is not None and measured is not None and any(measured.samples):
             measured.fill_from(self._calibration)
             self._calibration = measured
             self._choose_from_new(measured.offers())
         elif self._calibration is not None:
-            last = self.given[-1] if self.given else self._now.pooling
-            self._drift.find(drift, last.walk, steps)
+            self._drift.find(drift, [choices.walk for choices in probed], steps)
             self._choose()
         elif self._aim.target is not None:
             off = drift > TOLERANCE
@@ -164,4 +169,15 @@ class StepChoices:
             self.again = self._calibration.anew()
         place = min(step - self._chosen, len(self._of_steps) - 1)
         self.given.append(self._of_steps[place] if self._of_steps else self._now.of_step(step))
+        self._since[step] = self.given[-1]
         return self.given[-1]
+
+    def _probed(self) -> list[HeadChoices]:
+        """What was given since the last choice in the steps in which probes saw some layer."""
+        layers = range(len(self._now.pooling.density))
+        seen = [
+            choices
+            for step, choices in self._since.items()
+            if any(self.visit(layer, step) is not None for layer in layers)
+        ]
+        return seen or [self._now.of_step(self._chosen)]

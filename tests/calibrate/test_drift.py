@@ -20,7 +20,7 @@ def of_head(values: torch.Tensor | None) -> list[float]:
 
 def find(drift: Drift, times: float, walk: int, steps: int = 3) -> None:
     """In one layer of one head."""
-    drift.find(torch.tensor([[times]]), torch.tensor([[walk]], dtype=torch.int32), steps)
+    drift.find(torch.tensor([[times]]), [torch.tensor([[walk]], dtype=torch.int32)], steps)
 
 
 def test_nothing_is_expected_before_anything_was_found():
@@ -54,3 +54,10 @@ def test_a_head_that_took_another_walk_goes_on_from_what_was_guessed_of_it():
     find(drift, guessed / expected, CUBES)  # neither more nor less than guessed
     assert of_head(drift.grown) == pytest.approx([guessed, 4])
     assert of_head(drift.ahead) == pytest.approx(of_head(drift.grown))
+
+
+def test_a_head_that_took_both_walks_drifts_in_both():
+    drift = Drift(WALKS)
+    walks = [torch.tensor([[walk]], dtype=torch.int32) for walk in WALKS]
+    drift.find(torch.tensor([[4.0]]), walks, 3)
+    assert of_head(drift.grown) == [4, 4]

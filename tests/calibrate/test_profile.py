@@ -393,36 +393,3 @@ def test_an_answer_for_every_model(generator: torch.Generator) -> None:
         assert verdict.fit is fit
         assert words in verdict.sentence
         assert verdict.usable == (fit is not Fit.OTHER_MODEL)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "",
-            "../x",
-            "a/b",
-            "a\\b",
-            "C:x",
-            ".hidden",
-            "..",
-            "x.",
-            "x ",
-            "a\nb",
-            "a\0b",
-            'a"b',
-            "a*",
-        ),
-        *("con", "NUL", "nul.txt", "Com1", "LPT9.safetensors", "com¹", "aux .x", "x" * 101),
-    ],
-)
-def test_names_that_leave_the_folder_or_a_system(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ProfileError, match="The profile name"):
-        profile_path(tmp_path, name)
-
-
-@pytest.mark.parametrize("name", ["wan 14b", "wan-2.2_high.v1", "console", "été", "x" * 100])
-def test_names_that_are_fine(tmp_path: Path, name: str) -> None:
-    expected = tmp_path / f"{name}.safetensors"
-    assert profile_path(tmp_path, name) == expected
-    assert profile_path(tmp_path, expected.name) == expected

@@ -96,32 +96,36 @@ def test_heads_are_chosen_anew_after_each_sixth_but_not_for_one_step(freezes, st
     assert freezes[0] == (0, None)
 
 
-def visits(choices: StepChoices, steps: range) -> list[tuple[int, int]]:
-    """Of layer 0: steps and numbers."""
-    found = [(step, choices.visit(0, step)) for step in steps]
+def visits(choices: StepChoices, steps: range, layer: int = 0) -> list[tuple[int, int]]:
+    """Of a layer: steps and numbers."""
+    found = [(step, choices.visit(layer, step)) for step in steps]
     return [(step, number) for step, number in found if number is not None]
 
 
-@pytest.mark.parametrize(("steps", "every"), [(16, 2), (20, 2), (25, 2), (32, 2), (40, 4)])
-def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps, every):
-    """Of three steps half of them; each time in another turn. And once after the last choice."""
+@pytest.mark.parametrize(("steps", "groups"), [(16, 1), (20, 2), (25, 2), (32, 3), (40, 3)])
+def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps, groups):
+    """In a step of either kind, each in another turn. And once after the last choice."""
     choices = made("budget", 0.6, steps, calibration=freezes)
     sixth = choices.interval
-    assert visits(choices, range(sixth)) == [(n * every, n) for n in range(-(-sixth // every))]
-    assert sixth > every and every % 3
+    assert sixth // 2 == groups
+    for layer in range(groups):
+        found = visits(choices, range(sixth), layer)
+        last = sixth - 1 - 2 * layer
+        assert found == [(last - 1, 0), (last, 1)]
+    assert visits(choices, range(sixth), groups) == visits(choices, range(sixth))
     choices.choose_anew(sixth, torch.ones(LAYERS, HEADS))
     assert len(visits(choices, range(sixth, 2 * sixth))) == 1, "heads are measured again"
     last = (steps - 2) // sixth
     for choice in range(2, last + 1):
         choices.choose_anew(choice * sixth, torch.ones(LAYERS, HEADS))
-    ((step, number),) = visits(choices, range(last * sixth, steps))
-    assert number == step // every
+    ((_, number),) = visits(choices, range(last * sixth, steps))
+    assert number == 2 * last, "other query blocks each time"
 
 
 def test_layers_are_probed_once_where_no_choice_goes_by_it(freezes):
     short = made("budget", 0.6, 3, calibration=freezes)
     assert [len(visits(short, range(3))), len(visits(short, range(3, 6)))] == [1, 1]
-    assert [short.visit(layer, 0) for layer in range(6)] == [0, None, None] * 2
+    assert [short.visit(layer, 2) for layer in range(6)] == [0, None, None] * 2
     for steps in (0, 1):  # a sampler may take one more than its schedule says
         assert made("budget", 0.6, steps, calibration=freezes).visit(1, 0) == 0
 

@@ -321,9 +321,8 @@ def test_drift_is_answered_by_choices_made_anew(
         step, sigmas, conditionings=([0], [1])
     )
     ((run, _),) = runs
-    before, after = [(0, 0), (1, 0), (0, 1)], [(0, 1), (1, 2)]
-    both = [visit for visit in before + after for _ in range(2)]
-    assert probed == both, "in every second step before the choice, then once; of cond and uncond"
+    before = 2 * [(0, 0), (1, 0)] + 2 * [(0, 1), (1, 1)]  # of cond and uncond
+    assert probed == before + 2 * [(1, 2)] + 2 * [(0, 2)], "twice before the choice, then once"
     (table,) = run.heads.frozen
     first, last = table._given()[0], table._given()[-1]
     at = [table._given().index(choices) for choices in (first, last)]

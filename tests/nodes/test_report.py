@@ -45,7 +45,7 @@ def measured(load_pack, result):
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
         {walk: 3 - place for place, walk in enumerate(load_pack("sparge").Walk)},
     )
-    return result(asked="a target error of 0.06", shapes=(shape,))
+    return result(asked="a mean error of 0.06", shapes=(shape,))
 
 
 def test_a_good_run(result, report):
@@ -77,7 +77,7 @@ def test_measured_heads_are_told(measured, report):
     details = report.details(measured).splitlines()
     assert details[0] == line
     assert details[1:4] == [
-        "Asked for a target error of 0.06.",
+        "Asked for a mean error of 0.06.",
         "25 % of 4 heads use the residual, in every second step.",
         "Blocks of tokens by head: cubes in 3, squares of a frame in 2, rows in 1.",
     ]
