@@ -3,7 +3,8 @@
 
 python -m benchmarks.quality --data dino [--video FILE | --seed N] [--weights FILE]
 python -m benchmarks.quality --data smollm [--weights FILE] [--tokens N] [--perplexity 0.2]
-python -m benchmarks.quality --data dit [--weights FILE] [--seed N] [--clips N] [--grid 9 16 14]
+python -m benchmarks.quality --data dit [--weights FILE --called "dit of seed 1"] [--seed N]
+    [--clips N] [--grid 9 16 14]
 python -m benchmarks.quality --data dit --targets [high balanced fast .05] [--seed N] [--clips N]
 
 Each mode runs in an emulation of the kernels, and with --kernels, which a GPU that has them turns
@@ -71,6 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--grid", type=int, nargs=3, default=FULL_GRID, help="of tokens, dit")
     parser.add_argument("--clips-only", action="store_true", help="no table of calls, dit")
     parser.add_argument("--device", type=torch.device, default=_device())
+    parser.add_argument("--called", default="dit", help="what rows call the weights, dit")
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--emulation", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -140,6 +142,8 @@ def _device() -> torch.device:
 
 
 def _report(row: Row, options: argparse.Namespace) -> None:
+    if options.data == "dit":
+        row["data"] = options.called + row["data"].removeprefix("dit")
     write(options.out, [row | {"commit": options.commit or commit()}])
     figures = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)]
     print(f"{row['data']} | {row['mode']} | {row['where']} | {', '.join(figures)}", flush=True)

@@ -2,7 +2,7 @@
 """Trains the small video model on one GPU, in runs that go on from each other.
 
 python -m benchmarks.tiny_video_dit.train --out DIR --seconds 250 --planned-seconds 750
-    [--resume DIR_OF_THE_RUN_BEFORE] [--seed N] [--commit HASH]
+    [--resume DIR_OF_THE_RUN_BEFORE] [--seed N] [--commit HASH] [--width 384 --blocks 6]
 
 Learning rate and clip sizes follow the share of --planned-seconds that all runs together have used.
 DIR gets three files of bf16 (see checkpoint.py) and log.jsonl, one line every LOG_EVERY steps.
@@ -149,11 +149,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--resume", type=Path, help="folder of the run before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="", help="noted in the weights' header")
+    parser.add_argument("--width", type=int, default=Config.width, help="a multiple of 128")
+    parser.add_argument("--blocks", type=int, default=Config.blocks)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    attention = fastest_attention(_shapes(Config())) if device.type == "cuda" else dense
-    trainer = Trainer(Config(), options.seed, device, attention=attention)
+    config = Config(width=options.width, blocks=options.blocks)
+    attention = fastest_attention(_shapes(config)) if device.type == "cuda" else dense
+    trainer = Trainer(config, options.seed, device, attention=attention)
     if options.resume:
         checkpoint.resume(options.resume, trainer.state)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -118,12 +118,13 @@ def test_rows_of_targets(weights: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(steps, "_drop", lambda q, k, v, budget: 0.75 * v)  # quick, far off
     out = tmp_path / "rows.json"
     sample = ["--calibration-blocks", "4", "--seed", "6", "--clips", "2", "--no-kernels"]
-    asked = ["--targets", "0.5", "fast", "--commit", "c0"]
+    asked = ["--targets", "0.5", "fast", "--commit", "c0", "--called", "dit of seed 9"]
     main(["--data", "dit", "--weights", str(weights), "--out", str(out), *asked, *sample, *GRID])
     rows = read(out)
     assert [row["target"] for row in rows] == [0.1, 0.5], "and no row of a density"
     for row in rows:
-        assert row["data"] == "dit clips 6-7 5x12x10" and row["mode"] == "ours auto quality"
+        assert row["data"] == "dit of seed 9 clips 6-7 5x12x10"
+        assert row["mode"] == "ours auto quality"
         assert row["where"] == EMULATION and row["commit"] == "c0"
         shares = [row[x] for x in ("heads_within", "calls_within", "no_worse_than_drop")]
         assert all(0 <= share <= 1 for share in shares)
