@@ -256,7 +256,7 @@ class HeadTable:
 
     def _give(self, choices: HeadChoices) -> None:
         """Budgets for the calls from now on."""
-        self._budgets = choices.budgets(self.device, self._policy)
+        self._budgets = choices.budgets(self.device, self._policy, before=self._budgets)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
     def predicted(self) -> Tensor:
@@ -274,7 +274,8 @@ class HeadTable:
         budget = self.budget(row)
         if isinstance(budget, str):
             return budget
-        # All heads count as pooled, which costs them 1/64 and keeps reasons of layers alike.
+        # All heads count as pooled, also in steps that pool nothing: that is 1/64 of a dense call,
+        # and reasons of layers stay alike.
         pooled = float(budget.pools)
         if slower := slower_reason(call, self._kept[row], self._policy.pv_filter, pooled):
             return slower

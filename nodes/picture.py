@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..sparge.calibrate import mean_error
 from ..sparge.glyphs import write
-from .result import RunResult, mean_error
+from .result import RunResult
 
 Colour = tuple[float, float, float]
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..sparge import Walk
+from ..sparge.calibrate import mean_error
 from .host import show_on_node
 from .pv_filter import LEFT_OUT
-from .result import MeasuredShape, RunResult, mean_error
+from .result import MeasuredShape, RunResult
 
 logger = logging.getLogger("sparge")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..sparge import Walk
-from ..sparge.calibrate import Fingerprint, Profile
+from ..sparge.calibrate import Fingerprint, Profile, mean_error
 from ..sparge.plan.walks import walks_of
 from .head_table import HeadTable
 from .passes import Densities
@@ -37,7 +37,8 @@ class MeasuredShape:
     """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
     none. Where steps differ that of their mean density, and so are the walks."""
     walks: Mapping[Walk, int]
-    """Heads by their walk through the tokens; empty where there was no choice."""
+    """Heads by their walk through the tokens, in steps with the residual; empty where there was no
+    choice."""
     one_walk: bool = False
     """As in `HeadTable`."""
     rests: bool = True
@@ -135,18 +136,9 @@ class RunResult:
         return joined[~joined.isnan()]
 
     def mean_error(self, name: str) -> float | None:
-        """As `mean_error` below, over the heads of all shapes and layers."""
+        """By loudness, over the heads of all shapes and layers whose error is known, if any."""
         return mean_error(self._joined(name), self._joined("loudness"))
 
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.shapes]
         return torch.cat(values) if values else torch.empty(0)
-
-
-def mean_error(errors: Tensor, loudness: Tensor) -> float | None:
-    """Over the heads whose error is known, each counted by its loudness: what a target is of. None
-    where none is, or none counts, as a profile may have it."""
-    known = ~errors.isnan()
-    counts = loudness[known].double()
-    total = counts.sum()
-    return float((errors[known] * counts).sum() / total) if total > 0 else None

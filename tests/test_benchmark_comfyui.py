@@ -59,7 +59,7 @@ def test_a_head_that_had_the_residual_may_lose_it() -> None:
     asked = profile_with_residual(profile(found), 0.25)
     (made,) = asked.choices.values()
     for step in range(2):
-        assert made.of_step(step).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+        assert made.in_turn(step).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
     assert (asked.mode, asked.asked) == ("budget", 0.2), "the node takes it for its own aim"
 
 

@@ -46,8 +46,8 @@ PARTS = (
         "relative L2 error",
         "Relative L2 error of an attention call, mean over the 6 heads of {layers} "
         "layers of DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens), over 8 "
-        "query blocks of each head; `ours auto` was calibrated on 8 other query blocks of the "
-        "same calls",
+        "query blocks of each head; `ours auto` as in the steps with the residual, calibrated on 8 "
+        "other query blocks of the same calls",
         3,
         "quality_rel_l2.png",
     ),
@@ -65,14 +65,15 @@ PARTS = (
         "dit of seed 1 clips ",
         "psnr",
         "PSNR, dB",
-        "Of a second model of that size, trained from another seed for 290 s of a shared H200",
+        "PSNR in dB of clips of a second model of that size, trained from another seed for 290 s "
+        "of a shared H200, sampled as in the first table of clips",
         1,
     ),
     Part(
         "dit of seed 2 clips ",
         "psnr",
         "PSNR, dB",
-        "And of a third, 384 instead of 256 channels wide, with 6 instead of 8 blocks",
+        "The same of a third model, 384 instead of 256 channels wide, with 6 instead of 8 blocks",
         1,
     ),
 )

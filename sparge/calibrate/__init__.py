@@ -8,6 +8,7 @@ from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fingerprint import Fingerprint, Fit, Verdict
 from .kernel_measure import kernel_measure, measure_for
+from .loudness import mean_error
 from .measure import Measure, Measured, Sample, reference_measure
 from .probe import Probe
 from .profile import Profile
@@ -37,6 +38,7 @@ __all__ = [
     "Verdict",
     "Workload",
     "kernel_measure",
+    "mean_error",
     "measure_for",
     "profile_path",
     "reference_measure",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .alternating import KINDS, Alternating
-from .choices import HeadChoices
 from .offers import Offers
 
 
@@ -32,9 +31,9 @@ class Aim:
 
     def freeze(
         self, offers: Offers, steps: int, wanted: range, drift: Tensor | None = None
-    ) -> tuple[Alternating, list[HeadChoices]]:
-        """The choices over all of so many sparse steps, and those of each wanted one where those of
-        a kind differ.
+    ) -> tuple[Alternating, list[Alternating]]:
+        """The choices over all of so many sparse steps, and those of each wanted one where they
+        differ.
 
         drift: as in `Offers.freeze`."""
         if not self.falls:

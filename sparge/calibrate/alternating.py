@@ -28,12 +28,7 @@ from dataclasses import dataclass
 
 from .choices import HeadChoices
 
-KINDS = (False, True)  # whether a step drops all that it does not keep, in the order of fields
-
-
-def drops(step: int) -> bool:
-    """Whether a sparse step goes without the residual; steps are numbers of sparse ones."""
-    return step % 2 == 1
+KINDS = (False, True)  # whether a step drops all that it does not keep: the order of the fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +38,9 @@ class Alternating:
     pooling: HeadChoices
     dropping: HeadChoices
 
-    def of_step(self, step: int) -> HeadChoices:
-        return self.dropping if drops(step) else self.pooling
+    def in_turn(self, before: int) -> HeadChoices:
+        """After so many sparse steps: those that ran, for nodes that cache results skip some."""
+        return self.dropping if before % 2 else self.pooling
 
     def each(self, change: Callable[[HeadChoices], HeadChoices]) -> Alternating:
         return Alternating(change(self.pooling), change(self.dropping))

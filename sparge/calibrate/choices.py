@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from ..plan.budget import HeadBudget, Router
 from ..policy import SparsePolicy
+from .loudness import mean_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +44,19 @@ class HeadChoices:
 
     @property
     def mean_error(self) -> float:
-        """Over the heads of measured layers, each counted by its loudness; what a target is of."""
-        return float((self.error * self.loudness).double().sum() / self.loudness.double().sum())
+        """What a target is of; NaN where no head counts."""
+        error = mean_error(self.error, self.loudness)
+        return math.nan if error is None else error
 
     def budgets(
-        self, device: torch.device | str = "cpu", policy: SparsePolicy | None = None
+        self,
+        device: torch.device | str = "cpu",
+        policy: SparsePolicy | None = None,
+        *,
+        before: Sequence[HeadBudget | None] = (),
     ) -> list[HeadBudget | None]:
         """What each layer may keep, values of its own, all uploaded at once; None where it was not
-        measured, so that it has to stay dense. With the tables for calls of a policy, whose
-        thresholds are numbers: made one by one, they are seven launches a layer.
+        measured, so that it has to stay dense.
 
         Layers are of one structure, with walks in all of them or, where all heads take the first,
         in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
@@ -57,11 +64,14 @@ class HeadChoices:
 
         policy: of the calls; with it their tables are made here, all at once: one by one they take
         seven launches a layer.
+        before: budgets of the step before, whose structure these keep.
         """
         uploaded = (self.density, self.gain, self.router, self.walk)
         density, gain, router, walk = (values.to(device, copy=True) for values in uploaded)
+        others = [budget for budget in before if budget is not None]
         pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
-        walks = bool(self.walk.any())
+        pools |= any(budget.pools for budget in others)
+        walks = bool(self.walk.any()) or any(budget.walk is not None for budget in others)
         budgets = [
             HeadBudget(
                 density[layer],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,23 @@ TREND = 0.25
 SHARED = 0.5
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the drift of each head was found in."""
+
+    walks: Tensor
+    """(layers, steps, heads): those that the heads took since the last choice."""
+    visited: Tensor
+    """(layers, steps) bool: the steps that were looked at."""
+    middle: Tensor
+    """(layers,): of those, counted from the last choice."""
+
+    def taken(self, walks: Tensor) -> Tensor:
+        """(layers, heads, walks) bool: which of these each head took there."""
+        took = self.walks.unsqueeze(-1) == walks
+        return (took & self.visited[:, :, None, None]).any(1)
+
+
 class Drift:
     """Since one measurement of walks `walks`."""
 
@@ -30,23 +48,20 @@ class Drift:
         self.ahead: Tensor | None = None
         """The same as expected until the next choice; None before anything was found."""
 
-    def find(self, times: Tensor, walks: Sequence[Tensor], steps: int) -> None:
-        """times: (layers, heads) float64, how many times as large as expected the errors were in
-        the steps since the last choice, so many. walks: (layers, heads) each, those of the steps
-        that were looked at, which stand for the others: steps of either kind, and those of a
-        falling mean, may differ.
-        """
-        taken = torch.stack([walk.unsqueeze(-1) == self._walks for walk in walks]).any(0)
-        grown, ahead, part = self.grown, self.ahead, TREND
+    def find(self, times: Tensor, seen: Seen, steps: int) -> None:
+        """times: (layers, heads) float64, how many times as large as expected the errors that were
+        seen are. steps: from the last choice to this one, and to the next."""
+        taken, middle = seen.taken(self._walks), seen.middle.double()[:, None, None]
+        grown, ahead, since = self.grown, self.ahead, torch.tensor(float(steps))
         if grown is None or ahead is None:
             grown = ahead = torch.ones(taken.shape, dtype=torch.float64)
-            # Samples are of the middle of their steps; these go on from the last dense step.
-            part *= 2 * steps / (steps + 1)
+            since = middle + 1  # the step before the first was measured
+        to_come = steps + (steps - 1) / 2 - middle  # to the middle of the next ones
         found = times.double().unsqueeze(-1) * _of_taken(ahead, taken)
         way = found / _of_taken(grown, taken)
         share = torch.where(taken, 1.0, SHARED)
         self.grown = grown * way**share
-        self.ahead = self.grown * way ** (share * part)
+        self.ahead = self.grown * way ** (share * TREND * to_come / since)
 
 
 def _of_taken(values: Tensor, taken: Tensor) -> Tensor:

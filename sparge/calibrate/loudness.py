@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 Array = NDArray[np.float64]
 
@@ -30,3 +31,12 @@ def loudness(norms: Array) -> Array:
     counts = np.divide(norms, of_layers, out=np.zeros_like(norms), where=of_layers > 0)
     mean = counts.mean()
     return np.maximum(counts / mean, LEAST) if mean > 0 else np.ones_like(norms)
+
+
+def mean_error(errors: Tensor, loudness: Tensor) -> float | None:
+    """Over the heads whose error is known, no NaN, each counted by its loudness: what a target is
+    of. None where no such head counts."""
+    known = ~errors.isnan()
+    counts = loudness[known].double()
+    total = float(counts.sum())
+    return float((errors[known] * counts).sum()) / total if total > 0 else None

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..plan.budget import Router
 from . import budgets, curves
-from .alternating import KINDS, Alternating, drops
+from .alternating import KINDS, Alternating
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fall import step_means
@@ -155,20 +155,16 @@ class Offers:
         *,
         wanted: range | None = None,
         drift: Tensor | None = None,
-    ) -> tuple[Alternating, list[HeadChoices]]:
-        """`freeze` at a mean density over so many sparse steps: the choices as if all of a kind
-        were alike, and where they are not (`step_means`) those of each, or of the wanted ones."""
+    ) -> tuple[Alternating, list[Alternating]]:
+        """`freeze` at a mean density over so many sparse steps: the choices as if all were alike,
+        and where they are not (`step_means`) those of each, or of the wanted ones."""
         errors = self._errors(drift)
         means = step_means(mean_density, steps, float(self.kept.min()))
         wanted = range(steps) if wanted is None else range(wanted.start, min(wanted.stop, steps))
-        overall: list[HeadChoices] = []
-        of_steps: dict[int, HeadChoices] = {}
-        for dropping in KINDS:
-            own = [step for step in wanted if drops(step) == dropping] if len(means) > 1 else []
-            of_kind = self._share(errors, [mean_density, *(means[step] for step in own)], dropping)
-            overall.append(of_kind[0])
-            of_steps |= zip(own, of_kind[1:], strict=True)
-        return Alternating(*overall), [of_steps[step] for step in sorted(of_steps)]
+        of_steps = [means[step] for step in wanted] if len(means) > 1 else []
+        kinds = (self._share(errors, [mean_density, *of_steps], dropping) for dropping in KINDS)
+        overall, *steps_of_both = (Alternating(*both) for both in zip(*kinds, strict=True))
+        return overall, steps_of_both
 
     def _share(
         self, errors: budgets.Array, means: Sequence[float], dropping: bool

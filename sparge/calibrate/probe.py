@@ -24,9 +24,8 @@ from .workload import Workload
 
 #: Query blocks of every head that one sample compares. One block of a head is a coin toss; of eight
 #: measured ones 89 to 94 % of DINOv2 video heads predict their error within a factor of 1.5. Two
-#: samples come before a choice, one in every second layer where three steps do: on the small
-#: video DiT twice four blocks in two steps, which cut the tokens differently, expect the errors of
-#: 93 % of the heads, eight in one step 91 %.
+#: samples come before a choice: on the small video DiT twice four blocks in two steps, which cut
+#: the tokens differently, expect the errors of 93 % of the heads, eight in one step 91 %.
 BLOCKS_A_SAMPLE = 4
 #: The rows of a query block that are compared: of every four in a row another one than of the four
 #: before, as the same one would be one column of a cube. With every second row clips 0-7 of the

@@ -29,14 +29,14 @@ TENSORS = {
 
 
 #: Of the kinds of steps; each has all of these tensors.
-KINDS = tuple(kind.name for kind in fields(Alternating))
+KIND_NAMES = tuple(kind.name for kind in fields(Alternating))
 
 
 def tensors_of(choices: Alternating) -> dict[str, Tensor]:
     """Copies, as kinds may share what safetensors wants apart."""
     return {
         f"{kind}.{name}": getattr(getattr(choices, kind), name).to("cpu", copy=True).contiguous()
-        for kind in KINDS
+        for kind in KIND_NAMES
         for name in TENSORS
     }
 
@@ -53,7 +53,7 @@ def checked_choices(
             tensors[prefix + "loudness"] = torch.ones_like(density, dtype=torch.float32)
         same = _checked(tensors, prefix, floor)
         return Alternating(same, same)
-    pooling, dropping = (_checked(tensors, f"{prefix}{kind}.", floor) for kind in KINDS)
+    pooling, dropping = (_checked(tensors, f"{prefix}{kind}.", floor) for kind in KIND_NAMES)
     if pooling.density.shape != dropping.density.shape:
         raise ProfileError(
             f"The profile has {tuple(pooling.density.shape)} layers and heads for steps with the "

@@ -15,7 +15,7 @@ from .aim import Aim
 from .alternating import Alternating
 from .calibration import Calibration
 from .choices import HeadChoices
-from .drift import Drift
+from .drift import Drift, Seen
 from .offers import Offers
 
 #: Times that heads are chosen in a run, after equal numbers of steps.
@@ -55,7 +55,8 @@ class StepChoices:
     Of the heads of clips 0-7 at 10 / 20 / 30 / 50 % .99 / .98 / .96 / .92 are as expected (.98 /
     .96 / .95 / .89). Clips come .05 / .1 / .2 / .1 dB further off, at target errors of .03 / .06 /
     .1 .4 / .8 / .6 dB with .5 / .5 / .2 % fewer pairs. Six choices, measured after half of the run:
-    heads err up to 1.20 times as much. Heads that leave their walk late (when measured again, or
+    heads err up to 1.20 times as much. (All of this with the residual in all steps, all heads alike
+    and a target for each.) Heads that leave their walk late (when measured again, or
     for one that errs 1.3 or 1.6 times less): clips no nearer.
     """
 
@@ -92,13 +93,13 @@ class StepChoices:
         then = (MEASURED_CHOICE - 1) * self.interval
         pays = calibration is not None and len(calibration.query_blocks) >= LEAST_BLOCKS
         self._measured_step = then - 1 if again and pays and then < self._end - 1 else None
-        self._of_steps: list[HeadChoices] = []  # from there on, where those differ
+        self._of_steps: list[Alternating] = []  # from there on, where those differ
         if profile is not None:
             self._now = profile
         elif calibration is not None:
             self._choose_from_new(calibration.offers())
         self.first = self._now
-        """As if all steps of a kind were alike: what a profile keeps."""
+        """As if all steps were alike: what a profile keeps."""
 
     def _choose_from_new(self, offers: Offers) -> None:
         self._offers, self._drift = offers, Drift(offers.walks)
@@ -142,7 +143,7 @@ class StepChoices:
     def choose_anew(self, step: int, drift: Tensor) -> None:
         """For this step and those after it, from what was measured again, if anything was since the
         last choice. drift: as in `Probe.drift`. Waits for the GPU."""
-        probed, steps = self._probed(), step - self._chosen
+        seen, steps = self._seen(), step - self._chosen
         self._chosen, self._since = step, {}
         measured, self.again, self._found = self.again or self._found, None, None
         if self._calibration is not None and measured is not None and any(measured.samples):
@@ -150,7 +151,7 @@ class StepChoices:
             self._calibration = measured
             self._choose_from_new(measured.offers())
         elif self._calibration is not None:
-            self._drift.find(drift, [choices.walk for choices in probed], steps)
+            self._drift.find(drift, seen, steps)
             self._choose()
         elif self._aim.target is not None:
             off = drift > TOLERANCE
@@ -168,16 +169,20 @@ class StepChoices:
         elif self._calibration is not None and self.again is None:
             self.again = self._calibration.anew()
         place = min(step - self._chosen, len(self._of_steps) - 1)
-        self.given.append(self._of_steps[place] if self._of_steps else self._now.of_step(step))
+        now = self._of_steps[place] if self._of_steps else self._now
+        self.given.append(now.in_turn(len(self.given)))
         self._since[step] = self.given[-1]
         return self.given[-1]
 
-    def _probed(self) -> list[HeadChoices]:
-        """What was given since the last choice in the steps in which probes saw some layer."""
-        layers = range(len(self._now.pooling.density))
-        seen = [
-            choices
-            for step, choices in self._since.items()
-            if any(self.visit(layer, step) is not None for layer in layers)
-        ]
-        return seen or [self._now.of_step(self._chosen)]
+    def _seen(self) -> Seen:
+        """By probes since the last choice; layers that none visited count as seen in all steps."""
+        given = self._since or {self._chosen: self._now.pooling}
+        walks = torch.stack(
+            [choices.walk for choices in given.values()], 1
+        )  # (layers, steps, heads)
+        visited = torch.tensor(
+            [[self.visit(layer, step) is not None for step in given] for layer in range(len(walks))]
+        )
+        visited |= ~visited.any(1, keepdim=True)
+        steps = torch.tensor([float(step - self._chosen) for step in given])
+        return Seen(walks, visited, (visited * steps).sum(1) / visited.sum(1))

@@ -109,7 +109,7 @@ def test_an_error_takes_the_least_density_that_leaves_it(seed: int) -> None:
         before = left
 
 
-def test_whole_errors_say_when_it_is_enough(seed: int) -> None:
+def test_whole_errors_say_when_it_is_enough() -> None:
     """The order of steps is that of what is dropped; rounding counts where they end."""
     costs = np.array([0.1, 0.2, 1.0])
     errors = np.array([[0.5, 0.3, 0.0], [0.4, 0.1, 0.0]])

@@ -113,7 +113,8 @@ def test_what_was_chosen_before_changes_nothing(qkv) -> None:
     calibration = begin()
     calibration.sample(0, *qkv)
     offers, drift = calibration.offers(), torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
-    for aim in ({"mean_density": 0.6}, {"target": 0.2}):
+    aims: tuple[dict[str, Any], ...] = ({"mean_density": 0.6}, {"target": 0.2})
+    for aim in aims:
         for each in (None, drift, None):
             expected = calibration.offers().freeze(**aim, drift=each)
             assert torch.equal(offers.freeze(**aim, drift=each).error, expected.error)

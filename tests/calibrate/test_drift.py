@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge.calibrate.drift import SHARED, TREND, Drift
+from sparge.calibrate.drift import SHARED, TREND, Drift, Seen
 
 CUBES, ROWS = 0, 2
 WALKS = [CUBES, ROWS]
@@ -18,9 +18,16 @@ def of_head(values: torch.Tensor | None) -> list[float]:
     return values[0, 0].tolist()
 
 
-def find(drift: Drift, times: float, walk: int, steps: int = 3) -> None:
-    """In one layer of one head."""
-    drift.find(torch.tensor([[times]]), [torch.tensor([[walk]], dtype=torch.int32)], steps)
+def seen(*walks: int, visited: list[bool] | None = None) -> Seen:
+    """Of one head of one layer, by step; all were visited where it is not said."""
+    looked_at = torch.tensor([visited or [True] * len(walks)])
+    middle = torch.tensor([float(looked_at[0].nonzero().float().mean())])
+    return Seen(torch.tensor(walks, dtype=torch.int32).view(1, -1, 1), looked_at, middle)
+
+
+def find(drift: Drift, times: float, walk: int) -> None:
+    """In three steps of one walk."""
+    drift.find(torch.tensor([[times]]), seen(*[walk] * 3), 3)
 
 
 def test_nothing_is_expected_before_anything_was_found():
@@ -58,6 +65,20 @@ def test_a_head_that_took_another_walk_goes_on_from_what_was_guessed_of_it():
 
 def test_a_head_that_took_both_walks_drifts_in_both():
     drift = Drift(WALKS)
-    walks = [torch.tensor([[walk]], dtype=torch.int32) for walk in WALKS]
-    drift.find(torch.tensor([[4.0]]), walks, 3)
+    drift.find(torch.tensor([[4.0]]), seen(CUBES, ROWS, CUBES), 3)
     assert of_head(drift.grown) == [4, 4]
+
+
+def test_a_walk_that_nobody_looked_at_shares_a_part():
+    drift = Drift(WALKS)
+    drift.find(torch.tensor([[4.0]]), seen(CUBES, ROWS, ROWS, visited=[False, True, True]), 3)
+    assert of_head(drift.grown) == [4**SHARED, 4]
+
+
+def test_what_was_seen_late_has_less_way_to_come():
+    early, late = Drift(WALKS), Drift(WALKS)
+    early.find(torch.tensor([[4.0]]), seen(*[ROWS] * 4, visited=[True, True, False, False]), 4)
+    late.find(torch.tensor([[4.0]]), seen(*[ROWS] * 4, visited=[False, False, True, True]), 4)
+    # Samples are of .5 and 2.5, measured was at -1, and the middle of the next steps is 5.5.
+    assert of_head(early.ahead)[1] == pytest.approx(4 ** (1 + TREND * 5 / 1.5))
+    assert of_head(late.ahead)[1] == pytest.approx(4 ** (1 + TREND * 3 / 3.5))

@@ -83,7 +83,7 @@ def test_round_trip(profile: Profile, tmp_path: Path) -> None:
     assert found.notes == profile.notes
     assert found.fits(profile.fingerprint).fit is Fit.FITS
     for step in range(4):
-        of_step = found.choices[Table("cond", 18444)].of_step(step)
+        of_step = found.choices[Table("cond", 18444)].in_turn(step)
         budget = of_step.budget(0)
         assert budget is not None
         assert budget.floor == 2
@@ -243,7 +243,7 @@ def test_choices_of_earlier_versions_are_for_both_kinds(
         expected = replace(before.pooling, loudness=torch.ones(3, 4))
         assert bool(expected.gain.any()), "the residual in all steps, as it was"
         for step in range(4):
-            assert same_bits(again.of_step(step), expected)
+            assert same_bits(again.in_turn(step), expected)
     found.save(path)
     assert json.loads(_metadata(path))["version"] == 3
     for before, again in zip(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def freezes():
 
         def freeze_steps(self, mean_density, steps, *, wanted, drift):
             self.append((wanted.start, drift))
-            of_steps = [choices_of(0.01 * step, 0.1) for step in wanted if step < steps]
+            of_steps = [alternating_of(0.01 * step, 0.1) for step in wanted if step < steps]
             return alternating_of(mean_density, 0.1), of_steps if mean_density < 0.5 else []
 
         def freeze(self, *, target, drift, dropping):
@@ -149,6 +150,8 @@ def test_errors_are_expected_to_go_on_as_they_went(freezes, kind):
     after_the_first = 2 * 2 ** (0.25 * 4 / 2.5)
     after_the_second = 4.5 * (4.5 / 2) ** 0.25
     for step, drift in ((4, 2), (8, 4.5 / after_the_first), (12, 4.5 / after_the_second)):
+        for before in range(step - 4, step):
+            choices.at(before)
         choices.choose_anew(step, torch.full((LAYERS, HEADS), float(drift)))
     (_, first), *anew = freezes
     assert first is None
@@ -175,15 +178,30 @@ def test_a_profile_for_a_mean_density_stays_as_it_is():
     assert choices.at(8) is choices.first.pooling and choices.at(9) is choices.first.dropping
 
 
-@pytest.mark.parametrize("aim", [("budget", 0.6), ("quality", 0.1)])
-def test_steps_take_turns(freezes, aim):
-    """Whatever the sampler leaves out, and whenever heads were chosen."""
+@pytest.mark.parametrize("aim", [("budget", 0.6), ("budget", 0.2), ("quality", 0.1)])
+@pytest.mark.parametrize("steps", [range(16), range(0, 16, 2), range(1, 16, 2), (0, 1, 2, 6, 7)])
+def test_steps_that_run_take_turns(freezes, aim, steps):
+    """Whatever the sampler leaves out, or a node that caches, and whenever heads were chosen."""
     choices = made(*aim, 16, calibration=freezes)
-    for step in (0, 1, 2, 5, 6, 7, 8, 11):
+    for count, step in enumerate(steps):
         if choices.is_due(step):
             choices.choose_anew(step, torch.ones(LAYERS, HEADS).double())
-        now = choices._now
-        assert choices.at(step) is (now.dropping if step % 2 else now.pooling)
+        kinds = choices._of_steps or [choices._now]
+        given = choices.at(step)
+        assert any(given is (kind.dropping if count % 2 else kind.pooling) for kind in kinds)
+
+
+def test_drift_is_of_the_walks_that_probes_saw(freezes):
+    """Of six steps layers 0 and 1 are seen in the last two and the two before."""
+    freezes.walks = [0, 1, 2]
+    choices = made("budget", 0.6, 32, calibration=freezes)
+    for step in range(6):
+        choices.at(step)
+        choices.given[-1].walk.fill_([0, 0, 1, 1, 2, 2][step])
+        choices._since[step] = replace(choices.given[-1], walk=choices.given[-1].walk.clone())
+    choices.choose_anew(6, torch.full((LAYERS, HEADS), 4.0).double())
+    grown = choices._drift.grown
+    assert grown is not None and grown[:, 0].tolist() == [[2, 2, 4], [2, 4, 2]]
 
 
 @pytest.mark.parametrize(("steps", "measured"), [(7, []), (8, [5]), (16, [5]), (40, [13])])
@@ -208,7 +226,8 @@ def test_what_was_measured_again_replaces_the_drift(freezes, due):
             choices.choose_anew(step, two.double())
         choices.at(step)
         if choices.again is not None:
-            assert choices.at(step) is choices.given[-2] and choices.again is freezes.again
+            choices.at(step)
+            assert choices.again is freezes.again, "also where a step runs twice"
             choices.again.samples[0] = 4
     firsts, drifts = zip(*freezes, strict=True)
     assert firsts == (0, 3, due, 10)

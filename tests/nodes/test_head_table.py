@@ -69,9 +69,9 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     alone = frozen(((1,), *uncond))
     assert batch.pooling.walk.tolist() == [[RASTER, CUBES]]
     for step in range(2):
-        one, other = batch.of_step(step), apart.of_step(step)
+        one, other = batch.in_turn(step), apart.in_turn(step)
         for name in ("density", "gain", "router", "walk", "error", "loudness"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         for name in ("error", "loudness"):
-            of_one = getattr(alone.of_step(step), name)
+            of_one = getattr(alone.in_turn(step), name)
             assert not torch.equal(of_one, getattr(other, name)), f"{name} of both conditionings"

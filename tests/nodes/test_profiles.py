@@ -77,7 +77,7 @@ def test_a_profile_spares_the_measuring(saved, run_once, runs):
     assert (run.tally.sparse, run.tally.dense, run.notes) == (2, 0, [])
     (measured,) = saved.profile.choices.values()
     for step, chosen in enumerate(run.heads.frozen[0]._given()):
-        assert chosen is measured.of_step(step)
+        assert chosen is measured.in_turn(step)
 
 
 class OtherModel(WanModel):

@@ -14,7 +14,7 @@ from benchmarks.quality.rows import EMULATION, REFERENCE, RESULTS, Row, read, wr
 from benchmarks.quality.section import BEGIN, END, PARTS, chosen, section
 
 GPU = "some GPU"
-CALLS, CLIPS, COMFYUI = PARTS
+CALLS, CLIPS, COMFYUI, *OTHER_MODELS = PARTS
 
 
 def row(
@@ -139,3 +139,13 @@ def test_section_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.Mo
     for name, pixels in shown.items():
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert len(torch.unique(pixels.flatten(0, 1), dim=0)) > 4
+
+
+def test_other_models_have_tables_of_their_own() -> None:
+    others = [
+        row(f"{part.begins}0-3", "drop", 0.2, GPU, psnr=25.0 + index)
+        for index, part in enumerate(OTHER_MODELS)
+    ]
+    text = section([*ROWS, *others])
+    assert len(OTHER_MODELS) == 2
+    assert cells(text, "drop") == [*cells(section(ROWS), "drop"), ["25.0"], ["26.0"]]
