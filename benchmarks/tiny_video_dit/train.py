@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -149,12 +149,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--resume", type=Path, help="folder of the run before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="", help="noted in the weights' header")
-    parser.add_argument("--width", type=int, default=Config.width, help="a multiple of 128")
-    parser.add_argument("--blocks", type=int, default=Config.blocks)
+    parser.add_argument("--width", type=int, help="a multiple of 128")
+    parser.add_argument("--blocks", type=int)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    config = Config(width=options.width, blocks=options.blocks)
+    sizes = {"width": options.width, "blocks": options.blocks}
+    config = replace(Config(), **{name: size for name, size in sizes.items() if size is not None})
     attention = fastest_attention(_shapes(config)) if device.type == "cuda" else dense
     trainer = Trainer(config, options.seed, device, attention=attention)
     if options.resume:

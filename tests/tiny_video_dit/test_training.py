@@ -151,12 +151,13 @@ def test_commands_go_on_from_each_other(toy, toy_phases, tmp_path, monkeypatch) 
     monkeypatch.setattr(train, "Trainer", partial(Trainer, phases=toy_phases))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shared = ["--seconds", "0.2", "--planned-seconds", "0.4", "--seed", "3", "--commit", "abc"]
+    shared += ["--blocks", "1"]
     first, second = tmp_path / "first", tmp_path / "second"
     train.main(["--out", str(first), *shared])
     train.main(["--out", str(second), "--resume", str(first), *shared])
-    before, after = (
-        checkpoint.describe(folder / checkpoint.WEIGHTS)["training"] for folder in (first, second)
-    )
+    headers = [checkpoint.describe(folder / checkpoint.WEIGHTS) for folder in (first, second)]
+    assert [header["model"]["blocks"] for header in headers] == [1, 1] and toy.blocks > 1
+    before, after = (header["training"] for header in headers)
     assert after["step"] > before["step"] > 0
     assert (before["seconds"], after["seconds"]) == pytest.approx((0.2, 0.4))
     assert (after["seed"], after["commit"]) == (3, "abc") and after["loss"] > 0
