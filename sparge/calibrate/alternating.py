@@ -5,8 +5,8 @@ What a pooled term gets wrong in one step it gets wrong in the next, and a model
 stay: of two small DiTs trained to find out, one made clips 2 dB further from dense ones than plain
 drop did, with half of its error in every call. What is dropped errs otherwise. So every second
 sparse step pools nothing, and its heads share the same mean density anew. Clips of three DiTs at 10
-and 20 % density (the shipped one; seed 1; seed 2 of 384 channels; clips 0-2, H200; in dB; heads
-count by their norms but in the first row):
+and 20 % density (the shipped one; seed 1; seed 2 of 384 channels; clips 0-2, H200, variants of
+80f2d84; in dB; heads count by their norms but in the first row):
 
     residual in all steps, all heads alike   28.5 33.1   25.2 30.2   23.1 27.4
     all steps                                29.0 33.6   25.3 28.7   24.6 29.0

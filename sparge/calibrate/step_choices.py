@@ -177,12 +177,11 @@ class StepChoices:
     def _seen(self) -> Seen:
         """By probes since the last choice; layers that none visited count as seen in all steps."""
         given = self._since or {self._chosen: self._now.pooling}
-        walks = torch.stack(
-            [choices.walk for choices in given.values()], 1
-        )  # (layers, steps, heads)
-        visited = torch.tensor(
-            [[self.visit(layer, step) is not None for step in given] for layer in range(len(walks))]
+        walks = torch.stack([choices.walk for choices in given.values()], 1)
+        of_layers = (
+            [self.visit(layer, step) is not None for step in given] for layer in range(len(walks))
         )
+        visited = torch.tensor([*of_layers])
         visited |= ~visited.any(1, keepdim=True)
         steps = torch.tensor([float(step - self._chosen) for step in given])
         return Seen(walks, visited, (visited * steps).sum(1) / visited.sum(1))
