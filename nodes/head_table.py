@@ -101,7 +101,7 @@ class HeadTable:
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
-        self._again = False  # whether heads are measured again
+        self._again = 0  # times that heads can be measured again
         self._by_faster_kernel = False  # whether measured calls are served by one
         self._place_again: int | None = None  # in the batch of the running pass, of what is
         self._batch_entries = 1  # of the running pass
@@ -288,7 +288,7 @@ class HeadTable:
 
     def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then, and measures the heads
-        again in one step of the run. Never waits."""
+        again in steps that are for it. Never waits."""
         assert self.probe is not None and self._steps is not None
         if self._place_again is not None:
             self._sample_again(self._steps, row, call, self._place_again)
@@ -299,8 +299,8 @@ class HeadTable:
             self.probe.sample(row, *call.heads_first(), rows, visit=visit, scale=call.scale)
 
     def _sample_again(self, steps: StepChoices, row: int, call: AttentionCall, place: int) -> None:
-        """Once a layer, however often its step is evaluated. Without memory for it, choices go on
-        from what was measured first."""
+        """Once a layer in a step, however often that is evaluated. Without memory for it, choices
+        go on from what was measured before."""
         if steps.again is None or steps.again.samples[row]:
             return
         try:

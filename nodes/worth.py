@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 
 import torch
@@ -83,7 +84,7 @@ def affordable(
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
-        return Afforded(most, again=True)
+        return Afforded(most, again=sys.maxsize)
     sizes = _of_one_entry(call)
     kernel, samples = call.dense_kernel(), layers * conditionings
     dense, own = rates.dense_seconds(sizes, kernel), known_rates(call)

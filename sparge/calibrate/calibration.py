@@ -22,7 +22,7 @@ from .candidates import CandidateSet
 from .measure import Measure, Measured, Sample, reference_measure
 from .offers import Offers
 from .scoring import squared_errors
-from .spread import spread_places
+from .spread import ROW_STEP, spread_places
 from .workload import Workload
 
 #: Query blocks of every head that one sample measures in each walk. A run with guidance samples
@@ -30,9 +30,6 @@ from .workload import Workload
 #: others within a factor of 1.5, of 4 85 %; and choose better (.0766 instead of .0782 at 10 %;
 #: clips of the small video DiT .7 dB better at 10 % and 1.2 at 20 %, as good as with 16 or 40).
 BLOCKS_A_CALL = 4
-#: Rows of a query block that one is compared by. Every second one of 8 blocks tells as much as all
-#: (DINOv2 video at 20 %: .0391, .0389), every fourth one less (.0408): one column of a cube.
-ROW_STEP = 2
 #: Relative L2 error of 8-bit attention that drops nothing (median head of DINOv2 video: .0054),
 #: where no sample knew what dense attention gave. Heads of the small video DiT have .002 to .031.
 ROUNDING = 0.005
@@ -83,7 +80,7 @@ class Calibration:
         """Allocates all that calibration keeps, so call it where sampling or a forward starts.
 
         blocks_a_call: query blocks (of every head) that one `sample` measures.
-        row_step: every so many-th row of them is compared; a divisor of 128.
+        row_step: of so many rows of them one is compared, as `spread_rows` has them.
         visited: query blocks that another one has sampled; this goes on with those after them.
         walks: of the workload's order, those to measure and to choose from; `worth_measuring` where
             none are given.

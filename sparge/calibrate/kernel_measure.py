@@ -49,7 +49,8 @@ def kernel_measure(sample: Sample) -> Measured:
         for heads in groups:
             _Group.of(in_walk, facts, rows, heads).score(found[:, :, place])
     by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
-    return Measured(Distances.of_packed(by_block), facts.blocks.occupied[:, :: sample.row_step])
+    occupied = facts.blocks.occupied.index_select(1, facts.blocks.rows)
+    return Measured(Distances.of_packed(by_block), occupied)
 
 
 def measure_for(device: torch.device | str) -> Measure:
@@ -121,7 +122,8 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
     routed = _routed_shape(sample)
     means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)
-    return sampled * channels * sample.q.element_size() + dense + means + found
+    queries = (sampled + compared) * channels * sample.q.element_size()
+    return queries + dense + means + found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:

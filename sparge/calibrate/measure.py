@@ -20,6 +20,7 @@ from ..reference.packed import Packed, pack_qkv
 from ..reference.partial import Partial
 from .candidates import CandidateSet
 from .scoring import Distances, bucket_distances
+from .spread import spread_rows
 from .workload import Workload
 
 
@@ -48,7 +49,7 @@ class Sample:
     walks: range = range(1)
     """Those of the workload's order to measure; the first is one of them."""
     row_step: int = 1
-    """Every so many-th row of a query block is compared; a divisor of 128."""
+    """Of so many rows of a query block one is compared, as `spread_rows` has them."""
     dense: Tensor | None = None
     """(B, H, N, D), in the caller's token order: what dense attention gave, with which the first
     walk is compared."""
@@ -141,4 +142,4 @@ def _by_block(rows: Tensor, sample: Sample) -> Tensor:
     firsts = [block * QUERY_BLOCK for block in sample.query_blocks]
     blocks = [rows[..., first : first + QUERY_BLOCK, :] for first in firsts]
     whole = torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
-    return whole[..., :: sample.row_step, :]
+    return whole[..., spread_rows(sample.row_step), :]

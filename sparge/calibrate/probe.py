@@ -19,7 +19,7 @@ from ..plan.blocks import QUERY_BLOCK
 from ..plan.grid import EMPTY
 from .choices import HeadChoices
 from .exact_rows import attend_rows
-from .spread import spread_places
+from .spread import ROW_STEP, spread_places, spread_rows
 from .workload import Workload
 
 #: Query blocks of every head that one sample compares. One block of a head is a coin toss; of eight
@@ -27,11 +27,6 @@ from .workload import Workload
 #: samples come before a choice: on the small video DiT twice four blocks in two steps, which cut
 #: the tokens differently, expect the errors of 93 % of the heads, eight in one step 91 %.
 BLOCKS_A_SAMPLE = 4
-#: The rows of a query block that are compared: of every four in a row another one than of the four
-#: before, as the same one would be one column of a cube. With every second row clips 0-7 of the
-#: small video DiT (H200) are no nearer to dense ones, and at most .02 more of their heads are as
-#: expected; exact attention of Wan's 40 heads takes .34 ms instead of .20.
-ROWS = tuple(first + first // 4 % 4 for first in range(0, QUERY_BLOCK, 4))
 #: What one drift may be at least and at most: a sample may be of odd blocks.
 DRIFT_LIMITS = (0.2, 5.0)
 
@@ -64,7 +59,7 @@ class Probe:
             raise ValueError("Causal attention is not probed: compare it with dense attention.")
         slots = workload.order.slot_token.cpu().long()
         by_block = torch.nn.functional.pad(slots, (0, -slots.numel() % QUERY_BLOCK), value=EMPTY)
-        by_block = by_block.view(-1, QUERY_BLOCK)[:, ROWS]
+        by_block = by_block.view(-1, QUERY_BLOCK)[:, spread_rows(ROW_STEP)]
         tokens = by_block[workload.sparse_query_blocks()].to(device)
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
         weights = torch.zeros_like(sums)

@@ -17,6 +17,7 @@ from ..policy import PV_FILTER_OFF
 from ..thresholds import COLUMNS, SELECTION, threshold_table
 from .candidates import CandidateSet
 from .measure import Sample
+from .spread import spread_rows
 
 _ROUTER = COLUMNS.index("router")
 
@@ -37,6 +38,8 @@ class SampledBlocks:
     """(B, words) int32: the key blocks that hold a key, packed."""
     thresholds: Tensor
     """(H, routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
+    rows: Tensor
+    """(rows a block,) int64: those of a block that are compared."""
     compared: Tensor | None
     """(1, S x 128) int32: which of the compared rows each slot is, `EMPTY` between them; None where
     all are compared."""
@@ -48,6 +51,8 @@ class SampledBlocks:
         tokens = _tokens(order, sample.query_blocks)
         occupied = tokens[0] != EMPTY
         thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
+        rows = torch.tensor(spread_rows(sample.row_step))
+        rows = rows.to(tokens.device, non_blocking=True)
         return cls(
             tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
             occupied,
@@ -55,8 +60,14 @@ class SampledBlocks:
             occupied.sum(1, keepdim=True),
             pack(order.key_counts(sample.key_lengths, batch) > 0),
             thresholds.to(sample.q.device, non_blocking=True),
-            _compared(sample, tokens) if sample.row_step > 1 else None,
+            rows,
+            _compared(tokens, rows) if sample.row_step > 1 else None,
         )
+
+    def compared_of(self, values: Tensor, dim: int) -> Tensor:
+        """Those rows of values that are (S x 128) along `dim`."""
+        by_block = values.unflatten(dim, self.occupied.shape)
+        return by_block.index_select(dim + 1, self.rows).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +75,7 @@ class SampledRows:
     """The sampled query blocks in one walk."""
 
     q: Tensor
-    """(B, H, S x rows a block, D): those compared, a view; 0 in empty slots."""
+    """(B, H, S x rows a block, D): those compared; 0 in empty slots."""
     means: Tensor
     """(B, H, candidates, S, channels) float32: of the queries of each block, for each candidate
     once, padded as the kernels' are."""
@@ -84,11 +95,11 @@ class SampledRows:
         for_each = means.unsqueeze(2).expand(-1, -1, routers * (densities - 1), -1, -1)
         dense = None
         if sample.dense is not None and walk == 0:
-            places = blocks.places[walk, :: sample.row_step]
+            places = blocks.compared_of(blocks.places[walk], 0)
             dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
             if dense.dtype != q.dtype:
                 dense = dense.float()
-        return cls(q[:, :, :: sample.row_step], for_each.contiguous(), dense)
+        return cls(blocks.compared_of(q, 2), for_each.contiguous(), dense)
 
     def of_heads(self, heads: slice) -> SampledRows:
         dense = None if self.dense is None else self.dense[:, heads]
@@ -105,12 +116,11 @@ def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
     return torch.stack([by_block[:, block] for block in blocks], 1)
 
 
-def _compared(sample: Sample, tokens: Tensor) -> Tensor:
-    slots = tokens[:1].flatten(1)
-    found = torch.full_like(slots, EMPTY)
-    rows = slots.shape[1] // sample.row_step
-    torch.arange(rows, dtype=found.dtype, device=found.device, out=found[0, :: sample.row_step])
-    return found
+def _compared(tokens: Tensor, rows: Tensor) -> Tensor:
+    found = torch.full_like(tokens[0], EMPTY)
+    count = found.shape[0] * rows.numel()
+    places = torch.arange(count, dtype=found.dtype, device=found.device)
+    return found.index_copy_(1, rows, places.view(-1, rows.numel())).view(1, -1)
 
 
 def _thresholds(candidates: CandidateSet) -> Tensor:

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in a row, any few of which in succession are evenly spread."""
+"""Places in a row, any few of which in succession are evenly spread, and rows of a query block."""
 
 from __future__ import annotations
 
 from math import gcd
 
+from ..plan.blocks import QUERY_BLOCK
+
+#: Of so many rows of a query block one is compared: with two instead of four, measured heads of
+#: DINOv2 video err by .0379 instead of .0381 at 20 %, clips of three small DiTs lie 0 to .2 dB
+#: nearer to dense ones (clips 0-2, 10 to 50 %, H200), samples of calibration take up to a third
+#: longer. Probes likewise: at most .02 more heads are as expected, exact attention of Wan's 40
+#: heads takes .34 ms instead of .20.
+ROW_STEP = 4
 GOLDEN = (5**0.5 - 1) / 2  # of its multiples, modulo 1, any number in a row is evenly spread
 
 
@@ -17,3 +25,14 @@ def spread_places(count: int, first: int, wanted: int) -> list[int]:
     """
     step = next(step for step in range(round(count * GOLDEN), 2 * count) if gcd(step, count) == 1)
     return [place * step % count for place in range(first, first + min(wanted, count))]
+
+
+def spread_rows(step: int) -> list[int]:
+    """One of every `step` rows of a query block, a divisor of 128; in ascending order.
+
+    Of every four in a row others than of the four before: cubes are about four tokens wide, and the
+    same ones would be some of their columns. A head that looks to one side errs at one edge of its
+    cubes: one of a small DiT by .063, of which every second row sees .028 and these see all.
+    """
+    width = max(4, step)
+    return [first + first // width % step for first in range(0, QUERY_BLOCK, step)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the heads of one attention shape get in each sparse step: chosen where the first one begins,
-and a few times anew from the errors that the steps before have left; once they are measured again.
+and a few times anew, from the errors that the steps before have left or what was measured again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .offers import Offers
 
 #: Times that heads are chosen in a run, after equal numbers of steps.
 CHOICES_A_RUN = 6
-#: Before which of them heads are measured again.
-MEASURED_CHOICE = 3
+#: Before which of them heads are measured again; the first is the first of the run.
+MEASURED_CHOICES = (3, 5)
 #: Steps between two choices, at least.
 LEAST_STEPS = 3
 #: The same where nobody knows how many steps will come.
@@ -45,19 +45,19 @@ class StepChoices:
     between the dense step that measured it and the last sparse one. One factor, the drift, corrects
     all candidates of a head and walk, as if what was measured of them kept its shape. It mostly
     does for some steps. Not for a whole run: heads of the small DiT that first do best with cubes
-    do two to five times as well with rows in the end. So the step before the third choice is
-    measured once more, as the dense one was: with four choices, after half of the run, that brought
-    clips at 10 / 20 / 30 / 50 % density .5 / .3 / -.1 / 1.4 dB closer to dense ones (clips 0-3,
-    H200).
+    do two to five times as well with rows in the end. So the steps before the third and the fifth
+    choice are measured once more, as the dense one was. Clips 0-2 of three small DiTs at 10 / 20 /
+    30 / 50 % density, in dB, and the share of calls whose error is within a factor of 1.5 of what
+    was expected (H200), with the third choice alone and with both:
 
-    Six choices, measured again after a third of the run, instead of four, after half of it (H200):
-    at 10 and 20 % no head of 16 clips errs more than 1.06 times as much as by plain drop (1.20).
-    Of the heads of clips 0-7 at 10 / 20 / 30 / 50 % .99 / .98 / .96 / .92 are as expected (.98 /
-    .96 / .95 / .89). Clips come .05 / .1 / .2 / .1 dB further off, at target errors of .03 / .06 /
-    .1 .4 / .8 / .6 dB with .5 / .5 / .2 % fewer pairs. Six choices, measured after half of the run:
-    heads err up to 1.20 times as much. (All of this with the residual in all steps, all heads alike
-    and a target for each.) Heads that leave their walk late (when measured again, or
-    for one that errs 1.3 or 1.6 times less): clips no nearer.
+        30.4 34.1 37.1 44.4 (.87)   28.0 31.6 35.0 40.2 (.92)   28.0 31.5 34.9 40.4 (.92)
+        30.4 34.0 37.2 44.7 (.90)   28.2 31.7 35.1 40.3 (.92)   28.2 31.8 35.2 40.9 (.93)
+
+    Before all choices from the second on, or before the second and the fourth: .1 to .8 dB worse at
+    10 and 20 % (with other rows of the query blocks; see `spread_rows`). Four choices, measured
+    after half of the run, instead of six after a third: clips no nearer, heads further from what is
+    expected. Heads that leave their walk late (when measured again, or for one that errs 1.3 or 1.6
+    times less): clips no nearer.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class StepChoices:
         *,
         calibration: Calibration | None = None,
         profile: Alternating | None = None,
-        again: bool = True,
+        again: int = len(MEASURED_CHOICES),
     ) -> None:
-        """From one of the two. steps: how many will be sparse, where that is known. again: whether
-        heads may be measured again.
+        """From one of the two. steps: how many will be sparse, where that is known. again: times
+        that heads may be measured again.
 
         Waits for the GPU. Raises ValueError when nothing was measured.
         """
@@ -89,10 +89,10 @@ class StepChoices:
         self._end = sys.maxsize if steps is None else max(1, steps)
         self._calibration = calibration
         self._chosen = 0  # step of the last choice
+        self._number = 1  # of that choice
         self._since: dict[int, HeadChoices] = {}  # given from there on, by step
-        then = (MEASURED_CHOICE - 1) * self.interval
         pays = calibration is not None and len(calibration.query_blocks) >= LEAST_BLOCKS
-        self._measured_step = then - 1 if again and pays and then < self._end - 1 else None
+        self._measured_choices = MEASURED_CHOICES[:again] if pays else ()
         self._of_steps: list[Alternating] = []  # from there on, where those differ
         if profile is not None:
             self._now = profile
@@ -119,6 +119,13 @@ class StepChoices:
         following = self._chosen + self.interval
         return following if following < self._end - 1 else self._end
 
+    @property
+    def _measured_step(self) -> int | None:
+        """The last step before the next choice, where heads are measured for that."""
+        following = self._next_choice()
+        measured = following < self._end and self._number + 1 in self._measured_choices
+        return following - 1 if measured else None
+
     def is_due(self, step: int) -> bool:
         """Whether this step's choices are to be made anew."""
         return self._next_choice() <= step < self._end
@@ -144,7 +151,7 @@ class StepChoices:
         """For this step and those after it, from what was measured again, if anything was since the
         last choice. drift: as in `Probe.drift`. Waits for the GPU."""
         seen, steps = self._seen(), step - self._chosen
-        self._chosen, self._since = step, {}
+        self._chosen, self._number, self._since = step, self._number + 1, {}
         measured, self.again, self._found = self.again or self._found, None, None
         if self._calibration is not None and measured is not None and any(measured.samples):
             measured.fill_from(self._calibration)

@@ -28,8 +28,8 @@ WORTH_A_PLAN = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
 MORE_BLOCKS = 0.5
-#: Samples that the second one of a run counts for (`StepChoices`): of cond alone,
-#: as many query blocks as of cond and uncond before.
+#: Samples that one among the sparse steps counts for (`StepChoices`): of cond alone, as many query
+#: blocks as of cond and uncond before.
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
@@ -63,8 +63,8 @@ class Afforded:
 
     walks: int
     """That each sample measures."""
-    again: bool
-    """Whether heads are measured once more among the sparse steps."""
+    again: int
+    """Times that heads can be measured once more among the sparse steps."""
     pays: bool = True
     """False where measuring takes longer than all sparse calls can save."""
     by_faster_kernel: bool = False
@@ -89,8 +89,8 @@ def affordable(
 ) -> Afforded:
     """As many of `most` walks as keep a sample within SHARE of the dense calls that its
     conditioning makes in its layer and what its own is shorter than they, or else all samples of
-    the run within ALWAYS; but at least one, which may take more than either. Then the second
-    sample, where that and the first ones are within the same.
+    the run within ALWAYS; but at least one, which may take more than either. Then as many samples
+    among the sparse steps as are within the same with the first ones.
 
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
     blocks predict worse, and a walk that is not measured is one that no head takes, no more.
@@ -104,8 +104,8 @@ def affordable(
     within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= allowed)
     walks = next(within, 1)
     first = rates.seconds(rows, walks, calls)
-    second = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
-    return Afforded(walks, first + second <= allowed, by_faster_kernel=faster)
+    more = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
+    return Afforded(walks, max(0, int((allowed - first) / more)), by_faster_kernel=faster)
 
 
 def pays(

@@ -22,8 +22,8 @@ from sparge.calibrate import (
     Workload,
     reference_measure,
 )
-from sparge.calibrate.calibration import ROW_STEP
 from sparge.calibrate.scoring import Distances, squared_errors
+from sparge.calibrate.spread import ROW_STEP
 from sparge.kernels import Element
 from sparge.plan import QUERY_BLOCK, Router, TokenGrid, cube_order, grid_order, pack, unpack
 from sparge.plan.blocks import whole_steps

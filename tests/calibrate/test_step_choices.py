@@ -146,7 +146,7 @@ def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
 @pytest.mark.parametrize("kind", ["budget", "quality"])
 def test_errors_are_expected_to_go_on_as_they_went(freezes, kind):
     """Found: 2 after 2.5 steps, 4.5 after 4 more, and the same once more."""
-    choices = made(kind, 0.1, 16, calibration=freezes)
+    choices = made(kind, 0.1, 16, calibration=freezes, again=0)
     after_the_first = 2 * 2 ** (0.25 * 4 / 2.5)
     after_the_second = 4.5 * (4.5 / 2) ** 0.25
     for step, drift in ((4, 2), (8, 4.5 / after_the_first), (12, 4.5 / after_the_second)):
@@ -204,9 +204,14 @@ def test_drift_is_of_the_walks_that_probes_saw(freezes):
     assert grown is not None and grown[:, 0].tolist() == [[2, 2, 4], [2, 4, 2]]
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(7, []), (8, [5]), (16, [5]), (40, [13])])
-def test_the_step_before_the_third_choice_is_measured_again(freezes, steps, measured):
-    choices = made("budget", 0.6, steps, calibration=freezes)
+@pytest.mark.parametrize(
+    ("steps", "measured"),
+    [(7, []), (8, [5]), (13, [5]), (14, [5, 11]), (16, [5, 11]), (40, [13, 27])],
+)
+@pytest.mark.parametrize("again", [0, 1, 2, 100])
+def test_steps_before_the_third_and_the_fifth_choice_are_measured(freezes, steps, measured, again):
+    """The first of them where only so many samples are afforded."""
+    choices = made("budget", 0.6, steps, calibration=freezes, again=again)
     open_in = []
     for step in range(steps):
         if choices.is_due(step):
@@ -214,7 +219,7 @@ def test_the_step_before_the_third_choice_is_measured_again(freezes, steps, meas
         choices.at(step)
         if choices.again is not None:
             open_in.append(step)
-    assert open_in == measured
+    assert open_in == measured[:again]
 
 
 @pytest.mark.parametrize("due", [6, 7])

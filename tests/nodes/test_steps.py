@@ -17,6 +17,7 @@ LATENT = (8, 24, 24)
 GRID = (8, 12, 12)
 TOKENS = 8 * 12 * 12
 SIX_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+TEN_SPARSE = [*SIX_SPARSE, 0.15, 0.1, 0.05, 0.02]
 
 
 class Call(NamedTuple):
@@ -195,7 +196,9 @@ def test_every_second_step_spends_its_density_without_the_residual(
         (table,) = runs[-1][0].heads.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         for of_kind in kinds(kept):
-            assert 0.8 * topk < sum(of_kind) / 3 <= topk, "a block is 1/18 of a row"
+            # What is left over may be less than a head's next step, of up to two whole steps: a
+            # sixth of the mean over four heads.
+            assert 0.7 * topk < sum(of_kind) / 3 <= topk
     assert all(choices is profiled[2][step % 2] for step, choices in enumerate(profiled[2]))
 
 
@@ -237,9 +240,9 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
 
 
 @pytest.mark.parametrize("passes", [[[0]], [[1], [0]], [[0], [0], [1]], [[1, 0]], [[1]]])
-@pytest.mark.parametrize("again", [True, False])
-def test_heads_are_measured_again_once(load_pack, patch, steps_of, monkeypatch, passes, again):
-    """Of the positive prompt, once, where the dense calls afford it."""
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
+    """Of the positive prompt, as often as the dense calls afford it."""
     calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
     for name, value in (("LEAST_STEPS", 2), ("LEAST_BLOCKS", 1)):
         monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), name, value)
@@ -254,10 +257,10 @@ def test_heads_are_measured_again_once(load_pack, patch, steps_of, monkeypatch, 
         return sample(self, layer, *args, dense=dense, **kwargs)
 
     monkeypatch.setattr(calibrate.Calibration, "sample", noted)
-    steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=passes)
+    steps_of(patch(mode="auto budget", topk=0.4), TEN_SPARSE, conditionings=passes)
     conditionings = {one for each in passes for one in each}
     calls = 2 if len(conditionings) == 1 else 1
     first = [(layer, True, calls) for layer in range(BLOCKS)] * len(conditionings)
     then = [(layer, False, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
     assert sorted(sampled[: len(first)]) == sorted(first)
-    assert sampled[len(first) :] == then * (again and 0 in conditionings)
+    assert sampled[len(first) :] == then * again * (0 in conditionings)

@@ -88,9 +88,11 @@ def test_heads_are_measured_again_within_the_same_share(
     walks: int, enough: float, conditionings: int
 ) -> None:
     again = RATES.seconds(ROWS, walks, AGAIN_CALLS) / conditionings
-    both = partial(affordable, RATES, ROWS, walks, samples=MANY, conditionings=conditionings)
-    assert both(dense=1.001 * (enough + again) / SHARE).again
-    assert not both(dense=0.999 * (enough + again) / SHARE).again
+    afford = partial(affordable, RATES, ROWS, walks, samples=MANY, conditionings=conditionings)
+    for times in (1, 2, 5):
+        assert afford(dense=1.001 * (enough + times * again) / SHARE).again == times
+        assert afford(dense=0.999 * (enough + times * again) / SHARE).again == times - 1
+    assert afford(dense=0.0).again == 0
     assert affordable(RATES, ROWS, walks, dense=0.0, samples=1).again, "a short run"
 
 
