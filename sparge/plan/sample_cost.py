@@ -11,6 +11,7 @@ The rates are beside those of calls in rates.json, from `python -m benchmarks.sa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,8 @@ def affordable(
     walks = next(within, 1)
     first = rates.seconds(rows, walks, calls)
     more = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
-    return Afforded(walks, max(0, int((allowed - first) / more)), by_faster_kernel=faster)
+    again = min(max(0.0, (allowed - first) / more), sys.maxsize)  # allowed may be infinite
+    return Afforded(walks, int(again), by_faster_kernel=faster)
 
 
 def pays(

@@ -35,7 +35,7 @@ def freezes():
     its layers."""
 
     class Freezes(list):
-        samples, filled, query_blocks, walks = [0] * LAYERS, None, range(100), [0]
+        samples, filled, walks = [0] * LAYERS, None, [0]
 
         def __bool__(self):
             return True  # however few notes
@@ -248,9 +248,3 @@ def test_without_a_sample_the_drift_goes_on(freezes):
             choices.choose_anew(step, torch.full((LAYERS, HEADS), 2.0, dtype=torch.float64))
         choices.at(step)
     assert freezes[-1][0] == 6 and freezes[-1][1] is not None and freezes.again.filled is None
-
-
-def test_short_calls_are_measured_once(freezes):
-    freezes.query_blocks = range(99)
-    choices = made("budget", 0.6, 16, calibration=freezes)
-    assert [choices.at(step) and choices.again for step in range(16)] == [None] * 16

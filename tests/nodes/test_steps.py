@@ -244,8 +244,7 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
 def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
     """Of the positive prompt, as often as the dense calls afford it."""
     calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
-    for name, value in (("LEAST_STEPS", 2), ("LEAST_BLOCKS", 1)):
-        monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), name, value)
+    monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
     monkeypatch.setattr(
         load_pack("nodes.measured_heads"), "affordable", lambda *args, **kwargs: afforded
