@@ -112,9 +112,9 @@ def section(
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
         "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
         f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
-        "medians, as the first sparse call takes longer. Another host was up to 3 % slower "
-        "(`h200_comfyui_slower_host.jsonl` beside `benchmarks/results/h200_comfyui.jsonl`, which "
-        "has every call):\n"
+        "medians, as the first sparse call takes longer. Two other hosts were about 1 % faster and "
+        "1 % slower (`h200_comfyui_faster_host.jsonl` and `h200_comfyui_slower_host.jsonl` beside "
+        "`benchmarks/results/h200_comfyui.jsonl`, which has every call):\n"
     )
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
