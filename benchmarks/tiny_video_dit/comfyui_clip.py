@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clips of the small video DiT by ComfyUI's own sampler: PSNR with sparse attention against dense.
 
-COMFYUI_DIR=<checkout> python -m benchmarks.tiny_video_dit.comfyui_clip [--weights FILE]
-    [--modes drop "ours manual" "ours auto"] [--densities 0.1 0.2 0.3 0.5] [--clips 2]
+COMFYUI_DIR=<checkout> python -m benchmarks.tiny_video_dit.comfyui_clip
+    [--weights FILE --called "dit of seed 1"] [--modes drop "ours manual" "ours auto"]
+    [--densities 0.1 0.2 0.3 0.5] [--clips 2]
 
 20 steps of Euler at cfg 1, the first 4 dense. "ours" is the node SpargeAttention, manual at topk or
 auto budget; "drop" is upstream's rule in the same sampler: top-k in raster order, the rest is gone.
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--weights", type=Path, default=SHIPPED)
+    parser.add_argument("--called", default="dit", help="what rows call the weights")
     parser.add_argument("--modes", nargs="+", choices=NODE_MODES, default=list(NODE_MODES))
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.5])
     parser.add_argument("--pvthreshd", type=float, default=15.0, help="of the node; 50 is off")
@@ -65,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     seeds = range(options.seed, options.seed + options.clips)
     model = load(options.weights.resolve(), host.device)
     dense = [sample(model, size, seed) for seed in seeds]
+    clips = f"comfyui clips {seeds[0]}-{seeds[-1]}"
     for density in sorted(options.densities):
         for mode in options.modes:
             pairs: list[tuple[float, float]] = []
@@ -72,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
                 clip, reached = sparse_clip(host, model, mode, density, options, seed)
                 pairs.append((clip_psnr(clip, truth), reached))
             row: Row = {
-                "data": named(TokenGrid(*size), f"comfyui clips {seeds[0]}-{seeds[-1]}"),
+                "data": named(TokenGrid(*size), clips, options.called),
                 "mode": mode,
                 "asked_density": density,
                 "density": sum(reached for _, reached in pairs) / len(pairs),
