@@ -76,6 +76,13 @@ PARTS = (
         "The same of a third model, 384 instead of 256 channels wide, with 6 instead of 8 blocks",
         1,
     ),
+    Part(
+        "dit of seed 3 clips ",
+        "psnr",
+        "PSNR, dB",
+        "And of a fourth, 512 channels wide, with 4 blocks, trained for 130 s only",
+        1,
+    ),
 )
 
 
