@@ -62,6 +62,8 @@ class HullSteps:
     after: Indices
     dearer: Array
     """What each adds to the summed density."""
+    climbed: Array
+    """What the steps of its head up to each add."""
 
     @classmethod
     def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:
@@ -89,7 +91,8 @@ class HullSteps:
         order = np.argsort(-slopes[head, start], kind="stable")
         head, start = head[order], start[order]
         before, after = truest[head, start], truest[head, ends[head, start]]
-        return cls(cheapest, head, before, after, densities[after] - densities[before])
+        climbed = densities[after] - densities[cheapest[head]]
+        return cls(cheapest, head, before, after, densities[after] - densities[before], climbed)
 
     def climb(self, densities: Array, mean: float) -> Indices:
         """(heads,): the candidate at which each head has arrived."""
@@ -99,17 +102,19 @@ class HullSteps:
         taken = int(np.argmax(np.append(np.cumsum(self.dearer) > left, True)))
         chosen[self.head[:taken]] = self.after[:taken]
         left -= self.dearer[:taken].sum()
-        # Of the others only those that may yet fit, one by one.
-        others = taken + np.flatnonzero(self.dearer[taken:] <= left)
-        steps = (
-            each[others].tolist() for each in (self.head, self.before, self.after, self.dearer)
-        )
-        places = chosen.tolist()
-        for head, before, after, dearer in zip(*steps, strict=True):
-            if places[head] == before and dearer <= left:
-                places[head] = after
+        # Of the others, one by one, only those that may yet fit with the same head's before them.
+        spent = np.bincount(self.head[:taken], self.dearer[:taken], len(chosen))
+        needed = self.climbed[taken:] - spent[self.head[taken:]]
+        others = taken + np.flatnonzero(needed <= left + ROUNDING)
+        cheapest = np.minimum.accumulate(self.dearer[others][::-1])[::-1]  # of each and those after
+        for step, least in zip(others.tolist(), cheapest.tolist(), strict=True):
+            if least > left:
+                break
+            head, dearer = self.head[step], self.dearer[step]
+            if chosen[head] == self.before[step] and dearer <= left:
+                chosen[head] = self.after[step]
                 left -= dearer
-        return np.array(places)
+        return chosen
 
     def descend(self, errors: Array, most: float) -> tuple[Indices, int | None]:
         """(heads,): where each head is when `errors` first sum to at most `most`, and the one that
