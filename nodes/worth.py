@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 
 import torch
@@ -84,7 +83,7 @@ def affordable(
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
     if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
-        return Afforded(most, again=sys.maxsize)
+        return Afforded(most, again=sample_cost.UNLIMITED)
     sizes = _of_one_entry(call)
     kernel, samples = call.dense_kernel(), layers * conditionings
     dense, own = rates.dense_seconds(sizes, kernel), known_rates(call)

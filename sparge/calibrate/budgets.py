@@ -102,10 +102,12 @@ class HullSteps:
         taken = int(np.argmax(np.append(np.cumsum(self.dearer) > left, True)))
         chosen[self.head[:taken]] = self.after[:taken]
         left -= self.dearer[:taken].sum()
-        # Of the others, one by one, only those that may yet fit with the same head's before them.
+        # Of the others, one by one, only those that may yet fit with the same head's before them,
+        # and with all that take away density, as the residual instead of some blocks does.
+        most = left - np.minimum(self.dearer[taken:], 0).sum()
         spent = np.bincount(self.head[:taken], self.dearer[:taken], len(chosen))
         needed = self.climbed[taken:] - spent[self.head[taken:]]
-        others = taken + np.flatnonzero(needed <= left + ROUNDING)
+        others = taken + np.flatnonzero(needed <= most + ROUNDING)
         cheapest = np.minimum.accumulate(self.dearer[others][::-1])[::-1]  # of each and those after
         for step, least in zip(others.tolist(), cheapest.tolist(), strict=True):
             if least > left:

@@ -20,7 +20,7 @@ from ..reference.packed import Packed, pack_qkv
 from ..reference.partial import Partial
 from .candidates import CandidateSet
 from .scoring import Distances, bucket_distances
-from .spread import spread_rows
+from .spread import rows_on
 from .workload import Workload
 
 
@@ -142,4 +142,4 @@ def _by_block(rows: Tensor, sample: Sample) -> Tensor:
     firsts = [block * QUERY_BLOCK for block in sample.query_blocks]
     blocks = [rows[..., first : first + QUERY_BLOCK, :] for first in firsts]
     whole = torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
-    return whole[..., spread_rows(sample.row_step), :]
+    return whole.index_select(-2, rows_on(whole.device, sample.row_step))

@@ -17,7 +17,7 @@ from ..policy import PV_FILTER_OFF
 from ..thresholds import COLUMNS, SELECTION, threshold_table
 from .candidates import CandidateSet
 from .measure import Sample
-from .spread import spread_rows
+from .spread import rows_on
 
 _ROUTER = COLUMNS.index("router")
 
@@ -51,8 +51,7 @@ class SampledBlocks:
         tokens = _tokens(order, sample.query_blocks)
         occupied = tokens[0] != EMPTY
         thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
-        rows = torch.tensor(spread_rows(sample.row_step))
-        rows = rows.to(tokens.device, non_blocking=True)
+        rows = rows_on(tokens.device, sample.row_step)
         return cls(
             tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
             occupied,

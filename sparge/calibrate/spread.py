@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from math import gcd
 
+import torch
+from torch import Tensor
+
 from ..plan.blocks import QUERY_BLOCK
 
 #: Of so many rows of a query block one is compared: with two instead of four, measured heads of
@@ -30,9 +33,16 @@ def spread_places(count: int, first: int, wanted: int) -> list[int]:
 def spread_rows(step: int) -> list[int]:
     """One of every `step` rows of a query block, a divisor of 128; in ascending order.
 
-    Of every four in a row others than of the four before: cubes are about four tokens wide, and the
-    same ones would be some of their columns. A head that looks to one side errs at one edge of its
-    cubes: one of a small DiT by .063, of which every second row sees .028 and these see all.
+    Of every four in a row others than of the four before, and of the four of the next sixteen:
+    cubes are about 4 x 4 x 4 tokens, and the same ones would be some of their columns or one of
+    their diagonals. A head that looks to one side errs at one edge of its cubes: one of a small DiT
+    by .063, of which every second row sees .028.
     """
     width = max(4, step)
-    return [first + first // width % step for first in range(0, QUERY_BLOCK, step)]
+    firsts = range(0, QUERY_BLOCK, step)
+    return [first + (first // width + first // (4 * width)) % step for first in firsts]
+
+
+def rows_on(device: torch.device, step: int) -> Tensor:
+    """(rows,) int64: the same on a device, without waiting for it."""
+    return torch.tensor(spread_rows(step)).to(device, non_blocking=True)

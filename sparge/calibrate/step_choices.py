@@ -20,7 +20,7 @@ from .offers import Offers
 
 #: Times that heads are chosen in a run, after equal numbers of steps.
 CHOICES_A_RUN = 6
-#: Before which of them heads are measured again; the first is the first of the run.
+#: Before which of them, counted from 1, heads are measured again.
 MEASURED_CHOICES = (3, 5)
 #: Steps between two choices, at least.
 LEAST_STEPS = 3

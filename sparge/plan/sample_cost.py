@@ -29,6 +29,8 @@ WORTH_A_PLAN = 0.1
 #: What the query blocks of a second sample add to one, as a share of it: keys and values are
 #: prepared once.
 MORE_BLOCKS = 0.5
+#: Samples, where nothing limits them.
+UNLIMITED = sys.maxsize
 #: Samples that one among the sparse steps counts for (`StepChoices`): of cond alone, as many query
 #: blocks as of cond and uncond before.
 AGAIN_CALLS = 2
@@ -106,7 +108,7 @@ def affordable(
     walks = next(within, 1)
     first = rates.seconds(rows, walks, calls)
     more = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
-    again = min(max(0.0, (allowed - first) / more), sys.maxsize)  # allowed may be infinite
+    again = min(max(0.0, (allowed - first) / more), UNLIMITED)  # allowed may be infinite
     return Afforded(walks, int(again), by_faster_kernel=faster)
 
 

@@ -196,9 +196,8 @@ def test_every_second_step_spends_its_density_without_the_residual(
         (table,) = runs[-1][0].heads.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         for of_kind in kinds(kept):
-            # What is left over may be less than a head's next step, of up to two whole steps: a
-            # sixth of the mean over four heads.
-            assert 0.7 * topk < sum(of_kind) / 3 <= topk
+            # A head's next step may be two whole steps: a sixth of the mean over four heads.
+            assert max(topk - 1 / 6, 0.8 * 0.3) < sum(of_kind) / 3 <= topk
     assert all(choices is profiled[2][step % 2] for step, choices in enumerate(profiled[2]))
 
 
@@ -239,8 +238,18 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
     assert len(set(map(id, orders))) == load_pack("sparge").TURNS
 
 
-@pytest.mark.parametrize("passes", [[[0]], [[1], [0]], [[0], [0], [1]], [[1, 0]], [[1]]])
-@pytest.mark.parametrize("again", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("passes", "again"),
+    [
+        ([[0]], 0),
+        ([[0]], 1),
+        ([[0]], 2),
+        ([[1], [0]], 2),
+        ([[0], [0], [1]], 2),
+        ([[1, 0]], 2),
+        ([[1]], 2),
+    ],
+)
 def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
     """Of the positive prompt, as often as the dense calls afford it."""
     calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
