@@ -119,8 +119,8 @@ def section(
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
         "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first; "
-        "commit "
-        f"{samples[-1]['commit']}. Where cuDNN's exact attention is known to be faster the node "
+        f"commits {', '.join(dict.fromkeys(row['commit'] for row in samples))} (the longest, "
+        "then with twice the rows). Where cuDNN's exact attention is known to be faster the node "
         "has it serve the measured calls, so these are shorter than the default's although they "
         "are measured:\n"
     )
