@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from sparge.calibrate.spread import ROW_STEP
+
 from .limits import Ceilings, read_ceilings
 from .png import write_png
 from .sample_table import samples_table
@@ -33,6 +35,13 @@ CONFIGS = (
 
 def read(name: str) -> list[dict[str, Any]]:
     return read_rows(RESULTS / name)
+
+
+def _other_rows(samples: list[dict[str, Any]]) -> str:
+    """Which samples compared more or fewer rows of a query block than now."""
+    steps = {row["tokens"]: row.get("row_step", 2) for row in samples}
+    other = [f"{tokens:,}" for tokens, step in steps.items() if step != ROW_STEP]
+    return f" (those of {', '.join(other)} tokens compared other rows)" if other else ""
 
 
 def _cell(seconds: float | None) -> str:
@@ -119,8 +128,8 @@ def section(
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
         "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first; "
-        f"commits {', '.join(dict.fromkeys(row['commit'] for row in samples))} (the longest, "
-        "then with twice the rows). Where cuDNN's exact attention is known to be faster the node "
+        f"commits {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
+        f"{_other_rows(samples)}. Where cuDNN's exact attention is known to be faster the node "
         "has it serve the measured calls, so these are shorter than the default's although they "
         "are measured:\n"
     )

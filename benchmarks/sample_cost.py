@@ -5,7 +5,8 @@
     python -m benchmarks.sample_cost --fit FILE                    # writes sparge/plan/rates.json
 
 One JSON object for each size and number of walks: tokens, heads, head_dim, walks, calls (as many
-query blocks as so many samples measure), ms (of the GPU, which sleeps until the host has queued the
+query blocks as so many samples measure), row_step (of so many rows one is compared; 2 where it is
+missing), ms (of the GPU, which sleeps until the host has queued the
 sample), host_ms, dense_ms (of a dense call of that size, by each kernel of PyTorch's), gpu, torch,
 commit. The fit needs the first four, ms and gpu; it is one of least squares of relative errors for
 each head_dim, of the rows with calls 1. The README's table of samples beside dense calls is printed
@@ -84,6 +85,7 @@ def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[di
             "head_dim": shape.head_dim,
             "walks": walks,
             "calls": calls,
+            "row_step": calibration.row_step,
             "ms": round(ms, 4),
             "host_ms": round(host_ms, 4),
             "dense_ms": dense_ms,

@@ -11,8 +11,8 @@ AUTO_BUDGET = "auto budget"
 MODES = [MANUAL, AUTO_QUALITY, AUTO_BUDGET]
 
 #: Mean relative L2 error of the heads' outputs, louder heads counting more (as in `HeadChoices`).
-#: For scale: on three small video DiTs .06 takes a density of .30 to .43 and brings clips to 36 to
-#: 38 dB of PSNR, .03 takes .45 to .60 for 41 to 42 dB; 8-bit arithmetic alone makes .002 to .031.
+#: For scale: on four small video DiTs .06 takes a density of .30 to .44 and brings clips to 36 to
+#: 40 dB of PSNR, .03 takes .45 to .59 for 42 to 44 dB; 8-bit arithmetic alone makes .002 to .031.
 QUALITIES = {"high": 0.03, "balanced": 0.06, "fast": 0.10}
 
 

@@ -30,6 +30,7 @@ import torch
 import sparge
 from benchmarks.quality import end_to_end, library
 from benchmarks.quality.data import DataSet, load
+from benchmarks.quality.dit import of_model
 from benchmarks.quality.end_to_end import Attending, Clips
 from benchmarks.quality.modes import BY_NAME, MODES, Mode
 from benchmarks.quality.rows import EMULATION, RESULTS, Row, write
@@ -143,7 +144,7 @@ def _device() -> torch.device:
 
 def _report(row: Row, options: argparse.Namespace) -> None:
     if options.data == "dit":
-        row["data"] = options.called + row["data"].removeprefix("dit")
+        row["data"] = of_model(row["data"], options.called)
     write(options.out, [row | {"commit": options.commit or commit()}])
     figures = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)]
     print(f"{row['data']} | {row['mode']} | {row['where']} | {', '.join(figures)}", flush=True)

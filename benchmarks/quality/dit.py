@@ -104,7 +104,12 @@ def sample_dense(
     return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], calibrated, judged)
 
 
-def named(grid: TokenGrid, what: str, model: str = "dit") -> str:
+def named(grid: TokenGrid, what: str) -> str:
     """Of a data set; the model's own size goes without saying."""
     size = (grid.frames, grid.height, grid.width)
-    return f"{model} {what}" if size == FULL_GRID else f"{model} {what} {'x'.join(map(str, size))}"
+    return f"dit {what}" if size == FULL_GRID else f"dit {what} {'x'.join(map(str, size))}"
+
+
+def of_model(data: str, called: str) -> str:
+    """The name of a data set that other weights than the shipped ones made."""
+    return called + data.removeprefix("dit")

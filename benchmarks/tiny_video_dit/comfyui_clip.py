@@ -27,7 +27,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.comfyui_host import Host
-from benchmarks.quality.dit import DENSE_STEPS, STEPS, named
+from benchmarks.quality.dit import DENSE_STEPS, STEPS, named, of_model
 from benchmarks.quality.end_to_end import clip_psnr
 from benchmarks.quality.library import where
 from benchmarks.quality.rows import RESULTS, Row, write
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     seeds = range(options.seed, options.seed + options.clips)
     model = load(options.weights.resolve(), host.device)
     dense = [sample(model, size, seed) for seed in seeds]
-    clips = f"comfyui clips {seeds[0]}-{seeds[-1]}"
+    clips = named(TokenGrid(*size), f"comfyui clips {seeds[0]}-{seeds[-1]}")
     for density in sorted(options.densities):
         for mode in options.modes:
             pairs: list[tuple[float, float]] = []
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
                 clip, reached = sparse_clip(host, model, mode, density, options, seed)
                 pairs.append((clip_psnr(clip, truth), reached))
             row: Row = {
-                "data": named(TokenGrid(*size), clips, options.called),
+                "data": of_model(clips, options.called),
                 "mode": mode,
                 "asked_density": density,
                 "density": sum(reached for _, reached in pairs) / len(pairs),

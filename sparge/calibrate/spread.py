@@ -12,9 +12,9 @@ from ..plan.blocks import QUERY_BLOCK
 
 #: Of so many rows of a query block one is compared: with two instead of four, measured heads of
 #: DINOv2 video err by .0379 instead of .0381 at 20 %, clips of three small DiTs lie 0 to .2 dB
-#: nearer to dense ones (clips 0-2, 10 to 50 %, H200), samples of calibration take up to a third
-#: longer. Probes likewise: at most .02 more heads are as expected, exact attention of Wan's 40
-#: heads takes .34 ms instead of .20.
+#: nearer to dense ones (clips 0-2, 10 to 50 %, H200, variants of a4052fb), samples of calibration
+#: take up to 1.4 times as long. Probes likewise: at most .02 more heads are as expected, exact
+#: attention of Wan's 40 heads takes .34 ms instead of .20.
 ROW_STEP = 4
 GOLDEN = (5**0.5 - 1) / 2  # of its multiples, modulo 1, any number in a row is evenly spread
 

@@ -44,7 +44,7 @@ class StepChoices:
     do two to five times as well with rows in the end. So the steps before the third and the fifth
     choice are measured once more, as the dense one was. Clips 0-2 of three small DiTs at 10 / 20 /
     30 / 50 % density, in dB, and the share of calls whose error is within a factor of 1.5 of what
-    was expected (H200), with the third choice alone and with both:
+    was expected (H200, variants of a4052fb), with the third choice alone and with both:
 
         30.4 34.1 37.1 44.4 (.87)   28.0 31.6 35.0 40.2 (.92)   28.0 31.5 34.9 40.4 (.92)
         30.4 34.0 37.2 44.7 (.90)   28.2 31.7 35.1 40.3 (.92)   28.2 31.8 35.2 40.9 (.93)
@@ -54,11 +54,11 @@ class StepChoices:
     six clips); without them heads err up to 1.66 and 1.29 times as much as by plain drop, with them
     1.08 and 1.31.
 
-    Before all choices from the second on, or before the second and the fourth: .1 to .8 dB worse at
-    10 and 20 % (with other rows of the query blocks; see `spread_rows`). Four choices, measured
-    after half of the run, instead of six after a third: clips no nearer, heads further from what is
-    expected. Heads that leave their walk late (when measured again, or for one that errs 1.3 or 1.6
-    times less): clips no nearer.
+    Before all choices from the second on, or before the second and the fourth: 0 to .8 dB worse at
+    10 and 20 % (variants of e6e58a8, with other rows of the query blocks; see `spread_rows`). Four
+    choices, measured after half of the run, instead of six after a third: clips no nearer, heads
+    further from what is expected. Heads that leave their walk late (when measured again, or for one
+    that errs 1.3 or 1.6 times less): clips no nearer.
     """
 
     def __init__(

@@ -179,10 +179,12 @@ def run_of(steps_of, runs):
     return of
 
 
-@pytest.mark.parametrize("topk", [0.6, 0.3])
+@pytest.mark.parametrize(("topk", "least"), [(0.6, 0.43), (0.3, 0.24)])
 def test_every_second_step_spends_its_density_without_the_residual(
-    load_pack, patch, run_of, runs, saved, topk
+    load_pack, patch, run_of, runs, saved, topk, least
 ):
+    """A head's next step, for which there may be no room, is up to two whole steps: a sixth of the
+    mean over four heads."""
     patched = patch(mode="auto budget", topk=topk)
     measured = run_of(patched)
     profiled = run_of(patch(mode="auto budget", topk=topk, profile=saved(patched)))
@@ -196,8 +198,7 @@ def test_every_second_step_spends_its_density_without_the_residual(
         (table,) = runs[-1][0].heads.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         for of_kind in kinds(kept):
-            # A head's next step may be two whole steps: a sixth of the mean over four heads.
-            assert max(topk - 1 / 6, 0.8 * 0.3) < sum(of_kind) / 3 <= topk
+            assert least < sum(of_kind) / 3 <= topk
     assert all(choices is profiled[2][step % 2] for step, choices in enumerate(profiled[2]))
 
 
