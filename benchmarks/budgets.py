@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from .shares import share_of
 from .timing import ROOT, commit, gpu_name, in_rounds, median_ms, require_kernels, write_rows
 
 BLOCKS_A_SAMPLE = (BLOCKS_A_CALL, 2 * BLOCKS_A_CALL)
+BACKGROUND = 4.0  # in all heads: what it counts to has no part in the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +77,11 @@ def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | st
     policy = SparsePolicy(topk=density)
     raster = SparsePolicy(topk=density, exact_prefix=grid.prefix, exact_suffix=grid.suffix)
     plain = HeadBudget(uniform, torch.zeros_like(gain), mass, pools=False)
+    background = replace(plain, background=torch.full_like(uniform, BACKGROUND))
     return [
         Case("raster, uniform", raster),
         Case("cubes, uniform", policy, order, plain),
+        Case("cubes, background", policy, order, background),
         Case("cubes, half pooled", policy, order, HeadBudget(uniform, gain, mass)),
         Case("cubes, half pooled by error", policy, order, HeadBudget(uniform, gain, error)),
         Case("cubes, spread, by error", policy, order, HeadBudget(spread, gain, error)),

@@ -2,6 +2,7 @@
 // Launch 4: block-sparse flash attention over the block map, mma.sync family (sm_80 and up).
 //
 // Semantics   softmax over the keys of the kept blocks, ascending; O = v_mean + v_scale * acc / l, 0 for rows without keys.
+//             Pseudo-keys may stand for what is dropped, one a block (attend/pool.cuh) or one for all (attend/background.cuh).
 //             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
 // Strategy    4 warps x 32 rows; scores and accumulators in registers, Q fragments re-read from shared memory every
@@ -69,7 +70,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     add_values(out, probabilities, pipeline.values());
   }
 
-  softmax.finish();
+  softmax.finish(smem.background);
   store_facts(p, work, smem, softmax);
   store_output(p, work, out, softmax);
   const i32 thread = ptx::thread_index();

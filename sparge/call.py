@@ -118,7 +118,7 @@ def make_call(
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)
     replaces_routing = plan is not None or block_mask is not None
-    _check_order_and_budget(q, k, is_causal, replaces_routing, order, budget)
+    _check_order_and_budget(q, k, policy, is_causal, replaces_routing, order, budget)
     softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_scale(softmax_scale)
     if plan is not None:
@@ -145,6 +145,7 @@ def make_call(
 def _check_order_and_budget(
     q: Tensor,
     k: Tensor,
+    policy: SparsePolicy,
     is_causal: bool,
     replaces_routing: bool,
     order: TokenOrder | None,
@@ -171,8 +172,23 @@ def _check_order_and_budget(
             "The budget says which walk of a token order each head takes, and no order is given: "
             "give order=grid_order(grid), or a budget without walk."
         )
+    if budget is not None and budget.background is not None:
+        reason = _no_background(policy, is_causal)
+        if reason:
+            raise Unsupported(f"The budget has background terms, {reason}: leave background out.")
     if budget is not None and (budget.heads != q.shape[1] or budget.device != q.device):
         raise ValueError(
             f"The budget is for {budget.heads} heads on {budget.device}, q has {q.shape[1]} heads "
             f"on {q.device}: give one value for each head, on q's device."
         )
+
+
+def _no_background(policy: SparsePolicy, is_causal: bool) -> str:
+    """Why such a call cannot have the background term; empty where it can."""
+    if is_causal:
+        return "whose mean value would tell causal attention of later keys"
+    if policy.precision is Precision.SIXTEEN_BIT:
+        return "which 16-bit operands do not know, as they are not taken around a mean"
+    if not policy.smooth_k:
+        return "which stand at the mean key, and smooth_k is False"
+    return ""

@@ -106,7 +106,7 @@ class SparsePolicy:
         if not tensors:
             return None
         columns["selection"] = columns.pop(self.select_by)
-        return threshold_table(heads, device, **columns, log2_gain=-math.inf, router=0.0)
+        return threshold_table(heads, device, **columns)
 
 
 def _check_range(name: str, value: PerHead, low: float, high: float) -> None:

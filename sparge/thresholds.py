@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .kernels.params import HeadThresholds
 
 COLUMNS = tuple(field[0] for field in HeadThresholds._fields_)
+OFF = {"log2_gain": -math.inf, "router": 0.0, "log2_background": -math.inf}
 SELECTION = COLUMNS.index("selection")
 
 
 def threshold_table(heads: int, device: torch.device, **columns: float | Tensor) -> Tensor:
-    """(heads, 5) float32; a number or a (heads,) tensor for each field of `HeadThresholds`."""
+    """(heads, fields) float32; a number or a (heads,) tensor for each field of `HeadThresholds`.
+    What stands for dropped blocks, and ranking by it, is `OFF` where it is not given."""
     table = torch.empty(heads, len(COLUMNS), dtype=torch.float32, device=device)
     for index, name in enumerate(COLUMNS):
-        value = columns[name]
+        value = columns[name] if name in columns else OFF[name]
         if isinstance(value, Tensor):
             table[:, index].copy_(value, non_blocking=True)
         else:

@@ -20,15 +20,13 @@ from sparge.calibrate import Alternating, Fingerprint, HeadChoices, Profile, Tab
 
 
 def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> HeadChoices:
-    """As random weights give them: not one head has the residual."""
+    """As random weights give them, but that not one head has the residual."""
     measured = torch.ones(layers, dtype=torch.bool)
     measured[list(dense_layers)] = False
     shape = (layers, heads)
     router = torch.arange(layers * heads).view(shape).int() % 2 * Router.ERROR
-    density, gain = torch.full(shape, 0.2), torch.zeros(shape)
-    return HeadChoices(
-        density, gain, router, router % 2, density / 2, torch.ones_like(gain), measured
-    )
+    density, none = torch.full(shape, 0.2), torch.zeros(shape)
+    return HeadChoices(density, none, none + 4, router, router % 2, density / 2, none + 1, measured)
 
 
 def profile(found: Alternating) -> Profile:
@@ -45,7 +43,8 @@ def test_just_that_share_of_heads_has_the_residual(share: float) -> None:
     of_layers = asked.gain.sum(1)
     assert of_layers.max() - of_layers.min() <= 1, "evenly spread"
     assert asked.router is found.router and asked.walk is found.walk
-    assert not found.gain.any(), "the measured ones stay as they are"
+    assert torch.equal(asked.background, 4 * (1 - asked.gain)), "one or the other"
+    assert not found.gain.any() and found.background.all(), "the measured ones stay as they are"
 
 
 def test_layers_without_a_measurement_have_no_part_in_the_share() -> None:

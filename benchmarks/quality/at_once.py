@@ -18,15 +18,23 @@ from sparge.reference.arithmetic import ARITHMETIC, Arithmetic
 from sparge.reference.attend import LOG2_E
 from sparge.reference.packed import Packed
 from sparge.reference.partial import NO_LOGIT, Partial, finite
+from sparge.reference.pooled import with_background
 from sparge.reference.quantize import INT8_MAX, ZERO_SCALE, int8_levels
 
 BLOCKS_AT_ONCE = 32  # query blocks: logits of 21,000 keys then take 340 MB
 
 
 def attend_at_once(
-    packed: Packed, kept: Tensor, pooled: Tensor, gain: Tensor, *, scale: float
+    packed: Packed,
+    kept: Tensor,
+    pooled: Tensor,
+    gain: Tensor,
+    background: Tensor | float = 0.0,
+    *,
+    scale: float,
 ) -> Partial:
-    """By slot: over the blocks `kept`, and over `pooled` as pseudo-keys counted gain (H,) times.
+    """By slot: over the blocks `kept`, over `pooled` as pseudo-keys counted gain (H,) times, and
+    what is not kept as the mean key, counted background (H,) times.
 
     Both maps are (B, H, nq, nk) bool. Of an 8-bit packing, not causal.
     """
@@ -49,7 +57,8 @@ def attend_at_once(
         for part in range(3)
     )
     queries = operands.n_queries
-    return Partial(sums[:, :, :queries], row_max[:, :, :queries], row_sum[:, :, :queries])
+    part = Partial(sums[:, :, :queries], row_max[:, :, :queries], row_sum[:, :, :queries])
+    return with_background(part, operands, kept, background)
 
 
 @dataclass(frozen=True, eq=False)

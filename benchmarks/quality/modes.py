@@ -34,7 +34,8 @@ class Mode:
     centroid: bool = False
     """One pooled term a query block, from its mean query, for all that it drops."""
     measured: bool = False
-    """Density, gain and router a head as calibration chose them, under the mean density."""
+    """What a head keeps and how it makes up for the rest as calibration chose, under the mean
+    density."""
     upstream: bool = False
     """Routing as upstream has it: a ragged last block weighs as much as a whole one."""
     text_sink: bool = False
@@ -95,11 +96,18 @@ def attend(
     kept, pooled, valid = choice.kept, choice.pooled, choice.valid
     if query_blocks is not None:
         kept, pooled, valid = (x & query_blocks[:, None] for x in (kept, pooled, valid))
+    background = 0.0 if budget.background is None else budget.background
     if at_once:
-        part = attend_at_once(packed, kept, pooled, budget.gain, scale=scale)
+        part = attend_at_once(packed, kept, pooled, budget.gain, background, scale=scale)
     else:
         attended = attend_packed(
-            packed, kept, pooled, budget.gain, scale=scale, is_causal=is_causal
+            packed,
+            kept,
+            pooled,
+            budget.gain,
+            background=background,
+            scale=scale,
+            is_causal=is_causal,
         )
         part = Partial(attended.unnormalised, attended.row_max, attended.row_sum)
     if mode.centroid:

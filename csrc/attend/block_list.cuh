@@ -3,6 +3,7 @@
 // the tiles of pseudo-keys that take part, then a word of ones, so that the walk needs no bound.
 #pragma once
 
+#include "background.cuh"
 #include "layout.cuh"
 #include "pool.cuh"
 
@@ -34,6 +35,10 @@ SPARGE_DEVICE void load_list(u32* list, Smem& smem, const AttendParams& p) {
     const i32 tile = word * kMapBits + lane;
     const u32 tiles = __ballot_sync(kFullWarp, pooled_blocks(map, 2 * tile, end) | pooled_blocks(map, 2 * tile + 1, end));
     if (lane == 0) list[words + word] = tiles;
+  }
+  if (is_quantized(kElement) && threadIdx.x < kWarpSize) {
+    const float background = background_of(p, work);
+    if (lane == 0) smem.background = background;
   }
   if (threadIdx.x == 0) {
     list[words + tile_words] = kEndOfList;

@@ -4,6 +4,7 @@
 
 #include "../common/reduce.cuh"
 #include "../ptx/barrier.cuh"
+#include "background.cuh"
 #include "pool.cuh"
 #include "products.cuh"
 #include "store.cuh"
@@ -109,11 +110,15 @@ struct Softmax {
     }
   }
 
-  SPARGE_DEVICE void finish() {
+  SPARGE_DEVICE void finish(float background) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] = lane_sum<1, 4>(sum[m][half][threadIdx.x]);
+      for (int half = 0; half < 2; ++half) {
+        const float of_keys = lane_sum<1, 4>(sum[m][half][threadIdx.x]);
+        sum[m][half][threadIdx.x] =
+            is_quantized(kElement) ? with_background(of_keys, max[m][half][threadIdx.x], background) : of_keys;
+      }
   }
 };
 

@@ -13,7 +13,8 @@ namespace sparge::score {
 constexpr int kStep = 8;  // places at once in every product
 
 struct Buckets {
-  i32 ends[kMostDensities];  // of density t: where its dropped blocks end in the list; that of the last density is 0
+  i32 ends[kMostDensities];     // of density t: where its dropped blocks end in the list; that of the last density is 0
+  i32 dropped[kMostDensities];  // how many of them hold a key
 };
 
 // Blocks of a word that density t is the last to drop. Denser ones keep what less dense ones keep.
@@ -24,7 +25,7 @@ SPARGE_DEVICE u32 bucket_word(const ScoreParams& p, const u32* maps, i32 stride,
   return next & ~maps[t * stride + word] & all;
 }
 
-// Ends with a barrier.
+// `dropped` stands after the next barrier, all else after this.
 SPARGE_DEVICE void list_buckets(const ScoreParams& p, const Place& place, const Shared& shared, Buckets& buckets) {
   const i32 pooling = p.densities - 1, words = ceil_div(p.key_blocks, kMapBits), stride = p.blocks * words;
   const u32* maps =
@@ -71,6 +72,13 @@ SPARGE_DEVICE void list_buckets(const ScoreParams& p, const Place& place, const 
   for (i32 i = threadIdx.x; i < buckets.ends[0]; i += kThreads)
     shared.bias[i] += log2f(static_cast<float>(counts[shared.list[i]]));
   __syncthreads();
+  for (i32 t = warp; t < pooling; t += kWarps) {
+    u32 holding = 0;
+#pragma unroll 4
+    for (i32 i = lane; i < buckets.ends[t]; i += kWarpSize) holding += shared.bias[i] > kMinusInfinity;
+    holding = warp_sum(holding);
+    if (lane == 0) buckets.dropped[t] = static_cast<i32>(holding);
+  }
 }
 
 }  // namespace sparge::score

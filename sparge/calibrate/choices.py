@@ -19,13 +19,15 @@ from .loudness import mean_error
 class HeadChoices:
     """All (layers, heads), on the CPU; rows of layers that were not measured hold density 1.
 
-    density, gain float32, router, walk int32: as in `HeadBudget`. error float32: the relative L2
-    error of the attention output that these are expected to make. loudness float32: what that
-    counts in a mean over heads; 1 in the mean, 0 in layers that were not measured.
+    density, gain, background float32, router, walk int32: as in `HeadBudget`; a head has a gain or
+    a background or neither. error float32: the relative L2 error of the attention output that these
+    are expected to make. loudness float32: what that counts in a mean over heads; 1 in the mean, 0
+    in layers that were not measured.
     """
 
     density: Tensor
     gain: Tensor
+    background: Tensor
     router: Tensor
     walk: Tensor
     error: Tensor
@@ -59,19 +61,21 @@ class HeadChoices:
         measured, so that it has to stay dense.
 
         Layers are of one structure, with walks in all of them or, where all heads take the first,
-        in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
-        step to step.
+        in none, and with backgrounds in all or, where no head has one, in none: what a call
+        allocates depends on it, and ComfyUI wants that to stay the same from step to step.
 
         policy: of the calls; with it their tables are made here, all at once: one by one they take
         seven launches a layer.
         before: budgets of the step before, whose structure these keep.
         """
-        uploaded = (self.density, self.gain, self.router, self.walk)
-        density, gain, router, walk = (values.to(device, copy=True) for values in uploaded)
+        uploaded = (self.density, self.gain, self.background, self.router, self.walk)
+        density, gain, background, router, walk = (x.to(device, copy=True) for x in uploaded)
         others = [budget for budget in before if budget is not None]
         pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
         pools |= any(budget.pools for budget in others)
         walks = bool(self.walk.any()) or any(budget.walk is not None for budget in others)
+        backgrounds = bool(self.background.any())
+        backgrounds |= any(budget.background is not None for budget in others)
         budgets = [
             HeadBudget(
                 density[layer],
@@ -80,13 +84,19 @@ class HeadChoices:
                 self.floor,
                 pools=pools,
                 walk=walk[layer] if walks else None,
+                background=background[layer] if backgrounds else None,
             )
             if self.measured[layer]
             else None
             for layer in range(self.layers)
         ]
         if policy is not None:
-            of_all = HeadBudget(density.flatten(), gain.flatten(), router.flatten())
+            of_all = HeadBudget(
+                density.flatten(),
+                gain.flatten(),
+                router.flatten(),
+                background=background.flatten() if backgrounds else None,
+            )
             tables = of_all.table(policy).view(self.layers, self.heads, -1)
             for budget, table in zip(budgets, tables, strict=True):
                 if budget is not None:

@@ -29,8 +29,8 @@ from .sampled_rows import SampledBlocks, SampledRows
 from .scoring import Distances
 
 #: Bytes that a sample may take, of the 100 MB that calibration may: the sums of all layers, twice
-#: where heads are measured again, are 5 MB for the largest models.
-_SAMPLE_BYTES = 95_000_000
+#: where heads are measured again, are 12 MB for the largest models.
+_SAMPLE_BYTES = 88_300_000
 
 
 def kernel_measure(sample: Sample) -> Measured:
@@ -87,9 +87,8 @@ def _room_for_distances(sample: Sample) -> Tensor:
     batch, heads, *_ = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     rows = (len(sample.walks), batch, heads, _compared(sample))
-    return torch.empty(
-        routers, 4 * densities - 1, *rows, dtype=torch.float32, device=sample.q.device
-    )
+    fields = Distances.packed_fields(densities)
+    return torch.empty(routers, fields, *rows, dtype=torch.float32, device=sample.q.device)
 
 
 def _candidates(sample: Sample) -> int:
@@ -118,7 +117,7 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     routers, densities, _ = sample.candidates.shape
     sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
     compared = batch * heads * _compared(sample)
-    found = 4 * compared * len(sample.walks) * routers * (4 * densities - 1)
+    found = 4 * compared * len(sample.walks) * routers * Distances.packed_fields(densities)
     dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
     routed = _routed_shape(sample)
     means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)

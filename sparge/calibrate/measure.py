@@ -19,7 +19,7 @@ from ..reference.choose import choose_blocks
 from ..reference.packed import Packed, pack_qkv
 from ..reference.partial import Partial
 from .candidates import CandidateSet
-from .scoring import Distances, bucket_distances
+from .scoring import Background, Distances, bucket_distances
 from .spread import rows_on
 from .workload import Workload
 
@@ -92,7 +92,10 @@ def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
     order = None if sample.workload.is_causal else sample.workload.order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
-    return bucket_distances(_bucket_partials(sample, packed), _dense_rows(sample, order)), occupied
+    buckets = _sampled_buckets(sample, packed)
+    background = _background(sample, packed, buckets)
+    parts = _bucket_partials(sample, packed, buckets)
+    return bucket_distances(parts, background, _dense_rows(sample, order)), occupied
 
 
 def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
@@ -105,25 +108,44 @@ def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
     return _by_block(rows.float(), sample)
 
 
-def _bucket_partials(sample: Sample, packed: Packed) -> list[list[tuple[Partial, Partial]]]:
-    """Of each router and bucket the exact and the pooled part (B, H, S, 128, D)."""
-    workload, candidates, scale = sample.workload, sample.candidates, sample.scale
-    by_router: list[list[tuple[Partial, Partial]]] = []
+def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
+    """Of each router the buckets (B, H, nq, nk), -1 in query blocks that are not sampled."""
+    workload, candidates = sample.workload, sample.candidates
+    by_router: list[Tensor] = []
     for router in candidates.routers:
         choice = choose_blocks(
             packed,
             workload.policy(),
             HeadBudget.uniform(sample.q.shape[1], 1.0, router=router),
-            scale=scale,
+            scale=sample.scale,
             is_causal=workload.is_causal,
         )
         every = candidates.buckets(choice.rank, choice.valid)
         sampled = torch.full_like(every, -1)
         for block in sample.query_blocks:
             sampled[:, :, block] = every[:, :, block]
-        parts = bucket_partials(
-            packed, sampled, len(candidates.densities), scale=scale, is_causal=workload.is_causal
-        )
+        by_router.append(sampled)
+    return by_router
+
+
+def _background(sample: Sample, packed: Packed, buckets: Sequence[Tensor]) -> Background:
+    """Of rows (B, H, S, 128)."""
+    operands, blocks = packed.operands, list(sample.query_blocks)
+    mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
+    of_blocks = torch.stack([every[:, :, blocks] for every in buckets])
+    dropping = range(len(sample.candidates.densities) - 1)
+    dropped = torch.stack([(of_blocks > density).sum(-1) for density in dropping], 1)
+    return Background(mean[:, :, None, None], dropped.unsqueeze(-1))
+
+
+def _bucket_partials(
+    sample: Sample, packed: Packed, buckets: Sequence[Tensor]
+) -> list[list[tuple[Partial, Partial]]]:
+    """Of each router and bucket the exact and the pooled part (B, H, S, 128, D)."""
+    workload, scale, count = sample.workload, sample.scale, len(sample.candidates.densities)
+    by_router: list[list[tuple[Partial, Partial]]] = []
+    for sampled in buckets:
+        parts = bucket_partials(packed, sampled, count, scale=scale, is_causal=workload.is_causal)
         rows = [[_rows(part, sample) for part in both] for both in parts]
         by_router.append([(exact, pooled) for exact, pooled in rows])
     return by_router

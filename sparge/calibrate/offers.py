@@ -35,6 +35,7 @@ from torch import Tensor
 from ..plan.budget import Router
 from . import budgets, curves
 from .alternating import KINDS, Alternating
+from .best_kinds import best_kinds
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fall import step_means
@@ -49,7 +50,8 @@ DENSITY_RATIO = 1.08
 
 @dataclass(frozen=True, eq=False)
 class Offers:
-    """Make it with `of`. Candidates are all walks with all routers, densities and gains."""
+    """Make it with `of`. Candidates are all walks with all routers and densities, the blocks beyond
+    which are dropped or pooled, as suits the head best: see `best_kinds`."""
 
     walks: list[int]
     """Those that some layer measured."""
@@ -63,6 +65,10 @@ class Offers:
     """(heads of measured layers,): errors by rounding, whatever they are given."""
     loudness: budgets.Array = field(repr=False)
     """(heads of measured layers,): what the error of each counts, mean 1."""
+    kinds: budgets.Indices = field(repr=False)
+    """(heads of measured layers, candidates): of each the place among `CandidateSet.kinds`."""
+    pools: NDArray[np.bool_] = field(repr=False)
+    """(candidates,): those with the residual."""
     costs: budgets.Array = field(repr=False)
     """(candidates,)."""
     kept: budgets.Array = field(repr=False)
@@ -97,7 +103,10 @@ class Offers:
         errors[..., kept >= 1, :] = 0  # rounding found some there, and would decide between walks
         for layer, of_layer in zip(errors, of_layers, strict=True):
             layer[:, np.isin(in_some, of_layer, invert=True)] = np.inf
-        pools = np.asarray(candidates.gains) > 0
+        # Here rather than in each choice: a drift is of a head and walk, and leaves the best ones.
+        errors, best = best_kinds(errors, candidates.kinds)
+        shape = errors.shape[2:]
+        pools = np.arange(shape[-1]) > 0
         costs = kept[:, None] + np.where(pools & (kept[:, None] < 1), RESIDUAL_COST, 0)
         return cls(
             in_some,
@@ -107,8 +116,10 @@ class Offers:
             errors.reshape(-1, errors[0, 0].size),
             rounding[measured].ravel(),
             loudness(norms[measured]).ravel(),
-            np.broadcast_to(costs, errors.shape[2:]).ravel(),
-            np.broadcast_to(kept[:, None], errors.shape[2:]).ravel(),
+            best.reshape(-1, best[0, 0].size),
+            np.broadcast_to(pools, shape).ravel(),
+            np.broadcast_to(costs, shape).ravel(),
+            np.broadcast_to(kept[:, None], shape).ravel(),
         )
 
     def freeze(
@@ -127,7 +138,7 @@ class Offers:
 
         drift: (layers, heads, walks) float64 on the CPU, how many times as large as measured the
         errors by dropping of each head have become since, in each of `walks`.
-        dropping: without the residual in any head.
+        dropping: without the residual in any head; backgrounds are no residual.
 
         Raises:
             ValueError: not exactly one of the two is given.
@@ -189,8 +200,7 @@ class Offers:
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
         """The candidates of a kind of step."""
-        gains = len(self.candidates.gains)  # the last axis; its first is 0
-        return np.arange(0, len(self.costs), gains if dropping else 1)
+        return np.flatnonzero(~self.pools) if dropping else np.arange(len(self.costs))
 
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:
@@ -199,10 +209,12 @@ class Offers:
         return (self.errors.reshape(len(times), -1) * times).reshape(self.errors.shape)
 
     def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
-        routers, gains = self.candidates.routers, self.candidates.gains
-        shape = (len(self.walks), len(routers), len(self.densities), len(gains))
-        walk, router, density, gain = np.unravel_index(chosen, shape)
-        by_dropping = errors[np.arange(len(chosen)), chosen]
+        routers, heads = self.candidates.routers, np.arange(len(chosen))
+        shape = (len(self.walks), len(routers), len(self.densities), 1 + int(self.pools.any()))
+        walk, router, density, _ = np.unravel_index(chosen, shape)
+        gains, backgrounds = np.transpose([(x.gain, x.background) for x in self.candidates.kinds])
+        kind = self.kinds[heads, chosen]
+        by_dropping = errors[heads, chosen]
 
         def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
             of_measured = torch.from_numpy(values).to(dtype).view(int(self.measured.sum()), -1)
@@ -212,7 +224,8 @@ class Offers:
 
         return HeadChoices(
             table(np.asarray(self.densities)[density], 1.0, torch.float32),
-            table(np.asarray(gains)[gain], 0.0, torch.float32),
+            table(gains[kind], 0.0, torch.float32),
+            table(backgrounds[kind], 0.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
             table(np.asarray(self.walks)[walk], 0, torch.int32),
             table(np.hypot(by_dropping, self.rounding), 0.0, torch.float32),

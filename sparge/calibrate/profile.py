@@ -20,7 +20,7 @@ from .profile_header import Header, Table
 from .profile_tables import checked_choices, checked_norm, tensors_of
 
 METADATA_KEY = "sparge_profile"
-LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 3 MB
+LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
 NORM = (
     "norm."  # starts the names of norm tensors; choices are "0.pooling.density", "1.dropping.gain"
 )

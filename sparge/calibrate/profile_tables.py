@@ -20,6 +20,7 @@ from .profile_error import ProfileError
 TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
     "gain": (torch.float32, 0.0, 100.0),  # a gain past the keys of a block is no residual any more
+    "background": (torch.float32, 0.0, 1e6),
     "router": (torch.int32, min(Router), max(Router)),
     "walk": (torch.int32, 0, len(Walk) - 1),  # an index into the walks of the order
     "error": (torch.float32, 0.0, 1e6),
@@ -46,20 +47,30 @@ def checked_choices(
 ) -> Alternating:
     """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be.
 
-    Files before version 3 say what heads get in all steps, and nothing of their loudness.
+    Files before version 3 say what heads get in all steps, and nothing of their loudness; those
+    before version 4 know no background.
     """
     if version < 3:
-        if (density := tensors.get(prefix + "density")) is not None:
-            tensors[prefix + "loudness"] = torch.ones_like(density, dtype=torch.float32)
+        _add(tensors, prefix, "loudness", 1.0)
+        _add(tensors, prefix, "background", 0.0)
         same = _checked(tensors, prefix, floor)
         return Alternating(same, same)
-    pooling, dropping = (_checked(tensors, f"{prefix}{kind}.", floor) for kind in KIND_NAMES)
+    prefixes = [f"{prefix}{kind}." for kind in KIND_NAMES]
+    for of_kind in prefixes if version < 4 else ():
+        _add(tensors, of_kind, "background", 0.0)
+    pooling, dropping = (_checked(tensors, of_kind, floor) for of_kind in prefixes)
     if pooling.density.shape != dropping.density.shape:
         raise ProfileError(
             f"The profile has {tuple(pooling.density.shape)} layers and heads for steps with the "
             f"residual and {tuple(dropping.density.shape)} for those without it."
         )
     return Alternating(pooling, dropping)
+
+
+def _add(tensors: dict[str, Tensor], prefix: str, name: str, value: float) -> None:
+    """What no file of an earlier version has, of every head that it has."""
+    if (density := tensors.get(prefix + "density")) is not None:
+        tensors[prefix + name] = torch.full_like(density, value, dtype=torch.float32)
 
 
 def _checked(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:

@@ -37,7 +37,8 @@ class SampledBlocks:
     every_block: Tensor
     """(B, words) int32: the key blocks that hold a key, packed."""
     thresholds: Tensor
-    """(H, routers x (densities - 1), 5) float32: `HeadThresholds` that route as each candidate."""
+    """(H, routers x (densities - 1), fields) float32: `HeadThresholds` that route as each
+    candidate."""
     rows: Tensor
     """(rows a block,) int64: those of a block that are compared."""
     compared: Tensor | None
@@ -123,7 +124,8 @@ def _compared(tokens: Tensor, rows: Tensor) -> Tensor:
 
 
 def _thresholds(candidates: CandidateSet) -> Tensor:
-    """(routers x (densities - 1), 5), on the CPU: one copy is cheaper than a launch a number."""
+    """(routers x (densities - 1), fields), on the CPU: one copy is cheaper than a launch a
+    number."""
     *densities, _ = candidates.densities
     table = threshold_table(
         len(candidates.routers) * len(densities),

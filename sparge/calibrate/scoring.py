@@ -7,12 +7,13 @@ the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a +
 
     |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
-and three products a row and density serve all gains. The outputs y_u of pieces of the kept keys
-make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o, p_t - o and o are all that
-is needed of the channels: few operations for a group of heads, the rest for all heads together. On
-a GPU it is the number of operations that counts here, which each have little to do, and the memory
-of what has channels; so routers, densities and pieces are dimensions. Around o, because products
-around 0 would lose a small e - o in rounding.
+and three products a row and density serve all gains. A background is a pooled part as well: m, the
+mean value of all keys, at logit 0, counted 64 times for each dropped block. The outputs y_u of
+pieces of the kept keys make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o,
+p_t - o, m - o and o are all that is needed of the channels: few operations for a group of heads,
+the rest for all heads together. On a GPU it is the number of operations that counts here, which
+each have little to do, and the memory of what has channels; so routers, densities and pieces are
+dimensions. Around o, because products around 0 would lose a small e - o in rounding.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..plan.blocks import KEY_BLOCK
 from ..reference.partial import Partial
 
 LOG_2 = math.log(2)  # natural logs of a unit of row_max
@@ -33,52 +35,85 @@ _LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose value
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """How far the two outputs of each density lie from the true one, o; all float32.
+    """How far the outputs of each density lie from the true one, o; all float32.
 
     near |e - o|^2 (routers, densities, ...); between <e - o, p - o>, far |p - o|^2 and advantage
-    ln(a / r) (routers, densities - 1, ...), because the last density pools nothing; norm |o|^2 and
-    rounding |dense - o|^2 (...), 0 where what dense attention gave is not known.
+    ln(a / r) (routers, densities - 1, ...), because the last density drops nothing; of the same
+    shape background_between <e - o, m - o> and background_advantage ln(a / (64 dropped blocks)),
+    inf where attention adds no background: to rows that drop nothing or keep nothing; norm |o|^2,
+    rounding |dense - o|^2, 0 where what dense attention gave is not known, and background_far
+    |m - o|^2 (...).
     """
 
     near: Tensor
     between: Tensor
     far: Tensor
     advantage: Tensor
+    background_between: Tensor
+    background_advantage: Tensor
     norm: Tensor
     rounding: Tensor
+    background_far: Tensor
+
+    @staticmethod
+    def packed_fields(densities: int) -> int:
+        """Numbers of a row and router in `packed`."""
+        return sum(_field_counts(densities))
 
     @classmethod
     def of_packed(cls, packed: Tensor) -> Distances:
         """What `packed` gave."""
-        pooling = (packed.shape[1] - 3) // 4
-        *of_routers, of_rows = packed.split([pooling + 1, *[pooling] * 3, 2], 1)
+        densities = (packed.shape[1] + 2) // 6
+        *of_routers, of_rows = packed.split(_field_counts(densities), 1)
         return cls(*of_routers, *of_rows[0])
 
     def packed(self) -> Tensor:
-        """(routers, 4 densities - 1, ...): a copy, where fields are views of what is far larger."""
-        of_rows = (x.expand_as(self.near[:, :1]) for x in (self.norm, self.rounding))
-        return torch.cat([self.near, self.between, self.far, self.advantage, *of_rows], 1)
+        """(routers, `packed_fields`, ...): a copy, where fields are views of what is far larger."""
+        of_routers = (self.near, self.between, self.far, self.advantage)
+        of_background = (self.background_between, self.background_advantage)
+        of_rows = (self.norm, self.rounding, self.background_far)
+        expanded = (x.expand_as(self.near[:, :1]) for x in of_rows)
+        return torch.cat([*of_routers, *of_background, *expanded], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Background:
+    """What a background may add.
+
+    mean: m, the mean value of all keys; broadcasts to (..., D).
+    dropped: key blocks that each density but the last drops, of those that hold keys; broadcasts to
+        (routers, densities - 1, ...).
+    """
+
+    mean: Tensor
+    dropped: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Products:
     """Of each row the products of all pairs of vectors: of each piece y_u - o, of each density but
-    the last p_t - o, then o; all float32.
+    the last p_t - o, then m - o and o; all float32.
 
-    gram (routers, ..., pieces + densities, pieces + densities); exact_logs (routers, ..., pieces):
+    gram (routers, ..., n, n), n = pieces + densities + 1; exact_logs (routers, ..., pieces):
     natural logs of sums of exponentials, -inf where there is no key; pooled_max and pooled_sum
-    (routers, densities - 1, ...): as in `Partial`; rounding (...): as in `Distances`.
+    (routers, densities - 1, ...): as in `Partial`; dropped: as in `Background`; rounding (...): as
+    in `Distances`.
     """
 
     gram: Tensor
     exact_logs: Tensor
     pooled_max: Tensor
     pooled_sum: Tensor
+    dropped: Tensor
     rounding: Tensor
 
 
 def products(
-    exact: Partial, pooled: Partial, unit: Tensor | float = 1.0, dense: Tensor | None = None
+    exact: Partial,
+    pooled: Partial,
+    background: Background,
+    unit: Tensor | float = 1.0,
+    dense: Tensor | None = None,
 ) -> Products:
     """Of the exact buckets, in pieces (routers, pieces, ..., D), and of all that each density pools
     (routers, densities - 1, ..., D).
@@ -89,34 +124,36 @@ def products(
     """
     values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
     pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
-    vectors = values.new_empty(*values.shape[:-2], count + 1, values.shape[-1])
+    vectors = values.new_empty(*values.shape[:-2], count + 2, values.shape[-1])
     sums = exact.row_sum.clamp(min=_LEAST_SUM).movedim(1, -1).unsqueeze(-1)
     torch.div(values, sums, out=vectors[..., :pieces, :])
     scale = (unit / pooled.row_sum.clamp(min=_LEAST_SUM)).movedim(1, -1).unsqueeze(-1)
     torch.mul(others, scale, out=vectors[..., pieces:count, :])
+    vectors[..., count, :] = background.mean
     exact_logs = vectors.new_empty(*values.shape[:-1])
     row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
     torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
     shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN: no key
-    truth = vectors[..., count:, :]
+    truth = vectors[..., count + 1 :, :]
     torch.bmm(
         shares.flatten(0, -2).unsqueeze(1),
         vectors[0, ..., :pieces, :].flatten(0, -3),
         out=truth[0].flatten(0, -3),
     )
     truth[1:].copy_(truth[:1].expand_as(truth[1:]))
-    vectors[..., :count, :].sub_(truth)
+    vectors[..., : count + 1, :].sub_(truth)
     gram = vectors @ vectors.transpose(-1, -2)
     rounding = torch.zeros_like(gram[0, ..., 0, 0])
     if dense is not None:
         rounding = (dense - truth[0].squeeze(-2)).square().sum(-1)
-    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, rounding)
+    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, background.dropped, rounding)
 
 
 def distances(found: Products, pieces: Sequence[int]) -> Distances:
     """pieces: into how many the bucket of each density was cut."""
     gram = found.gram
-    first, last = sum(pieces), gram.shape[-1] - 1  # places of the first p_t - o and of o
+    # Places of the first p_t - o, of m - o and of o.
+    first, mean, last = sum(pieces), gram.shape[-1] - 2, gram.shape[-1] - 1
     kept = _running(found.exact_logs, pieces)
     weights = torch.zeros_like(gram[..., : len(pieces), :])
     shares = weights[..., :first]
@@ -126,21 +163,28 @@ def distances(found: Products, pieces: Sequence[int]) -> Distances:
     # 0, but -1 where there is no key so far: e = 0
     torch.sum(shares, -1, out=weights[..., last]).sub_(1)
     errors = weights @ gram
-    between = errors[..., :-1, first:last].diagonal(dim1=-2, dim2=-1)
-    far = gram.diagonal(dim1=-2, dim2=-1)[..., first:last]
+    between = errors[..., :-1, first:mean].diagonal(dim1=-2, dim2=-1)
+    far = gram.diagonal(dim1=-2, dim2=-1)[..., first:mean]
+    kept_logs = kept[..., :-1].movedim(-1, 1)
     pooled_logs = torch.add(found.pooled_sum.log(), found.pooled_max, alpha=LOG_2)
+    background_logs = (found.dropped * KEY_BLOCK).to(kept.dtype).log()
     return Distances(
         (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 1),
         between.movedim(-1, 1),
         far.movedim(-1, 1),
-        kept[..., :-1].movedim(-1, 1) - pooled_logs,
+        kept_logs - pooled_logs,
+        errors[..., :-1, mean].movedim(-1, 1),
+        torch.where(kept_logs > -torch.inf, kept_logs - background_logs, torch.inf),
         gram[0, ..., last, last],
         found.rounding,
+        gram[0, ..., mean, mean],
     )
 
 
 def bucket_distances(
-    by_router: Sequence[Sequence[tuple[Partial, Partial]]], dense: Tensor | None = None
+    by_router: Sequence[Sequence[tuple[Partial, Partial]]],
+    background: Background,
+    dense: Tensor | None = None,
 ) -> Distances:
     """Of each router the exact and the pooled part of each bucket; dense as in `products`."""
     exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
@@ -148,25 +192,44 @@ def bucket_distances(
     for parts in by_router:
         from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
         pooled.append(_stacked(list(from_last)[::-1]))
-    found = products(_stacked(exact), _stacked(pooled), dense=dense)
+    found = products(_stacked(exact), _stacked(pooled), background, dense=dense)
     return distances(found, [1] * len(by_router[0]))
 
 
-def squared_errors(measured: Distances, log_gains: Tensor) -> Tensor:
-    """(routers, densities, ..., gains) float32: squared distance of each row's output from truth.
+def squared_errors(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
+    """(routers, densities, ..., kinds) float32: squared distance of each row's output from truth.
 
-    log_gains (gains,) float32, natural, -inf for plain dropping. Rows that neither part reaches
-    give 0, as attention does.
+    log_gains (gains,) and log_backgrounds (backgrounds,) float32, natural; the first gain is -inf,
+    plain dropping. Rows that neither part reaches give 0, as attention does.
     """
-    near, between, far, advantage = (
-        x.unsqueeze(-1) for x in (measured.near, measured.between, measured.far, measured.advantage)
-    )
-    lead = advantage - log_gains
-    # NaN where there is neither part, so that both outputs are 0.
-    w, rest = lead.sigmoid().nan_to_num_(1.0), lead.neg_().sigmoid_().nan_to_num_(0.0)
+    of_background = torch.cat([log_gains[:1], log_backgrounds])
+    count, gains = len(of_background), len(log_gains) - 1
+    near = measured.near.unsqueeze(-1)
+    errors = near.new_empty(*measured.near.shape, count + gains)
+    errors[:, -1:] = near[:, -1:]
+    lead = of_background - measured.background_advantage.unsqueeze(-1)
+    between, far = (x.unsqueeze(-1) for x in (measured.background_between, measured.background_far))
+    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., :count])
+    lead = log_gains[1:] - measured.advantage.unsqueeze(-1)
+    between, far = (x.unsqueeze(-1) for x in (measured.between, measured.far))
+    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., count:])
     # A pooled part as good as the exact one may leave a sum just below 0.
-    mixed = (w * w * near[:, :-1] + 2 * w * rest * between + rest * rest * far).clamp_(min=0)
-    return torch.cat([mixed, near[:, -1:].expand_as(mixed[:, :1])], 1)
+    return errors.clamp_(min=0)
+
+
+def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) -> None:
+    """Squared errors of mixes whose second part leads by `lead`, which this overwrites.
+
+    By lerps, since these are the largest tensors of a sample: one of shares, one beside `out`.
+    """
+    rest = lead.sigmoid_().nan_to_num_(0.0)  # NaN: there is neither part, so both outputs are 0
+    torch.lerp(near, between, rest, out=out)
+    out.lerp_(torch.lerp(between, far, rest), rest)
+
+
+def _field_counts(densities: int) -> list[int]:
+    """Of `Distances.packed`: of each field that routers have, and of all that rows have."""
+    return [densities, *[densities - 1] * 5, 3]
 
 
 def _stacked(parts: Sequence[Partial]) -> Partial:

@@ -6,6 +6,8 @@ An order is nothing but the block that each token belongs to: tokens stay where 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ def exact_pooled_attention(
     pooled: Tensor | None = None,
     gain: Tensor | float = 1.0,
     *,
+    background: Tensor | float = 0.0,
+    means: tuple[Tensor, Tensor] | None = None,
     order: TokenOrder | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -31,8 +35,12 @@ def exact_pooled_attention(
 
     kept (B, H, nq, nk) bool: blocks whose keys take part. pooled, of the same shape: blocks that
     take part as one key, the mean of theirs, with the weight of n keys times gain (one number, or
-    (H,)). Returns out (B, H, Nq, D) and the natural log-sum-exp (B, H, Nq); a row that sees no key
-    gives 0 and -inf.
+    (H,)). background (one number, or (H,)): how often the keys that no kept block holds count once
+    more, all as the mean key with the mean value; 64 keys a block. means (B, Hkv, D): those, where
+    they are not to be the means of all keys.
+
+    Returns out (B, H, Nq, D) and the natural log-sum-exp (B, H, Nq); a row that sees no key gives 0
+    and -inf.
     """
     batch, heads, n_queries, head_dim = q.shape
     n_keys, group = k.shape[2], heads // k.shape[1]
@@ -40,7 +48,9 @@ def exact_pooled_attention(
     query_block, key_block = _blocks(order, n_queries, n_keys, q.device)
     out = torch.zeros(batch, heads, n_queries, v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, n_queries), -torch.inf, dtype=dtype, device=q.device)
-    gains = torch.as_tensor(gain, dtype=dtype, device=q.device).expand(heads)
+    gains, backgrounds = (
+        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads) for x in (gain, background)
+    )
     for b in range(batch):
         length = n_keys if key_lengths is None else min(n_keys, int(key_lengths[b]))
         block = key_block[:length]
@@ -49,6 +59,10 @@ def exact_pooled_attention(
             keys = k[b, h // group, :length].to(dtype)
             values = v[b, h // group, :length].to(dtype)
             key_means, value_means = (_block_means(x, block, counts) for x in (keys, values))
+            if means is None:
+                mean_key, mean_value = keys.mean(0, keepdim=True), values.mean(0, keepdim=True)
+            else:
+                mean_key, mean_value = (x[b, h // group, None].to(dtype) for x in means)
             weight = (counts * gains[h]).log()
             for i in range(kept.shape[2]):
                 rows = (query_block == i).nonzero().squeeze(-1)
@@ -64,6 +78,12 @@ def exact_pooled_attention(
                         ~pooled[b, h, i], -torch.inf
                     )
                     logits, seen = torch.cat([logits, pseudo], -1), torch.cat([values, value_means])
+                dropped = ((counts > 0) & ~kept[b, h, i]).sum() * KEY_BLOCK
+                if background_mass := float(dropped * backgrounds[h]):
+                    term = queries @ mean_key.T + math.log(background_mass)
+                    blind = ~hidden.logical_not().any(-1, keepdim=True)
+                    term = term.masked_fill(blind, -torch.inf)
+                    logits, seen = torch.cat([logits, term], -1), torch.cat([seen, mean_value])
                 lse[b, h, rows] = logits.logsumexp(-1)
                 blind = (lse[b, h, rows] == -torch.inf).unsqueeze(-1)
                 out[b, h, rows] = logits.softmax(-1).masked_fill(blind, 0) @ seen

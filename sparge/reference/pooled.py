@@ -3,7 +3,8 @@
 
 A dropped block takes part in the softmax as one pseudo-key: its mean key, with the weight of all
 its keys times the gain of the head, and its mean value (design, section 3). Pseudo-keys come last,
-in tiles of 64, and no filter leaves them out.
+in tiles of 64, and no filter leaves them out. Or one stands for all that is dropped: the background
+term.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from .arithmetic import ARITHMETIC, Arithmetic
 from .attend import LOG2_E, PORTABLE_SOFTMAX, Attended, Head, OnlineSoftmax
 from .packed import Packed
 from .partial import NO_LOGIT, Partial, finite
-from .quantize import INT8_MAX, ZERO_SCALE, int8_levels
+from .quantize import INT8_MAX, ZERO_SCALE, Quantized, int8_levels
 
 POOL_TILE = 64  # pseudo-keys in a tile, which is shaped like a key block
+#: Log2 of how often a row's largest key the background counts at most: sums stay finite.
+MOST_BACKGROUND = 100.0
 
 
 def attend_packed(
@@ -31,6 +34,7 @@ def attend_packed(
     pooled: Tensor | None = None,
     gain: Tensor | float = 1.0,
     *,
+    background: Tensor | float = 0.0,
     scale: float,
     is_causal: bool = False,
     pvthreshd: PerHead = PV_FILTER_OFF,
@@ -39,8 +43,10 @@ def attend_packed(
     """Attention over the blocks `kept` (B, H, nq, nk) bool, by slot where `packed` has an order.
 
     `pooled`, of the same shape, names the dropped blocks that stand as pseudo-keys, each key
-    counted `gain` times (one number, or (H,)). Tiles of pseudo-keys count as
-    kept blocks do in `softmax`. Rows of empty slots hold nothing of meaning.
+    counted `gain` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
+    `softmax`. `background` (one number, or (H,)) counts the keys of all blocks that are not kept
+    as the mean key with the mean value (`with_background`). Rows of empty slots hold nothing of
+    meaning.
     """
     operands = packed.operands
     shape, device = operands.q_levels.shape, operands.q_levels.device
@@ -70,10 +76,35 @@ def attend_packed(
                 unnormalised[b, h, rows] = part.unnormalised
                 row_max[b, h, rows] = part.row_max
                 row_sum[b, h, rows] = part.row_sum
-    out = Partial(unnormalised, row_max, row_sum).output()
+    whole = with_background(
+        Partial(unnormalised, row_max, row_sum), packed.operands, kept, background
+    )
+    unnormalised, row_sum = whole.unnormalised, whole.row_sum
+    out = whole.output()
     lse = (row_max + row_sum.log2()) / LOG2_E + operands.q_dot_kbar * scale
     lse = torch.where(row_sum > 0, lse, NO_LOGIT)
     return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
+
+
+def with_background(
+    part: Partial, operands: Quantized, kept: Tensor, background: Tensor | float
+) -> Partial:
+    """`part` (B, H, Nq, D) over the blocks `kept` (B, H, nq, nk), and one more pseudo-key for all
+    others that hold keys: the mean key, whose logit is 0 around itself, with the mean value,
+    counted `background` ((H,) or one number) times 64 keys a block. Maxima stay those of the keys,
+    and rows that met none stay empty."""
+    count = torch.as_tensor(background, dtype=torch.float32, device=kept.device)
+    if not count.any():
+        return part
+    filled = (operands.key_counts > 0)[:, None, None]
+    dropped = (filled & ~kept).sum(-1) * KEY_BLOCK
+    of_block = count.expand(operands.heads)[:, None] * dropped
+    rows = torch.arange(operands.n_queries, device=kept.device) // QUERY_BLOCK
+    lead = (of_block[..., rows].log2() - finite(part.row_max)).clamp(max=MOST_BACKGROUND)
+    mass = torch.where(part.row_sum > 0, lead.exp2(), 0)
+    mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
+    unnormalised = part.unnormalised + mass.unsqueeze(-1) * mean.unsqueeze(2)
+    return Partial(unnormalised, part.row_max, part.row_sum + mass)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,10 @@ from sparge.reference.budgeted import budgeted_attention
 
 GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
 CANDIDATES = CandidateSet(
-    densities=(0.2, 0.5, 1.0), gains=(0.0, 0.7), routers=(Router.MASS, Router.ERROR)
+    densities=(0.2, 0.5, 1.0),
+    gains=(0.0, 0.7),
+    backgrounds=(0.5, 4.0),
+    routers=(Router.MASS, Router.ERROR),
 )
 EVERY_BLOCK = 1000
 

@@ -19,12 +19,14 @@ from sparge.calibrate import (
     reference_measure,
 )
 from sparge.calibrate.measure import stacked
-from sparge.calibrate.scoring import Distances, bucket_distances
+from sparge.calibrate.scoring import Background, Distances, bucket_distances
 from sparge.metrics import rel_l2
 from sparge.plan import HeadBudget, TokenGrid, cube_order, grid_order
 from sparge.plan.walks import Walk
 from sparge.reference.partial import Partial
 from tests.calibrate.begun import CANDIDATES, GRID, attend, begin, share_of_pairs
+
+NO_BACKGROUND = Background(torch.zeros(1), torch.zeros(()))
 
 
 def sparse_rows(workload: Workload) -> Tensor:
@@ -41,11 +43,20 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     found = calibration.relative_errors()[0, :, 0]
     rows = sparse_rows(workload)
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
-    for place in np.ndindex(CANDIDATES.shape):
-        router, density, gain = place
+    candidates = calibration.candidates
+    assert (
+        [kind.background for kind in candidates.kinds] == [0] * 2 if is_causal else [0, 0.5, 4, 0]
+    )
+    for place in np.ndindex(candidates.shape):
+        router, density, kind = place
         budget = HeadBudget.uniform(
-            3, CANDIDATES.densities[density], CANDIDATES.gains[gain], CANDIDATES.routers[router]
+            3,
+            candidates.densities[density],
+            candidates.kinds[kind].gain,
+            candidates.routers[router],
         )
+        if background := candidates.kinds[kind].background:
+            budget = replace(budget, background=torch.full((3,), background))
         out, _ = attend(qkv, budget, workload)
         for head in range(3):
             expected = rel_l2(out[head, rows], exact[head, rows])
@@ -281,10 +292,11 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 
         values = (random + 1, random, random)
         parts = [(part(1.0, value), part(1e-4, random)) for value in values]
-        found = stacked([bucket_distances([parts] * 2)])
+        found = stacked([bucket_distances([parts] * 2, NO_BACKGROUND)])
         return Measured(found, torch.ones(len(blocks), 128).bool())
 
-    calibration = begin(measure=measure)
+    candidates = replace(CANDIDATES, backgrounds=())
+    calibration = begin(candidates=candidates, measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
     calibration.sample(0, q, q, q)
     errors = calibration.relative_errors()[0, 0, 0, 0]
@@ -333,7 +345,7 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
 
         def walk() -> Distances:
             parts = [(part(), part()) for _ in candidates.densities]
-            return bucket_distances([parts] * len(candidates.routers))
+            return bucket_distances([parts] * len(candidates.routers), NO_BACKGROUND)
 
         found = stacked([walk() for _ in sample.walks])
         return Measured(found, torch.ones(shape[2:]).bool())

@@ -66,6 +66,15 @@ def test_sparse_causal_costs_are_exact(make_qkv) -> None:
         assert ragged_share(choice) == 0
 
 
+def test_kinds_are_plain_dropping_then_backgrounds_then_gains() -> None:
+    some = CandidateSet(gains=(0.0, 0.5, 1.0), backgrounds=(2.0, 4.0))
+    kinds = [(0.0, 0.0), (0.0, 2.0), (0.0, 4.0), (0.5, 0.0), (1.0, 0.0)]
+    assert [(kind.gain, kind.background) for kind in some.kinds] == kinds
+    assert some.shape == (1, 7, 5)
+    none = CandidateSet(gains=(0.0,), backgrounds=())
+    assert none.kinds == some.kinds[:1]
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -75,6 +84,8 @@ def test_sparse_causal_costs_are_exact(make_qkv) -> None:
         ({"densities": (1.0,)}, "nothing but 1"),
         ({"gains": (0.5, 1.0)}, "gains are .* from 0"),
         ({"gains": ()}, "gains are"),
+        ({"backgrounds": (0.0, 1.0)}, "backgrounds are .* from above 0"),
+        ({"backgrounds": (2.0, 1.0)}, "backgrounds are .* ascend"),
         ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
         ({"floor": 0}, "floor is 0"),
     ],

@@ -10,6 +10,7 @@ import torch
 from sparge import TokenGrid, cube_order
 from sparge.calibrate import Calibration, CandidateSet, HeadChoices, Workload
 from sparge.calibrate.spread import spread_places
+from sparge.policy import SparsePolicy
 
 GRID = TokenGrid(4, 8, 15)
 
@@ -45,10 +46,27 @@ def test_places_are_visited_once_before_any_comes_again() -> None:
 def test_budgets_keep_the_structure_of_those_before() -> None:
     """Of one step to the next: what a call allocates depends on it."""
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
-    plain = HeadChoices(none + 0.5, none, none.int(), none.int(), none, none, measured)
-    walking = replace(plain, gain=none + 1, walk=none.int() + 2)
+    ints = none.int()
+    plain = HeadChoices(none + 0.5, none, none, ints, ints, none, none, measured)
+    rich = replace(plain, gain=none + 1, background=none + 4, walk=ints + 2)
     first, unmeasured = plain.budgets()
-    assert first is not None and not first.pools and first.walk is None and unmeasured is None
-    after, _ = plain.budgets(before=walking.budgets())
-    assert after is not None and after.pools and after.walk is not None
-    assert not after.gain.any() and not after.walk.any(), "its own choices"
+    assert first is not None and not first.pools and unmeasured is None
+    assert first.walk is None and first.background is None
+    after, _ = plain.budgets(before=rich.budgets())
+    assert after is not None and after.pools
+    assert after.walk is not None and after.background is not None
+    assert not (after.gain.any() or after.walk.any() or after.background.any()), "its own choices"
+
+
+def test_all_layers_have_backgrounds_if_one_head_has() -> None:
+    none, measured = torch.zeros(2, 2), torch.ones(2).bool()
+    background, ints = torch.tensor([[0.0, 0.0], [0.0, 8.0]]), none.int()
+    choices = HeadChoices(none + 0.5, none, background, ints, ints, none, none, measured)
+    policy = SparsePolicy()
+    for layer, budget in enumerate(choices.budgets(policy=policy)):
+        assert budget is not None and budget.background is not None
+        assert torch.equal(budget.background, background[layer])
+        own = replace(budget, _tables={})
+        assert torch.equal(budget.table(policy), own.table(policy)), "made for all at once"
+        budget.background.zero_()
+    assert float(choices.background.sum()) == 8, "the choices stay as they are"

@@ -41,7 +41,12 @@ from tests.calibrate.reference_score import score_by_reference
 module = importlib.import_module("sparge.calibrate.kernel_measure")
 
 GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but the text are empty
-CANDIDATES = CandidateSet(densities=(0.1, 0.5, 1.0), gains=(0.0, 0.7, 1.0), routers=tuple(Router))
+CANDIDATES = CandidateSet(
+    densities=(0.1, 0.5, 1.0),
+    gains=(0.0, 0.7, 1.0),
+    backgrounds=(1.0, 8.0),
+    routers=tuple(Router),
+)
 
 
 class Stages:
@@ -213,9 +218,10 @@ def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def errors(measured: Measured) -> Tensor:
-    """(routers, densities, walks, heads, gains) relative."""
+    """(routers, densities, walks, heads, kinds) relative."""
     distances, empty = measured.distances, ~measured.occupied
-    found = squared_errors(distances, torch.tensor(CANDIDATES.gains).log())
+    logs = (torch.tensor(x).log() for x in (CANDIDATES.gains, CANDIDATES.backgrounds))
+    found = squared_errors(distances, *logs)
     sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((3, 5, 6))
     return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
 
@@ -310,6 +316,17 @@ def test_calibration_stays_below_100_megabytes(
     assert sum(sizes) == heads
     assert len(groups) <= most_groups, "few launches"
     taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
+    scored = _bytes_of_scores(sample, run.candidates)
     sums = sum(x.nbytes for x in (run.squared_error, run.squared_norm, run.squared_rounding))
-    assert taken <= module._SAMPLE_BYTES
+    assert max(taken, scored) <= module._SAMPLE_BYTES
     assert taken + calls * sums < 100e6, "measured again, the first sums are still there"
+
+
+def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
+    """What is found of all rows, and what `squared_errors` makes of it: all kinds, and two more
+    tensors of those with backgrounds."""
+    batch, heads, *_ = sample.q.shape
+    _, densities, kinds = candidates.shape
+    rows = batch * heads * len(sample.walks) * module._compared(sample)
+    mixes = 2 * (densities - 1) * (1 + len(candidates.backgrounds))
+    return 4 * rows * (Distances.packed_fields(densities) + densities * kinds + mixes)

@@ -78,9 +78,8 @@ def test_the_scale_counts(qkv, workload) -> None:
 def expecting(*errors: float) -> HeadChoices:
     """Of one layer."""
     table = torch.zeros(1, len(errors))
-    return HeadChoices(
-        table, table, table.int(), table.int(), torch.tensor([errors]), table, torch.ones(1).bool()
-    )
+    shares, kinds = (table, table, table), (table.int(), table.int())
+    return HeadChoices(*shares, *kinds, torch.tensor([errors]), table, torch.ones(1).bool())
 
 
 def test_drift_is_what_was_found_over_what_was_expected(qkv, workload) -> None:

@@ -35,6 +35,7 @@ def of_kind(generator: torch.Generator) -> HeadChoices:
     return HeadChoices(
         torch.rand(shape, generator=generator),
         torch.rand(shape, generator=generator),
+        256 * torch.rand(shape, generator=generator),
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
         torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
         torch.rand(shape, generator=generator),
@@ -128,6 +129,15 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         (set_tensor("1.dropping.gain", full(float("inf"))), "not finite"),
         (set_tensor("0.dropping.gain", full(-1.0)), "0.dropping.gain goes from -1"),
+        (
+            set_tensor("0.pooling.background", full(-0.25)),
+            "0.pooling.background goes from -0.25 to -0.25",
+        ),
+        (
+            set_tensor("1.dropping.background", full(float("inf"))),
+            "1.dropping.background holds a value that is not finite",
+        ),
+        (set_tensor("0.pooling.background", full(1, torch.float64)), "has type torch.float64"),
         (set_tensor("0.pooling.router", full(2, torch.int32)), "0.pooling.router goes from 2 to 2"),
         (
             set_tensor("0.pooling.router", full(1, torch.int64)),
@@ -152,8 +162,9 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
         (lambda tensors, header: tensors.pop("1.pooling.router"), "no tensor 1.pooling.router"),
         (lambda tensors, header: tensors.pop("1.dropping.loudness"), "no tensor 1.dropping.loud"),
+        (lambda tensors, header: tensors.pop("0.dropping.background"), "no tensor 0.dropping.back"),
         (set_header("version", 2), "no tensor 0.density"),
-        (set_header("version", 4), "version 4 and this reads 1 to 3"),
+        (set_header("version", 5), "version 5 and this reads 1 to 4"),
         (set_header("version", 0), "version 0 and"),
         (set_header("version", [2]), "version .2. and"),
         (set_header("version", True), "version = True"),
@@ -218,13 +229,16 @@ def test_kinds_of_other_shapes_are_refused(
 
 
 def save_as_version(version: int, profile: Profile, path: Path) -> None:
-    """One set of choices for all steps, those of steps that pool; nothing of loudness."""
+    """Nothing of backgrounds; before version 3 one set of choices for all steps, those of steps
+    that pool, and nothing of loudness."""
     profile.save(path)
-    old = {
-        name.replace(".pooling.", "."): tensor
-        for name, tensor in load_file(path).items()
-        if ".dropping." not in name and not name.endswith(".loudness")
-    }
+    old = {x: tensor for x, tensor in load_file(path).items() if not x.endswith(".background")}
+    if version < 3:
+        old = {
+            name.replace(".pooling.", "."): tensor
+            for name, tensor in old.items()
+            if ".dropping." not in name and not name.endswith(".loudness")
+        }
     header = json.loads(_metadata(path)) | {"version": version}
     for table in header["tables"] if version == 1 else ():
         del table["grid"]
@@ -240,16 +254,32 @@ def test_choices_of_earlier_versions_are_for_both_kinds(
     found = Profile.load(path)
     assert len(found.choices) == len(profile.choices)
     for again, before in zip(found.choices.values(), profile.choices.values(), strict=True):
-        expected = replace(before.pooling, loudness=torch.ones(3, 4))
+        expected = replace(before.pooling, loudness=torch.ones(3, 4), background=torch.zeros(3, 4))
         assert bool(expected.gain.any()), "the residual in all steps, as it was"
         for step in range(4):
             assert same_bits(again.in_turn(step), expected)
     found.save(path)
-    assert json.loads(_metadata(path))["version"] == 3
+    assert json.loads(_metadata(path))["version"] == 4
     for before, again in zip(
         found.choices.values(), Profile.load(path).choices.values(), strict=True
     ):
         assert same_bits(before.dropping, again.dropping)
+
+
+def test_files_of_version_3_have_no_background(profile: Profile, tmp_path: Path) -> None:
+    path = profile_path(tmp_path, "a")
+    save_as_version(3, profile, path)
+    found = Profile.load(path)
+    for table, before in profile.choices.items():
+        for step in range(2):
+            kind = before.in_turn(step)
+            expected = replace(kind, background=torch.zeros_like(kind.background))
+            assert same_bits(found.choices[table].in_turn(step), expected)
+    tensors = load_file(path)
+    del tensors["1.dropping.density"]
+    save_file(tensors, path, {KEY: _metadata(path)})
+    with pytest.raises(ProfileError, match=r"no tensor 1\.dropping\.density"):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize("missing", ["density", "gain", "measured"])

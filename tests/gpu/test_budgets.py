@@ -50,6 +50,7 @@ pytestmark = pytest.mark.gpu
 KERNELS = [*map(Kernels, ELEMENTS), *HOPPER]
 every_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
 GAINS = (0.0, 0.5, 1.0, 1.2)
+BACKGROUNDS = (3.0, 0.0, 0.5, 0.0)
 DENSITIES = (0.1, 0.3, 0.25, 0.6)
 
 
@@ -103,7 +104,7 @@ JOBS = (
 )
 
 
-def budget_of(heads: int) -> HeadBudget:
+def budget_of(heads: int, *, background: bool) -> HeadBudget:
     """A gain, a density and a router for each head, all different."""
 
     def spread(values: tuple[float, ...]) -> Tensor:
@@ -111,7 +112,13 @@ def budget_of(heads: int) -> HeadBudget:
 
     routers = torch.tensor([Router.MASS, Router.ERROR, Router.ERROR, Router.MASS], device="cuda")
     index = torch.arange(heads, device="cuda") % 4
-    return HeadBudget(spread(DENSITIES), spread(GAINS), routers[index].int(), floor=2)
+    return HeadBudget(
+        spread(DENSITIES),
+        spread(GAINS),
+        routers[index].int(),
+        floor=2,
+        background=spread(BACKGROUNDS) if background else None,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +143,8 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
     if case.key_lengths is not None:
         lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
     policy = with_element(job.policy, element)
-    budget = budget_of(case.heads)
+    centred = element in (Element.INT8_FP16, Element.INT8_E4M3)
+    budget = budget_of(case.heads, background=centred and not case.causal)
     call = make_call(q, k, v, policy, "HND", case.causal, None, lengths, None, None, order, budget)
     workspace = _quantize(call)
     layout = WorkspaceLayout(
@@ -301,13 +309,18 @@ def test_output(
     )
     assert torch.isfinite(out).all()
     choice = choose(got)
+    assert (call.budget.background is not None) == (
+        kernels.element in (Element.INT8_FP16, Element.INT8_E4M3) and not call.is_causal
+    )
     gains = (call.budget.gain > 0)[:, None, None]
     pooled = poolable(packed, choice.valid & ~got.kept & gains, call.is_causal)
+    background = 0.0 if call.budget.background is None else call.budget.background
     emulated = attend_packed(
         packed,
         got.kept,
         pooled,
         call.budget.gain,
+        background=background,
         scale=got.scale,
         is_causal=call.is_causal,
         pvthreshd=call.policy.pvthreshd,
@@ -330,6 +343,8 @@ def test_output(
         got.kept,
         pooled,
         call.budget.gain,
+        background=background,
+        means=(packed.operands.kbar, packed.operands.vbar),
         order=call.order,
         is_causal=call.is_causal,
         key_lengths=call.key_lengths,
@@ -371,6 +386,31 @@ def test_a_head_without_gain_computes_what_plain_dropping_does(generator: torch.
     pooled = public_attention(q, k, v, SparsePolicy(topk=0.3), budget=mixed)
     assert torch.equal(plain[:, 0], pooled[:, 0])
     assert not torch.equal(plain[:, 1], pooled[:, 1])
+
+
+def test_only_heads_with_a_background_and_blocks_that_drop_change(
+    generator: torch.Generator,
+) -> None:
+    grid = TokenGrid(6, 16, 16, prefix=80)
+    q, k, v = make_qkv(
+        Case("background", heads=2, queries=grid.tokens, keys=grid.tokens), generator
+    )
+    plain = HeadBudget.uniform(2, 0.3, device="cuda")
+    off, one = (torch.tensor([0.0, x], device="cuda") for x in (0.0, 1.5))
+    without, none, some = (
+        public_attention(
+            q,
+            k,
+            v,
+            budget=replace(plain, background=background, _tables={}),
+            order=cube_order(grid),
+        )
+        for background in (None, off, one)
+    )
+    assert torch.equal(without, none)
+    assert torch.equal(without[:, 0], some[:, 0])
+    assert torch.equal(without[:, 1, :80], some[:, 1, :80]), "text drops nothing"
+    assert (without[:, 1, 128:] != some[:, 1, 128:]).any(-1).all()
 
 
 def test_densities_set_in_place_count_in_the_next_call(generator: torch.Generator) -> None:

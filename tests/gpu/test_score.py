@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import sparge.ops
+from sparge.calibrate.scoring import Distances
 from sparge.kernels import Element
 from sparge.launch_score import shared_bytes
 from sparge.plan import pack
@@ -99,7 +100,7 @@ def inputs(
 
 def room_for(given: Inputs, device: str = "cuda") -> Tensor:
     """`found` of `Inputs.score`, full of something else."""
-    fields = 4 * len(PIECES) - 1
+    fields = Distances.packed_fields(len(PIECES))
     room = (ROUTERS, fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
     return torch.full(room, 77.0, device=device)
 

@@ -101,7 +101,7 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     one, other = (run.heads.frozen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
     for step in range(2):
-        for name in ("density", "gain", "loudness"):
+        for name in ("density", "gain", "background", "loudness"):
             of_batch, of_passes = (getattr(each.in_turn(step), name) for each in (one, other))
             assert torch.equal(of_batch, of_passes), name
 
@@ -313,7 +313,7 @@ def test_drift_is_answered_by_choices_made_anew(
 
     def sample(self, layer, q, k, v, out, **kwargs):
         probed.append((layer, kwargs["visit"]))
-        original(self, layer, q, k, v, (1 + layer) * out, **kwargs)
+        original(self, layer, q, k, v, (1 + 2 * layer) * out, **kwargs)
 
     monkeypatch.setattr(probe, "sample", sample)
     sigmas = [0.9, *[0.7, 0.65, 0.6, 0.55, 0.5, 0.45]]

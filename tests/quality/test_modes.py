@@ -187,6 +187,22 @@ def test_at_once_is_the_same_attention(video: Call, mode: Mode) -> None:
     assert rel_l2(at_once[:, :, rows], by_block[:, :, rows]) < 1e-4
 
 
+def test_at_once_has_the_background_term_too(video: Call) -> None:
+    mode, packed = BY_NAME["ours auto"], without_e4m3(video).packed(cubes=True)
+    without = uniform(mode, video.heads, SHARE)
+    counts = torch.logspace(-1, 2, video.heads).index_fill(0, torch.tensor(0), 0)
+    budget = replace(without, background=counts)
+    by_block, choice = attend(mode, packed, budget)
+    at_once, _ = attend(mode, packed, budget, at_once=True)
+    dropping, _ = attend(mode, packed, without, at_once=True)
+    rows = packed.occupied
+    assert not choice.kept.equal(choice.valid)
+    assert rel_l2(at_once[:, :, rows], by_block[:, :, rows]) < 1e-4
+    assert rel_l2(at_once[:, 0, rows], dropping[:, 0, rows]) == 0, "counted 0 times"
+    for head in range(1, video.heads):
+        assert rel_l2(at_once[:, head, rows], dropping[:, head, rows]) > 2 * INT8_ALONE
+
+
 @every_mode
 def test_a_language_model_attends_in_the_mode(text: Call, mode: Mode) -> None:
     budgets = [uniform(mode, text.heads, share) for share in (1.0, 0.1)]

@@ -10,6 +10,7 @@
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/prefetch.cuh"
 #include "../../ptx/special.cuh"
+#include "../background.cuh"
 #include "rows.cuh"
 
 namespace sparge::hopper {
@@ -77,7 +78,10 @@ struct Feeder {
       queries.token[row] = token;
       if (token >= 0) prefetch_row(queries.work, token);
     }
-    if constexpr (!kSixteenBits) lay_down_means(queries);
+    if constexpr (!kSixteenBits) {
+      lay_down_means(queries);
+      if (uniform(thread() / kWarpSize) == 0) lay_down_background(queries);
+    }
   }
 
   SPARGE_DEVICE void lay_down_means(Queries& queries) const {
@@ -86,6 +90,11 @@ struct Feeder {
       queries.v_mean[at] = p.v_mean[queries.work.kv_at * kHeadDim + at];
       queries.v_scale[at] = p.v_scale[queries.work.kv_at * kHeadDim + at];
     }
+  }
+
+  SPARGE_DEVICE void lay_down_background(Queries& queries) const {
+    const float background = attend::background_of(p, queries.work);
+    if (thread() == 0) queries.background = background;
   }
 
   static constexpr i32 kSectorBytes = 32;

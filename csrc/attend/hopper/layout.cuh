@@ -118,6 +118,7 @@ struct Queries {
   i32 turn;                     // which work item; -1: there is no more, and nothing else is set
   float scale[kQueryBlock];     // INT8 level of each row
   float dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
+  float background;             // see attend/background.cuh
   i32 token[kQueryBlock];       // -1: none
   alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
   // asked: by the feeder's first thread, once `work` is there; ready: by each feeder thread; free: by each consumer thread. The

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of each cost the best kind, found one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparge.calibrate import CandidateSet
+from sparge.calibrate.best_kinds import best_kinds
+
+SHAPE = (3, 2, 4)
+
+
+@pytest.mark.parametrize("gains", [(0.0,), (0.0, 0.5, 1.0)])
+@pytest.mark.parametrize("backgrounds", [(), (0.5, 4.0)])
+def test_each_cost_has_the_least_of_its_errors(gains, backgrounds) -> None:
+    kinds = CandidateSet(gains=gains, backgrounds=backgrounds).kinds
+    errors = np.random.default_rng(1).random((*SHAPE, len(kinds)))
+    least, best = best_kinds(errors, kinds)
+    assert least.shape == best.shape == (*SHAPE, 1 + (len(gains) > 1))
+    for place in np.ndindex(*SHAPE):
+        own = errors[place]
+        for cost, pools in enumerate([False, True][: best.shape[-1]]):
+            of_cost = [i for i, kind in enumerate(kinds) if (kind.gain > 0) == pools]
+            assert best[place][cost] == min(of_cost, key=own.__getitem__)
+            assert least[place][cost] == own[best[place][cost]]
+
+
+def test_the_earlier_of_equal_ones_is_taken_and_what_is_not_finite_is_not() -> None:
+    kinds = CandidateSet(gains=(0.0, 0.5, 1.0), backgrounds=(0.5, 4.0)).kinds
+    nan, inf = np.nan, np.inf
+    errors = np.array(
+        [
+            [0.3, 0.3, 0.3, 0.2, 0.2],
+            [nan, inf, 0.3, nan, 0.2],
+            [0.3, 0.1, nan, 0.2, inf],
+            [inf, inf, inf, inf, inf],
+        ]
+    )
+    least, best = best_kinds(errors, kinds)
+    assert best.tolist() == [[0, 3], [2, 4], [1, 3], [0, 3]]
+    assert least.tolist() == [[0.3, 0.2], [0.3, 0.2], [0.1, 0.2], [inf, inf]]
