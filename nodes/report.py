@@ -66,11 +66,12 @@ def details(result: RunResult) -> str:
 def _asked(result: RunResult) -> Iterator[str]:
     if result.asked:
         yield f"Asked for {result.asked}."
-    residual = result.of_heads("residual")
-    if residual.numel():
-        share = 100 * float((residual > 0).float().mean())
+    residual, background = (result.of_heads(name) for name in ("residual", "background"))
+    if heads := residual.numel():
+        pooled, meant = (100 * float((x > 0).float().mean()) for x in (residual, background))
         when = ", in every second step" if all(shape.rests for shape in result.shapes) else ""
-        yield f"{share:.0f} % of {residual.numel()} heads use the residual{when}."
+        use = f"{pooled:.0f} % of {heads} heads use the residual, {meant:.0f} % the background"
+        yield f"{use}{when}."
     walks = sum((Counter(shape.walks) for shape in result.shapes), Counter())
     if walks:
         heads = (f"{BLOCKS_OF[walk]} in {walks[walk]}" for walk in sorted(walks))

@@ -36,13 +36,15 @@ class MeasuredShape:
     residual: Tensor
     """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
     none. Where steps differ that of their mean density, and so are the walks."""
+    background: Tensor
+    """The same of the mean of all keys for all that is dropped."""
     walks: Mapping[Walk, int]
-    """Heads by their walk through the tokens, in steps with the residual; empty where there was no
+    """Heads by their walk through the tokens, in the steps that pool; empty where there was no
     choice."""
     one_walk: bool = False
     """As in `HeadTable`."""
     rests: bool = True
-    """Every second step goes without the residual; not by a profile of an earlier version."""
+    """Every second step drops plainly; not by a profile of an earlier version."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -55,7 +57,8 @@ class MeasuredShape:
             taken = table.choices.pooling.walk[layers].flatten().tolist()
             for index, walk in enumerate(walks_of(table.shape.grid.frames)):
                 walks[walk] = taken.count(index)
-        tables = (*tables, table.choices.pooling.loudness, table.choices.pooling.gain)
+        pooling, dropping = table.choices.pooling, table.choices.dropping
+        tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
         of_layers = (x[layers] for x in tables)
         return cls(
             table.shape.tokens,
@@ -63,7 +66,7 @@ class MeasuredShape:
             *of_layers,
             walks=walks,
             one_walk=table.one_walk,
-            rests=not table.choices.dropping.gain.any(),
+            rests=not (dropping.gain.any() or dropping.background.any()),
         )
 
 

@@ -109,12 +109,14 @@ def attention(
         out_layout: layout of the result, ``layout`` when None.
         is_causal: query i sees keys 0..i (top-left), element by element.
         scale: softmax scale, D ** -0.5 when None.
-        key_lengths: (B,) int32; keys at and beyond it are never read.
+        key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
+            the tokens after the grid, and nothing of the grid.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
         plan: from ``make_plan``; replaces routing.
         order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
             and its exact tokens replace the policy's. q, k, v and the result stay as they come.
-        budget: density, pooled residual and router of each head; replaces the policy's density.
+        budget: density, pooled residual or background, and router of each head; replaces the
+            policy's density.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
         return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys. With

@@ -13,7 +13,7 @@
 
 namespace sparge::attend {
 
-// The key blocks of batch entry `b` that hold keys are those before this one: only the last tokens of a sequence can lack.
+// The key blocks that hold keys are those before this one: in an order lengths cut nothing but the text at the end.
 SPARGE_DEVICE i32 end_of_keys(const AttendParams& p, const Work& work) {
   const Problem& problem = p.problem;
   i32 end = problem.key_blocks();
@@ -26,7 +26,7 @@ SPARGE_DEVICE i32 end_of_keys(const AttendParams& p, const Work& work) {
 // Log2 of the mass of the term, minus infinity where there is none. All lanes of a warp.
 SPARGE_DEVICE float background_of(const AttendParams& p, const Work& work) {
   const float per_key = p.thresholds ? p.thresholds[work.head].log2_background : kMinusInfinity;
-  if (per_key == kMinusInfinity) return per_key;
+  if (!(per_key > kMinusInfinity)) return kMinusInfinity;  // nor where it is no number
   const i32 words = p.problem.map_words(), end = end_of_keys(p, work);
   const u32* map = p.block_map + work.map_row(p.problem) * words;
   u32 dropped = 0;

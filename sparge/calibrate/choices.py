@@ -61,8 +61,9 @@ class HeadChoices:
         measured, so that it has to stay dense.
 
         Layers are of one structure, with walks in all of them or, where all heads take the first,
-        in none, and with backgrounds in all or, where no head has one, in none: what a call
-        allocates depends on it, and ComfyUI wants that to stay the same from step to step.
+        in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
+        step to step. Backgrounds are in all or, where no head has one, in none: not every call can
+        have them, and torch.compile would trace either kind.
 
         policy: of the calls; with it their tables are made here, all at once: one by one they take
         seven launches a layer.

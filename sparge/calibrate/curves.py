@@ -50,9 +50,9 @@ def fall(errors: Array) -> Array:
     return np.moveaxis(best, 0, -2)
 
 
-def between(errors: Array, densities: Array, wanted: Array) -> Array:
-    """Errors at the `wanted` densities, none below the first measured one; both ascend, and of
-    measured ones that are equal the last counts.
+def logs_between(errors: Array, densities: Array, wanted: Array) -> Array:
+    """Natural logarithms of errors at the `wanted` densities, none below the first measured one;
+    both ascend, and of measured ones that are equal the last counts. -inf for an error of 0.
 
     Straight in the logarithm, as errors of attention fall about exponentially with density; up to
     density 1, where the error may be 0, straight in the error.
@@ -67,5 +67,7 @@ def between(errors: Array, densities: Array, wanted: Array) -> Array:
         return (1 - share[part]) * low + share[part] * high
 
     inner = np.count_nonzero(left < last - 1)
-    logarithmic = np.exp(straight(np.log(np.maximum(errors, LEAST)), slice(inner)))
-    return np.concatenate([logarithmic, straight(errors, slice(inner, None))], -2)
+    logarithmic = straight(np.log(np.maximum(errors, LEAST)), slice(inner))
+    with np.errstate(divide="ignore"):
+        others = np.log(straight(errors, slice(inner, None)))
+    return np.concatenate([logarithmic, others], -2)

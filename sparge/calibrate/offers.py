@@ -4,7 +4,7 @@
     offers = calibration.offers()                              # waits for the GPU
     choices = offers.freeze(mean_density=0.2)
     anew = offers.freeze(mean_density=0.2, drift=drift)        # some steps later
-    without_residual = offers.freeze(mean_density=0.2, dropping=True)
+    dropping_plainly = offers.freeze(mean_density=0.2, dropping=True)
 
 What does not change with the drift is worked out once.
 
@@ -67,8 +67,8 @@ class Offers:
     """(heads of measured layers,): what the error of each counts, mean 1."""
     kinds: budgets.Indices = field(repr=False)
     """(heads of measured layers, candidates): of each the place among `CandidateSet.kinds`."""
-    pools: NDArray[np.bool_] = field(repr=False)
-    """(candidates,): those with the residual."""
+    groups: NDArray[np.int64] = field(repr=False)
+    """(candidates,): of which group of `best_kinds`."""
     costs: budgets.Array = field(repr=False)
     """(candidates,)."""
     kept: budgets.Array = field(repr=False)
@@ -99,14 +99,18 @@ class Offers:
         densities = _densities(candidates)
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
         errors = curves.steady(errors[measured][:, :, in_some], np.asarray(samples)[measured])
-        errors = curves.between(errors, known, kept)
-        errors[..., kept >= 1, :] = 0  # rounding found some there, and would decide between walks
-        for layer, of_layer in zip(errors, of_layers, strict=True):
+        logs = curves.logs_between(errors, known, kept)
+        logs[
+            ..., kept >= 1, :
+        ] = -np.inf  # rounding found some there, and would decide between walks
+        for layer, of_layer in zip(logs, of_layers, strict=True):
             layer[:, np.isin(in_some, of_layer, invert=True)] = np.inf
         # Here rather than in each choice: a drift is of a head and walk, and leaves the best ones.
-        errors, best = best_kinds(errors, candidates.kinds)
+        logs, best = best_kinds(logs, candidates.kinds)
+        errors = np.exp(logs)
         shape = errors.shape[2:]
-        pools = np.arange(shape[-1]) > 0
+        groups = np.arange(shape[-1])
+        pools = groups == 2
         costs = kept[:, None] + np.where(pools & (kept[:, None] < 1), RESIDUAL_COST, 0)
         return cls(
             in_some,
@@ -117,7 +121,7 @@ class Offers:
             rounding[measured].ravel(),
             loudness(norms[measured]).ravel(),
             best.reshape(-1, best[0, 0].size),
-            np.broadcast_to(pools, shape).ravel(),
+            np.broadcast_to(groups, shape).ravel(),
             np.broadcast_to(costs, shape).ravel(),
             np.broadcast_to(kept[:, None], shape).ravel(),
         )
@@ -138,7 +142,7 @@ class Offers:
 
         drift: (layers, heads, walks) float64 on the CPU, how many times as large as measured the
         errors by dropping of each head have become since, in each of `walks`.
-        dropping: without the residual in any head; backgrounds are no residual.
+        dropping: plainly, in all heads.
 
         Raises:
             ValueError: not exactly one of the two is given.
@@ -200,7 +204,7 @@ class Offers:
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
         """The candidates of a kind of step."""
-        return np.flatnonzero(~self.pools) if dropping else np.arange(len(self.costs))
+        return np.flatnonzero(self.groups == 0 if dropping else self.groups > 0)
 
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:
@@ -210,7 +214,7 @@ class Offers:
 
     def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
         routers, heads = self.candidates.routers, np.arange(len(chosen))
-        shape = (len(self.walks), len(routers), len(self.densities), 1 + int(self.pools.any()))
+        shape = (len(self.walks), len(routers), len(self.densities), int(self.groups.max()) + 1)
         walk, router, density, _ = np.unravel_index(chosen, shape)
         gains, backgrounds = np.transpose([(x.gain, x.background) for x in self.candidates.kinds])
         kind = self.kinds[heads, chosen]

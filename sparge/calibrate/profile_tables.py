@@ -61,8 +61,8 @@ def checked_choices(
     pooling, dropping = (_checked(tensors, of_kind, floor) for of_kind in prefixes)
     if pooling.density.shape != dropping.density.shape:
         raise ProfileError(
-            f"The profile has {tuple(pooling.density.shape)} layers and heads for steps with the "
-            f"residual and {tuple(dropping.density.shape)} for those without it."
+            f"The profile has {tuple(pooling.density.shape)} layers and heads for its pooling "
+            f"steps and {tuple(dropping.density.shape)} for the dropping ones."
         )
     return Alternating(pooling, dropping)
 
@@ -93,6 +93,11 @@ def _checked(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices
                 f"{prefix + name} has shape {tuple(tensor.shape)} beside {tuple(shape)} of the "
                 "densities."
             )
+    if ((found["gain"] > 0) & (found["background"] > 0)).any():
+        raise ProfileError(
+            f"{prefix}gain and {prefix}background are both above 0 for some head; what is dropped "
+            "would count twice. Measure again."
+        )
     return HeadChoices(**found, floor=floor)
 
 

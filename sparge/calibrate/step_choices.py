@@ -133,9 +133,9 @@ class StepChoices:
     def visit(self, layer: int, step: int) -> int | None:
         """The number of the visit that a probe pays to a layer in a step, None where it pays none.
 
-        Two before a choice that goes by them, in two steps in a row: one with the residual and one
-        without it, which cut the tokens differently, too; other layers in other pairs of steps.
-        Else one, for the report.
+        Two before a choice that goes by them, in two steps in a row: one of each kind
+        (`Alternating`), which cut the tokens differently, too; other layers in other pairs of
+        steps. Else one, for the report.
         """
         following = self._next_choice()
         steps = following - self._chosen

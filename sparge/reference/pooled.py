@@ -94,6 +94,7 @@ def with_background(
     counted `background` ((H,) or one number) times 64 keys a block. Maxima stay those of the keys,
     and rows that met none stay empty."""
     count = torch.as_tensor(background, dtype=torch.float32, device=kept.device)
+    count = count.nan_to_num(0.0).clamp(min=0)
     if not count.any():
         return part
     filled = (operands.key_counts > 0)[:, None, None]

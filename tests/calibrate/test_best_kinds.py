@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of each cost the best kind, found one by one."""
+"""Of each group the best kind, found one by one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ SHAPE = (3, 2, 4)
 
 @pytest.mark.parametrize("gains", [(0.0,), (0.0, 0.5, 1.0)])
 @pytest.mark.parametrize("backgrounds", [(), (0.5, 4.0)])
-def test_each_cost_has_the_least_of_its_errors(gains, backgrounds) -> None:
+def test_each_group_has_the_least_of_its_errors(gains, backgrounds) -> None:
     kinds = CandidateSet(gains=gains, backgrounds=backgrounds).kinds
     errors = np.random.default_rng(1).random((*SHAPE, len(kinds)))
     least, best = best_kinds(errors, kinds)
-    assert least.shape == best.shape == (*SHAPE, 1 + (len(gains) > 1))
+    assert least.shape == best.shape == (*SHAPE, 2 + (len(gains) > 1))
     for place in np.ndindex(*SHAPE):
         own = errors[place]
-        for cost, pools in enumerate([False, True][: best.shape[-1]]):
-            of_cost = [i for i, kind in enumerate(kinds) if (kind.gain > 0) == pools]
-            assert best[place][cost] == min(of_cost, key=own.__getitem__)
-            assert least[place][cost] == own[best[place][cost]]
+        assert best[place][0] == 0 and least[place][0] == own[0]
+        for group, pools in enumerate([False, True][: best.shape[-1] - 1], start=1):
+            of_group = [i for i, kind in enumerate(kinds) if (kind.gain > 0) == pools]
+            assert best[place][group] == min(of_group, key=own.__getitem__)
+            assert least[place][group] == own[best[place][group]]
 
 
 def test_the_earlier_of_equal_ones_is_taken_and_what_is_not_finite_is_not() -> None:
@@ -39,5 +40,6 @@ def test_the_earlier_of_equal_ones_is_taken_and_what_is_not_finite_is_not() -> N
         ]
     )
     least, best = best_kinds(errors, kinds)
-    assert best.tolist() == [[0, 3], [2, 4], [1, 3], [0, 3]]
-    assert least.tolist() == [[0.3, 0.2], [0.3, 0.2], [0.1, 0.2], [inf, inf]]
+    assert best.tolist() == [[0, 0, 3], [0, 2, 4], [0, 1, 3], [0, 0, 3]]
+    expected = [[0.3, 0.3, 0.2], [inf, 0.3, 0.2], [0.3, 0.1, 0.2], [inf, inf, inf]]
+    assert least.tolist() == expected

@@ -32,10 +32,11 @@ GRID = TokenGrid(4, 8, 10, suffix=20)
 
 def of_kind(generator: torch.Generator) -> HeadChoices:
     shape = (3, 4)
+    pools = torch.rand(shape, generator=generator) > 0.5
     return HeadChoices(
         torch.rand(shape, generator=generator),
-        torch.rand(shape, generator=generator),
-        256 * torch.rand(shape, generator=generator),
+        pools * torch.rand(shape, generator=generator),
+        ~pools * 256 * torch.rand(shape, generator=generator),
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
         torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
         torch.rand(shape, generator=generator),
@@ -138,6 +139,10 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             "1.dropping.background holds a value that is not finite",
         ),
         (set_tensor("0.pooling.background", full(1, torch.float64)), "has type torch.float64"),
+        (
+            set_tensor("0.pooling.background", full(1)),
+            "0.pooling.gain and 0.pooling.background are both above 0",
+        ),
         (set_tensor("0.pooling.router", full(2, torch.int32)), "0.pooling.router goes from 2 to 2"),
         (
             set_tensor("0.pooling.router", full(1, torch.int64)),
@@ -221,8 +226,8 @@ def test_kinds_of_other_shapes_are_refused(
     save_file(tensors, path, {KEY: _metadata(path)})
     layers, heads = shape
     complaint = (
-        r"The profile has \(3, 4\) layers and heads for steps with the residual and "
-        rf"\({layers}, {heads}\) for those without it\."
+        r"The profile has \(3, 4\) layers and heads for its pooling steps and "
+        rf"\({layers}, {heads}\) for the dropping ones\."
     )
     with pytest.raises(ProfileError, match=complaint):
         Profile.load(path)

@@ -74,7 +74,8 @@ def test_four_launches_no_sync_no_copy(
     budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
     if budget is not None and ordered:
         walk = torch.tensor([0, 1, 2, 0], dtype=torch.int32, device="cuda")
-        budget = replace(budget, walk=walk)
+        background = torch.tensor([0.5, 0.0, 2.0, 8.0], device="cuda")
+        budget = replace(budget, walk=walk, background=background)
 
     def attend() -> object:
         return sparge.attention(
@@ -166,14 +167,22 @@ def test_head_groups_give_the_same_bits(
 ) -> None:
     q = draw(2, 6, 500, 64, generator=generator)
     k, v = (draw(2, 3, 500, 64, generator=generator) for _ in range(2))
-    whole, lse = sparge.attention(q, k, v, HALF, return_lse=True)
+    background = torch.tensor([0.0, 0.5, 2.0, 8.0, 0.25, 1.0], device="cuda")
+    plain = HeadBudget.uniform(6, 0.5, device="cuda")
+    budget = replace(plain, background=background, _tables={})
+    whole, lse = sparge.attention(q, k, v, HALF, budget=budget, return_lse=True)
+    assert not torch.equal(whole, sparge.attention(q, k, v, HALF, budget=plain))
+    launched.clear()
+    assert torch.equal(whole, sparge.attention(q, k, v, HALF, budget=budget))
     assert len(launched) == 4
     launched.clear()
     pipeline = importlib.import_module("sparge.attention")
     monkeypatch.setattr(pipeline, "MEMORY_SHARE", 0.2)
     monkeypatch.setattr(pipeline, "MEMORY_FLOOR", 0)
     stats = AttentionStats("cuda")
-    grouped, grouped_lse = sparge.attention(q, k, v, HALF, return_lse=True, stats=stats)
+    grouped, grouped_lse = sparge.attention(
+        q, k, v, HALF, budget=budget, return_lse=True, stats=stats
+    )
     assert len(launched) > 4
     assert torch.equal(whole, grouped) and torch.equal(lse, grouped_lse)
     assert stats.density == pytest.approx(sparge.make_plan(q, k, HALF).density())
