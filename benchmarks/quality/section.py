@@ -46,7 +46,7 @@ PARTS = (
         "relative L2 error",
         "Relative L2 error of an attention call, mean over the 6 heads of {layers} "
         "layers of DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens), over 8 "
-        "query blocks of each head; `ours auto` as in the steps with the residual, calibrated on 8 "
+        "query blocks of each head; `ours auto` as in the steps that pool, calibrated on 8 "
         "other query blocks of the same calls",
         3,
         "quality_rel_l2.png",

@@ -36,9 +36,8 @@ UNLIMITED = sys.maxsize
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
-#: waits: .03 s (Flux) to .08 s (Wan, CogVideoX-5B) on the host of an H200, 2.3 to 4.8e-5 a head,
-#: when all steps had the residual; for steps of both kinds 1.5 times as long (on a CPU).
-CHOOSING = 6e-5
+#: waits: .09 s (Flux) to .22 s (CogVideoX-5B) on the host of an H200, .7 to 1.1e-4 a head.
+CHOOSING = 1e-4
 
 
 @dataclass(frozen=True)
