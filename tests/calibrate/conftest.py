@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparge.calibrate import Profile
+from tests.calibrate import profiles
 from tests.calibrate.begun import GRID
 
 
@@ -18,3 +20,8 @@ def qkv(make_qkv) -> tuple[Tensor, Tensor, Tensor]:
     k = k + 2 * torch.sin(drift + torch.arange(16))
     q = q * torch.tensor([0.5, 1.0, 2.0])[:, None, None]
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+@pytest.fixture
+def profile(generator: torch.Generator) -> Profile:
+    return profiles.drawn(generator)

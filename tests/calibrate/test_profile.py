@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from sparge import TokenGrid
 from sparge.calibrate import (
-    Alternating,
     Fingerprint,
     Fit,
-    HeadChoices,
     Profile,
     ProfileError,
     Table,
     profile_path,
 )
-
-KEY = "sparge_profile"
-GRID = TokenGrid(4, 8, 10, suffix=20)
-
-
-def of_kind(generator: torch.Generator) -> HeadChoices:
-    shape = (3, 4)
-    pools = torch.rand(shape, generator=generator) > 0.5
-    return HeadChoices(
-        torch.rand(shape, generator=generator),
-        pools * torch.rand(shape, generator=generator),
-        ~pools * 256 * torch.rand(shape, generator=generator),
-        torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
-        torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
-        torch.rand(shape, generator=generator),
-        2 * torch.rand(shape, generator=generator),
-        torch.tensor([True, False, True]),
-        floor=2,
-    )
-
-
-def choices(generator: torch.Generator) -> Alternating:
-    return Alternating(of_kind(generator), of_kind(generator))
-
-
-def same_bits(found: HeadChoices, expected: HeadChoices) -> bool:
-    """Tells nothing of NaN, which no profile has."""
-    for part in fields(HeadChoices):
-        value, before = (getattr(x, part.name) for x in (found, expected))
-        same = value == before if part.name == "floor" else torch.equal(value, before)
-        if not same or (part.name != "floor" and value.dtype != before.dtype):
-            return False
-    return True
-
-
-@pytest.fixture
-def profile(generator: torch.Generator) -> Profile:
-    model = Fingerprint.of("WanModel", {"norm.q": torch.randn(200, generator=generator)})
-    tables = {
-        Table("cond", 18444): choices(generator),
-        Table("uncond", GRID.tokens, GRID): choices(generator),
-    }
-    notes = {"sampler": "euler, 20 Schritte, schön"}
-    return Profile(model, tables, "budget", 0.2, "2026-11-21T19:00:00Z", notes)
+from tests.calibrate.profiles import GRID, KEY, choices, metadata_of, same_bits
 
 
 def test_round_trip(profile: Profile, tmp_path: Path) -> None:
@@ -205,7 +160,7 @@ def test_what_is_not_as_it_must_be_is_refused(
     path = profile_path(tmp_path, "a")
     profile.save(path)
     tensors = load_file(path)
-    header = json.loads(_metadata(path))
+    header = json.loads(metadata_of(path))
     change(tensors, header)
     save_file(tensors, path, {KEY: json.dumps(header)})
     with pytest.raises(ProfileError, match=complaint):
@@ -223,7 +178,7 @@ def test_kinds_of_other_shapes_are_refused(
     for name in [name for name in tensors if name.startswith("1.dropping.")]:
         sizes = shape[: tensors[name].dim()]
         tensors[name] = torch.zeros(sizes, dtype=tensors[name].dtype)
-    save_file(tensors, path, {KEY: _metadata(path)})
+    save_file(tensors, path, {KEY: metadata_of(path)})
     layers, heads = shape
     complaint = (
         r"The profile has \(3, 4\) layers and heads for its pooling steps and "
@@ -231,81 +186,6 @@ def test_kinds_of_other_shapes_are_refused(
     )
     with pytest.raises(ProfileError, match=complaint):
         Profile.load(path)
-
-
-def save_as_version(version: int, profile: Profile, path: Path) -> None:
-    """Nothing of backgrounds; before version 3 one set of choices for all steps, those of steps
-    that pool, and nothing of loudness."""
-    profile.save(path)
-    old = {x: tensor for x, tensor in load_file(path).items() if not x.endswith(".background")}
-    if version < 3:
-        old = {
-            name.replace(".pooling.", "."): tensor
-            for name, tensor in old.items()
-            if ".dropping." not in name and not name.endswith(".loudness")
-        }
-    header = json.loads(_metadata(path)) | {"version": version}
-    for table in header["tables"] if version == 1 else ():
-        del table["grid"]
-    save_file(old, path, {KEY: json.dumps(header)})
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_choices_of_earlier_versions_are_for_both_kinds(
-    profile: Profile, tmp_path: Path, version: int
-) -> None:
-    path = profile_path(tmp_path, "a")
-    save_as_version(version, profile, path)
-    found = Profile.load(path)
-    assert len(found.choices) == len(profile.choices)
-    for again, before in zip(found.choices.values(), profile.choices.values(), strict=True):
-        expected = replace(before.pooling, loudness=torch.ones(3, 4), background=torch.zeros(3, 4))
-        assert bool(expected.gain.any()), "the residual in all steps, as it was"
-        for step in range(4):
-            assert same_bits(again.in_turn(step), expected)
-    found.save(path)
-    assert json.loads(_metadata(path))["version"] == 4
-    for before, again in zip(
-        found.choices.values(), Profile.load(path).choices.values(), strict=True
-    ):
-        assert same_bits(before.dropping, again.dropping)
-
-
-def test_files_of_version_3_have_no_background(profile: Profile, tmp_path: Path) -> None:
-    path = profile_path(tmp_path, "a")
-    save_as_version(3, profile, path)
-    found = Profile.load(path)
-    for table, before in profile.choices.items():
-        for step in range(2):
-            kind = before.in_turn(step)
-            expected = replace(kind, background=torch.zeros_like(kind.background))
-            assert same_bits(found.choices[table].in_turn(step), expected)
-    tensors = load_file(path)
-    del tensors["1.dropping.density"]
-    save_file(tensors, path, {KEY: _metadata(path)})
-    with pytest.raises(ProfileError, match=r"no tensor 1\.dropping\.density"):
-        Profile.load(path)
-
-
-@pytest.mark.parametrize("missing", ["density", "gain", "measured"])
-def test_earlier_versions_are_checked_too(profile: Profile, tmp_path: Path, missing: str) -> None:
-    path = profile_path(tmp_path, "a")
-    save_as_version(2, profile, path)
-    tensors = load_file(path)
-    del tensors[f"0.{missing}"]
-    save_file(tensors, path, {KEY: _metadata(path)})
-    with pytest.raises(ProfileError, match=f"no tensor 0.{missing}"):
-        Profile.load(path)
-
-
-def test_files_of_version_1_are_read(profile: Profile, tmp_path: Path) -> None:
-    path = profile_path(tmp_path, "a")
-    save_as_version(1, profile, path)
-    found = Profile.load(path)
-    assert list(found.choices) == [Table("cond", 18444), Table("uncond", 340)]
-    for layers, tokens, fits in ((3, 340, True), (3, 341, False), (2, 340, False)):
-        grid = replace(GRID, suffix=tokens - 320)
-        assert (found.nearest(Table("uncond", tokens, grid), layers, 4) is not None) == fits
 
 
 def table(grid: TokenGrid) -> Table:
@@ -356,11 +236,6 @@ def test_only_choices_of_one_walk_fit_tokens_without_a_grid(of_texts: Profile) -
     found = of_texts.nearest(wanted, 3, 4)
     assert found is not None and found[0] == table(GRID)
     assert of_texts.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None
-
-
-def _metadata(path: Path) -> str:
-    data = path.read_bytes()
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][KEY]
 
 
 def test_other_files_are_refused(profile: Profile, tmp_path: Path) -> None:

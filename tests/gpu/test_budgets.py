@@ -21,7 +21,7 @@ from sparge import (
     route_shared,
 )
 from sparge import attention as public_attention
-from sparge.attention import _quantize, _route, _run
+from sparge.attention import _quantize, _route
 from sparge.call import Call, make_call
 from sparge.kernels import Element
 from sparge.metrics import rel_l2
@@ -386,61 +386,6 @@ def test_a_head_without_gain_computes_what_plain_dropping_does(generator: torch.
     pooled = public_attention(q, k, v, SparsePolicy(topk=0.3), budget=mixed)
     assert torch.equal(plain[:, 0], pooled[:, 0])
     assert not torch.equal(plain[:, 1], pooled[:, 1])
-
-
-@pytest.mark.parametrize(
-    "kernels", [k for k in KERNELS if k.element.name.startswith("INT8")], ids=lambda k: k.id
-)
-def test_a_background_stays_finite_where_what_is_kept_lies_far_below_it(
-    kernels: Kernels, generator: torch.Generator, force: Callable[[Kernels], None]
-) -> None:
-    """All that is kept weighs nothing beside it: rows are the mean value."""
-    force(kernels)
-    q, k, v = make_qkv(Case("far below", heads=1, kv_heads=1, queries=640, keys=640), generator)
-    q, k = q.abs() + 1, torch.zeros_like(k)
-    k[:, :, :64] = -200.0
-    policy = with_element(PLAIN, kernels.element)
-    mask = torch.zeros(1, 1, 5, 10, dtype=torch.bool, device="cuda")
-    mask[..., 0] = True
-    far = public_attention(q, k, v, policy, block_mask=mask, return_lse=True)
-    assert torch.isfinite(far[1]).all() and (far[1] < -1000).all()
-    call = make_call(q, k, v, policy, "HND", False, 1.0, None, mask, None, None, None)
-    table = HeadBudget(
-        torch.ones(1, device="cuda"),
-        torch.zeros(1, device="cuda"),
-        torch.zeros(1, dtype=torch.int32, device="cuda"),
-        background=torch.ones(1, device="cuda"),
-    ).table(policy)
-    out, lse = torch.full_like(q, float("nan")), torch.full((1, 1, 640), 0.0, device="cuda")
-    _run(replace(call, thresholds=table), out, lse, None)
-    assert torch.isfinite(lse).all()
-    mean = v.float().mean(2, keepdim=True).expand_as(out)
-    assert torch.allclose(out.float(), mean, atol=2e-2)
-
-
-def test_only_heads_with_a_background_and_blocks_that_drop_change(
-    generator: torch.Generator,
-) -> None:
-    grid = TokenGrid(6, 16, 16, prefix=80)
-    q, k, v = make_qkv(
-        Case("background", heads=2, queries=grid.tokens, keys=grid.tokens), generator
-    )
-    plain = HeadBudget.uniform(2, 0.3, device="cuda")
-    off, one = (torch.tensor([0.0, x], device="cuda") for x in (0.0, 1.5))
-    without, none, some = (
-        public_attention(
-            q,
-            k,
-            v,
-            budget=replace(plain, background=background, _tables={}),
-            order=cube_order(grid),
-        )
-        for background in (None, off, one)
-    )
-    assert torch.equal(without, none)
-    assert torch.equal(without[:, 0], some[:, 0])
-    assert torch.equal(without[:, 1, :80], some[:, 1, :80]), "text drops nothing"
-    assert (without[:, 1, 128:] != some[:, 1, 128:]).any(-1).all()
 
 
 def test_densities_set_in_place_count_in_the_next_call(generator: torch.Generator) -> None:
