@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -60,7 +61,15 @@ def summary(result: RunResult) -> str:
 
 def details(result: RunResult) -> str:
     """The line, and below it what was measured of each layer."""
-    return "\n".join([summary(result), *_asked(result), *_layers(result)])
+    return "\n".join([summary(result), *_asked(result), *_steps(result), *_layers(result)])
+
+
+def _steps(result: RunResult) -> Iterator[str]:
+    """Means over the layers that ran in a step; 100 % where all were dense, - where none ran."""
+    if result.by_step.numel():
+        means = result.by_step.nanmean(0).tolist()
+        shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in means)
+        yield f"Density by step, %: {' '.join(shares)}."
 
 
 def _asked(result: RunResult) -> Iterator[str]:

@@ -86,7 +86,7 @@ class Offers:
         walks: Sequence[range],
     ) -> Offers:
         """As in `Calibration`: its relative errors, its rounding, its norms, and of each layer its
-        samples and the walks that they measured.
+        samples and the walks that they measured: all that there are errors of, or the first.
 
         Raises:
             ValueError: no layer was sampled and gave finite errors.
@@ -98,7 +98,9 @@ class Offers:
         in_some = sorted(set().union(*of_layers))
         densities = _densities(candidates)
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
-        errors = curves.steady(errors[measured][:, :, in_some], np.asarray(samples)[measured])
+        errors = curves.steady(
+            errors[measured][:, :, : len(in_some)], np.asarray(samples)[measured]
+        )
         logs = curves.logs_between(errors, known, kept)
         logs[
             ..., kept >= 1, :

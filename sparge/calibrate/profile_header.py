@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from ..plan.blocks import KEY_BLOCK, block_count
 from ..plan.grid import TokenGrid
 from .profile_error import ProfileError
 
@@ -125,6 +126,11 @@ def _check(content: Any) -> None:
         _check_keys("table", row, TABLE_KEYS[content["version"]])
         if row["tokens"] < 1 or row["floor"] < 1:
             raise ProfileError(f"A table of the profile has {row}: counts start from 1.")
+        if row["floor"] > block_count(row["tokens"], KEY_BLOCK):
+            raise ProfileError(
+                f"A table of the profile has {row}: its floor is more key blocks than its tokens "
+                "fill. Measure again."
+            )
     tables = [_table(row) for row in content["tables"]]
     if not tables or len(set(tables)) < len(tables):
         raise ProfileError("The profile has no table, or two for the same tokens and grid.")

@@ -150,6 +150,8 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_header("tables", []), "no table"),
         (set_header("tables", [{"conditioning": "c", "tokens": 5}]), "table has"),
         (set_header("tables", [row(0)]), "from 1"),
+        (set_header("tables", [row(5) | {"floor": 2}]), "its floor is more key blocks"),
+        (set_header("tables", [row(5) | {"floor": 10**30}]), "its floor is more key blocks"),
         (set_header("tables", [row(5)] * 2), "two for"),
         (lambda tensors, header: header["tables"].append(row(5)), "no tensor 2.pooling.density"),
     ],

@@ -77,6 +77,7 @@ def test_measured_heads_are_told(measured, report):
     assert "predicted error 0.039; probed error 0.096" in line
     details = report.details(measured).splitlines()
     assert details[0] == line
+    assert details[4] == "Density by step, %: 100 50 50."
     assert details[1:4] == [
         "Asked for a mean error of 0.06.",
         "25 % of 4 heads use the residual, 50 % the background, in every second step.",

@@ -99,7 +99,7 @@ def test_heads_are_measured_again_within_the_same_share(
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_measuring_pays_where_sparse_steps_save_as_much(calls: int) -> None:
-    heads, samples, saved = 1000, 100, 1e-3
+    heads, samples, saved = 1000, 100, 1.3e-3
     cost = samples * RATES.seconds(ROWS, 1, calls) + heads * CHOOSING
     steps = cost / (samples * saved)
     run = partial(pays, RATES, ROWS, heads=heads, samples=samples, calls=calls)
