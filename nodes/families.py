@@ -22,6 +22,11 @@ UNKNOWN_MODEL = (
     "the pack does not know this model: text among its tokens is not kept exact, and tokens stay "
     "in the order they come"
 )
+#: Said of sparse calls of a known model whose tokens are not those of its clip.
+UNKNOWN_TOKENS = (
+    "some calls have other tokens than the clip and its text (an image of another size?): those "
+    "stay in the order they come, which errs more"
+)
 
 
 class TextPosition(enum.Enum):

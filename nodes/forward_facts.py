@@ -17,7 +17,7 @@ from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
-from .families import UNKNOWN_MODEL, LayerCounter, TokenLayout, token_layout
+from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, LayerCounter, TokenLayout, token_layout
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
 from .pv_filter import fitted
@@ -174,12 +174,16 @@ class Forward:
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
             fits = self.order is not None and self.order.tokens == tokens
-            out = call.sparse(policy, stats, self.order if fits else None)
+            order = self.order if fits else None
+            out = call.sparse(policy, stats, order)
         else:
-            out = call.sparse(policy, stats, plan.order, plan.budget)
+            order = plan.order
+            out = call.sparse(policy, stats, order, plan.budget)
             self.heads.probe(plan, row, call, out)
         if self.layout.text is None:
             self.run.note(UNKNOWN_MODEL)
+        elif order is None:
+            self.run.note(UNKNOWN_TOKENS)
         self.run.tally.add_sparse(
             tokens, filter_left_out=self.run.asked.pv_filter and not policy.pv_filter
         )

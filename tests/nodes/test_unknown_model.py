@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model without a row in FAMILIES runs sparse, and the run says what it lacks."""
+"""A model without a row in FAMILIES, or one with other tokens than its clip's, runs sparse, and the
+run says what it lacks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-TOKENS, HEADS = 256, 2
+TOKENS, HEADS = 128, 2  # of the session's latent in Wan's patches
 
 
 class WanModel(torch.nn.LayerNorm):
@@ -21,11 +22,11 @@ class Novelty(torch.nn.LayerNorm):
 
 @pytest.fixture
 def notes_of(load_pack, reference_allowed, patcher, session, generator, runs):
-    """notes_of(model, **widgets): sparse calls, of two, and the remarks of the run."""
+    """notes_of(model, tokens, **widgets): sparse calls, of two, and the remarks of the run."""
     execute = load_pack("nodes.sparge_attention").SpargeAttention.execute
-    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
 
-    def run(model, **widgets):
+    def run(model, tokens=TOKENS, **widgets):
+        q = torch.randn(1, tokens, HEADS * 64, generator=generator)
         patcher.model.diffusion_model = model
         patched = execute(patcher, **({"min_tokens": TOKENS} | widgets))[0]
         session(patched).sample(lambda attend: attend(q, q, q, HEADS), [0.7, 0.6])
@@ -39,6 +40,11 @@ def test_it_is_told(load_pack, notes_of):
     unknown = load_pack("nodes.families").UNKNOWN_MODEL
     assert notes_of(Novelty(8)) == (2, [unknown])
     assert "text" in unknown and "order" in unknown
+
+
+def test_tokens_that_are_not_the_clips_are_told(load_pack, notes_of):
+    told = load_pack("nodes.families").UNKNOWN_TOKENS
+    assert notes_of(WanModel(8), TOKENS + 64) == (2, [told])
 
 
 def test_nothing_is_told_of_a_known_model_or_a_dense_run(notes_of):
