@@ -87,8 +87,8 @@ PARTS = (
         "dit of seed 3 at 1,144 steps clips ",
         "psnr",
         "PSNR, dB",
-        "Of the fourth after 1,144 steps, when the GPU had more to do beside: hardly trained, its "
-        "clips change less, and twice the density helps drop more than measuring does",
+        "And of a fifth, trained like the fourth while the GPU had more to do beside (1,144 "
+        "steps): on it twice the density helps drop more than measuring does",
         1,
     ),
 )

@@ -7,6 +7,7 @@ dropping is there by itself, too: for steps in which nothing else is allowed.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,16 @@ from .candidates import Kind
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
+
+
+class Group(enum.IntEnum):
+    """Places along the last axis of `best_kinds`."""
+
+    PLAIN = 0
+    FREE = 1
+    """Plain dropping or a background."""
+    POOLED = 2
+    """Missing where there is no gain above 0."""
 
 
 def best_kinds(errors: Array, kinds: Sequence[Kind]) -> tuple[Array, Indices]:

@@ -29,7 +29,8 @@ from .sampled_rows import SampledBlocks, SampledRows
 from .scoring import Distances
 
 #: Bytes that a sample may take, of the 100 MB that calibration may: the sums of all layers, twice
-#: where heads are measured again, are 12 MB for the largest models.
+#: where heads are measured again, are 12 MB for the largest models, and 18 for Mochi, whose prompts
+#: have their own.
 _SAMPLE_BYTES = 85_000_000
 
 

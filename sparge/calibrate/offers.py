@@ -35,7 +35,7 @@ from torch import Tensor
 from ..plan.budget import Router
 from . import budgets, curves
 from .alternating import KINDS, Alternating
-from .best_kinds import best_kinds
+from .best_kinds import Group, best_kinds
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fall import step_means
@@ -68,7 +68,7 @@ class Offers:
     kinds: budgets.Indices = field(repr=False)
     """(heads of measured layers, candidates): of each the place among `CandidateSet.kinds`."""
     groups: NDArray[np.int64] = field(repr=False)
-    """(candidates,): of which group of `best_kinds`."""
+    """(candidates,): `Group` of each."""
     costs: budgets.Array = field(repr=False)
     """(candidates,)."""
     kept: budgets.Array = field(repr=False)
@@ -98,13 +98,11 @@ class Offers:
         in_some = sorted(set().union(*of_layers))
         densities = _densities(candidates)
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
-        errors = curves.steady(
-            errors[measured][:, :, : len(in_some)], np.asarray(samples)[measured]
-        )
-        logs = curves.logs_between(errors, known, kept)
-        logs[
-            ..., kept >= 1, :
-        ] = -np.inf  # rounding found some there, and would decide between walks
+        of_walks = errors[measured][:, :, : len(in_some)]
+        steady = curves.steady(of_walks, np.asarray(samples)[measured])
+        logs = curves.logs_between(steady, known, kept)
+        everything = kept >= 1  # rounding found errors there, and would decide between walks
+        logs[..., everything, :] = -np.inf
         for layer, of_layer in zip(logs, of_layers, strict=True):
             layer[:, np.isin(in_some, of_layer, invert=True)] = np.inf
         # Here rather than in each choice: a drift is of a head and walk, and leaves the best ones.
@@ -112,8 +110,8 @@ class Offers:
         errors = np.exp(logs)
         shape = errors.shape[2:]
         groups = np.arange(shape[-1])
-        pools = groups == 2
-        costs = kept[:, None] + np.where(pools & (kept[:, None] < 1), RESIDUAL_COST, 0)
+        pools = (groups == Group.POOLED) & ~everything[:, None]
+        costs = kept[:, None] + np.where(pools, RESIDUAL_COST, 0)
         return cls(
             in_some,
             densities,
@@ -206,7 +204,8 @@ class Offers:
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
         """The candidates of a kind of step."""
-        return np.flatnonzero(self.groups == 0 if dropping else self.groups > 0)
+        plain = self.groups == Group.PLAIN
+        return np.flatnonzero(plain if dropping else ~plain)
 
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:

@@ -37,8 +37,9 @@ class HeadBudget:
     background: (heads,) float32 >= 0: how often the background term counts the keys that a query
         block drops; None: no head has one. That term is a single pseudo-key, the mean key with the
         mean value of all keys. It takes no time, and keeps what is dropped from leaving its weight
-        to what is kept: a third to half of plain dropping's error is left (small DiT, 10 %). With
-        8-bit operands and `smooth_k`, not causal: the mean would tell of later keys.
+        to what is kept: of plain dropping's error 44 to 57 % are left (three small DiTs, 10 % in
+        every head, the best value for each, 3,672 tokens, emulated). With 8-bit operands and
+        `smooth_k`, not causal: the mean would tell of later keys.
     floor: ranked key blocks that every query block keeps, whatever its density.
     pools: whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither.
     walk: (heads,) int32, index of the walk of the call's order that each head takes, the last where

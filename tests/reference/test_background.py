@@ -51,16 +51,9 @@ def make_case(make_qkv, case: Case, element: Element):
 def test_it_is_one_mean_key_for_all_that_is_dropped(make_qkv, case: Case) -> None:
     order, lengths = case
     (q, k, v), _, choice = make_case(make_qkv, case, Element.INT8_FP16)
+    options: dict[str, Any] = {"order": order, "scale": 0.25, "key_lengths": lengths}
     found, lse = exact_pooled_attention(
-        q,
-        k,
-        v,
-        choice.kept,
-        background=BACKGROUND,
-        order=order,
-        scale=0.25,
-        key_lengths=lengths,
-        dtype=torch.float64,
+        q, k, v, choice.kept, background=BACKGROUND, dtype=torch.float64, **options
     )
     rows_of, keys_of = (blocks_of(order, GRID.tokens, size) for size in (128, 64))
     for b in range(2):
