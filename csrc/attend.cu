@@ -70,8 +70,9 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     add_values(out, probabilities, pipeline.values());
   }
 
-  softmax.finish(smem.background);
+  softmax.finish(smem.mean_terms.background);
   store_facts(p, work, smem, softmax);
+  if constexpr (is_quantized(kElement)) softmax.spread(smem.mean_terms.inverse_contrast);
   store_output(p, work, out, softmax);
   const i32 thread = ptx::thread_index();
   if (kPvFilter && p.counters && thread % kRowGroupThreads == 0)

@@ -29,6 +29,7 @@ struct HeadThresholds {
   float log2_gain;        // of pooled terms; minus infinity: plain dropping
   float router;           // above 0: rank by the error that pooling a block makes
   float log2_background;  // of what a query block drops (attend/background.cuh); minus infinity: none
+  float contrast;         // of what a query block gives that drops something (attend/background.cuh); 1: none
 };
 
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
@@ -203,7 +204,7 @@ struct ScoreParams {
   const float* v_mean;
   const i32* key_counts;
   const u32* kept;    // (batch, heads, routers, densities - 1, blocks, map words): what each density but the last keeps
-  float* found;       // (routers, 6 densities - 2, batch, heads, rows): rows contiguous
+  float* found;       // (routers, 7 densities - 3, batch, heads, rows): rows contiguous
   i64 router_stride;  // of `found`
   i64 field_stride;
   i64 batch_stride;

@@ -44,7 +44,7 @@ class MeasuredShape:
     one_walk: bool = False
     """As in `HeadTable`."""
     rests: bool = True
-    """Every second step drops plainly; not by a profile of an earlier version."""
+    """Every second step is without the residual; not by profiles of the first versions."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -66,7 +66,7 @@ class MeasuredShape:
             *of_layers,
             walks=walks,
             one_walk=table.one_walk,
-            rests=not (dropping.gain.any() or dropping.background.any()),
+            rests=not dropping.gain.any(),
         )
 
 

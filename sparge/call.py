@@ -172,10 +172,8 @@ def _check_order_and_budget(
             "The budget says which walk of a token order each head takes, and no order is given: "
             "give order=grid_order(grid), or a budget without walk."
         )
-    if budget is not None and budget.background is not None:
-        reason = _no_background(policy, is_causal)
-        if reason:
-            raise Unsupported(f"The budget has background terms, {reason}: leave background out.")
+    if budget is not None:
+        _check_mean_terms(policy, budget, is_causal)
     if budget is not None and (budget.heads != q.shape[1] or budget.device != q.device):
         raise ValueError(
             f"The budget is for {budget.heads} heads on {budget.device}, q has {q.shape[1]} heads "
@@ -183,12 +181,16 @@ def _check_order_and_budget(
         )
 
 
-def _no_background(policy: SparsePolicy, is_causal: bool) -> str:
-    """Why such a call cannot have the background term; empty where it can."""
-    if is_causal:
-        return "whose mean value would tell causal attention of later keys"
-    if policy.precision is Precision.SIXTEEN_BIT:
-        return "which 16-bit operands do not know, as they are not taken around a mean"
-    if not policy.smooth_k:
-        return "which stand at the mean key, and smooth_k is False"
-    return ""
+def _check_mean_terms(policy: SparsePolicy, budget: HeadBudget, is_causal: bool) -> None:
+    for name in ("background", "contrast"):
+        if getattr(budget, name) is None:
+            continue
+        if is_causal:
+            reason = "its mean value would tell causal attention of later keys"
+        elif policy.precision is Precision.SIXTEEN_BIT:
+            reason = "16-bit operands do not know it, as they are not taken around a mean"
+        elif name == "background" and not policy.smooth_k:
+            reason = "it stands at the mean key, and smooth_k is False"
+        else:
+            continue
+        raise Unsupported(f"The budget has a {name}, but {reason}: leave {name} out.")

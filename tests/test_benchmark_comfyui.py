@@ -26,7 +26,8 @@ def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> H
     shape = (layers, heads)
     router = torch.arange(layers * heads).view(shape).int() % 2 * Router.ERROR
     density, none = torch.full(shape, 0.2), torch.zeros(shape)
-    return HeadChoices(density, none, none + 4, router, router % 2, density / 2, none + 1, measured)
+    kinds = (none, none + 4, none + 1, router, router % 2)
+    return HeadChoices(density, *kinds, density / 2, none + 1, measured)
 
 
 def profile(found: Alternating) -> Profile:

@@ -18,7 +18,7 @@ from sparge.policy import SparsePolicy
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed
 from sparge.reference.partial import Partial
-from sparge.reference.pooled import attend_packed
+from sparge.reference.pooled import attend_packed, with_contrast
 from sparge.reference.route import route
 
 ELEMENT = Element.INT8_E4M3  # what the native kernels of Ada, Hopper and Blackwell compute in
@@ -112,7 +112,10 @@ def attend(
         part = Partial(attended.unnormalised, attended.row_max, attended.row_sum)
     if mode.centroid:
         part = part.plus(centroids(packed, valid & ~kept, scale=scale))
-    return part.output(), choice
+    out = part.output()
+    if budget.contrast is not None:
+        out = with_contrast(out, part.row_sum, packed.operands, kept, budget.contrast)
+    return out, choice
 
 
 def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> Choice:

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The background term: one pseudo-key for all key blocks that a query block drops. It is the mean key, which quantize takes
-// from all keys, so that its logit is 0 in every row, and it has the mean value. So it changes nothing but row sums: of the
-// keys v_mean is a part already (store.cuh). A head counts it log2_background times (log2) as often as there are keys in the
-// dropped blocks; a query block that drops none has no background.
+// What the mean value of all keys makes up for, in query blocks that drop key blocks.
+//
+// Background  One pseudo-key for all key blocks that a query block drops. It is the mean key, which quantize takes from all
+//             keys, so that its logit is 0 in every row, and it has the mean value. So it changes nothing but row sums: of the
+//             keys v_mean is a part already (store.cuh). A head counts it log2_background times (log2) as often as there are
+//             keys in the dropped blocks.
+// Contrast    The output's distance from the mean value times a factor. Pooled terms draw outputs towards it, dropping draws
+//             them apart; the factor puts right how far they lie from it.
 #pragma once
 
 #include "../common/reduce.cuh"
@@ -23,17 +27,28 @@ SPARGE_DEVICE i32 end_of_keys(const AttendParams& p, const Work& work) {
   return end;
 }
 
-// Log2 of the mass of the term, minus infinity where there is none. All lanes of a warp.
-SPARGE_DEVICE float background_of(const AttendParams& p, const Work& work) {
-  const float per_key = p.thresholds ? p.thresholds[work.head].log2_background : kMinusInfinity;
-  if (!(per_key > kMinusInfinity)) return kMinusInfinity;  // nor where it is no number
+struct MeanTerms {
+  float background;  // log2 of the mass of the term, minus infinity where there is none
+  float inverse_contrast;
+};
+
+// All lanes of a warp.
+SPARGE_DEVICE MeanTerms mean_terms(const AttendParams& p, const Work& work) {
+  MeanTerms terms = {kMinusInfinity, 1.0f};
+  if (!p.thresholds) return terms;
+  const float per_key = p.thresholds[work.head].log2_background, contrast = p.thresholds[work.head].contrast;
+  const bool has_background = per_key > kMinusInfinity;  // nor where it is no number
+  if (!has_background && contrast == 1.0f) return terms;
   const i32 words = p.problem.map_words(), end = end_of_keys(p, work);
   const u32* map = p.block_map + work.map_row(p.problem) * words;
   u32 dropped = 0;
 #pragma unroll 1
   for (i32 word = threadIdx.x % kWarpSize; word < words; word += kWarpSize) dropped += __popc(open_blocks(map[word], word, end));
   dropped = warp_sum(dropped);
-  return dropped ? per_key + log2f(static_cast<float>(dropped * kKeyBlock)) : kMinusInfinity;
+  if (dropped == 0) return terms;
+  if (has_background) terms.background = per_key + log2f(static_cast<float>(dropped * kKeyBlock));
+  terms.inverse_contrast = p.partial_out ? 1.0f : 1.0f / contrast;  // parts of an output have none
+  return terms;
 }
 
 // As often as the largest key of a row the term counts at most, log2: what is kept is nothing beside it then, and sums are finite.

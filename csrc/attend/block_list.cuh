@@ -37,8 +37,8 @@ SPARGE_DEVICE void load_list(u32* list, Smem& smem, const AttendParams& p) {
     if (lane == 0) list[words + word] = tiles;
   }
   if (is_quantized(kElement) && threadIdx.x < kWarpSize) {
-    const float background = background_of(p, work);
-    if (lane == 0) smem.background = background;
+    const MeanTerms terms = mean_terms(p, work);
+    if (lane == 0) smem.mean_terms = terms;
   }
   if (threadIdx.x == 0) {
     list[words + tile_words] = kEndOfList;

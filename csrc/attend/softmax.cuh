@@ -120,6 +120,14 @@ struct Softmax {
             is_quantized(kElement) ? with_background(of_keys, max[m][half][threadIdx.x], background) : of_keys;
       }
   }
+
+  // Outputs then lie `contrast` times as far from the mean value. Here, because `store_output` has no register to spare.
+  SPARGE_DEVICE void spread(float inverse_contrast) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] *= inverse_contrast;
+  }
 };
 
 // Sums with a tile of pseudo-keys, half row by half row: the main loop has no register to spare.

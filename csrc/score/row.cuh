@@ -125,9 +125,9 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
     norm += truth.x[i] * truth.x[i];
     background_far += o * o;
   }
-  store(p.densities + 5 * pooling, lane_sum<1, kWarpSize>(norm));
-  store(p.densities + 5 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
-  store(p.densities + 5 * pooling + 2, lane_sum<1, kWarpSize>(background_far));
+  store(p.densities + 6 * pooling, lane_sum<1, kWarpSize>(norm));
+  store(p.densities + 6 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
+  store(p.densities + 6 * pooling + 2, lane_sum<1, kWarpSize>(background_far));
 
   const Pieces pieces(p, row.own_exact);
   Sums kept;
@@ -144,7 +144,7 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
     const float of_kept = kept.inverse(), pooled_sum = pools ? masses.sum[index][density] : 0.0f;
     const float of_pooled = 1.0f / fmaxf(pooled_sum, kLeastSum), share = pooled_sum > 0.0f ? 1.0f : 0.0f;
     const float* pooled = shared.pooled_row(p, pools ? density : 0, index);
-    float near = 0.0f, between = 0.0f, far = 0.0f, background_between = 0.0f;
+    float near = 0.0f, between = 0.0f, far = 0.0f, background_between = 0.0f, background_pooled = 0.0f;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const float e = kept.values.x[i] * of_kept - truth.x[i];
@@ -153,9 +153,11 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
       between += e * o;
       far += o * o;
       background_between += e * (mean.x[i] - truth.x[i]);
+      background_pooled += o * (mean.x[i] - truth.x[i]);
     }
     near = lane_sum<1, kWarpSize>(near), between = lane_sum<1, kWarpSize>(between), far = lane_sum<1, kWarpSize>(far);
     background_between = lane_sum<1, kWarpSize>(background_between);
+    background_pooled = lane_sum<1, kWarpSize>(background_pooled);
     store(density, near);
     if (pools) {
       store(p.densities + density, between);
@@ -165,6 +167,7 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
       store(p.densities + 3 * pooling + density, background_between);
       const float background_log = log2f(static_cast<float>(kKeyBlock * buckets.dropped[density]));
       store(p.densities + 4 * pooling + density, kept.sum > 0.0f ? (kept_log - background_log) * kLn2 : -kMinusInfinity);
+      store(p.densities + 5 * pooling + density, background_pooled);
     }
     ++density;
   }

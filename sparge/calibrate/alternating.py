@@ -40,12 +40,12 @@ from dataclasses import dataclass
 
 from .choices import HeadChoices
 
-KINDS = (False, True)  # whether a step drops all that it does not keep: the order of the fields
+KINDS = (False, True)  # whether a step is one without the residual: the order of the fields
 
 
 @dataclass(frozen=True, eq=False)
 class Alternating:
-    """What heads get in either kind of step; in dropping ones neither residual nor background."""
+    """What heads get in either kind of step; in dropping ones no residual."""
 
     pooling: HeadChoices
     dropping: HeadChoices

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands best for dropped blocks among all that costs the same: budgets choose between costs.
 
-All backgrounds cost nothing, like plain dropping, and all gains of the residual the same. Plain
-dropping is there by itself, too: for steps in which nothing else is allowed.
+All backgrounds cost nothing, like plain dropping, and all gains of the residual the same.
 """
 
 from __future__ import annotations
@@ -22,24 +21,21 @@ Indices = NDArray[np.int64]
 class Group(enum.IntEnum):
     """Places along the last axis of `best_kinds`."""
 
-    PLAIN = 0
-    FREE = 1
+    FREE = 0
     """Plain dropping or a background."""
-    POOLED = 2
+    POOLED = 1
     """Missing where there is no gain above 0."""
 
 
 def best_kinds(errors: Array, kinds: Sequence[Kind]) -> tuple[Array, Indices]:
-    """(..., kinds) to (..., groups), twice: the error of plain dropping, then the least of all
-    kinds that pool nothing, then of those that pool, where there are such; and the places of those
-    kinds.
+    """(..., kinds) to (..., groups), twice: the least error of all kinds that pool nothing, then of
+    those that pool, where there are such; and the places of those kinds.
 
     The earlier of equal kinds is taken, so plain dropping wins a tie. Where no error is finite the
     first kind is taken, with an infinite one.
     """
     pools = np.array([kind.gain > 0 for kind in kinds])
-    groups = [np.arange(1), np.flatnonzero(~pools), np.flatnonzero(pools)]
-    groups = [places for places in groups if places.size]
+    groups = [places for places in map(np.flatnonzero, (~pools, pools)) if places.size]
     shape = (*errors.shape[:-1], len(groups))
     least, best = np.full(shape, np.inf), np.empty(shape, np.int64)
     for group, places in enumerate(groups):

@@ -42,6 +42,8 @@ class CandidateSet:
     routers: tuple[Router, ...] = (Router.ERROR,)
     floor: int = 1
     """Ranked key blocks that are kept whatever the density; as in `HeadBudget`."""
+    contrasts: tuple[float, float] = (0.5, 2.0)
+    """The least and the greatest that a head may get; both 1: none does."""
 
     def __post_init__(self) -> None:
         if not _ascends(self.densities) or self.densities[0] <= 0 or self.densities[-1] != 1:
@@ -54,6 +56,10 @@ class CandidateSet:
             raise ValueError(f"backgrounds are {self.backgrounds}; they ascend from above 0.")
         if not self.routers or len(set(self.routers)) < len(self.routers):
             raise ValueError(f"routers are {self.routers}; give each once, and at least one.")
+        if not 0 < self.contrasts[0] <= self.contrasts[1]:
+            raise ValueError(
+                f"contrasts are {self.contrasts}; give the least, above 0, then the most."
+            )
         if self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plan.budget import HeadBudget, Router
+from ..plan.budget import OPTIONAL, HeadBudget, Router
 from ..policy import SparsePolicy
 from .loudness import mean_error
 
@@ -19,15 +20,16 @@ from .loudness import mean_error
 class HeadChoices:
     """All (layers, heads), on the CPU; rows of layers that were not measured hold density 1.
 
-    density, gain, background float32, router, walk int32: as in `HeadBudget`; a head has a gain or
-    a background or neither. error float32: the relative L2 error of the attention output that these
-    are expected to make. loudness float32: what that counts in a mean over heads; 1 in the mean, 0
-    in layers that were not measured.
+    density, gain, background, contrast float32, router, walk int32: as in `HeadBudget`; a head has
+    a gain or a background or neither. error float32: the relative L2 error of the attention output
+    that these are expected to make. loudness float32: what that counts in a mean over heads; 1 in
+    the mean, 0 in layers that were not measured.
     """
 
     density: Tensor
     gain: Tensor
     background: Tensor
+    contrast: Tensor
     router: Tensor
     walk: Tensor
     error: Tensor
@@ -62,42 +64,32 @@ class HeadChoices:
 
         Layers are of one structure, with walks in all of them or, where all heads take the first,
         in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
-        step to step. Backgrounds are in all or, where no head has one, in none: not every call can
-        have them, and torch.compile would trace either kind.
+        step to step. Backgrounds and contrasts are in all or, where no head has one, in none: not
+        every call can have them, and torch.compile would trace either kind.
 
         policy: of the calls; with it their tables are made here, all at once: one by one they take
         seven launches a layer.
         before: budgets of the step before, whose structure these keep.
         """
-        uploaded = (self.density, self.gain, self.background, self.router, self.walk)
-        density, gain, background, router, walk = (x.to(device, copy=True) for x in uploaded)
+        names = ("density", "gain", "router", *OPTIONAL)
+        uploaded: dict[str, Any] = {
+            name: getattr(self, name).to(device, copy=True).flatten() for name in names
+        }
         others = [budget for budget in before if budget is not None]
         pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
         pools |= any(budget.pools for budget in others)
-        walks = bool(self.walk.any()) or any(budget.walk is not None for budget in others)
-        backgrounds = bool(self.background.any())
-        backgrounds |= any(budget.background is not None for budget in others)
+        for name, (_, none) in OPTIONAL.items():
+            is_used = bool((getattr(self, name) != none).any())
+            if not is_used and all(getattr(budget, name) is None for budget in others):
+                uploaded[name] = None
+        of_all = HeadBudget(**uploaded, floor=self.floor, pools=pools)
         budgets = [
-            HeadBudget(
-                density[layer],
-                gain[layer],
-                router[layer],
-                self.floor,
-                pools=pools,
-                walk=walk[layer] if walks else None,
-                background=background[layer] if backgrounds else None,
-            )
+            of_all.heads_slice(slice(layer * self.heads, (layer + 1) * self.heads))
             if self.measured[layer]
             else None
             for layer in range(self.layers)
         ]
         if policy is not None:
-            of_all = HeadBudget(
-                density.flatten(),
-                gain.flatten(),
-                router.flatten(),
-                background=background.flatten() if backgrounds else None,
-            )
             tables = of_all.table(policy).view(self.layers, self.heads, -1)
             for budget, table in zip(budgets, tables, strict=True):
                 if budget is not None:

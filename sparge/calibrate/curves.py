@@ -50,6 +50,14 @@ def fall(errors: Array) -> Array:
     return np.moveaxis(best, 0, -2)
 
 
+def places_between(densities: Array, wanted: Array) -> tuple[NDArray[np.int64], Array]:
+    """Of each wanted density the place of the measured one below it, which is never the last, and
+    how much of the way to the next lies before it; as in `logs_between`."""
+    left = np.minimum(np.searchsorted(densities, wanted, side="right") - 1, len(densities) - 2)
+    gap = densities[left + 1] - densities[left]
+    return left, np.divide(wanted - densities[left], gap, out=np.ones_like(gap), where=gap > 0)
+
+
 def logs_between(errors: Array, densities: Array, wanted: Array) -> Array:
     """Natural logarithms of errors at the `wanted` densities, none below the first measured one;
     both ascend, and of measured ones that are equal the last counts. -inf for an error of 0.
@@ -58,9 +66,8 @@ def logs_between(errors: Array, densities: Array, wanted: Array) -> Array:
     density 1, where the error may be 0, straight in the error.
     """
     last = len(densities) - 1
-    left = np.minimum(np.searchsorted(densities, wanted, side="right") - 1, last - 1)
-    gap = densities[left + 1] - densities[left]
-    share = np.divide(wanted - densities[left], gap, out=np.ones_like(gap), where=gap > 0)[:, None]
+    left, share = places_between(densities, wanted)
+    share = share[:, None]
 
     def straight(values: Array, part: slice) -> Array:
         low, high = values[..., left[part], :], values[..., left[part] + 1, :]

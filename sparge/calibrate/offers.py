@@ -4,7 +4,7 @@
     offers = calibration.offers()                              # waits for the GPU
     choices = offers.freeze(mean_density=0.2)
     anew = offers.freeze(mean_density=0.2, drift=drift)        # some steps later
-    dropping_plainly = offers.freeze(mean_density=0.2, dropping=True)
+    no_residual = offers.freeze(mean_density=0.2, dropping=True)
 
 What does not change with the drift is worked out once.
 
@@ -73,6 +73,10 @@ class Offers:
     """(candidates,)."""
     kept: budgets.Array = field(repr=False)
     """(candidates,): shares of pairs."""
+    contrasts: budgets.Array = field(repr=False)
+    """(heads of measured layers, walks, routers, measured densities, kinds)."""
+    places: tuple[budgets.Indices, budgets.Array] = field(repr=False)
+    """Of `densities` among the measured ones: `curves.places_between`."""
 
     @classmethod
     def of(
@@ -80,13 +84,15 @@ class Offers:
         workload: Workload,
         candidates: CandidateSet,
         errors: budgets.Array,
+        contrasts: budgets.Array,
         rounding: budgets.Array,
         norms: budgets.Array,
         samples: Sequence[int],
         walks: Sequence[range],
     ) -> Offers:
-        """As in `Calibration`: its relative errors, its rounding, its norms, and of each layer its
-        samples and the walks that they measured: all that there are errors of, or the first.
+        """As in `Calibration`: its relative errors and contrasts, its rounding, its norms, and of
+        each layer its samples and the walks that they measured: all that there are errors of, or
+        the first.
 
         Raises:
             ValueError: no layer was sampled and gave finite errors.
@@ -98,7 +104,7 @@ class Offers:
         in_some = sorted(set().union(*of_layers))
         densities = _densities(candidates)
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
-        of_walks = errors[measured][:, :, : len(in_some)]
+        of_walks, contrasts = (x[measured][:, :, : len(in_some)] for x in (errors, contrasts))
         steady = curves.steady(of_walks, np.asarray(samples)[measured])
         logs = curves.logs_between(steady, known, kept)
         everything = kept >= 1  # rounding found errors there, and would decide between walks
@@ -124,6 +130,8 @@ class Offers:
             np.broadcast_to(groups, shape).ravel(),
             np.broadcast_to(costs, shape).ravel(),
             np.broadcast_to(kept[:, None], shape).ravel(),
+            contrasts.reshape(-1, *contrasts.shape[2:]),
+            curves.places_between(known, kept),
         )
 
     def freeze(
@@ -142,7 +150,7 @@ class Offers:
 
         drift: (layers, heads, walks) float64 on the CPU, how many times as large as measured the
         errors by dropping of each head have become since, in each of `walks`.
-        dropping: plainly, in all heads.
+        dropping: without the residual, in all heads.
 
         Raises:
             ValueError: not exactly one of the two is given.
@@ -204,8 +212,9 @@ class Offers:
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
         """The candidates of a kind of step."""
-        plain = self.groups == Group.PLAIN
-        return np.flatnonzero(plain if dropping else ~plain)
+        return (
+            np.flatnonzero(self.groups == Group.FREE) if dropping else np.arange(len(self.groups))
+        )
 
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:
@@ -220,6 +229,9 @@ class Offers:
         gains, backgrounds = np.transpose([(x.gain, x.background) for x in self.candidates.kinds])
         kind = self.kinds[heads, chosen]
         by_dropping = errors[heads, chosen]
+        left, share = self.places[0][density], self.places[1][density]
+        contrasts = self.contrasts[heads, walk, router, :, kind]  # (heads, densities)
+        contrast = (1 - share) * contrasts[heads, left] + share * contrasts[heads, left + 1]
 
         def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
             of_measured = torch.from_numpy(values).to(dtype).view(int(self.measured.sum()), -1)
@@ -231,6 +243,7 @@ class Offers:
             table(np.asarray(self.densities)[density], 1.0, torch.float32),
             table(gains[kind], 0.0, torch.float32),
             table(backgrounds[kind], 0.0, torch.float32),
+            table(contrast, 1.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
             table(np.asarray(self.walks)[walk], 0, torch.int32),
             table(np.hypot(by_dropping, self.rounding), 0.0, torch.float32),

@@ -12,12 +12,12 @@ from ..plan.blocks import KEY_BLOCK, block_count
 from ..plan.grid import TokenGrid
 from .profile_error import ProfileError
 
-VERSION = 4
+VERSION = 5
 MODES = ("quality", "budget")
 FIRST_KEYS: dict[str, Any] = {"conditioning": str, "tokens": int, "floor": int}
 WITH_GRID = FIRST_KEYS | {"grid": (dict, type(None))}
 #: Of a table, by version: files of the first one do not say where the tokens lie.
-TABLE_KEYS: dict[int, dict[str, Any]] = {1: FIRST_KEYS} | dict.fromkeys((2, 3, 4), WITH_GRID)
+TABLE_KEYS: dict[int, dict[str, Any]] = {1: FIRST_KEYS} | dict.fromkeys((2, 3, 4, 5), WITH_GRID)
 GRID_KEYS: dict[str, Any] = {part.name: int for part in fields(TokenGrid)}
 
 

@@ -21,6 +21,7 @@ TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
     "gain": (torch.float32, 0.0, 100.0),  # a gain past the keys of a block is no residual any more
     "background": (torch.float32, 0.0, 1e6),
+    "contrast": (torch.float32, 1e-3, 1e3),
     "router": (torch.int32, min(Router), max(Router)),
     "walk": (torch.int32, 0, len(Walk) - 1),  # an index into the walks of the order
     "error": (torch.float32, 0.0, 1e6),
@@ -29,6 +30,8 @@ TENSORS = {
 }
 
 
+#: The version that a tensor came with, and what heads of earlier files have instead.
+LATER = {"loudness": (3, 1.0), "background": (4, 0.0), "contrast": (5, 1.0)}
 #: Of the kinds of steps; each has all of these tensors.
 KIND_NAMES = tuple(kind.name for kind in fields(Alternating))
 
@@ -47,17 +50,15 @@ def checked_choices(
 ) -> Alternating:
     """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be.
 
-    Files before version 3 say what heads get in all steps, and nothing of their loudness; those
-    before version 4 know no background.
+    Files before version 3 say what heads get in all steps.
     """
+    prefixes = [f"{prefix}{kind}." for kind in KIND_NAMES] if version >= 3 else [prefix]
+    for name, (first, value) in LATER.items():
+        for of_kind in prefixes if version < first else ():
+            _add(tensors, of_kind, name, value)
     if version < 3:
-        _add(tensors, prefix, "loudness", 1.0)
-        _add(tensors, prefix, "background", 0.0)
         same = _checked(tensors, prefix, floor)
         return Alternating(same, same)
-    prefixes = [f"{prefix}{kind}." for kind in KIND_NAMES]
-    for of_kind in prefixes if version < 4 else ():
-        _add(tensors, of_kind, "background", 0.0)
     pooling, dropping = (_checked(tensors, of_kind, floor) for of_kind in prefixes)
     if pooling.density.shape != dropping.density.shape:
         raise ProfileError(

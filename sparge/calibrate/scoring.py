@@ -8,12 +8,17 @@ the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a +
     |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
 and three products a row and density serve all gains. A background is a pooled part as well: m, the
-mean value of all keys, at logit 0, counted 64 times for each dropped block. The outputs y_u of
-pieces of the kept keys make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o,
-p_t - o, m - o and o are all that is needed of the channels: few operations for a group of heads,
-the rest for all heads together. On a GPU it is the number of operations that counts here, which
-each have little to do, and the memory of what has channels; so routers, densities and pieces are
-dimensions. Around o, because products around 0 would lose a small e - o in rounding.
+mean value of all keys, at logit 0, counted 64 times for each dropped block. A contrast c then makes
+c y + (1 - c) m of an output y, so that
+
+    |c y + (1 - c) m - o|^2 = c^2 |y - o|^2 + 2 c (1 - c) <y - o, m - o> + (1 - c)^2 |m - o|^2
+
+and <p - o, m - o> is one more product of all rows. The outputs y_u of pieces of the kept keys make
+e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o, p_t - o, m - o and o are all that
+is needed of the channels: few operations for a group of heads, the rest for all heads together. On
+a GPU it is the number of operations that counts here, which each have little to do, and the memory
+of what has channels; so routers, densities and pieces are dimensions. Around o, because products
+around 0 would lose a small e - o in rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ class Distances:
     near |e - o|^2 (routers, densities, ...); between <e - o, p - o>, far |p - o|^2 and advantage
     ln(a / r) (routers, densities - 1, ...), because the last density drops nothing; of the same
     shape background_between <e - o, m - o> and background_advantage ln(a / (64 dropped blocks)),
-    inf where attention adds no background: to rows that drop nothing or keep nothing; norm |o|^2,
+    inf where attention adds no background: to rows that drop nothing or keep nothing, and
+    background_pooled <p - o, m - o>; norm |o|^2,
     rounding |dense - o|^2, 0 where what dense attention gave is not known, and background_far
     |m - o|^2 (...).
     """
@@ -51,6 +57,7 @@ class Distances:
     advantage: Tensor
     background_between: Tensor
     background_advantage: Tensor
+    background_pooled: Tensor
     norm: Tensor
     rounding: Tensor
     background_far: Tensor
@@ -63,14 +70,18 @@ class Distances:
     @classmethod
     def of_packed(cls, packed: Tensor) -> Distances:
         """What `packed` gave."""
-        densities = (packed.shape[1] + 2) // 6
+        densities = (packed.shape[1] + 3) // 7
         *of_routers, of_rows = packed.split(_field_counts(densities), 1)
         return cls(*of_routers, *of_rows[0])
 
     def packed(self) -> Tensor:
         """(routers, `packed_fields`, ...): a copy, where fields are views of what is far larger."""
         of_routers = (self.near, self.between, self.far, self.advantage)
-        of_background = (self.background_between, self.background_advantage)
+        of_background = (
+            self.background_between,
+            self.background_advantage,
+            self.background_pooled,
+        )
         of_rows = (self.norm, self.rounding, self.background_far)
         expanded = (x.expand_as(self.near[:, :1]) for x in of_rows)
         return torch.cat([*of_routers, *of_background, *expanded], 1)
@@ -175,6 +186,7 @@ def distances(found: Products, pieces: Sequence[int]) -> Distances:
         kept_logs - pooled_logs,
         errors[..., :-1, mean].movedim(-1, 1),
         torch.where(kept_logs > -torch.inf, kept_logs - background_logs, torch.inf),
+        gram[..., first:mean, mean].movedim(-1, 1),
         gram[0, ..., last, last],
         found.rounding,
         gram[0, ..., mean, mean],
@@ -217,6 +229,23 @@ def squared_errors(measured: Distances, log_gains: Tensor, log_backgrounds: Tens
     return errors.clamp_(min=0)
 
 
+def towards_mean(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
+    """Of the outputs y that `squared_errors` has the errors of <y - o, m - o>, of the same shape; 0
+    where nothing is dropped."""
+    of_background = torch.cat([log_gains[:1], log_backgrounds])
+    count, gains = len(of_background), len(log_gains) - 1
+    found = measured.near.new_zeros(*measured.near.shape, count + gains)
+    near = measured.background_between.unsqueeze(-1)
+    far = (measured.background_far, measured.background_pooled)
+    leads = (of_background, log_gains[1:])
+    advantages = (measured.background_advantage, measured.advantage)
+    parts = found[:, :-1].split([count, gains], -1)
+    for part, end, lead, advantage in zip(parts, far, leads, advantages, strict=True):
+        rest = (lead - advantage.unsqueeze(-1)).sigmoid_().nan_to_num_(0.0)
+        torch.lerp(near, end.unsqueeze(-1), rest, out=part)
+    return found
+
+
 def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) -> None:
     """Squared errors of mixes whose second part leads by `lead`, which this overwrites.
 
@@ -229,7 +258,7 @@ def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) 
 
 def _field_counts(densities: int) -> list[int]:
     """Of `Distances.packed`: of each field that routers have, and of all that rows have."""
-    return [densities, *[densities - 1] * 5, 3]
+    return [densities, *[densities - 1] * 6, 3]
 
 
 def _stacked(parts: Sequence[Partial]) -> Partial:

@@ -189,6 +189,7 @@ class HeadThresholds(Structure):
         ("log2_gain", c_float),
         ("router", c_float),
         ("log2_background", c_float),
+        ("contrast", c_float),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +22,14 @@ class Router(enum.IntEnum):
     """The share of attention that pooled queries and keys give the block."""
     ERROR = 1
     """The error that the block's pooled term would make in its place."""
+
+
+#: Fields of a budget that may be None: their types, and what heads then have.
+OPTIONAL = {
+    "walk": (torch.int32, 0),
+    "background": (torch.float32, 0.0),
+    "contrast": (torch.float32, 1.0),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +49,9 @@ class HeadBudget:
         to what is kept: of plain dropping's error 44 to 57 % are left (three small DiTs, 10 % in
         every head, the best value for each, 3,672 tokens, emulated). With 8-bit operands and
         `smooth_k`, not causal: the mean would tell of later keys.
+    contrast: (heads,) float32 > 0: factor of the output's distance from the mean value of all keys,
+        in query blocks that drop something; None: 1 for all. Pooled terms draw outputs towards that
+        mean, plain dropping draws them apart. It takes no time. With 8-bit operands, not causal.
     floor: ranked key blocks that every query block keeps, whatever its density.
     pools: whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither.
     walk: (heads,) int32, index of the walk of the call's order that each head takes, the last where
@@ -55,13 +67,14 @@ class HeadBudget:
     pools: bool = True
     walk: Tensor | None = None
     background: Tensor | None = None
+    contrast: Tensor | None = None
     _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
             _check(name, getattr(self, name), dtype, self.heads)
         _check("density", self.density, torch.float32, self.heads)
-        for name, dtype in (("walk", torch.int32), ("background", torch.float32)):
+        for name, (dtype, _) in OPTIONAL.items():
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), dtype, self.heads)
         if self.floor < 1:
@@ -77,27 +90,18 @@ class HeadBudget:
 
     def on(self, device: torch.device | str) -> HeadBudget:
         """The same values on `device`."""
-        return replace(
-            self,
-            density=self.density.to(device),
-            gain=self.gain.to(device),
-            router=self.router.to(device),
-            walk=None if self.walk is None else self.walk.to(device),
-            background=None if self.background is None else self.background.to(device),
-            _tables={},
-        )
+        return self._each(lambda values: values.to(device))
 
     def heads_slice(self, heads: slice) -> HeadBudget:
         """The budget of some of the query heads."""
-        return replace(
-            self,
-            density=self.density[heads],
-            gain=self.gain[heads],
-            router=self.router[heads],
-            walk=None if self.walk is None else self.walk[heads],
-            background=None if self.background is None else self.background[heads],
-            _tables={},
-        )
+        return self._each(lambda values: values[heads])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> HeadBudget:
+        """With all values changed, and tables of their own."""
+        names = ("density", "gain", "router", *OPTIONAL)
+        values = {name: getattr(self, name) for name in names}
+        changed = {name: None if x is None else change(x) for name, x in values.items()}
+        return replace(self, **changed, _tables={})
 
     def table(self, policy: SparsePolicy) -> Tensor:
         """`threshold_table` of this budget with the other thresholds of `policy`.
@@ -127,6 +131,7 @@ class HeadBudget:
             log2_gain=self.gain.log2(),
             router=self.router,
             log2_background=-math.inf if self.background is None else self.background.log2(),
+            contrast=1.0 if self.contrast is None else self.contrast,
         )
 
     def set_density(self, density: Tensor) -> None:

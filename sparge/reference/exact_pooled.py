@@ -24,6 +24,7 @@ def exact_pooled_attention(
     gain: Tensor | float = 1.0,
     *,
     background: Tensor | float = 0.0,
+    contrast: Tensor | float = 1.0,
     means: tuple[Tensor, Tensor] | None = None,
     order: TokenOrder | None = None,
     is_causal: bool = False,
@@ -36,7 +37,8 @@ def exact_pooled_attention(
     kept (B, H, nq, nk) bool: blocks whose keys take part. pooled, of the same shape: blocks that
     take part as one key, the mean of theirs, with the weight of n keys times gain (one number, or
     (H,)). background (one number, or (H,)): how often the keys that no kept block holds count once
-    more, all as the mean key with the mean value; 64 keys a block. means (B, Hkv, D): those, where
+    more, all as the mean key with the mean value; 64 keys a block. contrast (likewise): factor of
+    the distance from the mean value, where any block is dropped. means (B, Hkv, D): those, where
     they are not to be the means of all keys.
 
     Returns out (B, H, Nq, D) and the natural log-sum-exp (B, H, Nq); a row that sees no key gives 0
@@ -48,8 +50,9 @@ def exact_pooled_attention(
     query_block, key_block = _blocks(order, n_queries, n_keys, q.device)
     out = torch.zeros(batch, heads, n_queries, v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, n_queries), -torch.inf, dtype=dtype, device=q.device)
-    gains, backgrounds = (
-        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads) for x in (gain, background)
+    gains, backgrounds, contrasts = (
+        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads)
+        for x in (gain, background, contrast)
     )
     for b in range(batch):
         length = n_keys if key_lengths is None else min(n_keys, int(key_lengths[b]))
@@ -86,7 +89,11 @@ def exact_pooled_attention(
                     logits, seen = torch.cat([logits, term], -1), torch.cat([seen, mean_value])
                 lse[b, h, rows] = logits.logsumexp(-1)
                 blind = (lse[b, h, rows] == -torch.inf).unsqueeze(-1)
-                out[b, h, rows] = logits.softmax(-1).masked_fill(blind, 0) @ seen
+                found = logits.softmax(-1).masked_fill(blind, 0) @ seen
+                if dropped:
+                    spread = mean_value + contrasts[h] * (found - mean_value)
+                    found = spread.masked_fill(blind, 0)
+                out[b, h, rows] = found
     return out, lse
 
 

@@ -35,6 +35,7 @@ def attend_packed(
     gain: Tensor | float = 1.0,
     *,
     background: Tensor | float = 0.0,
+    contrast: Tensor | float = 1.0,
     scale: float,
     is_causal: bool = False,
     pvthreshd: PerHead = PV_FILTER_OFF,
@@ -45,8 +46,8 @@ def attend_packed(
     `pooled`, of the same shape, names the dropped blocks that stand as pseudo-keys, each key
     counted `gain` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
     `softmax`. `background` (one number, or (H,)) counts the keys of all blocks that are not kept
-    as the mean key with the mean value (`with_background`). Rows of empty slots hold nothing of
-    meaning.
+    as the mean key with the mean value (`with_background`). `contrast` (likewise) is of `out` alone
+    (`with_contrast`). Rows of empty slots hold nothing of meaning.
     """
     operands = packed.operands
     shape, device = operands.q_levels.shape, operands.q_levels.device
@@ -80,7 +81,7 @@ def attend_packed(
         Partial(unnormalised, row_max, row_sum), packed.operands, kept, background
     )
     unnormalised, row_sum = whole.unnormalised, whole.row_sum
-    out = whole.output()
+    out = with_contrast(whole.output(), row_sum, operands, kept, contrast)
     lse = (row_max + row_sum.log2()) / LOG2_E + operands.q_dot_kbar * scale
     lse = torch.where(row_sum > 0, lse, NO_LOGIT)
     return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
@@ -97,15 +98,36 @@ def with_background(
     count = count.nan_to_num(0.0).clamp(min=0)
     if not count.any():
         return part
-    filled = (operands.key_counts > 0)[:, None, None]
-    dropped = (filled & ~kept).sum(-1) * KEY_BLOCK
-    of_block = count.expand(operands.heads)[:, None] * dropped
+    of_block = count.expand(operands.heads)[:, None] * _dropped(operands, kept) * KEY_BLOCK
     rows = torch.arange(operands.n_queries, device=kept.device) // QUERY_BLOCK
     lead = (of_block[..., rows].log2() - finite(part.row_max)).clamp(max=MOST_BACKGROUND)
     mass = torch.where(part.row_sum > 0, lead.exp2(), 0)
-    mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
-    unnormalised = part.unnormalised + mass.unsqueeze(-1) * mean.unsqueeze(2)
+    unnormalised = part.unnormalised + mass.unsqueeze(-1) * _mean_value(operands)
     return Partial(unnormalised, part.row_max, part.row_sum + mass)
+
+
+def with_contrast(
+    out: Tensor, row_sum: Tensor, operands: Quantized, kept: Tensor, contrast: Tensor | float
+) -> Tensor:
+    """out (B, H, Nq, D), its distance from the mean value times `contrast` ((H,) or one number) in
+    query blocks that drop something; rows that met no key (row_sum 0) stay 0."""
+    factor = torch.as_tensor(contrast, dtype=torch.float32, device=kept.device)
+    if (factor == 1).all():
+        return out
+    of_block = factor.expand(operands.heads)[:, None].masked_fill(_dropped(operands, kept) == 0, 1)
+    rows = torch.arange(operands.n_queries, device=kept.device) // QUERY_BLOCK
+    of_row = of_block[..., rows].masked_fill(row_sum == 0, 1).unsqueeze(-1)
+    return torch.lerp(_mean_value(operands).expand_as(out), out, of_row.expand_as(out))
+
+
+def _dropped(operands: Quantized, kept: Tensor) -> Tensor:
+    """(B, H, nq): blocks that hold keys and are not kept."""
+    return ((operands.key_counts > 0)[:, None, None] & ~kept).sum(-1)
+
+
+def _mean_value(operands: Quantized) -> Tensor:
+    """(B, H, 1, D)."""
+    return operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1).unsqueeze(2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,8 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
     calibration = begin(workload=workload)
     calibration.sample(0, *qkv)
-    found = calibration.relative_errors()[0, :, 0]
+    errors, contrasts = calibration.errors_and_contrasts()
+    found = errors[0, :, 0]
     rows = sparse_rows(workload)
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
     candidates = calibration.candidates
@@ -57,6 +58,9 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
         )
         if background := candidates.kinds[kind].background:
             budget = replace(budget, background=torch.full((3,), background))
+        if not is_causal:
+            of_heads = contrasts[0, :, 0][(slice(None), *place)]
+            budget = replace(budget, contrast=torch.from_numpy(of_heads).float())
         out, _ = attend(qkv, budget, workload)
         for head in range(3):
             expected = rel_l2(out[head, rows], exact[head, rows])
@@ -114,7 +118,7 @@ def test_keeping_everything_drops_nothing(qkv) -> None:
     """What rounding leaves there must not decide between walks."""
     calibration = begin()
     calibration.sample(0, *qkv)
-    calibration.squared_error.add_(1e-9 * calibration.squared_norm[..., None, None, None])
+    calibration.squared_error.add_(1e-9 * calibration.squared_norm[0, ..., None, None, None])
     offers = calibration.offers()
     dropping = offers.kept < 1
     assert offers.errors[:, dropping].all() and not offers.errors[:, ~dropping].any()
@@ -172,6 +176,7 @@ def test_samples_add_up(qkv) -> None:
         piecewise.sample(0, *qkv)
     assert whole.samples == piecewise.samples == [len(whole.query_blocks)]
     torch.testing.assert_close(whole.squared_error, piecewise.squared_error)
+    torch.testing.assert_close(whole.towards_mean, piecewise.towards_mean)
     torch.testing.assert_close(whole.squared_norm, piecewise.squared_norm)
 
 
@@ -319,6 +324,7 @@ def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
     clean.sample(0, *qkv)
     unclean.sample(0, *qkv)
     assert torch.equal(clean.squared_error, unclean.squared_error)
+    assert torch.equal(clean.towards_mean, unclean.towards_mean)
     assert torch.equal(clean.squared_norm, unclean.squared_norm)
 
 
@@ -355,7 +361,8 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
         workload=Workload(grid_order(GRID)), measure=measure, blocks_a_call=3, row_step=2
     )
     kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
-    sums = (calibration.squared_error, calibration.squared_norm, calibration.squared_rounding)
+    of_kinds = (calibration.squared_error, calibration.towards_mean)
+    sums = (*of_kinds, calibration.squared_norm, calibration.squared_rounding)
     pointers = [each.data_ptr() for each in sums]
     with NoSync():
         for _ in range(3):
@@ -378,10 +385,13 @@ def test_measured_anew_at_other_query_blocks_it_takes_the_rest_from_the_first(qk
     assert again.next_query_blocks(1) == first.next_query_blocks(1)
     again.sample(1, *qkv)
     assert not torch.equal(again.squared_error[1], first.squared_error[1])
-    own = again.squared_error[1].clone()
+    names = ("squared_error", "towards_mean")
+    own = [getattr(again, name)[1].clone() for name in names]
     again.fill_from(first)
-    assert torch.equal(again.squared_error[0], first.squared_error[0])
-    assert torch.equal(again.squared_error[1], own)
+    for name, before in zip(names, own, strict=True):
+        assert torch.equal(getattr(again, name)[0], getattr(first, name)[0])
+        assert torch.equal(getattr(again, name)[1], before)
+    assert torch.equal(again.squared_norm[:, 0], first.squared_norm[:, 0])
     assert again.samples == first.samples
     assert np.array_equal(again.rounding(), first.rounding())
     assert again.offers().freeze(mean_density=0.5).measured.all()

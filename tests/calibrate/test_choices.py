@@ -47,7 +47,7 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
     """Of one step to the next: what a call allocates depends on it."""
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
-    plain = HeadChoices(none + 0.5, none, none, ints, ints, none, none, measured)
+    plain = HeadChoices(none + 0.5, none, none, none + 1, ints, ints, none, none, measured)
     rich = replace(plain, gain=none + 1, background=none + 4, walk=ints + 2)
     first, unmeasured = plain.budgets()
     assert first is not None and not first.pools and unmeasured is None
@@ -61,7 +61,7 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
 def test_all_layers_have_backgrounds_if_one_head_has() -> None:
     none, measured = torch.zeros(2, 2), torch.ones(2).bool()
     background, ints = torch.tensor([[0.0, 0.0], [0.0, 8.0]]), none.int()
-    choices = HeadChoices(none + 0.5, none, background, ints, ints, none, none, measured)
+    choices = HeadChoices(none + 0.5, none, background, none + 1, ints, ints, none, none, measured)
     policy = SparsePolicy()
     for layer, budget in enumerate(choices.budgets(policy=policy)):
         assert budget is not None and budget.background is not None

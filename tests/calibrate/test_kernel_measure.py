@@ -318,7 +318,8 @@ def test_calibration_stays_below_100_megabytes(
     assert len(groups) <= most_groups, "few launches"
     taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
     scored = _bytes_of_scores(sample, run.candidates)
-    sums = sum(x.nbytes for x in (run.squared_error, run.squared_norm, run.squared_rounding))
+    every = (run.squared_error, run.towards_mean, run.squared_norm, run.squared_rounding)
+    sums = sum(x.nbytes for x in every)
     assert max(taken, scored) <= module._SAMPLE_BYTES
     assert taken + tables * calls * sums < 100e6, "measured again, the first sums are still there"
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from sparge.calibrate.offers import Offers
 from sparge.calibrate.workload import RESIDUAL_COST
 from sparge.metrics import rel_l2
 from sparge.plan import HeadBudget, Router, TokenGrid, cube_order
-from tests.calibrate.begun import attend, begin
+from tests.calibrate.begun import CANDIDATES, attend, begin
 
 LARGER = TokenGrid(8, 16, 24)
 LAYERS, HEADS, WALKS, SAMPLES = 2, 5, 2, 16
@@ -50,15 +52,15 @@ def test_a_target_is_the_mean_density_that_is_expected_to_meet_it(qkv) -> None:
 
 
 def test_without_the_residual_the_mean_density_is_the_same(qkv) -> None:
-    calibration = begin()
+    calibration = begin(candidates=replace(CANDIDATES, backgrounds=(), contrasts=(1.0, 1.0)))
     calibration.sample(0, *qkv)
     offers = calibration.offers()
     alternating, steps = offers.freeze_steps(0.4, 8)
     assert stands_for_dropped(alternating.pooling)
-    assert not stands_for_dropped(alternating.dropping)
+    assert not alternating.dropping.gain.any()
     assert alternating.dropping.mean_error > alternating.pooling.mean_error
     for both in steps:
-        assert stands_for_dropped(both.pooling) and not stands_for_dropped(both.dropping)
+        assert stands_for_dropped(both.pooling) and not both.dropping.gain.any()
     assert offers.freeze_steps(0.6, 8)[1] == [], "alike, but for their kinds"
     for choices in (alternating.pooling, alternating.dropping):
         assert float(choices.density.mean()) <= 0.4
@@ -114,7 +116,15 @@ def offers_of(candidates: CandidateSet) -> Offers:
     ones, workload = np.ones((LAYERS, HEADS)), Workload(cube_order(LARGER))
     samples, walks = [SAMPLES] * LAYERS, [range(WALKS)] * LAYERS
     errors = drawn_errors(candidates)
-    return Offers.of(workload, candidates, errors, 0.01 * ones, ones, samples, walks)
+    contrasts = drawn_contrasts(candidates)
+    return Offers.of(workload, candidates, errors, contrasts, 0.01 * ones, ones, samples, walks)
+
+
+def drawn_contrasts(candidates: CandidateSet) -> budgets.Array:
+    """The same, but 1 where nothing is dropped."""
+    drawn = np.random.default_rng(8).random((LAYERS, HEADS, WALKS, *candidates.shape))
+    drawn[..., -1, :] = 0.5
+    return 0.5 + drawn
 
 
 def of_all_kinds(
@@ -138,8 +148,7 @@ def of_all_kinds(
         np.broadcast_to(x, errors.shape[2:]).ravel()
         for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains, backgrounds)
     )
-    plain = (gains == 0) & (backgrounds == 0)
-    allowed = np.flatnonzero(plain) if dropping else np.arange(len(gains))
+    allowed = np.flatnonzero(gains == 0) if dropping else np.arange(len(gains))
     errors = errors.reshape(LAYERS * HEADS, -1)[:, allowed]
     (chosen,) = budgets.share_density(errors, costs[allowed], of_pairs[allowed], [mean])
     found = (torch.from_numpy(x[allowed[chosen]]) for x in (densities, gains, backgrounds))
@@ -158,7 +167,7 @@ def test_heads_get_what_they_would_of_all_kinds(gains, backgrounds, dropping) ->
         expected = of_all_kinds(offers, mean, drift.double(), dropping)
         for table, own in zip(expected, (found.density, found.gain, found.background), strict=True):
             assert torch.equal(table, own)
-        check_kinds(found, bool(backgrounds) and not dropping, len(gains) > 1 and not dropping)
+        check_kinds(found, bool(backgrounds), len(gains) > 1 and not dropping)
 
 
 def check_kinds(choices: HeadChoices, backgrounds: bool, residual: bool) -> None:
@@ -167,13 +176,13 @@ def check_kinds(choices: HeadChoices, backgrounds: bool, residual: bool) -> None
     assert not (choices.background * choices.gain).any(), "one or the other"
 
 
-def test_every_second_step_drops_plainly() -> None:
+def test_every_second_step_is_without_the_residual() -> None:
     offers = offers_of(candidates_of((0.0, 0.5, 1.0), (0.5, 4.0, 32.0)))
     for choices in (
         offers.freeze_steps(0.3, 4)[0].dropping,
         offers.freeze(target=0.2, dropping=True),
     ):
-        check_kinds(choices, backgrounds=False, residual=False)
+        check_kinds(choices, backgrounds=True, residual=False)
 
 
 def test_heads_that_keep_everything_have_neither() -> None:

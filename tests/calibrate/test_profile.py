@@ -94,6 +94,8 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             "1.dropping.background holds a value that is not finite",
         ),
         (set_tensor("0.pooling.background", full(1, torch.float64)), "has type torch.float64"),
+        (set_tensor("1.dropping.contrast", full(0)), "1.dropping.contrast goes from 0 to 0"),
+        (set_tensor("0.pooling.contrast", full(1e4)), "0.pooling.contrast goes from 10000"),
         (
             set_tensor("0.pooling.background", full(1)),
             "0.pooling.gain and 0.pooling.background are both above 0",
@@ -124,7 +126,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda tensors, header: tensors.pop("1.dropping.loudness"), "no tensor 1.dropping.loud"),
         (lambda tensors, header: tensors.pop("0.dropping.background"), "no tensor 0.dropping.back"),
         (set_header("version", 2), "no tensor 0.density"),
-        (set_header("version", 5), "version 5 and this reads 1 to 4"),
+        (set_header("version", 6), "version 6 and this reads 1 to 5"),
         (set_header("version", 0), "version 0 and"),
         (set_header("version", [2]), "version .2. and"),
         (set_header("version", True), "version = True"),
@@ -179,7 +181,7 @@ def test_kinds_of_other_shapes_are_refused(
     tensors = load_file(path)
     for name in [name for name in tensors if name.startswith("1.dropping.")]:
         sizes = shape[: tensors[name].dim()]
-        tensors[name] = torch.zeros(sizes, dtype=tensors[name].dtype)
+        tensors[name] = torch.full(sizes, name.endswith("contrast"), dtype=tensors[name].dtype)
     save_file(tensors, path, {KEY: metadata_of(path)})
     layers, heads = shape
     complaint = (

@@ -16,10 +16,11 @@ from tests.calibrate.profiles import GRID, KEY, metadata_of, same_bits
 
 
 def save_as_version(version: int, profile: Profile, path: Path) -> None:
-    """Nothing of backgrounds; before version 3 one set of choices for all steps, those of steps
-    that pool, and nothing of loudness."""
+    """Nothing of contrasts, before version 4 of backgrounds; before version 3 one set of choices
+    for all steps, those of steps that pool, and nothing of loudness."""
     profile.save(path)
-    old = {x: tensor for x, tensor in load_file(path).items() if not x.endswith(".background")}
+    later = (".contrast",) if version == 4 else (".contrast", ".background")
+    old = {x: tensor for x, tensor in load_file(path).items() if not x.endswith(later)}
     if version < 3:
         old = {
             name.replace(".pooling.", "."): tensor
@@ -41,26 +42,31 @@ def test_choices_of_earlier_versions_are_for_both_kinds(
     found = Profile.load(path)
     assert len(found.choices) == len(profile.choices)
     for again, before in zip(found.choices.values(), profile.choices.values(), strict=True):
-        expected = replace(before.pooling, loudness=torch.ones(3, 4), background=torch.zeros(3, 4))
+        none, ones = torch.zeros(3, 4), torch.ones(3, 4)
+        expected = replace(before.pooling, loudness=ones, background=none, contrast=ones)
         assert bool(expected.gain.any()), "the residual in all steps, as it was"
         for step in range(4):
             assert same_bits(again.in_turn(step), expected)
     found.save(path)
-    assert json.loads(metadata_of(path))["version"] == 4
+    assert json.loads(metadata_of(path))["version"] == 5
     for before, again in zip(
         found.choices.values(), Profile.load(path).choices.values(), strict=True
     ):
         assert same_bits(before.dropping, again.dropping)
 
 
-def test_files_of_version_3_have_no_background(profile: Profile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 4])
+def test_files_of_later_versions_have_no_contrast(
+    profile: Profile, tmp_path: Path, version: int
+) -> None:
     path = profile_path(tmp_path, "a")
-    save_as_version(3, profile, path)
+    save_as_version(version, profile, path)
     found = Profile.load(path)
     for table, before in profile.choices.items():
         for step in range(2):
             kind = before.in_turn(step)
-            expected = replace(kind, background=torch.zeros_like(kind.background))
+            background = kind.background * (version == 4)
+            expected = replace(kind, background=background, contrast=torch.ones_like(kind.contrast))
             assert same_bits(found.choices[table].in_turn(step), expected)
     tensors = load_file(path)
     del tensors["1.dropping.density"]

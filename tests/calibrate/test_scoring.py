@@ -19,6 +19,7 @@ from sparge.calibrate.scoring import (
     distances,
     products,
     squared_errors,
+    towards_mean,
 )
 from sparge.reference.partial import Partial, combine
 
@@ -47,6 +48,12 @@ def errors(
     return squared_errors(bucket_distances([parts], background), *logs)[0]
 
 
+def products_with_mean(parts: list[tuple[Partial, Partial]], background: Background) -> Tensor:
+    """(densities, rows, kinds) of one router."""
+    logs = (torch.tensor(x).log() for x in (GAINS, BACKGROUNDS))
+    return towards_mean(bucket_distances([parts], background), *logs)[0]
+
+
 def softmax_output(logits: Tensor, values: Tensor) -> Tensor:
     return (logits.double().softmax(-1) @ values.double()).float()
 
@@ -68,6 +75,7 @@ def test_every_density_and_kind(generator: torch.Generator, spread: float) -> No
     dropped, mean = torch.tensor([3, 2, 0]), torch.randn(4, generator=generator)
     background = Background(mean, dropped[None, :, None])
     found = errors(parts, GAINS, background, BACKGROUNDS)
+    towards = products_with_mean(parts, background)
     kinds = CandidateSet(gains=tuple(GAINS), backgrounds=tuple(BACKGROUNDS)).kinds
     whole = torch.cat([exact[0] for exact, _ in keys], 1), torch.cat([e[1] for e, _ in keys])
     truth = softmax_output(*whole)
@@ -84,8 +92,11 @@ def test_every_density_and_kind(generator: torch.Generator, spread: float) -> No
                 taken.append((mass.log().expand(6, 1), mean.unsqueeze(0)))
             logits = torch.cat([logits for logits, _ in taken], 1)
             values = torch.cat([values for _, values in taken])
-            expected = (softmax_output(logits, values) - truth).square().sum(-1)
+            error = softmax_output(logits, values) - truth
+            expected = error.square().sum(-1)
             torch.testing.assert_close(found[density, :, index], expected, rtol=1e-4, atol=1e-6)
+            expected = (error * (mean - truth)).sum(-1)
+            torch.testing.assert_close(towards[density, :, index], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_kept_keys_far_below_the_dropped_ones() -> None:

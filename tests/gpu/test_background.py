@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the background term has no say, and where it has all. `test_budgets.py` compares it."""
+"""Where terms of the mean have no say, and where all. `test_budgets.py` compares them."""
 
 from __future__ import annotations
 
@@ -51,26 +51,27 @@ def test_a_background_stays_finite_where_what_is_kept_lies_far_below_it(
     assert torch.allclose(out.float(), mean, atol=2e-2)
 
 
-def test_only_heads_with_a_background_and_blocks_that_drop_change(
-    generator: torch.Generator,
+@pytest.mark.parametrize(("name", "none", "some"), [("background", 0.0, 1.5), ("contrast", 1, 1.5)])
+def test_only_heads_that_have_it_and_blocks_that_drop_change(
+    name: str, none: float, some: float, generator: torch.Generator
 ) -> None:
     grid = TokenGrid(6, 16, 16, prefix=80)
     q, k, v = make_qkv(
         Case("background", heads=2, queries=grid.tokens, keys=grid.tokens), generator
     )
     plain = HeadBudget.uniform(2, 0.3, device="cuda")
-    off, one = (torch.tensor([0.0, x], device="cuda") for x in (0.0, 1.5))
-    without, none, some = (
+    off, one = (torch.tensor([none, float(x)], device="cuda") for x in (none, some))
+    without, unchanged, changed = (
         public_attention(
             q,
             k,
             v,
-            budget=replace(plain, background=background, _tables={}),
+            budget=replace(plain, **{name: values}, _tables={}),
             order=cube_order(grid),
         )
-        for background in (None, off, one)
+        for values in (None, off, one)
     )
-    assert torch.equal(without, none)
-    assert torch.equal(without[:, 0], some[:, 0])
-    assert torch.equal(without[:, 1, :80], some[:, 1, :80]), "text drops nothing"
-    assert (without[:, 1, 128:] != some[:, 1, 128:]).any(-1).all()
+    assert torch.equal(without, unchanged)
+    assert torch.equal(without[:, 0], changed[:, 0])
+    assert torch.equal(without[:, 1, :80], changed[:, 1, :80]), "text drops nothing"
+    assert (without[:, 1, 128:] != changed[:, 1, 128:]).any(-1).all()

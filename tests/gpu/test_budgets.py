@@ -51,6 +51,7 @@ KERNELS = [*map(Kernels, ELEMENTS), *HOPPER]
 every_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
 GAINS = (0.0, 0.5, 1.0, 1.2)
 BACKGROUNDS = (3.0, 0.0, 0.5, 0.0)
+CONTRASTS = (1.0, 1.3, 0.6, 1.1, 0.9)
 DENSITIES = (0.1, 0.3, 0.25, 0.6)
 
 
@@ -104,7 +105,7 @@ JOBS = (
 )
 
 
-def budget_of(heads: int, *, background: bool = False) -> HeadBudget:
+def budget_of(heads: int, *, mean_terms: bool = False) -> HeadBudget:
     """A gain, a density and a router for each head, all different."""
 
     def spread(values: tuple[float, ...]) -> Tensor:
@@ -117,7 +118,8 @@ def budget_of(heads: int, *, background: bool = False) -> HeadBudget:
         spread(GAINS),
         routers[index].int(),
         floor=2,
-        background=spread(BACKGROUNDS) if background else None,
+        background=spread(BACKGROUNDS) if mean_terms else None,
+        contrast=spread(CONTRASTS) if mean_terms else None,
     )
 
 
@@ -144,7 +146,7 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
         lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
     policy = with_element(job.policy, element)
     centred = element in (Element.INT8_FP16, Element.INT8_E4M3)
-    budget = budget_of(case.heads, background=centred and not case.causal)
+    budget = budget_of(case.heads, mean_terms=centred and not case.causal)
     call = make_call(q, k, v, policy, "HND", case.causal, None, lengths, None, None, order, budget)
     workspace = _quantize(call)
     layout = WorkspaceLayout(
@@ -309,18 +311,20 @@ def test_output(
     )
     assert torch.isfinite(out).all()
     choice = choose(got)
-    assert (call.budget.background is not None) == (
-        kernels.element in (Element.INT8_FP16, Element.INT8_E4M3) and not call.is_causal
-    )
+    centred = kernels.element in (Element.INT8_FP16, Element.INT8_E4M3)
+    for terms in (call.budget.background, call.budget.contrast):
+        assert (terms is not None) == (centred and not call.is_causal)
     gains = (call.budget.gain > 0)[:, None, None]
     pooled = poolable(packed, choice.valid & ~got.kept & gains, call.is_causal)
     background = 0.0 if call.budget.background is None else call.budget.background
+    contrast = 1.0 if call.budget.contrast is None else call.budget.contrast
     emulated = attend_packed(
         packed,
         got.kept,
         pooled,
         call.budget.gain,
         background=background,
+        contrast=contrast,
         scale=got.scale,
         is_causal=call.is_causal,
         pvthreshd=call.policy.pvthreshd,
@@ -344,6 +348,7 @@ def test_output(
         pooled,
         call.budget.gain,
         background=background,
+        contrast=contrast,
         means=(packed.operands.kbar, packed.operands.vbar),
         order=call.order,
         is_causal=call.is_causal,

@@ -187,18 +187,20 @@ def test_at_once_is_the_same_attention(video: Call, mode: Mode) -> None:
     assert rel_l2(at_once[:, :, rows], by_block[:, :, rows]) < 1e-4
 
 
-def test_at_once_has_the_background_term_too(video: Call) -> None:
+@pytest.mark.parametrize("name", ["background", "contrast"])
+def test_at_once_has_the_terms_of_the_mean_too(video: Call, name: str) -> None:
     mode, packed = BY_NAME["ours auto"], without_e4m3(video).packed(cubes=True)
     without = uniform(mode, video.heads, SHARE)
-    counts = torch.logspace(-1, 2, video.heads).index_fill(0, torch.tensor(0), 0)
-    budget = replace(without, background=counts)
+    none = {"background": 0, "contrast": 1}[name]
+    values = torch.logspace(-1, 2, video.heads).index_fill(0, torch.tensor(0), none)
+    budget = replace(without, **{name: values})
     by_block, choice = attend(mode, packed, budget)
     at_once, _ = attend(mode, packed, budget, at_once=True)
     dropping, _ = attend(mode, packed, without, at_once=True)
     rows = packed.occupied
     assert not choice.kept.equal(choice.valid)
     assert rel_l2(at_once[:, :, rows], by_block[:, :, rows]) < 1e-4
-    assert rel_l2(at_once[:, 0, rows], dropping[:, 0, rows]) == 0, "counted 0 times"
+    assert rel_l2(at_once[:, 0, rows], dropping[:, 0, rows]) == 0, "it has none"
     for head in range(1, video.heads):
         assert rel_l2(at_once[:, head, rows], dropping[:, head, rows]) > 2 * INT8_ALONE
 

@@ -18,6 +18,7 @@ from sparge.reference.choose import choose_blocks
 from sparge.reference.exact_pooled import exact_pooled_attention
 from sparge.reference.packed import pack_qkv, scatter
 from sparge.reference.pooled import attend_packed
+from sparge.thresholds import COLUMNS
 from tests.reference.dense import blocks_of
 
 GRID = TokenGrid(3, 8, 11, prefix=20, suffix=45)
@@ -160,4 +161,6 @@ def test_one_value_a_head() -> None:
     part = budget().heads_slice(slice(1, 3)).background
     assert part is not None and part.tolist() == [0.0, 8.0]
     table = budget().table(SparsePolicy())
-    assert table[:, -1].tolist() == pytest.approx([-1, -math.inf, 3, math.log2(100)])
+    assert table[:, COLUMNS.index("log2_background")].tolist() == pytest.approx(
+        [-1, -math.inf, 3, math.log2(100)]
+    )

@@ -88,7 +88,7 @@ struct Consumer {
       }
       finish(item);
     }
-    item.softmax.add_background(mine.background);
+    item.softmax.add_background(mine.mean_terms.background);
     store_item(p, item, mine);
     if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);

@@ -80,7 +80,7 @@ struct Feeder {
     }
     if constexpr (!kSixteenBits) {
       lay_down_means(queries);
-      if (uniform(thread() / kWarpSize) == 0) lay_down_background(queries);
+      if (uniform(thread() / kWarpSize) == 0) lay_down_terms(queries);
     }
   }
 
@@ -92,9 +92,9 @@ struct Feeder {
     }
   }
 
-  SPARGE_DEVICE void lay_down_background(Queries& queries) const {
-    const float background = attend::background_of(p, queries.work);
-    if (thread() == 0) queries.background = background;
+  SPARGE_DEVICE void lay_down_terms(Queries& queries) const {
+    const attend::MeanTerms terms = attend::mean_terms(p, queries.work);
+    if (thread() == 0) queries.mean_terms = terms;
   }
 
   static constexpr i32 kSectorBytes = 32;

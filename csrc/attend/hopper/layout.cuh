@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../common/key_tile.cuh"
+#include "../background.cuh"
 #include "../store.cuh"
 
 namespace sparge::hopper {
@@ -115,11 +116,11 @@ struct alignas(kSwizzleBytes) Stage {
 // no means: nobody writes or reads them.
 struct Queries {
   Work work;
-  i32 turn;                     // which work item; -1: there is no more, and nothing else is set
-  float scale[kQueryBlock];     // INT8 level of each row
-  float dot_mean[kQueryBlock];  // q . k_mean, for the log-sum-exp
-  float background;             // see attend/background.cuh
-  i32 token[kQueryBlock];       // -1: none
+  i32 turn;                      // which work item; -1: there is no more, and nothing else is set
+  float scale[kQueryBlock];      // INT8 level of each row
+  float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
+  attend::MeanTerms mean_terms;  // see attend/background.cuh
+  i32 token[kQueryBlock];        // -1: none
   alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
   // asked: by the feeder's first thread, once `work` is there; ready: by each feeder thread; free: by each consumer thread. The
   // parity starts at 0, as in the ring of stages.
@@ -130,6 +131,7 @@ struct Queries {
     if constexpr (!kSixteenBits) value.mean = v_mean[channel], value.scale = v_scale[channel];
     return value;
   }
+  SPARGE_DEVICE float inverse_contrast() const { return kSixteenBits ? 1.0f : mean_terms.inverse_contrast; }
   SPARGE_DEVICE float product_with_mean(i32 row) const { return kSixteenBits ? 0.0f : dot_mean[row]; }
 };
 

@@ -20,7 +20,7 @@ SPARGE_DEVICE void store_rows(const AttendParams& p, const Item& item, const Que
     const i32 row = first_row_anew() + 8 * half, token = of.token[row];
     store_facts(p, item, of, half, row);
     if (token < 0) continue;
-    const attend::RowStore to(p, of.work, token, item.softmax.sum[half]);
+    const attend::RowStore to(p, of.work, token, item.softmax.sum[half], of.inverse_contrast());
 #pragma unroll
     for (int n = 0; n < kChannelTiles; ++n) {
       const i32 channel = 8 * n + 2 * quad_lane();
@@ -51,7 +51,7 @@ SPARGE_DEVICE void store_whole_rows(const AttendParams& p, const Item& item, con
   for (int half = 0; half < 2; ++half) {
     const i32 row = first_row_anew() + 8 * half, token = of.token[row];
     store_facts(p, item, of, half, row);
-    const attend::RowStore to(p, of.work, token, item.softmax.sum[half]);
+    const attend::RowStore to(p, of.work, token, item.softmax.sum[half], of.inverse_contrast());
 #pragma unroll
     for (int first = 0; first < kChannelTiles; first += 4) {
       u32 word[4];
