@@ -242,8 +242,8 @@ class Calibration:
         video heads, the ratios for 91 %. Waits for the GPU.
         """
         norms, far = self.squared_norm.cpu().numpy()[..., None, None, None]
-        sums = (x.cpu().double().numpy() for x in (self.squared_error, self.towards_mean))
-        contrasts, squares = best_contrasts(*sums, far, self.candidates.contrasts)
+        error, towards = (x.cpu().double().numpy() for x in (self.squared_error, self.towards_mean))
+        contrasts, squares = best_contrasts(error, towards, far, self.candidates.contrasts)
         with np.errstate(invalid="ignore"):  # what is not finite stays so, and is not measured
             shares = np.divide(squares, norms, out=np.zeros_like(squares), where=norms != 0)
             return np.sqrt(shares), contrasts

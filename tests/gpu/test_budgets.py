@@ -311,20 +311,17 @@ def test_output(
     )
     assert torch.isfinite(out).all()
     choice = choose(got)
-    centred = kernels.element in (Element.INT8_FP16, Element.INT8_E4M3)
-    for terms in (call.budget.background, call.budget.contrast):
-        assert (terms is not None) == (centred and not call.is_causal)
     gains = (call.budget.gain > 0)[:, None, None]
     pooled = poolable(packed, choice.valid & ~got.kept & gains, call.is_causal)
-    background = 0.0 if call.budget.background is None else call.budget.background
-    contrast = 1.0 if call.budget.contrast is None else call.budget.contrast
+    asked = {name: getattr(call.budget, name) for name in ("background", "contrast")}
+    mean_terms: dict[str, Any] = {name: x for name, x in asked.items() if x is not None}
+    assert bool(mean_terms) == (element.name.startswith("INT8") and not call.is_causal)
     emulated = attend_packed(
         packed,
         got.kept,
         pooled,
         call.budget.gain,
-        background=background,
-        contrast=contrast,
+        **mean_terms,
         scale=got.scale,
         is_causal=call.is_causal,
         pvthreshd=call.policy.pvthreshd,
@@ -347,8 +344,7 @@ def test_output(
         got.kept,
         pooled,
         call.budget.gain,
-        background=background,
-        contrast=contrast,
+        **mean_terms,
         means=(packed.operands.kbar, packed.operands.vbar),
         order=call.order,
         is_causal=call.is_causal,
