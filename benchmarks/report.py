@@ -127,7 +127,9 @@ def section(
     )
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
-        "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first; "
+        "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first "
+        "(a run of 20 steps has four dense ones by default, our graph for CogVideoX with 50 has "
+        "ten); "
         f"commits {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
         f"{_other_rows(samples)}. Where cuDNN's exact attention is known to be faster the node "
         "has it serve the measured calls, so these are shorter than the default's although they "

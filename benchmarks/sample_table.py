@@ -19,6 +19,7 @@ HEAD = (
     "ms",
     "of one dense call",
     "of four",
+    "of ten",
     "dense call with it, by cuDNN",
 )
 
@@ -38,5 +39,5 @@ def samples_table(rows: Sequence[Row]) -> str:
 
 def _shares(ms: float, dense: Mapping[str, float]) -> list[str]:
     flash = dense["flash"]
-    shares = (f"{100 * ms / flash / calls:.1f} %" for calls in (1, 4))
+    shares = (f"{100 * ms / flash / calls:.1f} %" for calls in (1, 4, 10))
     return [*shares, f"{100 * ((dense['cudnn'] + ms) / flash - 1):+.0f} %"]
