@@ -9,8 +9,8 @@ dropping, which leaves
 
     |c (y - m) - (o - m)|^2,    c = |o - m| / |y - m|
 
-of an output y instead of o, around the mean value m. Clips of five DiTs (as in `alternating.py`; at
-10 % density, residual in all steps, clips 0-2, H200, 82c859e with outputs changed in each call; dB):
+of an output y instead of o, around the mean value m. Clips of five DiTs (as in `alternating.py`;
+10 % density, residual in all steps, clips 0-2, H200; outputs of 82c859e changed in each call; dB):
 
     nothing put right                              28.9 27.9 25.8 28.6 24.7
     the norm of the output                         28.9 28.1 26.9 28.7 25.8
