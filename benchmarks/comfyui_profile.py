@@ -24,11 +24,13 @@ def profile_with_residual(profile: Profile, share: float) -> Profile:
 
 def with_residual(choices: HeadChoices, share: float) -> HeadChoices:
     """Gain 1 in this share of the measured heads, evenly spread over layers and heads, 0 in the
-    others, which alone keep their background; densities, routers and walks as they are."""
+    others, which alone keep their background; heads whose gain changes lose their contrast.
+    Densities, routers and walks are as they were."""
     heads = int(choices.measured.sum()) * choices.heads
     # Just above: the product of a share like .3 may lie below the whole number that is meant.
     places = (torch.arange(heads + 1, dtype=torch.float64) * share + 1e-9).floor()
     gain = torch.zeros_like(choices.gain)
     gain[choices.measured] = places.diff().to(gain.dtype).view(-1, choices.heads)
     background = choices.background.masked_fill(gain > 0, 0)
-    return dataclasses.replace(choices, gain=gain, background=background)
+    contrast = choices.contrast.masked_fill(gain != choices.gain, 1)
+    return dataclasses.replace(choices, gain=gain, background=background, contrast=contrast)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch 4: block-sparse flash attention over the block map, mma.sync family (sm_80 and up).
 //
-// Semantics   softmax over the keys of the kept blocks, ascending; O = v_mean + contrast * v_scale * acc / l, 0 for rows without
-//             keys; contrast as in attend/background.cuh.
+// Semantics   softmax over the keys of the kept blocks, ascending; O = v_mean + contrast * v_scale * acc / l, 0 for rows
+//             without keys; contrast as in attend/background.cuh.
 //             Pseudo-keys may stand for what is dropped, one a block (attend/pool.cuh) or one for all (attend/background.cuh).
 //             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.

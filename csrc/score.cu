@@ -4,8 +4,8 @@
 // Semantics   With the first buckets of key blocks exact and the others pooled: e the output of the exact ones, p of the pooled
 //             ones, o of all, exact. |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve
 //             every gain (sparge/calibrate/scoring.py has the maths, and is this kernel's reference). The same of the mean
-//             value of all keys, m, which backgrounds add at a logit of 0, and (p - o)(m - o) for the contrast. And |o|^2, and how far o is from what dense attention
-//             gave: the rounding of 8-bit operands, which no density takes away.
+//             value of all keys, m, which backgrounds add at a logit of 0, and (p - o)(m - o) for the contrast. And |o|^2,
+//             and how far o is from what dense attention gave: the rounding of 8-bit operands, which no density takes away.
 //             A pooled block is one pseudo-key: its mean key with the log of its keys as bias, and its mean value.
 // Strategy    A thread block scores 16 rows of a query block, so each mean is read from the L2 once for all of them, and its rows
 //             share one list of key blocks (score/buckets.cuh). Logits and weights stand in shared memory; all products with

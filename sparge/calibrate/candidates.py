@@ -56,9 +56,9 @@ class CandidateSet:
             raise ValueError(f"backgrounds are {self.backgrounds}; they ascend from above 0.")
         if not self.routers or len(set(self.routers)) < len(self.routers):
             raise ValueError(f"routers are {self.routers}; give each once, and at least one.")
-        if not 0 < self.contrasts[0] <= self.contrasts[1]:
+        if not 1e-3 <= self.contrasts[0] <= self.contrasts[1] <= 1e3:
             raise ValueError(
-                f"contrasts are {self.contrasts}; give the least, above 0, then the most."
+                f"contrasts are {self.contrasts}; give the least and the most, .001 to 1000."
             )
         if self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")

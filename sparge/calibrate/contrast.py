@@ -36,11 +36,19 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+#: How far off a contrast is expected to be in the calls that it serves, a share of its logarithm.
+#: So heads do without kinds that lean on a large one where others do nearly as well. Without it
+#: heads that are not measured again err more by the contrast than without one: calls of the shipped
+#: DiT 2 to 14 steps later at 10 %, mean and worst head, .147 .74 instead of .120 .32; with it .127
+#: .39, with .2 .135 .48. Clips of seed 1, seed 2, seed 3 and the shipped one come to 24.9 24.9 26.0
+#: 25.4 dB with it, to 24.6 24.0 26.4 25.6 without (two each, 3,240 tokens, 15 %; all emulated).
+UNSURE = 0.4
+
 
 def best_contrasts(
     error: Array, towards: Array, far: Array, limits: tuple[float, float]
 ) -> tuple[Array, Array]:
-    """The contrast of each candidate, and the squared error with it; never less than 0.
+    """The contrast of each candidate, and the squared error expected with it; never less than 0.
 
     Sums over rows: error |y - o|^2 and towards <y - o, m - o>, of one shape, far |m - o|^2, which
     broadcasts. Outputs that all are the mean value have contrast 1. What is not finite stays so.
@@ -51,4 +59,5 @@ def best_contrasts(
         contrast = np.where((far > 0) & (spread > 0), contrast, 1.0).clip(*limits)
         rest = 1 - contrast
         found = contrast**2 * error + 2 * contrast * rest * towards + rest**2 * far
-        return contrast, np.where(found < 0, 0.0, found)  # NaN stays
+        found = np.where(found < 0, 0.0, found)  # NaN stays
+        return contrast, found + (UNSURE * np.log(contrast)) ** 2 * far

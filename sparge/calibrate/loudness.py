@@ -5,7 +5,8 @@ The outputs of all heads go through one projection and are added to what the lay
 left, so a loud head's error moves the model more than a quiet one's of the same relative size. In a
 layer heads count by the norm of their output. Layers count by the root of theirs: each adds to a
 sum that grows from layer to layer, and has its own gate. Clips of three small DiTs at 10, 20 and
-30 % density (as in `alternating.py`, residual in every second step; in dB) with layers counting by
+30 % density (as in `alternating.py`, the residual in every second step, the others plainly, no
+contrast; in dB) with layers counting by
 
     the root of their norm    30.1 33.8 37.1   27.8 31.8 35.2   28.1 31.8 35.1
     their norm                30.0 33.7 36.9   27.8 31.3 34.3   28.5 32.1 35.7

@@ -10,8 +10,8 @@ What does not change with the drift is worked out once.
 
 A target is the mean error of the heads, each counted by its loudness. A target for every head by
 itself, as design and issue first had it, keeps nearly everything of flat heads whose errors hardly
-show, and lets sharp ones err as much as those. Clips of three small DiTs (as in `alternating.py`;
-density and dB):
+show, and lets sharp ones err as much as those. Clips of three small DiTs (as in `alternating.py`,
+before there was a contrast; density and dB):
 
     every head, target .06, residual in all steps      .33 34.0   .43 30.9   .47 30.7
     the mean, target .08                               .22 33.7   .32 35.7   .34 36.3

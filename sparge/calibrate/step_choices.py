@@ -165,7 +165,12 @@ class StepChoices:
 
             def denser(now: HeadChoices) -> HeadChoices:
                 more = (now.density * DENSER).clamp(max=1)
-                return replace(now, density=torch.where(off, more, now.density))
+                left = (1 - more) / (1 - now.density).clamp(min=1e-6)  # of what was dropped
+                return replace(
+                    now,
+                    density=torch.where(off, more, now.density),
+                    contrast=torch.where(off, 1 + (now.contrast - 1) * left, now.contrast),
+                )
 
             self._now = self._now.each(denser)
 

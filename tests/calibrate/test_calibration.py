@@ -18,6 +18,7 @@ from sparge.calibrate import (
     Workload,
     reference_measure,
 )
+from sparge.calibrate.contrast import UNSURE
 from sparge.calibrate.measure import stacked
 from sparge.calibrate.scoring import Background, Distances, bucket_distances
 from sparge.metrics import rel_l2
@@ -40,8 +41,9 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
     calibration = begin(workload=workload)
     calibration.sample(0, *qkv)
-    errors, contrasts = calibration.errors_and_contrasts()
-    found = errors[0, :, 0]
+    found, contrasts = (x[0, :, 0] for x in calibration.errors_and_contrasts())
+    norm, far = calibration.squared_norm[:, 0, :, 0]
+    spread = (far / norm).sqrt().tolist()
     rows = sparse_rows(workload)
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
     candidates = calibration.candidates
@@ -59,11 +61,12 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
         if background := candidates.kinds[kind].background:
             budget = replace(budget, background=torch.full((3,), background))
         if not is_causal:
-            of_heads = contrasts[0, :, 0][(slice(None), *place)]
+            of_heads = contrasts[(slice(None), *place)]
             budget = replace(budget, contrast=torch.from_numpy(of_heads).float())
         out, _ = attend(qkv, budget, workload)
         for head in range(3):
-            expected = rel_l2(out[head, rows], exact[head, rows])
+            unsure = UNSURE * np.log(contrasts[head][place]) * spread[head]
+            expected = np.hypot(rel_l2(out[head, rows], exact[head, rows]), unsure)
             # 0.01: parts round P around their own maxima, to FP16.
             assert found[head][place] == pytest.approx(expected, rel=0.01, abs=1e-3)
 

@@ -87,6 +87,9 @@ def test_kinds_are_plain_dropping_then_backgrounds_then_gains() -> None:
         ({"backgrounds": (0.0, 1.0)}, "backgrounds are .* from above 0"),
         ({"backgrounds": (2.0, 1.0)}, "backgrounds are .* ascend"),
         ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
+        ({"contrasts": (0.0, 2.0)}, "contrasts are .* the least and the most"),
+        ({"contrasts": (2.0, 0.5)}, "contrasts are"),
+        ({"contrasts": (0.5, float("inf"))}, "contrasts are"),
         ({"floor": 0}, "floor is 0"),
     ],
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparge.calibrate.contrast import Array, best_contrasts
+from sparge.calibrate.contrast import UNSURE, Array, best_contrasts
 
 LIMITS = (0.5, 2.0)
 
@@ -31,7 +31,9 @@ def test_it_gives_outputs_their_distance_from_the_mean_back(rows) -> None:
     out, truth, mean = rows
     contrast, squared = best_contrasts(*sums_of(*rows), LIMITS)
     changed = mean + contrast[:, None, None] * (out - mean)
-    np.testing.assert_allclose(squared, ((changed - truth) ** 2).sum((1, 2)))
+    far = ((truth - mean) ** 2).sum()
+    expected = ((changed - truth) ** 2).sum((1, 2)) + (UNSURE * np.log(contrast)) ** 2 * far
+    np.testing.assert_allclose(squared, expected)
     spread = [np.linalg.norm(x - mean) for x in (*changed[:2], truth)]
     assert spread[:2] == pytest.approx([spread[2]] * 2)
     assert contrast[2:].tolist() == [2.0, 0.5]

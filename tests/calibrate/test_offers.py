@@ -51,14 +51,18 @@ def test_a_target_is_the_mean_density_that_is_expected_to_meet_it(qkv) -> None:
         torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.1, atol=0)
 
 
-def test_without_the_residual_the_mean_density_is_the_same(qkv) -> None:
-    calibration = begin(candidates=replace(CANDIDATES, backgrounds=(), contrasts=(1.0, 1.0)))
+@pytest.mark.parametrize("without_terms", [True, False])
+def test_without_the_residual_the_mean_density_is_the_same(qkv, without_terms: bool) -> None:
+    bare = replace(CANDIDATES, backgrounds=(), contrasts=(1.0, 1.0))
+    calibration = begin(candidates=bare if without_terms else CANDIDATES)
     calibration.sample(0, *qkv)
     offers = calibration.offers()
     alternating, steps = offers.freeze_steps(0.4, 8)
     assert stands_for_dropped(alternating.pooling)
     assert not alternating.dropping.gain.any()
-    assert alternating.dropping.mean_error > alternating.pooling.mean_error
+    pooling, dropping = alternating.pooling.mean_error, alternating.dropping.mean_error
+    assert dropping > pooling or not without_terms
+    assert dropping >= pooling, "its candidates are some of the others"
     for both in steps:
         assert stands_for_dropped(both.pooling) and not both.dropping.gain.any()
     assert offers.freeze_steps(0.6, 8)[1] == [], "alike, but for their kinds"
@@ -130,7 +134,8 @@ def drawn_contrasts(candidates: CandidateSet) -> budgets.Array:
 def of_all_kinds(
     offers: Offers, mean: float, drift: torch.Tensor, dropping: bool
 ) -> list[torch.Tensor]:
-    """Densities, gains and backgrounds that budgets share where each kind is a candidate."""
+    """Densities, gains, backgrounds and contrasts that budgets share where each kind is a
+    candidate."""
     candidates, workload = offers.candidates, Workload(cube_order(LARGER))
 
     def kept(densities: tuple[float, ...]) -> budgets.Array:
@@ -144,6 +149,7 @@ def of_all_kinds(
     gains = np.array([kind.gain for kind in candidates.kinds])
     backgrounds = np.array([kind.background for kind in candidates.kinds])
     costs = shares[:, None] + RESIDUAL_COST * ((gains > 0) & (shares[:, None] < 1))
+    shape = errors.shape[2:]
     costs, of_pairs, densities, gains, backgrounds = (
         np.broadcast_to(x, errors.shape[2:]).ravel()
         for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains, backgrounds)
@@ -151,8 +157,16 @@ def of_all_kinds(
     allowed = np.flatnonzero(gains == 0) if dropping else np.arange(len(gains))
     errors = errors.reshape(LAYERS * HEADS, -1)[:, allowed]
     (chosen,) = budgets.share_density(errors, costs[allowed], of_pairs[allowed], [mean])
-    found = (torch.from_numpy(x[allowed[chosen]]) for x in (densities, gains, backgrounds))
-    return [x.float().view(LAYERS, HEADS) for x in found]
+    tables = [x[allowed[chosen]] for x in (densities, gains, backgrounds)]
+    places = np.unravel_index(allowed[chosen], shape)
+    contrasts = drawn_contrasts(candidates).reshape(LAYERS * HEADS, *shape[:2], -1, shape[-1])
+    known = kept(candidates.densities)
+    taken = [
+        np.interp(shares[density], known, of_head[walk, router, :, kind])
+        for of_head, walk, router, density, kind in zip(contrasts, *places, strict=True)
+    ]
+    tables.append(np.array(taken))
+    return [torch.from_numpy(x).float().view(LAYERS, HEADS) for x in tables]
 
 
 @pytest.mark.parametrize("gains", [(0.0,), (0.0, 0.5, 1.0)])
@@ -165,8 +179,9 @@ def test_heads_get_what_they_would_of_all_kinds(gains, backgrounds, dropping) ->
     for mean in (0.15, 0.4, 0.8):
         found = offers.freeze(mean_density=mean, drift=drift.double(), dropping=dropping)
         expected = of_all_kinds(offers, mean, drift.double(), dropping)
-        for table, own in zip(expected, (found.density, found.gain, found.background), strict=True):
-            assert torch.equal(table, own)
+        tables = (found.density, found.gain, found.background, found.contrast)
+        for table, own in zip(expected, tables, strict=True):
+            torch.testing.assert_close(table, own, rtol=1e-6, atol=0)
         check_kinds(found, bool(backgrounds), len(gains) > 1 and not dropping)
 
 

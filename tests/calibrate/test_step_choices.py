@@ -172,6 +172,20 @@ def test_heads_of_a_profile_get_denser_where_they_miss_what_was_expected():
     assert torch.equal(choices.first.pooling.density, torch.full((LAYERS, HEADS), 0.4))
 
 
+def test_the_contrast_of_denser_heads_shrinks_with_what_they_drop():
+    of_one = choices_of(0.4, 0.3)
+    of_one = replace(of_one, contrast=2 * of_one.contrast)
+    choices = made("quality", 0.1, None, profile=Alternating(of_one, of_one))
+    drift = torch.tensor([[1.0, 1.4, 1.6], [0.2, 5, 1]])
+    choices.choose_anew(8, drift)
+    after = 1 + (1 - 0.6) / (1 - 0.4)
+    expected = torch.tensor([[2, 2, after], [2, after, 2]])
+    torch.testing.assert_close(choices.at(8).contrast, expected)
+    choices.choose_anew(16, drift)
+    choices.choose_anew(24, drift)
+    assert choices.at(24).contrast[1, 1] == 1, "it drops nothing"
+
+
 def test_a_profile_for_a_mean_density_stays_as_it_is():
     choices = made("budget", 0.4, None, profile=alternating_of(0.4, 0.1))
     choices.choose_anew(8, torch.full((LAYERS, HEADS), 5.0))
