@@ -241,7 +241,7 @@ def towards_mean(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor
     advantages = (measured.background_advantage, measured.advantage)
     parts = found[:, :-1].split([count, gains], -1)
     for part, end, lead, advantage in zip(parts, far, leads, advantages, strict=True):
-        rest = (lead - advantage.unsqueeze(-1)).sigmoid_().nan_to_num_(0.0)
+        rest = _rest(lead - advantage.unsqueeze(-1))
         torch.lerp(near, end.unsqueeze(-1), rest, out=part)
     return found
 
@@ -251,9 +251,15 @@ def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) 
 
     By lerps, since these are the largest tensors of a sample: one of shares, one beside `out`.
     """
-    rest = lead.sigmoid_().nan_to_num_(0.0)  # NaN: there is neither part, so both outputs are 0
+    rest = _rest(lead)
     torch.lerp(near, between, rest, out=out)
     out.lerp_(torch.lerp(between, far, rest), rest)
+
+
+def _rest(lead: Tensor) -> Tensor:
+    """What the second part, which leads by `lead`, has of a mix; in its place. 0 where there is
+    neither part (NaN), so that both outputs are 0."""
+    return lead.sigmoid_().nan_to_num_(0.0)
 
 
 def _field_counts(densities: int) -> list[int]:

@@ -193,9 +193,6 @@ def test_every_second_step_spends_its_density_without_the_residual(
         for step, of_step in enumerate(choices):
             assert torch.equal(densities[step], of_step.density[:BLOCKS])
             assert torch.equal(gains[step], of_step.gain[:BLOCKS])
-        pooling, dropping = kinds(densities)
-        shared_anew = not all(map(torch.equal, pooling, dropping))
-        assert shared_anew or topk == 0.3, "where no head has room for a step more"
         (table,) = runs[-1][0].heads.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         for of_kind in kinds(kept):
