@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error over density, made robust to few samples and read between the measured densities.
 
-Errors are float64 arrays (layers, heads, ..., densities, kinds), the last density being 1.
+Errors are float64 arrays (layers, heads, ..., densities, kinds), the last density being 1; what is
+read between densities is of one kind.
 """
 
 from __future__ import annotations
@@ -59,22 +60,22 @@ def places_between(densities: Array, wanted: Array) -> tuple[NDArray[np.int64], 
 
 
 def logs_between(errors: Array, densities: Array, wanted: Array) -> Array:
-    """Natural logarithms of errors at the `wanted` densities, none below the first measured one;
-    both ascend, and of measured ones that are equal the last counts. -inf for an error of 0.
+    """Natural logarithms of errors (..., densities) at the `wanted` densities, none below the first
+    measured one; both ascend, and of measured ones that are equal the last counts. -inf for an
+    error of 0.
 
     Straight in the logarithm, as errors of attention fall about exponentially with density; up to
     density 1, where the error may be 0, straight in the error.
     """
     last = len(densities) - 1
     left, share = places_between(densities, wanted)
-    share = share[:, None]
 
     def straight(values: Array, part: slice) -> Array:
-        low, high = values[..., left[part], :], values[..., left[part] + 1, :]
+        low, high = values[..., left[part]], values[..., left[part] + 1]
         return (1 - share[part]) * low + share[part] * high
 
     inner = np.count_nonzero(left < last - 1)
     logarithmic = straight(np.log(np.maximum(errors, LEAST)), slice(inner))
     with np.errstate(divide="ignore"):
         others = np.log(straight(errors, slice(inner, None)))
-    return np.concatenate([logarithmic, others], -2)
+    return np.concatenate([logarithmic, others], -1)

@@ -106,13 +106,18 @@ class Offers:
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
         of_walks, contrasts = (x[measured][:, :, : len(in_some)] for x in (errors, contrasts))
         steady = curves.steady(of_walks, np.asarray(samples)[measured])
-        logs = curves.logs_between(steady, known, kept)
         everything = kept >= 1  # rounding found errors there, and would decide between walks
-        logs[..., everything, :] = -np.inf
-        for layer, of_layer in zip(logs, of_layers, strict=True):
-            layer[:, np.isin(in_some, of_layer, invert=True)] = np.inf
+        known_walks = [np.isin(in_some, of_layer) for of_layer in of_layers]
+        unknown = ~np.reshape(known_walks, (len(of_layers), 1, len(in_some), 1, 1))
+
+        def logs_of(kind: int) -> budgets.Array:
+            logs = curves.logs_between(steady[..., kind], known, kept)
+            logs[..., everything] = -np.inf
+            np.copyto(logs, np.inf, where=unknown)
+            return logs
+
         # Here rather than in each choice: a drift is of a head and walk, and leaves the best ones.
-        logs, best = best_kinds(logs, candidates.kinds)
+        logs, best = best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
         errors = np.exp(logs)
         shape = errors.shape[2:]
         groups = np.arange(shape[-1])

@@ -17,7 +17,7 @@ SHAPE = (3, 2, 4)
 def test_each_group_has_the_least_of_its_errors(gains, backgrounds) -> None:
     kinds = CandidateSet(gains=gains, backgrounds=backgrounds).kinds
     errors = np.random.default_rng(1).random((*SHAPE, len(kinds)))
-    least, best = best_kinds(errors, kinds)
+    least, best = best_kinds(np.moveaxis(errors, -1, 0), kinds)
     assert least.shape == best.shape == (*SHAPE, 1 + (len(gains) > 1))
     for place in np.ndindex(*SHAPE):
         own = errors[place]
@@ -38,7 +38,7 @@ def test_the_earlier_of_equal_ones_is_taken_and_what_is_not_finite_is_not() -> N
             [inf, inf, inf, inf, inf],
         ]
     )
-    least, best = best_kinds(errors, kinds)
+    least, best = best_kinds(np.moveaxis(errors, -1, 0), kinds)
     assert best.tolist() == [[0, 3], [2, 4], [1, 3], [0, 3]]
     expected = [[0.3, 0.2], [0.3, 0.2], [0.1, 0.2], [inf, inf]]
     assert least.tolist() == expected

@@ -143,7 +143,9 @@ def of_all_kinds(
 
     shares = kept(tuple(offers.densities))
     errors = curves.steady(drawn_errors(candidates), np.full(LAYERS, SAMPLES))
-    errors = np.exp(curves.logs_between(errors, kept(candidates.densities), shares))
+    of_kinds = np.moveaxis(errors, -1, 0)
+    logs = [curves.logs_between(x, kept(candidates.densities), shares) for x in of_kinds]
+    errors = np.exp(np.stack(logs, -1))
     errors[..., shares >= 1, :] = 0
     errors *= drift.numpy()[..., None, None, None]
     gains = np.array([kind.gain for kind in candidates.kinds])
