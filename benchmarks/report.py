@@ -69,12 +69,14 @@ def _runs(calls: list[dict[str, Any]]) -> str:
     runs = "; ".join(
         f"{', '.join(shapes)} at commit {commit}" for commit, shapes in commits.items()
     )
-    others = dict.fromkeys(
-        (row["peer"], row["shape"], row["commit"])
-        for row in calls
-        if row["commit"] != of_shape[row["shape"]]
-    )
-    named = [f"`{peer}` of {shape} (commit {commit})" for peer, shape, commit in others]
+    others: dict[tuple[str, str], dict[str, None]] = {}
+    for row in calls:
+        if row["commit"] != of_shape[row["shape"]] and "ms" in row:
+            others.setdefault((row["peer"], row["commit"]), {})[row["shape"]] = None
+    named = [
+        f"`{peer}` of {', '.join(shapes)} (commit {commit})"
+        for (peer, commit), shapes in others.items()
+    ]
     return runs + (f". Of another run: {', '.join(named)}" if named else "")
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import crossover, crossover_fit
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import ROOT, read_rows
-from sparge.plan.worth import RATES_FILE, Call, DenseRates, Rates, SparseRates, estimate
+from sparge.plan.worth import RATES_FILE, Call, DenseRates, Estimate, Rates, SparseRates, estimate
 
 OURS = ("ours", "ours, PV filter", "ours, budgets", "ours, budgets spread tenfold")
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*_crossover.jsonl"))
@@ -127,9 +127,9 @@ def test_the_rates_are_those_of_the_results(results: Path) -> None:
         assert here == pytest.approx(there, rel=0.01, abs=1e-6), again
 
 
-def promised_and_measured() -> Iterator[tuple[float, float, float, dict[str, Any]]]:
-    """Of sparse calls of shapes that were not fitted: their time beside the dense one's, as the
-    rates promise it and as it was measured, the margin, and the row."""
+def sparse_calls() -> Iterator[tuple[Estimate, Rates, dict[str, Any], float]]:
+    """Of shapes that were not fitted, where they do not tell of the host: what the rates promise,
+    those rates, the row, and what it took beside cuDNN."""
     known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]
     rows = [row for row in read_rows(ROOT / "benchmarks/results/h200.json") if "ms" in row]
     cudnn = {row["shape"]: row["ms"] for row in rows if row["peer"] == "torch cudnn"}
@@ -141,24 +141,24 @@ def promised_and_measured() -> Iterator[tuple[float, float, float, dict[str, Any
         pooled = row["pooled_heads"] if "budgets" in peer else None
         call = Call(shape.tokens, shape.heads, shape.head_dim, "PV filter" in peer, pooled)
         found = estimate(call, row["density"], rates, "cudnn")
-        if found.sparse > rates.sparse.host_of(call):  # else it tells of the host
-            promised, measured = found.sparse / found.dense, row["ms"] / cudnn[row["shape"]]
-            yield promised, measured, rates.margin, row
+        if found.sparse > rates.sparse.host_of(call):
+            yield found, rates, row, row["ms"] / cudnn[row["shape"]]
 
 
 def test_no_sparse_call_is_promised_faster_than_the_margin_allows() -> None:
     """What is chosen by is the time of a sparse call beside the dense one's. Calls three times as
     long as those fitted lower the GPU's clocks, for all kernels alike: cuDNN and ours take up to a
     fifth longer."""
-    calls = list(promised_and_measured())
+    calls = list(sparse_calls())
     assert calls
-    for promised, measured, margin, row in calls:
-        assert (1 - margin) * measured <= promised, row
+    for promised, rates, row, measured in calls:
+        assert (1 - rates.margin) * measured <= promised.sparse / promised.dense, row
 
 
 def test_kernels_that_got_faster_want_new_rates() -> None:
-    for promised, measured, _, row in promised_and_measured():
-        assert promised <= 1.25 * measured, row
+    """By their own time: cuDNN's clocks fall in shapes where those of a call at 10 % do not."""
+    for promised, _, row, _ in sparse_calls():
+        assert 1000 * promised.sparse <= 1.15 * row["ms"], row
 
 
 def test_the_rates_hold_for_dense_calls_that_were_not_fitted() -> None:

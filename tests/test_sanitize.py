@@ -107,3 +107,11 @@ def test_the_exit_status_says_whether_all_was_clean(
     for tool in sanitize.TOOLS:
         assert f"{tool}: {0 if status else total} of {total} tests clean" in said
     assert ("NOT CLEAN" in said) == bool(status)
+
+
+def test_what_was_found_is_shown_and_copies_by_the_host_are_not(sanitize: ModuleType) -> None:
+    log = f"collected 6 items\n{COPIES}{READS}E   assert 1 == 2\n{COPIES}"
+    shown = "\n".join(sanitize.findings(log))
+    assert "memory read of size 8" in shown and "route+0x150" in shown and "assert 1 == 2" in shown
+    assert "Host API" not in shown and "cudaMemcpy" not in shown
+    assert len(sanitize.findings(READS * 100)) == sanitize.SHOWN

@@ -4,7 +4,8 @@
 python -m tests.gpu.sanitize [--tools racecheck memcheck synccheck initcheck] [--gpus 0 1]
                              [--workers 24] [--sanitizer PATH] [-k EXPRESSION] [--logs FOLDER]
 
-A line for each group of tests as it ends, then what was clean; the exit status is 0 when all was.
+A line for each group of tests as it ends, with what was found where that is not clean, then what
+was clean; the exit status is 0 when all was.
 racecheck (hazards in shared memory) and synccheck (barriers) keep torch's memory cache, without
 which each allocation waits for all processes. memcheck must not, or it would not see the end of a
 tensor, nor must initcheck: what a tensor before left in a block of the cache counts as written.
@@ -49,6 +50,7 @@ SUMMARY = re.compile(r"(?:RACECHECK SUMMARY: (\d+) hazard|ERROR SUMMARY: (\d+) e
 HOST_COPY = re.compile(r"^=+ +Uninitialized access to \S+ on access by cudaMemcpy", re.MULTILINE)
 FOUND = 77  # the exit status of the tools where they have found something
 PRINTED = 1000  # of each process; findings that are not printed count
+SHOWN = 12  # lines of a log that is not clean
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,15 @@ def is_clean(tool: str, status: int, log: str, tests: int) -> bool:
     return int(summary[1] or summary[2]) == forgiven and status == (FOUND if forgiven else 0)
 
 
+def findings(log: str) -> list[str]:
+    """The first lines of the tool and of pytest that say what is not clean: machines on loan keep
+    no logs. Copies by the host, which initcheck names in two lines, are left out."""
+    lines = [line for line in log.splitlines() if re.match("=+ .*[a-z]|E  |FAILED", line)]
+    copies = {at for at, line in enumerate(lines) if HOST_COPY.match(line)}
+    copies |= {at - 1 for at in copies}
+    return [line for at, line in enumerate(lines) if at not in copies][:SHOWN]
+
+
 def run(group: Group, sanitizer: str, logs: Path) -> bool:
     started = time.monotonic()
     log = logs / f"{group.tool}.{group.number}.log"
@@ -125,13 +136,14 @@ def run(group: Group, sanitizer: str, logs: Path) -> bool:
             ).returncode
     except subprocess.TimeoutExpired:
         status = -1
-    clean = is_clean(group.tool, status, log.read_text(errors="replace"), len(group.tests))
+    found = log.read_text(errors="replace")
+    clean = is_clean(group.tool, status, found, len(group.tests))
     took = time.monotonic() - started
     verdict = "clean" if clean else f"NOT CLEAN (status {status}), see {log}"
-    print(
-        f"{group.tool} {group.number}: {len(group.tests)} tests, {took:.0f} s, {verdict}",
-        flush=True,
-    )
+    said = [f"{group.tool} {group.number}: {len(group.tests)} tests, {took:.0f} s, {verdict}"]
+    if not clean:
+        said += [*group.tests, *findings(found)]
+    print("\n    ".join(said), flush=True)
     return clean
 
 
