@@ -104,6 +104,9 @@
 //                   pooled step is 595 instead of 653 instructions long (642 of 702 at head_dim 128): Mochi dense -2.4, 20 % with
 //                   budgets -2.5, as ptxas orders the loop anew; CogVideoX-2B +0.3 -0.7. Two and a half float instructions for a
 //                   pseudo-key's score instead of three (624, 687): -0.2 +1.5, +0.9 -1.1, which is noise
+//             Nothing to gain, against 0fe6e38, attend alone: no mask for whole blocks of a masked step, Mochi +2.0 +0.9 -0.6 +0.4,
+//                   CogVideoX-2B +0.2 +0.1 +0.3 +0.0; with that, integer maxima in masked steps unless pooled, -1.0 -0.6 -1.1 -4.0,
+//                   +0.2 0.0 0.0 -0.2
 //             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
