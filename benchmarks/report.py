@@ -60,6 +60,22 @@ def comfyui(rows: list[dict[str, Any]]) -> str:
     return table(["one denoising call, seconds", *CONFIGS], lines)
 
 
+def measuring(rows: list[dict[str, Any]]) -> str:
+    """What the heads of a model take in real ComfyUI."""
+    default = {row["model"]: row["seconds_per_call"] for row in rows if row["config"] == CONFIGS[0]}
+    lines = [
+        [
+            row["model"],
+            *map(_cell, (default.get(row["model"]), row["seconds"][0])),
+            *(_cell(max(row[name])) for name in ("calibration_s", "choosing_s")),
+        ]
+        for row in rows
+        if row.get("config") == CONFIGS[-1]
+    ]
+    head = ("its first run, seconds", "default's call", "measured call", "of it measuring")
+    return table([*head, "first choice, in the next"], lines)
+
+
 def _runs(calls: list[dict[str, Any]]) -> str:
     """The run of each shape, which is that of its first row, and the rows of other runs."""
     of_shape = {row["shape"]: row["commit"] for row in reversed(calls)}
@@ -134,8 +150,13 @@ def section(
         "ten); "
         f"commits {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
         f"{_other_rows(samples)}. Where cuDNN's exact attention is known to be faster the node "
-        "has it serve the measured calls, so these are shorter than the default's although they "
-        "are measured:\n"
+        "has it serve the measured calls, so their attention is shorter than the default's "
+        "although they are measured:\n"
+    )
+    about_measuring = (
+        "In ComfyUI the host and first uses come on top (the models of the table above; measuring "
+        "as long as the GPU or the host took for it; later choices take a third of the first "
+        "one's time, or nearly all of it where heads were measured again):\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
@@ -145,7 +166,7 @@ def section(
     if most is not None:
         about.append(about_limits)
     made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
-    made += [about_samples, samples_table(samples)]
+    made += [about_samples, samples_table(samples), about_measuring, measuring(model_calls)]
     return "\n".join(["", *made, ""])
 
 

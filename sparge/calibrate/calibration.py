@@ -141,10 +141,12 @@ class Calibration:
         return like
 
     def fill_from(self, earlier: Calibration) -> None:
-        """Takes from one of the same kind what is not known here: layers that were not sampled, and
-        rounding, which only dense calls tell. Never waits for the GPU."""
+        """Takes from one of the same kind what is not known here: layers that were not sampled, or
+        gave something not finite, and rounding, which only dense calls tell. Waits for the GPU."""
+        sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
+        of_layers = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
         for layer, (known, walks) in enumerate(zip(earlier.samples, earlier.walks, strict=True)):
-            if not self.samples[layer]:
+            if not (self.samples[layer] and of_layers[layer]):
                 self.samples[layer], self.walks[layer] = known, walks
                 self.squared_error[layer].copy_(earlier.squared_error[layer])
                 self.towards_mean[layer].copy_(earlier.towards_mean[layer])

@@ -22,6 +22,7 @@ So quality at a target is the budget that is expected to leave that error.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -207,12 +208,7 @@ class Offers:
         )
         reached = self.kept[allowed[found[0]]].mean()
         if reached > means[0] + budgets.ROUNDING and not dropping:
-            logger.warning(
-                "A mean density of %.3g is asked for; text, floors and the least dense "
-                "candidates already keep %.3g.",
-                means[0],
-                reached,
-            )
+            _say_denser(f"{means[0]:.3g}", f"{reached:.3g}")
         return [self._choices(allowed[chosen], errors) for chosen in found]
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
@@ -256,6 +252,17 @@ class Offers:
             self.measured,
             self.candidates.floor,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _say_denser(asked: str, kept: str) -> None:
+    """Once, although a run chooses several times."""
+    logger.warning(
+        "A mean density of %s is asked for; text, floors and the least dense candidates already "
+        "keep %s.",
+        asked,
+        kept,
+    )
 
 
 def _kept(

@@ -129,18 +129,18 @@ class Profile:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Header]:
-    if not path.is_file():
-        raise ProfileError(f"There is no profile {path.name} in {path.parent.name}.")
-    if path.stat().st_size > LARGEST:
-        raise ProfileError(
-            f"{path.name} has {path.stat().st_size} bytes; a profile has at most {LARGEST}."
-        )
     try:
+        if not path.is_file():
+            raise ProfileError(f"There is no profile {path.name} in {path.parent.name}.")
+        if (size := path.stat().st_size) > LARGEST:
+            raise ProfileError(f"{path.name} has {size} bytes; a profile has at most {LARGEST}.")
         with safe_open(path, framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
             tensors = {name: file.get_tensor(name).clone() for name in names}
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise ProfileError(f"{path.name} is no safetensors file: {error}.") from error
+    except OSError as error:
+        raise ProfileError(f"{path.name} cannot be read: {error}.") from error
     if set(metadata) != {METADATA_KEY}:
         raise ProfileError(f"{path.name} is a safetensors file but no profile of heads.")
     return tensors, Header.from_json(metadata[METADATA_KEY])

@@ -9,11 +9,13 @@ from pathlib import Path
 from .profile_error import ProfileError
 
 SUFFIX = ".safetensors"
-LONGEST_NAME = 100  # file systems take 255 bytes, and a character may have four of them
+LONGEST_NAME = 100
+LONGEST_BYTES = 200  # file systems take 255, with the suffix; a character may have four
 #: Windows opens a device where a file is so named, whatever its suffix.
 RESERVED = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.I)
-#: Separators, drives and streams, wildcards, what shells redirect with; control characters.
-REFUSED = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f]')
+#: Separators, drives and streams, wildcards, what shells redirect with; control characters, and
+#: halves of characters, which no file system takes.
+REFUSED = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]')
 
 
 def profile_path(folder: Path, name: str) -> Path:
@@ -27,6 +29,8 @@ def profile_path(folder: Path, name: str) -> Path:
         complaint = f"has {len(stem)} characters; it takes 1 to {LONGEST_NAME}"
     elif found := REFUSED.search(stem):
         complaint = f"has the character {found[0]!r}, which file names cannot have everywhere"
+    elif (count := len(stem.encode())) > LONGEST_BYTES:
+        complaint = f"has {count} bytes; it takes {LONGEST_BYTES}"
     elif stem[0] in ". " or stem[-1] in ". ":
         complaint = "starts or ends with a dot or a space"
     elif RESERVED.fullmatch(stem):

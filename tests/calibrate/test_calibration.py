@@ -376,25 +376,3 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
     assert float(calibration.squared_norm.min()) > 0
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         calibration.squared_norm.sum().item()
-
-
-def test_measured_anew_at_other_query_blocks_it_takes_the_rest_from_the_first(qkv) -> None:
-    first = begin(layers=2, blocks_a_call=1)
-    first.measure_one_walk()
-    for layer in range(2):
-        first.sample(layer, *qkv, dense=qkv[0])
-    again = first.anew()
-    assert not any(again.samples) and again.walks == first.walks
-    assert again.next_query_blocks(1) == first.next_query_blocks(1)
-    again.sample(1, *qkv)
-    assert not torch.equal(again.squared_error[1], first.squared_error[1])
-    names = ("squared_error", "towards_mean")
-    own = [getattr(again, name)[1].clone() for name in names]
-    again.fill_from(first)
-    for name, before in zip(names, own, strict=True):
-        assert torch.equal(getattr(again, name)[0], getattr(first, name)[0])
-        assert torch.equal(getattr(again, name)[1], before)
-    assert torch.equal(again.squared_norm[:, 0], first.squared_norm[:, 0])
-    assert again.samples == first.samples
-    assert np.array_equal(again.rounding(), first.rounding())
-    assert again.offers().freeze(mean_density=0.5).measured.all()

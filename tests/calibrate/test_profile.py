@@ -246,6 +246,8 @@ def test_other_files_are_refused(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with pytest.raises(ProfileError, match=r"no profile a\.safetensors"):
         Profile.load(path)
+    with pytest.raises(ProfileError, match="cannot be read"):
+        Profile.load(tmp_path / ("x" * 300))
     path.write_bytes(b"not at all")
     with pytest.raises(ProfileError, match="no safetensors file"):
         Profile.load(path)

@@ -29,6 +29,7 @@ from sparge.calibrate import ProfileError, profile_path
             "a*",
         ),
         *("con", "NUL", "nul.txt", "Com1", "LPT9.safetensors", "com¹", "aux .x", "x" * 101),
+        *("\ud800", "😀" * 51),
     ],
 )
 def test_names_that_leave_the_folder_or_a_system(tmp_path: Path, name: str) -> None:
@@ -36,7 +37,9 @@ def test_names_that_leave_the_folder_or_a_system(tmp_path: Path, name: str) -> N
         profile_path(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", ["wan 14b", "wan-2.2_high.v1", "console", "été", "x" * 100])
+@pytest.mark.parametrize(
+    "name", ["wan 14b", "wan-2.2_high.v1", "console", "été", "x" * 100, "网" * 66]
+)
 def test_names_that_are_fine(tmp_path: Path, name: str) -> None:
     expected = tmp_path / f"{name}.safetensors"
     assert profile_path(tmp_path, name) == expected
