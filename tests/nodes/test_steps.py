@@ -36,7 +36,8 @@ def patch(patched_wan):
 
 @pytest.fixture
 def steps_of(load_pack, monkeypatch, session, generator):
-    """steps_of(patched, sigmas): the sparse calls, by step and block."""
+    """steps_of(patched, sigmas): the sparse calls, by step and block. broken: the value of one
+    channel is NaN while the sparse step of that number runs."""
     module = load_pack("nodes.attention_call")
     layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
     # Keys that are alike in space, so that another block is worth the less the more are kept.
@@ -51,11 +52,16 @@ def steps_of(load_pack, monkeypatch, session, generator):
 
     monkeypatch.setattr(module, "attention", spy)
 
-    def of(patched, sigmas, **kwargs):
+    def of(patched, sigmas, broken=None, **kwargs):
         seen.clear()
-        session(patched, LATENT).sample(
-            lambda attend: [attend(*layer, HEADS) for layer in layers], sigmas, **kwargs
-        )
+
+        def run(attend):
+            now = layers.clone()
+            if len(seen) == (broken or -1) * BLOCKS:
+                now[:, 2, ..., 0] = float("nan")
+            return [attend(*layer, HEADS) for layer in now]
+
+        session(patched, LATENT).sample(run, sigmas, **kwargs)
         return [seen[at : at + BLOCKS] for at in range(0, len(seen), BLOCKS)]
 
     return of
@@ -271,3 +277,20 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     then = [(layer, False, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
     assert sorted(sampled[: len(first)]) == sorted(first)
     assert sampled[len(first) :] == then * again * (0 in conditionings)
+
+
+def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):
+    """Not even where heads are measured again in it."""
+    measured = []
+    calibration = load_pack("sparge.calibrate").Calibration
+    fill = calibration.fill_from
+
+    def spy(self, earlier):
+        measured.append(self.squared_error.isnan().any().item())
+        fill(self, earlier)
+
+    monkeypatch.setattr(calibration, "fill_from", spy)
+    steps = steps_of(patch(mode="auto budget", topk=0.5), TEN_SPARSE, broken=5)
+    assert measured == [True]
+    assert len(steps) == 10
+    assert all(call.density is not None and call.density.isfinite().all() for call in steps[-1])
