@@ -66,6 +66,7 @@ COPIES = """6 passed in 3 s
 ========= Host API memory access error at host access to 0x7f0 of size 512 bytes
 =========     Uninitialized access to 0x7f4 on access by cudaMemcpy source
 """
+SECOND = "=========     Uninitialized access"
 READS = """========= Uninitialized __global__ memory read of size 8 bytes
 =========     at route+0x150
 """
@@ -76,11 +77,12 @@ READS = """========= Uninitialized __global__ memory read of size 8 bytes
     [
         (77, f"{COPIES}========= ERROR SUMMARY: 1 error", True),
         (77, f"{COPIES}{COPIES}========= ERROR SUMMARY: 2 errors", True),
+        (77, f"{COPIES.replace(SECOND, f'.{SECOND}')}========= ERROR SUMMARY: 1 error", True),
         (77, f"{COPIES}{READS}========= ERROR SUMMARY: 2 errors", False),
         (77, f"{COPIES}========= ERROR SUMMARY: 2 errors", False),
         (1, f"{COPIES}========= ERROR SUMMARY: 1 error", False),
     ],
-    ids=["a copy", "two", "a read", "one that is not printed", "another status"],
+    ids=["a copy", "two", "after a dot", "a read", "one that is not printed", "another status"],
 )
 def test_initcheck_forgives_copies_by_the_host(
     sanitize: ModuleType, status: int, log: str, clean: bool

@@ -47,7 +47,8 @@ LEFT_OUT = re.compile(
 #: Graph capture may not allocate, as torch does without its cache.
 NEEDS_CACHE = re.compile("cuda_graph")
 SUMMARY = re.compile(r"(?:RACECHECK SUMMARY: (\d+) hazard|ERROR SUMMARY: (\d+) error)")
-HOST_COPY = re.compile(r"^=+ +Uninitialized access to \S+ on access by cudaMemcpy", re.MULTILINE)
+#: Not at the start of a line alone: pytest's dots may come between.
+HOST_COPY = re.compile(r"=+ +Uninitialized access to \S+ on access by cudaMemcpy")
 FOUND = 77  # the exit status of the tools where they have found something
 PRINTED = 1000  # of each process; findings that are not printed count
 SHOWN = 12  # lines of a log that is not clean
@@ -115,8 +116,8 @@ def is_clean(tool: str, status: int, log: str, tests: int) -> bool:
 def findings(log: str) -> list[str]:
     """The first lines of the tool and of pytest that say what is not clean: machines on loan keep
     no logs. Copies by the host, which initcheck names in two lines, are left out."""
-    lines = [line for line in log.splitlines() if re.match("=+ .*[a-z]|E  |FAILED", line)]
-    copies = {at for at, line in enumerate(lines) if HOST_COPY.match(line)}
+    lines = [line for line in log.splitlines() if re.search("==+ .*[a-z]|^E  |^FAILED", line)]
+    copies = {at for at, line in enumerate(lines) if HOST_COPY.search(line)}
     copies |= {at - 1 for at in copies}
     return [line for at, line in enumerate(lines) if at not in copies][:SHOWN]
 
