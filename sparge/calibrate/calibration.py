@@ -144,9 +144,9 @@ class Calibration:
         """Takes from one of the same kind what is not known here: layers that were not sampled, or
         gave something not finite, and rounding, which only dense calls tell. Waits for the GPU."""
         sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
-        of_layers = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
+        finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
         for layer, (known, walks) in enumerate(zip(earlier.samples, earlier.walks, strict=True)):
-            if not (self.samples[layer] and of_layers[layer]):
+            if not (self.samples[layer] and finite[layer]):
                 self.samples[layer], self.walks[layer] = known, walks
                 self.squared_error[layer].copy_(earlier.squared_error[layer])
                 self.towards_mean[layer].copy_(earlier.towards_mean[layer])

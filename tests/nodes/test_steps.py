@@ -57,7 +57,7 @@ def steps_of(load_pack, monkeypatch, session, generator):
 
         def run(attend):
             now = layers.clone()
-            if len(seen) == (broken or -1) * BLOCKS:
+            if broken is not None and len(seen) == broken * BLOCKS:
                 now[:, 2, ..., 0] = float("nan")
             return [attend(*layer, HEADS) for layer in now]
 
