@@ -18,8 +18,8 @@
 //             as integers, three at a time. Shared memory fills the accumulators with their offset. With all exponentials MUFU
 //             would bind: two of them take it 16 clocks. Five packed instructions of other pipes give two P instead, in five of
 //             eight key tiles. So the warpgroups need no turns at MUFU; each goes its own way.
-//             A query block costs latencies beside its steps: its queries, tokens and scales, and the facts of V, wait in shared
-//             memory when it begins, and four lanes of its epilogue exchange pairs until each stores 16 bytes.
+//             A query block costs latencies and instructions beside its steps: its queries, tokens and scales, and the facts of V,
+//             wait in shared memory when it begins, and four lanes of its end exchange pairs until each stores 16 bytes.
 // Tried       ms of the dense Mochi shape on an H200, attend alone, random data, up to the kernel of 3ad4513, which takes 27.6
 //             (one machine: 29.4 to 30.2 before the second part of the list).
 //             35.9  score, soften, weigh values one after another
@@ -107,6 +107,12 @@
 //             Nothing to gain, against 0fe6e38, attend alone: no mask for whole blocks of a masked step, Mochi +2.0 +0.9 -0.6 +0.4,
 //                   CogVideoX-2B +0.2 +0.1 +0.3 +0.0; with that, integer maxima in masked steps unless pooled, -1.0 -0.6 -1.1 -4.0,
 //                   +0.2 0.0 0.0 -0.2
+//             Likewise, against b313120: Mochi +0.4 +1.4 -0.2 +1.8, CogVideoX-2B +0.1 +1.1 +1.3 +1.5 when an item's end is shorter:
+//                   V's means and scales loaded once for both rows (+0.1 +0.5 +0.8 +0.4 alone at CogVideoX-2B), pairs exchanged
+//                   through shared memory by stmatrix instead of shuffles and selects, its first maxima as integers: kept
+//             Lost, against that: Mochi +1.0 -0.4 +1.2 -1.2, CogVideoX-2B -3.5 -2.5 -1.9 -6.2 with one loop over the steps of all
+//                   items, which starts the first scores of the next beside the last values of an item. Nothing to gain: one
+//                   warpgroup 1.5 us behind the other
 //             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
 //             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
 //             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.

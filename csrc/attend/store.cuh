@@ -82,10 +82,9 @@ struct RowStore {
   template <DType kType>
   SPARGE_DEVICE u32 packed(float low_sum, float high_sum, const Value& low, const Value& high) const {
     static_assert(kType != DType::kFp32, "a pair is one word");
-    const bool seen = sum != 0.0f;
-    const float first = seen ? low.mean + low.scale * low_sum * inverse : 0.0f;
-    const float second = seen ? high.mean + high.scale * high_sum * inverse : 0.0f;
-    return kType == DType::kBf16 ? ptx::pack_bf16(first, second) : ptx::pack_fp16(first, second);
+    const float first = low.mean + low.scale * low_sum * inverse, second = high.mean + high.scale * high_sum * inverse;
+    const u32 pair = kType == DType::kBf16 ? ptx::pack_bf16(first, second) : ptx::pack_fp16(first, second);
+    return sum != 0.0f ? pair : 0;
   }
 };
 

@@ -27,7 +27,7 @@ struct Item {
 
   SPARGE_DEVICE explicit Item(const Queries& queries) : softmax(queries) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) query_scale[half] = queries.scale[first_row() + 8 * half];
+    for (int half = 0; half < 2; ++half) query_scale[half] = queries.scale[first_row_anew() + 8 * half];
   }
 };
 
@@ -73,8 +73,13 @@ struct Consumer {
       PerRow block_most[kStepBlocks];
 #pragma unroll
       for (int block = 0; block < kStepBlocks; ++block) {
-        mask(item, block, uniform(head.masked));
-        find_maximum<true>(item, block_most[block], block, head);
+        if (uniform(head.masked)) {
+          mask(item, block, true);
+          find_maximum<true>(item, block_most[block], block, head);
+        } else {
+          mask(item, block, false);
+          find_maximum<false>(item, block_most[block], block, head);
+        }
       }
       Softmax::over_columns(block_most);
       raise_maxima(item, block_most);
@@ -89,7 +94,7 @@ struct Consumer {
       finish(item);
     }
     item.softmax.add_background(mine.mean_terms.background);
-    store_item(p, item, mine);
+    store_item(p, item, mine, smem.exchange[ptx::thread_index() / kWarpSize]);
     if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);
     ++items.count;

@@ -135,10 +135,22 @@ struct Queries {
   SPARGE_DEVICE float product_with_mean(i32 row) const { return kSixteenBits ? 0.0f : dot_mean[row]; }
 };
 
+// Where the lanes of a warp exchange what they store: eight rows of four channel tiles, of 16 bits. The rows of the fragments' two
+// halves take turns, so that one __syncwarp an exchange is enough.
+struct alignas(16) Exchange {
+  static constexpr u32 kTiles = 4, kRows = 8, kRowBytes = 16;
+  u8 half[2][kTiles * kRows * kRowBytes];
+
+  // Eight lanes touch all banks at once, when they write the rows of a tile and when they read two rows of all tiles.
+  SPARGE_DEVICE static u32 offset(u32 tile, u32 row) { return (tile * kRows + (row + 2 * tile) % kRows) * kRowBytes; }
+};
+
 static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
 constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
-// Less the queries, and what follows the stages.
-constexpr int kStageBytes = 227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries));
+// Less the queries, the exchanges and what follows them.
+constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
+constexpr int kStageBytes =
+    227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries)) - kConsumerWarps * sizeof(Exchange);
 constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
 static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
@@ -146,6 +158,7 @@ struct alignas(kSwizzleBytes) Smem {
   u8 q[kItems][kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
   Queries queries[kItems];
+  Exchange exchange[kConsumerWarps];
   Vec16 score_zero;                    // kScoreZero four times
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle

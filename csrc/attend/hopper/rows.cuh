@@ -19,6 +19,7 @@ SPARGE_DEVICE i32 first_row_anew() {
   return thread / kWarpSize * 16 + thread % kWarpSize / 4;
 }
 SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
+SPARGE_DEVICE i32 quad_lane_anew() { return ptx::thread_index() % 4; }
 
 // The first of the columns 8 j + c (c < 2) of this thread's part of a block that a row does not see.
 SPARGE_DEVICE i32 unseen_from(const Step& step, int block, int half, bool causal) {

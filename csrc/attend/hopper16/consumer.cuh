@@ -72,7 +72,7 @@ struct Consumer {
       attend_steps(item, first.head);
     }
     item.softmax.finish();
-    store_item(p, item, mine);
+    store_item(p, item, mine, smem.exchange[ptx::thread_index() / kWarpSize]);
     if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);
     ++items.count;
