@@ -6,6 +6,7 @@ python -m benchmarks.report [--check]
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -25,7 +26,9 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 SAMPLES = "h200_samples.jsonl"
-AGAIN = "h200_comfyui_again.jsonl"
+#: Of `benchmarks.comfyui_call`: on one host, second runs there, and on two others.
+CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
+FASTER, SLOWER = "h200_comfyui_faster_host.jsonl", "h200_comfyui_slower_host.jsonl"
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",
@@ -101,10 +104,15 @@ def _runs(calls: list[dict[str, Any]]) -> str:
 def _again(rows: list[dict[str, Any]]) -> str:
     """What measuring took in a process's second run."""
     return ", ".join(
-        f"{row['model']} {_cell(row['calibration_s'][0])} s in a second run "
-        f"(commit {row['commit']})"
+        f"a second run of {row['model']}: {_cell(row['calibration_s'][0])} s in all (commit "
+        f"{row['commit']})"
         for row in rows
     )
+
+
+def _commits(name: str) -> str:
+    """Those of a file's rows."""
+    return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
 
 
 def section(
@@ -113,6 +121,7 @@ def section(
     model_calls: list[dict[str, Any]],
     samples: list[dict[str, Any]],
     again: list[dict[str, Any]],
+    limits_commit: str,
 ) -> str:
     """What stands between BEGIN and END. again: second runs of a process."""
     about_calls = (
@@ -129,18 +138,20 @@ def section(
     )
     about_rates = (
         "The executed rate of attend counts the pairs that the attend kernel computes, pseudo-keys "
-        "of pooled terms among them, against its own time; 100 % is that of `ours`, dense. Means, "
-        "quantize and route, which come before it, are timed together.\n"
+        "of pooled terms among them, in the time that means, quantize and route, which come before "
+        "it and are timed together, leave of a call; 100 % is that of `ours`, dense.\n"
     )
     about_limits = (
-        "The limit of this GPU is the time that its measured rates allow if all overlaps "
-        "(`benchmarks/limits.py` has the formula), with all exponentials on the special function "
-        "unit; ours computes five of eight elsewhere.\n"
+        "The limit is the time that rates measured on a GPU of this kind (commit "
+        f"{limits_commit}, another host) allow if all overlaps (`benchmarks/limits.py` has the "
+        "formula), with all exponentials on the special function unit; ours computes five of eight "
+        "elsewhere.\n"
     )
     about_others = (
-        "flux1k is as long as the host takes to queue a call: its kernels take less, and in a "
-        "model the host runs ahead; its text alone makes 20 and 10 % one density. SageAttention 2 "
-        "and upstream's SpargeAttn have no wheels for this GPU on PyPI and were not run.\n"
+        "flux1k's sparse calls are as long as the host takes to queue them: their kernels take "
+        "less, and in a model the host runs ahead; its text alone makes 20 and 10 % one density. "
+        "SageAttention 2 and upstream's SpargeAttn have no wheels for this GPU on PyPI and were "
+        "not run.\n"
     )
     folder = RESULTS.relative_to(ROOT).as_posix()
     shown = [
@@ -152,8 +163,8 @@ def section(
         "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
         f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
         "medians, as the first sparse call takes longer. Two other hosts were about 1 % faster and "
-        "1 % slower (`h200_comfyui_faster_host.jsonl` and `h200_comfyui_slower_host.jsonl` beside "
-        "`benchmarks/results/h200_comfyui.jsonl`, which has every call):\n"
+        f"1 % slower at earlier commits ({_commits(FASTER)} in `{FASTER}`, {_commits(SLOWER)} in "
+        f"`{SLOWER}`, beside `benchmarks/results/{CALLS}`, which has every call):\n"
     )
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
@@ -167,9 +178,9 @@ def section(
     )
     about_measuring = (
         "In ComfyUI the first sample of a process takes .1 to .2 s longer, in which kernels are "
-        f"loaded; the others take what they do above: {_again(again)}. Later choices take a third "
-        "of the first one's time, or nearly all of it where heads were measured again. Of the "
-        "models of the table before, with that first sample:\n"
+        f"loaded; the others take what they do above, looked at in {_again(again)}. Later choices "
+        "take a third of the first one's time, or nearly all of it where heads were measured "
+        "again. Of the models of the table before, with that first sample:\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
@@ -187,7 +198,8 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     calls, most = read(SPEEDS), read_ceilings(RESULTS / LIMITS)
-    made = section(calls, most, read("h200_comfyui.jsonl"), read(SAMPLES), read(AGAIN))
+    limits_commit = json.loads((RESULTS / LIMITS).read_text(encoding="utf-8"))["commit"]
+    made = section(calls, most, read(CALLS), read(SAMPLES), read(AGAIN), limits_commit)
     wanted = before + BEGIN + made + END + rest.split(END)[1]
     if "--check" in sys.argv[1:]:
         return int(wanted != text)

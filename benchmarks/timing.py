@@ -82,7 +82,7 @@ def require_kernels() -> None:
 def in_rounds(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     """(round, name): all names in each round, which begins with another one than the last did: a
     GPU that rested is faster for a while (H200, Mochi in raster order: 5.24 ms where it always came
-    first; the speed table has 5.61)."""
+    first; 5.6 to 5.9 in calls after others)."""
     for turn in range(rounds):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):

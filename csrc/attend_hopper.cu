@@ -109,13 +109,15 @@
 //                   +0.2 0.0 0.0 -0.2
 //             Likewise, against b313120: Mochi +0.4 +1.4 -0.2 +1.8, CogVideoX-2B +0.1 +1.1 +1.3 +1.5 when an item's end is shorter:
 //                   V's means and scales loaded once for both rows (+0.1 +0.5 +0.8 +0.4 alone at CogVideoX-2B), pairs exchanged
-//                   through shared memory by stmatrix instead of shuffles and selects, its first maxima as integers: kept
+//                   through shared memory by stmatrix instead of shuffles and selects, its first maxima as integers: kept. In turns,
+//                   in one process; the Mochi shape differs by 5 % from host to host, and by more than that as a GPU warms up
 //             Lost, against that: Mochi +1.0 -0.4 +1.2 -1.2, CogVideoX-2B -3.5 -2.5 -1.9 -6.2 with one loop over the steps of all
 //                   items, which starts the first scores of the next beside the last values of an item. Nothing to gain: one
 //                   warpgroup 1.5 us behind the other
-//             Profile before that of CogVideoX-2B, 20 % with budgets, 1,600 clocks a step and warp: 66 MUFU take 820, one in 10 (alone) to 11.6;
-//             168 exponents and fills before the turn, 55 the turn itself, 110 maxima and 128 their shuffles beside the values'
-//             products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of others; items 8 % beside their steps.
+//             Profile of CogVideoX-2B, 20 % with budgets, at d540d1d (in turns, all exponentials by MUFU), 1,600 clocks a step and
+//             warp: 66 MUFU take 820, one in 10 (alone) to 11.6; 168 exponents and fills before the turn, 55 the turn itself, 110
+//             maxima and 128 their shuffles beside the values' products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of
+//             others; items 8 % beside their steps.
 #include "attend/hopper/barriers.cuh"
 #include "attend/hopper/consumer.cuh"
 #include "attend/hopper/roles.cuh"

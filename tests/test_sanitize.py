@@ -72,6 +72,9 @@ COPIES = """6 passed in 3 s
 SECOND = "=========     Uninitialized access"
 READS = """========= Uninitialized __global__ memory read of size 8 bytes
 =========     at route+0x150
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x7f0
+=========
 """
 CLONES = READS.replace("route", "void at::native::elementwise_kernel<4, at::native::Copy>")
 
@@ -132,3 +135,5 @@ def test_what_was_found_is_shown_and_copies_by_the_host_are_not(sanitize: Module
     assert "memory read of size 8" in shown and "route+0x150" in shown and "assert 1 == 2" in shown
     assert "Host API" not in shown and "cudaMemcpy" not in shown
     assert len(sanitize.findings(READS * 100)) == sanitize.SHOWN
+    beside = "\n".join(sanitize.findings(CLONES * 100 + READS + CLONES))
+    assert "route+0x150" in beside and "elementwise" not in beside
