@@ -64,6 +64,7 @@ def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device |
         Case(OURS, policy),
         Case("ours, PV filter", replace(policy, pvthreshd=pvthreshd)),
         Case("ours, FP16 V", replace(policy, precision=Precision.INT8_FP16)),
+        Case("ours, 16 bits", replace(policy, precision=Precision.SIXTEEN_BIT)),
         replace(by_name["cubes, half pooled by error"], name=OURS_BUDGETS),
     ]
     if density < 1:
@@ -145,7 +146,11 @@ def bench(
 
 def specs(arch: str, head_dims: set[int]) -> list[KernelSpec]:
     """The kernels behind `modes`."""
-    elements = (native_element(arch, False, None), Element.INT8_FP16)
+    inputs = torch.bfloat16  # as `draw` makes them
+    elements = (
+        *(native_element(arch, sixteen_bit, inputs) for sixteen_bit in (False, True)),
+        Element.INT8_FP16,
+    )
     return [
         spec
         for spec in all_specs(arch)

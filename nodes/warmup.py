@@ -27,13 +27,22 @@ _WORTH_TELLING_SECONDS = 1.0
 def node_specs(arch: str) -> list[kernels.KernelSpec]:
     """The kernels that the node can reach: those of the 8-bit precision, for both head_dims; with
     the PV filter where `pv_filter.fitted` lets it be."""
-    element = kernels.native_element(arch, sixteen_bit=False, dtype=None)
+    element = _element(arch)
     return [
         spec
         for spec in kernels.native_specs(arch)
         if (spec.element is element or not spec.reads_element)
         and (kernels.pv_filter_saves(arch) or not spec.pv_filter)
     ]
+
+
+def node_path(arch: str) -> str:
+    """Which attend kernel serves the node, and why."""
+    return kernels.attend_path(arch, _element(arch)).reason
+
+
+def _element(arch: str) -> kernels.Element:
+    return kernels.native_element(arch, sixteen_bit=False, dtype=None)
 
 
 class Warmup:
@@ -49,8 +58,9 @@ class Warmup:
 
     def _work(self) -> None:
         try:
-            specs = node_specs(kernels.capabilities(self._device).arch)
-            kernels.warm(self._device, specs, self._progress)
+            arch = kernels.capabilities(self._device).arch
+            kernels.warm(self._device, node_specs(arch), self._progress)
+            logger.info("[Sparge] attention on %s by %s", self._device, node_path(arch))
         except BaseException as error:  # handed to whoever waits
             self._error = error
 

@@ -23,7 +23,14 @@ from sparge import TokenGrid, launch
 from sparge.kernels import Element, KernelSpec, all_specs
 
 TINY = Shape("tiny", 2, 676, 32, TokenGrid(4, 12, 13, prefix=52))
-MODES = ["ours", "ours, PV filter", "ours, FP16 V", "ours, budgets", "ours, budgets spread tenfold"]
+MODES = [
+    "ours",
+    "ours, PV filter",
+    "ours, FP16 V",
+    "ours, 16 bits",
+    "ours, budgets",
+    "ours, budgets spread tenfold",
+]
 
 
 def refuses(*_: Tensor) -> Tensor:
@@ -117,7 +124,7 @@ def test_all_shapes_are_in_a_default_run() -> None:
 def test_the_warmed_kernels_are_those_of_the_modes() -> None:
     specs = attention.specs("sm_90a", {128})
     assert {spec.entry for spec in specs} == {"means", "quantize", "route", *attends(specs)}
-    assert attends(specs) == {"attend", "attend_hopper"}
+    assert attends(specs) == {"attend", "attend_hopper", "attend_hopper16"}
     assert {s.element for s in specs if s.entry == "attend"} == {Element.INT8_FP16}
     assert all(spec.head_dim == 128 for spec in specs) and set(specs) < set(all_specs("sm_90a"))
 

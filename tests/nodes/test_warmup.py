@@ -14,6 +14,7 @@ def warmup(load_pack, monkeypatch):
     module = load_pack("nodes.warmup")
     monkeypatch.setattr(module, "_warmups", {})
     monkeypatch.setattr(module, "node_specs", lambda arch: [])
+    monkeypatch.setattr(module, "node_path", lambda arch: "a path")
     return module
 
 
@@ -82,6 +83,18 @@ def test_failures(load_pack, warmup, warm):
     assert "did not compile" in outcome(sparge.KernelBuildError("attend", "line 1"))
     with pytest.raises(RuntimeError, match="a bug"):
         outcome(RuntimeError("a bug"))
+
+
+def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplog):
+    warm(lambda *args: None)
+    with caplog.at_level("INFO", logger="sparge"):
+        warmup.warm_up(CPU, print).wait(never_cancelled)
+    assert caplog.messages == ["[Sparge] attention on cpu by a path"]
+
+
+@pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])
+def test_every_path_has_a_reason(load_pack, arch, family):
+    assert load_pack("nodes.warmup").node_path(arch).startswith(f"{family}: ")
 
 
 def test_the_node_needs_only_the_8_bit_kernels(load_pack):
