@@ -15,6 +15,7 @@ def warmup(load_pack, monkeypatch):
     monkeypatch.setattr(module, "_warmups", {})
     monkeypatch.setattr(module, "node_specs", lambda arch: [])
     monkeypatch.setattr(module, "node_path", lambda arch: "a path")
+    monkeypatch.setattr(module, "sample_once", lambda device: None)
     return module
 
 
@@ -90,6 +91,36 @@ def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplo
     with caplog.at_level("INFO", logger="sparge"):
         warmup.warm_up(CPU, print).wait(never_cancelled)
     assert caplog.messages == ["[Sparge] attention on cpu by a path"]
+
+
+def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypatch):
+    done = []
+    warm(lambda *args: done.append("kernels"))
+    monkeypatch.setattr(warmup, "sample_once", done.append)
+    assert warmup.warm_up(CPU, print).wait(never_cancelled) is None
+    assert done == ["kernels", CPU]
+
+    def no_memory(device):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(warmup, "sample_once", no_memory)
+    warmup._warmups.clear()
+    assert warmup.warm_up(CPU, print).wait(never_cancelled) is None, "the run may have it"
+
+
+def test_a_sample_of_next_to_nothing(load_pack, monkeypatch):
+    module, measured = load_pack("nodes.warmup"), []
+    reference = module.measure_for(CPU)
+
+    def measure(sample):
+        measured.append(sample)
+        return reference(sample)
+
+    monkeypatch.setattr(module, "measure_for", lambda device: measure)
+    module.sample_once(CPU)
+    (sample,) = measured
+    assert len(sample.walks) == 2 and sample.dense is not None
+    assert sample.q.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])
