@@ -23,6 +23,7 @@ from ..sparge.calibrate import (
     Alternating,
     Calibration,
     HeadChoices,
+    LayerBudgets,
     Probe,
     StepChoices,
     Workload,
@@ -108,7 +109,7 @@ class HeadTable:
         self._called: set[int] = set()  # rows of dense calls
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
-        self._budgets: list[HeadBudget | None] = []
+        self._budgets: LayerBudgets | None = None
         self._steps: StepChoices | None = None
         self._first: PassFacts | None = None  # of the first sparse pass
         self._step = -1  # of the sparse ones, that the budgets are of
@@ -251,7 +252,8 @@ class HeadTable:
 
     def budget(self, row: int) -> HeadBudget | str:
         """What the heads of a layer may keep, or why it has to stay dense."""
-        budget = self._budgets[row] if row < self.rows else None
+        budgets = self._budgets if row < self.rows else None
+        budget = None if budgets is None else budgets[row]
         return budget or self.refusal(row) or NOT_MEASURED
 
     def _give(self, choices: HeadChoices) -> None:
@@ -314,7 +316,8 @@ class HeadTable:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
         included; NaN for rows that are not measured. The mean over the steps so far."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
-        rows = [row for row, budget in enumerate(self._budgets) if budget is not None]
+        measured = self._budgets.measured if self._budgets is not None else ()
+        rows = [row for row, known in enumerate(measured) if known]
         if not rows or self.choices is None:
             return kept
         given = (choices.density[rows] for choices in self._given())

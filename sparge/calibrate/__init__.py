@@ -8,6 +8,7 @@ from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fingerprint import Fingerprint, Fit, Verdict
 from .kernel_measure import kernel_measure, measure_for
+from .layer_budgets import LayerBudgets
 from .loudness import mean_error
 from .measure import Measure, Measured, Sample, reference_measure
 from .probe import Probe
@@ -27,6 +28,7 @@ __all__ = [
     "Fingerprint",
     "Fit",
     "HeadChoices",
+    "LayerBudgets",
     "Measure",
     "Measured",
     "Probe",

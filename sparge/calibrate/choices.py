@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..plan.budget import OPTIONAL, HeadBudget, Router
 from ..policy import SparsePolicy
+from .layer_budgets import LayerBudgets
 from .loudness import mean_error
 
 
@@ -57,44 +57,31 @@ class HeadChoices:
         device: torch.device | str = "cpu",
         policy: SparsePolicy | None = None,
         *,
-        before: Sequence[HeadBudget | None] = (),
-    ) -> list[HeadBudget | None]:
-        """What each layer may keep, values of its own, all uploaded at once; None where it was not
-        measured, so that it has to stay dense.
+        before: LayerBudgets | None = None,
+    ) -> LayerBudgets:
+        """What each layer may keep, values of its own, all uploaded at once.
 
         Layers are of one structure, with walks in all of them or, where all heads take the first,
         in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
         step to step. Backgrounds and contrasts are in all or, where no head has one, in none: not
         every call can have them, and torch.compile would trace either kind.
 
-        policy: of the calls; with it their tables are made here, all at once: one by one they take
-        seven launches a layer.
-        before: budgets of the step before, whose structure these keep.
+        policy: as `LayerBudgets` takes it. before: budgets of the step before, whose structure
+        these keep.
         """
         names = ("density", "gain", "router", *OPTIONAL)
         uploaded: dict[str, Any] = {
             name: getattr(self, name).to(device, copy=True).flatten() for name in names
         }
-        others = [budget for budget in before if budget is not None]
+        other = before.of_all if before is not None and any(before.measured) else None
         pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
-        pools |= any(budget.pools for budget in others)
+        pools |= other is not None and other.pools
         for name, (_, none) in OPTIONAL.items():
             is_used = bool((getattr(self, name) != none).any())
-            if not is_used and all(getattr(budget, name) is None for budget in others):
+            if not is_used and (other is None or getattr(other, name) is None):
                 uploaded[name] = None
         of_all = HeadBudget(**uploaded, floor=self.floor, pools=pools)
-        budgets = [
-            of_all.heads_slice(slice(layer * self.heads, (layer + 1) * self.heads))
-            if self.measured[layer]
-            else None
-            for layer in range(self.layers)
-        ]
-        if policy is not None:
-            tables = of_all.table(policy).view(self.layers, self.heads, -1)
-            for budget, table in zip(budgets, tables, strict=True):
-                if budget is not None:
-                    budget.keep_table(policy, table)
-        return budgets
+        return LayerBudgets(of_all, self.measured.tolist(), policy)
 
     def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
         """Of one layer."""

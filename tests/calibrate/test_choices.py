@@ -75,3 +75,18 @@ def test_all_layers_have_terms_of_the_mean_if_one_head_has() -> None:
         assert torch.equal(budget.table(policy), own.table(policy)), "made for all at once"
         budget.background.zero_()
     assert float(choices.background.sum()) == 8, "the choices stay as they are"
+
+
+def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
+    """Inside an attention call, where nothing may be allocated."""
+    values, ints = torch.rand(3, 2), torch.zeros(3, 2).int()
+    measured = torch.tensor([True, False, True])
+    choices = HeadChoices(values, values, values, values, ints, ints, values, values, measured)
+    policy = SparsePolicy()
+    budgets = choices.budgets(policy=policy)
+    budget = budgets[2]
+    assert budget is not None and budgets[1] is None and len(budgets) == 3
+    assert budgets[2] is budget, "its tables are made once"
+    assert torch.equal(budget.density, values[2])
+    assert budget.density.data_ptr() == budgets.of_all.density[4:].data_ptr()
+    assert budget.table(policy).data_ptr() == budgets.of_all.table(policy)[4:].data_ptr()
