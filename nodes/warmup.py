@@ -13,6 +13,7 @@ import torch
 
 from ..sparge import KernelBuildError, TokenGrid, Unsupported, grid_order, kernels
 from ..sparge.calibrate import Calibration, Workload, measure_for
+from ..sparge.kernels.spec import attend_path
 
 logger = logging.getLogger("sparge")
 
@@ -40,7 +41,7 @@ def node_specs(arch: str) -> list[kernels.KernelSpec]:
 
 def node_path(arch: str) -> str:
     """Which attend kernel serves the node, and why."""
-    return kernels.attend_path(arch, _element(arch)).reason
+    return attend_path(arch, _element(arch)).reason
 
 
 def _element(arch: str) -> kernels.Element:

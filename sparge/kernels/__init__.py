@@ -10,19 +10,9 @@ from .cubin import LaunchInfo
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
 from .loader import get_kernel, warm
-from .spec import (
-    AttendPath,
-    Element,
-    KernelSpec,
-    all_specs,
-    attend_path,
-    native_element,
-    native_specs,
-    pv_filter_saves,
-)
+from .spec import Element, KernelSpec, all_specs, native_element, native_specs, pv_filter_saves
 
 __all__ = [
-    "AttendPath",
     "Capability",
     "DriverError",
     "Element",
@@ -30,7 +20,6 @@ __all__ = [
     "KernelSpec",
     "LaunchInfo",
     "all_specs",
-    "attend_path",
     "capabilities",
     "get_kernel",
     "native_element",
