@@ -80,11 +80,16 @@ class Warmup:
             arch = kernels.capabilities(self._device).arch
             kernels.warm(self._device, node_specs(arch), self._progress)
             logger.info("[Sparge] attention on %s by %s", self._device, node_path(arch))
-            sample_once(self._device)
-        except torch.OutOfMemoryError:
-            logger.debug("[Sparge] no memory to load what measuring needs before it is needed")
+            self._load_the_rest()
         except BaseException as error:  # handed to whoever waits
             self._error = error
+
+    def _load_the_rest(self) -> None:
+        """Runs go on without it: a dense call that cannot be measured says so itself."""
+        try:
+            sample_once(self._device)
+        except Exception as error:
+            logger.warning("[Sparge] a first measurement, made in advance, failed: %s", error)
 
     def _progress(self, done: int, total: int, name: str) -> None:
         seconds = time.perf_counter() - self._started

@@ -93,7 +93,7 @@ def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplo
     assert caplog.messages == ["[Sparge] attention on cpu by a path"]
 
 
-def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypatch):
+def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypatch, caplog):
     done = []
     warm(lambda *args: done.append("kernels"))
     monkeypatch.setattr(warmup, "sample_once", done.append)
@@ -101,11 +101,12 @@ def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypa
     assert done == ["kernels", CPU]
 
     def no_memory(device):
-        raise torch.OutOfMemoryError
+        raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(warmup, "sample_once", no_memory)
     warmup._warmups.clear()
     assert warmup.warm_up(CPU, print).wait(never_cancelled) is None, "the run may have it"
+    assert "no memory" in caplog.text
 
 
 def test_a_sample_of_next_to_nothing(load_pack, monkeypatch):
