@@ -143,9 +143,8 @@ def section(
     )
     about_limits = (
         "The limit is the time that rates measured on a GPU of this kind (commit "
-        f"{limits_commit}, another host) allow if all overlaps (`benchmarks/limits.py` has the "
-        "formula), with all exponentials on the special function unit; ours computes five of eight "
-        "elsewhere.\n"
+        f"{limits_commit}) allow if all overlaps (`benchmarks/limits.py` has the formula), with "
+        "all exponentials on the special function unit; ours computes five of eight elsewhere.\n"
     )
     about_others = (
         "flux1k's sparse calls are as long as the host takes to queue them: their kernels take "
@@ -178,10 +177,10 @@ def section(
     )
     about_measuring = (
         "In ComfyUI the first sample of a process took .1 to .2 s longer, in which kernels were "
-        "loaded (the node does that in advance now, which was not timed yet); the others take what "
-        f"they do above, looked at in {_again(again)}. Later choices "
-        "take a third of the first one's time, or nearly all of it where heads were measured "
-        "again. Of the models of the table before, with that first sample:\n"
+        "loaded (the node loads those of a bf16 model in advance now, not timed yet); the others "
+        f"take what they do above, looked at in {_again(again)}. Later choices take a third of the "
+        "first one's time, or nearly all of it where heads were measured again. Of the models of "
+        "the table before, with that first sample:\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):

@@ -73,7 +73,7 @@ class Speeds:
         comes before it was not timed.
 
         By calls in a row less that, not by stages timed one by one: a GPU that rested is up to 5 %
-        faster for a while.
+        faster for a while. So is what comes before, which makes rates too low, if anything.
         """
         row = self.cells.get((peer, density))
         before = self.before_attend_ms(peer, density)
@@ -154,7 +154,7 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
             )
     if most is not None:
         limits = [speeds.limit(PLAIN, density, most) for density in DENSITIES]
-        lines.append(["limit of this GPU", *map(_milliseconds, limits), ""])
+        lines.append(["limit", *map(_milliseconds, limits), ""])
         for peer in (PLAIN, OURS):
             shares = [speeds.reached(peer, density, most) for density in DENSITIES]
             if any(shares):

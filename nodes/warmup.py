@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -52,23 +53,20 @@ def sample_once(device: torch.device) -> None:
     """Measures a head of next to no tokens: PyTorch loads a kernel of its own when that is first
     used, and it was the first sample of a run that waited for those, .1 to .2 s on an H200."""
     grid = TokenGrid(2, 16, 16)
-    workload = Workload(grid_order(grid))
-    measure = measure_for(device)
+    order = replace(grid_order(grid), _copies={})  # whose copies on the device go with it
+    calibration = Calibration.begin(
+        layers=1, heads=1, workload=Workload(order), measure=measure_for(device), device=device
+    )
     heads = torch.zeros(1, 1, grid.tokens, 64, dtype=torch.bfloat16, device=device)
-    try:
-        calibration = Calibration.begin(
-            layers=1, heads=1, workload=workload, measure=measure, device=device
-        )
-        calibration.sample(0, heads, heads, heads, dense=heads)
-    finally:
-        workload.order.forget_copies()
+    calibration.sample(0, heads, heads, heads, dense=heads)
 
 
 class Warmup:
     """Compiles and loads the kernels of one device in a thread; wait() before the first call."""
 
-    def __init__(self, device: torch.device, show: Show) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, show: Show, measures: bool) -> None:
+        """measures: in runs that will come first, so that what that needs is loaded, too."""
+        self._device, self._measures = device, measures
         self._show = show
         self._started = time.perf_counter()
         self._error: BaseException | None = None
@@ -80,7 +78,8 @@ class Warmup:
             arch = kernels.capabilities(self._device).arch
             kernels.warm(self._device, node_specs(arch), self._progress)
             logger.info("[Sparge] attention on %s by %s", self._device, node_path(arch))
-            self._load_the_rest()
+            if self._measures:
+                self._load_the_rest()
         except BaseException as error:  # handed to whoever waits
             self._error = error
 
@@ -117,9 +116,9 @@ _warmups: dict[torch.device, Warmup] = {}
 _lock = threading.Lock()
 
 
-def warm_up(device: torch.device, show: Show) -> Warmup:
-    """The warm-up of a device, started by whoever asks first in this process."""
+def warm_up(device: torch.device, show: Show, measures: bool = False) -> Warmup:
+    """The warm-up of a device, started by whoever asks first in this process; as `Warmup`."""
     with _lock:
         if device not in _warmups:
-            _warmups[device] = Warmup(device, show)
+            _warmups[device] = Warmup(device, show, measures)
         return _warmups[device]

@@ -32,6 +32,7 @@ class LayerBudgets:
         return (self[layer] for layer in range(len(self)))
 
     def __getitem__(self, layer: int) -> HeadBudget | None:
+        layer = range(len(self))[layer]
         if not self.measured[layer]:
             return None
         if layer not in self._made:

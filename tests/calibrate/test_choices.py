@@ -84,8 +84,10 @@ def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
     choices = HeadChoices(values, values, values, values, ints, ints, values, values, measured)
     policy = SparsePolicy()
     budgets = choices.budgets(policy=policy)
+    assert not budgets._made
     budget = budgets[2]
     assert budget is not None and budgets[1] is None and len(budgets) == 3
+    assert budgets[-1] is budget and len(budgets._made) == 1
     assert budgets[2] is budget, "its tables are made once"
     assert torch.equal(budget.density, values[2])
     assert budget.density.data_ptr() == budgets.of_all.density[4:].data_ptr()

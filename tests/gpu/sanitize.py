@@ -52,10 +52,11 @@ NEEDS_CACHE = re.compile("cuda_graph")
 SUMMARY = re.compile(r"(?:RACECHECK SUMMARY: (\d+) hazard|ERROR SUMMARY: (\d+) error)")
 #: Not at the start of a line alone: pytest's dots may come between.
 HOST_COPY = re.compile(r"=+ +Uninitialized access to \S+ on access by cudaMemcpy")
-#: By a kernel of torch's, whose names are C++ ones: the finding, and the lines that belong to it.
+#: By a kernel that is not ours: the finding, and the lines that belong to it.
 OTHERS_READ = re.compile(
-    r".*Uninitialized \S+ memory read.*\n=+ +at (?:void |.*::).*\+0x.*\n"
-    r"(?:=+ {5,}(?!Uninitialized|at ).*\n)*"
+    rf"^.*Uninitialized \S+ memory read.*\n=+ +at (?!{'|'.join(KERNELS)}).*\+0x.*\n"
+    r"(?:=+ {5,}(?!Uninitialized|at ).*\n)*",
+    re.MULTILINE,
 )
 FOUND = 77  # the exit status of the tools where they have found something
 #: Of each process. Findings that are not printed count, and a torch kernel that compares workspaces

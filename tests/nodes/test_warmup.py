@@ -93,20 +93,29 @@ def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplo
     assert caplog.messages == ["[Sparge] attention on cpu by a path"]
 
 
-def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypatch, caplog):
+def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypatch):
     done = []
     warm(lambda *args: done.append("kernels"))
     monkeypatch.setattr(warmup, "sample_once", done.append)
-    assert warmup.warm_up(CPU, print).wait(never_cancelled) is None
+    assert warmup.warm_up(CPU, print, measures=True).wait(never_cancelled) is None
     assert done == ["kernels", CPU]
-
-    def no_memory(device):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(warmup, "sample_once", no_memory)
     warmup._warmups.clear()
-    assert warmup.warm_up(CPU, print).wait(never_cancelled) is None, "the run may have it"
-    assert "no memory" in caplog.text
+    warmup.warm_up(CPU, print).wait(never_cancelled)
+    assert done == ["kernels", CPU, "kernels"], "manual mode measures nothing"
+
+
+@pytest.mark.parametrize("name", ["OutOfMemoryError", "RuntimeError", "Unsupported"])
+def test_runs_go_on_without_it(load_pack, warmup, warm, monkeypatch, caplog, name):
+    kinds = {"OutOfMemoryError": torch.OutOfMemoryError, "RuntimeError": RuntimeError}
+    kind = kinds.get(name) or load_pack("sparge").Unsupported
+
+    def fail(device):
+        raise kind("no luck")
+
+    warm(lambda *args: None)
+    monkeypatch.setattr(warmup, "sample_once", fail)
+    assert warmup.warm_up(CPU, print, measures=True).wait(never_cancelled) is None
+    assert "no luck" in caplog.text
 
 
 def test_a_sample_of_next_to_nothing(load_pack, monkeypatch):
@@ -120,6 +129,8 @@ def test_a_sample_of_next_to_nothing(load_pack, monkeypatch):
     monkeypatch.setattr(module, "measure_for", lambda device: measure)
     module.sample_once(CPU)
     (sample,) = measured
+    shared = module.grid_order(module.TokenGrid(2, 16, 16))
+    assert sample.workload.order._copies is not shared._copies, "a run may be using those"
     assert len(sample.walks) == 2 and sample.dense is not None
     assert sample.q.dtype == torch.bfloat16
 
