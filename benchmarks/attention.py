@@ -42,7 +42,7 @@ from .budgets import Case, cases
 from .inputs import draw
 from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
-from .speed_rows import absent_row, errors, row
+from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
 from .stages import before_attend_ms, stage_ms
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
@@ -50,7 +50,6 @@ from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_ke
 ORDER = ("mochi", "cogx2b", "flux1k", "cogx5b", "wan480", "wan720", "hunyuan")
 OTHER_STAGES = ("means", "quantize", "route")
 LONG_MS = 50  # a call of that length is sampled once for its stages
-OURS, OURS_BUDGETS, OURS_SPREAD = "ours", "ours, budgets", "ours, budgets spread tenfold"
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 

@@ -110,7 +110,7 @@ class Host:
         """Until this GPU's kernels are compiled and loaded, which a first run would wait for."""
         warmup = sys.modules[f"{self.node.__module__.rpartition('.')[0]}.warmup"]
         started = time.perf_counter()
-        failure = warmup.warm_up(self.device, logging.info, measures=True).wait(lambda: None)
+        failure = warmup.warm_up(self.device, logging.info).wait(lambda: None)
         assert failure is None, failure
         return time.perf_counter() - started
 

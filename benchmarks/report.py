@@ -110,6 +110,15 @@ def _again(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _about_limits() -> str:
+    commit = json.loads((RESULTS / LIMITS).read_text(encoding="utf-8"))["commit"]
+    return (
+        f"The limit is the time that rates measured on a GPU of this kind (commit {commit}) allow "
+        "if all overlaps (`benchmarks/limits.py` has the formula), with all exponentials on the "
+        "special function unit; ours computes five of eight elsewhere.\n"
+    )
+
+
 def _commits(name: str) -> str:
     """Those of a file's rows."""
     return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
@@ -121,7 +130,6 @@ def section(
     model_calls: list[dict[str, Any]],
     samples: list[dict[str, Any]],
     again: list[dict[str, Any]],
-    limits_commit: str,
 ) -> str:
     """What stands between BEGIN and END. again: second runs of a process."""
     about_calls = (
@@ -140,11 +148,6 @@ def section(
         "The executed rate of attend counts the pairs that the attend kernel computes, pseudo-keys "
         "of pooled terms among them, in the time that means, quantize and route, which come before "
         "it and are timed together, leave of a call; 100 % is that of `ours`, dense.\n"
-    )
-    about_limits = (
-        "The limit is the time that rates measured on a GPU of this kind (commit "
-        f"{limits_commit}) allow if all overlaps (`benchmarks/limits.py` has the formula), with "
-        "all exponentials on the special function unit; ours computes five of eight elsewhere.\n"
     )
     about_others = (
         "flux1k's sparse calls are as long as the host takes to queue them: their kernels take "
@@ -176,11 +179,10 @@ def section(
         "although they are measured:\n"
     )
     about_measuring = (
-        "In ComfyUI the first sample of a process took .1 to .2 s longer, in which kernels were "
-        "loaded (the node loads those of a bf16 model in advance now, not timed yet); the others "
-        f"take what they do above, looked at in {_again(again)}. Later choices take a third of the "
-        "first one's time, or nearly all of it where heads were measured again. Of the models of "
-        "the table before, with that first sample:\n"
+        "In ComfyUI the first sample of a process takes .1 to .2 s longer, in which kernels are "
+        f"loaded; the others take what they do above, looked at in {_again(again)}. Later choices "
+        "take a third of the first one's time, or nearly all of it where heads were measured "
+        "again. Of the models of the table before, with that first sample:\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
@@ -188,7 +190,7 @@ def section(
     if any("stages" in row for row in calls):
         about.append(about_rates)
     if most is not None:
-        about.append(about_limits)
+        about.append(_about_limits())
     made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
     made += [about_samples, samples_table(samples), about_measuring, measuring(model_calls)]
     return "\n".join(["", *made, ""])
@@ -198,8 +200,7 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     calls, most = read(SPEEDS), read_ceilings(RESULTS / LIMITS)
-    limits_commit = json.loads((RESULTS / LIMITS).read_text(encoding="utf-8"))["commit"]
-    made = section(calls, most, read(CALLS), read(SAMPLES), read(AGAIN), limits_commit)
+    made = section(calls, most, read(CALLS), read(SAMPLES), read(AGAIN))
     wanted = before + BEGIN + made + END + rest.split(END)[1]
     if "--check" in sys.argv[1:]:
         return int(wanted != text)

@@ -16,6 +16,10 @@ from .shapes import Shape
 
 SAMPLED_BLOCKS = 3
 
+#: In raster order; everything on: cube order, half of the heads pooled; densities of heads, too,
+#: which take three walks.
+OURS, OURS_BUDGETS, OURS_SPREAD = "ours", "ours, budgets", "ours, budgets spread tenfold"
+
 
 def errors(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan | None

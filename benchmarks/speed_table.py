@@ -11,6 +11,9 @@ from sparge.plan.blocks import KEY_BLOCK, block_count
 
 from .limits import DENSITIES, Ceilings, bound
 from .shapes import SHAPES
+from .speed_rows import OURS as PLAIN
+from .speed_rows import OURS_BUDGETS as OURS
+from .speed_rows import OURS_SPREAD as SPREAD
 
 Row = dict[str, Any]
 
@@ -19,9 +22,6 @@ TITLES = {
     "mochi": "Mochi 848x480x163: 24 heads x 128, 44,776 tokens",
     "cogx2b": "CogVideoX-2B 720x480x49: 30 heads x 64, 17,776 tokens",
 }
-OURS = "ours, budgets"  # everything on: cube order, half of the heads pooled
-SPREAD = "ours, budgets spread tenfold"  # densities of heads, which take three walks
-PLAIN = "ours"
 SPARSE_PEER = "comfy-kitchen sol_attn"
 SUMMARY_DENSITY = 0.2
 

@@ -150,8 +150,7 @@ class Hook:
 
     def prepare_kernels(self, device: torch.device) -> Warmup | None:
         """Starts compiling what the device lacks; None where no kernel can run."""
-        measures = self.settings.aim is not None
-        return warm_up(device, self.show, measures) if capabilities(device).usable else None
+        return warm_up(device, self.show) if capabilities(device).usable else None
 
     def _await_kernels(self, run: Run, device: torch.device) -> None:
         """So that whether a call is sparse never depends on how fast a compiler was."""

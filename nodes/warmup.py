@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that this machine lacks are compiled while ComfyUI still loads the model, and those that
-measuring needs are loaded."""
+"""Kernels that this machine lacks are compiled while ComfyUI still loads the model."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from ..sparge import KernelBuildError, TokenGrid, Unsupported, grid_order, kernels
-from ..sparge.calibrate import Calibration, Workload, measure_for
+from ..sparge import KernelBuildError, Unsupported, kernels
 from ..sparge.kernels.spec import attend_path
 
 logger = logging.getLogger("sparge")
@@ -49,24 +46,11 @@ def _element(arch: str) -> kernels.Element:
     return kernels.native_element(arch, sixteen_bit=False, dtype=None)
 
 
-def sample_once(device: torch.device) -> None:
-    """Measures a head of next to no tokens: PyTorch loads a kernel of its own when that is first
-    used, and it was the first sample of a run that waited for those, .1 to .2 s on an H200."""
-    grid = TokenGrid(2, 16, 16)
-    order = replace(grid_order(grid), _copies={})  # whose copies on the device go with it
-    calibration = Calibration.begin(
-        layers=1, heads=1, workload=Workload(order), measure=measure_for(device), device=device
-    )
-    heads = torch.zeros(1, 1, grid.tokens, 64, dtype=torch.bfloat16, device=device)
-    calibration.sample(0, heads, heads, heads, dense=heads)
-
-
 class Warmup:
     """Compiles and loads the kernels of one device in a thread; wait() before the first call."""
 
-    def __init__(self, device: torch.device, show: Show, measures: bool) -> None:
-        """measures: in runs that will come first, so that what that needs is loaded, too."""
-        self._device, self._measures = device, measures
+    def __init__(self, device: torch.device, show: Show) -> None:
+        self._device = device
         self._show = show
         self._started = time.perf_counter()
         self._error: BaseException | None = None
@@ -78,17 +62,8 @@ class Warmup:
             arch = kernels.capabilities(self._device).arch
             kernels.warm(self._device, node_specs(arch), self._progress)
             logger.info("[Sparge] attention on %s by %s", self._device, node_path(arch))
-            if self._measures:
-                self._load_the_rest()
         except BaseException as error:  # handed to whoever waits
             self._error = error
-
-    def _load_the_rest(self) -> None:
-        """Runs go on without it: a dense call that cannot be measured says so itself."""
-        try:
-            sample_once(self._device)
-        except Exception as error:
-            logger.warning("[Sparge] a first measurement, made in advance, failed: %s", error)
 
     def _progress(self, done: int, total: int, name: str) -> None:
         seconds = time.perf_counter() - self._started
@@ -116,9 +91,9 @@ _warmups: dict[torch.device, Warmup] = {}
 _lock = threading.Lock()
 
 
-def warm_up(device: torch.device, show: Show, measures: bool = False) -> Warmup:
-    """The warm-up of a device, started by whoever asks first in this process; as `Warmup`."""
+def warm_up(device: torch.device, show: Show) -> Warmup:
+    """The warm-up of a device, started by whoever asks first in this process."""
     with _lock:
         if device not in _warmups:
-            _warmups[device] = Warmup(device, show, measures)
+            _warmups[device] = Warmup(device, show)
         return _warmups[device]

@@ -15,7 +15,6 @@ def warmup(load_pack, monkeypatch):
     monkeypatch.setattr(module, "_warmups", {})
     monkeypatch.setattr(module, "node_specs", lambda arch: [])
     monkeypatch.setattr(module, "node_path", lambda arch: "a path")
-    monkeypatch.setattr(module, "sample_once", lambda device: None)
     return module
 
 
@@ -91,48 +90,6 @@ def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplo
     with caplog.at_level("INFO", logger="sparge"):
         warmup.warm_up(CPU, print).wait(never_cancelled)
     assert caplog.messages == ["[Sparge] attention on cpu by a path"]
-
-
-def test_what_measuring_needs_is_loaded_after_the_kernels(warmup, warm, monkeypatch):
-    done = []
-    warm(lambda *args: done.append("kernels"))
-    monkeypatch.setattr(warmup, "sample_once", done.append)
-    assert warmup.warm_up(CPU, print, measures=True).wait(never_cancelled) is None
-    assert done == ["kernels", CPU]
-    warmup._warmups.clear()
-    warmup.warm_up(CPU, print).wait(never_cancelled)
-    assert done == ["kernels", CPU, "kernels"], "manual mode measures nothing"
-
-
-@pytest.mark.parametrize("name", ["OutOfMemoryError", "RuntimeError", "Unsupported"])
-def test_runs_go_on_without_it(load_pack, warmup, warm, monkeypatch, caplog, name):
-    kinds = {"OutOfMemoryError": torch.OutOfMemoryError, "RuntimeError": RuntimeError}
-    kind = kinds.get(name) or load_pack("sparge").Unsupported
-
-    def fail(device):
-        raise kind("no luck")
-
-    warm(lambda *args: None)
-    monkeypatch.setattr(warmup, "sample_once", fail)
-    assert warmup.warm_up(CPU, print, measures=True).wait(never_cancelled) is None
-    assert "no luck" in caplog.text
-
-
-def test_a_sample_of_next_to_nothing(load_pack, monkeypatch):
-    module, measured = load_pack("nodes.warmup"), []
-    reference = module.measure_for(CPU)
-
-    def measure(sample):
-        measured.append(sample)
-        return reference(sample)
-
-    monkeypatch.setattr(module, "measure_for", lambda device: measure)
-    module.sample_once(CPU)
-    (sample,) = measured
-    shared = module.grid_order(module.TokenGrid(2, 16, 16))
-    assert sample.workload.order._copies is not shared._copies, "a run may be using those"
-    assert len(sample.walks) == 2 and sample.dense is not None
-    assert sample.q.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])

@@ -73,13 +73,10 @@ struct Consumer {
       PerRow block_most[kStepBlocks];
 #pragma unroll
       for (int block = 0; block < kStepBlocks; ++block) {
-        if (uniform(head.masked)) {
-          mask(item, block, true);
-          find_maximum<true>(item, block_most[block], block, head);
-        } else {
-          mask(item, block, false);
-          find_maximum<false>(item, block_most[block], block, head);
-        }
+        if (uniform(head.masked))
+          complete_block<true>(item, block_most[block], block, head);
+        else
+          complete_block<false>(item, block_most[block], block, head);
       }
       Softmax::over_columns(block_most);
       raise_maxima(item, block_most);
@@ -128,8 +125,7 @@ struct Consumer {
     find_maximum<kMasked>(item, block_most[0], 0, next);
     start_values(item, before);
     ptx::wgmma_wait<1>();
-    mask(item, 1, kMasked);
-    find_maximum<kMasked>(item, block_most[1], 1, next);
+    complete_block<kMasked>(item, block_most[1], 1, next);
     Softmax::over_columns(block_most);
     settle({fmaxf(block_most[0][0], block_most[1][0]), fmaxf(block_most[0][1], block_most[1][1])});
     ptx::wgmma_wait<0>();
@@ -164,6 +160,12 @@ struct Consumer {
       pool_scores(item.levels[block], stage, block, item.query_scale, p.scale * kLog2E);
     else
       mask_scores(item.levels[block], stage.step, block, p.causal);
+  }
+
+  template <bool kMasked>
+  SPARGE_DEVICE void complete_block(Item& item, PerRow& block_most, int block, const Head& head) const {
+    mask(item, block, kMasked);
+    find_maximum<kMasked>(item, block_most, block, head);
   }
 
   template <bool kMasked>

