@@ -135,16 +135,19 @@ class StepChoices:
 
         Two before a choice that goes by them, in two steps in a row: one of each kind
         (`Alternating`), which cut the tokens differently, too; other layers in other pairs of
-        steps. Else one, for the report.
+        steps. Else one, for the report, to every second layer, by turns: a probe takes .36 ms of a
+        call of Wan 480p, whose own attention takes 5.5 ms.
         """
         following = self._next_choice()
         steps = following - self._chosen
         counts = self._calibration is not None or self._aim.target is not None
         pays = following < self._end and counts and self._measured_step != following - 1
         before = following - 1 - step  # steps that come after this one
-        earlier = 2 * (self._chosen // self.interval)
-        if not pays:
-            return earlier if layer % steps == before % steps else None
+        choices = self._chosen // self.interval
+        earlier = 2 * choices
+        if not pays:  # and a choice that pays may lie between two of these
+            turn = before % steps + choices // 2 % 2 * steps
+            return earlier if layer % (2 * steps) == turn else None
         return earlier + 1 - before % 2 if layer % (steps // 2) == before // 2 else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:

@@ -105,7 +105,8 @@ def visits(choices: StepChoices, steps: range, layer: int = 0) -> list[tuple[int
 
 @pytest.mark.parametrize(("steps", "groups"), [(16, 1), (20, 2), (25, 2), (32, 3), (40, 3)])
 def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps, groups):
-    """In a step of either kind, each in another turn. And once after the last choice."""
+    """In a step of either kind, each in another turn. And once after the last choice, for the
+    report: layers whose turn it is."""
     choices = made("budget", 0.6, steps, calibration=freezes)
     sixth = choices.interval
     assert sixth // 2 == groups
@@ -119,16 +120,33 @@ def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps,
     last = (steps - 2) // sixth
     for choice in range(2, last + 1):
         choices.choose_anew(choice * sixth, torch.ones(LAYERS, HEADS))
-    ((_, number),) = visits(choices, range(last * sixth, steps))
+    rest = range(last * sixth, steps)
+    layer = last // 2 % 2 * len(rest)
+    ((_, number),) = visits(choices, rest, layer)
     assert number == 2 * last, "other query blocks each time"
+    assert visits(choices, rest, len(rest) - layer) == []
 
 
 def test_layers_are_probed_once_where_no_choice_goes_by_it(freezes):
     short = made("budget", 0.6, 3, calibration=freezes)
     assert [len(visits(short, range(3))), len(visits(short, range(3, 6)))] == [1, 1]
-    assert [short.visit(layer, 2) for layer in range(6)] == [0, None, None] * 2
+    assert [short.visit(layer, 2) for layer in range(12)] == [0, *[None] * 5] * 2
+    assert sum(len(visits(short, range(3), layer)) for layer in range(12)) == 6
     for steps in (0, 1):  # a sampler may take one more than its schedule says
-        assert made("budget", 0.6, steps, calibration=freezes).visit(1, 0) == 0
+        of_one = made("budget", 0.6, steps, calibration=freezes)
+        assert [of_one.visit(layer, 0) for layer in range(4)] == [0, None] * 2
+
+
+def test_probes_for_the_report_come_to_all_layers_by_turns(freezes):
+    choices = made("budget", 0.6, 18, calibration=freezes)
+    seen = {}
+    for number in range(6):
+        if number:
+            choices.choose_anew(3 * number, torch.ones(LAYERS, HEADS))
+        steps = range(3 * number, 3 * number + 3)
+        seen[number] = {layer for layer in range(12) if visits(choices, steps, layer)}
+    assert seen[1] == {0, 1, 2, 6, 7, 8} and seen[3] == {3, 4, 5, 9, 10, 11} and seen[5] == seen[1]
+    assert all(len(seen[number]) == 12 for number in (0, 2, 4)), "choices go by these"
 
 
 def test_a_step_keeps_its_place_in_a_falling_mean(freezes):
