@@ -8,8 +8,9 @@ One JSON object for each size, case and asked density: tokens, heads, head_dim, 
 (reached), pv_filter, pooled (share of the heads that add pseudo-keys; null: no budgets), ms (of the
 GPU), host_ms (until the host is back), gpu, arch, torch, commit. The dense cases are PyTorch's
 kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash first). A call waits
-in the queue while the GPU sleeps, so that ms holds nothing of the host's. Before a size is timed,
-calls that drop nothing are compared with float32.
+in the queue while the GPU multiplies matrices, as it does in a model, so that ms holds nothing of
+the host's and is at a model's clocks. Before a size is timed, calls that drop nothing are compared
+with float32.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from . import crossover_fit
 from .attention import specs
 from .budgets import Case, cases
 from .inputs import draw
+from .model_load import ModelLoad
 from .shapes import SHAPES, Shape
 from .speed_rows import errors
-from .stages import HEAD_START
 from .timing import ROOT, Allowance, commit, gpu_name, read_rows, require_kernels, write_rows
 
 DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
@@ -65,32 +66,35 @@ class Times:
     host_ms: float
 
 
-def measure(work: Callable[[], object], seconds: float, on_gpu: bool) -> Times:
-    """Of as many calls as fit, 3 to 9. On a machine without a GPU both are the host's."""
+def measure(work: Callable[[], object], seconds: float, load: ModelLoad | None) -> Times:
+    """Of as many calls as fit, 3 to 9, each after the load. Without one, on a machine without a
+    GPU, both are the host's."""
     work()
-    repeats = _repeats(work, seconds, on_gpu)
+    repeats = _repeats(work, seconds, load)
     host, events = [], []
     for _ in range(repeats):
-        if on_gpu:
-            torch.cuda._sleep(HEAD_START)
+        if load:
+            load()
             events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             events[-1][0].record()
         started = time.perf_counter()
         work()
         host.append(1000 * (time.perf_counter() - started))
-        if on_gpu:
+        if load:
             events[-1][1].record()
     host_ms = statistics.median(host)
-    if not on_gpu:
+    if not load:
         return Times(host_ms, host_ms)
     torch.cuda.synchronize()
     return Times(statistics.median(start.elapsed_time(end) for start, end in events), host_ms)
 
 
-def _repeats(work: Callable[[], object], seconds: float, on_gpu: bool) -> int:
+def _repeats(work: Callable[[], object], seconds: float, load: ModelLoad | None) -> int:
     started = time.perf_counter()
+    if load:
+        load()
     work()
-    if on_gpu:
+    if load:
         torch.cuda.synchronize()
     return min(9, max(3, int(seconds / (time.perf_counter() - started))))
 
@@ -131,12 +135,13 @@ def dense_kernels(on_gpu: bool) -> dict[str, SDPBackend]:
     return TORCH_KERNELS if on_gpu else {"flash": SDPBackend.FLASH_ATTENTION}
 
 
-def time_dense(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[dict[str, Any]]:
-    on_gpu = qkv[0].is_cuda
+def time_dense(
+    shape: Shape, qkv: Qkv, allowance: Allowance, load: ModelLoad | None
+) -> Iterator[dict[str, Any]]:
     takes = torch_kernel(*qkv)
-    for name, backend in dense_kernels(on_gpu).items():
+    for name, backend in dense_kernels(qkv[0].is_cuda).items():
         with sdpa_kernel(backend):
-            times = measure(lambda: comfyui_dense(*qkv), allowance.next(), on_gpu)
+            times = measure(lambda: comfyui_dense(*qkv), allowance.next(), load)
         yield row(shape, name, 1.0, 1.0, times, torch_takes=takes)
 
 
@@ -145,7 +150,9 @@ def comfyui_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def time_sparse(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[dict[str, Any]]:
+def time_sparse(
+    shape: Shape, qkv: Qkv, allowance: Allowance, load: ModelLoad | None
+) -> Iterator[dict[str, Any]]:
     for asked in DENSITIES:
         for case in sparse_cases(shape, asked, qkv[0].device):
             seconds = allowance.next()
@@ -154,9 +161,7 @@ def time_sparse(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[dict[s
             stats = AttentionStats(qkv[0].device)
             case.attend(qkv, stats=stats)
             pooled = float((case.budget.gain > 0).float().mean()) if case.budget else None
-            times = measure(
-                lambda case=case: case.attend(qkv, out_layout="NHD"), seconds, qkv[0].is_cuda
-            )
+            times = measure(lambda case=case: case.attend(qkv, out_layout="NHD"), seconds, load)
             more = {"pv_filter": case.policy.pv_filter, "pooled": pooled}
             yield row(shape, case.name, asked, stats.density, times, **more)
 
@@ -181,11 +186,12 @@ def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, fact
     a_size = len(dense_kernels(device == "cuda")) + 3 * len(DENSITIES)
     allowance = Allowance(seconds, len(sizes) * a_size)
     rows: list[dict[str, Any]] = []
+    load = ModelLoad.on(device) if device == "cuda" else None
     for shape in sizes:
         qkv = draw(shape, device)
         check(shape, qkv)
         for timed in (time_dense, time_sparse):
-            for found in timed(shape, qkv, allowance):
+            for found in timed(shape, qkv, allowance, load):
                 rows.append(found | facts)
                 print(json.dumps(rows[-1]), flush=True)
         write_rows(out, rows)  # after each size, so that a run cut short leaves something

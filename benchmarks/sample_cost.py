@@ -6,11 +6,11 @@
 
 One JSON object for each size and number of walks: tokens, heads, head_dim, walks, calls (as many
 query blocks as so many samples measure), row_step (of so many rows one is compared; 2 where it is
-missing), ms (of the GPU, which sleeps until the host has queued the
-sample), host_ms, dense_ms (of a dense call of that size, by each kernel of PyTorch's), gpu, torch,
-commit. The fit needs the first four, ms and gpu; it is one of least squares of relative errors for
-each head_dim, of the rows with calls 1. The README's table of samples beside dense calls is printed
-with it.
+missing), ms (of the GPU, which multiplies matrices until the host has queued the sample, as
+benchmarks/crossover.py has it), host_ms, dense_ms (of a dense call of that size, by each kernel of
+PyTorch's), gpu, torch, commit. The fit needs the first four, ms and gpu; it is one of least squares
+of relative errors for each head_dim, of the rows with calls 1. The README's table of samples beside
+dense calls is printed with it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from sparge.calibrate import Calibration, Workload, measure_for
 from sparge.plan.sample_cost import MORE_BLOCKS, SampleRates, sample_terms
 from sparge.plan.worth import RATES_FILE, TORCH_KERNELS
 
-from .crossover import shapes
+from .crossover import measure, shapes
 from .crossover_fit import FEWEST_TOKENS, least_squares, rounded
 from .inputs import draw
+from .model_load import ModelLoad
 from .sample_table import samples_table
 from .shapes import SHAPES, Shape
 from .timing import (
@@ -46,7 +47,6 @@ from .timing import (
     Allowance,
     commit,
     gpu_name,
-    median_ms,
     read_rows,
     require_kernels,
     write_rows,
@@ -59,13 +59,16 @@ GRIDS = (TokenGrid(4, 32, 32), TokenGrid(8, 32, 32), TokenGrid(16, 32, 32))
 TINY = (TokenGrid(4, 8, 8), TokenGrid(4, 8, 8, prefix=64))
 #: Walks and calls of a sample. What more query blocks cost hardly depends on the walks.
 CASES = ((1, 1), (2, 1), (3, 1), (3, 2))
-HEAD_START = 120_000_000  # clocks: about 60 ms, twice of what the host takes for a sample
+LOADS = 10  # before a sample: about 60 ms, which the host takes half of to queue it
 FEWEST, MOST = 3, 9  # samples that a median is taken of
+DENSE_SECONDS = 0.3  # of each kernel's dense calls
 
 
-def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[dict[str, Any]]:
+def time_samples(
+    shape: Shape, device: str, allowance: Allowance, load: ModelLoad | None
+) -> Iterator[dict[str, Any]]:
     qkv = draw(shape, device)
-    dense, dense_ms = scaled_dot_product_attention(*qkv), _dense_ms(qkv)
+    dense, dense_ms = scaled_dot_product_attention(*qkv), _dense_ms(qkv, load)
     for walks, calls in CASES:
         calibration = Calibration.begin(
             layers=1,
@@ -78,7 +81,7 @@ def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[di
         seconds = allowance.next()
         if seconds == 0:
             continue
-        ms, host_ms = _median_ms(calibration, qkv, dense, calls, seconds)
+        ms, host_ms = _median_ms(calibration, qkv, dense, calls, seconds, load)
         yield {
             "tokens": shape.tokens,
             "heads": shape.heads,
@@ -92,21 +95,26 @@ def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[di
         }
 
 
-def _dense_ms(qkv: Sequence[Tensor]) -> dict[str, float]:
+def _dense_ms(qkv: Sequence[Tensor], load: ModelLoad | None) -> dict[str, float]:
     """Of each of PyTorch's kernels, on a GPU."""
     found = {}
-    if qkv[0].is_cuda:
+    if load:
         for name, backend in TORCH_KERNELS.items():
             with sdpa_kernel(backend):
-                found[name] = round(median_ms(partial(scaled_dot_product_attention, *qkv), 3, 1), 4)
+                times = measure(partial(scaled_dot_product_attention, *qkv), DENSE_SECONDS, load)
+            found[name] = round(times.ms, 4)
     return found
 
 
 def _median_ms(
-    calibration: Calibration, qkv: Sequence[Tensor], dense: Tensor, calls: int, seconds: float
+    calibration: Calibration,
+    qkv: Sequence[Tensor],
+    dense: Tensor,
+    calls: int,
+    seconds: float,
+    load: ModelLoad | None,
 ) -> tuple[float, float]:
     """Of the GPU, without one of the host, and of the host."""
-    on_gpu = dense.is_cuda
     q, k, v = qkv
 
     def sample() -> None:
@@ -116,15 +124,16 @@ def _median_ms(
     host, spans = [], []
     end = time.monotonic() + seconds
     while len(host) < FEWEST or (len(host) < MOST and time.monotonic() < end):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_gpu)]
-        if on_gpu:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * bool(load))]
+        if load:
             torch.cuda.synchronize()
-            torch.cuda._sleep(HEAD_START)
+            for _ in range(LOADS):
+                load()
             events[0].record()
         started = time.perf_counter()
         sample()
         host.append(1000 * (time.perf_counter() - started))
-        if on_gpu:
+        if load:
             events[1].record()
             torch.cuda.synchronize()
             spans.append(events[0].elapsed_time(events[1]))
@@ -134,8 +143,9 @@ def _median_ms(
 def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, facts: Row) -> None:
     allowance = Allowance(seconds, len(sizes) * len(CASES))
     rows: list[dict[str, Any]] = []
+    load = ModelLoad.on(device) if device == "cuda" else None
     for shape in sizes:
-        for found in time_samples(shape, device, allowance):
+        for found in time_samples(shape, device, allowance, load):
             rows.append(found | dict(facts))
             print(json.dumps(rows[-1]), flush=True)
         write_rows(out, rows)  # after each size, so that a run cut short leaves something

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import crossover, crossover_fit
+from benchmarks.model_load import ModelLoad
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import ROOT, read_rows
 from sparge.plan.worth import RATES_FILE, Call, DenseRates, Estimate, Rates, SparseRates, estimate
@@ -96,6 +98,13 @@ def test_a_tiny_run_measures_every_case(
     monkeypatch.setattr("sys.argv", ["crossover", "--fit", str(out)])
     crossover.main()
     assert set(json.loads(rates.read_text())["none"]["head_dims"]) == {"64", "128"}
+
+
+def test_the_load_before_a_call_multiplies_random_matrices() -> None:
+    load = ModelLoad.on("cpu", side=8)
+    load()
+    torch.testing.assert_close(load.out, load.left @ load.right)
+    assert load.left.unique().numel() > 8, "zeros take less power"
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
