@@ -72,6 +72,8 @@ def measure(work: Callable[[], object], seconds: float, load: ModelLoad | None) 
     work()
     repeats = _repeats(work, seconds, load)
     host, events = [], []
+    if load:
+        load.heat_up()
     for _ in range(repeats):
         if load:
             load()

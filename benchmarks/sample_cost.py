@@ -59,7 +59,6 @@ GRIDS = (TokenGrid(4, 32, 32), TokenGrid(8, 32, 32), TokenGrid(16, 32, 32))
 TINY = (TokenGrid(4, 8, 8), TokenGrid(4, 8, 8, prefix=64))
 #: Walks and calls of a sample. What more query blocks cost hardly depends on the walks.
 CASES = ((1, 1), (2, 1), (3, 1), (3, 2))
-LOADS = 10  # before a sample: about 60 ms, which the host takes half of to queue it
 FEWEST, MOST = 3, 9  # samples that a median is taken of
 DENSE_SECONDS = 0.3  # of each kernel's dense calls
 
@@ -127,8 +126,7 @@ def _median_ms(
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * bool(load))]
         if load:
             torch.cuda.synchronize()
-            for _ in range(LOADS):
-                load()
+            load.heat_up()  # the host takes half of that to queue a sample
             events[0].record()
         started = time.perf_counter()
         sample()
