@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From how many tokens and below what density a sparse call is faster than PyTorch's dense one.
 
-    python -m benchmarks.crossover [--seconds 75] [--out FILE]   # measures on this GPU, then fits
+    python -m benchmarks.crossover [--seconds 150] [--out FILE]   # measures on this GPU, then fits
     python -m benchmarks.crossover --fit FILE                    # writes sparge/plan/rates.json
 
 One JSON object for each size, case and asked density: tokens, heads, head_dim, case, density
 (reached), pv_filter, pooled (share of the heads that add pseudo-keys; null: no budgets), ms (of the
-GPU), host_ms (until the host is back), gpu, arch, torch, commit. The dense cases are PyTorch's
+GPU), host_ms (until the host is back), held_out (a model's shape: the fit is judged by it, not made
+from it; missing otherwise), gpu, arch, torch, commit. The dense cases are PyTorch's
 kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash first). A call waits
 in the queue while the GPU multiplies matrices, as it does in a model, so that ms holds nothing of
 the host's and is at a model's clocks. Before a size is timed, calls that drop nothing are compared
@@ -52,6 +53,7 @@ GRIDS = (
     *(TokenGrid(frames, 32, 32) for frames in (8, 16, 32)),
 )
 TINY = (TokenGrid(1, 16, 16), TokenGrid(1, 16, 16, prefix=64))
+HELD_OUT = ("cogx2b", "cogx5b", "wan480", "mochi")
 PV_FILTER = 15.0  # the node's default
 MOST_ERROR = 0.02  # of 8 bits; a kernel that is wrong is off by more
 
@@ -194,7 +196,8 @@ def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, fact
         check(shape, qkv)
         for timed in (time_dense, time_sparse):
             for found in timed(shape, qkv, allowance, load):
-                rows.append(found | facts)
+                held_out = {"held_out": True} if shape.name in HELD_OUT else {}
+                rows.append(found | held_out | facts)
                 print(json.dumps(rows[-1]), flush=True)
         write_rows(out, rows)  # after each size, so that a run cut short leaves something
         del qkv
@@ -215,7 +218,7 @@ def prepare() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=75, help="of timing, but compiling")
+    parser.add_argument("--seconds", type=float, default=150, help="of timing, but compiling")
     parser.add_argument("--tiny", action="store_true", help="without a GPU, to try this script")
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/new_crossover.jsonl")
@@ -228,7 +231,8 @@ def main() -> None:
     facts = {"gpu": "none" if options.tiny else gpu_name(), "arch": arch}
     facts |= {"torch": torch.__version__, "commit": options.commit}
     device = "cpu" if options.tiny else "cuda"
-    sizes = shapes(TINY, (2,)) if options.tiny else shapes(GRIDS, HEADS)
+    held_out = [SHAPES[name] for name in HELD_OUT]
+    sizes = shapes(TINY, (2,)) if options.tiny else [*shapes(GRIDS, HEADS), *held_out]
     measure_all(sizes, device, options.seconds, options.out, facts)
     crossover_fit.show(read_rows(options.out))
 

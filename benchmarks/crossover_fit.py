@@ -23,7 +23,7 @@ from sparge.plan.worth import RATES_FILE, Call, Estimate, Rates, estimate
 Row = Mapping[str, Any]
 
 #: Smaller sizes would only bend the lines: the host takes longer for a sparse call than the GPU for
-#: a dense one.
+#: a dense one. The node asks no rates there.
 FEWEST_TOKENS = 4096
 #: Sizes whose choice is not obvious: one is at most so many times as fast as the other.
 CLOSE = 1.5
@@ -102,7 +102,7 @@ def fit_head_dim(rows: Sequence[Row]) -> dict[str, Any]:
         "margin": 0.0,
     }
     read = Rates.read(rates)
-    near = [d for kernel in dense for d in decisions(rows, read, kernel) if d.is_close]
+    near = [d for kernel in dense for d in decisions(large(rows), read, kernel) if d.is_close]
     rates["margin"] = rounded(max((each.too_low for each in near), default=0.0), 2)
     return rates
 
@@ -124,7 +124,12 @@ def solve(rows: Sequence[Row]) -> dict[str, float]:
 
 def large(rows: Sequence[Row]) -> list[Row]:
     """Those that are fitted; in a tiny run all."""
-    return [row for row in rows if row["tokens"] >= FEWEST_TOKENS] or list(rows)
+    fitted = [row for row in rows if not is_held_out(row)]
+    return [row for row in fitted if row["tokens"] >= FEWEST_TOKENS] or fitted
+
+
+def is_held_out(row: Row) -> bool:
+    return row.get("held_out", False)
 
 
 def least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -189,16 +194,16 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def off(rows: Sequence[Row], predicted: Sequence[float]) -> str:
-    """The worst relative misfits of the GPU's times, of all sizes and of those fitted."""
+    """The worst relative misfits of the GPU's times: of sizes fitted, held out, and all."""
     errors = {
         id(row): 1000 * guess / row["ms"] - 1 for row, guess in zip(rows, predicted, strict=True)
     }
-    fitted = [errors[id(row)] for row in large(rows)]
-    every = list(errors.values())
-    return (
-        f"{min(fitted):+.1%} to {max(fitted):+.1%} from {FEWEST_TOKENS} tokens on, "
-        f"{min(every):+.1%} to {max(every):+.1%} in all"
-    )
+    kinds = {
+        f"from {FEWEST_TOKENS} tokens on": [errors[id(row)] for row in large(rows)],
+        "held out": [errors[id(row)] for row in rows if is_held_out(row)],
+        "in all": list(errors.values()),
+    }
+    return ", ".join(f"{min(e):+.1%} to {max(e):+.1%} {kind}" for kind, e in kinds.items() if e)
 
 
 def write(rows: Sequence[Row]) -> None:
