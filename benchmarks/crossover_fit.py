@@ -181,8 +181,9 @@ def show(rows: Sequence[Row]) -> None:
         sparse = [row for row in of_dim if not is_dense(row)]
         predicted = [rates.sparse.gpu(call(row), row["density"]) for row in sparse]
         print(f"#   sparse: {off(sparse, predicted)}; margin {rates.margin:.1%}")
+        asked = [row for row in of_dim if row["tokens"] >= FEWEST_TOKENS] or of_dim
         for kernel in rates.dense:
-            made = decisions(of_dim, rates, kernel)
+            made = decisions(asked, rates, kernel)
             chosen = [each for each in made if each.sparse_is_chosen]
             slower = [each.ratio - 1 for each in chosen if each.ratio > 1]
             missed = [1 - d.ratio for d in made if not d.sparse_is_chosen and d.ratio < 1]
