@@ -157,8 +157,8 @@ def test_hopper_is_as_fast_as_measured(
 
 
 def test_flux_at_1024() -> None:
-    """512 of text are exact. The node's default, half of the blocks, is faster than either kernel
-    (.31 ms); four fifths are faster than flash alone."""
+    """512 of text are exact. The node's default, half of the blocks, is faster than either kernel;
+    four fifths are faster than flash alone."""
     rates = rates_for(H200, 128)
     assert rates is not None
     call = Call(4608, 24, 128, pv_filter=True)
