@@ -20,7 +20,7 @@ from .policy import PV_FILTER_OFF, SparsePolicy
 from .route_rules import Select
 from .stats import AttentionStats, Counter
 from .validate import as_heads_first, check_output_dtype
-from .workspace import WorkspaceLayout
+from .workspace import layout_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -247,13 +247,7 @@ def _run_in_head_groups(
 
 def _memory_needed(call: Call) -> int:
     shape = call.shape
-    layout = WorkspaceLayout(
-        shape,
-        call.element,
-        with_values=call.v is not None,
-        with_queries=call.routes,
-        with_pools=call.pools,
-    )
+    layout = layout_of(shape, call.element, call.v is not None, call.routes, call.pools)
     rows = shape.batch * shape.heads * shape.query_blocks
     return layout.nbytes + rows * 4 * (shape.map_words + 1)
 

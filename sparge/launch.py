@@ -98,9 +98,7 @@ def quantize(
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
-
-    def address(name: str) -> int | None:
-        return layout.address(workspace, name)
+    address = layout.addresses(workspace).get
 
     if means is not None:
         layout.means(workspace).copy_(means)
@@ -171,10 +169,7 @@ def route(
     with_queries = block_mask is None and queries is None
     layout = layout_of(shape, element, with_values, with_queries, with_pools)
     q_block_mean, q_similarity = queries or (None, None)
-
-    def address(name: str) -> int | None:
-        return layout.address(workspace, name)
-
+    address = layout.addresses(workspace).get
     params = RouteParams(
         problem=_problem(shape, key_lengths, order),
         q_block_mean=_address(q_block_mean) or address("q_block_mean"),
@@ -246,21 +241,22 @@ def attend(
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
     layout = layout_of(shape, element, True, with_queries, with_pools)
+    address = layout.addresses(workspace).get
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
         problem=_problem(shape, key_lengths, order),
         q=view_of(q),
         out=view_of(out),
-        k_tiles=layout.address(workspace, "k_tiles"),
-        v_tiles=layout.address(workspace, "v_tiles"),
-        k_scale=layout.address(workspace, "k_scale"),
-        key_counts=layout.address(workspace, "key_counts"),
-        k_mean=layout.address(workspace, "k_mean"),
-        v_mean=layout.address(workspace, "v_mean"),
-        v_scale=layout.address(workspace, "v_scale"),
-        pool_k=layout.address(workspace, "pool_k"),
-        pool_v=layout.address(workspace, "pool_v"),
-        pool_columns=layout.address(workspace, "pool_columns"),
+        k_tiles=address("k_tiles"),
+        v_tiles=address("v_tiles"),
+        k_scale=address("k_scale"),
+        key_counts=address("key_counts"),
+        k_mean=address("k_mean"),
+        v_mean=address("v_mean"),
+        v_scale=address("v_scale"),
+        pool_k=address("pool_k"),
+        pool_v=address("pool_v"),
+        pool_columns=address("pool_columns"),
         block_map=block_map.data_ptr(),
         thresholds=_address(thresholds),
         lse=_address(lse),
@@ -268,7 +264,7 @@ def attend(
         partial_max=_address(partial_max),
         partial_sum=_address(partial_sum),
         counters=_counters(counters),
-        next_turn=layout.address(workspace, "next_turn"),
+        next_turn=address("next_turn"),
         tokens=q.shape[2],
         scale=scale,
         pvthreshd=pvthreshd,
@@ -361,18 +357,16 @@ def view_of(tensor: Tensor | None) -> TensorView:
     """(B, H, N, D) with any strides but a contiguous last dimension."""
     if tensor is None:
         return TensorView()
-    size = tensor.element_size()
+    data, size = tensor.data_ptr(), tensor.element_size()
     batch, head, token, _ = tensor.stride()
-    aligned = tensor.data_ptr() % _CHUNK == 0 and all(
-        stride * size % _CHUNK == 0 for stride in (batch, head, token)
-    )
+    any_bit = data | batch * size | head * size | token * size  # of an address or a step
     return TensorView(
-        data=tensor.data_ptr(),
+        data=data,
         batch_stride=batch,
         head_stride=head,
         token_stride=token,
         dtype=_DTYPE_IDS[tensor.dtype],
-        vectorized=aligned,
+        vectorized=any_bit % _CHUNK == 0,
     )
 
 

@@ -41,7 +41,7 @@ def score(
     batch, heads, routers, pieces, rows, channels = exact_out.shape
     densities, blocks = kept.shape[3] + 1, kept.shape[4]
     router_stride, field_stride, batch_stride, head_stride, _ = found.stride()
-    layout = layout_of(shape, element, True, False, True)
+    address = layout_of(shape, element, True, False, True).addresses(workspace).get
     rows_a_block = rows // blocks
     rows_per_cta = _rows_per_cta(shape, densities - 1, rows_a_block, exact_out.device)
     params = ScoreParams(
@@ -50,10 +50,10 @@ def score(
         exact_sum=exact_sum.data_ptr(),
         q=view_of(q),
         dense=view_of(dense),
-        k_block_mean=layout.address(workspace, "k_block_mean"),
-        v_block_mean=layout.address(workspace, "v_block_mean"),
-        v_mean=layout.address(workspace, "v_mean"),
-        key_counts=layout.address(workspace, "key_counts"),
+        k_block_mean=address("k_block_mean"),
+        v_block_mean=address("v_block_mean"),
+        v_mean=address("v_mean"),
+        key_counts=address("key_counts"),
         kept=kept.data_ptr(),
         found=found.data_ptr(),
         router_stride=router_stride,

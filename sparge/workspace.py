@@ -147,10 +147,10 @@ class WorkspaceLayout:
     def nbytes(self) -> int:
         return self._end
 
-    def address(self, workspace: Tensor, name: str) -> int | None:
-        """Device address of a field, None when this layout lacks it."""
-        field = self.fields.get(name)
-        return None if field is None else workspace.data_ptr() + field.offset
+    def addresses(self, workspace: Tensor) -> dict[str, int]:
+        """Device addresses of the fields."""
+        start = workspace.data_ptr()
+        return {name: start + field.offset for name, field in self.fields.items()}
 
     def view(self, workspace: Tensor, name: str) -> Tensor:
         """The field as a tensor: for tests and diagnosis."""
@@ -162,7 +162,6 @@ class WorkspaceLayout:
         return self._means.of(workspace)
 
 
-@functools.lru_cache(maxsize=256)
 def layout_of(
     shape: CallShape,
     element: Element,
@@ -170,11 +169,18 @@ def layout_of(
     with_queries: bool,
     with_pools: bool,
 ) -> WorkspaceLayout:
-    """Kept: three launches of a call ask for it; made anew it took a fifth of the host's time."""
+    """Kept: a call asks for it four times; made anew once, it took a sixth of the host's time."""
+    # What is traced may have symbols for sizes, and torch.compile warns of caches.
+    make = _new_layout if torch.compiler.is_compiling() else _kept_layout
+    return make(shape, element, with_values, with_queries, with_pools)
+
+
+def _new_layout(
+    shape: CallShape, element: Element, values: bool, queries: bool, pools: bool
+) -> WorkspaceLayout:
     return WorkspaceLayout(
-        shape,
-        element,
-        with_values=with_values,
-        with_queries=with_queries,
-        with_pools=with_pools,
+        shape, element, with_values=values, with_queries=queries, with_pools=pools
     )
+
+
+_kept_layout = functools.lru_cache(maxsize=256)(_new_layout)
