@@ -119,6 +119,15 @@ def _about_limits() -> str:
     )
 
 
+def _of_kernels(calls: list[dict[str, Any]]) -> str:
+    """What those calls take the GPU, each kernel timed alone."""
+    rows = [row for row in calls if row["shape"] == "flux1k" and row["peer"] == OURS]
+    sums = [sum(row["stages"].values()) for row in rows if row["asked_density"] < 1]
+    if not sums:
+        return "their kernels take less,"
+    return f"their kernels take {min(sums):.2f} to {max(sums):.2f} ms with budgets,"
+
+
 def _commits(name: str) -> str:
     """Those of a file's rows."""
     return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
@@ -150,8 +159,8 @@ def section(
         "it and are timed together, leave of a call; 100 % is that of `ours`, dense.\n"
     )
     about_others = (
-        "flux1k's sparse calls are as long as the host takes to queue them: their kernels take "
-        "less, and in a model the host runs ahead; its text alone makes 20 and 10 % one density. "
+        f"flux1k's sparse calls are as long as the host takes to queue them: {_of_kernels(calls)} "
+        "and in a model the host runs ahead; its text alone makes 20 and 10 % one density. "
         "SageAttention 2 and upstream's SpargeAttn have no wheels for this GPU on PyPI and were "
         "not run.\n"
     )
@@ -164,16 +173,16 @@ def section(
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
         "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
         f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
-        "medians, as the first sparse call takes longer. Two other hosts were about 1 % faster and "
-        f"1 % slower at earlier commits ({_commits(FASTER)} in `{FASTER}`, {_commits(SLOWER)} in "
+        "medians, as the first sparse call takes longer. Other hosts were about 1 % faster and "
+        f"1 % slower (commits {_commits(FASTER)} in `{FASTER}`, {_commits(SLOWER)} in "
         f"`{SLOWER}`, beside `benchmarks/results/{CALLS}`, which has every call):\n"
     )
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
         "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first "
         "(a run of 20 steps has four dense ones by default, our graph for CogVideoX with 50 has "
-        "ten); "
-        f"commits {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
+        "ten), at the clocks of a model, where matrix products come before each; "
+        f"commit {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
         f"{_other_rows(samples)}. Where cuDNN's exact attention is known to be faster the node "
         "has it serve the measured calls, so their attention is shorter than the default's "
         "although they are measured:\n"
