@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From how many tokens and below what density a sparse call is faster than PyTorch's dense one.
 
-    python -m benchmarks.crossover [--seconds 150] [--out FILE]   # measures on this GPU, then fits
+    python -m benchmarks.crossover [--seconds 150] [--out FILE]  # measures on this GPU, then fits
     python -m benchmarks.crossover --fit FILE                    # writes sparge/plan/rates.json
 
 One JSON object for each size, case and asked density: tokens, heads, head_dim, case, density

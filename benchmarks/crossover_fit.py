@@ -70,6 +70,7 @@ def terms_of(row: Row) -> dict[str, float]:
 
 def fit(rows: Sequence[Row]) -> dict[str, Any]:
     """What rates.json holds of one kind of GPU."""
+    rows = [row for row in rows if not is_held_out(row)]
     head_dims = sorted({row["head_dim"] for row in rows})
     facts = {name: rows[0][name] for name in ("gpu", "torch", "commit")}
     by_dim = {

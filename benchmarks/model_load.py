@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a GPU as busy as a model does between its attention calls.
 
-A video model multiplies matrices for most of its time, at the GPU's power limit, and its attention
-runs at the clocks that leaves. Where the GPU rests before each call instead, cuDNN's attention is a
-fifth faster than in a model (H200, Mochi: 35.6 instead of 43.1 ms), as it draws the most power.
+There a video model multiplies matrices, at the GPU's power limit, and its attention runs at the
+clocks that leaves. Where an H200 slept before each call instead, cuDNN's attention of the Mochi
+shape would take 35.6 ms by the rates found (2a62f0d), not the 43.4 measured so (86abb0a); of Wan
+480p, in ComfyUI, flash takes 65.4 ms a layer and a sparse call at 20 % 5.7 (2b6acb2), where those
+rates said 60.4 and 4.7, and today's say 67.1 and 5.9.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from sparge.calibrate.spread import ROW_STEP
 from .limits import Ceilings, read_ceilings
 from .png import write_png
 from .sample_table import samples_table
+from .shapes import SHAPES
 from .speed_plot import picture_name, pictures
 from .speed_table import OURS, TITLES, table, tables
 from .timing import ROOT, read_rows
@@ -26,9 +27,10 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 SAMPLES = "h200_samples.jsonl"
-#: Of `benchmarks.comfyui_call`: on one host, second runs there, and on two others.
+CROSSOVER = "h200_crossover.jsonl"
+#: Of `benchmarks.comfyui_call`: on one host, second runs there, and on three others.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
-FASTER, SLOWER = "h200_comfyui_faster_host.jsonl", "h200_comfyui_slower_host.jsonl"
+OTHER_HOSTS = tuple(f"h200_comfyui_{name}_host.jsonl" for name in ("faster", "slower", "slowest"))
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",
@@ -119,13 +121,17 @@ def _about_limits() -> str:
     )
 
 
-def _of_kernels(calls: list[dict[str, Any]]) -> str:
-    """What those calls take the GPU, each kernel timed alone."""
-    rows = [row for row in calls if row["shape"] == "flux1k" and row["peer"] == OURS]
-    sums = [sum(row["stages"].values()) for row in rows if row["asked_density"] < 1]
-    if not sums:
-        return "their kernels take less,"
-    return f"their kernels take {min(sums):.2f} to {max(sums):.2f} ms with budgets,"
+def _flux_without_the_host() -> str:
+    """What flux1k's calls with budgets take the GPU, and dense ones by cuDNN."""
+    flux = SHAPES["flux1k"]
+    sizes = {"tokens": flux.tokens, "heads": flux.heads, "head_dim": flux.head_dim}
+    rows = [row for row in read(CROSSOVER) if sizes.items() <= row.items()]
+    ours = [row["ms"] for row in rows if row["case"] == "auto" and row["asked_density"] < 1]
+    dense = next(row for row in rows if row["case"] == "cudnn")
+    return (
+        f"{min(ours):.2f} to {max(ours):.2f} ms with budgets, where cuDNN takes {dense['ms']:.2f} "
+        f"(at a model's clocks, commit {dense['commit']})"
+    )
 
 
 def _commits(name: str) -> str:
@@ -159,10 +165,10 @@ def section(
         "it and are timed together, leave of a call; 100 % is that of `ours`, dense.\n"
     )
     about_others = (
-        f"flux1k's sparse calls are as long as the host takes to queue them: {_of_kernels(calls)} "
-        "and in a model the host runs ahead; its text alone makes 20 and 10 % one density. "
-        "SageAttention 2 and upstream's SpargeAttn have no wheels for this GPU on PyPI and were "
-        "not run.\n"
+        "flux1k's sparse calls are as long as the host takes to queue them. Their kernels take "
+        f"{_flux_without_the_host()}, and in a model the host runs ahead; its text alone makes 20 "
+        "and 10 % one density. SageAttention 2 and upstream's SpargeAttn have no wheels for this "
+        "GPU on PyPI and were not run.\n"
     )
     folder = RESULTS.relative_to(ROOT).as_posix()
     shown = [
@@ -173,15 +179,15 @@ def section(
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
         "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
         f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
-        "medians, as the first sparse call takes longer. Other hosts were about 1 % faster and "
-        f"1 % slower (commits {_commits(FASTER)} in `{FASTER}`, {_commits(SLOWER)} in "
-        f"`{SLOWER}`, beside `benchmarks/results/{CALLS}`, which has every call):\n"
+        "medians, as the first sparse call takes longer. Other hosts were 1 % faster to 3 % slower "
+        f"({', '.join(f'`{name}`, commit {_commits(name)}' for name in OTHER_HOSTS)}, beside "
+        f"`benchmarks/results/{CALLS}`, which has every call):\n"
     )
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
         "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first "
         "(a run of 20 steps has four dense ones by default, our graph for CogVideoX with 50 has "
-        "ten), at the clocks of a model, where matrix products come before each; "
+        "ten); "
         f"commit {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
         f"{_other_rows(samples)}. Where cuDNN's exact attention is known to be faster the node "
         "has it serve the measured calls, so their attention is shorter than the default's "

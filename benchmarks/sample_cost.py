@@ -6,11 +6,11 @@
 
 One JSON object for each size and number of walks: tokens, heads, head_dim, walks, calls (as many
 query blocks as so many samples measure), row_step (of so many rows one is compared; 2 where it is
-missing), ms (of the GPU, which multiplies matrices until the host has queued the sample, as
-benchmarks/crossover.py has it), host_ms, dense_ms (of a dense call of that size, by each kernel of
-PyTorch's), gpu, torch, commit. The fit needs the first four, ms and gpu; it is one of least squares
-of relative errors for each head_dim, of the rows with calls 1. The README's table of samples beside
-dense calls is printed with it.
+missing), ms (of the GPU, which sleeps until the host has queued the sample: CogVideoX-5B then takes
+1.57 ms, in ComfyUI 1.6, after products as in `model_load` 1.9), host_ms, dense_ms (of a dense call
+of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first four, ms and
+gpu; it is one of least squares of relative errors for each head_dim, of the rows with calls 1. The
+README's table of samples beside dense calls is printed with it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from sparge.calibrate import Calibration, Workload, measure_for
 from sparge.plan.sample_cost import MORE_BLOCKS, SampleRates, sample_terms
 from sparge.plan.worth import RATES_FILE, TORCH_KERNELS
 
-from .crossover import measure, shapes
+from .crossover import shapes
 from .crossover_fit import FEWEST_TOKENS, least_squares, rounded
 from .inputs import draw
-from .model_load import ModelLoad
 from .sample_table import samples_table
 from .shapes import SHAPES, Shape
 from .timing import (
@@ -47,6 +46,7 @@ from .timing import (
     Allowance,
     commit,
     gpu_name,
+    median_ms,
     read_rows,
     require_kernels,
     write_rows,
@@ -59,15 +59,13 @@ GRIDS = (TokenGrid(4, 32, 32), TokenGrid(8, 32, 32), TokenGrid(16, 32, 32))
 TINY = (TokenGrid(4, 8, 8), TokenGrid(4, 8, 8, prefix=64))
 #: Walks and calls of a sample. What more query blocks cost hardly depends on the walks.
 CASES = ((1, 1), (2, 1), (3, 1), (3, 2))
+HEAD_START = 120_000_000  # clocks: about 60 ms, twice of what the host takes for a sample
 FEWEST, MOST = 3, 9  # samples that a median is taken of
-DENSE_SECONDS = 0.3  # of each kernel's dense calls
 
 
-def time_samples(
-    shape: Shape, device: str, allowance: Allowance, load: ModelLoad | None
-) -> Iterator[dict[str, Any]]:
+def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[dict[str, Any]]:
     qkv = draw(shape, device)
-    dense, dense_ms = scaled_dot_product_attention(*qkv), _dense_ms(qkv, load)
+    dense, dense_ms = scaled_dot_product_attention(*qkv), _dense_ms(qkv)
     for walks, calls in CASES:
         calibration = Calibration.begin(
             layers=1,
@@ -80,7 +78,7 @@ def time_samples(
         seconds = allowance.next()
         if seconds == 0:
             continue
-        ms, host_ms = _median_ms(calibration, qkv, dense, calls, seconds, load)
+        ms, host_ms = _median_ms(calibration, qkv, dense, calls, seconds)
         yield {
             "tokens": shape.tokens,
             "heads": shape.heads,
@@ -94,26 +92,21 @@ def time_samples(
         }
 
 
-def _dense_ms(qkv: Sequence[Tensor], load: ModelLoad | None) -> dict[str, float]:
+def _dense_ms(qkv: Sequence[Tensor]) -> dict[str, float]:
     """Of each of PyTorch's kernels, on a GPU."""
     found = {}
-    if load:
+    if qkv[0].is_cuda:
         for name, backend in TORCH_KERNELS.items():
             with sdpa_kernel(backend):
-                times = measure(partial(scaled_dot_product_attention, *qkv), DENSE_SECONDS, load)
-            found[name] = round(times.ms, 4)
+                found[name] = round(median_ms(partial(scaled_dot_product_attention, *qkv), 3, 1), 4)
     return found
 
 
 def _median_ms(
-    calibration: Calibration,
-    qkv: Sequence[Tensor],
-    dense: Tensor,
-    calls: int,
-    seconds: float,
-    load: ModelLoad | None,
+    calibration: Calibration, qkv: Sequence[Tensor], dense: Tensor, calls: int, seconds: float
 ) -> tuple[float, float]:
     """Of the GPU, without one of the host, and of the host."""
+    on_gpu = dense.is_cuda
     q, k, v = qkv
 
     def sample() -> None:
@@ -123,15 +116,15 @@ def _median_ms(
     host, spans = [], []
     end = time.monotonic() + seconds
     while len(host) < FEWEST or (len(host) < MOST and time.monotonic() < end):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * bool(load))]
-        if load:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_gpu)]
+        if on_gpu:
             torch.cuda.synchronize()
-            load.heat_up()  # the host takes half of that to queue a sample
+            torch.cuda._sleep(HEAD_START)
             events[0].record()
         started = time.perf_counter()
         sample()
         host.append(1000 * (time.perf_counter() - started))
-        if load:
+        if on_gpu:
             events[1].record()
             torch.cuda.synchronize()
             spans.append(events[0].elapsed_time(events[1]))
@@ -141,9 +134,8 @@ def _median_ms(
 def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, facts: Row) -> None:
     allowance = Allowance(seconds, len(sizes) * len(CASES))
     rows: list[dict[str, Any]] = []
-    load = ModelLoad.on(device) if device == "cuda" else None
     for shape in sizes:
-        for found in time_samples(shape, device, allowance, load):
+        for found in time_samples(shape, device, allowance):
             rows.append(found | dict(facts))
             print(json.dumps(rows[-1]), flush=True)
         write_rows(out, rows)  # after each size, so that a run cut short leaves something

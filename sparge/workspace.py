@@ -169,9 +169,10 @@ def layout_of(
     with_queries: bool,
     with_pools: bool,
 ) -> WorkspaceLayout:
-    """Kept: a call asks for it four times; made anew once, it took a sixth of the host's time."""
-    # What is traced may have symbols for sizes, and torch.compile warns of caches.
-    make = _new_layout if torch.compiler.is_compiling() else _kept_layout
+    """Kept: a call asks for it four times, and to make one takes a tenth of the host's time."""
+    # torch.compile warns of caches, and sizes that are symbols have no hash.
+    traced = torch.compiler.is_compiling() or not all(isinstance(n, int) for n in shape.sizes())
+    make = _new_layout if traced else _kept_layout
     return make(shape, element, with_values, with_queries, with_pools)
 
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
 from sparge import AttentionStats, SparsePolicy
@@ -90,12 +92,24 @@ def test_one_graph_with_true_strides(with_stats: bool) -> None:
         return out.view(q.shape[0], q.shape[2], -1) + 1  # a view: the fake strides must be true
 
     q, k, v = (torch.randn(1, 4, 300, 64, dtype=torch.bfloat16) for _ in range(3))
-    with pytest.raises(Exception, match="CapturedError"):
+    with warnings.catch_warnings(), pytest.raises(Exception, match="CapturedError"):
+        warnings.simplefilter("error")  # of a cache in what is traced, say
         layer(q, k, v)
     (graph,) = graphs
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     ops = [name.split(".")[-1] for name in called if name.startswith("sparge.")]
     assert ops == ["quantize", "route", "attend"]
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_sizes_may_be_symbols() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparge.attention(q, k, v, SparsePolicy(topk=0.5))
+
+    q, k, v = (torch.randn(1, 4, 300, 64, dtype=torch.bfloat16) for _ in range(3))
+    graph = make_fx(layer, tracing_mode="symbolic")(q, k, v).graph
+    ops = [str(node.target) for node in graph.nodes if "sparge" in str(node.target)]
+    assert [name.split(".")[1] for name in ops] == ["quantize", "route", "attend"]
 
 
 @pytest.mark.parametrize(

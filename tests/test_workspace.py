@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from sparge.kernels import Element
 from sparge.workspace import CallShape, WorkspaceLayout, layout_of
@@ -23,6 +24,15 @@ def test_fields_lie_one_after_another(element: Element, pools: bool) -> None:
         assert following.offset % 256 == 0
     assert fields[-1].offset + fields[-1].nbytes <= layout.nbytes
     assert ("pool_k" in layout.fields) == pools
+
+
+def test_addresses_are_those_of_the_views() -> None:
+    layout = layout_of(SHAPE, Element.INT8_E4M3, True, True, True)
+    workspace = torch.empty(layout.nbytes, dtype=torch.uint8)
+    addresses = layout.addresses(workspace)
+    assert addresses.keys() == layout.fields.keys()
+    for name, address in addresses.items():
+        assert layout.view(workspace, name).data_ptr() == address
 
 
 def test_a_layout_is_kept_and_as_if_made_anew() -> None:
