@@ -2,10 +2,10 @@
 """Keeps a GPU as busy as a model does between its attention calls.
 
 There a video model multiplies matrices, at the GPU's power limit, and its attention runs at the
-clocks that leaves. Where an H200 slept before each call instead, cuDNN's attention of the Mochi
-shape would take 35.6 ms by the rates found (2a62f0d), not the 43.4 measured so (86abb0a); of Wan
-480p, in ComfyUI, flash takes 65.4 ms a layer and a sparse call at 20 % 5.7 (2b6acb2), where those
-rates said 60.4 and 4.7, and today's say 67.1 and 5.9.
+clocks that leaves. H200, Mochi's shape: cuDNN takes 43.4 ms after products (86abb0a), 35.6 by rates
+from calls before which the GPU slept (2a62f0d). A layer of Wan 480p in ComfyUI (2b6acb2) takes 65.4
+ms by flash and 5.7 by a sparse call at 20 %: 67.1 and 5.9 by the former rates, 60.4 and 4.7 by the
+latter.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def test_a_pytorch_that_does_not_say_so_is_no_error(answer, monkeypatch) -> None
     assert torch_kernel(q, q, q) == torch_kernel(q, q, q, [SDPBackend.MATH]) == ""
 
 
-#: Milliseconds of calls at commit 38040cd, on another host than the rates are of: tokens, heads,
-#: head_dim, share kept, PV filter, pooled.
+#: Milliseconds of calls at commit 38040cd, in another run than the one that was fitted: tokens,
+#: heads, head_dim, share kept, PV filter, pooled.
 MEASURED = [
     ((4608, 24, 128, 0.4815, False, None), 0.3215, {"cudnn": 0.4971, "flash": 1.0154}),
     ((8192, 24, 128, 0.5, True, None), 0.7464, {"cudnn": 1.481, "flash": 2.9949}),
