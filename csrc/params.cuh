@@ -114,8 +114,8 @@ struct QuantizeParams {
   float* k_similarity;  // (batch, kv_heads, key_blocks)
   i32* next_turn;       // set to zero where attend has persistent blocks
   // What budgets need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
-  float* k_variance;         // (batch, kv_heads, key_blocks, head_dim)
-  float* v_block_mean;       // (batch, kv_heads, key_blocks, head_dim)
+  u16* k_variance;           // (batch, kv_heads, key_blocks, head_dim) bf16: route reads it from the L2 for every 16 query blocks
+  u16* v_block_mean;         // likewise
   float* v_variance;         // (batch, kv_heads, key_blocks): summed over channels
   float* v_square;           // (batch, kv_heads, key_blocks): of v_block_mean, summed over channels
   u8* pool_k;                // (batch, kv_heads, pool_tiles): tiles like k_tiles whose rows are the means of 64 key blocks
@@ -124,6 +124,9 @@ struct QuantizeParams {
   i32 with_queries;
   i32 with_values;
   i32 with_similarity;  // else similarities are 1, or NaN where a block's mean is no number: what a threshold below 0 asks
+  i32 key_run;          // key or value blocks of a head that a thread block takes
+  i32 key_runs;         // of them in a head
+  i32 query_run;        // query blocks, likewise
 };
 
 enum class Select : i32 { kTopK = 0, kCdf = 1, kMask = 2 };
@@ -140,8 +143,8 @@ struct RouteParams {
   const i32* key_counts;
   const u8* keys_exact;     // (key_blocks) of a token order, null without one; then exact_prefix and exact_suffix count
   const u8* queries_exact;  // (query_blocks) likewise
-  const float* k_variance;  // null: every head ranks by mass
-  const float* v_block_mean;
+  const u16* k_variance;    // null: every head ranks by mass
+  const u16* v_block_mean;
   const float* v_variance;
   const float* v_square;
   u32* block_map;  // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
@@ -200,7 +203,7 @@ struct ScoreParams {
   TensorView q;               // (batch, heads, rows, channels)
   TensorView dense;           // likewise: what dense attention gave; no data: that is not known
   const float* k_block_mean;  // as in QuantizeParams
-  const float* v_block_mean;
+  const u16* v_block_mean;
   const float* v_mean;
   const i32* key_counts;
   const u32* kept;    // (batch, heads, routers, densities - 1, blocks, map words): what each density but the last keeps

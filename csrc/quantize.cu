@@ -7,7 +7,9 @@
 //             For budgets also the variance of K, mean and variance of V, and the means as tiles of pseudo-keys.
 // Layout      K tile 64 x head_dim (16-bit rows cut in two on sm_90a, common/key_tile.cuh), V tile head_dim x 64, 16-byte
 //             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. See params.cuh for the statistics.
-// Strategy    One thread block a query, key or value block; its loads are on their way before anything is waited for.
+// Strategy    A thread block takes a run of query, key or value blocks of a head one after another, and so finds once what they
+//             share; the host says how many (sparge/quantize_grid.py). Loads of a block are on their way before anything is waited for,
+//             on Hopper those of the next K or V block while the statistics of one are finished.
 //             What only statistics need is finished by single warps at the end, each statistic by another, without
 //             barriers. Self-similarities are left out where no threshold asks for them. Q is only averaged
 //             here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a sixth of
@@ -29,10 +31,16 @@
 //                                  flight, lanes that keep a share of the sums
 //             Launched before means has ended (programmatic dependent launch), query blocks first: a call gains 14 to 17 us at
 //             CogVideoX-2B, 9 of them without that order, and at most 30 at Mochi; not worth a launch path of its own.
-// Untried     A thread block takes four blocks in turn, the next on its way to shared memory (64 registers hold it on sm_90a
-//             only).
+//             Wan 480p / with walks and statistics, by itself and after products of matrices, where clocks are those of a model:
+//             382 / 415, 407 / 474 one block a thread block, two divisions to find it
+//             456 / 491, 512 / 604 and its rows in the L2 a wave of thread blocks ahead (cp.async.bulk.prefetch.L2)
+//             357 / 382, 369 / 428 runs of four (no division), the next block's loads before the statistics of one
+//             343 / 374, 357 / 413 runs of eight; at CogVideoX-2B runs of four, 88 / 93 to 80 / 86
+//             342 / 375, 356 / 415 runs of sixteen; at CogVideoX-2B, where few are left for an SM, 97 / 97
+//             420 / 446, 439 / 491 runs of eight where each lookup of a token asks whether there is a next block: one waits for
+//                                  the other
+// Untried     Tokens of the block after the next looked up ahead, into shared memory.
 //             Sums of Q by the tensor cores (a product with ones, pairs of tokens from PRMT): 48 instructions for 128.
-//             Division by the number of heads as a multiplication by what the host passes.
 #include "params.cuh"
 #include "quantize/key_block.cuh"
 #include "quantize/query_block.cuh"
@@ -43,7 +51,7 @@ namespace sparge::quantize {
 SPARGE_CHECK_PARAMS(QuantizeParams);
 
 union Smem {
-  SumsSmem query;
+  QuerySmem query;
   KeySmem key;
   ValueSmem value;
 };
@@ -57,39 +65,53 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid: key and (with_values) value blocks by turns, then query blocks when with_queries; (batch, head) fastest.
+// Grid (sparge/quantize_grid.py): x batch x kv_heads; y and z turns, y fastest: runs of key and (with_values) of value blocks, then
+// runs of query blocks when with_queries, of the heads that share keys one after another. Heads fastest, the last tokens first:
+// neighbours run at the same time, and what means read last is still in the L2.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
     quantize(const __grid_constant__ sparge::QuantizeParams p) {
   using namespace sparge;
   __shared__ quantize::Smem smem;
+  __shared__ quantize::Run run;
   const Problem& problem = p.problem;
+  const i32 turn = blockIdx.z * gridDim.y + blockIdx.y, kv_at = blockIdx.x;
   if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_turn = 0;
-  const u32 key_blocks = problem.key_blocks();
-  // Heads fastest, the last tokens first: neighbours run at the same time, and what means read last is still in the L2.
-  u32 index = blockIdx.x;
-  const u32 tensors = p.with_values ? 2 : 1, kv_heads = problem.batch * problem.kv_heads;
-  const u32 kv_tiles = tensors * kv_heads * key_blocks;  // 2^31 tiles are 16 TB of K
-  if (index < kv_tiles) {
-    const u32 turn = index / kv_heads;
-    const i32 head_at = index - turn * kv_heads;
+    if (turn == 0 && kv_at == 0 && threadIdx.x == 0) *p.next_turn = 0;
+  const i32 b = quantize::batch_of(kv_at, problem.batch, problem.kv_heads), kv = kv_at - b * problem.kv_heads;
+  const i32 key_turns = p.with_values ? 2 * p.key_runs : p.key_runs;
+  if (turn < key_turns) {
     const bool values = p.with_values && turn % 2 == 1;
-    const i32 block = key_blocks - 1 - turn / tensors;
-    const i32 b = quantize::batch_of(head_at, problem.batch, problem.kv_heads), head = head_at - b * problem.kv_heads;
-    const quantize::KeySlots slots(problem, b, head, block);
-    with_chunks(values ? p.v : p.k, b, head, problem.channels, [&](auto rows) {
-      if (values)
-        quantize::value_block(p, rows, smem.value, head_at, block, slots);
-      else
-        quantize::key_block(p, rows, smem.key, head_at, block, slots);
-    });
+    const i32 first = (p.key_runs - 1 - (p.with_values ? turn / 2 : turn)) * p.key_run, blocks = problem.key_blocks();
+    const i32 last = smaller(first + p.key_run, blocks) - 1;
+    auto share = [&](const char* base) {
+      if (threadIdx.x == 0)
+        run = {base, kv_at, blocks, first, quantize::walk_start_of_keys(problem, kv), problem.key_length(b), true};
+      __syncthreads();
+    };
+    if (values)
+      with_chunks(p.v, b, kv, problem.channels, [&](auto rows) {
+        share(rows.base);
+        quantize::quantize_values(p, rows, smem.value, run, last);
+      });
+    else
+      with_chunks(p.k, b, kv, problem.channels, [&](auto rows) {
+        share(rows.base);
+        quantize::quantize_keys(p, rows, smem.key, run, last);
+      });
   } else {
-    index -= kv_tiles;
-    const u32 heads = problem.batch * problem.heads;
-    const i32 block = index / heads, head_at = index - block * heads;
-    const i32 b = quantize::batch_of(head_at, problem.batch, problem.heads), head = head_at - b * problem.heads;
+    i32 query_turn = turn - key_turns, head = kv;
+    if (problem.heads != problem.kv_heads) {
+      const i32 group = problem.heads / problem.kv_heads;
+      head = kv * group + query_turn % group;
+      query_turn /= group;
+    }
+    const i32 first = query_turn * p.query_run, blocks = problem.query_blocks();
+    const i32 last = smaller(first + p.query_run, blocks) - 1;  // before the first for turns that only fill the grid
     with_chunks(p.q, b, head, problem.channels, [&](auto rows) {
-      quantize::query_block(p, rows, smem.query, head, head_at * problem.query_blocks() + block, block);
+      if (threadIdx.x == 0)
+        run = {rows.base, b * problem.heads + head, blocks, first, quantize::walk_start_of_queries(problem, head)};
+      __syncthreads();
+      quantize::average_queries(p, rows, smem.query, run, last);
     });
   }
 }

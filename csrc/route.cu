@@ -32,6 +32,10 @@
 //              - / 140 /  - / 42  vectors in the order of the first operand; two tiles of columns share them: no spill now
 //              - / 132 /  - / 40  logarithms and exponentials by the special function, divided by the sum once
 //             72 / 130 / 26 / 38  keys noted beside standings, 32-bit pairs, predicated counting, scores 16 bytes at once
+//             Wan 480p by itself and after products of matrices, every head by error / by mass, and CogVideoX-2B by error:
+//             167 / 75, 208 / 82, 57   the last of these
+//             127 / 74, 158 / 82, 47   variances of K and means of V in bf16, products of bf16 pairs: half of the reads from the
+//                                      L2, a third of the products (route/pairs.cuh)
 // Untried     Keys in registers through the selection, rows of the last wave spread over more thread blocks.
 #include "common/config.cuh"
 #include "params.cuh"
@@ -75,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
     return;
   }
   const i32 score_numbers = p.rows_per_cta * p.score_pitch;
-  float* scores = p.k_variance ? spare + larger<i32>(score_numbers, sizeof(route::Vectors) / sizeof(float)) : spare;
+  float* scores = p.k_variance ? spare + larger<i32>(score_numbers, sizeof(route::Sums) / sizeof(float)) : spare;
   u8* standing = reinterpret_cast<u8*>(scores + score_numbers);
   route::load_means(vectors, p, static_cast<i64>(head_at) * query_blocks + first, rows);
   route::note_standing(standing, rules(), key_blocks);

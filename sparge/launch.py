@@ -22,6 +22,7 @@ from .kernels.params import (
 from .kernels.spec import HOPPER_ENTRIES, attend_path
 from .plan.blocks import block_count
 from .plan.key_mean import mean_stride
+from .quantize_grid import QuantizeGrid
 from .route_rules import RouteRules
 from .route_shared import MAX_ROWS, RouteShared
 from .stats import Counter
@@ -135,11 +136,12 @@ def quantize(
         with_values=v is not None,
         with_similarity=with_similarity,
     )
-    kv_tiles = shape.batch * shape.kv_heads * shape.key_blocks
-    blocks = kv_tiles * (1 if v is None else 2)
-    if with_queries:
-        blocks += shape.batch * shape.heads * shape.query_blocks
-    queue("quantize", q.device, shape, (blocks, 1, 1), params, element=element)
+    grid = QuantizeGrid.of(
+        shape, resident_blocks(q.device), with_values=v is not None, with_queries=with_queries
+    )
+    params.key_run, params.query_run = grid.key_run, grid.query_run
+    params.key_runs = grid.key_runs
+    queue("quantize", q.device, shape, grid.size, params, element=element)
     return workspace
 
 
@@ -281,7 +283,7 @@ def attend(
 
 
 def resident_blocks(device: torch.device) -> int:
-    """Thread blocks of a persistent kernel that run at once: each has an SM to itself."""
+    """Multiprocessors: each block of a persistent kernel has one to itself."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -46,10 +46,10 @@ class RouteShared:
 
 
 def score_pitch(key_blocks: int) -> int:
-    """An odd multiple of 8, so that pairs of numbers in four rows lie in 32 banks, and numbers come
-    in whole steps of eight key blocks. Of 512 key blocks, the 32,760 tokens of Wan, they would all
-    lie in eight."""
-    return (key_blocks + 7) // 16 * 16 + 8
+    """Whole steps of sixteen key blocks (kKeyStep of csrc/route/outputs.cuh) and eight numbers, so
+    that pairs of numbers in four rows lie in 32 banks. Of 512 key blocks, the 32,760 tokens of Wan,
+    they would all lie in eight."""
+    return (key_blocks + 15) // 16 * 16 + 8
 
 
 def vector_bytes(head_dim: int) -> int:

@@ -127,8 +127,8 @@ class WorkspaceLayout:
             self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
         if with_pools:
             tiles = (*kv, shape.pool_tiles)
-            self._add("k_variance", (*blocks, shape.head_dim))
-            self._add("v_block_mean", (*blocks, shape.head_dim))
+            self._add("k_variance", (*blocks, shape.head_dim), torch.bfloat16)
+            self._add("v_block_mean", (*blocks, shape.head_dim), torch.bfloat16)
             self._add("v_variance", blocks)
             self._add("v_square", blocks)
             self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two or four neighbouring float32 numbers in one load or store.
+// Two or four neighbouring numbers in one load or store.
 #pragma once
 
+#include "../ptx/convert.cuh"
 #include "types.cuh"
 
 namespace sparge {
@@ -26,6 +27,17 @@ SPARGE_DEVICE void store_floats(float* at, const float (&x)[kCount]) {
     *reinterpret_cast<Vec16*>(at) = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
   else
     *reinterpret_cast<Vec8*>(at) = {__float_as_uint(x[0]), __float_as_uint(x[1])};
+}
+
+SPARGE_DEVICE float rounded_to_bf16(float x) { return __uint_as_float(ptx::pack_bf16(0.0f, x) & 0xFFFF0000u); }
+
+template <int kCount>
+SPARGE_DEVICE void store_bf16(u16* at, const float (&x)[kCount]) {
+  static_assert(kCount == 2 || kCount == 4, "4 or 8 bytes are one store");
+  if constexpr (kCount == 4)
+    *reinterpret_cast<Vec8*>(at) = {ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3])};
+  else
+    *reinterpret_cast<u32*>(at) = ptx::pack_bf16(x[0], x[1]);
 }
 
 }  // namespace sparge

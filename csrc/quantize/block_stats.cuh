@@ -21,11 +21,16 @@ constexpr int kPasses = kKeyBlock / kTokensPerPass;
 constexpr bool kNeedsRegisters = kArch == 89 && kHeadDim == 128 && kElement == Element::kInt8E4M3;
 constexpr int kBlocksPerSm = (kNeedsRegisters ? 768 : 1024) / kThreads;
 
+// Whether a run's next keys and values are on their way before the statistics of a block: elsewhere ptxas spills.
+constexpr bool kLoadsEarly = kArch == 90 && is_quantized(kElement);
+
+// Made where it is used: registers hold what is on its way from one block to the next.
 struct Thread {
-  i32 lane = threadIdx.x % kWarpSize;
-  i32 warp = threadIdx.x / kWarpSize;
-  i32 token = threadIdx.x / kTokenLanes;
-  i32 channel = (threadIdx.x % kTokenLanes) * kLaneChannels;
+  i32 index = ptx::thread_index();
+  i32 lane = index % kWarpSize;
+  i32 warp = index / kWarpSize;
+  i32 token = index / kTokenLanes;
+  i32 channel = (index % kTokenLanes) * kLaneChannels;
 };
 
 // As Problem::walk_start, without divisions in the usual case. (In Problem itself it moves instructions of attend's loop.)
@@ -37,32 +42,58 @@ SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
   return walk_start_of_keys(problem, problem.heads == problem.kv_heads ? head : problem.kv_head(head));
 }
 
-// The tokens of a key block, and how many there are. They come first in the block; key lengths that cut into an order's
-// grid would leave holes, and `whole` tells so.
+// What a thread block knows of its head and its run: blocks of the head that it takes one after another, the last first. What
+// they share it finds once, and what the next one reads is on its way while the statistics of one are finished. In shared
+// memory, for registers hold the blocks.
+struct Run {
+  const char* base;  // of the tensor's rows
+  i32 head_at;       // of the head among those of all batches
+  i32 blocks;        // of the head
+  i32 first;         // block of the run
+  i32 start;         // of the head's walk
+  i32 length;        // of keys
+  bool whole;        // see KeySlots
+
+  SPARGE_DEVICE i32 at(i32 block) const { return head_at * blocks + block; }
+  SPARGE_DEVICE i64 pool_tile_at(i32 block) const {
+    return static_cast<i64>(head_at) * ceil_div(blocks, kKeyBlock) + block / kKeyBlock;
+  }
+  template <Source kSource>
+  SPARGE_DEVICE Chunks<kSource> rows(Chunks<kSource> same) const {
+    same.base = base;
+    return same;
+  }
+};
+
+// The tokens of a key block, and how many there are. They come first in the block; key lengths that cut into an order's grid
+// would leave holes, and Run::whole tells so of the block entered last.
 struct KeySlots {
   const Problem& problem;
-  i32 start, first, length, count;
-  bool whole = true;
+  Run& run;
+  i32 block, count;
 
-  SPARGE_DEVICE KeySlots(const Problem& p, i32 b, i32 kv, i32 block)
-      : problem(p),
-        start(walk_start_of_keys(p, kv)),
-        first(block * kKeyBlock),
-        length(p.key_length(b)),
-        count(larger(0, smaller(kKeyBlock, length - first))) {
-    if (!problem.slot_token) return;
+  SPARGE_DEVICE KeySlots(const Problem& p, Run& shared) : problem(p), run(shared) {}
+
+  // All threads, which are done with the block before. Whether the run has the block.
+  SPARGE_DEVICE bool enter(i32 next) {
+    block = next;
+    if (block < run.first) return false;
+    count = larger(0, smaller(kKeyBlock, run.length - block * kKeyBlock));
+    if (!problem.slot_token) return true;
     if (!problem.key_lengths) {
       count = problem.slot_counts[block];
-      return;
+      return true;
     }
-    const i32 place = threadIdx.x;
+    const i32 place = ptx::thread_index();
     const bool here = place < kKeyBlock && token(place) >= 0;
     count = __syncthreads_count(here);
-    whole = !__syncthreads_or(here && place >= count);
+    const bool holes = __syncthreads_or(here && place >= count);
+    if (ptx::thread_index() == 0) run.whole = !holes;
+    return true;
   }
 
   // -1: none.
-  SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(start, first + place, length); }
+  SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(run.start, block * kKeyBlock + place, run.length); }
 };
 
 constexpr float kLeastNormal = 0x1p-126f;

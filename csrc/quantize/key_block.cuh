@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of 64 keys: a swizzled tile of INT8 (one scale a block) or 16-bit keys, its mean and self-similarity.
+// Blocks of 64 keys: of each a swizzled tile of INT8 (one scale a block) or 16-bit keys, its mean and self-similarity.
 #pragma once
 
 #include "../common/int8.cuh"
@@ -13,9 +13,9 @@ struct KeySmem {
   float amax[kWarps];
   // Near the block's keys, so that squares around it may be subtracted: the mean of the head's keys, where that is known and
   // taken from each, else the block's first key. Here, because registers hold the tile.
-  alignas(16) float origin[kHeadDim];
+  // Of this block and of the one before, whose statistics may still be on their way.
+  alignas(16) float origin[is_quantized(kElement) ? 1 : 2][kHeadDim];
   alignas(16) ChannelSums<kWarps> squares;
-  bool whole;  // as KeySlots says
 };
 
 // Of one warp's lanes, which then have the mean of neighbouring channels. A thread block's room is free for the next when its
@@ -27,67 +27,53 @@ SPARGE_DEVICE void key_mean(const KeySmem& smem, i32 lane, i32 count, float (&me
   for (int i = 0; i < kLaneShare; ++i) mean[i] *= inverse;
 }
 
-SPARGE_DEVICE void key_variance(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 block_at, i32 count) {
+SPARGE_DEVICE i32 origin_of(i32 block) { return is_quantized(kElement) ? 0 : block % 2; }
+
+SPARGE_DEVICE void key_variance(const QuantizeParams& p, const KeySmem& smem, i32 lane, i32 block_at, i32 block, i32 count) {
   const float inverse = inverse_count(count);
   float mean[kLaneShare], square[kLaneShare];
   key_mean(smem, lane, count, mean);
   over_parts(smem.squares, lane, square);
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
-    const float off = is_quantized(kElement) ? mean[i] : mean[i] - smem.origin[lane * kLaneShare + i];
+    const float off = is_quantized(kElement) ? mean[i] : mean[i] - smem.origin[origin_of(block)][lane * kLaneShare + i];
     square[i] = fmaxf(0.0f, square[i] * inverse - off * off);
   }
-  store_floats(p.k_variance + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, square);
+  store_bf16(p.k_variance + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, square);
 }
 
-SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, const Thread& thread, i32 head_at, i32 block,
-                                  i32 count) {
-  const i32 block_at = head_at * p.problem.key_blocks() + block;
+SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, const Run& run, i32 block, i32 count) {
+  const Thread thread;
+  const i32 block_at = run.at(block);
   if (thread.warp == 0) {
     float mean[kLaneShare];
     key_mean(smem, thread.lane, count, mean);
     store_floats(p.k_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
-    if (p.pool_k) pool_key(p, thread.lane, head_at, block, mean);
+    if (p.pool_k) pool_key(p, run, thread.lane, block, mean);
     if (p.with_similarity) return;
     const float similar = similarity_of_finite(mean);
     if (thread.lane == 0) p.k_similarity[block_at] = similar;
   } else if (thread.warp == 1) {
-    if (p.pool_k) key_variance(p, smem, thread.lane, block_at, count);
+    if (p.pool_k) key_variance(p, smem, thread.lane, block_at, block, count);
   } else if (thread.warp == 2) {
     if (!p.with_similarity) return;
     const float similar = similarity(smem.sums, thread.lane, count);
     if (thread.lane == 0) p.k_similarity[block_at] = similar;
   } else if (thread.warp == 3 && thread.lane == 0) {
     p.key_counts[block_at] = count;
-    if (p.pool_k) pool_bias(p, head_at, block, count);
+    if (p.pool_k) pool_bias(p, run, block, count);
   }
 }
 
 // What a token takes of the origin: nothing where there is no token, and zeros were read. One operation, not two.
 SPARGE_DEVICE float one_if(bool inside) { return inside ? 1.0f : 0.0f; }
 
+// Into x: the block's keys, from the mean on where they are quantized; their sums, squares and largest level into shared memory.
 template <Source kSource>
-SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 head_at, i32 block,
-                             const KeySlots& slots) {
+SPARGE_DEVICE void sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 block, i32 count,
+                            const Chunk (&chunk)[kPasses], float (&x)[kPasses][kLaneChannels]) {
   const Thread thread;
-  const i32 count = slots.count, blocks = p.problem.key_blocks();
-  const i32 block_at = head_at * blocks + block;
-  Chunk chunk[kPasses];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass)
-    chunk[pass] = rows.load(slots.token(thread.token + pass * kTokensPerPass), thread.channel);
-  if (threadIdx.x == 0) smem.whole = slots.whole;
-  if constexpr (is_quantized(kElement)) {
-    if (const i32 channel = threadIdx.x; channel < kHeadDim) smem.origin[channel] = p.k_mean[head_at * kHeadDim + channel];
-  } else if (p.pool_k && thread.token == 0) {
-    float x[kLaneChannels];
-    rows.unpack(chunk[0], x);
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) smem.origin[thread.channel + i] = x[i];
-  }
-  __syncthreads();
-
-  float x[kPasses][kLaneChannels];
+  const float* origin = &smem.origin[origin_of(block)][thread.channel];
   float amax = 0.0f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -96,7 +82,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
       const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        x[pass][i] = __fmaf_rn(-inside, smem.origin[thread.channel + i], x[pass][i]);
+        x[pass][i] = __fmaf_rn(-inside, origin[i], x[pass][i]);
         amax = fmaxf(amax, fabsf(x[pass][i]));
       }
     }
@@ -126,7 +112,7 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
       const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
-        const float off = is_quantized(kElement) ? x[pass][i] : __fmaf_rn(-inside, smem.origin[thread.channel + i], x[pass][i]);
+        const float off = is_quantized(kElement) ? x[pass][i] : __fmaf_rn(-inside, origin[i], x[pass][i]);
         squares[i] += off * off;
       }
     }
@@ -136,18 +122,24 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
     amax = lane_max<1, kWarpSize>(amax);
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
-  __syncthreads();
+}
+
+// The tile, and its scale.
+SPARGE_DEVICE void store_keys(const QuantizeParams& p, const KeySmem& smem, i32 block_at, const bool& whole,
+                              const float (&x)[kPasses][kLaneChannels]) {
+  const Thread thread;
   // A thread's rows are multiples of eight apart: their chunks are swizzled alike.
   constexpr int kPassBytes = kTokensPerPass * kKeyPartRowBytes;
   u8* at = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes) +
            key_offset<kKeyBlock>(thread.token, thread.channel * key_bytes(kElement) / 16) +
            thread.channel * key_bytes(kElement) % 16;
   if constexpr (is_quantized(kElement)) {
+    float amax = smem.amax[0];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
+    for (int w = 1; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
     const float inverse_scale = int8_inverse_scale(amax);
     // A block with holes must not pass for one without: NaN says so in every row that attends to it.
-    if (threadIdx.x == kThreads - 1) p.k_scale[block_at] = smem.whole ? int8_scale(amax) : kNotANumber;
+    if (thread.index == kThreads - 1) p.k_scale[block_at] = whole ? int8_scale(amax) : kNotANumber;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass)
       *reinterpret_cast<Vec8*>(at + pass * kPassBytes) = {pack_int8(x[pass], inverse_scale),
@@ -163,7 +155,50 @@ SPARGE_DEVICE void key_block(const QuantizeParams& p, const Chunks<kSource>& row
                                                            pack(row[6], row[7])};
     }
   }
-  key_statistics(p, smem, thread, head_at, block, count);
+}
+
+template <Source kSource>
+SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, Run& run, i32 last) {
+  constexpr bool kEarly = kLoadsEarly && kSource != Source::kOther;
+  KeySlots slots(p.problem, run);
+  Chunk chunk[kPasses];
+  auto load = [&](bool exists) {
+    const Thread thread;
+    const Chunks<kSource> there = run.rows(rows);
+    i32 token[kPasses];
+    if (exists)
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) token[pass] = slots.token(thread.token + pass * kTokensPerPass);
+    else
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) token[pass] = -1;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(token[pass], thread.channel);
+  };
+  slots.enter(last);
+  if constexpr (kEarly) load(true);
+  if constexpr (is_quantized(kElement))
+    if (const i32 channel = threadIdx.x; channel < kHeadDim) smem.origin[0][channel] = p.k_mean[run.head_at * kHeadDim + channel];
+#pragma unroll 1
+  while (slots.block >= run.first) {
+    const i32 count = slots.count;
+    if constexpr (!kEarly) load(true);
+    if constexpr (!is_quantized(kElement))
+      if (const Thread thread; p.pool_k && thread.token == 0) {
+        float x[kLaneChannels];
+        rows.unpack(chunk[0], x);
+#pragma unroll
+        for (int i = 0; i < kLaneChannels; ++i) smem.origin[origin_of(slots.block)][thread.channel + i] = x[i];
+      }
+    __syncthreads();  // and the statistics of the block before have read what is overwritten now
+    float x[kPasses][kLaneChannels];
+    sum_keys(p, rows, smem, slots.block, count, chunk, x);
+    __syncthreads();
+    store_keys(p, smem, run.at(slots.block), run.whole, x);
+    const bool more = slots.enter(slots.block - 1);
+    if constexpr (kEarly) load(more);
+    key_statistics(p, smem, run, slots.block + 1, count);
+  }
 }
 
 }  // namespace sparge::quantize

@@ -10,22 +10,18 @@
 
 namespace sparge::quantize {
 
-SPARGE_DEVICE i64 pool_tile_at(const Problem& problem, i32 head_at, i32 block) {
-  return static_cast<i64>(head_at) * problem.pool_tiles() + block / kKeyBlock;
-}
-
 SPARGE_DEVICE u16 sixteen_bits(float x) {
   return static_cast<u16>(kElement == Element::kBf16 ? ptx::pack_bf16(x, 0.0f) : ptx::pack_fp16(x, 0.0f));
 }
 
 // A warp's lanes hold neighbouring channels of the block's mean key. The last block clears the rows after it: what a scale of
 // 0 multiplies must be a number.
-SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 block, const float (&mean)[kLaneShare]) {
-  const i64 tile_at = pool_tile_at(p.problem, head_at, block);
+SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare]) {
+  const i64 tile_at = run.pool_tile_at(block);
   const i32 row = block % kKeyBlock, channel = lane * kLaneShare;
   constexpr int kBytes = key_bytes(kElement), kTileBytes = kKeyBlock * kKeyRowBytes, kPartBytes = kTileBytes / kKeyParts;
   u8* tile = p.pool_k + tile_at * kTileBytes;
-  if (block == p.problem.key_blocks() - 1)
+  if (block == run.blocks - 1)
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part)
 #pragma unroll 1
@@ -52,15 +48,15 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, i32 lane, i32 head_at, i32 
 }
 
 // Of one thread.
-SPARGE_DEVICE void pool_bias(const QuantizeParams& p, i32 head_at, i32 block, i32 count) {
-  p.pool_columns[pool_tile_at(p.problem, head_at, block) * kKeyBlock + block % kKeyBlock].bias = log2f(static_cast<float>(count));
+SPARGE_DEVICE void pool_bias(const QuantizeParams& p, const Run& run, i32 block, i32 count) {
+  p.pool_columns[run.pool_tile_at(block) * kKeyBlock + block % kKeyBlock].bias = log2f(static_cast<float>(count));
 }
 
 // Likewise of the block's mean value, in units of v_scale. The last block clears the columns after it: what a probability of
 // 0 multiplies must be a number.
-SPARGE_DEVICE void pool_value(const QuantizeParams& p, i32 lane, i32 head_at, i32 block, const float (&mean)[kLaneShare]) {
+SPARGE_DEVICE void pool_value(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare]) {
   constexpr int kBytes = value_bytes(kElement), kRowBytes = kKeyBlock * kBytes;
-  u8* tile = p.pool_v + pool_tile_at(p.problem, head_at, block) * (kHeadDim * kRowBytes);
+  u8* tile = p.pool_v + run.pool_tile_at(block) * (kHeadDim * kRowBytes);
   // A lane's rows differ in bits that the first does not have.
   const u32 first_row = tile_offset<kRowBytes>(lane * kLaneShare, 0);
   auto store = [&](int i, i32 column, float x) {
@@ -76,7 +72,7 @@ SPARGE_DEVICE void pool_value(const QuantizeParams& p, i32 lane, i32 head_at, i3
   };
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) store(i, block % kKeyBlock, mean[i]);
-  if (block == p.problem.key_blocks() - 1)
+  if (block == run.blocks - 1)
 #pragma unroll 1
     for (i32 column = block % kKeyBlock + 1; column < kKeyBlock; ++column)
 #pragma unroll 1

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of 64 values, transposed: a swizzled tile of head_dim rows x 64 keys, one scale a channel.
+// Blocks of 64 values, transposed, a swizzled tile of head_dim rows x 64 keys, one scale a channel.
 #pragma once
 
 #include "../common/swizzle.cuh"
@@ -16,8 +16,9 @@ constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 struct ValueThread {
   static constexpr int kChannelLanes = 4, kLaneGroups = kWarpSize / kChannelLanes;
   static constexpr int kChannelWarps = kTokenLanes / kChannelLanes;
-  i32 lane = threadIdx.x % kWarpSize;
-  i32 warp = threadIdx.x / kWarpSize;
+  i32 index = ptx::thread_index();
+  i32 lane = index % kWarpSize;
+  i32 warp = index / kWarpSize;
   i32 channel = (warp % kChannelWarps * kChannelLanes + lane % kChannelLanes) * kLaneChannels;
   i32 half = warp / kChannelWarps;  // of the tokens
   i32 position = (half * kLaneGroups + lane / kChannelLanes) * kPasses;
@@ -55,10 +56,10 @@ SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
 
 // Of two warps: the mean of each channel, in the caller's units and as a pseudo-key's value; its square and the variance,
 // summed over channels in the caller's units.
-SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, i32 warp, i32 lane, i32 head_at, i32 block,
-                                    i32 count) {
+SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, const Run& run, i32 block, i32 count) {
+  const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
   if (warp > 1) return;
-  const i32 block_at = head_at * p.problem.key_blocks() + block;
+  const i32 block_at = run.at(block);
   const float inverse = inverse_count(count);
   float mean[kLaneShare], in_units[kLaneShare], scale[kLaneShare];
 #pragma unroll
@@ -67,11 +68,11 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
     mean[i] *= inverse;
-    in_units[i] = mean[i] * scale[i];
+    in_units[i] = rounded_to_bf16(mean[i] * scale[i]);
   }
   if (warp == 0) {
-    store_floats(p.v_block_mean + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, in_units);
-    pool_value(p, lane, head_at, block, mean);
+    store_bf16(p.v_block_mean + static_cast<i64>(block_at) * kHeadDim + lane * kLaneShare, in_units);
+    pool_value(p, run, lane, block, mean);
     return;
   }
   float square[kLaneShare], variances = 0.0f, squares = 0.0f;
@@ -95,28 +96,17 @@ struct Fullness {
   static constexpr bool full = kFull;
 };
 
+// The block's values, in units of v_scale from the mean on where they are quantized, into the tile; and their sums.
 template <Source kSource>
-SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, i32 head_at, i32 block,
-                               const KeySlots& slots) {
+SPARGE_DEVICE void transpose(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses],
+                             i32 count) {
   const ValueThread thread;
   const i32 first_key = key_at(thread.position);  // of four: key_at moves bits, so that it can be taken in parts
-  Chunk chunk[kPasses];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = rows.load(slots.token(first_key + key_at(pass)), thread.channel);
-  if constexpr (is_quantized(kElement)) {
-    if (const i32 channel = threadIdx.x; channel < kHeadDim) {
-      const float scale = p.v_scale[head_at * kHeadDim + channel], inverse_scale = 1.0f / scale;
-      smem.scale[channel] = scale;
-      smem.inverse_scale[channel] = inverse_scale;
-      smem.shift[channel] = -p.v_mean[head_at * kHeadDim + channel] * inverse_scale;
-    }
-    __syncthreads();
-  }
   // Likewise the rows of a thread's eight channels differ in bits that neither the row of the first nor the byte has.
   const i32 byte = thread.position * kValueBytes;
   const u32 first_row = staged(tile_offset<kValueRowBytes>(thread.channel, byte / 16) + byte % 16);
-  float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};  // in units of v_scale
-  auto transpose = [&](auto block_is) {
+  float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};
+  auto channels = [&](auto block_is) {
 #pragma unroll
     for (int i = 0; i < kLaneChannels; i += 4) {
       float x[4][kPasses];
@@ -136,7 +126,7 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
           if constexpr (is_quantized(kElement)) {
             x[j][pass] = __fmaf_rn(x[j][pass], inverse_scale[j], shift[j]);
             if constexpr (!block_is.full)
-              if (first_key + key_at(pass) >= slots.count) x[j][pass] = 0.0f;
+              if (first_key + key_at(pass) >= count) x[j][pass] = 0.0f;
           }
           if (p.pool_v) {
             sums[i + j] += x[j][pass];
@@ -147,23 +137,63 @@ SPARGE_DEVICE void value_block(const QuantizeParams& p, const Chunks<kSource>& r
       }
     }
   };
-  if (slots.count == kKeyBlock)
-    transpose(Fullness<true>{});
+  if (count == kKeyBlock)
+    channels(Fullness<true>{});
   else
-    transpose(Fullness<false>{});
+    channels(Fullness<false>{});
   if (p.pool_v) {
     // Each lane keeps one of the eight channels that eight lanes add.
     const i32 own = thread.channel + lane_channel<ValueThread::kChannelLanes>(thread.lane);
     smem.sums[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(sums, thread.lane);
     smem.squares[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(squares, thread.lane);
   }
-  __syncthreads();
-  if (p.pool_v) value_statistics(p, smem, thread.warp, thread.lane, head_at, block, slots.count);
+}
 
-  u8* tile = p.v_tiles + static_cast<i64>(head_at * p.problem.key_blocks() + block) * kValueTileBytes;
+template <Source kSource>
+SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, Run& run, i32 last) {
+  constexpr bool kEarly = kLoadsEarly && kSource != Source::kOther;
+  KeySlots slots(p.problem, run);
+  Chunk chunk[kPasses];
+  auto load = [&](bool exists) {
+    const ValueThread thread;
+    const Chunks<kSource> there = run.rows(rows);
+    const i32 first_key = key_at(thread.position);
+    i32 token[kPasses];
+    if (exists)
 #pragma unroll
-  for (int byte = 16 * threadIdx.x; byte < kValueTileBytes; byte += 16 * kThreads)
-    *reinterpret_cast<Vec16*>(tile + byte) = *reinterpret_cast<const Vec16*>(&smem.tile[staged(byte)]);
+      for (int pass = 0; pass < kPasses; ++pass) token[pass] = slots.token(first_key + key_at(pass));
+    else
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) token[pass] = -1;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(token[pass], thread.channel);
+  };
+  slots.enter(last);
+  if constexpr (kEarly) load(true);
+  if constexpr (is_quantized(kElement))
+    if (const i32 channel = threadIdx.x; channel < kHeadDim) {
+      const i32 at = run.head_at * kHeadDim + channel;
+      const float scale = p.v_scale[at], inverse_scale = 1.0f / scale;
+      smem.scale[channel] = scale;
+      smem.inverse_scale[channel] = inverse_scale;
+      smem.shift[channel] = -p.v_mean[at] * inverse_scale;
+    }
+#pragma unroll 1
+  while (slots.block >= run.first) {
+    const i32 count = slots.count;
+    if constexpr (!kEarly) load(true);
+    __syncthreads();  // the tile and the sums of the block before are read
+    transpose(p, rows, smem, chunk, count);
+    const bool more = slots.enter(slots.block - 1);
+    if constexpr (kEarly) load(more);
+    __syncthreads();
+    const i32 block = slots.block + 1;
+    if (p.pool_v) value_statistics(p, smem, run, block, count);
+    u8* tile = p.v_tiles + static_cast<i64>(run.at(block)) * kValueTileBytes;
+#pragma unroll
+    for (int byte = 16 * ptx::thread_index(); byte < kValueTileBytes; byte += 16 * kThreads)
+      *reinterpret_cast<Vec16*>(tile + byte) = *reinterpret_cast<const Vec16*>(&smem.tile[staged(byte)]);
+  }
 }
 
 }  // namespace sparge::quantize

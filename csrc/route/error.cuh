@@ -40,54 +40,79 @@ SPARGE_DEVICE float share_mass(const float* log_mass, float* weights, const u8* 
   return total > 0.0f ? 1.0f / total : 0.0f;
 }
 
-// The partial sums in both become the outputs, and the squared query means. norm[r]: what row r's sums are to be multiplied with,
-// then its square.
-SPARGE_DEVICE void set_vectors(const RouteParams& p, Vectors& outputs, Vectors& squared_means, float* norm, const Place& place) {
+// What every key block is multiplied with, where the query means were.
+struct ErrorVectors {
+  PairVectors outputs, squared_means;
+};
+static_assert(sizeof(ErrorVectors) <= sizeof(Vectors) && sizeof(Sums) <= sizeof(Vectors), "they lie where Vectors lies");
+
+// From the partial sums in both, of which `vectors` may lie where `one` does. norm[r]: what row r's sums are to be multiplied
+// with, then the square of its output.
+SPARGE_DEVICE void set_vectors(const RouteParams& p, const Sums& one, const Sums& other, ErrorVectors& vectors, float* norm,
+                               const Place& place) {
   const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const i64 q_at = static_cast<i64>(place.head_at) * p.problem.query_blocks() + place.first + warp;
-  const float* mean = p.q_block_mean + q_at * kHeadDim + lane;
+  const float* mean = p.q_block_mean + q_at * kHeadDim + 2 * lane;
   const bool exists = warp < place.rows;
   const float inverse = norm[warp];
-  float x[kHeadDim / kWarpSize], squares = 0.0f;
+  constexpr int kPairs = kHeadDim / kWarpSize / 2;
+  float x[kPairs][2] = {}, output[kPairs][2], squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kHeadDim / kWarpSize; ++i) x[i] = exists ? mean[i * kWarpSize] * p.score_scale : 0.0f;
+  for (int i = 0; i < kPairs; ++i)
+    if (exists) load_floats(x[i], mean + 2 * kWarpSize * i);
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kHeadDim / kWarpSize; ++i) {
-    const i32 c = i * kWarpSize + lane;
-    const float output = inverse * sum_of_groups(outputs, squared_means, warp, c);
-    squares += output * output;
-    outputs.set(warp, c, output);
-    squared_means.set(warp, c, x[i] * x[i]);
+  for (int i = 0; i < kPairs; ++i) {
+    const i32 at = warp * Sums::kPitch + 2 * (kWarpSize * i + lane);
+#pragma unroll
+    for (int group = 0; group < kKeyGroups; ++group) {
+      float two[2];
+      load_floats(two, (group < 2 ? one : other).of_group[group % 2] + at);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) output[i][j] = group == 0 ? two[j] : output[i][j] + two[j];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      output[i][j] *= inverse;
+      squares += output[i][j] * output[i][j];
+      x[i][j] *= p.score_scale;
+      x[i][j] *= x[i][j];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const i32 channel = 2 * (kWarpSize * i + lane);
+    vectors.outputs.set(warp, channel, SplitPair(output[i][0], output[i][1]));
+    vectors.squared_means.set(warp, channel, SplitPair(x[i][0], x[i][1]));
   }
   squares = lane_sum<1, kWarpSize>(squares);
   if (lane == 0) norm[warp] = squares;
 }
 
-// scores hold the log mass, and become the scores by error; `vectors` held the query means. `spare` has room for as many
-// numbers as there are scores, and for Vectors.
-SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* norm, float* scores, float* spare,
-                               const u8* standing, const Place& place, const i32* seen) {
+// scores hold the log mass, and become the scores by error; `means` held the query means. `spare` has room for as many numbers as
+// there are scores, and for Sums.
+SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& means, float* norm, float* scores, float* spare, const u8* standing,
+                               const Place& place, const i32* seen) {
   const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize;
   auto of_head = [&](const auto* of_blocks) { return of_blocks + static_cast<i64>(place.kv_at) * key_blocks; };
-  auto vectors_of_head = [&](const float* of_blocks) {
-    return of_blocks + static_cast<i64>(place.kv_at) * key_blocks * kHeadDim;
-  };
-  Vectors& squared_means = *reinterpret_cast<Vectors*>(spare);
+  auto columns_of_head = [&](const u16* of_blocks) { return of_blocks + static_cast<i64>(place.kv_at) * key_blocks * kHeadDim; };
+  Sums &one = *reinterpret_cast<Sums*>(&means), &other = *reinterpret_cast<Sums*>(spare);
+  ErrorVectors& vectors = *reinterpret_cast<ErrorVectors*>(&means);
   __syncthreads();
   float inverse = 0.0f;
   if (warp < place.rows)
     inverse = share_mass(scores + warp * p.score_pitch, spare + warp * p.score_pitch, standing, seen[warp], key_blocks);
   if (threadIdx.x % kWarpSize == 0) norm[warp] = inverse;
   __syncthreads();
-  pool_outputs(vectors_of_head(p.v_block_mean), spare, p.score_pitch, vectors, squared_means, place.rows, key_blocks);
-  set_vectors(p, vectors, squared_means, norm, place);
+  pool_outputs(columns_of_head(p.v_block_mean), spare, p.score_pitch, one, other, place.rows, key_blocks);
+  set_vectors(p, one, other, vectors, norm, place);
   __syncthreads();
   over_shares(key_blocks, [&](const Share& share) {
     Products away = {};  // |V_j - o|^2
     float square[kLaneColumns], scatter[kLaneColumns];
     load_columns(square, of_head(p.v_square), share, key_blocks);
-    multiply(away, share, vectors, vectors_of_head(p.v_block_mean), key_blocks);
+    multiply(away, share, vectors.outputs, columns_of_head(p.v_block_mean), key_blocks);
 #pragma unroll
     for (int i = 0; i < 2 * kLaneColumns; ++i) {
       float& dot = away[i / 4][i % 4];
@@ -95,7 +120,7 @@ SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& vectors, float* no
     }
     Products variance = {};
     load_columns(scatter, of_head(p.v_variance), share, key_blocks);
-    multiply(variance, share, squared_means, vectors_of_head(p.k_variance), key_blocks);
+    multiply(variance, share, vectors.squared_means, columns_of_head(p.k_variance), key_blocks);
     each_row(share, scores, p.score_pitch, place.rows, key_blocks, [&](i32 h, float (&score)[kLaneColumns]) {
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) {

@@ -2,43 +2,48 @@
 // What attention over block means alone would give: sums of V means by each row's share of the mass.
 #pragma once
 
-#include "product.cuh"
+#include "pairs.cuh"
 
 namespace sparge::route {
 
 constexpr int kKeyGroups = 4;  // of warps, which take turns at steps of kKeyStep key blocks
 constexpr int kChannelGroups = kWarps / kKeyGroups;
-constexpr int kKeyStep = 8;
+constexpr int kKeyStep = 16;
 constexpr int kTiles = kHeadDim / kChannelGroups / kTileColumns;  // that a warp multiplies with the weights it has split once
+constexpr int kLaneWords = kTiles / 2;                            // of a lane's neighbouring channels of a key block
 
-// A group of warps adds up its key blocks here; the four sums of a number lie where its parts in both vectors will.
-SPARGE_DEVICE u32* partial_sums(Vectors& one, Vectors& other, i32 key_group) {
-  Vectors& vectors = key_group < 2 ? one : other;
-  return key_group % 2 ? vectors.low : vectors.high;
+// Sums of two groups of warps. Rows are half a line of banks apart, by eights.
+struct Sums {
+  static constexpr int kPitch = kHeadDim + 4;
+  alignas(16) float of_group[2][kMaxRows * kPitch];
+};
+
+SPARGE_DEVICE void load_channels(u32 (&words)[kLaneWords], const u16* at) {
+  if constexpr (kLaneWords == 2) {
+    const Vec8 two = *reinterpret_cast<const Vec8*>(at);
+    words[0] = two.x, words[1] = two.y;
+  } else {
+    words[0] = *reinterpret_cast<const u32*>(at);
+  }
 }
 
-SPARGE_DEVICE float sum_of_groups(Vectors& one, Vectors& other, i32 row, i32 channel) {
-  const i32 place = Vectors::place(row, channel);
-  float sum = 0.0f;
-#pragma unroll
-  for (int group = 0; group < kKeyGroups; ++group) sum += __uint_as_float(partial_sums(one, other, group)[place]);
-  return sum;
-}
-
-// Partial sums of weights[r][j] V_j, weights `pitch` apart. Tile t has channel t of every kTiles, so that a lane loads neighbours,
-// and neighbouring key blocks, whose weights it loads together. Weights lie in `other`.
-SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 pitch, Vectors& one, Vectors& other, i32 rows,
+// Partial sums of weights[r][j] V_j, weights `pitch` apart: two groups add up in `one`, two in `other`, where weights may lie.
+// Tile t has channel t of every kTiles, so that a lane loads neighbours.
+SPARGE_DEVICE void pool_outputs(const u16* values, const float* weights, i32 pitch, Sums& one, Sums& other, i32 rows,
                                 i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, group = lane / 4, quad = lane % 4;
   const i32 key_group = warp / kChannelGroups, first_channel = warp % kChannelGroups * kTiles * kTileColumns;
-  const float* channels = values + first_channel + kTiles * group;
+  const u16* channels = values + first_channel + kTiles * group;
   const float* row[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * pitch + 2 * quad;
-  float sum[kTiles][4] = {}, x[2][2][kTiles];
-  auto load = [&](float (&two)[2][kTiles], i32 start) {
+  float sum[kTiles][4] = {};
+  u32 x[2][4][kLaneWords];
+  // A lane's key blocks of a step: two and two, as its weights are.
+  auto load = [&](u32(&four)[4][kLaneWords], i32 start) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_floats(two[i], channels + smaller(start + 2 * quad + i, key_blocks - 1) * kHeadDim);
+    for (int i = 0; i < 4; ++i)
+      load_channels(four[i], channels + smaller(start + 2 * quad + i / 2 * 8 + i % 2, key_blocks - 1) * kHeadDim);
   };
   load(x[0], kKeyStep * key_group);
 #pragma unroll 1
@@ -48,25 +53,35 @@ SPARGE_DEVICE void pool_outputs(const float* values, const float* weights, i32 p
       const i32 start = turn + step * kKeyStep * kKeyGroups;
       if (start >= key_blocks) continue;
       load(x[1 - step], start + kKeyStep * kKeyGroups);
-      Split a[4];
+      u32 high[4], low[4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int i = 0; i < 4; ++i) {
         float two[2];
-        load_floats(two, row[h] + start);
-        a[h] = split(two[0]), a[2 + h] = split(two[1]);
+        load_floats(two, row[i % 2] + start + i / 2 * 8);
+        const SplitPair parts(two[0], two[1]);
+        high[i] = parts.high, low[i] = parts.low;
       }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) multiply_add(sum[tile], a, split(x[step][0][tile]), split(x[step][1][tile]));
+      for (int tile = 0; tile < kTiles; ++tile) {
+        auto pair = [&](int half) {
+          return __byte_perm(x[step][2 * half][tile / 2], x[step][2 * half + 1][tile / 2], tile % 2 ? 0x7632 : 0x5410);
+        };
+        const u32 first = pair(0), second = pair(1);
+        ptx::mma_m16n8k16_bf16(sum[tile], low, first, second);
+        ptx::mma_m16n8k16_bf16(sum[tile], high, first, second);
+      }
     }
   __syncthreads();
-  u32* sums = partial_sums(one, other, key_group);
+  float* sums = (key_group < 2 ? one : other).of_group[key_group % 2] + first_channel + 2 * kTiles * quad;
 #pragma unroll
-  for (int i = 0; i < 2 * kTiles; i += 2) {
-    const float (&even)[4] = sum[i % kTiles], (&odd)[4] = sum[i % kTiles + 1];
-    const i32 c = i / kTiles;
-    *reinterpret_cast<Vec16*>(sums + Vectors::place(group, first_channel + 2 * kTiles * quad + i)) = {
-        __float_as_uint(even[c]), __float_as_uint(even[2 + c]), __float_as_uint(odd[c]), __float_as_uint(odd[2 + c])};
-  }
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; i += 4) {
+      float four[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) four[j] = sum[(i + j) % kTiles][2 * h + (i + j) / kTiles];
+      store_floats(sums + (8 * h + group) * Sums::kPitch + i, four);
+    }
 }
 
 }  // namespace sparge::route

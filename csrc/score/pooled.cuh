@@ -2,7 +2,8 @@
 // What each density pools, of every row of a thread block: logits of the listed key blocks' mean keys, weights around the row's
 // largest, and sums of weights and of weighted mean values from the start of the list to the end of each bucket.
 //
-// Logits are as exact as float32 (two TF32 a number); weights are rounded to TF32, and their sums are of what was rounded.
+// Logits are as exact as float32 (two TF32 a number); weights are rounded to TF32, and their sums are of what was rounded. Mean
+// values are bf16.
 #pragma once
 
 #include "buckets.cuh"
@@ -111,12 +112,13 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
   constexpr int kAhead = 8;  // steps whose values are on their way
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4, first = threadIdx.x / kWarpSize * 8;
   const i32 end = buckets.ends[0];
-  const float* values = p.v_block_mean + place.kv_at(p) * p.key_blocks * kHeadDim + first + group;
+  const u16* values = p.v_block_mean + place.kv_at(p) * p.key_blocks * kHeadDim + first + group;
   asm("" : "+l"(values));  // one address, to which an offset takes one instruction
   __builtin_assume(__isGlobal(values));
   const float* line = shared.line(group) + (kAlone ? 2 : 4) * quad;
-  float high[4] = {}, low[4] = {}, x[kAhead][2];
-  auto load = [&](float (&two)[2], i32 start) {
+  float sum[4] = {};
+  u32 x[kAhead][2];
+  auto load = [&](u32(&two)[2], i32 start) {
     if (start >= end) return;
     const u32 blocks = *reinterpret_cast<const u32*>(shared.list + start + 2 * quad);
     two[0] = values[static_cast<u64>(blocks & 0xFFFFu) * kHeadDim];
@@ -131,7 +133,7 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
         if (row >= place.rows) continue;
         float* pooled = shared.pooled_row(p, t, row) + first + 2 * quad;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) pooled[i] = high[2 * h + i] + low[2 * h + i];
+        for (int i = 0; i < 2; ++i) pooled[i] = sum[2 * h + i];
       }
       next = t > 0 ? buckets.ends[--t] : -1;
     }
@@ -147,9 +149,7 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
       if (start >= end) continue;
       const Vec16 weights = kAlone ? lone(line + start) : *reinterpret_cast<const Vec16*>(line + 2 * start);
       const u32 a[4] = {weights.x, weights.y, weights.z, weights.w};
-      const Split b0 = split(x[step][0]), b1 = split(x[step][1]);
-      ptx::mma_m16n8k8_tf32(high, a, b0.high, b1.high);
-      ptx::mma_m16n8k8_tf32(low, a, b0.low, b1.low);
+      ptx::mma_m16n8k8_tf32(sum, a, x[step][0] << 16, x[step][1] << 16);
       load(x[step], start + kAhead * kStep);
       store_ended(start + kStep);
     }

@@ -26,6 +26,9 @@ MEASURED_CHOICES = (3, 5)
 LEAST_STEPS = 3
 #: The same where nobody knows how many steps will come.
 UNKNOWN_STEPS = 8
+#: Where no choice goes by them, one in so many layers is probed between two choices: a probe takes
+#: .36 ms of a call of Wan 480p, whose own attention takes 5.5 ms a layer.
+REPORTED_LAYERS = 4
 #: Past what was expected of it by this factor a head of a profile has drifted; below, it may be the
 #: luck of the sample.
 TOLERANCE = 1.5
@@ -135,8 +138,7 @@ class StepChoices:
 
         Two before a choice that goes by them, in two steps in a row: one of each kind
         (`Alternating`), which cut the tokens differently, too; other layers in other pairs of
-        steps. Else one, for the report, to every second layer, by turns: a probe takes .36 ms of a
-        call of Wan 480p, whose own attention takes 5.5 ms.
+        steps. Else one, for the report, to one in REPORTED_LAYERS layers, by turns.
         """
         following = self._next_choice()
         steps = following - self._chosen
@@ -146,8 +148,8 @@ class StepChoices:
         choices = self._chosen // self.interval
         earlier = 2 * choices
         if not pays:  # and a choice that pays may lie between two of these
-            turn = before % steps + choices // 2 % 2 * steps
-            return earlier if layer % (2 * steps) == turn else None
+            turn = before % steps + choices // 2 % REPORTED_LAYERS * steps
+            return earlier if layer % (REPORTED_LAYERS * steps) == turn else None
         return earlier + 1 - before % 2 if layer % (steps // 2) == before // 2 else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:

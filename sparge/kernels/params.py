@@ -78,6 +78,9 @@ class QuantizeParams(Structure):
         ("with_queries", c_int32),
         ("with_values", c_int32),
         ("with_similarity", c_int32),
+        ("key_run", c_int32),
+        ("key_runs", c_int32),
+        ("query_run", c_int32),
     )
 
 

@@ -53,13 +53,15 @@ def error_scores(packed: Packed, scale: float, valid: Tensor) -> Tensor:
 
 
 def _facts(packed: Packed) -> BlockFacts:
+    """As they are kept between quantize and route: what every query block reads of each key block
+    for `log_scores` alone, in bf16."""
     operands = packed.operands
     return BlockFacts(
         operands.q_block_mean,
         operands.k_block_mean,
         operands.key_counts,
-        packed.k_variance,
-        packed.v_block_mean,
+        packed.k_variance.bfloat16().float(),
+        packed.v_block_mean.bfloat16().float(),
         packed.v_variance,
     )
 

@@ -145,8 +145,8 @@ class Stages:
             q_means,
             layout.view(workspace, "k_block_mean"),
             layout.view(workspace, "key_counts")[:, 0],
-            layout.view(workspace, "k_variance"),
-            layout.view(workspace, "v_block_mean"),
+            layout.view(workspace, "k_variance").float(),
+            layout.view(workspace, "v_block_mean").float(),
             layout.view(workspace, "v_variance"),
         )
         valid = (facts.key_counts > 0)[:, None, None]

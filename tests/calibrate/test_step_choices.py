@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparge.calibrate import Aim, Alternating, HeadChoices, StepChoices
+from sparge.calibrate.step_choices import REPORTED_LAYERS
 
 LAYERS, HEADS = 2, 3
 
@@ -121,7 +122,7 @@ def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps,
     for choice in range(2, last + 1):
         choices.choose_anew(choice * sixth, torch.ones(LAYERS, HEADS))
     rest = range(last * sixth, steps)
-    layer = last // 2 % 2 * len(rest)
+    layer = last // 2 % REPORTED_LAYERS * len(rest)
     ((_, number),) = visits(choices, rest, layer)
     assert number == 2 * last, "other query blocks each time"
     assert visits(choices, rest, len(rest) - layer) == []
@@ -130,11 +131,11 @@ def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps,
 def test_layers_are_probed_once_where_no_choice_goes_by_it(freezes):
     short = made("budget", 0.6, 3, calibration=freezes)
     assert [len(visits(short, range(3))), len(visits(short, range(3, 6)))] == [1, 1]
-    assert [short.visit(layer, 2) for layer in range(12)] == [0, *[None] * 5] * 2
-    assert sum(len(visits(short, range(3), layer)) for layer in range(12)) == 6
+    assert [short.visit(layer, 2) for layer in range(12)] == [0, *[None] * 11]
+    assert sum(len(visits(short, range(3), layer)) for layer in range(12)) == 3
     for steps in (0, 1):  # a sampler may take one more than its schedule says
         of_one = made("budget", 0.6, steps, calibration=freezes)
-        assert [of_one.visit(layer, 0) for layer in range(4)] == [0, None] * 2
+        assert [of_one.visit(layer, 0) for layer in range(5)] == [0, None, None, None, 0]
 
 
 def test_probes_for_the_report_come_to_all_layers_by_turns(freezes):
@@ -145,7 +146,7 @@ def test_probes_for_the_report_come_to_all_layers_by_turns(freezes):
             choices.choose_anew(3 * number, torch.ones(LAYERS, HEADS))
         steps = range(3 * number, 3 * number + 3)
         seen[number] = {layer for layer in range(12) if visits(choices, steps, layer)}
-    assert seen[1] == {0, 1, 2, 6, 7, 8} and seen[3] == {3, 4, 5, 9, 10, 11} and seen[5] == seen[1]
+    assert seen[1] == {0, 1, 2} and seen[3] == {3, 4, 5} and seen[5] == {6, 7, 8}
     assert all(len(seen[number]) == 12 for number in (0, 2, 4)), "choices go by these"
 
 

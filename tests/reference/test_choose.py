@@ -49,13 +49,13 @@ def block_errors(x: Packed, b: int, h: int, i: int, valid: list[int]) -> dict[in
         for j in valid
     }
     total = sum(mass.values())
-    value = {j: x.v_block_mean[b, kv, j].double() for j in valid}
+    value = {j: x.v_block_mean[b, kv, j].bfloat16().double() for j in valid}
     output = sum(mass[j] / total * value[j] for j in valid)
     errors: dict[int, float] = {}
     for j in valid:
         logit_variance = sum(
             float(c) ** 2 * float(s) * SCALE**2
-            for c, s in zip(q, x.k_variance[b, kv, j], strict=True)
+            for c, s in zip(q, x.k_variance[b, kv, j].bfloat16(), strict=True)
         )
         distance = float((value[j] - output).square().sum())
         bias = (logit_variance / 2) ** 2 * distance
