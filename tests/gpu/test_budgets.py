@@ -189,12 +189,10 @@ def test_statistics_and_pseudo_keys(
     torch.testing.assert_close(
         by_block("k_block_mean"), operands.k_block_mean, rtol=1e-4, atol=2e-5
     )
-    bf16 = 2.0**-8
     variance, value = by_block("k_variance").float(), by_block("v_block_mean").float()
-    torch.testing.assert_close(variance, packed.k_variance, rtol=1e-3 + bf16, atol=1e-4)
-    size = packed.v_block_mean.abs().amax() + 1e-6
-    expected = packed.v_block_mean / size
-    torch.testing.assert_close(value / size, expected, rtol=1e-4 + bf16, atol=1e-5)
+    size = packed.v_block_mean.abs().amax() + 1e-6  # below: bf16 rounds by up to 2^-8
+    torch.testing.assert_close(variance, packed.k_variance, rtol=5e-3, atol=1e-4)
+    torch.testing.assert_close(value / size, packed.v_block_mean / size, rtol=4e-3, atol=1e-5)
     # The kernel takes the mean of squares less the square of the mean.
     room = 1e-5 * d * (packed.v_block_mean.square().amax() + packed.v_variance.amax() / d) + 1e-12
     torch.testing.assert_close(fields["v_variance"], packed.v_variance, rtol=2e-3, atol=float(room))
