@@ -6,10 +6,12 @@
 //             a head's last key are zero. A token order is followed where tokens are read: nothing is gathered first.
 //             For budgets also the variance of K, mean and variance of V, and the means as tiles of pseudo-keys.
 // Layout      K tile 64 x head_dim (16-bit rows cut in two on sm_90a, common/key_tile.cuh), V tile head_dim x 64, 16-byte
-//             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. See params.cuh for the statistics.
+//             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. params.cuh has the
+//             layout of the statistics.
 // Strategy    A thread block takes a run of query, key or value blocks of a head one after another, and so finds once what they
-//             share; the host says how many (sparge/quantize_grid.py). Loads of a block are on their way before anything is waited for,
-//             on Hopper those of the next K or V block while the statistics of one are finished.
+//             share; the host says how many (sparge/quantize_grid.py). Loads of a block are on their way before anything is
+//             waited for, on Hopper those of the next K or V block, where they are quantized, while the statistics of one are
+//             finished.
 //             What only statistics need is finished by single warps at the end, each statistic by another, without
 //             barriers. Self-similarities are left out where no threshold asks for them. Q is only averaged
 //             here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a sixth of
@@ -65,16 +67,16 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid (sparge/quantize_grid.py): x batch x kv_heads; y and z turns, y fastest: runs of key and (with_values) of value blocks, then
-// runs of query blocks when with_queries, of the heads that share keys one after another. Heads fastest, the last tokens first:
-// neighbours run at the same time, and what means read last is still in the L2.
+// Grid (sparge/quantize_grid.py): x batch x kv_heads; y turns: runs of key and (with_values) of value blocks, then runs of query
+// blocks when with_queries, of the heads that share keys one after another. Heads fastest, the last tokens first: neighbours run
+// at the same time, and what means read last is still in the L2.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
     quantize(const __grid_constant__ sparge::QuantizeParams p) {
   using namespace sparge;
   __shared__ quantize::Smem smem;
   __shared__ quantize::Run run;
   const Problem& problem = p.problem;
-  const i32 turn = blockIdx.z * gridDim.y + blockIdx.y, kv_at = blockIdx.x;
+  const i32 turn = blockIdx.y, kv_at = blockIdx.x;
   if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
     if (turn == 0 && kv_at == 0 && threadIdx.x == 0) *p.next_turn = 0;
   const i32 b = quantize::batch_of(kv_at, problem.batch, problem.kv_heads), kv = kv_at - b * problem.kv_heads;
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
       query_turn /= group;
     }
     const i32 first = query_turn * p.query_run, blocks = problem.query_blocks();
-    const i32 last = smaller(first + p.query_run, blocks) - 1;  // before the first for turns that only fill the grid
+    const i32 last = smaller(first + p.query_run, blocks) - 1;
     with_chunks(p.q, b, head, problem.channels, [&](auto rows) {
       if (threadIdx.x == 0)
         run = {rows.base, b * problem.heads + head, blocks, first, quantize::walk_start_of_queries(problem, head)};

@@ -48,7 +48,7 @@ SPARGE_CHECK_PARAMS(RouteParams);
 
 }  // namespace sparge::route
 
-// Dynamic shared memory: where heads may rank by error rows_per_cta x score_pitch numbers to spare, or as many as Vectors has if
+// Dynamic shared memory: where heads may rank by error rows_per_cta x score_pitch numbers to spare, or as many as Sums has if
 // those are more; rows_per_cta x score_pitch scores; a byte for each key block.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
 

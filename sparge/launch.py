@@ -141,7 +141,8 @@ def quantize(
     )
     params.key_run, params.query_run = grid.key_run, grid.query_run
     params.key_runs = grid.key_runs
-    queue("quantize", q.device, shape, grid.size, params, element=element)
+    size = (grid.heads, grid.turns, 1)
+    queue("quantize", q.device, shape, size, params, element=element)
     return workspace
 
 

@@ -11,8 +11,8 @@ from .workspace import CallShape
 #: Key or value blocks of a head that a thread block takes one after another, at most: with sixteen
 #: no shape gains, with fewer a thread block's own cost weighs more (csrc/quantize.cu, Tried).
 LONGEST_RUN = 8
-#: Thread blocks that a multiprocessor has its share of, at least: CogVideoX-2B, which has 39 in
-#: runs of four, is a fifth slower in runs of sixteen, which leave ten.
+#: Thread blocks that a multiprocessor has its share of, at least, or nearly so: CogVideoX-2B, which
+#: leaves 48 in runs of four, takes a fifth longer in runs of sixteen, which leave twelve.
 LEAST_THREAD_BLOCKS = 32
 LONGEST_AXIS = 65535  # of a grid, but for the first
 
@@ -21,36 +21,37 @@ LONGEST_AXIS = 65535  # of a grid, but for the first
 class QuantizeGrid:
     """What a launch asks for, and what the kernel is told of it."""
 
+    heads: int
+    """Of keys, in all batches: the first axis."""
+    turns: int
+    """Runs of key, value and query blocks of each: the second."""
     key_run: int
     """Key or value blocks that a thread block takes."""
     query_run: int
     """Query blocks, likewise: half as many, as they are twice as long."""
     key_runs: int
     """Of a head."""
-    size: tuple[int, int, int]
-    """(batch x KV heads, turns, turns), turns in two axes: one is too short for long sequences."""
 
     @classmethod
     def of(
         cls, shape: CallShape, multiprocessors: int, *, with_values: bool, with_queries: bool
     ) -> QuantizeGrid:
-        tensors = 2 if with_values else 1
-        query_heads = shape.heads // shape.kv_heads if with_queries else 0  # of each KV head
-        turns = tensors * shape.key_blocks + query_heads * shape.query_blocks
-        heads = shape.batch * shape.kv_heads
-        share = heads * turns / (LEAST_THREAD_BLOCKS * multiprocessors)
+        blocks = 2 * shape.kv_heads * shape.key_blocks + shape.heads * shape.query_blocks
+        share = shape.batch * blocks / (LEAST_THREAD_BLOCKS * multiprocessors)
         run = next(run for run in (LONGEST_RUN, LONGEST_RUN // 2, 1) if run <= max(1, share))
-        return cls.of_runs(shape, tensors, query_heads, run, max(1, run // 2))
+        grid = cls.of_runs(shape, run, with_values, with_queries)
+        while grid.turns > LONGEST_AXIS and run < shape.key_blocks:  # millions of tokens
+            run *= 2
+            grid = cls.of_runs(shape, run, with_values, with_queries)
+        return grid
 
     @classmethod
     def of_runs(
-        cls, shape: CallShape, tensors: int, query_heads: int, key_run: int, query_run: int
+        cls, shape: CallShape, key_run: int, with_values: bool, with_queries: bool
     ) -> QuantizeGrid:
-        key_runs = block_count(shape.key_blocks, key_run)
-        turns = tensors * key_runs + query_heads * block_count(shape.query_blocks, query_run)
-        size = (
-            shape.batch * shape.kv_heads,
-            min(turns, LONGEST_AXIS),
-            block_count(turns, LONGEST_AXIS),
-        )
-        return cls(key_run, query_run, key_runs, size)
+        query_run, key_runs = max(1, key_run // 2), block_count(shape.key_blocks, key_run)
+        turns = 2 * key_runs if with_values else key_runs
+        if with_queries:
+            group = shape.heads // shape.kv_heads
+            turns += group * block_count(shape.query_blocks, query_run)
+        return cls(shape.batch * shape.kv_heads, turns, key_run, query_run, key_runs)

@@ -4,10 +4,12 @@ one of them."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from sparge import quantize_grid
-from sparge.quantize_grid import QuantizeGrid
+from sparge.quantize_grid import LONGEST_AXIS, QuantizeGrid
 from sparge.workspace import CallShape
 
 H200 = 132  # multiprocessors
@@ -33,26 +35,53 @@ def test_a_gpu_is_left_with_many_thread_blocks(shape: CallShape, runs: tuple[int
     assert (found.key_run, found.query_run) == runs
 
 
-@pytest.mark.parametrize("axis", [3, 65535])
+@pytest.mark.parametrize("with_queries", [False, True])
+def test_millions_of_tokens_fit_the_grid(with_queries: bool):
+    shape = square(1, 64 * 10**6, 64)
+    found = QuantizeGrid.of(shape, H200, with_values=True, with_queries=with_queries)
+    assert found.key_run == (64 if with_queries else 32)
+    assert LONGEST_AXIS / 2 < found.turns <= LONGEST_AXIS
+
+
+def blocks_of(grid: QuantizeGrid, shape: CallShape, with_values: bool) -> Counter:
+    """(tensor, query head of the KV head, block) of every turn, as csrc/quantize.cu finds them."""
+    key_turns = (1 + with_values) * grid.key_runs
+    group = shape.heads // shape.kv_heads
+    found: Counter = Counter()
+    for turn in range(grid.turns):
+        if turn < key_turns:
+            tensor = "v" if with_values and turn % 2 else "k"
+            first = (grid.key_runs - 1 - (turn // 2 if with_values else turn)) * grid.key_run
+            last = min(first + grid.key_run, shape.key_blocks) - 1
+            head = 0
+        else:
+            tensor, head = "q", (turn - key_turns) % group
+            first = (turn - key_turns) // group * grid.query_run
+            last = min(first + grid.query_run, shape.query_blocks) - 1
+        assert first <= last
+        found.update((tensor, head, block) for block in range(first, last + 1))
+    return found
+
+
+@pytest.mark.parametrize("axis", [10, LONGEST_AXIS])
+@pytest.mark.parametrize("longest", [1, 4, 100])
 @pytest.mark.parametrize("with_queries", [False, True])
 @pytest.mark.parametrize("with_values", [False, True])
 def test_each_block_has_its_turn(
-    with_values: bool, with_queries: bool, axis: int, monkeypatch: pytest.MonkeyPatch
+    with_values: bool,
+    with_queries: bool,
+    longest: int,
+    axis: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """As csrc/quantize.cu shares out turns."""
+    monkeypatch.setattr(quantize_grid, "LONGEST_RUN", longest)
+    monkeypatch.setattr(quantize_grid, "LEAST_THREAD_BLOCKS", 0.001)
     monkeypatch.setattr(quantize_grid, "LONGEST_AXIS", axis)
     shape = square(6, 64 * 21, 64, kv_heads=2)
-    tensors, query_heads = 1 + with_values, 3 * with_queries
-    found = QuantizeGrid.of_runs(shape, tensors, query_heads, 4, 2)
-    heads, *turns = found.size
-    assert heads == 2 and turns[0] <= axis
-    key_turns = tensors * found.key_runs
-    queries = [turn - key_turns for turn in range(turns[0] * turns[1]) if turn >= key_turns]
-    blocks = [
-        (turn % 3, block)
-        for turn in queries
-        for block in range(turn // 3 * 2, min(turn // 3 * 2 + 2, shape.query_blocks))
-    ]
-    every = [(head, block) for head in range(query_heads) for block in range(shape.query_blocks)]
-    assert sorted(blocks) == (every if with_queries else [])
-    assert found.key_runs * found.key_run >= shape.key_blocks
+    grid = QuantizeGrid.of(shape, H200, with_values=with_values, with_queries=with_queries)
+    assert grid.heads == 2 and grid.turns <= axis and grid.key_run >= longest
+    tensors = ["k", "v"] if with_values else ["k"]
+    expected = [(tensor, 0, block) for tensor in tensors for block in range(shape.key_blocks)]
+    if with_queries:
+        expected += [("q", head, block) for head in range(3) for block in range(shape.query_blocks)]
+    assert blocks_of(grid, shape, with_values) == Counter(expected)

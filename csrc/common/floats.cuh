@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two or four neighbouring numbers in one load or store.
+// Two or four neighbouring numbers in one load or store, and what storing as bf16 makes of one.
 #pragma once
 
 #include "../ptx/convert.cuh"

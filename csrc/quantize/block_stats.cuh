@@ -43,8 +43,8 @@ SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
 }
 
 // What a thread block knows of its head and its run: blocks of the head that it takes one after another, the last first. What
-// they share it finds once, and what the next one reads is on its way while the statistics of one are finished. In shared
-// memory, for registers hold the blocks.
+// they share it finds once, and (kLoadsEarly) what the next one reads is on its way while the statistics of one are finished. In
+// shared memory, for registers hold the blocks.
 struct Run {
   const char* base;  // of the tensor's rows
   i32 head_at;       // of the head among those of all batches
@@ -74,7 +74,7 @@ struct KeySlots {
 
   SPARGE_DEVICE KeySlots(const Problem& p, Run& shared) : problem(p), run(shared) {}
 
-  // All threads, which are done with the block before. Whether the run has the block.
+  // All threads; those that read `whole` of the block before have done so. Whether the run has the block.
   SPARGE_DEVICE bool enter(i32 next) {
     block = next;
     if (block < run.first) return false;

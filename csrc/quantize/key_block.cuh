@@ -13,7 +13,7 @@ struct KeySmem {
   float amax[kWarps];
   // Near the block's keys, so that squares around it may be subtracted: the mean of the head's keys, where that is known and
   // taken from each, else the block's first key. Here, because registers hold the tile.
-  // Of this block and of the one before, whose statistics may still be on their way.
+  // Of the block at hand and of the one before, whose statistics may still be on their way.
   alignas(16) float origin[is_quantized(kElement) ? 1 : 2][kHeadDim];
   alignas(16) ChannelSums<kWarps> squares;
 };

@@ -6,7 +6,7 @@
 
 namespace sparge::quantize {
 
-// Of this block and of the one before, whose statistics may still be on their way.
+// Of the block at hand and of the one before, whose statistics may still be on their way.
 struct QuerySmem {
   SumsSmem sums[2];
 };
@@ -34,7 +34,8 @@ template <Source kSource>
 SPARGE_DEVICE void average_queries(const QuantizeParams& p, const Chunks<kSource>& rows, QuerySmem& smem, const Run& run,
                                    i32 last) {
   constexpr int kLoads = kQueryBlock / kTokensPerPass;
-  constexpr bool kTogether = kSource != Source::kOther;
+  constexpr bool kTogether =
+      kSource != Source::kOther;  // eight loads in flight; those of other sources are too many instructions
 #pragma unroll 1
   for (i32 block = last; block >= run.first; --block) {
     const Thread thread;

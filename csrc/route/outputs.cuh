@@ -12,7 +12,7 @@ constexpr int kKeyStep = 16;
 constexpr int kTiles = kHeadDim / kChannelGroups / kTileColumns;  // that a warp multiplies with the weights it has split once
 constexpr int kLaneWords = kTiles / 2;                            // of a lane's neighbouring channels of a key block
 
-// Sums of two groups of warps. Rows are half a line of banks apart, by eights.
+// Sums of two groups of warps. Neighbouring rows are four banks apart: eight lanes of a store, two rows of four, hit all of them.
 struct Sums {
   static constexpr int kPitch = kHeadDim + 4;
   alignas(16) float of_group[2][kMaxRows * kPitch];

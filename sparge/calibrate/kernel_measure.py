@@ -37,8 +37,9 @@ _SAMPLE_BYTES = 83_000_000
 def kernel_measure(sample: Sample) -> Measured:
     """A `Measure` on the library's own kernels; causal samples take the reference.
 
-    Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts are
-    more exact: rounding their few keys is no part of what candidates differ in.
+    Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts have
+    float32 mean keys and bf16 mean values: rounding their few keys is no part of what candidates
+    differ in.
     """
     if sample.workload.is_causal:
         return reference_measure(sample)

@@ -147,8 +147,9 @@ class StepChoices:
         before = following - 1 - step  # steps that come after this one
         choices = self._chosen // self.interval
         earlier = 2 * choices
-        if not pays:  # and a choice that pays may lie between two of these
-            turn = before % steps + choices // 2 % REPORTED_LAYERS * steps
+        if not pays:
+            reports = choices // 2 if counts else choices  # a choice that pays may lie between two
+            turn = before % steps + reports % REPORTED_LAYERS * steps
             return earlier if layer % (REPORTED_LAYERS * steps) == turn else None
         return earlier + 1 - before % 2 if layer % (steps // 2) == before // 2 else None
 

@@ -125,7 +125,7 @@ def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps,
     layer = last // 2 % REPORTED_LAYERS * len(rest)
     ((_, number),) = visits(choices, rest, layer)
     assert number == 2 * last, "other query blocks each time"
-    assert visits(choices, rest, len(rest) - layer) == []
+    assert visits(choices, rest, layer + len(rest)) == []
 
 
 def test_layers_are_probed_once_where_no_choice_goes_by_it(freezes):
@@ -148,6 +148,17 @@ def test_probes_for_the_report_come_to_all_layers_by_turns(freezes):
         seen[number] = {layer for layer in range(12) if visits(choices, steps, layer)}
     assert seen[1] == {0, 1, 2} and seen[3] == {3, 4, 5} and seen[5] == {6, 7, 8}
     assert all(len(seen[number]) == 12 for number in (0, 2, 4)), "choices go by these"
+
+
+def test_where_a_profile_gives_the_choices_each_of_them_has_probes_of_its_own():
+    choices = made("budget", 0.4, 18, profile=alternating_of(0.4, 0.1))
+    seen = []
+    for number in range(6):
+        if number:
+            choices.choose_anew(3 * number, torch.ones(LAYERS, HEADS))
+        steps = range(3 * number, 3 * number + 3)
+        seen.append({layer for layer in range(12) if visits(choices, steps, layer)})
+    assert seen[:4] == [{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {9, 10, 11}] and seen[4:] == seen[:2]
 
 
 def test_a_step_keeps_its_place_in_a_falling_mean(freezes):

@@ -14,6 +14,7 @@ from sparge import quantize_grid
 from sparge.attention import _quantize
 from sparge.kernels import Element
 from sparge.launch import quantize
+from sparge.quantize_grid import QuantizeGrid
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import JOBS, Job, element_for, prepare
@@ -21,9 +22,8 @@ from tests.gpu.test_stages import COPIED_OR_QUANTIZED, ELEMENTS, lengths_of
 
 pytestmark = pytest.mark.gpu
 
-#: Key blocks in a run at most, how few thread blocks a multiprocessor may be left with, and how
-#: long an axis of the grid may be: each block alone, runs that leave a rest, all in one.
-RUNS = [(1, 32, 65535), (6, 0.01, 3), (2048, 0.0001, 65535)]
+#: Key blocks in a run: each alone, runs that leave a rest, all in one.
+RUNS = (1, 6, 2048)
 
 
 def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor]) -> None:
@@ -35,29 +35,40 @@ def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor
         return found.fill_(torch.nan if found.is_floating_point() else 255)
 
     monkeypatch.setattr(torch, "empty", full)  # padding, which nobody writes, is alike
+    of, runs = QuantizeGrid.of, []
+
+    def noted(*shape: Any, **options: Any) -> QuantizeGrid:
+        grid = of(*shape, **options)
+        runs.append(grid.key_run)
+        return grid
+
+    monkeypatch.setattr(QuantizeGrid, "of", noted)
+    monkeypatch.setattr(quantize_grid, "LEAST_THREAD_BLOCKS", 1e-6)
     found = []
-    for longest, least, axis in RUNS:
-        monkeypatch.setattr(quantize_grid, "LONGEST_RUN", longest)
-        monkeypatch.setattr(quantize_grid, "LEAST_THREAD_BLOCKS", least)
-        monkeypatch.setattr(quantize_grid, "LONGEST_AXIS", axis)
+    for run in RUNS:
+        monkeypatch.setattr(quantize_grid, "LONGEST_RUN", run)
         found.append(quantized())
+    assert tuple(runs) == RUNS
     for workspace in found[1:]:
         assert torch.equal(workspace, found[0])
 
 
-@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize(
+    ("with_values", "with_queries"), [(True, True), (False, True), (True, False)]
+)
 @pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
 def test_without_budgets(
     case: Case,
     element: Element,
     with_values: bool,
+    with_queries: bool,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q, k, v = make_qkv(case, generator)
     values = v if with_values else None
     lengths = lengths_of(case)
-    assert_alike(monkeypatch, lambda: quantize(q, k, values, lengths, True, element, True))
+    assert_alike(monkeypatch, lambda: quantize(q, k, values, lengths, True, element, with_queries))
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
