@@ -92,6 +92,17 @@ struct KeySlots {
     return true;
   }
 
+  // Where `exists`, else -1. All are looked up together: a condition for each makes one wait for another.
+  template <int kCount, typename PlaceOf>
+  SPARGE_DEVICE void look_up(i32 (&tokens)[kCount], bool exists, PlaceOf&& place_of) const {
+    if (exists)
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) tokens[i] = token(place_of(i));
+    else
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) tokens[i] = -1;
+  }
+
   // -1: none.
   SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(run.start, block * kKeyBlock + place, run.length); }
 };

@@ -166,12 +166,7 @@ SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>&
     const Thread thread;
     const Chunks<kSource> there = run.rows(rows);
     i32 token[kPasses];
-    if (exists)
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) token[pass] = slots.token(thread.token + pass * kTokensPerPass);
-    else
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) token[pass] = -1;
+    slots.look_up(token, exists, [&](int pass) { return thread.token + pass * kTokensPerPass; });
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(token[pass], thread.channel);
   };

@@ -159,12 +159,7 @@ SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource
     const Chunks<kSource> there = run.rows(rows);
     const i32 first_key = key_at(thread.position);
     i32 token[kPasses];
-    if (exists)
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) token[pass] = slots.token(first_key + key_at(pass));
-    else
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) token[pass] = -1;
+    slots.look_up(token, exists, [&](int pass) { return first_key + key_at(pass); });
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(token[pass], thread.channel);
   };
