@@ -92,15 +92,21 @@ struct KeySlots {
     return true;
   }
 
-  // Where `exists`, else -1. All are looked up together: a condition for each makes one wait for another.
-  template <int kCount, typename PlaceOf>
-  SPARGE_DEVICE void look_up(i32 (&tokens)[kCount], bool exists, PlaceOf&& place_of) const {
+  // A thread's tokens of the block, zeros where it does not exist. All are looked up together: a condition for each makes one
+  // wait for another.
+  template <Source kSource, typename PlaceOf>
+  SPARGE_DEVICE void load(Chunk (&chunk)[kPasses], const Chunks<kSource>& rows, bool exists, i32 channel,
+                          PlaceOf&& place_of) const {
+    const Chunks<kSource> there = run.rows(rows);
+    i32 tokens[kPasses];
     if (exists)
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) tokens[i] = token(place_of(i));
+      for (int pass = 0; pass < kPasses; ++pass) tokens[pass] = token(place_of(pass));
     else
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) tokens[i] = -1;
+      for (int pass = 0; pass < kPasses; ++pass) tokens[pass] = -1;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(tokens[pass], channel);
   }
 
   // -1: none.

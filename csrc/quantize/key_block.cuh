@@ -164,11 +164,7 @@ SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>&
   Chunk chunk[kPasses];
   auto load = [&](bool exists) {
     const Thread thread;
-    const Chunks<kSource> there = run.rows(rows);
-    i32 token[kPasses];
-    slots.look_up(token, exists, [&](int pass) { return thread.token + pass * kTokensPerPass; });
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(token[pass], thread.channel);
+    slots.load(chunk, rows, exists, thread.channel, [&](int pass) { return thread.token + pass * kTokensPerPass; });
   };
   slots.enter(last);
   if constexpr (kEarly) load(true);

@@ -156,12 +156,8 @@ SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource
   Chunk chunk[kPasses];
   auto load = [&](bool exists) {
     const ValueThread thread;
-    const Chunks<kSource> there = run.rows(rows);
     const i32 first_key = key_at(thread.position);
-    i32 token[kPasses];
-    slots.look_up(token, exists, [&](int pass) { return first_key + key_at(pass); });
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = there.load(token[pass], thread.channel);
+    slots.load(chunk, rows, exists, thread.channel, [&](int pass) { return first_key + key_at(pass); });
   };
   slots.enter(last);
   if constexpr (kEarly) load(true);
