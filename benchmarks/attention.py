@@ -5,12 +5,13 @@
                                    [--out FILE]
 
 One JSON object for each shape, peer or mode of ours, and asked density: density (reached), ms
-(every stage of a call), repeats (the median is of), dense_equivalent_tflops, executed_tflops,
-rel_l1, rel_l2, extra_mib (peak beyond inputs and result), gpu, torch, commit; of ours also stages
-(ms of means, quantize, route and attend, from calls of their own), before_attend_ms (the first
-three together, with no event between), pooled_heads (the share that add pseudo-keys) and
-drop_rel_l2. A peer that is absent, and a case for which no time was left, has
-`absent`: why.
+(every stage of a call, of calls in a row that are queued before the GPU comes to them: without the
+host's time, which it may wait for in a lone short call), repeats (the median is of),
+dense_equivalent_tflops, executed_tflops, rel_l1, rel_l2, extra_mib (peak beyond inputs and result),
+gpu, torch, commit; of ours also stages (ms of means, quantize, route and attend, from calls of
+their own), before_attend_ms (the first three together, with no event between), pooled_heads (the
+share that add pseudo-keys) and drop_rel_l2. A peer that is absent, and a case for which no time was
+left, has `absent`: why.
 
 Errors are against float32 attention on sampled query blocks: of a dense row or a peer over all
 keys, of a sparse row of ours over the blocks that it kept, so that they speak of arithmetic;

@@ -46,6 +46,7 @@ from .timing import (
     Allowance,
     commit,
     gpu_name,
+    gpu_sleep,
     median_ms,
     read_rows,
     require_kernels,
@@ -59,7 +60,7 @@ GRIDS = (TokenGrid(4, 32, 32), TokenGrid(8, 32, 32), TokenGrid(16, 32, 32))
 TINY = (TokenGrid(4, 8, 8), TokenGrid(4, 8, 8, prefix=64))
 #: Walks and calls of a sample. What more query blocks cost hardly depends on the walks.
 CASES = ((1, 1), (2, 1), (3, 1), (3, 2))
-HEAD_START = 120_000_000  # clocks: about 60 ms, twice of what the host takes for a sample
+HEAD_START = 60.0  # ms, twice of what the host takes for a sample
 FEWEST, MOST = 3, 9  # samples that a median is taken of
 
 
@@ -119,7 +120,7 @@ def _median_ms(
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_gpu)]
         if on_gpu:
             torch.cuda.synchronize()
-            torch.cuda._sleep(HEAD_START)
+            gpu_sleep(HEAD_START)
             events[0].record()
         started = time.perf_counter()
         sample()

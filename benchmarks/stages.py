@@ -15,10 +15,12 @@ import torch
 from sparge import launch
 from sparge.kernels.spec import HOPPER_ENTRIES
 
+from .timing import gpu_sleep
+
 Launched = Callable[[str, Callable[[], None]], None]
 
 ATTEND = "attend"
-HEAD_START = 4_000_000  # clocks: about 2 ms, in which the host queues a call of a few launches
+HEAD_START = 2.0  # ms, in which the host queues a call of a few launches
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
     with watched_launches(between_events):
         for _ in range(calls):
             marks.clear()
-            torch.cuda._sleep(HEAD_START)
+            gpu_sleep(HEAD_START)
             work()
             torch.cuda.synchronize()
             found.append(_sums(marks))
@@ -80,7 +82,7 @@ def before_attend_ms(work: Callable[[], object], calls: int) -> float:
     with watched_launches(after_an_event):
         for _ in range(calls):
             ends.clear()
-            torch.cuda._sleep(HEAD_START)
+            gpu_sleep(HEAD_START)
             start.record()
             work()
             torch.cuda.synchronize()

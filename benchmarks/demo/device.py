@@ -28,8 +28,9 @@ def choose_device() -> tuple[torch.device, str]:
 
 
 def timed(call: Callable[[], Tensor], device: torch.device, repeats: int) -> tuple[Tensor, float]:
-    """The result and the milliseconds of a call; on a GPU the median of repeats after a first."""
+    """The result and the milliseconds of a call; on a GPU the median of repeats after a first, with
+    what it waits for the host: some calls are whole runs of a model."""
     if device.type == "cpu":
         start = time.perf_counter()
         return call(), 1000 * (time.perf_counter() - start)
-    return call(), median_ms(call, repeats, warm_up=0)
+    return call(), median_ms(call, repeats, warm_up=0, with_host=True)
