@@ -29,7 +29,7 @@ class HeadCosts:
         self._samples: list[tuple[int, Seconds]] = []
         self._choices: list[tuple[int, Seconds]] = []
         self._watch(calibration, "sample", lambda: self._samples, waits=False)
-        for name in ("__init__", "choose_anew"):
+        for name in ("__init__", "choose_anew", "at"):  # what heads get is worked out by `at`
             self._watch(choices, name, lambda: self._choices, waits=True)
 
     def begin(self, call: Callable[[], int]) -> None:

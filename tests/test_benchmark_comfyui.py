@@ -55,7 +55,7 @@ def test_layers_without_a_measurement_have_no_part_in_the_share() -> None:
 
 
 def test_a_head_that_had_the_residual_may_lose_it() -> None:
-    found = Alternating(choices(2, 4), choices(2, 4))
+    found = Alternating.of(choices(2, 4), choices(2, 4))
     found.pooling.gain.fill_(0.85)
     asked = profile_with_residual(profile(found), 0.25)
     (made,) = asked.choices.values()
@@ -135,6 +135,10 @@ class Work:
         time.sleep(0.01)
         return layer
 
+    def at(self, step: int) -> int:
+        time.sleep(0.02)
+        return step
+
     def choose_anew(self) -> None:
         time.sleep(0.03)
         raise ValueError("nothing was measured")
@@ -151,11 +155,13 @@ def test_costs_are_those_of_the_calls_that_paid_them() -> None:
         assert [sampler.sample(layer) for layer in range(3)] == [0, 1, 2]
         now.call = 1
         chosen: Any = steps()
+        now.call = 2
+        assert chosen.at(7) == 7
         now.call = 3
         with pytest.raises(ValueError):
             chosen.choose_anew()
         found = costs.of_calls(4)
     first, *others = found["calibration_s"]
     assert 0.03 <= first < 0.3 and not any(others)
-    none, made, between, anew = found["choosing_s"]
-    assert not none and not between and 0.02 <= made < 0.3 and 0.03 <= anew < 0.3
+    none, made, given, anew = found["choosing_s"]
+    assert not none and all(0.02 <= seconds < 0.3 for seconds in (made, given, anew))

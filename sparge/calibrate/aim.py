@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from .alternating import KINDS, Alternating
+from .alternating import Alternating
+from .choices import HeadChoices
 from .offers import Offers
 
 
@@ -37,9 +39,11 @@ class Aim:
 
         drift: as in `Offers.freeze`."""
         if not self.falls:
-            kinds = (offers.freeze(target=self.value, drift=drift, dropping=x) for x in KINDS)
-            return Alternating(*kinds), []
+            return Alternating(partial(self._meet, offers, drift)), []
         return offers.freeze_steps(self.value, steps, wanted=wanted, drift=drift)
+
+    def _meet(self, offers: Offers, drift: Tensor | None, dropping: bool) -> HeadChoices:
+        return offers.freeze(target=self.value, drift=drift, dropping=dropping)
 
     def __str__(self) -> str:
         if self.kind == "quality":

@@ -35,22 +35,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from .choices import HeadChoices
-
-KINDS = (False, True)  # whether a step is one without the residual: the order of the fields
 
 
 @dataclass(frozen=True, eq=False)
 class Alternating:
-    """What heads get in either kind of step; in dropping ones no residual."""
+    """What heads get in either kind of step, each worked out when it is first asked for: one of the
+    two may never be, or not before the GPU has work that hides it."""
 
-    pooling: HeadChoices
-    dropping: HeadChoices
+    work_out: Callable[[bool], HeadChoices]
+    """By whether a step is one without the residual."""
+
+    @classmethod
+    def of(cls, pooling: HeadChoices, dropping: HeadChoices) -> Alternating:
+        return cls((pooling, dropping).__getitem__)
+
+    @cached_property
+    def pooling(self) -> HeadChoices:
+        return self.work_out(False)
+
+    @cached_property
+    def dropping(self) -> HeadChoices:
+        """No head has the residual."""
+        return self.work_out(True)
 
     def in_turn(self, before: int) -> HeadChoices:
         """After so many sparse steps: those that ran, for nodes that cache results skip some."""
         return self.dropping if before % 2 else self.pooling
 
     def each(self, change: Callable[[HeadChoices], HeadChoices]) -> Alternating:
-        return Alternating(change(self.pooling), change(self.dropping))
+        return Alternating(lambda dropping: change(self.dropping if dropping else self.pooling))

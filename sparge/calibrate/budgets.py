@@ -7,7 +7,6 @@ dense attention and counts the residual; a density is the share of pairs that ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,24 +18,10 @@ Indices = NDArray[np.int64]
 ROUNDING = 1e-9  # of a sum of densities, or relative to one of errors
 
 
-def share_density(
-    errors: Array, costs: Array, densities: Array, means: Sequence[float]
-) -> list[Indices]:
-    """Of each mean, (heads,): the candidates that leave the least summed error under that density.
-
-    Every head starts with its cheapest candidate; then the step along a head's convex hull of cost
-    and error that takes most error away for its cost is made, again and again, while the mean over
-    the heads stays within the mean. Ties go to the lower head. Where even the cheapest candidates
-    are denser, they are what is returned.
-    """
-    steps = HullSteps.of(errors, costs, densities)
-    return [steps.climb(densities, mean) for mean in means]
-
-
 def meet_error(
     errors: Array, costs: Array, densities: Array, whole_errors: Array, most: float
 ) -> Indices:
-    """(heads,): as `share_density` of the least mean at which `whole_errors`, (heads, candidates)
+    """(heads,): as `HullSteps.climb` to the least mean at which `whole_errors`, (heads, candidates)
     and rounding included, sum to at most `most`; the truest candidates where they never do. The
     head that moved last goes no farther than it has to."""
     steps = HullSteps.of(errors, costs, densities)
@@ -64,6 +49,8 @@ class HullSteps:
     """What each adds to the summed density."""
     climbed: Array
     """What the steps of its head up to each add."""
+    densities: Array
+    """(candidates,)."""
 
     @classmethod
     def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:
@@ -92,12 +79,19 @@ class HullSteps:
         head, start = head[order], start[order]
         before, after = truest[head, start], truest[head, ends[head, start]]
         climbed = densities[after] - densities[cheapest[head]]
-        return cls(cheapest, head, before, after, densities[after] - densities[before], climbed)
+        dearer = densities[after] - densities[before]
+        return cls(cheapest, head, before, after, dearer, climbed, densities)
 
-    def climb(self, densities: Array, mean: float) -> Indices:
-        """(heads,): the candidate at which each head has arrived."""
+    def climb(self, mean: float) -> Indices:
+        """(heads,): the candidates that leave the least summed error under a mean density.
+
+        Every head starts with its cheapest candidate; then the step along a head's hull that takes
+        most error away for its cost is made, again and again, while the mean over the heads stays
+        within the mean. Ties go to the lower head. Where even the cheapest candidates are denser,
+        they are what is returned.
+        """
         chosen = self.cheapest.copy()
-        left = mean * len(chosen) - densities[chosen].sum() + ROUNDING
+        left = mean * len(chosen) - self.densities[chosen].sum() + ROUNDING
         # All steps up to the first that is too dear; a head's own are in the order of its hull.
         taken = int(np.argmax(np.append(np.cumsum(self.dearer) > left, True)))
         chosen[self.head[:taken]] = self.after[:taken]

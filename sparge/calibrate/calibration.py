@@ -23,6 +23,7 @@ from .contrast import best_contrasts
 from .measure import Measure, Measured, Sample, reference_measure
 from .offers import Offers
 from .scoring import squared_errors, towards_mean
+from .side_by_side import side_by_side
 from .spread import ROW_STEP, spread_places
 from .workload import Workload
 
@@ -244,11 +245,19 @@ class Calibration:
         video heads, the ratios for 91 %. Waits for the GPU.
         """
         norms, far = self.squared_norm.cpu().numpy()[..., None, None, None]
-        error, towards = (x.cpu().double().numpy() for x in (self.squared_error, self.towards_mean))
-        contrasts, squares = best_contrasts(error, towards, far, self.candidates.contrasts)
-        with np.errstate(invalid="ignore"):  # what is not finite stays so, and is not measured
-            shares = np.divide(squares, norms, out=np.zeros_like(squares), where=norms != 0)
-            return np.sqrt(shares), contrasts
+        error, towards = (x.cpu().numpy() for x in (self.squared_error, self.towards_mean))
+
+        def of(layers: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+            made, lacking = (x[layers].astype(np.float64) for x in (error, towards))
+            limits = self.candidates.contrasts
+            contrasts, squares = best_contrasts(made, lacking, far[layers], limits)
+            own = norms[layers]
+            with np.errstate(invalid="ignore"):  # what is not finite stays so, and is not measured
+                shares = np.divide(squares, own, out=np.zeros_like(squares), where=own != 0)
+                return np.sqrt(shares), contrasts
+
+        errors, contrasts = side_by_side(of, len(error))
+        return errors, contrasts
 
     def rounding(self) -> NDArray[np.float64]:
         """(layers, heads): relative L2 error that 8 bits alone make. Waits for the GPU."""

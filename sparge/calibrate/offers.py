@@ -35,12 +35,13 @@ from torch import Tensor
 
 from ..plan.budget import Router
 from . import budgets, curves
-from .alternating import KINDS, Alternating
+from .alternating import Alternating
 from .best_kinds import Group, best_kinds
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .fall import step_means
 from .loudness import loudness
+from .side_by_side import side_by_side
 from .workload import RESIDUAL_COST, Workload
 
 logger = logging.getLogger("sparge")
@@ -106,19 +107,24 @@ class Offers:
         densities = _densities(candidates)
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
         of_walks, contrasts = (x[measured][:, :, : len(in_some)] for x in (errors, contrasts))
-        steady = curves.steady(of_walks, np.asarray(samples)[measured])
+        sampled = np.asarray(samples)[measured]
         everything = kept >= 1  # rounding found errors there, and would decide between walks
         known_walks = [np.isin(in_some, of_layer) for of_layer in of_layers]
         unknown = ~np.reshape(known_walks, (len(of_layers), 1, len(in_some), 1, 1))
 
-        def logs_of(kind: int) -> budgets.Array:
-            logs = curves.logs_between(steady[..., kind], known, kept)
-            logs[..., everything] = -np.inf
-            np.copyto(logs, np.inf, where=unknown)
-            return logs
+        def best_of(layers: slice) -> tuple[budgets.Array, budgets.Indices]:
+            steady = curves.steady(of_walks[layers], sampled[layers])
+
+            def logs_of(kind: int) -> budgets.Array:
+                logs = curves.logs_between(steady[..., kind], known, kept)
+                logs[..., everything] = -np.inf
+                np.copyto(logs, np.inf, where=unknown[layers])
+                return logs
+
+            return best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
 
         # Here rather than in each choice: a drift is of a head and walk, and leaves the best ones.
-        logs, best = best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
+        logs, best = side_by_side(best_of, len(of_layers))
         errors = np.exp(logs)
         shape = errors.shape[2:]
         groups = np.arange(shape[-1])
@@ -165,7 +171,8 @@ class Offers:
             raise ValueError("Give a target error or a mean density: one of the two.")
         errors = self._errors(drift)
         if mean_density is not None:
-            return self._share(errors, [mean_density], dropping)[0]
+            hulls = self._hulls(errors, dropping, mean_density)
+            return self._at(mean_density, errors, hulls, dropping)
         assert target is not None
         allowed, counts = self._allowed(dropping), self.loudness[:, None]
         by_dropping = errors[:, allowed]
@@ -191,25 +198,31 @@ class Offers:
         means = step_means(mean_density, steps, float(self.kept.min()))
         wanted = range(steps) if wanted is None else range(wanted.start, min(wanted.stop, steps))
         of_steps = [means[step] for step in wanted] if len(means) > 1 else []
-        kinds = (self._share(errors, [mean_density, *of_steps], dropping) for dropping in KINDS)
-        overall, *steps_of_both = (Alternating(*both) for both in zip(*kinds, strict=True))
-        return overall, steps_of_both
+        hulls = functools.cache(lambda dropping: self._hulls(errors, dropping, mean_density))
 
-    def _share(
-        self, errors: budgets.Array, means: Sequence[float], dropping: bool
-    ) -> list[HeadChoices]:
-        """Of each mean density."""
+        def at(mean: float) -> Alternating:
+            return Alternating(lambda dropping: self._at(mean, errors, hulls(dropping), dropping))
+
+        return at(mean_density), [at(mean) for mean in of_steps]
+
+    def _hulls(
+        self, errors: budgets.Array, dropping: bool, mean_density: float
+    ) -> budgets.HullSteps:
+        """Says so where a run keeps more than the mean density that was asked of it."""
         allowed = self._allowed(dropping)
-        found = budgets.share_density(
-            errors[:, allowed] * self.loudness[:, None],
-            self.costs[allowed],
-            self.kept[allowed],
-            means,
-        )
-        reached = self.kept[allowed[found[0]]].mean()
-        if reached > means[0] + budgets.ROUNDING and not dropping:
-            _say_denser(f"{means[0]:.3g}", f"{reached:.3g}")
-        return [self._choices(allowed[chosen], errors) for chosen in found]
+        weighted, kept = errors[:, allowed] * self.loudness[:, None], self.kept[allowed]
+        hulls = budgets.HullSteps.of(weighted, self.costs[allowed], kept)
+        most = mean_density + budgets.ROUNDING
+        if not dropping and kept[hulls.cheapest].mean() > most:
+            reached = kept[hulls.climb(mean_density)].mean()
+            if reached > most:
+                _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
+        return hulls
+
+    def _at(
+        self, mean: float, errors: budgets.Array, hulls: budgets.HullSteps, dropping: bool
+    ) -> HeadChoices:
+        return self._choices(self._allowed(dropping)[hulls.climb(mean)], errors)
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
         """The candidates of a kind of step."""

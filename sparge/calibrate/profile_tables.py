@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ TENSORS = {
 
 #: The version that a tensor came with, and what heads of earlier files have instead.
 LATER = {"loudness": (3, 1.0), "background": (4, 0.0), "contrast": (5, 1.0)}
-#: Of the kinds of steps; each has all of these tensors.
-KIND_NAMES = tuple(kind.name for kind in fields(Alternating))
+#: Of the kinds of steps, attributes of `Alternating`; each has all of these tensors.
+KIND_NAMES = ("pooling", "dropping")
 
 
 def tensors_of(choices: Alternating) -> dict[str, Tensor]:
@@ -58,14 +57,14 @@ def checked_choices(
             _add(tensors, of_kind, name, value)
     if version < 3:
         same = _checked(tensors, prefix, floor)
-        return Alternating(same, same)
+        return Alternating.of(same, same)
     pooling, dropping = (_checked(tensors, of_kind, floor) for of_kind in prefixes)
     if pooling.density.shape != dropping.density.shape:
         raise ProfileError(
             f"The profile has {tuple(pooling.density.shape)} layers and heads for its pooling "
             f"steps and {tuple(dropping.density.shape)} for the dropping ones."
         )
-    return Alternating(pooling, dropping)
+    return Alternating.of(pooling, dropping)
 
 
 def _add(tensors: dict[str, Tensor], prefix: str, name: str, value: float) -> None:

@@ -186,11 +186,22 @@ class StepChoices:
             self.again, self._found = None, self.again or self._found
         elif self._calibration is not None and self.again is None:
             self.again = self._calibration.anew()
-        place = min(step - self._chosen, len(self._of_steps) - 1)
-        now = self._of_steps[place] if self._of_steps else self._now
-        self.given.append(now.in_turn(len(self.given)))
+        self.given.append(self._of(step))
         self._since[step] = self.given[-1]
         return self.given[-1]
+
+    def prepare(self, step: int) -> None:
+        """Works out what `at` will give for the next step, unless that depends on what comes until
+        then: call it while the GPU has work left. The first choice of a run leaves it 24 of 41 ms
+        to do, each one anew 27 of 41 (CPU, 40 layers of 40 heads)."""
+        if step < self._end and not self.is_due(step):
+            self._of(step)
+
+    def _of(self, step: int) -> HeadChoices:
+        """As the next one that is given."""
+        place = min(step - self._chosen, len(self._of_steps) - 1)
+        now = self._of_steps[place] if self._of_steps else self._now
+        return now.in_turn(len(self.given))
 
     def _seen(self) -> Seen:
         """By probes since the last choice; layers that none visited count as seen in all steps."""

@@ -34,7 +34,7 @@ def of_kind(generator: torch.Generator) -> HeadChoices:
 
 
 def choices(generator: torch.Generator) -> Alternating:
-    return Alternating(of_kind(generator), of_kind(generator))
+    return Alternating.of(of_kind(generator), of_kind(generator))
 
 
 def same_bits(found: HeadChoices, expected: HeadChoices) -> bool:

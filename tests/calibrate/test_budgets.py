@@ -11,9 +11,12 @@ import pytest
 from sparge.calibrate.budgets import (
     HullSteps,
     meet_error,
-    share_density,
     truest_of_each_cost,
 )
+
+
+def shared(errors: np.ndarray, costs: np.ndarray, densities: np.ndarray, mean: float) -> np.ndarray:
+    return HullSteps.of(errors, costs, densities).climb(mean)
 
 
 @pytest.fixture
@@ -37,12 +40,12 @@ def test_water_filling_leaves_the_least_error(seed: int, attempt: int) -> None:
     costs = random.permutation([0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
     errors = random.random((4, 6)) * np.exp(-3 * costs)
     for mean in np.linspace(0.05, 1.0, 50):
-        chosen = share_density(errors, costs, costs, [mean])[0]
+        chosen = shared(errors, costs, costs, mean)
         assert costs[chosen].sum() <= mean * 4 + 1e-6
     on_hull = breakpoints(errors, costs)
     assert len(on_hull) > 3
     for total, summed in on_hull:
-        chosen = share_density(errors, costs, costs, [total / 4])[0]
+        chosen = shared(errors, costs, costs, total / 4)
         assert errors[np.arange(4), chosen].sum() == pytest.approx(summed)
         assert least_error(errors, costs, total) == pytest.approx(summed)
 
@@ -61,13 +64,13 @@ def breakpoints(errors: np.ndarray, costs: np.ndarray) -> list[tuple[float, floa
 def test_a_head_that_needs_keys_gets_those_of_one_that_does_not() -> None:
     costs = np.array([0.1, 0.2, 0.4])
     errors = np.array([[0.02, 0.01, 0.0], [0.9, 0.5, 0.1]])
-    assert share_density(errors, costs, costs, [0.25])[0].tolist() == [0, 2]
+    assert shared(errors, costs, costs, 0.25).tolist() == [0, 2]
 
 
 def test_ties_go_to_the_lower_head_and_candidate() -> None:
     costs = np.array([0.1, 0.2, 0.2])
     errors = np.array([[0.5, 0.1, 0.1]] * 3)
-    assert share_density(errors, costs, costs, [0.1 + 0.1 / 3])[0].tolist() == [1, 0, 0]
+    assert shared(errors, costs, costs, 0.1 + 0.1 / 3).tolist() == [1, 0, 0]
     assert meet_error(errors, costs, costs, errors, 1.1).tolist() == [1, 0, 0]
 
 
@@ -75,21 +78,21 @@ def test_cost_ranks_and_density_is_what_is_shared() -> None:
     """A residual costs time, but keeps no pairs."""
     costs, densities = np.array([0.1, 0.116, 0.2]), np.array([0.1, 0.1, 0.2])
     errors = np.array([[0.5, 0.2, 0.15]])
-    assert share_density(errors, costs, densities, [0.1])[0].tolist() == [1]
+    assert shared(errors, costs, densities, 0.1).tolist() == [1]
     worthless = np.array([[0.5, 0.5, 0.1]])
-    assert share_density(worthless, costs, densities, [0.1])[0].tolist() == [0]
+    assert shared(worthless, costs, densities, 0.1).tolist() == [0]
 
 
 def test_the_better_step_is_the_better_for_its_cost() -> None:
     """Room for one step: 0.4 less error for 0.116, residual included, or 0.38 less for 0.1."""
     costs, densities = np.array([0.1, 0.2, 0.216]), np.array([0.1, 0.2, 0.2])
     errors = np.array([[0.5, 0.5, 0.1], [0.5, 0.12, 0.12]])
-    assert share_density(errors, costs, densities, [0.15])[0].tolist() == [0, 1]
+    assert shared(errors, costs, densities, 0.15).tolist() == [0, 1]
 
 
 def test_too_little_for_all_gives_the_cheapest() -> None:
     costs = np.array([0.1, 0.2])
-    assert share_density(np.array([[0.5, 0.1]] * 2), costs, costs, [0.01])[0].tolist() == [0, 0]
+    assert shared(np.array([[0.5, 0.1]] * 2), costs, costs, 0.01).tolist() == [0, 0]
 
 
 def test_an_error_takes_the_least_density_that_leaves_it(seed: int) -> None:
@@ -99,12 +102,12 @@ def test_an_error_takes_the_least_density_that_leaves_it(seed: int) -> None:
     errors = random.random((40, 12)) * np.exp(-3 * costs)
     heads, before = np.arange(40), np.inf
     for mean in np.linspace(0.05, 1, 60):
-        shared = share_density(errors, costs, costs, [mean])[0]
-        left = float(errors[heads, shared].sum())
+        reached = shared(errors, costs, costs, mean)
+        left = float(errors[heads, reached].sum())
         chosen = meet_error(errors, costs, costs, errors, left)
         assert errors[heads, chosen].sum() <= left * (1 + 1e-8)
         # What is left over goes to steps that fit there, out of their turn: these may take more.
-        assert costs[chosen].sum() <= costs[shared].sum() + 2 * 0.95
+        assert costs[chosen].sum() <= costs[reached].sum() + 2 * 0.95
         assert left <= before
         before = left
 
@@ -172,7 +175,7 @@ def test_what_is_left_goes_to_the_next_steps_that_fit(seed: int, pools: float) -
         for head, before, after in zip(steps.head, steps.before, steps.after, strict=True):
             if expected[head] == before and kept[after] - kept[before] <= left:
                 expected[head], left = after, left - (kept[after] - kept[before])
-        assert steps.climb(kept, mean).tolist() == expected.tolist()
+        assert steps.climb(mean).tolist() == expected.tolist()
 
 
 def test_steps_of_a_head_follow_each_other() -> None:

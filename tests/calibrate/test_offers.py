@@ -158,7 +158,7 @@ def of_all_kinds(
     )
     allowed = np.flatnonzero(gains == 0) if dropping else np.arange(len(gains))
     errors = errors.reshape(LAYERS * HEADS, -1)[:, allowed]
-    (chosen,) = budgets.share_density(errors, costs[allowed], of_pairs[allowed], [mean])
+    chosen = budgets.HullSteps.of(errors, costs[allowed], of_pairs[allowed]).climb(mean)
     tables = [x[allowed[chosen]] for x in (densities, gains, backgrounds)]
     places = np.unravel_index(allowed[chosen], shape)
     contrasts = drawn_contrasts(candidates).reshape(LAYERS * HEADS, *shape[:2], -1, shape[-1])

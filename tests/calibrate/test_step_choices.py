@@ -26,7 +26,7 @@ def choices_of(density: float, error: float) -> HeadChoices:
 
 def alternating_of(density: float, error: float) -> Alternating:
     """Of two objects that are equal."""
-    return Alternating(choices_of(density, error), choices_of(density, error))
+    return Alternating.of(choices_of(density, error), choices_of(density, error))
 
 
 @pytest.fixture
@@ -96,6 +96,47 @@ def test_heads_are_chosen_anew_after_each_sixth_but_not_for_one_step(freezes, st
         choices.at(step)
     assert due == anew == [first for first, _ in freezes[1:]]
     assert freezes[0] == (0, None)
+
+
+def test_what_the_next_step_gets_is_worked_out_ahead():
+    """In the kind of step that comes; not where heads are chosen anew, nor past the end."""
+    worked_out: list[tuple[int | None, bool]] = []
+
+    def noting(step: int | None) -> Alternating:
+        def work_out(dropping: bool) -> HeadChoices:
+            worked_out.append((step, dropping))
+            return choices_of(0.1, 0.1)
+
+        return Alternating(work_out)
+
+    class Offers:
+        walks = (0,)
+
+        def freeze_steps(self, mean_density, steps, *, wanted, drift):
+            return noting(None), [noting(step) for step in wanted if step < steps]
+
+    class Measured:
+        def offers(self):
+            return Offers()
+
+    choices = made("budget", 0.2, 5, calibration=Measured(), again=0)
+    assert not worked_out
+    first = choices.at(0)
+    assert worked_out == [(0, False)]
+    choices.prepare(1)
+    assert worked_out == [(0, False), (1, True)]
+    assert choices.at(1) is not first
+    choices.prepare(2)
+    choices.at(2)
+    assert worked_out[2:] == [(2, False)], "once"
+    assert choices.is_due(3)
+    choices.prepare(3)
+    assert len(worked_out) == 3
+    choices.choose_anew(3, torch.ones(LAYERS, HEADS))
+    for step in (3, 4):
+        choices.at(step)
+        choices.prepare(step + 1)
+    assert worked_out[3:] == [(3, True), (4, False)]
 
 
 def visits(choices: StepChoices, steps: range, layer: int = 0) -> list[tuple[int, int]]:
@@ -183,6 +224,7 @@ def test_errors_are_expected_to_go_on_as_they_went(freezes, kind):
         for before in range(step - 4, step):
             choices.at(before)
         choices.choose_anew(step, torch.full((LAYERS, HEADS), float(drift)))
+    choices.at(12)
     (_, first), *anew = freezes
     assert first is None
     found = [float(drift.unique()) for _, drift in anew]
@@ -205,7 +247,7 @@ def test_heads_of_a_profile_get_denser_where_they_miss_what_was_expected():
 def test_the_contrast_of_denser_heads_shrinks_with_what_they_drop():
     of_one = choices_of(0.4, 0.3)
     of_one = replace(of_one, contrast=2 * of_one.contrast)
-    choices = made("quality", 0.1, None, profile=Alternating(of_one, of_one))
+    choices = made("quality", 0.1, None, profile=Alternating.of(of_one, of_one))
     drift = torch.tensor([[1.0, 1.4, 1.6], [0.2, 5, 1]])
     choices.choose_anew(8, drift)
     after = 1 + (1 - 0.6) / (1 - 0.4)

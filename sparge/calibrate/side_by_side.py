@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work on the layers of a model, which know nothing of each other, in threads: NumPy leaves the
+interpreter to others while it computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: More gain little: each slice costs 1.5 ms of Python, one after the other, and the offers of 40
+#: layers of 40 heads take 62 ms in two or four slices, 97 in twenty.
+MOST_THREADS = 4
+
+
+def side_by_side(
+    work: Callable[[slice], tuple[NDArray[Any], ...]], layers: int
+) -> tuple[NDArray[Any], ...]:
+    """What `work` gives of slices of so many layers, which is the first axis of each array."""
+    threads = min(MOST_THREADS, os.cpu_count() or 1, layers)
+    edges = np.linspace(0, layers, threads + 1).round().astype(int).tolist()
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(work, map(slice, edges[:-1], edges[1:])))
+    return tuple(np.concatenate(arrays) for arrays in zip(*found, strict=True))
