@@ -8,9 +8,10 @@ One JSON object for each size and number of walks: tokens, heads, head_dim, walk
 query blocks as so many samples measure), row_step (of so many rows one is compared; 2 where it is
 missing), ms (of the GPU, which sleeps until the host has queued the sample: CogVideoX-5B then takes
 1.57 ms, in ComfyUI 1.6, after products as in `model_load` 1.9), host_ms, dense_ms (of a dense call
-of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first four, ms and
-gpu; it is one of least squares of relative errors for each head_dim, of the rows with calls 1. The
-README's table of samples beside dense calls is printed with it.
+of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first four, ms,
+host_ms and gpu; it is one of least squares of relative errors for each head_dim, of the rows with
+calls 1, for the GPU and for the host. The README's table of samples beside dense calls is printed
+with it.
 """
 
 from __future__ import annotations
@@ -146,17 +147,19 @@ def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, fact
     print(f"# {len(rows)} of {len(sizes) * len(CASES)} rows in {out}")
 
 
-def fit(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+def fit(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """By head_dim, as rates.json has them."""
-    head_dims = sorted({row["head_dim"] for row in rows})
-    return {str(d): _solve([row for row in rows if row["head_dim"] == d]) for d in head_dims}
+    found = {}
+    for head_dim in sorted({row["head_dim"] for row in rows}):
+        fitted = _fitted([row for row in rows if row["head_dim"] == head_dim])
+        found[str(head_dim)] = {**_solve(fitted, "ms"), "host": _solve(fitted, "host_ms")}
+    return found
 
 
-def _solve(rows: Sequence[Row]) -> dict[str, float]:
-    fitted = _fitted(rows)
+def _solve(fitted: Sequence[Row], field: str) -> dict[str, float]:
     terms = [sample_terms(_of_heads(row), row["walks"]) for row in fitted]
     names = list(terms[0])
-    times = np.array([row["ms"] / 1000 for row in fitted])
+    times = np.array([row[field] / 1000 for row in fitted])
     matrix = np.array([[term[name] for name in names] for term in terms]) / times[:, None]
     rates = least_squares(matrix, np.ones(len(fitted)))
     return {name: rounded(float(rate)) for name, rate in zip(names, rates, strict=True)}
@@ -175,7 +178,8 @@ def show(rows: Sequence[Row]) -> None:
     """Prints the rates and how far they are off, what more query blocks cost, and the table."""
     print(samples_table(rows))
     for head_dim, fields in fit(rows).items():
-        rates = SampleRates(**fields)
+        rates = SampleRates.read(fields)
+        assert rates is not None
         of_dim = [row for row in rows if row["head_dim"] == int(head_dim)]
         print(f"# head_dim {head_dim}: {json.dumps(fields)}")
         off = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported
+from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, capabilities
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
@@ -71,6 +71,8 @@ class Forward:
             run.note(f"dense_blocks names {numbers}; this model has blocks 0-{layout.blocks - 1}")
         unusable, outside, is_last_dense = run.unusable(x.device), None, False
         place = None
+        if unusable is None and (slower_target := capabilities(x.device).note):
+            run.note(slower_target)
         if unusable is None and run.needs_level:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
@@ -100,6 +102,11 @@ class Forward:
             record,
             LayerCounter(layout),
         )
+
+    def end(self) -> None:
+        """The host has queued the pass, which the GPU may still be computing."""
+        if self.heads is not None:
+            self.heads.end()
 
     def attend(self, call: AttentionCall, dense: Dense) -> Tensor:
         """The call's result, sparse when nothing speaks against it, else from dense()."""

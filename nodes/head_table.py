@@ -133,6 +133,11 @@ class HeadTable:
             found = COND in facts.conditioning and self._steps.again is not None
             self._place_again = facts.conditioning.index(COND) if found else None
 
+    def end_pass(self) -> None:
+        """While the GPU still computes the pass. Never waits."""
+        if self._steps is not None and self._first is not None:
+            self._steps.prepare(self._step + 1)
+
     def order(self, step: int) -> TokenOrder | None:
         """The order of tokens in which the calls of a step are sparse."""
         return self._orders[step % TURNS] if self._orders else None

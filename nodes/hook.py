@@ -142,11 +142,14 @@ class Hook:
         """Around each forward pass: hands the override what is known about the pass."""
         options = transformer_options or {}
         run = options.get(RUN_KEY)
-        if run is not None and run.owner is self:
-            network = executor.class_obj.diffusion_model
-            forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs)
-            options = {**options, FORWARD_KEY: forward}
-        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        if run is None or run.owner is not self:
+            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        network = executor.class_obj.diffusion_model
+        forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs)
+        options = {**options, FORWARD_KEY: forward}
+        result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        forward.end()
+        return result
 
     def prepare_kernels(self, device: torch.device) -> Warmup | None:
         """Starts compiling what the device lacks; None where no kernel can run."""

@@ -166,5 +166,10 @@ class HeadPass:
             return budget
         return Plan(table, budget, table.order(self.facts.step))
 
+    def end(self) -> None:
+        """Where the pass ends for the host. Never waits."""
+        for table in self.tables.values():
+            table.end_pass()
+
     def probe(self, plan: Plan, row: int, call: AttentionCall, out: Tensor) -> None:
         plan.table.probe_call(row, call, out)

@@ -59,8 +59,8 @@ class Warmup:
 
     def _work(self) -> None:
         try:
+            kernels.warm(self._device, node_specs, self._progress)
             arch = kernels.capabilities(self._device).arch
-            kernels.warm(self._device, node_specs(arch), self._progress)
             logger.info("[Sparge] attention on %s by %s", self._device, node_path(arch))
         except BaseException as error:  # handed to whoever waits
             self._error = error

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from ..sparge import capabilities
+from ..sparge.calibrate import later_choices
 from ..sparge.plan import sample_cost
 from ..sparge.plan.sample_cost import Afforded
 from ..sparge.plan.worth import Call, Rates, estimate, proportions_for, rates_for
@@ -31,8 +33,12 @@ def speed_matters() -> bool:
 
 
 def gpu_name(device: torch.device) -> str:
-    """Empty for other devices."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    """As rates name it; with its target where that is not the GPU's best, which was measured. Empty
+    for other devices."""
+    if device.type != "cuda":
+        return ""
+    name, capability = torch.cuda.get_device_name(device), capabilities(device)
+    return f"{name} by {capability.arch}" if capability.note else name
 
 
 def slower_reason(
@@ -91,7 +97,8 @@ def affordable(
         rates.sample,
         sizes.rows,
         most,
-        dense=dense_steps * dense,
+        dense=dense,
+        steps=dense_steps,
         samples=samples,
         conditionings=conditionings,
         calls=calls,
@@ -106,8 +113,10 @@ def affordable(
         heads=layers * call.head_count,
         samples=samples,
         calls=calls,
+        dense=dense,
         saved=dense - sparsest,
         steps=sparse_steps,
+        later=later_choices(sparse_steps),
     )
     return replace(afforded, pays=pays)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import on_reference, ops, reference, reference_op
 from .call import Call, make_call
 from .errors import Unsupported
+from .kernel_check import build_kernels
 from .kernels import capabilities
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget
@@ -129,6 +130,7 @@ def attention(
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
         ValueError: shapes, dtypes or devices do not fit together.
+        KernelBuildError: a kernel compiles for no target of this GPU; ``log`` says why.
     """
     call = make_call(
         q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget
@@ -143,7 +145,7 @@ def attention(
     if stats is not None:
         stats.calls += 1
     counters = None if stats is None else stats.counters
-    if capabilities(q.device).usable:
+    if _has_kernels(call):
         _run_in_head_groups(call, out, lse, counters)
     else:
         reference_op.run(call, out, lse, counters)
@@ -164,7 +166,7 @@ def make_plan(
 ) -> BlockPlan:
     """Routing alone: the plan ``attention`` would use with these arguments. Raises as it does."""
     call = make_call(q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None)
-    if not capabilities(q.device).usable:
+    if not _has_kernels(call):
         return reference.make_plan(
             call.q,
             call.k,
@@ -193,7 +195,7 @@ def attention_partials(
 ) -> Partials:
     """Attention before its division by the row sum, so that partial results can be combined."""
     call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
-    if not capabilities(q.device).usable:
+    if not _has_kernels(call):
         attended, _ = on_reference.attend(call)
         return Partials(attended.unnormalised, attended.row_max, attended.row_sum)
     rows = call.q.shape[:3]
@@ -203,6 +205,14 @@ def attention_partials(
     )
     _run(call, torch.empty_like(call.q), None, None, partials)
     return Partials(*partials)
+
+
+def _has_kernels(call: Call) -> bool:
+    """Where another target could take over, they are built here: before the first launch."""
+    capability = capabilities(call.q.device)
+    if capability.fallback and not torch.compiler.is_compiling():
+        build_kernels(call, capability.arch)
+    return capability.usable
 
 
 def _empty_output(call: Call, dtype: torch.dtype, out_layout: str) -> Tensor:

@@ -16,7 +16,7 @@ class Unsupported(ValueError):
 
 
 class KernelBuildError(RuntimeError):
-    """NVRTC or the driver refused a kernel; ``log`` holds what the compiler said."""
+    """A kernel cannot be built; ``log`` is what NVRTC said, empty where there is no NVRTC."""
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(f"{message}\n{log}" if log else message)

@@ -19,7 +19,7 @@ from .kernels.params import (
     RouteParams,
     TensorView,
 )
-from .kernels.spec import HOPPER_ENTRIES, attend_path
+from .kernels.spec import ARCHS, HOPPER_ENTRIES, HOPPER_PATH, attend_path
 from .plan.blocks import block_count
 from .plan.key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
@@ -318,7 +318,7 @@ def _launch_means(
 
 def _means_slices(head_dim: int, arch: str) -> int:
     """Thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
-    return 4 if arch == "sm_90a" else head_dim // 32
+    return 4 if ARCHS[arch].path == HOPPER_PATH else head_dim // 32
 
 
 def queue(

@@ -16,7 +16,7 @@ from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
 from .profile_path import profile_path
-from .step_choices import StepChoices
+from .step_choices import StepChoices, later_choices
 from .workload import Workload
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Verdict",
     "Workload",
     "kernel_measure",
+    "later_choices",
     "mean_error",
     "measure_for",
     "profile_path",

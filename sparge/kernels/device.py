@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 
 import torch
 
+from ..errors import KernelBuildError
 from . import driver, nvrtc
 from .spec import ARCHS
 
-#: Compute capability -> targets that run on it, best first; the first one NVRTC knows is used.
+logger = logging.getLogger("sparge")
+
+#: Compute capability -> targets that run on it, best first; the first one is used that NVRTC knows
+#: and whose kernels compile, as far as was tried (`pass_over`).
 SERVED_BY: dict[tuple[int, int], tuple[str, ...]] = {
     (8, 0): ("sm_80",),
     (8, 6): ("sm_86", "sm_80"),
     (8, 7): ("sm_80",),
     (8, 9): ("sm_89", "sm_80"),
-    (9, 0): ("sm_90a",),
+    (9, 0): ("sm_90a", "sm_90"),
     (10, 0): ("sm_100a",),
     (10, 3): ("sm_103a",),
     (12, 0): ("sm_120a",),
@@ -26,15 +32,24 @@ SERVED_BY: dict[tuple[int, int], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Capability:
-    """``arch`` is the target to build for, "" when not ``usable``; ``reason`` is "" when it is."""
+    """``arch`` is the target to build for, "" when not ``usable``; ``reason`` is "" when it is.
+
+    ``fallback`` is the target that takes over should a kernel of ``arch`` not compile, "" where
+    none is left. ``note`` is a sentence for the user where a better target than ``arch`` exists.
+    """
 
     usable: bool
     reason: str = ""
     arch: str = ""
+    fallback: str = ""
+    note: str = ""
 
 
 _NVIDIA_ONLY = "the kernels are NVIDIA machine code."
 _known: dict[int, Capability] = {}
+_refused: set[str] = set()
+#: Held while either of them changes: what is known never lags behind what was refused.
+_lock = threading.RLock()
 
 
 def capabilities(device: torch.device | str | int) -> Capability:
@@ -46,16 +61,33 @@ def capabilities(device: torch.device | str | int) -> Capability:
         if torch.version.hip:
             return _unusable(f"AMD GPUs (ROCm) are not supported: {_NVIDIA_ONLY}")
         index = cuda_index(place)
-        known = _known.get(index)
-        if known is None:
-            known = _known[index] = _ask_cuda(index)
-        return known
+        return _known.get(index) or _learn(index)
     except Exception as error:  # the promise is a reason, whatever a broken installation does
         return _unusable(f"The device {device} could not be examined: {error}")
 
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo (.4 s).
 capabilities._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def pass_over(arch: str, device: torch.device | str | int, why: KernelBuildError) -> bool:
+    """Whether another target serves ``device`` from now on; a kernel of ``arch`` fails to build.
+
+    ``arch`` is then left out for all GPUs until this process ends. False where no other is left,
+    or no compiler was there to refuse anything: ``why`` is for whoever asked, then.
+    """
+    if not why.log:
+        return False
+    with _lock:
+        now = capabilities(device)
+        if now.arch != arch:
+            return now.usable  # another thread found out before
+        if not now.fallback:
+            return False
+        _refused.add(arch)
+        _known.clear()
+    logger.warning("Kernels for %s, slower ones, replace those for %s. %s", now.fallback, arch, why)
+    return True
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -74,6 +106,13 @@ def compiler() -> nvrtc.Nvrtc:
     """The NVRTC that fits this torch. Raises NvrtcNotFoundError."""
     built_for = torch.version.cuda
     return nvrtc.load(int(built_for.split(".")[0]) if built_for else None)
+
+
+def _learn(index: int) -> Capability:
+    with _lock:
+        if index not in _known:
+            _known[index] = _ask_cuda(index)
+        return _known[index]
 
 
 def _ask_cuda(index: int) -> Capability:
@@ -95,7 +134,7 @@ def _ask_cuda(index: int) -> Capability:
 
 
 def arch_for(capability: tuple[int, int], name: str) -> Capability:
-    """The target for a GPU called ``name``, given the NVRTC at hand."""
+    """The target for a GPU called ``name``, given the NVRTC at hand and what it refused."""
     major, minor = capability
     if major < 8:
         return _unusable(
@@ -109,15 +148,29 @@ def arch_for(capability: tuple[int, int], name: str) -> Capability:
         nvrtc_found = compiler()
     except nvrtc.NvrtcNotFoundError as error:
         return _unusable(str(error))
-    for target in targets:
-        arch = ARCHS[target]
-        if nvrtc_found.version >= arch.needs and arch.number in nvrtc_found.archs:
-            return Capability(True, "", target)
+    known = [
+        arch.name
+        for arch in map(ARCHS.__getitem__, targets)
+        if nvrtc_found.version >= arch.needs and arch.number in nvrtc_found.archs
+    ]
+    if known:
+        arch, *others = [name for name in known if name not in _refused] or known[-1:]
+        return Capability(True, "", arch, "".join(others[:1]), _note(targets[0], arch))
     have, need = ("{}.{}".format(*v) for v in (nvrtc_found.version, ARCHS[targets[0]].needs))
     return _unusable(
         f"{name} needs the CUDA {need} compiler (NVRTC) or newer, but this PyTorch brings {have}: "
         "update PyTorch."
     )
+
+
+def _note(best: str, arch: str) -> str:
+    if arch == best:
+        return ""
+    if best in _refused:
+        return (
+            f"The kernels for {best} did not compile (see the log), so slower ones for {arch} run."
+        )
+    return f"This PyTorch's NVRTC does not know {best}, so slower kernels for {arch} run."
 
 
 def _called(device: torch.device) -> str:

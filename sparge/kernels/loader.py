@@ -14,7 +14,7 @@ import torch
 from ..errors import KernelBuildError, Unsupported
 from .compile import NvrtcCompiler
 from .cubin import Cubin
-from .device import as_device, capabilities, compiler, cuda_index
+from .device import as_device, capabilities, compiler, cuda_index, pass_over
 from .driver import Kernel
 from .nvrtc import NvrtcNotFoundError
 from .source import read_sources
@@ -22,6 +22,7 @@ from .spec import KernelSpec, native_specs
 from .store import Store, cache_folder, prebuilt_folder
 
 Progress = Callable[[int, int, str], None]
+SpecsOf = Callable[[str], Iterable[KernelSpec]]
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _locks: dict[tuple[KernelSpec, int], threading.Lock] = {}
@@ -46,19 +47,29 @@ def get_kernel(spec: KernelSpec, device_index: int) -> Kernel:
 
 def warm(
     device: torch.device | str | int,
-    specs: Iterable[KernelSpec] | None = None,
+    specs: Iterable[KernelSpec] | SpecsOf = native_specs,
     progress: Progress | None = None,
 ) -> None:
     """Compile what is missing, side by side, and load it. Default: all a user's call can reach.
 
-    ``progress`` is called in this thread with (kernels ready, kernels in all, id of the last).
-    Raises as ``get_kernel`` does.
+    ``specs`` that are a function of the target let the GPU's next one take over where kernels of
+    the first do not compile. ``progress`` is called in this thread with (kernels ready, kernels in
+    all, id of the last). Raises as ``get_kernel`` does.
     """
-    capability = capabilities(device)
-    if not capability.usable:
-        raise Unsupported(capability.reason)
     index = cuda_index(as_device(device))
-    wanted = list(native_specs(capability.arch) if specs is None else specs)
+    while True:
+        capability = capabilities(device)
+        if not capability.usable:
+            raise Unsupported(capability.reason)
+        try:
+            return _get_all(specs(capability.arch) if callable(specs) else specs, index, progress)
+        except KernelBuildError as error:
+            if not callable(specs) or not pass_over(capability.arch, device, error):
+                raise
+
+
+def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:
+    wanted = list(specs)
     with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
         jobs = {pool.submit(get_kernel, spec, index): spec for spec in wanted}
         try:

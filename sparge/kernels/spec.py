@@ -48,13 +48,16 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_86", 86, 86, _OLDEST, 99 * _KIB),
         Arch("sm_89", 89, 89, _OLDEST, 99 * _KIB),
         Arch("sm_90a", 90, 90, _OLDEST, 227 * _KIB),
+        # The code of 8.0 on the same GPUs, for compilers that refuse what only sm_90a has.
+        Arch("sm_90", 90, 80, _OLDEST, 227 * _KIB),
         Arch("sm_100a", 100, 100, (12, 8), 227 * _KIB),
         Arch("sm_103a", 103, 100, (12, 9), 227 * _KIB),
         Arch("sm_120a", 120, 120, (12, 8), 99 * _KIB),
         Arch("sm_121a", 121, 120, (12, 9), 99 * _KIB),
     )
 }
-#: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
+#: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips, and 90 stands
+#: in for 90a.
 RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 #: Attend kernels with persistent blocks, which ``wgmma`` is needed for.
@@ -62,10 +65,10 @@ HOPPER_ENTRIES = (HOPPER_ATTEND, HOPPER_ATTEND_16)
 ENTRIES = ("means", "quantize", "route", "attend", *HOPPER_ENTRIES, "score")
 _WITHOUT_ELEMENT = ("means", "route", "score")
 HEAD_DIMS = (64, 128)
-_HOPPER_PATH = 90
+HOPPER_PATH = 90
 #: E4M3 products in hardware. On sm_90a ``wgmma`` computes them; ``mma.sync`` is emulated there, so
 #: that one GPU tests the code of sm_89 and sm_120a too.
-_E4M3_PATHS = (89, _HOPPER_PATH, 120)
+_E4M3_PATHS = (89, HOPPER_PATH, 120)
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ class KernelSpec:
             raise ValueError(f"arch {self.arch!r} is not one of {', '.join(ARCHS)}")
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim {self.head_dim} is not built: pad to one of {HEAD_DIMS}")
-        if self.entry in HOPPER_ENTRIES and ARCHS[self.arch].path != _HOPPER_PATH:
-            raise ValueError(f"{self.entry} is not built for {self.arch}, which has no wgmma")
+        if self.entry in HOPPER_ENTRIES and ARCHS[self.arch].path != HOPPER_PATH:
+            raise ValueError(f"{self.entry} is not built for {self.arch}: only sm_90a has wgmma")
         if not self.reads_element:
             object.__setattr__(self, "element", Element.INT8_FP16)
         if self.entry in (*_WITHOUT_ELEMENT, "quantize"):
@@ -143,8 +146,10 @@ class AttendPath:
 
 def attend_path(arch: str, element: Element) -> AttendPath:
     """The one place that chooses between the ``mma.sync`` family and the warpgroup kernel."""
-    if ARCHS[arch].path != _HOPPER_PATH:
-        return AttendPath("attend", f"mma.sync: {arch} has no wgmma instruction")
+    target = ARCHS[arch]
+    if target.path != HOPPER_PATH:
+        lacks = "is built without wgmma" if target.number == 90 else "has no wgmma instruction"
+        return AttendPath("attend", f"mma.sync: {arch} {lacks}")
     if element is Element.INT8_FP16:
         return AttendPath("attend", f"mma.sync: no wgmma kernel is built for {element.name}")
     if element is Element.INT8_E4M3:

@@ -11,6 +11,7 @@ The rates are beside those of calls in rates.json, from `python -m benchmarks.sa
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,8 +37,14 @@ UNLIMITED = sys.maxsize
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
-#: waits: .09 s (Flux) to .22 s (CogVideoX-5B) on the host of an H200, .7 to 1.1e-4 a head.
-CHOOSING = 1e-4
+#: waits: .083 s (Flux) and .106 s (CogVideoX-5B) on the host of an H200, beside other work.
+CHOOSING = 6e-5
+#: The same at a later choice: .008 to .010 and .035 to .040 s.
+CHOOSING_ANEW = 1.5e-5
+#: Seconds of a probe: .017 s in the 57 layers of Flux, .014 in the 40 of Wan 480p.
+PROBE = 3e-4
+#: Of each layer, before a later choice.
+PROBES_A_CHOICE = 2
 
 
 @dataclass(frozen=True)
@@ -47,16 +54,26 @@ class SampleRates:
     once: float
     launch: float
     token: float
+    host: SampleRates | None = None
+    """Of the host, which queues some hundred launches for a sample: Flux's take it 4 ms, the GPU
+    .5."""
 
     @classmethod
     def read(cls, fields: Mapping[str, Any] | None) -> SampleRates | None:
-        return None if fields is None else cls(**fields)
+        if fields is None:
+            return None
+        return cls(**{**fields, "host": cls.read(fields.get("host"))})
 
-    def seconds(self, rows: int, walks: int, calls: int = 1) -> float:
-        """rows: heads times tokens. calls: as many query blocks as so many samples measure."""
+    def seconds(self, rows: int, walks: int, calls: int = 1, dense: float = math.inf) -> float:
+        """What a sample makes a dense call longer.
+
+        rows: heads times tokens. calls: as many query blocks as so many samples measure. dense:
+        seconds of the call, in which the GPU does not wait for the host.
+        """
         terms = sample_terms(rows, walks)
         alone = sum(getattr(self, name) * times for name, times in terms.items())
-        return alone * (1 + MORE_BLOCKS * (calls - 1))
+        waiting = 0.0 if self.host is None else self.host.seconds(rows, walks) - dense
+        return max(alone * (1 + MORE_BLOCKS * (calls - 1)), waiting)
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,7 @@ def affordable(
     most: int,
     *,
     dense: float,
+    steps: int = 1,
     samples: int,
     conditionings: int = 1,
     calls: int = 1,
@@ -97,29 +115,40 @@ def affordable(
     Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
     blocks predict worse, and a walk that is not measured is one that no head takes, no more.
 
-    dense: seconds of those calls. shorter: by so many the measured one is where a faster kernel
-    serves it, if that saves more than WORTH_A_PLAN in the run. samples: the first ones of the run,
-    in all layers and conditionings. rows and calls: as in `SampleRates.seconds`.
+    dense: seconds of each of those calls. steps: how many they are. shorter: by so many the
+    measured one is where a faster kernel serves it, if that saves more than WORTH_A_PLAN in the
+    run. samples: the first ones of the run, in all layers and conditionings. rows and calls: as in
+    `SampleRates.seconds`.
     """
     faster = shorter * samples > WORTH_A_PLAN
-    allowed = max(SHARE * dense + faster * shorter, ALWAYS / samples)
-    within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls) <= allowed)
+    allowed = max(SHARE * steps * dense + faster * shorter, ALWAYS / samples)
+    within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls, dense) <= allowed)
     walks = next(within, 1)
-    first = rates.seconds(rows, walks, calls)
-    more = rates.seconds(rows, walks, AGAIN_CALLS) / conditionings
+    first = rates.seconds(rows, walks, calls, dense)
+    more = rates.seconds(rows, walks, AGAIN_CALLS, dense) / conditionings
     again = min(max(0.0, (allowed - first) / more), UNLIMITED)  # allowed may be infinite
     return Afforded(walks, int(again), by_faster_kernel=faster)
 
 
 def pays(
-    rates: SampleRates, rows: int, *, heads: int, samples: int, calls: int, saved: float, steps: int
+    rates: SampleRates,
+    rows: int,
+    *,
+    heads: int,
+    samples: int,
+    calls: int,
+    dense: float,
+    saved: float,
+    steps: int,
+    later: int,
 ) -> bool:
-    """Whether the least that a run can measure, and the first choice from it, take no longer than
-    its sparse steps save. Later choices and probes come on top, but so do savings of samplers that
-    evaluate the model twice a step.
+    """Whether the least that a run can measure, and its choices from it, take no longer than its
+    sparse steps save.
 
     heads: of all layers. samples: those of one step, in all layers and conditionings. saved:
-    seconds by each of its calls. rows and calls: as in `SampleRates.seconds`.
+    seconds by each of its calls. later: choices after the first one. rows, calls and dense: as in
+    `SampleRates.seconds`.
     """
-    cost = samples * rates.seconds(rows, 1, calls) + heads * CHOOSING
+    measuring = rates.seconds(rows, 1, calls, dense) + later * PROBES_A_CHOICE * PROBE
+    cost = samples * measuring + heads * (CHOOSING + later * CHOOSING_ANEW)
     return cost <= samples * saved * steps

@@ -11,9 +11,11 @@ import pytest
 from sparge.errors import KernelBuildError
 from sparge.kernels.compile import NvccCompiler
 from sparge.kernels.source import read_sources
-from sparge.kernels.spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs
+from sparge.kernels.spec import ARCHS, RELEASE_ARCHS, Element, KernelSpec, all_specs, native_specs
 
-SPECS = [spec for arch in RELEASE_ARCHS for spec in all_specs(arch)]
+#: FP16 kernels are those of BF16 but for the type.
+STANDS_IN = [spec for spec in native_specs("sm_90") if spec.element is not Element.FP16]
+SPECS = [*(spec for arch in RELEASE_ARCHS for spec in all_specs(arch)), *STANDS_IN]
 # Static and dynamic shared memory together; the driver keeps 1 KiB of each block's for itself,
 # which the limits of spec.py (what a block may ask for) leave out already.
 WARP = 32

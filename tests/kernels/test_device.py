@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparge.errors import Unsupported
+from sparge.errors import KernelBuildError, Unsupported
 from sparge.kernels import KernelSpec, capabilities, device, driver, get_kernel, warm
-from sparge.kernels.device import SERVED_BY, Capability, arch_for
+from sparge.kernels.device import SERVED_BY, Capability, arch_for, pass_over
 from sparge.kernels.nvrtc import NvrtcNotFoundError
-from sparge.kernels.spec import ARCHS
+from sparge.kernels.spec import ARCHS, Element, attend_path, native_element
+
+REFUSED = KernelBuildError("Kernel k does not compile.", "k.cu(1): error: not today")
 
 
 def _nvrtc(monkeypatch, version, archs=(80, 86, 89, 90, 100, 103, 120, 121)):
@@ -25,6 +28,7 @@ def gpu(monkeypatch):
 
     def plant(capability, cuda="13.0", hip=None, count=1):
         monkeypatch.setattr(device, "_known", {})
+        monkeypatch.setattr(device, "_refused", set())
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(driver, "library", lambda: None)
@@ -81,7 +85,46 @@ def test_a_name_that_is_no_device():
 def test_each_gpu_has_its_target(gpu, capability, arch):
     gpu(capability)
     for where in (0, "cuda", "cuda:0", torch.device("cuda", 0)):
-        assert capabilities(where) == Capability(True, "", arch)
+        found = capabilities(where)
+        assert (found.usable, found.reason, found.arch, found.note) == (True, "", arch, "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "targets"), [pytest.param(*item, id=item[1][0]) for item in SERVED_BY.items()]
+)
+def test_targets_that_do_not_compile_are_passed_over_to_the_last(gpu, caplog, capability, targets):
+    gpu(capability, count=2)
+    for refused, expected in pairwise(targets):
+        assert capabilities(0).fallback == expected
+        assert pass_over(refused, 0, REFUSED)
+        for index in (0, 1):
+            now = capabilities(index)
+            assert (now.usable, now.arch) == (True, expected)
+            assert now.note == (
+                f"The kernels for {targets[0]} did not compile (see the log), so slower ones for "
+                f"{expected} run."
+            )
+        assert f"Kernels for {expected}" in caplog.text and refused in caplog.text
+        assert REFUSED.log in caplog.text
+        assert pass_over(refused, 0, REFUSED), "a thread that found out at the same time"
+    before = capabilities(0)
+    assert before.fallback == ""
+    assert not pass_over(targets[-1], 0, REFUSED)
+    assert capabilities(0) is before
+    assert len(caplog.records) == len(targets) - 1
+
+
+def test_every_path_that_serves_a_gpu_has_a_reason():
+    for arch in {arch for targets in SERVED_BY.values() for arch in targets}:
+        for element in (native_element(arch, False, None), Element.BF16):
+            family = "wgmma" if arch == "sm_90a" else "mma.sync"
+            assert attend_path(arch, element).reason.startswith(f"{family}: ")
+
+
+def test_without_a_compiler_no_target_is_passed_over(gpu, caplog):
+    gpu((9, 0))
+    assert not pass_over("sm_90a", 0, KernelBuildError("NVRTC was not found."))
+    assert capabilities(0).arch == "sm_90a" and not caplog.records
 
 
 def test_every_target_serves_a_gpu():
@@ -164,7 +207,11 @@ def test_an_older_nvrtc_builds_what_it_can(monkeypatch, capability, version, exp
 
 def test_a_target_nvrtc_dropped_is_served_by_the_next(monkeypatch):
     _nvrtc(monkeypatch, (14, 0), archs=(80, 90))
-    assert arch_for((8, 6), "RTX 3090").arch == "sm_80"
+    found = arch_for((8, 6), "RTX 3090")
+    assert (found.arch, found.fallback) == ("sm_80", "")
+    assert (
+        found.note == "This PyTorch's NVRTC does not know sm_86, so slower kernels for sm_80 run."
+    )
 
 
 def test_it_is_asked_once_and_then_cheap(gpu, monkeypatch):

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from sparge.errors import KernelBuildError
-from sparge.kernels import loader
+from sparge.kernels import device, loader
 from sparge.kernels.device import Capability
-from sparge.kernels.spec import KernelSpec, native_specs
+from sparge.kernels.nvrtc import NvrtcNotFoundError
+from sparge.kernels.spec import HOPPER_ENTRIES, KernelSpec, native_specs
 
 SPEC = KernelSpec("means", "sm_90a")
 
@@ -27,7 +28,27 @@ def loads(monkeypatch) -> list[KernelSpec]:
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", load)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
+    monkeypatch.setattr(loader, "pass_over", lambda *_: False)
     return done
+
+
+@pytest.fixture
+def hopper(loads, monkeypatch) -> list[KernelSpec]:
+    """The loads of a GPU whose compiler refuses ``wgmma``."""
+    load = loader._load
+
+    def refuse(spec: KernelSpec, device_index: int) -> object:
+        if spec.entry in HOPPER_ENTRIES:
+            raise KernelBuildError(f"Kernel {spec.id} does not compile.", "no wgmma today")
+        return load(spec, device_index)
+
+    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
+    monkeypatch.setattr(loader, "capabilities", device.capabilities)
+    monkeypatch.setattr(loader, "pass_over", device.pass_over)
+    monkeypatch.setattr(loader, "_load", refuse)
+    return loads
 
 
 def test_a_kernel_is_loaded_once_a_device(loads):
@@ -83,6 +104,37 @@ def test_warm_hands_on_a_failure(loads, monkeypatch):
     assert caught.value.log == "the log"
     monkeypatch.setattr(loader, "_load", lambda spec, index: spec)
     assert loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
+
+
+def test_warm_goes_on_with_the_next_target(hopper, caplog):
+    loader.warm("cuda:0")
+    assert device.capabilities("cuda:0").arch == "sm_90"
+    assert set(native_specs("sm_90")) <= set(hopper)
+    assert "no wgmma today" in caplog.text and len(caplog.records) == 1
+
+
+def test_kernels_that_were_named_have_no_next_target(hopper, caplog):
+    with pytest.raises(KernelBuildError, match="no wgmma today"):
+        loader.warm("cuda:0", native_specs("sm_90a"))
+    assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
+
+
+def test_neither_a_missing_compiler_nor_missing_sources_count(hopper, monkeypatch, caplog):
+    def no_compiler() -> object:
+        raise NvrtcNotFoundError("NVRTC was not found.")
+
+    def no_sources(entry: str) -> object:
+        raise FileNotFoundError(f"csrc has no {entry}.cu")
+
+    assert device.capabilities("cuda:0").fallback == "sm_90"
+    monkeypatch.setattr(loader, "_load", lambda spec, index: loader.load_cubin(spec))
+    monkeypatch.setattr(loader, "read_sources", no_sources)
+    with pytest.raises(FileNotFoundError):
+        loader.warm("cuda:0")
+    monkeypatch.setattr(loader, "compiler", no_compiler)
+    with pytest.raises(KernelBuildError, match="NVRTC was not found"):
+        loader.warm("cuda:0")
+    assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
 
 
 def test_progress_that_raises_cancels_the_rest(loads):

@@ -102,11 +102,20 @@ def test_the_warpgroup_kernel_is_chosen_where_it_runs():
     for arch, element in (
         ("sm_80", Element.BF16),
         ("sm_90a", Element.INT8_FP16),
+        ("sm_90", Element.INT8_FP16),
         ("sm_120a", Element.INT8_E4M3),
     ):
         path = attend_path(arch, element)
         assert path.entry == "attend" and "mma.sync" in path.reason
         assert path.filter_saves
+
+
+def test_hopper_without_its_own_instructions_is_told_from_gpus_that_lack_them():
+    reason = attend_path("sm_90", Element.BF16).reason
+    assert reason == "mma.sync: sm_90 is built without wgmma"
+    assert "sm_100a has no wgmma" in attend_path("sm_100a", Element.BF16).reason
+    with pytest.raises(ValueError, match="only sm_90a has wgmma"):
+        KernelSpec(HOPPER_ATTEND_16, "sm_90", element=Element.BF16)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -126,4 +135,5 @@ def test_native_element():
 
 def test_newer_chips_run_the_code_of_their_family():
     assert KernelSpec("attend", "sm_121a").defines == KernelSpec("attend", "sm_120a").defines
+    assert KernelSpec("attend", "sm_90").defines == KernelSpec("attend", "sm_80").defines
     assert set(RELEASE_ARCHS) < set(ARCHS)

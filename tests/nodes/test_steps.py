@@ -294,3 +294,31 @@ def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_o
     assert measured == [True]
     assert len(steps) == 10
     assert all(call.density is not None and call.density.isfinite().all() for call in steps[-1])
+
+
+def test_a_step_is_worked_out_while_the_one_before_is_computed(
+    load_pack, patch, steps_of, monkeypatch
+):
+    """Where a step begins the GPU waits: only steps that are chosen anew are worked out there."""
+    calibrate, offers = load_pack("sparge.calibrate"), load_pack("sparge.calibrate.offers").Offers
+    at, choices, done = calibrate.StepChoices.at, offers._choices, []
+
+    def noted(self, step):
+        done.append("begin")
+        given = at(self, step)
+        done.append(step)
+        return given
+
+    def worked_out(self, *args):
+        done.append("worked out")
+        return choices(self, *args)
+
+    monkeypatch.setattr(calibrate.StepChoices, "at", noted)
+    monkeypatch.setattr(offers, "_choices", worked_out)
+    steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=([0], [1]))
+    of_run = done[: done.index(5) + 1]
+    expected = []
+    for step in range(6):
+        chosen = step in (0, 3)
+        expected += ["begin", "worked out", step] if chosen else ["worked out", "begin", step]
+    assert of_run == expected

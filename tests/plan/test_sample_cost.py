@@ -14,7 +14,10 @@ from sparge.plan.sample_cost import (
     AGAIN_CALLS,
     ALWAYS,
     CHOOSING,
+    CHOOSING_ANEW,
     MORE_BLOCKS,
+    PROBE,
+    PROBES_A_CHOICE,
     SHARE,
     WORTH_A_PLAN,
     SampleRates,
@@ -97,19 +100,38 @@ def test_heads_are_measured_again_within_the_same_share(
     assert affordable(RATES, ROWS, walks, dense=0.0, samples=1).again, "a short run"
 
 
+@pytest.mark.parametrize("later", [0, 3])
 @pytest.mark.parametrize("calls", [1, 2])
-def test_measuring_pays_where_sparse_steps_save_as_much(calls: int) -> None:
+def test_measuring_pays_where_sparse_steps_save_as_much(calls: int, later: int) -> None:
     heads, samples, saved = 1000, 100, 1.3e-3
     cost = samples * RATES.seconds(ROWS, 1, calls) + heads * CHOOSING
+    cost += later * (samples * PROBES_A_CHOICE * PROBE + heads * CHOOSING_ANEW)
     steps = cost / (samples * saved)
-    run = partial(pays, RATES, ROWS, heads=heads, samples=samples, calls=calls)
+    run = partial(
+        pays, RATES, ROWS, heads=heads, samples=samples, calls=calls, dense=math.inf, later=later
+    )
     assert run(saved=saved, steps=int(steps) + 1) and not run(saved=saved, steps=int(steps))
     assert not run(saved=-saved, steps=1000), "sparse is slower"
 
 
+def test_a_short_call_waits_for_the_host() -> None:
+    host = SampleRates(once=3e-3, launch=1e-3, token=0.0)
+    rates = SampleRates(once=1e-3, launch=1e-3, token=0.0, host=host)
+    assert rates.seconds(ROWS, 2) == pytest.approx(3e-3), "in a call that is long enough"
+    assert rates.seconds(ROWS, 2, dense=1e-3) == pytest.approx(4e-3)
+    assert rates.seconds(ROWS, 2, dense=2.5e-3) == pytest.approx(3e-3)
+    assert rates.seconds(ROWS, 2, calls=2, dense=1e-3) == pytest.approx(4.5e-3), (
+        "the longer of both"
+    )
+    run = partial(affordable, rates, ROWS, 2, samples=MANY, steps=10**4)
+    assert run(dense=4e-3 / SHARE / 10**4).walks == 1
+    waiting = 5e-3 / (1 + SHARE * 10**4)  # where what is left to wait for is just allowed
+    assert run(dense=1.01 * waiting).walks == 2 and run(dense=0.99 * waiting).walks == 1
+
+
 def test_rates_of_samples_may_be_missing() -> None:
     fields = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]["64"]
-    assert Rates.read(fields).sample == SampleRates(**fields["sample"])
+    assert Rates.read(fields).sample == SampleRates.read(fields["sample"])
     del fields["sample"]
     assert Rates.read(fields).sample is None
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An H200 whose compiler refuses Hopper's own kernels: the node runs others, and says so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+GPU, H200 = torch.device("cuda", 0), "NVIDIA H200"
+TOKENS, HEADS = 256, 2
+NOTE = "The kernels for sm_90a did not compile (see the log), so slower ones for sm_90 run."
+
+
+@pytest.fixture
+def refusing(load_pack, monkeypatch):
+    """refusing(*entries): the compiler refuses these. Has the ids of kernels that were loaded."""
+    sparge, device = load_pack("sparge"), load_pack("sparge.kernels.device")
+    loader, warmup = load_pack("sparge.kernels.loader"), load_pack("nodes.warmup")
+    loaded: list[str] = []
+
+    def refuse(*entries):
+        def load(spec, index):
+            if spec.entry in entries:
+                raise sparge.KernelBuildError(f"Kernel {spec.id} does not compile.", "no wgmma")
+            loaded.append(spec.id)
+            return object()
+
+        monkeypatch.setattr(loader, "_load", load)
+        return loaded
+
+    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_ask_cuda", lambda index: device.arch_for((9, 0), H200))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
+    monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(warmup, "_warmups", {})
+    return refuse
+
+
+@pytest.fixture
+def warmed(load_pack):
+    """Why the kernels cannot be used, once the warm-up is over."""
+    return lambda: load_pack("nodes.warmup").warm_up(GPU, print).wait(lambda: None)
+
+
+def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
+    loaded = refusing("attend_hopper")
+    with caplog.at_level("INFO", logger="sparge"):
+        assert warmed() is None
+    capability = load_pack("sparge").capabilities(GPU)
+    assert (capability.arch, capability.note) == ("sm_90", NOTE)
+    wanted = {spec.id for spec in load_pack("nodes.warmup").node_specs("sm_90")}
+    assert wanted <= set(loaded)
+    assert {
+        f"attend-sm_90-d{size}-int8_fp16{pv}" for size in (64, 128) for pv in ("", "-pv")
+    } < wanted
+    passed_over, path = caplog.messages
+    assert "no wgmma" in passed_over and "attend_hopper-sm_90a" in passed_over
+    assert path == ("[Sparge] attention on cuda:0 by mma.sync: sm_90 is built without wgmma")
+
+
+def test_all_is_as_ever_where_all_compiles(load_pack, refusing, warmed, caplog):
+    loaded = refusing()
+    assert warmed() is None and not caplog.records
+    assert all("-sm_90a-" in name for name in loaded)
+    assert load_pack("sparge").capabilities(GPU).note == ""
+
+
+def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, warmed, caplog):
+    refusing("attend_hopper", "attend")
+    assert warmed() == load_pack("nodes.warmup").KERNEL_DID_NOT_COMPILE
+    assert "attend-sm_90-" in caplog.messages[-1]
+
+
+def test_the_filter_is_used_again(load_pack, refusing, warmed):
+    fitted = load_pack("nodes.pv_filter").fitted
+    policy = load_pack("nodes.settings").Settings(pvthreshd=15.0).policy()
+    refusing("attend_hopper")
+    assert not fitted(policy, GPU).pv_filter
+    warmed()
+    assert fitted(policy, GPU) is policy
+
+
+def test_rates_of_the_best_target_no_longer_hold(load_pack, refusing, warmed):
+    worth, plan = load_pack("nodes.worth"), load_pack("sparge.plan.worth")
+    facts = SimpleNamespace(query_tokens=50_000)
+    call = SimpleNamespace(q=torch.empty(0, dtype=torch.bfloat16), facts=facts, head_dim=128)
+    call.q = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    refusing("attend_hopper")
+    assert worth.gpu_name(GPU) == H200 and worth.known_rates(call) is not None
+    warmed()
+    assert worth.gpu_name(GPU) == f"{H200} by sm_90" and worth.known_rates(call) is None
+    assert plan.proportions_for(worth.gpu_name(GPU), 128) is not None, "as for any other GPU"
+    assert worth.gpu_name(torch.device("cpu")) == ""
+
+
+def test_the_report_says_so_once(
+    load_pack, refusing, warmed, monkeypatch, reference_allowed, patcher, session, generator, runs
+):
+    refusing("attend_hopper")
+    warmed()
+    known = load_pack("sparge").capabilities(GPU)
+    monkeypatch.setattr(load_pack("nodes.forward_facts"), "capabilities", lambda device: known)
+    node = load_pack("nodes.sparge_attention").SpargeAttention
+    patched = node.execute(patcher, min_tokens=TOKENS)[0]
+    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+    session(patched).sample(lambda attend: attend(q, q, q, HEADS), [0.9, 0.7, 0.6])
+    assert runs[-1][0].notes.count(NOTE) == 1
+    hook = load_pack("nodes.hook").hook_of(patched)
+    assert load_pack("nodes.report").summary(hook.last).count(NOTE.rstrip(".")) == 1

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call falls back to the next target before it launches anything; on a pretended H200."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sparge
+from sparge import KernelBuildError, Precision, SparsePolicy, kernel_check
+from sparge.kernels import Element, KernelSpec, device, loader
+from sparge.kernels.spec import HOPPER_ATTEND, HOPPER_ATTEND_16, HOPPER_ENTRIES
+
+FP16, E4M3 = int(Element.INT8_FP16), int(Element.INT8_E4M3)
+
+
+class Gpu:
+    """What happens on it, in order: (entry, target) that is loaded, (op, element) that is launched.
+
+    It has every kernel but the ``missing`` (entry, target).
+    """
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, str]] = []
+        self.launched: list[tuple[str, int]] = []
+        self.loads_at_launch: list[int] = []
+        self.missing: set[tuple[str, str]] = set()
+
+    def load(self, spec: KernelSpec, index: int) -> object:
+        kernel = (spec.entry, spec.arch)
+        self.loaded.append(kernel)
+        if kernel in self.missing:
+            raise KernelBuildError(f"Kernel {spec.id} does not compile.", "not today")
+        return object()
+
+    def launch(self, op: str, element: Any) -> None:
+        self.launched.append((op, int(element)))
+        self.loads_at_launch.append(len(self.loaded))
+
+    def ops(self) -> SimpleNamespace:
+        nothing = torch.empty(0)
+
+        def quantize(
+            q: Any, k: Any, v: Any, lengths: Any, smooth: Any, element: int, *_: Any, **__: Any
+        ):
+            self.launch("quantize", element)
+            return nothing
+
+        def route(workspace: Any, sizes: Any, element: int, *_: Any):
+            self.launch("route", element)
+            return nothing, nothing
+
+        def attend(q: Any, workspace: Any, block_map: Any, sizes: Any, element: int, *_: Any):
+            self.launch("attend", element)
+
+        return SimpleNamespace(quantize=quantize, route=route, attend=attend)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(kernel_check, "_built", set())
+    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
+    monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(loader, "_load", gpu.load)
+    pipeline = importlib.import_module("sparge.attention")
+    monkeypatch.setattr(pipeline, "ops", gpu.ops())
+    for module in (pipeline, importlib.import_module("sparge.call"), loader, device):
+        monkeypatch.setattr(module, "capabilities", lambda _: device._learn(0))
+    return gpu
+
+
+def test_the_best_target_serves_where_it_compiles(gpu: Gpu, make_qkv, caplog) -> None:
+    sparge.attention(*make_qkv())
+    kernels = ("means", "quantize", "route", HOPPER_ATTEND)
+    assert sorted(gpu.loaded) == sorted((entry, "sm_90a") for entry in kernels)
+    assert gpu.launched == [(op, E4M3) for op in ("quantize", "route", "attend")]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("missing", [HOPPER_ATTEND, "quantize"])
+def test_a_call_falls_back_before_it_launches_and_once(
+    gpu: Gpu, make_qkv, monkeypatch, caplog, missing: str
+) -> None:
+    gpu.missing = {(missing, "sm_90a")}
+    sparge.attention(*make_qkv())
+    assert gpu.launched == [(op, FP16) for op in ("quantize", "route", "attend")]
+    assert set(gpu.loads_at_launch) == {len(gpu.loaded)}, "all loads come before all launches"
+    on_stand_in = [entry for entry, arch in gpu.loaded if arch == "sm_90"]
+    assert sorted(on_stand_in) == ["attend", "means", "quantize", "route"]
+    assert "not today" in caplog.text and len(caplog.records) == 1
+    loads = len(gpu.loaded)
+    monkeypatch.setattr(kernel_check, "warm", None)
+    sparge.attention(*make_qkv())
+    sparge.attention_partials(*make_qkv())
+    assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {FP16}
+
+
+def test_what_was_built_is_looked_up(gpu: Gpu, make_qkv, monkeypatch) -> None:
+    sparge.attention(*make_qkv())
+    monkeypatch.setattr(kernel_check, "warm", None)
+    sparge.attention(*make_qkv(heads=3, tokens=300))
+    with pytest.raises(TypeError, match="not callable"):
+        sparge.attention(*make_qkv(head_dim=128))
+
+
+def test_only_kernels_of_the_call_are_asked_for(gpu: Gpu, make_qkv) -> None:
+    gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
+    q, k, v = make_qkv()
+    sparge.attention(q, k, v)
+    sparge.make_plan(q, k, SparsePolicy(precision=Precision.SIXTEEN_BIT))
+    assert device._learn(0).arch == "sm_90a"
+    sparge.attention(q, k, v, SparsePolicy(precision=Precision.SIXTEEN_BIT))
+    assert device._learn(0).arch == "sm_90" and gpu.loaded[-1][1] == "sm_90"
+
+
+def test_where_no_target_compiles_the_compiler_is_heard(gpu: Gpu, make_qkv) -> None:
+    gpu.missing = {("attend", "sm_90"), *((entry, "sm_90a") for entry in HOPPER_ENTRIES)}
+    with pytest.raises(KernelBuildError, match="attend-sm_90-d64-int8_fp16") as caught:
+        sparge.attention(*make_qkv())
+    assert caught.value.log == "not today" and not gpu.launched
+    assert device._learn(0).usable and device._learn(0).arch == "sm_90"
