@@ -15,7 +15,6 @@ from sparge.calibrate.spread import ROW_STEP
 from .limits import Ceilings, read_ceilings
 from .png import write_png
 from .sample_table import samples_table
-from .shapes import SHAPES
 from .speed_plot import picture_name, pictures
 from .speed_table import OURS, TITLES, table, tables
 from .timing import ROOT, read_rows
@@ -27,7 +26,6 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 SAMPLES = "h200_samples.jsonl"
-CROSSOVER = "h200_crossover.jsonl"
 #: Of `benchmarks.comfyui_call`: on one host, second runs there, and on three others.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
 OTHER_HOSTS = tuple(f"h200_comfyui_{name}_host.jsonl" for name in ("faster", "slower", "slowest"))
@@ -121,19 +119,6 @@ def _about_limits() -> str:
     )
 
 
-def _flux_without_the_host() -> str:
-    """What flux1k's calls with budgets take the GPU, and dense ones by cuDNN."""
-    flux = SHAPES["flux1k"]
-    sizes = {"tokens": flux.tokens, "heads": flux.heads, "head_dim": flux.head_dim}
-    rows = [row for row in read(CROSSOVER) if sizes.items() <= row.items()]
-    ours = [row["ms"] for row in rows if row["case"] == "auto" and row["asked_density"] < 1]
-    dense = next(row for row in rows if row["case"] == "cudnn")
-    return (
-        f"{min(ours):.2f} to {max(ours):.2f} ms with budgets, where cuDNN takes {dense['ms']:.2f} "
-        f"(at a model's clocks, commit {dense['commit']})"
-    )
-
-
 def _commits(name: str) -> str:
     """Those of a file's rows."""
     return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
@@ -165,10 +150,10 @@ def section(
         "it and are timed together, leave of a call; 100 % is that of `ours`, dense.\n"
     )
     about_others = (
-        "flux1k's sparse calls are as long as the host takes to queue them. Their kernels take "
-        f"{_flux_without_the_host()}, and in a model the host runs ahead; its text alone makes 20 "
-        "and 10 % one density. SageAttention 2 and upstream's SpargeAttn have no wheels for this "
-        "GPU on PyPI and were not run.\n"
+        "The host takes some .4 ms to queue a sparse call, longer than some of flux1k's are: here "
+        "and in a model it does so ahead. flux1k's text alone makes 20 and 10 % with budgets one "
+        "density. SageAttention 2 and upstream's SpargeAttn have no wheels for this GPU on PyPI "
+        "and were not run.\n"
     )
     folder = RESULTS.relative_to(ROOT).as_posix()
     shown = [
@@ -179,7 +164,7 @@ def section(
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
         "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
         f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
-        "medians, as the first sparse call takes longer. Other hosts were 1 % faster to 3 % slower "
+        "medians, as the first sparse call takes longer. Other hosts were 2 % faster to 4 % slower "
         f"({', '.join(f'`{name}`, commit {_commits(name)}' for name in OTHER_HOSTS)}, beside "
         f"`benchmarks/results/{CALLS}`, which has every call):\n"
     )
@@ -196,8 +181,8 @@ def section(
     about_measuring = (
         "In ComfyUI the first sample of a process takes .1 to .2 s longer, in which kernels are "
         f"loaded; the others take what they do above, looked at in {_again(again)}. Later choices "
-        "take a third of the first one's time, or nearly all of it where heads were measured "
-        "again. Of the models of the table before, with that first sample:\n"
+        "take an eighth to a third of the first one's time, or nearly all of it where heads were "
+        "measured again. Of the models of the table before, with that first sample:\n"
     )
     about = [about_calls]
     if any(row["peer"] == OURS for row in calls):
