@@ -2,7 +2,7 @@
 """Seconds and memory of a denoising call in real ComfyUI, without the node and with it.
 
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,flux] [--topk 0.5 0.2]
-    [--mode "auto budget"] [--residual .5] [--again]
+    [--mode "auto budget"] [--residual .5] [--again] [--start-percent .2]
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --mode "auto quality" --quality high fast
 COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
 
@@ -10,6 +10,8 @@ The models have random weights, and the sampler is ComfyUI's own: Euler at cfg 1
 step. start_percent is 0, so that every call that can be is sparse; in an auto mode the first one is
 dense and measured. Such a short run would save on walks through the tokens, or stay dense: here
 every walk is measured however short the run is, as in runs with the usual share of dense steps.
+Another --start-percent makes a user's run of it, in which the node decides how much it measures,
+and whether that pays: compare run_seconds, with --repeats 19 and --again.
 
 seconds_per_call is the median of all calls but the first. In an auto mode calibration_s is what
 samples of the heads took in each of the calls, choosing_s what choosing for them did (both are part
@@ -75,6 +77,7 @@ def timed(sampled: list[Sampled], dense: Sampled | None) -> dict[str, Any]:
     line: dict[str, Any] = {
         "seconds_per_call": round(per_call(last), 4),
         "seconds": [round(seconds, 4) for seconds in last.seconds],
+        "run_seconds": round(sum(last.seconds), 4),
     }
     if len(sampled) > 1:
         line["first_run_seconds"] = [round(seconds, 4) for seconds in sampled[0].seconds]
@@ -133,6 +136,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="manual", help="of the node: manual, auto budget ...")
     parser.add_argument("--quality", nargs="+", default=["balanced"], help="of auto quality")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
+    parser.add_argument("--start-percent", type=float, default=0.0)
     parser.add_argument("--residual", type=float, help="share, in an auto mode")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls after one untimed")
     parser.add_argument("--again", action="store_true", help="each run twice; see above")
@@ -152,7 +156,8 @@ def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     host = Host(os.environ["COMFYUI_DIR"])
-    host.measure_in_any_case()
+    if not args.start_percent:
+        host.measure_in_any_case()
     on_gpu = host.device.type == "cuda"
     args.dtype = torch.bfloat16 if on_gpu else torch.float32
     facts = {

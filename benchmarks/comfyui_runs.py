@@ -33,8 +33,13 @@ def node_runs(args: argparse.Namespace, *, profiles: bool) -> Iterator[NodeRun]:
 
 
 def _measured(args: argparse.Namespace) -> Iterator[NodeRun]:
-    """Every step sparse: the share of dense steps is the user's choice."""
-    common = {"mode": args.mode, "pvthreshd": args.pvthreshd, "start_percent": 0.0}
+    """As a rule every step is sparse: the share of dense steps is the user's choice."""
+    common = {
+        "mode": args.mode,
+        "pvthreshd": args.pvthreshd,
+        "start_percent": args.start_percent,
+    }
+    short = args.start_percent > 0  # a run that may not pay for measuring
     if args.tiny:
         common["min_tokens"] = 100
     if args.mode == AUTO_QUALITY:
@@ -45,4 +50,4 @@ def _measured(args: argparse.Namespace) -> Iterator[NodeRun]:
     kind = "topk" if args.mode == "manual" else args.mode
     for topk in args.topk:
         name = f"{kind} {topk:g}, pvthreshd {args.pvthreshd:g}"
-        yield NodeRun(name, {**common, "topk": topk})
+        yield NodeRun(name, {**common, "topk": topk}, may_stay_dense=short)

@@ -26,9 +26,11 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 SAMPLES = "h200_samples.jsonl"
-#: Of `benchmarks.comfyui_call`: on one host, second runs there, and on three others.
+#: Of `benchmarks.comfyui_call`: on one host, second runs there, and on others.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
-OTHER_HOSTS = tuple(f"h200_comfyui_{name}_host.jsonl" for name in ("faster", "slower", "slowest"))
+OTHER_HOSTS = tuple(
+    f"h200_comfyui_{name}_host.jsonl" for name in ("fastest", "faster", "slower", "slowest")
+)
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",

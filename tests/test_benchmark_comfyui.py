@@ -93,6 +93,11 @@ def test_runs_of_a_target_are_named_by_quality_and_ignore_topk() -> None:
     assert [run.name.split(", ")[-1] for run in three[1:]] == ["high", "balanced", "fast"]
 
 
+def test_a_users_run_may_stay_dense() -> None:
+    _, run = runs("--mode", "auto budget", "--start-percent", "0.2")
+    assert run.widgets is not None and run.widgets["start_percent"] == 0.2 and run.may_stay_dense
+
+
 def test_manual_has_no_residual(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--residual", "0.5"])
@@ -110,6 +115,7 @@ def test_a_line_without_the_node_has_no_calibration() -> None:
     assert timed([sampled([3.0, 2.0, 1.5, 1.0])], None) == {
         "seconds_per_call": 1.5,
         "seconds": [3.0, 2.0, 1.5, 1.0],
+        "run_seconds": 7.5,
         "weights_gib": 1.0,
         "peak_gib": 2.0,
     }
