@@ -116,5 +116,5 @@ def profile_of(
     if not choices:
         return None
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    tables = {table_of(shape): found for shape, found in choices.items()}
+    tables = {table_of(shape): found.worked_out() for shape, found in choices.items()}
     return Profile(model, tables, aim.kind, aim.value, created, notes)

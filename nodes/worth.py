@@ -93,8 +93,10 @@ def affordable(
     sizes = _of_one_entry(call)
     kernel, samples = call.dense_kernel(), layers * conditionings
     dense, own = rates.dense_seconds(sizes, kernel), known_rates(call)
+    # Slower GPUs wait less for the host, if at all.
+    sample = rates.sample if own is not None else replace(rates.sample, host=None)
     afforded = sample_cost.affordable(
-        rates.sample,
+        sample,
         sizes.rows,
         most,
         dense=dense,

@@ -130,7 +130,9 @@ def attention(
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
         ValueError: shapes, dtypes or devices do not fit together.
-        KernelBuildError: a kernel compiles for no target of this GPU; ``log`` says why.
+        KernelBuildError: a kernel does not compile, and no other target can take over: there is
+            none, calls use this one already, or torch.compile traced the call (call
+            ``sparge.kernels.warm(device)`` before); ``log`` says why.
     """
     call = make_call(
         q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget
@@ -208,7 +210,8 @@ def attention_partials(
 
 
 def _has_kernels(call: Call) -> bool:
-    """Where another target could take over, they are built here: before the first launch."""
+    """Where another target could take over, they are built here: before the first launch. Not while
+    torch.compile traces: such a call goes by the target of the moment."""
     capability = capabilities(call.q.device)
     if capability.fallback and not torch.compiler.is_compiling():
         build_kernels(call, capability.arch)

@@ -19,7 +19,7 @@ _built: set[Hashable] = set()
 def build_kernels(call: Call, arch: str) -> None:
     """For ``arch``, the target of the moment, or the next one whose kernels compile.
 
-    A set is looked into where that was done before. Raises KernelBuildError where no target's do.
+    A set is looked into where that was done before. Raises KernelBuildError as `warm` does.
     """
     q, policy, plans = call.q, call.policy, call.v is None
     kind = (arch, q.device, q.dtype, int(q.shape[3]), policy.precision, policy.pv_filter, plans)

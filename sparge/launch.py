@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import Unsupported
 from .kernels import Element, KernelSpec, capabilities, get_kernel
+from .kernels.device import use
 from .kernels.params import (
     AttendParams,
     MeansParams,
@@ -334,6 +335,7 @@ def queue(
     capability = capabilities(device)
     if not capability.usable:
         raise Unsupported(capability.reason)
+    use(capability.arch, device)  # also of traced calls, whose kernels nobody asked for before
     spec = KernelSpec(entry, capability.arch, shape.head_dim, element, pv_filter)
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream

@@ -66,6 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(kernel_check, "_built", set())
     monkeypatch.setattr(device, "_known", {})
     monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_in_use", set())
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", gpu.load)
@@ -112,12 +113,21 @@ def test_what_was_built_is_looked_up(gpu: Gpu, make_qkv, monkeypatch) -> None:
 
 def test_only_kernels_of_the_call_are_asked_for(gpu: Gpu, make_qkv) -> None:
     gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
+    sixteen_bit = SparsePolicy(precision=Precision.SIXTEEN_BIT)
     q, k, v = make_qkv()
+    sparge.make_plan(q, k, sixteen_bit)
     sparge.attention(q, k, v)
-    sparge.make_plan(q, k, SparsePolicy(precision=Precision.SIXTEEN_BIT))
     assert device._learn(0).arch == "sm_90a"
-    sparge.attention(q, k, v, SparsePolicy(precision=Precision.SIXTEEN_BIT))
-    assert device._learn(0).arch == "sm_90" and gpu.loaded[-1][1] == "sm_90"
+
+
+def test_a_target_that_calls_use_stays(gpu: Gpu, make_qkv) -> None:
+    """What began on it could not end on another: operand types and layouts differ."""
+    gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
+    sixteen_bit = SparsePolicy(precision=Precision.SIXTEEN_BIT)
+    sparge.attention(*make_qkv())
+    with pytest.raises(KernelBuildError, match=HOPPER_ATTEND_16):
+        sparge.attention(*make_qkv(), policy=sixteen_bit)
+    assert device._learn(0).arch == "sm_90a" and {each for _, each in gpu.launched} == {E4M3}
 
 
 def test_where_no_target_compiles_the_compiler_is_heard(gpu: Gpu, make_qkv) -> None:

@@ -65,5 +65,9 @@ class Alternating:
         """After so many sparse steps: those that ran, for nodes that cache results skip some."""
         return self.dropping if before % 2 else self.pooling
 
+    def worked_out(self) -> Alternating:
+        """The same without what it is worked out from."""
+        return Alternating.of(self.pooling, self.dropping)
+
     def each(self, change: Callable[[HeadChoices], HeadChoices]) -> Alternating:
         return Alternating(lambda dropping: change(self.dropping if dropping else self.pooling))

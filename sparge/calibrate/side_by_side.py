@@ -21,7 +21,7 @@ def side_by_side(
     work: Callable[[slice], tuple[NDArray[Any], ...]], layers: int
 ) -> tuple[NDArray[Any], ...]:
     """What `work` gives of slices of so many layers, which is the first axis of each array."""
-    threads = min(MOST_THREADS, os.cpu_count() or 1, layers)
+    threads = max(1, min(MOST_THREADS, os.cpu_count() or 1, layers))
     edges = np.linspace(0, layers, threads + 1).round().astype(int).tolist()
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(work, map(slice, edges[:-1], edges[1:])))

@@ -48,7 +48,8 @@ class Capability:
 _NVIDIA_ONLY = "the kernels are NVIDIA machine code."
 _known: dict[int, Capability] = {}
 _refused: set[str] = set()
-#: Held while either of them changes: what is known never lags behind what was refused.
+_in_use: set[str] = set()
+#: Held while any of them changes: what is known never lags behind what was refused.
 _lock = threading.RLock()
 
 
@@ -74,7 +75,8 @@ def pass_over(arch: str, device: torch.device | str | int, why: KernelBuildError
     """Whether another target serves ``device`` from now on; a kernel of ``arch`` fails to build.
 
     ``arch`` is then left out for all GPUs until this process ends. False where no other is left,
-    or no compiler was there to refuse anything: ``why`` is for whoever asked, then.
+    calls use this one already (`use`), or no compiler was there to refuse anything: ``why`` is for
+    whoever asked, then.
     """
     if not why.log:
         return False
@@ -82,12 +84,24 @@ def pass_over(arch: str, device: torch.device | str | int, why: KernelBuildError
         now = capabilities(device)
         if now.arch != arch:
             return now.usable  # another thread found out before
-        if not now.fallback:
+        if not now.fallback or arch in _in_use:
             return False
         _refused.add(arch)
         _known.clear()
     logger.warning("Kernels for %s, slower ones, replace those for %s. %s", now.fallback, arch, why)
     return True
+
+
+def use(arch: str, device: torch.device | str | int) -> bool:
+    """Whether ``arch`` still serves ``device``, and then does until this process ends: targets
+    differ in operand types and layouts, so a call that began on one cannot end on another."""
+    if arch in _in_use:
+        return True
+    with _lock:
+        if capabilities(device).arch != arch:
+            return False
+        _in_use.add(arch)
+        return True
 
 
 def as_device(device: torch.device | str | int) -> torch.device:

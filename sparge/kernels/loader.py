@@ -14,7 +14,7 @@ import torch
 from ..errors import KernelBuildError, Unsupported
 from .compile import NvrtcCompiler
 from .cubin import Cubin
-from .device import as_device, capabilities, compiler, cuda_index, pass_over
+from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
 from .driver import Kernel
 from .nvrtc import NvrtcNotFoundError
 from .source import read_sources
@@ -53,8 +53,8 @@ def warm(
     """Compile what is missing, side by side, and load it. Default: all a user's call can reach.
 
     ``specs`` that are a function of the target let the GPU's next one take over where kernels of
-    the first do not compile. ``progress`` is called in this thread with (kernels ready, kernels in
-    all, id of the last). Raises as ``get_kernel`` does.
+    the first do not compile, unless calls use it already. ``progress`` is called in this thread
+    with (kernels ready, kernels in all, id of the last). Raises as ``get_kernel`` does.
     """
     index = cuda_index(as_device(device))
     while True:
@@ -62,10 +62,13 @@ def warm(
         if not capability.usable:
             raise Unsupported(capability.reason)
         try:
-            return _get_all(specs(capability.arch) if callable(specs) else specs, index, progress)
+            _get_all(specs(capability.arch) if callable(specs) else specs, index, progress)
         except KernelBuildError as error:
             if not callable(specs) or not pass_over(capability.arch, device, error):
                 raise
+        else:
+            if use(capability.arch, device) or not callable(specs):
+                return
 
 
 def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:

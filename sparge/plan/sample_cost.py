@@ -6,7 +6,9 @@ With H heads of one batch entry, N tokens, and so many walks:
 
     sample = once + walks (launch + token H N)
 
-The rates are beside those of calls in rates.json, from `python -m benchmarks.sample_cost --fit`.
+on the GPU; of the host likewise, and where that takes longer than the dense call and the GPU, the
+GPU waits. The rates are beside those of calls in rates.json, from
+`python -m benchmarks.sample_cost --fit`.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def without_wgmma(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
     monkeypatch.setattr(device, "_known", {})
     monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_in_use", set())
     monkeypatch.setattr(kernel_check, "_built", set())
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "load_cubin", refuse)

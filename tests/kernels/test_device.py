@@ -10,7 +10,7 @@ import torch
 
 from sparge.errors import KernelBuildError, Unsupported
 from sparge.kernels import KernelSpec, capabilities, device, driver, get_kernel, warm
-from sparge.kernels.device import SERVED_BY, Capability, arch_for, pass_over
+from sparge.kernels.device import SERVED_BY, Capability, arch_for, pass_over, use
 from sparge.kernels.nvrtc import NvrtcNotFoundError
 from sparge.kernels.spec import ARCHS, Element, attend_path, native_element
 
@@ -29,6 +29,7 @@ def gpu(monkeypatch):
     def plant(capability, cuda="13.0", hip=None, count=1):
         monkeypatch.setattr(device, "_known", {})
         monkeypatch.setattr(device, "_refused", set())
+        monkeypatch.setattr(device, "_in_use", set())
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(driver, "library", lambda: None)
@@ -112,6 +113,20 @@ def test_targets_that_do_not_compile_are_passed_over_to_the_last(gpu, caplog, ca
     assert not pass_over(targets[-1], 0, REFUSED)
     assert capabilities(0) is before
     assert len(caplog.records) == len(targets) - 1
+
+
+def test_a_target_in_use_is_not_passed_over(gpu):
+    gpu((9, 0))
+    assert not use("sm_90", 0), "another one serves"
+    assert use("sm_90a", 0) and use("sm_90a", 0)
+    assert not pass_over("sm_90a", 0, REFUSED)
+    assert capabilities(0).arch == "sm_90a"
+
+
+def test_a_target_that_was_passed_over_is_not_used(gpu):
+    gpu((9, 0))
+    assert pass_over("sm_90a", 0, REFUSED)
+    assert not use("sm_90a", 0) and use("sm_90", 0)
 
 
 def test_every_path_that_serves_a_gpu_has_a_reason():

@@ -29,6 +29,7 @@ def loads(monkeypatch) -> list[KernelSpec]:
     monkeypatch.setattr(loader, "_load", load)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
     monkeypatch.setattr(loader, "pass_over", lambda *_: False)
+    monkeypatch.setattr(loader, "use", lambda *_: True)
     return done
 
 
@@ -44,9 +45,11 @@ def hopper(loads, monkeypatch) -> list[KernelSpec]:
 
     monkeypatch.setattr(device, "_known", {})
     monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_in_use", set())
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "capabilities", device.capabilities)
     monkeypatch.setattr(loader, "pass_over", device.pass_over)
+    monkeypatch.setattr(loader, "use", device.use)
     monkeypatch.setattr(loader, "_load", refuse)
     return loads
 

@@ -116,6 +116,20 @@ def test_other_gpus_go_by_the_proportions_of_the_measured_one(
     assert node.known_rates(call) is None and node.slower_reason(call, 1.0, False, None) is None
 
 
+def test_a_short_call_waits_for_the_host_where_rates_are_its_own(load_pack, call_of, monkeypatch):
+    """Elsewhere nothing is known of it: a slower GPU may never wait."""
+    node = load_pack("nodes.worth")
+    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
+    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 32, 8192, 64)
+    walks = {}
+    for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090"):
+        monkeypatch.setattr(node, "gpu_name", lambda device, gpu=gpu: gpu)
+        run = {"layers": 28, "dense_steps": 4, "sparse_steps": 16}
+        walks[gpu] = node.affordable(call_of(q, q, q), 2, 2, 1, 0.2, **run).walks
+    assert list(walks.values()) == [1, 2]
+
+
 def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
     sample_of(0.08)
     both = (torch.zeros(2, HEADS, TOKENS, 64),) * 3

@@ -32,6 +32,7 @@ def refusing(load_pack, monkeypatch):
 
     monkeypatch.setattr(device, "_known", {})
     monkeypatch.setattr(device, "_refused", set())
+    monkeypatch.setattr(device, "_in_use", set())
     monkeypatch.setattr(device, "_ask_cuda", lambda index: device.arch_for((9, 0), H200))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
     monkeypatch.setattr(loader, "_kernels", {})
