@@ -110,7 +110,7 @@ def affordable(
         return afforded
     sparsest = rates.sparse.seconds(_of_one_entry(call, pooled=1.0), least)
     pays = sample_cost.pays(
-        rates.sample,
+        sample,
         sizes.rows,
         heads=layers * call.head_count,
         samples=samples,

@@ -205,7 +205,7 @@ class StepChoices:
         then: call it while the GPU has work left. With only what its own step gets left to do, and
         layers in threads, a first choice holds CogVideoX-5B up for .106 s instead of .165, Flux for
         .083 instead of .132, a later one for .037 and .009 instead of .070 and .027 (host of an
-        H200, beside other work)."""
+        H200, beside other work; b6593ad and b65bba0)."""
         if step < self._end and not self.is_due(step):
             self._of(step)
 

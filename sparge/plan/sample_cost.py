@@ -39,7 +39,8 @@ UNLIMITED = sys.maxsize
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
-#: waits: .083 s (Flux) and .106 s (CogVideoX-5B) on the host of an H200, beside other work.
+#: waits: .083 s (Flux) and .106 s (CogVideoX-5B) on the host of an H200, beside other work; here
+#: and below at b6593ad, but Wan's at b65bba0.
 CHOOSING = 6e-5
 #: The same at a later choice: .008 to .010 and .035 to .040 s.
 CHOOSING_ANEW = 1.5e-5
