@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,17 +23,23 @@ OURS, OURS_BUDGETS, OURS_SPREAD = "ours", "ours, budgets", "ours, budgets spread
 
 
 def errors(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan | None
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan | None,
+    heads: Iterable[int] = (),
+    blocks: int = SAMPLED_BLOCKS,
 ) -> tuple[float, float]:
-    """Relative L1 and L2 on a few query blocks of two heads.
+    """Relative L1 and L2 on a few query blocks of `heads`, else of the first and the last one.
 
     Raises RuntimeError where the result is not finite: a time of it would mean nothing.
     """
     tokens = q.shape[2]
-    blocks = block_count(tokens, QUERY_BLOCK)
+    all_blocks = block_count(tokens, QUERY_BLOCK)
     got, truth = [], []
-    for head in {0, q.shape[1] - 1}:
-        for block in {blocks * i // SAMPLED_BLOCKS for i in range(SAMPLED_BLOCKS)}:
+    for head in heads or {0, q.shape[1] - 1}:
+        for block in {all_blocks * i // blocks for i in range(blocks)}:
             rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
             keys = slice(None)
             if plan is not None:
