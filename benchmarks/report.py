@@ -26,6 +26,8 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 SAMPLES = "h200_samples.jsonl"
+#: Of `benchmarks.attend_errors`.
+ERRORS = "h200_errors.jsonl"
 #: Of `benchmarks.comfyui_call`: on one host, second runs there, and on others.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
 OTHER_HOSTS = tuple(
@@ -121,6 +123,23 @@ def _about_limits() -> str:
     )
 
 
+def errors_beside_portable(data: str) -> list[float]:
+    """Relative L2 errors of Hopper's attend kernel, in those of the portable one."""
+    return [
+        row["wgmma_rel_l2"] / row["mma_sync_rel_l2"] for row in read(ERRORS) if row["data"] == data
+    ]
+
+
+def _about_errors() -> str:
+    drift, noise = (errors_beside_portable(data) for data in ("drift", "noise"))
+    return (
+        "These kernels err as the portable one does with the same operands (`mma.sync`, INT8 and "
+        f"E4M3): on the inputs of the tables by {min(drift):.3f} to {max(drift):.3f} times as much "
+        f"(relative L2, `ours` and `ours, budgets`, commit {_commits(ERRORS)}), on noise, where no "
+        f"error averages out, by {min(noise):.3f} to {max(noise):.3f}.\n"
+    )
+
+
 def _commits(name: str) -> str:
     """Those of a file's rows."""
     return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
@@ -186,7 +205,7 @@ def section(
         "take an eighth to a third of the first one's time, or nearly all of it where heads were "
         "measured again. Of the models of the table before, with that first sample:\n"
     )
-    about = [about_calls]
+    about = [about_calls, _about_errors()]
     if any(row["peer"] == OURS for row in calls):
         about.append(about_budgets)
     if any("stages" in row for row in calls):

@@ -22,7 +22,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*_crossover.jsonl"))
 KINDS = sorted(json.loads(RATES_FILE.read_text(encoding="utf-8")))
 Row = dict[str, Any]
 ROUNDED = 0.005  # the margin is written with two digits
-LONG_MS = 10
+LONG_MS = 20
 MADE = Rates(
     SparseRates(2e-5, 3e-5, 2e-5, 1e-9, 5e-13, 5e-14, 2e-10),
     {"cudnn": DenseRates(1e-5, 8e-6, 8e-13), "flash": DenseRates(1e-5, 5e-6, 1.2e-12)},
@@ -189,8 +189,9 @@ def test_no_call_is_sparse_that_dense_would_serve_faster(gpu: str) -> None:
 
 def promises() -> Iterator[tuple[float, Row]]:
     """Rows of h200.json, and what the rates promise of their milliseconds, as a share. They are of
-    calls in a row. Those of LONG_MS and more bring the GPU to its power limit by themselves, as a
-    model does; shorter ones are up to 1.4 times as fast as in a model."""
+    20 calls in a row. Those of LONG_MS and more, .4 s together, bring the GPU to its power limit,
+    as a model does; the shorter ones are, the faster than in a model: up to 1.12 times from 12 to
+    16 ms, 1.35 times at 1 ms."""
     known = json.loads(RATES_FILE.read_text(encoding="utf-8"))["NVIDIA H200"]["head_dims"]
     for row in read_rows(ROOT / "benchmarks/results/h200.json"):
         if row["peer"] not in OURS or "ms" not in row:
@@ -211,14 +212,11 @@ def test_no_call_is_slower_than_its_promise() -> None:
         assert promised >= 0.9, row
 
 
-@pytest.mark.xfail(
-    reason="Means, quantize and route take 9 to 24 % less than when the rates were measured "
-    "(86abb0a), so some calls may stay dense that would gain: run python -m benchmarks.crossover."
-)
-def test_kernels_that_changed_want_new_rates() -> None:
+def test_promises_are_not_far_above_what_calls_take() -> None:
+    """Else calls stay dense that would gain: kernels that got faster want new rates."""
     long = [(promised, row) for promised, row in promises() if row["ms"] >= LONG_MS]
     short = [(promised, row) for promised, row in promises() if row["ms"] < LONG_MS]
-    assert len(long) > 40 and len(short) > 40
+    assert len(long) > 30 and len(short) > 60
     for most, rows in ((1.1, long), (1.4, short)):
         for promised, row in rows:
             assert promised <= most, row

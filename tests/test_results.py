@@ -67,12 +67,19 @@ def test_pictures_are_generated(tmp_path: Path) -> None:
 
 
 def test_each_figure_says_where_it_was_measured() -> None:
-    for name in (report.SPEEDS, "h200_comfyui.jsonl", "h200_memory.jsonl"):
+    for name in (report.SPEEDS, report.ERRORS, "h200_comfyui.jsonl", "h200_memory.jsonl"):
         for row in report.read(name):
             assert row["gpu"] and row["commit"]
 
 
-def test_tables_hold_times_limits_and_shares() -> None:
+def test_hopper_errs_as_the_portable_kernel_does() -> None:
+    """Rounding P and its sums alike gains on data with structure, fixed point loses on noise."""
+    shapes = {row["shape"] for row in report.read(report.ERRORS)}
+    assert shapes == set(speed_table.TITLES)
+    for data, most in (("drift", 1.001), ("noise", 1.01)):
+        found = report.errors_beside_portable(data)
+        assert len(found) == len(shapes) * 2 * len(DENSITIES)
+        assert max(found) <= most
     text = speed_table.tables(some_rows(), MOST)
     wanted = ["30.0", "15.0", "9.00", "6.00", "3.00", "0.0020 (dense)"]
     assert cells(text, "ours") == [wanted, wanted]
