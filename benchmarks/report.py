@@ -28,11 +28,10 @@ LIMITS = "h200_limits.json"
 SAMPLES = "h200_samples.jsonl"
 #: Of `benchmarks.attend_errors`.
 ERRORS = "h200_errors.jsonl"
-#: Of `benchmarks.comfyui_call`: on one host, second runs there, and on others.
+#: Of `benchmarks.comfyui_call`: on one GPU, second runs there, on others by their number, and as a
+#: user starts them.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
-OTHER_HOSTS = tuple(
-    f"h200_comfyui_{name}_host.jsonl" for name in ("fastest", "faster", "slower", "slowest")
-)
+OTHERS, RUNS = "h200_comfyui_others.jsonl", "h200_comfyui_runs.jsonl"
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",
@@ -66,6 +65,34 @@ def comfyui(rows: list[dict[str, Any]]) -> str:
         for model in shapes
     ]
     return table(["one denoising call, seconds", *CONFIGS], lines)
+
+
+def _others() -> str:
+    """Seconds of a call of the last of CONFIGS and of the default, from the fastest default on."""
+    pairs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read(OTHERS):
+        of_model = pairs.setdefault(row["model"], {})
+        of_model.setdefault(row["gpu_number"], {})[row["config"]] = row["seconds_per_call"]
+    described = []
+    for model, by_gpu in pairs.items():
+        found = sorted((each[CONFIGS[0]], each[CONFIGS[-1]]) for each in by_gpu.values())
+        listed = ", ".join(f"{_cell(ours)} ({_cell(default)})" for default, ours in found)
+        described.append(f"{model} {listed}")
+    return "; ".join(described)
+
+
+def _runs_of_users() -> str:
+    """Seconds of all steps, of the default and of the last of CONFIGS, which may stay dense."""
+    steps: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in read(RUNS):
+        steps.setdefault((row["model"], len(row["seconds"])), {})[row["config"]] = row
+    described = []
+    for (model, count), rows in sorted(steps.items()):
+        default, ours = (rows[config] for config in (CONFIGS[0], CONFIGS[-1]))
+        stays = "" if ours["sparse_calls"] else ", as it stays dense"
+        times = f"{_cell(default['run_seconds'])} and {_cell(ours['run_seconds'])} s{stays}"
+        described.append(f"{model}, {count} steps, default and {CONFIGS[-1]}: {times}")
+    return "; ".join(described)
 
 
 def measuring(rows: list[dict[str, Any]]) -> str:
@@ -183,11 +210,15 @@ def section(
     ]
     about_models = (
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
-        "GPU, sparse calls (an auto mode's first call is dense and measured), commits "
-        f"{', '.join(dict.fromkeys(row['commit'] for row in model_calls if 'model' in row))}; "
-        "medians, as the first sparse call takes longer. Other hosts were 2 % faster to 4 % slower "
-        f"({', '.join(f'`{name}`, commit {_commits(name)}' for name in OTHER_HOSTS)}, beside "
-        f"`benchmarks/results/{CALLS}`, which has every call):\n"
+        "GPU, sparse calls (an auto mode's first call is dense and measured), commit "
+        f"{_commits(CALLS)}; medians, as the first sparse call takes longer. At the power limit "
+        "GPUs of a kind differ; the last column, and the default in brackets, on others: "
+        f"{_others()} (`{OTHERS}`, commit {_commits(OTHERS)}; `benchmarks/results/{CALLS}` has "
+        "every call of the table):\n"
+    )
+    about_runs = (
+        "Whole runs, as a user starts them (start_percent .2, the second in a process): "
+        f"{_runs_of_users()} (`{RUNS}`, commit {_commits(RUNS)}).\n"
     )
     about_samples = (
         "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
@@ -213,7 +244,13 @@ def section(
     if most is not None:
         about.append(_about_limits())
     made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
-    made += [about_samples, samples_table(samples), about_measuring, measuring(model_calls)]
+    made += [
+        about_runs,
+        about_samples,
+        samples_table(samples),
+        about_measuring,
+        measuring(model_calls),
+    ]
     return "\n".join(["", *made, ""])
 
 
