@@ -16,7 +16,7 @@ budgets over all keys, as its callers see it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath, attend_path
 from .attention import modes
 from .budgets import Case
 from .inputs import draw
+from .limits import DENSITIES
 from .shapes import SHAPES, Shape
 from .speed_rows import OURS, OURS_BUDGETS, errors
 from .timing import ROOT, commit, gpu_name, require_kernels, write_rows
 
-DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
 SAMPLED_BLOCKS = 6  # of each head: some 2.4 million elements of Mochi
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -76,7 +76,7 @@ def measure(shape: Shape, qkv: Qkv, case: Case) -> dict[str, float]:
 
 
 def measure_all(
-    shape: Shape, device: torch.device | str = "cuda", densities: tuple[float, ...] = DENSITIES
+    shape: Shape, device: torch.device | str = "cuda", densities: Sequence[float] = DENSITIES
 ) -> Iterator[dict[str, Any]]:
     for data, make in DATA.items():
         qkv = make(shape, device)

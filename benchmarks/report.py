@@ -231,7 +231,7 @@ def section(
         "although they are measured:\n"
     )
     about_measuring = (
-        "In ComfyUI the first sample of a process takes .1 to .2 s longer, in which kernels are "
+        "In ComfyUI the first sample of a process takes .1 to .3 s longer, in which kernels are "
         f"loaded; the others take what they do above, looked at in {_again(again)}. Later choices "
         "take an eighth to a third of the first one's time, or nearly all of it where heads were "
         "measured again. Of the models of the table before, with that first sample:\n"

@@ -118,9 +118,9 @@
 //             wan480 20 % with budgets, CogVideoX-2B 20 % with budgets, bits the same but for fixed tiles:
 //             +3.1 +2.6 +0.6 -0.9 the kernel of c3e52f9, without the background, the short end of an item and masks of whole
 //                   blocks. Its way round the loop is ten instructions longer; none of the three alone is what it gains:
-//                   +0.2 -0.4 +0.3 +0.6, +0.1 -0.3 -0.7 -1.4, -0.2 +0.3 -0.2 -0.4. In a model Mochi at 50 % takes 1.0 % less
+//                   +0.2 -0.4 +0.3 +0.6, +0.1 -0.3 -0.7 -1.4, -0.2 +0.3 -0.2 -0.4. A call of Mochi in ComfyUI, topk .5, takes 1.0 %
+//                   less (1.822 and 1.827 s instead of 1.840 and 1.842, two GPUs, in turns)
 //             +0.5 +0.3 -0.3 -5.2, +0.6 +0.3 0.0 -1.3, +3.3 +2.7 +0.5 -0.3, -1.0 -1.4 -1.5 -3.3 with 3, 4, 6, 8 fixed tiles
-//             A call takes the same energy in all of them, within 1 %: 17.3, 8.7, 3.72, .70 J at 650 to 700 W.
 //             Profile of CogVideoX-2B, 20 % with budgets, at d540d1d (in turns, all exponentials by MUFU), 1,600 clocks a step and
 //             warp: 66 MUFU take 820, one in 10 (alone) to 11.6; 168 exponents and fills before the turn, 55 the turn itself, 110
 //             maxima and 128 their shuffles beside the values' products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of

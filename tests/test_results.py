@@ -80,6 +80,9 @@ def test_hopper_errs_as_the_portable_kernel_does() -> None:
         found = report.errors_beside_portable(data)
         assert len(found) == len(shapes) * 2 * len(DENSITIES)
         assert max(found) <= most
+
+
+def test_tables_hold_times_limits_and_shares() -> None:
     text = speed_table.tables(some_rows(), MOST)
     wanted = ["30.0", "15.0", "9.00", "6.00", "3.00", "0.0020 (dense)"]
     assert cells(text, "ours") == [wanted, wanted]
