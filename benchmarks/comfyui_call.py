@@ -19,11 +19,14 @@ of `seconds`), and calibration_share_of_dense_call the first call's part over se
 without the node. With --mode "auto quality" the density is what the target error needs: topk has no
 effect, and with random weights a target may need every pair.
 
-With --residual each run is followed by one from its profile, in which just that share of the
+With --residual each run is followed by two from its profile, in which just that share of the
 measured heads has the residual: with random weights measuring gives it to nine of ten heads of
-Mochi and hardly to one of Wan. With --again each run is made twice, and its figures are those of
-the second; first_run_seconds tells what the first one in a process costs more. The memory cache is
-emptied before each, as ComfyUI does between two prompts.
+Mochi and hardly to one of Wan. In the first of the two they have it in every second sparse step, as
+the node leaves it out of the others; in the second in all steps, which the node never does.
+
+With --again each run is made twice, and its figures are those of the second; first_run_seconds
+tells what the first one in a process costs more. The memory cache is emptied before each, as
+ComfyUI does between two prompts.
 
 With --limit-gib a model of few blocks runs in that much GPU memory: the rest of the limit is held,
 as weights would hold it, so that the dense path has just --headroom-gib to spare.
@@ -53,13 +56,17 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
     """One line without the node, then one for each run with it."""
     patcher = build(model, host.device, args.dtype)
     dense: Sampled | None = None
+    measured: Any = None
     for run in node_runs(args, profiles=True):
         inputs = run.widgets
         if run.residual is not None:
-            inputs = {**(inputs or {}), "profile": host.profile_with_residual(run.residual)}
+            asked = host.profile_with_residual(measured, run.residual, every_step=run.every_step)
+            inputs = {**(inputs or {}), "profile": asked}
         sampled = [
             host.sample(model, patcher, inputs, 1 + args.repeats) for _ in range(1 + args.again)
         ]
+        if run.residual is None:
+            measured = host.last and host.last.profile
         line = timed(sampled, dense)
         if dense is None:
             dense = sampled[-1]

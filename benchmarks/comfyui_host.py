@@ -125,11 +125,12 @@ class Host:
         uses = self.last.of_heads("residual") > 0
         return round(float(uses.float().mean()), 4) if uses.numel() else 0.0
 
-    def profile_with_residual(self, share: float) -> Any:
-        """What the last run measured, for the node's input `profile`, with the residual in this
-        share of the measured heads."""
+    def profile_with_residual(self, profile: Any, share: float, *, every_step: bool) -> Any:
+        """What a run measured, for the node's input `profile`, with the residual in this share of
+        the measured heads."""
         named = sys.modules[f"{self._pack}.nodes.profiles"].NamedProfile
-        return named("benchmark", profile_with_residual(self.last.profile, share))
+        asked = profile_with_residual(profile, share, every_step=every_step)
+        return named("benchmark", asked)
 
     def sample(
         self, model: VideoModel, patcher: Any, widgets: dict[str, Any] | None, calls: int

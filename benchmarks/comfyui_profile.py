@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sparge.calibrate import HeadChoices, Profile
+    from sparge.calibrate import Alternating, HeadChoices, Profile
 
 
-def profile_with_residual(profile: Profile, share: float) -> Profile:
-    """The profile with the residual in this share of its measured heads, and in no others; in every
-    step, though the node leaves it out of every second one."""
-    choices = {
-        table: found.each(lambda kind: with_residual(kind, share))
-        for table, found in profile.choices.items()
-    }
+def profile_with_residual(profile: Profile, share: float, *, every_step: bool) -> Profile:
+    """The profile with the residual in this share of its measured heads, and in no others.
+
+    every_step: also in each second step, out of which the node leaves it.
+    """
+
+    def asked(found: Alternating) -> Alternating:
+        pooling = with_residual(found.pooling, share)
+        dropping = with_residual(found.dropping, share) if every_step else found.dropping
+        return type(found).of(pooling, dropping)  # ComfyUI loads the pack under a name of its own
+
+    choices = {table: asked(found) for table, found in profile.choices.items()}
     return dataclasses.replace(profile, choices=choices)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 AUTO_QUALITY = "auto quality"
@@ -17,7 +17,9 @@ class NodeRun:
     widgets: dict[str, Any] | None = None
     """None without the node."""
     residual: float | None = None
-    """Share of heads with the residual, in a run from a profile of the one before."""
+    """Share of heads with the residual, in a run from a profile of the one that measured."""
+    every_step: bool = False
+    """Those heads have it in every step, not in every second one."""
     may_stay_dense: bool = False
     """Random weights may need every pair for a target error."""
 
@@ -28,8 +30,13 @@ def node_runs(args: argparse.Namespace, *, profiles: bool) -> Iterator[NodeRun]:
     for run in _measured(args):
         yield run
         if profiles and args.residual is not None:
-            name = f"{run.name}, residual in {args.residual:g}"
-            yield NodeRun(name, run.widgets, args.residual, run.may_stay_dense)
+            yield from _with_residual(run, args.residual)
+
+
+def _with_residual(run: NodeRun, share: float) -> Iterator[NodeRun]:
+    name = f"{run.name}, residual in {share:g}"
+    yield replace(run, name=f"{name} of every second step", residual=share)
+    yield replace(run, name=name, residual=share, every_step=True)
 
 
 def _measured(args: argparse.Namespace) -> Iterator[NodeRun]:

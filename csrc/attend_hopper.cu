@@ -121,6 +121,22 @@
 //                   +0.2 -0.4 +0.3 +0.6, +0.1 -0.3 -0.7 -1.4, -0.2 +0.3 -0.2 -0.4. A call of Mochi in ComfyUI, topk .5, takes 1.0 %
 //                   less (1.822 and 1.827 s instead of 1.840 and 1.842, two GPUs, in turns)
 //             +0.5 +0.3 -0.3 -5.2, +0.6 +0.3 0.0 -1.3, +3.3 +2.7 +0.5 -0.3, -1.0 -1.4 -1.5 -3.3 with 3, 4, 6, 8 fixed tiles
+//             +2.2 +2.1 +1.1 +0.3 the upper half of a register of P is computed before the lower: kept. At head_dim 64 dense +1.4,
+//                   Mochi 20 % +0.6. As much at head_dim 128, and alone, no two together more: tiles in descending order (+2.8 +2.3
+//                   +0.7 -0.1), the first maximum settled before the values start (+2.9 +2.0 +1.1 +0.9, but CogVideoX-2B dense
+//                   -1.0), first_row() where an item begins (+2.7 +2.1 +0.6 +0.8). 67 instructions lie between the first and the
+//                   second product of a block's scores, as ptxas fills the wait for the accumulator. Where data dependencies
+//                   start all eight at once: -2.9 to +0.2 at Mochi, -4.8 to -2.4 at Wan, -3 to -16 at CogVideoX-2B
+//             Sums promoted every n steps, a row's ceiling raised only by logits above it, and then by 2 more octaves (h: 1, 3),
+//             scores of the second block after its exponentials, for lack of registers; H100, at the power limit, against 78dd286,
+//             Mochi dense, wan480 and Mochi 20 % with budgets, CogVideoX-2B 20 % and dense; single runs differ by up to 2 %:
+//             n = 2  -2.5 -3.0 -1.2 -4.5 -4.0     4  +3.6 -0.1 +1.1 -4.3 -1.7     8  +3.6 -1.1 +0.5 -3.7 -1.0
+//             h = 1  -1.0 -1.7 -0.5 -4.3 -3.1     3  +3.4 -1.9 +0.3 -3.3 -1.5
+//                   Errors on noise grow by .5 to 2 % for n = 4, most of it by the headroom, on drifting values by 2 to 3 %, for
+//                   n = 8 by 1 to 3 and 9 to 16 %: lost. With the earlier sums in shared memory instead, where a promotion moves 64 KB
+//                   each way, half a step: n = 4 -1.1 -4.3 -5.1 -6.0 -3.9, n = 8 +2.7 +0.2 0.0 -3.1 -0.7; there with both blocks'
+//                   scores as one product of 128 keys, n = 4: -5.2 -4.5 -4.6 -8.6 -8.1. Queries in registers, 4 of their 16 or all:
+//                   spills at head_dim 128
 //             Profile of CogVideoX-2B, 20 % with budgets, at d540d1d (in turns, all exponentials by MUFU), 1,600 clocks a step and
 //             warp: 66 MUFU take 820, one in 10 (alone) to 11.6; 168 exponents and fills before the turn, 55 the turn itself, 110
 //             maxima and 128 their shuffles beside the values' products, 95 to issue those, 84 promotion. A pooled step costs 1.5 of

@@ -57,11 +57,19 @@ def test_layers_without_a_measurement_have_no_part_in_the_share() -> None:
 def test_a_head_that_had_the_residual_may_lose_it() -> None:
     found = Alternating.of(choices(2, 4), choices(2, 4))
     found.pooling.gain.fill_(0.85)
-    asked = profile_with_residual(profile(found), 0.25)
+    asked = profile_with_residual(profile(found), 0.25, every_step=True)
     (made,) = asked.choices.values()
     for step in range(2):
         assert made.in_turn(step).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
     assert (asked.mode, asked.asked) == ("budget", 0.2), "the node takes it for its own aim"
+
+
+def test_every_second_step_may_stay_as_it_was_measured() -> None:
+    found = Alternating.of(choices(2, 4), choices(2, 4))
+    asked = profile_with_residual(profile(found), 0.25, every_step=False)
+    (made,) = asked.choices.values()
+    assert made.in_turn(0).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert made.in_turn(1) is found.dropping
 
 
 def runs(*arguments: str, profiles: bool = True) -> list[NodeRun]:
@@ -83,9 +91,12 @@ def test_runs_of_topk() -> None:
 def test_runs_of_a_target_are_named_by_quality_and_ignore_topk() -> None:
     asked = ["--mode", "auto quality", "--topk", "0.5", "0.2", "--residual", "0.5"]
     found = runs(*asked)
-    names = ["default", "auto quality, balanced", "auto quality, balanced, residual in 0.5"]
-    assert [run.name for run in found] == names
-    assert [run.residual for run in found] == [None, None, 0.5]
+    named = "auto quality, balanced"
+    with_residual = f"{named}, residual in 0.5"
+    of_every_second = f"{with_residual} of every second step"
+    assert [run.name for run in found] == ["default", named, of_every_second, with_residual]
+    assert [run.residual for run in found] == [None, None, 0.5, 0.5]
+    assert [run.every_step for run in found] == [False, False, False, True]
     for run in found[1:]:
         assert run.widgets is not None and run.may_stay_dense
         assert run.widgets["quality"] == "balanced" and "topk" not in run.widgets

@@ -181,7 +181,8 @@ struct Softmax {
           if (is_fixed(tile)) return ptx::e4m3_from_fp16(fixed_exp2(x.fixed[tile][half]));
           return ptx::pack_e4m3(ptx::exp2_approx(x.exact[tile][half][0]), ptx::exp2_approx(x.exact[tile][half][1]));
         };
-        p[block * kBlockValueSteps + j / 4][j % 4 + half] = kept & (pack(j) | pack(j + 1) << 16);
+        const u32 upper = pack(j + 1) << 16;  // first: see attend_hopper.cu, how ptxas orders the loop
+        p[block * kBlockValueSteps + j / 4][j % 4 + half] = kept & (pack(j) | upper);
       }
     }
   }
