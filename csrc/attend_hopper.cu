@@ -127,6 +127,9 @@
 //                   -1.0), first_row() where an item begins (+2.7 +2.1 +0.6 +0.8). 67 instructions lie between the first and the
 //                   second product of a block's scores, as ptxas fills the wait for the accumulator. Where data dependencies
 //                   start all eight at once: -2.9 to +0.2 at Mochi, -4.8 to -2.4 at Wan, -3 to -16 at CogVideoX-2B
+//             H100, in turns, at the power limit, with that: 3 stages at head_dim 128 instead of 5, which fit: Mochi dense +1.8 (standard
+//             error .1), 20 % +.4 (.3), with budgets +.2 (.3) and +.6 (.1), 10 % +.1 (.9), wan480 20 % with budgets +.1 (.4), a lone
+//             Flux call -.5: kept. 4: as 5
 //             Sums promoted every n steps, a row's ceiling raised only by logits above it, and then by 2 more octaves (h: 1, 3),
 //             scores of the second block after its exponentials, for lack of registers; H100, at the power limit, against 78dd286,
 //             Mochi dense, wan480 and Mochi 20 % with budgets, CogVideoX-2B 20 % and dense; single runs differ by up to 2 %:

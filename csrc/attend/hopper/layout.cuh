@@ -146,14 +146,14 @@ struct alignas(16) Exchange {
 };
 
 static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
-constexpr int kMostStages = 8;  // more hide no more latency at head_dim 64
+// More hide no more latency. At head_dim 128 five would fit: dense calls are 1.8 % slower with them (attend_hopper.cu, Tried).
+constexpr int kMostStages = kHeadDim == 64 ? 8 : 3;
 // Less the queries, the exchanges and what follows them.
 constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
 constexpr int kStageBytes =
     227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries)) - kConsumerWarps * sizeof(Exchange);
 constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
-static_assert(kSixteenBits || kStages == (kHeadDim == 64 ? 8 : 5),
-              "less than a KB is left at head_dim 128: what else takes shared memory must not cost a stage unnoticed");
+static_assert(kSixteenBits || kStages == kMostStages, "what else takes shared memory must not cost a stage unnoticed");
 static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
 struct alignas(kSwizzleBytes) Smem {
