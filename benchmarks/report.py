@@ -16,7 +16,7 @@ from .limits import Ceilings, read_ceilings
 from .png import write_png
 from .sample_table import samples_table
 from .speed_plot import picture_name, pictures
-from .speed_table import OURS, TITLES, table, tables
+from .speed_table import OURS, TITLES, Speeds, summary, table, tables
 from .timing import ROOT, read_rows
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,6 +25,7 @@ BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 #: Of `benchmarks.attention` and of `benchmarks.limits`.
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
+SPEEDS_H100 = "h100.json"
 SAMPLES = "h200_samples.jsonl"
 #: Of `benchmarks.attend_errors`.
 ERRORS = "h200_errors.jsonl"
@@ -32,11 +33,16 @@ ERRORS = "h200_errors.jsonl"
 #: user starts them.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
 OTHERS, RUNS = "h200_comfyui_others.jsonl", "h200_comfyui_runs.jsonl"
+CALLS_H100 = "h100_comfyui.jsonl"
 CONFIGS = (
     "default",
     "topk 0.5, pvthreshd 15",
     "topk 0.2, pvthreshd 15",
     "auto budget 0.2, pvthreshd 15",
+)
+#: Half of the heads by decree, as the node has it and in every step, which it never does.
+WITH_RESIDUAL = tuple(
+    f"{CONFIGS[-1]}, residual in 0.5{steps}" for steps in (" of every second step", "")
 )
 
 
@@ -57,14 +63,17 @@ def _cell(seconds: float | None) -> str:
 
 
 def comfyui(rows: list[dict[str, Any]]) -> str:
+    """Without columns for what was not measured."""
     timed = [row for row in rows if "seconds_per_call" in row]
     seconds = {(row["model"], row["config"]): row["seconds_per_call"] for row in timed}
     shapes = {row["model"]: row["shape"] for row in timed}
+    measured = {config for _, config in seconds}
+    configs = [config for config in (*CONFIGS, *WITH_RESIDUAL) if config in measured]
     lines = [
-        [f"{model} {shapes[model]}", *(_cell(seconds.get((model, config))) for config in CONFIGS)]
+        [f"{model} {shapes[model]}", *(_cell(seconds.get((model, config))) for config in configs)]
         for model in shapes
     ]
-    return table(["one denoising call, seconds", *CONFIGS], lines)
+    return table(["one denoising call, seconds", *configs], lines)
 
 
 def _others() -> str:
@@ -172,6 +181,21 @@ def _commits(name: str) -> str:
     return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
 
 
+def _on_an_h100() -> list[str]:
+    """Every shape in one run with the peers, flash-attn-4 among them, and calls of models."""
+    calls = read(SPEEDS_H100)
+    shapes = [Speeds.of(calls, shape) for shape in dict.fromkeys(row["shape"] for row in calls)]
+    about = (
+        f"The same on one {calls[0]['gpu']}, whose memory is slower, with flash-attn-4 beside the "
+        f"other peers (commit {_commits(SPEEDS_H100)}, `{SPEEDS_H100}` has every row):\n"
+    )
+    about_models = (
+        f"And calls of models, on GPUs of that kind (commit {_commits(CALLS_H100)}, "
+        f"`{CALLS_H100}`):\n"
+    )
+    return [about, summary("H100", shapes, None), about_models, comfyui(read(CALLS_H100))]
+
+
 def section(
     calls: list[dict[str, Any]],
     most: Ceilings | None,
@@ -211,8 +235,10 @@ def section(
     about_models = (
         f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
         "GPU, sparse calls (an auto mode's first call is dense and measured), commit "
-        f"{_commits(CALLS)}; medians, as the first sparse call takes longer. At the power limit "
-        "GPUs of a kind differ; the last column, and the default in brackets, on others: "
+        f"{_commits(CALLS)}; medians, as the first sparse call takes longer. Random weights do not "
+        "say which heads take the residual, so half of them have it by decree in the last column, "
+        "in every step; the node leaves it out of every second one. At the power limit GPUs of a "
+        f"kind differ; {CONFIGS[-1]}, and the default in brackets, on others: "
         f"{_others()} (`{OTHERS}`, commit {_commits(OTHERS)}; `benchmarks/results/{CALLS}` has "
         "every call of the table):\n"
     )
@@ -246,6 +272,7 @@ def section(
     made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
     made += [
         about_runs,
+        *_on_an_h100(),
         about_samples,
         samples_table(samples),
         about_measuring,

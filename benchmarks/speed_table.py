@@ -100,7 +100,7 @@ def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
     parts = [_shape_table(Speeds.of(rows, shape), title, most) for shape, title in TITLES.items()]
     others = [shape for shape in dict.fromkeys(row["shape"] for row in rows) if shape not in TITLES]
     if others:
-        parts.append(_summary([Speeds.of(rows, shape) for shape in others], most))
+        parts.append(summary("other shapes", [Speeds.of(rows, shape) for shape in others], most))
     if names := absent(rows):
         parts.append(f"Not measured: {'; '.join(names)}.\n")
     return "\n".join(parts)
@@ -163,7 +163,8 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
     return table(header, lines)
 
 
-def _summary(shapes: Sequence[Speeds], most: Ceilings | None) -> str:
+def summary(title: str, shapes: Sequence[Speeds], most: Ceilings | None) -> str:
+    """A table with a line for each shape; without the limits where there are none."""
     lines = []
     for speeds in shapes:
         peer, row = speeds.fastest_dense_peer(), speeds.cells.get((OURS, SUMMARY_DENSITY))
@@ -174,18 +175,18 @@ def _summary(shapes: Sequence[Speeds], most: Ceilings | None) -> str:
                 _milliseconds(speeds.ms(SPARSE_PEER, SUMMARY_DENSITY)),
                 *(_milliseconds(speeds.ms(OURS, density)) for density in DENSITIES),
                 f"{row['dense_equivalent_tflops'] / 1000:.2f}" if row else "",
-                _percent(speeds.reached(OURS, SUMMARY_DENSITY, most)) if most else "",
+                *([_percent(speeds.reached(OURS, SUMMARY_DENSITY, most))] if most else []),
             ]
         )
     percent = f"{100 * SUMMARY_DENSITY:.0f} %"
     header = [
-        "other shapes",
+        title,
         "fastest dense peer",
         f"sol_attn {percent}",
         f"{OURS}: dense",
         *(f"{100 * d:.0f} %" for d in DENSITIES[1:]),
         f"PFLOP/s dense-equivalent at {percent}",
-        f"limit / ours at {percent}",
+        *([f"limit / ours at {percent}"] if most else []),
     ]
     return table(header, lines)
 

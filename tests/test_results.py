@@ -66,8 +66,8 @@ def test_pictures_are_generated(tmp_path: Path) -> None:
 
 
 def test_each_figure_says_where_it_was_measured() -> None:
-    calls = (report.CALLS, report.AGAIN, report.OTHERS, report.RUNS)
-    for name in (report.SPEEDS, report.ERRORS, *calls, "h200_memory.jsonl"):
+    calls = (report.CALLS, report.AGAIN, report.OTHERS, report.RUNS, report.CALLS_H100)
+    for name in (report.SPEEDS, report.SPEEDS_H100, report.ERRORS, *calls, "h200_memory.jsonl"):
         for row in report.read(name):
             assert row["gpu"] and row["commit"]
 
