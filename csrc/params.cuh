@@ -137,7 +137,7 @@ struct RouteParams {
   const float* k_block_mean;
   const float* q_similarity;
   const float* k_similarity;
-  const u8* block_mask;  // Select::kMask: (batch, heads, query_blocks, key_blocks), any strides
+  const u8* block_mask;  // Select::kMask, else null: (batch, heads, query_blocks, key_blocks), any strides
   i64 mask_stride[4];
   const HeadThresholds* thresholds;  // (heads); null: the scalars below, nothing pooled, ranked by mass
   const i32* key_counts;

@@ -4,7 +4,7 @@
 // Semantics   score = mean(Q block) . mean(K block) * scale in float32 (the log of a block's mass), or by head the error
 //             that pooling the block makes (route/error.cuh); blocks that fail the self-similarity gate, hold exact
 //             tokens, the sink or the causal diagonal are forced; among the rest top-k or cumulative mass decides, ties to
-//             the lower index. Or a caller's block mask is packed.
+//             the lower index. Or a caller's block mask is packed. Heads that ask for as many blocks as there are score nothing.
 // Output      block_map, one bit a key block (a 1,861-block row takes 236 bytes where a uint16 list would take 3.7 KB),
 //             counts, and the pair counters behind `density`.
 // Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is
@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
             &kv_at = place.kv_at;
   auto rules = [&] { return route::Rules(p, b, head, kv_at); };
   auto row = [&](i32 r) { return route::Row(p, b, head, first + r); };
-  if (p.select == Select::kMask) {
-    for (int r = warp; r < rows; r += route::kWarps) route::map_from_mask(p, row(r), rules());
+  if (route::scores_nothing(p, head)) {
+    for (int r = warp; r < rows; r += route::kWarps) route::map_without_scores(p, row(r), rules());
     return;
   }
   const i32 score_numbers = p.rows_per_cta * p.score_pitch;

@@ -322,6 +322,7 @@ def _quantize(call: Call) -> Tensor:
         call.pools,
         *_slots(call),
         with_similarity=call.asks_similarity,
+        with_query_means=call.scores,
     )
 
 

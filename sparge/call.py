@@ -58,14 +58,27 @@ class Call:
 
     @property
     def routes(self) -> bool:
-        """Whether query statistics are needed: a given plan or mask replaces them."""
+        """Whether there is room for query statistics: a given plan or mask replaces them."""
         return self.plan is None and self.block_mask is None
+
+    @property
+    def scores(self) -> bool:
+        """Whether route asks what blocks are like: not where top-k keeps all, as far as the host
+        knows, which does not read thresholds of heads."""
+        policy = self.policy
+        keeps_all = (
+            self.thresholds is None
+            and policy.select_by == "topk"
+            and not isinstance(policy.topk, Tensor)
+            and policy.topk >= 1
+        )
+        return self.routes and not keeps_all
 
     @property
     def asks_similarity(self) -> bool:
         """Whether some block may fail the gate of self-similarity, which is never below 0."""
         threshold = self.policy.simthreshd1
-        return self.routes and (isinstance(threshold, Tensor) or float(threshold) >= 0)
+        return self.scores and (isinstance(threshold, Tensor) or float(threshold) >= 0)
 
     def heads(self, first: int, last: int) -> Call:
         """The kv heads first .. last - 1 and the query heads that read them."""

@@ -88,6 +88,7 @@ def quantize(
     order: OrderFacts = NO_ORDER,
     means: Tensor | None = None,
     with_similarity: bool = True,
+    with_query_means: bool = True,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
@@ -95,12 +96,15 @@ def quantize(
     with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
         or NaN where a block's mean is no number (such keys have none, or their sum overflows):
         that fails every threshold, as the similarity of keys that are no numbers does.
+    with_query_means: False where route keeps every block: what a workspace with_queries has room
+        for stays unwritten then, and Q unread.
     """
     shape = CallShape.of(q, k, order.slots)
     layout = layout_of(shape, element, v is not None, with_queries, with_pools)
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
     address = layout.addresses(workspace).get
+    averages = with_queries and with_query_means
 
     if means is not None:
         layout.means(workspace).copy_(means)
@@ -133,12 +137,12 @@ def quantize(
         pool_k=address("pool_k"),
         pool_v=address("pool_v"),
         pool_columns=address("pool_columns"),
-        with_queries=with_queries,
+        with_queries=averages,
         with_values=v is not None,
         with_similarity=with_similarity,
     )
     grid = QuantizeGrid.of(
-        shape, resident_blocks(q.device), with_values=v is not None, with_queries=with_queries
+        shape, resident_blocks(q.device), with_values=v is not None, with_queries=averages
     )
     params.key_run, params.query_run = grid.key_run, grid.query_run
     params.key_runs = grid.key_runs

@@ -27,7 +27,8 @@ _SCHEMAS = (
     "bool ordered=False) -> Tensor",
     "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None, Tensor? means=None, bool with_similarity=True) -> Tensor",
+    "Tensor? head_walk=None, Tensor? means=None, bool with_similarity=True, "
+    "bool with_query_means=True) -> Tensor",
     "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
     "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
     "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
@@ -78,6 +79,7 @@ def _quantize(
     head_walk: Tensor | None = None,
     means: Tensor | None = None,
     with_similarity: bool = True,
+    with_query_means: bool = True,
 ) -> Tensor:
     order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
     return launch.quantize(
@@ -92,6 +94,7 @@ def _quantize(
         order,
         means,
         with_similarity,
+        with_query_means,
     )
 
 
@@ -109,6 +112,7 @@ def _quantize_fake(
     head_walk: Tensor | None = None,
     means: Tensor | None = None,
     with_similarity: bool = True,
+    with_query_means: bool = True,
 ) -> Tensor:
     layout = WorkspaceLayout(
         CallShape.of(q, k, None if slot_tokens is None else slot_tokens.shape[1]),

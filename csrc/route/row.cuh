@@ -111,12 +111,14 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, 
   }
 }
 
-SPARGE_DEVICE void map_from_mask(const RouteParams& p, const Row& row, const Rules& rules) {
-  const u8* mask = p.block_mask + row.b * p.mask_stride[0] + row.head * p.mask_stride[1] + row.block * p.mask_stride[2];
+// The valid blocks, with a mask those of them that it names.
+SPARGE_DEVICE void map_without_scores(const RouteParams& p, const Row& row, const Rules& rules) {
+  const u8* mask = p.block_mask;
+  if (mask) mask += row.b * p.mask_stride[0] + row.head * p.mask_stride[1] + row.block * p.mask_stride[2];
   auto keys = [&](i32 j) { return rules.keys(j); };
   write_map(p, row, keys, [&](i32 j, bool& valid) {
     valid = valid && rules.valid(j) && j < row.seen;
-    return valid && mask[j * p.mask_stride[3]] != 0;
+    return valid && (!mask || mask[j * p.mask_stride[3]] != 0);
   });
 }
 
@@ -138,10 +140,21 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
   return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), number, warp_sum(seen) - number};
 }
 
+// By top-k.
+SPARGE_DEVICE i32 asked_blocks(const RouteParams& p, i32 head) {
+  const float key_blocks = static_cast<float>(p.problem.key_blocks());
+  return larger(p.floor, p.thresholds ? static_cast<i32>(p.thresholds[head].selection * key_blocks) : p.topk_blocks);
+}
+
+// A mask decides, or as many blocks are asked for as there are.
+SPARGE_DEVICE bool scores_nothing(const RouteParams& p, i32 head) {
+  return p.select == Select::kMask || (p.select == Select::kTopK && asked_blocks(p, head) >= p.problem.key_blocks());
+}
+
 SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, const Range& range, i32 head, u32* list) {
   const float share = p.thresholds ? p.thresholds[head].selection : p.cdfthreshd;
   if (p.select == Select::kTopK) {
-    const i32 asked = larger(p.floor, p.thresholds ? static_cast<i32>(share * static_cast<float>(key_blocks)) : p.topk_blocks);
+    const i32 asked = asked_blocks(p, head);
     const i32 kept = p.upstream ? asked : ceil_div<i32>(asked + range.forced, kStepBlocks) * kStepBlocks - range.forced;
     return cut_at(keys, key_blocks, range, range.number, kept, Unit{}, list);
   }

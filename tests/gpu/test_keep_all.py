@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that keep every block: nothing is scored, and where the host knows so Q is not averaged."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
+from sparge.call import make_call
+from sparge.workspace import layout_of
+
+pytestmark = pytest.mark.gpu
+
+DENSE = SparsePolicy(topk=1.0)
+TOKENS = 1100  # nine query blocks and eighteen key blocks, the last of both ragged
+
+
+def qkv(generator: torch.Generator, batch: int = 2, heads: int = 4, kv_heads: int = 2):
+    def draw(heads: int) -> Tensor:
+        return torch.randn(batch, heads, TOKENS, 128, generator=generator).cuda().bfloat16()
+
+    return draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+@pytest.mark.parametrize("lengths", [None, (1100, 700)], ids=["full", "ragged"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_what_a_mask_of_ones_keeps(
+    causal: bool, lengths: tuple[int, int] | None, generator: torch.Generator
+) -> None:
+    q, k, v = qkv(generator)
+    options: dict[str, Any] = {"is_causal": causal, "return_lse": True}
+    if lengths is not None:
+        options["key_lengths"] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    ones = torch.ones(2, 4, 9, 18, dtype=torch.bool, device="cuda")
+    by_mask, by_topk = AttentionStats("cuda"), AttentionStats("cuda")
+    wanted = sparge.attention(q, k, v, DENSE, block_mask=ones, stats=by_mask, **options)
+    found = sparge.attention(q, k, v, DENSE, stats=by_topk, **options)
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(by_topk.counters, by_mask.counters) and by_topk.density == 1
+
+
+@pytest.mark.parametrize("topk", [1.0, 0.5])
+def test_q_is_averaged_for_those_that_score(
+    topk: float, generator: torch.Generator, poison: None
+) -> None:
+    q, k, v = qkv(generator)
+    attention = importlib.import_module("sparge.attention")
+    policy = SparsePolicy(topk=topk)
+    call = make_call(q, k, v, policy, "HND", False, None, None, None, None)
+    workspace = attention._quantize(call)
+    layout = layout_of(call.shape, call.element, True, call.routes, call.pools)
+    mean = layout.view(workspace, "q_block_mean")
+    assert mean.isnan().all() if topk == 1 else mean.isfinite().all()
+    assert layout.view(workspace, "k_scale").isfinite().all()
+
+
+def test_other_heads_score(generator: torch.Generator) -> None:
+    q, k, _ = qkv(generator)
+    shares = torch.tensor([1.0, 0.3, 0.999, 1.0], device="cuda")
+    kept = sparge.make_plan(q, k, SparsePolicy(topk=shares)).kept()
+    assert kept[:, [0, 3]].all()
+    for head, share in ((1, 0.3), (2, 0.999)):
+        alone = sparge.make_plan(q, k, SparsePolicy(topk=share)).kept()
+        assert torch.equal(kept[:, head], alone[:, head]) and not kept[:, head].all()
+
+
+@pytest.mark.parametrize("router", [Router.MASS, Router.ERROR])
+def test_with_a_budget_and_an_order(router: Router, generator: torch.Generator) -> None:
+    q, k, v = qkv(generator, batch=1)
+    order = cube_order(TokenGrid(5, 10, 20, suffix=100))
+    every = HeadBudget.uniform(4, 1.0, 0.5, router, "cuda")
+    densities = torch.tensor([1.0, 0.3, 1.0, 0.3], device="cuda")
+    some = replace(every, density=densities)
+    wanted, found = (sparge.attention(q, k, v, order=order, budget=b) for b in (every, some))
+    for head in range(4):
+        same = torch.equal(found[:, head], wanted[:, head])
+        assert same == (densities[head] == 1)
