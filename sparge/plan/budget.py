@@ -68,7 +68,8 @@ class HeadBudget:
     walk: Tensor | None = None
     background: Tensor | None = None
     contrast: Tensor | None = None
-    _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
+    # Not given, so that `replace` makes new ones: tables are of these values.
+    _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
@@ -97,11 +98,11 @@ class HeadBudget:
         return self._each(lambda values: values[heads])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadBudget:
-        """With all values changed, and tables of their own."""
+        """With all values changed."""
         names = ("density", "gain", "router", *OPTIONAL)
         values = {name: getattr(self, name) for name in names}
         changed = {name: None if x is None else change(x) for name, x in values.items()}
-        return replace(self, **changed, _tables={})
+        return replace(self, **changed)
 
     def table(self, policy: SparsePolicy) -> Tensor:
         """`threshold_table` of this budget with the other thresholds of `policy`.

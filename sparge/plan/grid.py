@@ -92,7 +92,8 @@ class TokenOrder:
     queries_exact: Tensor
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
     segments: tuple[Segment, ...]
-    _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, repr=False)
+    # Not given, so that `replace` makes new ones: copies are of these blocks.
+    _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def slot_token(self) -> Tensor:
@@ -151,7 +152,6 @@ class TokenOrder:
             self,
             slot_tokens=self.slot_tokens[only],
             token_slots=self.token_slots[only],
-            _copies={},
         )
 
     def query_counts(self) -> Tensor:

@@ -71,7 +71,7 @@ def test_all_layers_have_terms_of_the_mean_if_one_head_has() -> None:
         assert torch.equal(budget.background, background[layer])
         assert budget.contrast is not None and torch.equal(budget.contrast, contrast[layer])
         assert torch.equal(budget.table(policy)[:, COLUMNS.index("contrast")], contrast[layer])
-        own = replace(budget, _tables={})
+        own = replace(budget)
         assert torch.equal(budget.table(policy), own.table(policy)), "made for all at once"
         budget.background.zero_()
     assert float(choices.background.sum()) == 8, "the choices stay as they are"

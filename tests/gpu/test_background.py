@@ -66,7 +66,7 @@ def test_only_heads_that_have_it_and_blocks_that_drop_change(
             q,
             k,
             v,
-            budget=replace(plain, **{name: values}, _tables={}),
+            budget=replace(plain, **{name: values}),
             order=cube_order(grid),
         )
         for values in (None, off, one)

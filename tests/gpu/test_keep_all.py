@@ -13,8 +13,6 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
-from sparge.call import make_call
-from sparge.workspace import layout_of
 
 pytestmark = pytest.mark.gpu
 
@@ -48,17 +46,19 @@ def test_it_is_what_a_mask_of_ones_keeps(
 
 @pytest.mark.parametrize("topk", [1.0, 0.5])
 def test_q_is_averaged_for_those_that_score(
-    topk: float, generator: torch.Generator, poison: None
+    topk: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k, v = qkv(generator)
-    attention = importlib.import_module("sparge.attention")
-    policy = SparsePolicy(topk=topk)
-    call = make_call(q, k, v, policy, "HND", False, None, None, None, None)
-    workspace = attention._quantize(call)
-    layout = layout_of(call.shape, call.element, True, call.routes, call.pools)
-    mean = layout.view(workspace, "q_block_mean")
-    assert mean.isnan().all() if topk == 1 else mean.isfinite().all()
-    assert layout.view(workspace, "k_scale").isfinite().all()
+    launch = importlib.import_module("sparge.launch")
+    queue, averages = launch.queue, []
+
+    def watched(entry: str, *arguments: Any, **named: Any) -> None:
+        if entry == "quantize":
+            averages.append(bool(arguments[3].with_queries))
+        queue(entry, *arguments, **named)
+
+    monkeypatch.setattr(launch, "queue", watched)
+    sparge.attention(*qkv(generator), SparsePolicy(topk=topk))
+    assert averages == [topk < 1]
 
 
 def test_other_heads_score(generator: torch.Generator) -> None:

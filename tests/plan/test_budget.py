@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from sparge import SparsePolicy
 from sparge.plan import HeadBudget, Router
+from sparge.thresholds import SELECTION
 
 
 def test_uniform_is_one_value_for_all() -> None:
@@ -38,3 +41,14 @@ def test_other_shapes_and_types_are_refused(change: dict, complaint: str) -> Non
     }
     with pytest.raises(ValueError, match=complaint):
         HeadBudget(**(values | change))
+
+
+def test_a_budget_made_from_another_has_tables_of_its_own() -> None:
+    """A table that was made for other values would say nothing of these, in silence."""
+    policy = SparsePolicy()
+    budget = HeadBudget.uniform(2, 0.5)
+    first = budget.table(policy)
+    assert budget.table(policy) is first
+    other = replace(budget, density=torch.tensor([0.25, 1.0]))
+    assert other.table(policy)[:, SELECTION].tolist() == [0.25, 1.0]
+    assert budget.table(policy) is first and first[:, SELECTION].tolist() == [0.5, 0.5]

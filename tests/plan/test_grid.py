@@ -178,6 +178,12 @@ def test_orders_are_made_once_and_copied_once() -> None:
     assert copy.segments == order.segments
 
 
+def test_an_order_made_from_another_is_copied_by_itself() -> None:
+    order = cube_order(TokenGrid(4, 5, 6, prefix=7))
+    copy, other = order.on("meta"), replace(order, segments=order.segments[:1])
+    assert other.on("meta") is not copy and other.on("meta").segments == other.segments
+
+
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
