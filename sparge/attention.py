@@ -37,7 +37,9 @@ class Partials:
     """Unnormalised attention over the kept blocks, float32: out = out_sum / row_sum.
 
     out_sum (B, H, Nq, D) = sum of exp2(s - row_max) v; row_max (B, H, Nq), log2 units of the
-    mean-centred logits, -inf for rows without keys; row_sum (B, H, Nq).
+    mean-centred logits, -inf for rows without keys; row_sum (B, H, Nq). Logits are centred around
+    the mean of the call's own keys: parts of one k can be combined as they are, those of different
+    keys only where the policy has ``smooth_k=False``.
     """
 
     out_sum: Tensor
@@ -140,6 +142,11 @@ def attention(
     check_output_dtype(output_dtype)
     dtype = output_dtype or call.q.dtype
     out_layout = layout if out_layout is None else out_layout
+    if stats is not None and stats.counters.device != call.q.device:
+        raise ValueError(
+            f"stats count on {stats.counters.device} and q is on {call.q.device}: give "
+            f"AttentionStats({str(call.q.device)!r})."
+        )
     out = _empty_output(call, dtype, out_layout)
     lse = None
     if return_lse:
@@ -195,7 +202,8 @@ def attention_partials(
     block_mask: Tensor | None = None,
     plan: BlockPlan | None = None,
 ) -> Partials:
-    """Attention before its division by the row sum, so that partial results can be combined."""
+    """Attention before its division by the row sum, so that partial results can be combined: those
+    of one k, or with ``smooth_k=False`` of different keys (`Partials`)."""
     call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
     if not _has_kernels(call):
         attended, _ = on_reference.attend(call)

@@ -136,6 +136,7 @@ def make_call(
     check_scale(softmax_scale)
     if plan is not None:
         plan.check_fits(q, k, is_causal, key_lengths, block_mask)
+        check_key_lengths(plan.key_lengths, q)
         is_causal, key_lengths = plan.is_causal, plan.key_lengths
     if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
         block_mask = block_mask != 0

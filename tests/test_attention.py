@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,6 +171,41 @@ class TestPlan:
             attention(q, k, v, SPARSE, plan=plan, key_lengths=lengths)
         with pytest.raises(ValueError, match="block_mask"):
             attention(q, k, v, SPARSE, plan=plan, block_mask=mask)
+
+    def test_made_by_hand_lies_as_kernels_read_it(self, make_qkv) -> None:
+        q, k, v = make_qkv(2, 2, 300, 64)
+        one = sparge.make_plan(q[:1], k[:1], SPARSE)
+        both = sparge.BlockPlan(
+            one.block_map.expand(2, -1, -1, -1), one.counts.expand(2, -1, -1), 300, 300
+        )
+        assert both.block_map.is_contiguous() and both.counts.is_contiguous()
+        alone = attention(q[:1], k[:1], v[:1], SPARSE, plan=one)
+        assert torch.equal(attention(q, k, v, SPARSE, plan=both)[:1], alone)
+
+    @pytest.mark.parametrize("lengths", [torch.tensor([200, 100]), torch.tensor([200]).int()])
+    def test_key_lengths_of_another_type_or_batch_are_refused(self, make_qkv, lengths) -> None:
+        """Kernels read them as int32, one for each batch entry."""
+        q, k, v = make_qkv(2, 2, 300, 64)
+        kept = torch.ones(2, 2, 3, 5, dtype=torch.bool)
+        plan = sparge.BlockPlan.from_kept(kept, 300, 300, key_lengths=lengths)
+        with pytest.raises(ValueError, match=r"give int32 of shape \(2,\)"):
+            attention(q, k, v, SPARSE, plan=plan)
+
+
+def test_stats_on_another_device_are_refused(make_qkv) -> None:
+    with pytest.raises(ValueError, match=r"count on meta and q is on cpu: give AttentionStats"):
+        attention(*make_qkv(1, 2, 300, 64), SPARSE, stats=sparge.AttentionStats("meta"))
+
+
+@pytest.mark.parametrize("pools", [True, False])
+def test_a_budget_that_does_not_pool_drops(make_qkv, pools: bool) -> None:
+    """As kernels do, for which nothing is prepared then."""
+    q, k, v = make_qkv(1, 2, 2000, 64)
+    plain = sparge.HeadBudget.uniform(2, 0.3)
+    ones = torch.ones(2)
+    budget = replace(plain, gain=ones, router=ones.int() * sparge.Router.ERROR, pools=pools)
+    same = torch.equal(attention(q, k, v, budget=budget), attention(q, k, v, budget=plain))
+    assert same != pools
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
@@ -105,6 +106,7 @@ class Kernel:
         self._context = primary_context(device_index)
         self._module, self._function = c_void_p(), c_void_p()
         self._shared_allowed = 0
+        self._allowing = threading.Lock()  # threads may launch calls of different lengths
         with current(lib, self._context):
             check(lib, "cuModuleLoadData", lib.cuModuleLoadData(byref(self._module), image))
             found = lib.cuModuleGetFunction(byref(self._function), self._module, entry.encode())
@@ -142,6 +144,9 @@ class Kernel:
 
     def _allow_shared(self, size: int) -> None:
         # Sizes above 48 KiB must be asked for.
-        status = self._lib.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, size)
-        check(self._lib, f"cuFuncSetAttribute({size} bytes of shared memory)", status)
-        self._shared_allowed = size
+        with self._allowing:
+            if size <= self._shared_allowed:
+                return
+            status = self._lib.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, size)
+            check(self._lib, f"cuFuncSetAttribute({size} bytes of shared memory)", status)
+            self._shared_allowed = size

@@ -106,6 +106,10 @@ class BlockPlan:
     is_causal: bool = False
     key_lengths: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("block_map", "counts"):  # kernels read them where they lie
+            object.__setattr__(self, name, getattr(self, name).contiguous())
+
     @classmethod
     def from_kept(
         cls,
@@ -172,8 +176,8 @@ class BlockPlan:
     def heads_slice(self, heads: slice) -> BlockPlan:
         """The plan of some of the query heads."""
         return BlockPlan(
-            self.block_map[:, heads].contiguous(),
-            self.counts[:, heads].contiguous(),
+            self.block_map[:, heads],
+            self.counts[:, heads],
             self.n_queries,
             self.n_keys,
             self.is_causal,

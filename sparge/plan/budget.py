@@ -78,6 +78,15 @@ class HeadBudget:
         for name, (dtype, _) in OPTIONAL.items():
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), dtype, self.heads)
+        for name in ("gain", "router", *OPTIONAL):
+            value = getattr(self, name)
+            if value is not None and value.device != self.device:
+                raise ValueError(
+                    f"{name} is on {value.device} and density on {self.device}: put all values of "
+                    "a budget on one device."
+                )
+        if self.walk is not None:  # kernels read it where it lies
+            object.__setattr__(self, "walk", self.walk.contiguous())
         if self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 
@@ -136,10 +145,13 @@ class HeadBudget:
         )
 
     def set_density(self, density: Tensor) -> None:
-        """Other densities (heads,) from the next call on; in place, never synchronises."""
-        self.density.copy_(density)
-        for table in self._tables.values():
-            table[:, SELECTION] = self.density
+        """Other densities (heads,) from the next call on, of this budget and of no other made from
+        or with it. Tables change in place, for recorded calls read them. Never synchronises."""
+        own = torch.empty_like(self.density).copy_(density)
+        with torch.inference_mode():  # as tables may have been made there
+            for table in self._tables.values():
+                table[:, SELECTION] = own
+        object.__setattr__(self, "density", own)
 
     @classmethod
     def uniform(

@@ -89,7 +89,7 @@ def choose_blocks(
     ranked = valid & ~forced
 
     scores = mass_scores(packed, scale)
-    if budget is not None:
+    if budget is not None and budget.pools:
         by_error = budget.router.to(device) == Router.ERROR
         errors = error_scores(packed, scale, valid)
         scores = torch.where(by_error[:, None, None], errors, scores)
@@ -99,7 +99,7 @@ def choose_blocks(
         counts, pools = kept_ranks(scores, policy, operands.heads), torch.zeros_like(valid)
     else:
         counts = _kept_ranks(scores, policy, budget)
-        pools = (budget.gain.to(device) > 0)[:, None, None]
+        pools = (budget.gain.to(device) > 0)[:, None, None] & budget.pools
     if policy.select_by == "topk" and (budget is not None or packed.order is not None):
         counts = whole_steps(counts, forced.sum(-1, keepdim=True))
     kept = forced | (ranked & (rank < counts)) | (dense & valid)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,6 +121,26 @@ def test_extra_shared_memory_is_allowed_once(fake, image):
         kernel.launch((1, 1, 1), Params(), extra_shared=extra)
     assert [launch.sizes[-1] for launch in fake.launches] == [4096, 5096, 4596, 5096, 6096]
     assert fake.shared == [4096, 5096, 6096]
+
+
+def test_threads_never_lower_what_is_allowed(fake, image):
+    """Two whose calls differ in length begin at once; the longer one is first to be allowed."""
+    kernel = Kernel(image, "route", 0)
+    longer_asked, attribute = threading.Event(), fake._attribute
+
+    def slow_to_answer(function, which, value) -> None:
+        attribute(function, which, value)
+        if value == 6096:
+            longer_asked.set()
+            time.sleep(0.05)
+
+    fake._attribute = slow_to_answer
+    longer = threading.Thread(target=kernel.launch, args=((1, 1, 1), Params(), 2000))
+    longer.start()
+    longer_asked.wait()
+    kernel.launch((1, 1, 1), Params(), extra_shared=1000)
+    longer.join()
+    assert fake.shared == [4096, 6096]
 
 
 @pytest.mark.parametrize("status", [201, 400])

@@ -52,3 +52,37 @@ def test_a_budget_made_from_another_has_tables_of_its_own() -> None:
     other = replace(budget, density=torch.tensor([0.25, 1.0]))
     assert other.table(policy)[:, SELECTION].tolist() == [0.25, 1.0]
     assert budget.table(policy) is first and first[:, SELECTION].tolist() == [0.5, 0.5]
+
+
+def test_densities_are_set_for_one_budget_alone() -> None:
+    policy = SparsePolicy()
+    budget = HeadBudget.uniform(2, 1.0)
+    others = [replace(budget, floor=2), budget.on("cpu"), budget.heads_slice(slice(0, 2))]
+    tables = [each.table(policy) for each in (budget, *others)]
+    budget.set_density(torch.tensor([0.25, 0.5]))
+    assert budget.density.tolist() == [0.25, 0.5]
+    assert budget.table(policy) is tables[0], "recorded calls read it where it lies"
+    assert tables[0][:, SELECTION].tolist() == [0.25, 0.5]
+    for other, table in zip(others, tables[1:], strict=True):
+        assert other.density.tolist() == [1, 1] == table[:, SELECTION].tolist()
+
+
+def test_densities_can_be_set_after_a_call_in_inference_mode() -> None:
+    budget, policies = HeadBudget.uniform(2, 1.0), [SparsePolicy(), SparsePolicy(pvthreshd=9.0)]
+    with torch.inference_mode():
+        tables = [budget.table(policy) for policy in policies]
+    budget.set_density(torch.full((2,), 0.25))
+    assert [table[:, SELECTION].tolist() for table in tables] == [[0.25, 0.25]] * 2
+
+
+def test_walks_lie_as_kernels_read_them() -> None:
+    walk = torch.tensor([[0, 2], [0, 1]], dtype=torch.int32)[:, 1]
+    budget = replace(HeadBudget.uniform(2, 0.5), walk=walk)
+    assert budget.walk is not None and budget.walk.is_contiguous()
+    assert budget.walk.tolist() == [2, 1]
+
+
+def test_values_on_two_devices_are_refused() -> None:
+    budget = HeadBudget.uniform(2, 0.5)
+    with pytest.raises(ValueError, match="walk is on meta and density on cpu: put all values"):
+        replace(budget, walk=torch.zeros(2, dtype=torch.int32, device="meta"))
