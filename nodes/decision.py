@@ -10,6 +10,7 @@ from .families import TokenLayout
 from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"
+MASK = "attention mask"
 
 #: A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32 schedule
 #: and the float64 edge differ in the last bits: this share is above that, below a step.
@@ -102,9 +103,11 @@ def dense_reason(
     serve (head_dim, strides, gradients) the library refuses itself, with a reason.
     """
     if not call.is_self_attention:
-        return CROSS_ATTENTION
+        # Some models cut masked self-attention up by queries (LTXV's guides).
+        of_grid = call.has_mask and 0 < layout.grid_tokens <= call.key_tokens
+        return MASK if of_grid else CROSS_ATTENTION
     if call.has_mask:
-        return "attention mask"
+        return MASK
     if call.refuses_low_precision:
         return "the model asks for full precision here"
     if call.unknown_options:

@@ -39,6 +39,7 @@ from .sample_schedule import SampleSchedule
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
+NOT_IN_PROFILE = "the profile has nothing for this layer"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
 
@@ -90,6 +91,8 @@ class HeadTable:
         self.choices: Alternating | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
+        self.from_profile = False
+        """Choices are those of a profile: what they were measured on may be another model."""
         self.one_walk = False
         """Heads were measured in one way through the tokens: more would have cost too much."""
         self._afford: Afford | None = afford  # until it is asked
@@ -230,6 +233,7 @@ class HeadTable:
 
     def use_profile(self, choices: Alternating) -> None:
         """Instead of measuring."""
+        self.from_profile = True
         self._use(StepChoices(self._aim, None, profile=choices))
 
     def _use(self, steps: StepChoices) -> None:
@@ -259,7 +263,8 @@ class HeadTable:
         """What the heads of a layer may keep, or why it has to stay dense."""
         budgets = self._budgets if row < self.rows else None
         budget = None if budgets is None else budgets[row]
-        return budget or self.refusal(row) or NOT_MEASURED
+        unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED
+        return budget or self.refusal(row) or unknown
 
     def _give(self, choices: HeadChoices) -> None:
         """Budgets for the calls from now on."""

@@ -48,7 +48,9 @@ def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
     layers, steps = result.by_step.shape
     if not layers or not steps:
-        return message("NO ATTENTION CALL REACHED THE NODE")
+        some = result.sparse + result.dense
+        kind = "SELF-ATTENTION OF A WHOLE GRID" if some else "ATTENTION CALL"
+        return message(f"NO {kind} REACHED THE NODE")
     cell = (_cell(HEIGHT, layers), _cell(MAP_WIDTH, steps))
     height, map_width = max(layers * cell[0], 120), max(steps * cell[1], 240)
     right = LEFT + map_width + GAP

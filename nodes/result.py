@@ -99,7 +99,9 @@ class RunResult:
     """What was asked of measured heads, "" in manual mode."""
     shapes: tuple[MeasuredShape, ...]
     profile: Profile | None
-    """What can be saved."""
+    """What this run measured, and can be saved."""
+    from_profile: bool
+    """Choices of some shape came from a profile."""
 
     @classmethod
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
@@ -110,7 +112,8 @@ class RunResult:
         layers = (~by_step.isnan()).any(1).nonzero().flatten()
         profile = None
         if run.heads is not None and fingerprint is not None:
-            choices = {t.shape: t.choices for t in tables if t.choices is not None}
+            measured = [table for table in tables if not table.from_profile]
+            choices = {t.shape: t.choices for t in measured if t.choices is not None}
             profile = profile_of(fingerprint, run.heads.aim, choices, {"model": tally.family})
         return cls(
             tally.family,
@@ -131,6 +134,7 @@ class RunResult:
             str(run.heads.aim) if run.heads else "",
             tuple(MeasuredShape.of(table) for table in tables),
             profile,
+            any(table.from_profile for table in tables),
         )
 
     def of_heads(self, name: str) -> Tensor:

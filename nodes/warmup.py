@@ -16,6 +16,7 @@ from ..sparge.kernels.spec import attend_path
 logger = logging.getLogger("sparge")
 
 KERNEL_DID_NOT_COMPILE = "a kernel did not compile (see the log)"
+KERNEL_DID_NOT_LOAD = "the driver did not take a kernel (see the log)"
 
 Show = Callable[[str], None]
 
@@ -81,10 +82,19 @@ class Warmup:
             return self._error.reason
         if isinstance(self._error, KernelBuildError | kernels.DriverError):
             logger.error("[Sparge] %s", self._error)
-            return KERNEL_DID_NOT_COMPILE
+            compiled = isinstance(self._error, kernels.DriverError)
+            return KERNEL_DID_NOT_LOAD if compiled else KERNEL_DID_NOT_COMPILE
         if self._error is not None:
             raise self._error
         return None
+
+    @property
+    def may_go_better(self) -> bool:
+        """It failed, and not for what stays as it is: a GPU that is too old, code that the compiler
+        refuses. Memory may be free again by now, and a disk."""
+        if self._thread.is_alive() or self._error is None or isinstance(self._error, Unsupported):
+            return False
+        return not (isinstance(self._error, KernelBuildError) and self._error.log)
 
 
 _warmups: dict[torch.device, Warmup] = {}
@@ -92,8 +102,10 @@ _lock = threading.Lock()
 
 
 def warm_up(device: torch.device, show: Show) -> Warmup:
-    """The warm-up of a device, started by whoever asks first in this process."""
+    """The warm-up of a device, started by whoever asks first in this process, and once more after
+    one that failed and may not fail again."""
     with _lock:
-        if device not in _warmups:
-            _warmups[device] = Warmup(device, show)
-        return _warmups[device]
+        kept = _warmups.get(device)
+        if kept is None or kept.may_go_better:
+            kept = _warmups[device] = Warmup(device, show)
+        return kept

@@ -44,6 +44,22 @@ def test_every_other_case_has_a_reason(why, case, reason):
 
 
 @pytest.mark.parametrize(
+    ("keys", "mask", "reason"),
+    [
+        (320, True, "attention mask"),  # some queries of a masked self-attention: LTXV's guides
+        (340, True, "attention mask"),
+        (319, True, "cross-attention"),
+        (320, False, "cross-attention"),
+    ],
+)
+def test_masked_self_attention_may_come_in_parts(load_pack, decision, keys, mask, reason):
+    layout = load_pack("nodes.families").TokenLayout("Test", None, (4, 8, 10), 0, 10)
+    settings = load_pack("nodes.settings").Settings(min_tokens=0)
+    call = decision.CallFacts(200, keys, has_mask=mask)
+    assert decision.dense_reason(call, 0, None, layout, settings) == reason
+
+
+@pytest.mark.parametrize(
     ("start", "end", "schedule", "steps"),
     [
         (0.8, 0.0, [1.0, 0.9, 0.8, 0.5], 2),

@@ -35,16 +35,21 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_once(load_pack, session, patcher, generator):
-    """run_once(sigmas, model, **widgets): the patched model, after a run."""
+    """run_once(sigmas, model, patches, calls a step, **widgets): the patched model, after a run."""
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
 
-    def run(sigmas=(0.9, 0.7), model=None, patches=None, **widgets):
+    def run(sigmas=(0.9, 0.7), model=None, patches=None, calls=1, **widgets):
         patcher.model.diffusion_model = model or WanModel()
         patcher.patches = patches or {}
         node = load_pack("nodes.sparge_attention").SpargeAttention
         settings = {"mode": "auto quality", "min_tokens": TOKENS} | widgets
         patched = node.execute(patcher, **settings)[0]
-        session(patched, LATENT).sample(lambda attend: attend(q, q, q, HEADS), list(sigmas))
+
+        def step(attend):
+            for _ in range(calls):
+                attend(q, q, q, HEADS)
+
+        session(patched, LATENT).sample(step, list(sigmas))
         return patched
 
     return run
@@ -122,6 +127,33 @@ def test_other_weights_are_used_with_a_warning(saved, run_once, runs, case):
     assert "a finetune or a LoRA" in note
 
 
+def test_what_came_from_a_profile_is_not_saved_as_measured_here(
+    saved, folder, run_once, report, load, runs
+):
+    """It would claim to be of this model, and the warning above would be gone for good."""
+    tuned = finetuned()
+    text = report(run_once(sigmas=[0.7, 0.6], model=tuned, profile=saved), "again")[1]
+    assert text.endswith("this run used one, and measured nothing itself.")
+    assert not (folder / "again.safetensors").exists()
+    report(run_once(sigmas=[0.9, 0.7], model=tuned), "clip")
+    run_once(sigmas=[0.7, 0.6], model=tuned, profile=load("clip"))
+    assert runs[-1][0].notes == []
+
+
+class TwoBlocks(WanModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [0, 0]
+
+
+def test_a_layer_that_a_profile_lacks_says_so(folder, run_once, report, load, runs):
+    report(run_once(model=TwoBlocks(), calls=2, dense_blocks="0"), "clip")
+    run_once(sigmas=[0.7, 0.6], model=TwoBlocks(), calls=2, profile=load("clip"))
+    run = runs[-1][0]
+    assert run.tally.reasons == {"the profile has nothing for this layer": 2}
+    assert run.tally.sparse == 2
+
+
 def lora(seed, strength=1.0, keys=300):
     """Patches as ComfyUI keeps them; other seeds are other LoRAs of the same layers."""
     values = torch.randn(keys, 4, 4, generator=torch.Generator().manual_seed(seed))
@@ -178,7 +210,7 @@ def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, loa
     assert run.notes == [note]
     hook = load_pack("nodes.hook").hook_of(patched)
     assert note in load_pack("nodes.report").summary(hook.last)
-    assert list(hook.last.profile.choices) == [table], "what this run would save"
+    assert hook.last.profile is None, "it measured nothing itself"
 
 
 @pytest.mark.parametrize("kind", ["pooling", "dropping"])

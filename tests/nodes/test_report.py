@@ -26,7 +26,7 @@ def result(load_pack):
             "cross": 4, "faster_cross": 0, "faster_dense": 0, "forwards": 3,
             "density": 0.25, "layers": torch.tensor([0, 7]), "by_step": density, "notes": (),
             "reasons": {"before start_percent 0.2": 1}, "filter_left_out": False,
-            "asked": "", "shapes": (), "profile": None,
+            "asked": "", "shapes": (), "profile": None, "from_profile": False,
         }  # fmt: skip
         return load_pack("nodes.result").RunResult(**(facts | changes))
 

@@ -81,8 +81,38 @@ def test_failures(load_pack, warmup, warm):
 
     assert outcome(sparge.Unsupported("too old")) == "too old"
     assert "did not compile" in outcome(sparge.KernelBuildError("attend", "line 1"))
+    refusal = sparge.kernels.DriverError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "full")
+    assert outcome(refusal) == warmup.KERNEL_DID_NOT_LOAD
     with pytest.raises(RuntimeError, match="a bug"):
         outcome(RuntimeError("a bug"))
+
+
+def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm):
+    sparge = load_pack("sparge")
+    full = sparge.kernels.DriverError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "full")
+
+    def tries(error):
+        errors, started = [error], []
+
+        def once(*args):
+            started.append(1)
+            if errors:
+                raise errors.pop()
+
+        warm(once)
+        warmup._warmups.clear()
+        for _ in range(3):
+            try:
+                found = warmup.warm_up(CPU, print).wait(never_cancelled)
+            except OSError as failure:
+                found = str(failure)
+        return len(started), found
+
+    assert tries(full) == tries(OSError("disk full")) == (2, None)
+    assert tries(sparge.KernelBuildError("no compiler")) == (2, None)
+    assert tries(sparge.Unsupported("too old")) == (1, "too old")
+    refused = sparge.KernelBuildError("attend", "line 1")
+    assert tries(refused) == (1, warmup.KERNEL_DID_NOT_COMPILE)
 
 
 def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplog):
