@@ -58,8 +58,10 @@ class Forward:
         context: Any,
         options: Mapping[str, Any],
         extras: Mapping[str, Any],
+        which: int = 0,
     ) -> Forward:
-        """x is the latent of this pass and sigma its noise levels; the rest are apply_model's."""
+        """x is the latent of this pass and sigma its noise levels; which: as in `Run`; the rest are
+        apply_model's."""
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
         run.tally.add_forward(layout.family)
@@ -86,7 +88,7 @@ class Forward:
         policy = fitted(run.asked, x.device)
         order, heads = None, None
         if unusable is None and run.heads is not None:
-            facts = PassFacts(conditioning, record.step, outside, is_last_dense, place)
+            facts = PassFacts(conditioning, record.step, outside, is_last_dense, place, which)
             heads = run.heads.begin(layout, policy, x.device, facts)
         elif record.pairs is not None and layout.tokens is not None:
             order = run.order(layout.tokens, record.step, x.device)

@@ -68,6 +68,8 @@ class Hook:
         self.node_id = node_id
         self.profile = profile
         self.last: RunResult | None = None
+        self.last_shape: tuple[int, ...] | None = None
+        """Of the latent that the last run gave; None where it gave none, or several in one."""
         self._on_top: Override | None = None
 
     def show(self, text: str) -> None:
@@ -96,7 +98,15 @@ class Hook:
         fingerprint = fingerprint_of(guider.model_patcher) if self.settings.aim else None
         profile, remark = self._fitting_profile(fingerprint)
         schedule = step_sigmas(args, kwargs)
-        run = Run(self.settings, sampling, owner=self, profile=profile, schedule=schedule)
+        run = Run(
+            self.settings,
+            sampling,
+            owner=self,
+            profile=profile,
+            schedule=schedule,
+            model=guider.model_patcher.model,
+            device=guider.model_patcher.load_device,
+        )
         if remark:
             run.note(remark)
         if CORE_SPARSE_KEY in _callback_keys(options):
@@ -104,13 +114,15 @@ class Hook:
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
                 "this node; the results do not add up, remove one"
             )
-        finished = False
+        finished, self.last_shape = False, None
         try:
             self._await_kernels(run, guider.model_patcher.load_device)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)
             finished = True
+            if isinstance(result, torch.Tensor) and result.ndim > 3:  # packed latents are flat
+                self.last_shape = tuple(result.shape)
             return result
         finally:
             options.pop(RUN_KEY, None)
@@ -144,8 +156,10 @@ class Hook:
         run = options.get(RUN_KEY)
         if run is None or run.owner is not self:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-        network = executor.class_obj.diffusion_model
-        forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs)
+        model = executor.class_obj
+        which = run.which(model, x.device)
+        network = model.diffusion_model
+        forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
         options = {**options, FORWARD_KEY: forward}
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         forward.end()

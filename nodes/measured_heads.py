@@ -41,7 +41,7 @@ class Plan:
 
 
 class MeasuredHeads:
-    """The tables of one run, by device and shape."""
+    """The tables of one run, by device, model and shape."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class MeasuredHeads:
         self.aim = aim
         self._profile, self._note = profile, note
         self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
-        self._tables: dict[tuple[torch.device, Shape], HeadTable] = {}
-        self._met: set[tuple[torch.device, Shape]] = set()
+        self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
+        self._met: set[tuple[torch.device, int, Shape]] = set()
         self._lock = threading.Lock()
 
     def begin(
@@ -65,8 +65,8 @@ class MeasuredHeads:
         """Where a pass begins: makes the tables that it may need, the rest as in
         `HeadTable.begin_pass`. policy: as the device runs it."""
         tables = {
-            shape: self._table(shape, layout, policy, device)
-            for shape in self._shapes(layout, device)
+            shape: self._table(shape, layout, policy, device, facts.which)
+            for shape in self._shapes(layout, device, facts.which)
         }
         for table in tables.values():
             table.begin_pass(facts)
@@ -77,27 +77,41 @@ class MeasuredHeads:
         for table in self._tables.values():
             table.shape.forget_copies()
 
-    def meet(self, device: torch.device, shape: Shape) -> None:
+    def meet(self, device: torch.device, which: int, shape: Shape) -> None:
         """Remembers a shape that no pass expected, so that the next one has a table for it."""
         with self._lock:
-            self._met.add((device, shape))
+            self._met.add((device, which, shape))
 
     @property
     def frozen(self) -> list[HeadTable]:
         return [table for table in self._tables.values() if table.choices is not None]
 
-    def _shapes(self, layout: TokenLayout, device: torch.device) -> Iterable[Shape]:
+    @property
+    def frozen_of_sampled(self) -> list[HeadTable]:
+        """Those of the model that is sampled, and of no other beside it."""
+        return [
+            table
+            for (_, which, _), table in self._tables.items()
+            if which == 0 and table.choices is not None
+        ]
+
+    def _shapes(self, layout: TokenLayout, device: torch.device, which: int) -> Iterable[Shape]:
         with self._lock:
-            shapes = {shape for at, shape in self._met if at == device}
+            shapes = {shape for *place, shape in self._met if place == [device, which]}
         if layout.tokens is not None and layout.heads is not None:
             shapes.add(Shape(layout.tokens.tokens, layout.heads, layout.tokens))
         return shapes
 
     def _table(
-        self, shape: Shape, layout: TokenLayout, policy: SparsePolicy, device: torch.device
+        self,
+        shape: Shape,
+        layout: TokenLayout,
+        policy: SparsePolicy,
+        device: torch.device,
+        which: int,
     ) -> HeadTable:
         with self._lock:
-            table = self._tables.get((device, shape))
+            table = self._tables.get((device, which, shape))
             if table is None:
                 afford = partial(
                     affordable,
@@ -106,8 +120,9 @@ class MeasuredHeads:
                     sparse_steps=self._sparse_steps,
                 )
                 table = HeadTable(shape, layout.rows, self.aim, policy, device, afford)
-                self._tables[device, shape] = table
-                self._use_profile(table)
+                self._tables[device, which, shape] = table
+                if which == 0:  # the profile is of the model that is sampled
+                    self._use_profile(table)
             return table
 
     def _use_profile(self, table: HeadTable) -> None:
@@ -154,7 +169,7 @@ class HeadPass:
         shape = Shape(tokens, call.head_count, grid if fits else None)
         table = self.tables.get(shape)
         if table is None:
-            self.heads.meet(self.device, shape)
+            self.heads.meet(self.device, self.facts.which, shape)
             return self.facts.why_dense or MEASURING
         if table.choices is None:
             table.sample(row, call, exact)

@@ -27,6 +27,8 @@ class PassFacts:
     """It belongs to the last dense step before the window."""
     place: Place | None = None
     """Among the steps of the window; None where that is not known."""
+    which: int = 0
+    """Of the guider's models, as in `Run.which`."""
 
 
 @dataclass(eq=False)

@@ -112,7 +112,7 @@ class RunResult:
         layers = (~by_step.isnan()).any(1).nonzero().flatten()
         profile = None
         if run.heads is not None and fingerprint is not None:
-            measured = [table for table in tables if not table.from_profile]
+            measured = [x for x in run.heads.frozen_of_sampled if not x.from_profile]
             choices = {t.shape: t.choices for t in measured if t.choices is not None}
             profile = profile_of(fingerprint, run.heads.aim, choices, {"model": tally.family})
         return cls(

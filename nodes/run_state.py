@@ -79,8 +79,11 @@ class Run:
         owner: object,
         profile: Profile | None = None,
         schedule: Sequence[float] = (),
+        model: object = None,
+        device: torch.device | None = None,
     ) -> None:
-        """schedule: the noise level of each step, as far as it is known."""
+        """schedule: the noise level of each step, as far as it is known. model, device: what is
+        sampled, and where."""
         self.owner = owner
         self.settings = settings
         self.asked = settings.policy()
@@ -97,6 +100,7 @@ class Run:
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
+        self._model, self._device = model, device
         self._step = 0
         self._evaluated = False
         self._of_step: set[int] = set()  # conditionings, where nobody counts evaluations
@@ -110,6 +114,17 @@ class Run:
         with self._lock:
             self._step += self._evaluated
             self._evaluated = True
+
+    def which(self, model: object, device: torch.device) -> int:
+        """0 for a pass of what is sampled, wherever it was copied to (multi-GPU); else a number for
+        another model, which a guider runs beside it on its device (DualModelGuider)."""
+        if self._model is None or model is self._model or device != self._device:
+            return 0
+        self.note(
+            "the guider runs a second model as well: it follows the settings of this node, "
+            "whatever nodes it went through, and its heads are measured apart"
+        )
+        return id(model)  # of objects that outlive the run
 
     def begin_pass(
         self, conditioning: Conditioning, rows: int, device: torch.device, may_be_sparse: bool

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from comfy_api.latest import io
@@ -21,6 +22,9 @@ NO_RUN = (
     "No sampler has run this model yet. Connect the latent of the sampler that uses it, so that "
     "the report comes after it."
 )
+
+
+NOT_SAVED_OF_ANOTHER = "No profile was saved, for it would be of another run than this latent."
 
 
 class SpargeReport(io.ComfyNode):
@@ -72,9 +76,29 @@ class SpargeReport(io.ComfyNode):
             reason = NO_NODE if hook is None else NO_RUN
             return io.NodeOutput(latent, reason, picture.message(reason))
         text = report.details(hook.last)
+        other = _of_another_run(latent, hook.last_shape)
+        if other:
+            text += "\n" + other
         if save_profile:
-            text += "\n" + _save(hook.last, save_profile)
+            text += "\n" + (NOT_SAVED_OF_ANOTHER if other else _save(hook.last, save_profile))
         return io.NodeOutput(latent, text, picture.draw(hook.last))
+
+
+def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
+    """ComfyUI keeps latents of earlier prompts, and then runs this node alone."""
+    samples = latent.get("samples") if isinstance(latent, dict) else None
+    given = getattr(samples, "shape", None)
+    if shape is None or given is None or len(given) != len(shape) or tuple(given) == shape:
+        return None
+    return (
+        f"This is the report of the last run, whose latent was {_sizes(shape)}; the one given here "
+        f"is {_sizes(given)}, of an earlier run or changed since. Run the sampler again, and "
+        "connect its own latent."
+    )
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _save(result: RunResult, name: str) -> str:

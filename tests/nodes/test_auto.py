@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -383,3 +384,22 @@ def test_the_same_run_twice(patch, session, step):
         torch.equal(a, b) for one, other in zip(first, second, strict=True)
         for a, b in zip(one, other, strict=True)
     )  # fmt: skip
+
+
+def test_a_second_model_of_a_guider_is_measured_by_itself(patch, session, step, runs):
+    """ComfyUI's DualModelGuider runs it with the options of the first one."""
+    patched = patch()
+    sampling = session(patched, LATENT)
+    models = [sampling.model, SimpleNamespace(diffusion_model=WanModel())]
+
+    def in_turn(attend):
+        sampling.model = models[(models.index(sampling.model) + 1) % 2]
+        return step(attend)
+
+    sampling.sample(in_turn, DENSE_THEN_SPARSE, conditionings=([0], [0]))
+    ((run, _),) = runs
+    assert len(run.heads.frozen) == 2 and len(run.heads.frozen_of_sampled) == 1
+    assert all(len(table._sampled) == BLOCKS for table in run.heads.frozen)
+    assert run.tally.sparse == 2 * 3 * BLOCKS
+    (note,) = run.notes
+    assert "a second model" in note

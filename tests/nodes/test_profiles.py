@@ -274,6 +274,33 @@ def test_nothing_measured_is_nothing_to_save(folder, run_once, report):
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("ran", "given", "other"),
+    [
+        ((1, 16, 4, 8, 8), (1, 16, 4, 8, 8), False),
+        ((1, 16, 3, 8, 8), (1, 16, 4, 8, 8), True),
+        ((1, 1, 4096), (1, 16, 4, 8, 8), False),  # sound and video in one: nothing to compare
+    ],
+)
+def test_a_latent_of_an_earlier_run_is_told(
+    folder, run_once, session, load_pack, ran, given, other
+):
+    """ComfyUI keeps what earlier prompts made, and then runs the report alone."""
+    model = run_once()
+    hook = load_pack("nodes.hook").hook_of(model)
+    options = {"transformer_options": dict(model.transformer_options)}
+    guider = SimpleNamespace(model_options=options, model_patcher=model)
+    sampler = session(model, LATENT)._wrapped("outer_sample", guider, lambda *_: torch.zeros(ran))
+    measured = hook.last
+    sampler(None, None, None, torch.tensor([0.9, 0.0]))
+    hook.last = measured
+    latent = {"samples": torch.zeros(given)}
+    _, text, _ = load_pack("nodes.sparge_report").SpargeReport.execute(model, latent, "clip")
+    assert ("of an earlier run or changed since" in text) == other
+    assert ("No profile was saved, for it would be of another run" in text) == other
+    assert (folder / "clip.safetensors").exists() != other
+
+
 def test_reports_without_a_run(report, patcher, load_pack):
     assert "did not go through" in report(patcher)[1]
     node = load_pack("nodes.sparge_attention").SpargeAttention
