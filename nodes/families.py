@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the models do not publish: the token grid, where text stands, and how blocks are counted.
+"""What the models do not publish: the token grid, where text stands, and how many blocks they have.
 
 To add a family, add a row to FAMILIES under the class name of its diffusion model. A model without
 a row works too; its tokens are then all alike to the policy, and the end-of-run line says so.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..sparge import TokenGrid
@@ -157,35 +157,6 @@ class TokenLayout:
         if self.text is TextPosition.FIRST:
             return (text, 0)
         return (0, text) if self.text is TextPosition.LAST else (0, 0)
-
-    def block_index(self, options: Mapping[str, Any], self_attention_calls: int) -> int:
-        """Number of the running block over all lists; models that publish none are counted."""
-        if "block_index" not in options or "total_blocks" not in options:
-            return self_attention_calls
-        single_stream = options.get("block_type") == "single"
-        return options["block_index"] + (self.double_blocks if single_stream else 0)
-
-
-@dataclass
-class LayerCounter:
-    """Numbers the self-attention calls of one forward pass."""
-
-    layout: TokenLayout
-    calls: int = 0
-    _of_block: dict[int, int] = field(default_factory=dict, repr=False)
-
-    def next(self, options: Mapping[str, Any], tokens: int) -> tuple[int, int]:
-        """(block, row) of a self-attention call over so many tokens."""
-        block, row = self.peek(options)
-        if tokens >= self.layout.grid_tokens:
-            self.calls += 1
-            self._of_block[block] = self._of_block.get(block, 0) + 1
-        return block, row
-
-    def peek(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """The same of a call that is not to be counted."""
-        block = self.layout.block_index(options, self.calls)
-        return block, self.layout.row(block, self._of_block.get(block, 0))
 
 
 def token_layout(

@@ -17,7 +17,8 @@ from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
-from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, LayerCounter, TokenLayout, token_layout
+from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
+from .layer_counter import LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
 from .pv_filter import fitted

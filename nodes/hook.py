@@ -26,6 +26,7 @@ from .host import (
     show_on_node,
     step_sigmas,
 )
+from .layer_counter import COUNTER_KEY
 from .profiles import NamedProfile, fingerprint_of
 from .result import RunResult
 from .run_state import Run
@@ -160,7 +161,8 @@ class Hook:
         which = run.which(model, x.device)
         network = model.diffusion_model
         forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
-        options = {**options, FORWARD_KEY: forward}
+        told = run.replaced_blocks.told(options)
+        options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         forward.end()
         return result

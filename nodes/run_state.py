@@ -15,6 +15,7 @@ from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
 from ..sparge.calibrate import Profile
 from ..sparge.plan import unmeasured_order
 from .decision import SigmaWindow
+from .layer_counter import ReplacedBlocks
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
 from .sample_schedule import Conditioning
@@ -93,6 +94,7 @@ class Run:
         self.tally = Tally()
         self.notes, self.note = _notes()
         self.records: list[PassRecord] = []
+        self.replaced_blocks = ReplacedBlocks()
         self.heads: MeasuredHeads | None = None
         if settings.aim is not None:
             steps = self.window.dense_steps(schedule), self.window.sparse_steps(schedule)

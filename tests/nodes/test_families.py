@@ -97,17 +97,6 @@ def test_an_audio_latent_has_no_grid(families):
     assert layout.grid is None
 
 
-def test_block_numbers(families):
-    flux = model("Flux", patch_size=2, double_blocks=[0] * 19, single_blocks=[0] * 38)
-    layout = families.token_layout(flux, (1, 16, 128, 128))
-    published = {"block_index": 3, "total_blocks": 38}
-    assert layout.blocks == 57
-    assert layout.block_index(published | {"block_type": "double"}, 0) == 3
-    assert layout.block_index(published | {"block_type": "single"}, 0) == 22
-    assert layout.block_index({}, 7) == 7
-    assert layout.block_index({"block_index": 0}, 7) == 7  # a U-Net's, which is another thing
-
-
 # class name, attributes, what it is given beside the latent, (frames, prefix, suffix, lead frames)
 BESIDE = {
     "Mochi without the padding of its prompt": (
@@ -183,25 +172,3 @@ def test_heads_are_known_before_a_call(families):
     ltx = model("LTXBaseModel", num_attention_heads=32)
     found = [families.token_layout(each, latent).heads for each in (wan, ltx, model("Novelty"))]
     assert found == [40, 32, None]
-
-
-def test_a_second_call_under_one_block_number_has_a_row_of_its_own(families):
-    """As the control blocks of Wan VACE."""
-    wan = model("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
-    layout = families.token_layout(wan, (1, 16, 4, 16, 20))
-    counter = families.LayerCounter(layout)
-    tokens = layout.grid_tokens
-    rows = [
-        counter.next({"block_index": block, "total_blocks": 30, "block_type": "double"}, tokens)
-        for block in (0, 0, 1, 2, 2)
-    ]
-    assert rows == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
-    assert max(row for _, row in rows) < layout.rows
-
-
-def test_calls_that_are_counted(families):
-    layout = families.token_layout(model("LTXBaseModel", blocks=[0] * 4), (1, 16, 4, 16, 20))
-    counter = families.LayerCounter(layout)
-    tokens = layout.grid_tokens
-    assert [counter.next({}, n)[1] for n in (10, tokens, 10, tokens)] == [0, 0, 1, 1]
-    assert counter.peek({}) == (2, 2)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers the attention calls of a forward pass by transformer block.
+
+Models that publish the running block are asked. Of the others (LTXV, Mochi, CogVideoX) calls are
+counted, one self-attention over the grid a block. A block whose call does not come would shift all
+after it: skip-layer guidance replaces blocks, LTXV's STG leaves their self-attention out. Both say
+so in the options of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .families import TextPosition, TokenLayout
+
+#: Entry of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
+COUNTER_KEY = "sparge_layers"
+#: ComfyUI's: blocks whose self-attention LTXV leaves out.
+_SKIPPED_KEY = "stg_self_attn_blocks"
+
+#: A replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
+Patch = Callable[..., Any]
+
+
+@dataclass
+class LayerCounter:
+    """Numbers the self-attention calls of one forward pass."""
+
+    layout: TokenLayout
+    calls: int = 0
+    """Counted so far: the number of the running block, in models that publish none."""
+    _of_block: dict[int, int] = field(default_factory=dict, repr=False)
+    _shortened: int | None = field(default=None, repr=False)
+
+    def next(self, options: Mapping[str, Any], tokens: int) -> tuple[int, int]:
+        """(block, row) of a self-attention call over so many tokens."""
+        while self.calls in (options.get(_SKIPPED_KEY) or ()):
+            self.calls += 1
+        block, row = self.peek(options)
+        if self._counts(tokens, is_published(options)):
+            self.calls += 1
+            self._of_block[block] = self._of_block.get(block, 0) + 1
+        return block, row
+
+    def peek(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """The same of a call that is not to be counted."""
+        block = self.calls
+        if is_published(options):
+            single_stream = options.get("block_type") == "single"
+            block = options["block_index"] + (self.layout.double_blocks if single_stream else 0)
+        return block, self.layout.row(block, self._of_block.get(block, 0))
+
+    def at(self, block: int) -> None:
+        """What runs next is this block."""
+        self.calls = block
+
+    def _counts(self, tokens: int, published: bool) -> bool:
+        """Not text or sound alone. LTXV drops tokens of guides that are smaller than the clip: all
+        blocks then have as many as the first, whose video comes before its sound."""
+        if tokens >= self.layout.grid_tokens:
+            return True
+        alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
+        if published or not alone:
+            return False
+        if self._shortened is None and not self._of_block:
+            self._shortened = tokens
+        return tokens == self._shortened
+
+
+def is_published(options: Mapping[str, Any]) -> bool:
+    """Whether the model says which block runs."""
+    return "block_index" in options and "total_blocks" in options
+
+
+class ReplacedBlocks:
+    """Replacements of blocks that tell the counter which block they stand for; one for each, kept
+    over a run, for new function objects would make compiled models recompile."""
+
+    def __init__(self) -> None:
+        self._telling: dict[tuple[Any, int], tuple[Patch, Patch]] = {}
+
+    def told(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options of a pass, with such replacements in place of the given ones."""
+        patches = options.get("patches_replace") or {}
+        if not patches.get("dit"):
+            return options
+        dit = {place: self._of(place, patch) for place, patch in patches["dit"].items()}
+        return {**options, "patches_replace": {**patches, "dit": dit}}
+
+    def _of(self, place: Any, patch: Patch) -> Patch:
+        kind, *numbers = place if isinstance(place, tuple) else (place,)
+        if kind != "double_block" or len(numbers) != 1:
+            return patch
+        key = place, id(patch)
+        if key not in self._telling:
+            self._telling[key] = patch, _telling(numbers[0], patch)  # what has an id must live
+        return self._telling[key][1]
+
+
+def _telling(block: int, patch: Patch) -> Patch:
+    def telling(args: Mapping[str, Any], *rest: Any) -> Any:
+        _tell(args, block)
+        out = patch(args, *rest)
+        _tell(args, block + 1)
+        return out
+
+    return telling
+
+
+# Not traced by torch.compile: a trace would do it once and for all.
+@torch.compiler.disable()
+def _tell(args: Mapping[str, Any], block: int) -> None:
+    counter = (args.get("transformer_options") or {}).get(COUNTER_KEY)
+    if counter is not None:
+        counter.at(block)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block an attention call is of, in models that say so and in models that do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+LATENT = (1, 16, 4, 16, 20)
+
+
+@pytest.fixture
+def module(load_pack):
+    return load_pack("nodes.layer_counter")
+
+
+@pytest.fixture
+def counter(load_pack, module):
+    """counter(class name, **attributes) of a pass of such a model."""
+
+    def make(name, latent=LATENT, **attributes):
+        network = type(name, (SimpleNamespace,), {})(**attributes)
+        return module.LayerCounter(load_pack("nodes.families").token_layout(network, latent))
+
+    return make
+
+
+@pytest.fixture
+def ltx(counter):
+    return counter("LTXBaseModel", transformer_blocks=[0] * 5)
+
+
+def test_models_that_publish_their_block_are_asked(counter):
+    blocks = {"double_blocks": [0] * 19, "single_blocks": [0] * 38}
+    flux = counter("Flux", (1, 16, 128, 128), patch_size=2, **blocks)
+    published = {"block_index": 3, "total_blocks": 38}
+    flux.at(7)
+    assert flux.layout.blocks == 57
+    assert flux.peek(published | {"block_type": "double"}) == (3, 3)
+    assert flux.peek(published | {"block_type": "single"}) == (22, 22)
+    assert flux.peek({}) == (7, 7)
+    assert flux.peek({"block_index": 0}) == (7, 7), "a U-Net's, which is another thing"
+
+
+def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
+    """As the control blocks of Wan VACE."""
+    wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
+    rows = [
+        wan.next(
+            {"block_index": block, "total_blocks": 30, "block_type": "double"},
+            wan.layout.grid_tokens,
+        )
+        for block in (0, 0, 1, 2, 2)
+    ]
+    assert rows == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
+    assert max(row for _, row in rows) < wan.layout.rows
+
+
+def test_calls_that_are_counted(ltx):
+    tokens = ltx.layout.grid_tokens
+    assert [ltx.next({}, n)[1] for n in (10, tokens, 10, tokens)] == [0, 0, 1, 1]
+    assert ltx.peek({}) == (2, 2)
+
+
+def test_a_guide_that_is_smaller_than_the_clip_shortens_all_blocks(ltx):
+    """LTXV drops its empty tokens. The sound that follows, however long, is no block's."""
+    video, sound = ltx.layout.grid_tokens - 60, ltx.layout.frame_tokens + 7
+    assert [ltx.next({}, n)[0] for n in (video, sound) * 3] == [0, 1, 1, 2, 2, 3]
+    assert ltx.next({}, video) == (3, 3)
+
+
+def test_text_that_attends_to_itself_first_is_no_block(counter):
+    mochi = counter("AsymmDiTJoint", patch_size=2, blocks=[0] * 4)
+    text, grid = mochi.layout.frame_tokens + 5, mochi.layout.grid_tokens
+    assert [mochi.next({}, n)[0] for n in (text, grid, grid)] == [0, 0, 1]
+
+
+def test_blocks_whose_self_attention_is_left_out_are_passed_over(ltx):
+    """LTXV's spatio-temporal guidance."""
+    options, tokens = {"stg_self_attn_blocks": {1, 2}}, ltx.layout.grid_tokens
+    assert [ltx.next(options, tokens)[0] for _ in range(3)] == [0, 3, 4]
+
+
+class Model:
+    """Five blocks that note their numbers, in ComfyUI's way of replacing some."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, options: dict[str, Any], key: str) -> None:
+        replaced = options.get("patches_replace", {}).get("dit", {})
+        for block in range(5):
+
+            def run(args: dict[str, Any], block: int = block) -> dict[str, Any]:
+                found, _ = options[key].next(options, self.tokens)
+                self.seen.append((block, found))
+                return args
+
+            if ("double_block", block) in replaced:
+                args = {"img": block, "transformer_options": options}
+                replaced["double_block", block](args, {"original_block": run})
+            else:
+                run({})
+
+
+def skip(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    return args
+
+
+def through(args: dict[str, Any], extra: dict[str, Any]) -> Any:
+    return extra["original_block"](args)
+
+
+@pytest.mark.parametrize(
+    ("patches", "blocks"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({("double_block", 0): skip}, [1, 2, 3, 4]),
+        ({("double_block", 1): skip, ("double_block", 3): skip}, [0, 2, 4]),
+        ({("double_block", 2): through}, [0, 1, 2, 3, 4]),
+        ({("double_block", 4): skip, ("single_block", 0): skip}, [0, 1, 2, 3]),
+    ],
+)
+def test_replaced_blocks_keep_the_numbers_of_the_others(module, ltx, patches, blocks):
+    """ComfyUI's skip-layer guidance."""
+    replaced, given = module.ReplacedBlocks(), {"patches_replace": {"dit": patches, "other": 1}}
+    options = {**replaced.told(given), module.COUNTER_KEY: ltx}
+    model = Model(ltx.layout.grid_tokens)
+    model(options, module.COUNTER_KEY)
+    assert model.seen == [(block, block) for block in blocks]
+    assert options["patches_replace"]["other"] == 1
+    assert given == {"patches_replace": {"dit": patches, "other": 1}}, "as it was given"
+    again = replaced.told(given)["patches_replace"]["dit"]
+    assert again == options["patches_replace"]["dit"], "the same functions in each pass"
+
+
+def test_a_replacement_that_is_told_nothing_runs_all_the_same(module):
+    patches = {("double_block", 0): skip}
+    (telling,) = (
+        module.ReplacedBlocks()
+        .told({"patches_replace": {"dit": patches}})["patches_replace"]["dit"]
+        .values()
+    )
+    assert telling({"img": 1}, {}) == {"img": 1}
+
+
+def test_options_without_replacements_stay_as_they_are(module):
+    options = {"cond_or_uncond": [0]}
+    assert module.ReplacedBlocks().told(options) is options
