@@ -29,11 +29,15 @@ def main() -> None:
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
     import auto_scenarios
+    import block_scenarios
     import composition_scenarios
     import gguf_scenarios
     import sampling_scenarios
 
-    modules = (auto_scenarios, composition_scenarios, gguf_scenarios, sampling_scenarios)
+    modules = (
+        *(auto_scenarios, block_scenarios, composition_scenarios),
+        *(gguf_scenarios, sampling_scenarios),
+    )
     scenarios = {name: value for module in modules for name, value in vars(module).items()}
     for line in sys.stdin:
         name, arguments = json.loads(line)
