@@ -82,7 +82,7 @@ def guide_of_half_the_size() -> dict[str, Any]:
     return {"seen": sorted(looker.seen), "report": found[0]}
 
 
-def two_models() -> dict[str, Any]:
+def two_models_of_a_guider() -> dict[str, Any]:
     """ComfyUI's DualModelGuider; for each model the tables that its sparse calls were given."""
     first, second = models.build("wan", seed=0), models.build("wan", seed=3)
     running: list[str] = [""]

@@ -25,6 +25,6 @@ def test_a_guide_of_half_the_size_leaves_blocks_apart(comfyui):
 
 
 def test_two_models_of_a_guider_share_no_measured_heads(comfyui):
-    found = comfyui.run("two_models")
+    found = comfyui.run("two_models_of_a_guider")
     assert found["tables"] == {"first": 1, "second": 1} and found["shared"] == 0
     assert "a second model" in found["report"]["text"]
