@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from sparge import AttentionStats, launch
+from sparge import AttentionStats, capabilities, launch
 from sparge.errors import KernelBuildError
 from sparge.kernels import KernelSpec, all_specs
 from sparge.kernels.compile import NvrtcCompiler
@@ -120,6 +120,20 @@ class Variants:
             launch.get_kernel = given
 
 
+def require_hopper() -> None:
+    """Raises SystemExit where the kernel that variants stand for does not run."""
+    require_kernels()
+    arch = capabilities("cuda").arch
+    if arch != "sm_90a":
+        raise SystemExit(f"Nothing to time: variants are of {HOPPER_ATTEND}, and this is {arch}.")
+
+
+def is_the_same(csrc: Path, base: Path) -> bool:
+    """Whether it changes nothing that the Hopper attend includes."""
+    one, other = (read_sources(HOPPER_ATTEND, folder).hash for folder in (csrc, base))
+    return one == other
+
+
 @dataclass(frozen=True)
 class Run:
     """Folders of csrc by variant, the base's first, and where their cubins are kept."""
@@ -128,10 +142,9 @@ class Run:
     cubins: Path
 
     def build(self) -> Iterator[Row]:
-        base = read_sources(HOPPER_ATTEND, self.sources[BASE]).hash
         for name, csrc in self.sources.items():
             try:
-                same = name != BASE and read_sources(HOPPER_ATTEND, csrc).hash == base
+                same = name != BASE and is_the_same(csrc, self.sources[BASE])
                 found = {} if same else built(csrc, self.cubins)
             except (KernelBuildError, FileNotFoundError) as error:
                 yield failure(name, str(error))
@@ -292,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     facts = {"commit": options.commit}
     if not options.build_only:
-        require_kernels()
+        require_hopper()
         facts |= {"gpu": gpu_name(), "torch": torch.__version__}
     overlays = {path.resolve().name: path for path in options.overlays} or {REPOSITORY: None}
     rows: list[Row] = []

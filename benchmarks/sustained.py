@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variants of the Hopper attend at the GPU's power limit: long rows of its launch alone, in turns.
 
-    python -m benchmarks.sustained [--cases mochi:1 wan480:.2:budgets] [--rounds 6]
+    python -m benchmarks.sustained [--cases mochi:1,wan480:.2:budgets] [--rounds 6]
                                    [--seconds .25] [--out FILE] OVERLAY...
 
 Overlays are those of `benchmarks.kernel_variants`, which compares numbers and times calls between
@@ -30,14 +30,16 @@ from typing import Any
 
 import torch
 
+from sparge.kernels.spec import HOPPER_ATTEND
+
 from .attention import OURS, OURS_BUDGETS, modes
 from .inputs import draw
-from .kernel_variants import BASE, CSRC, Variants, overlaid
+from .kernel_variants import BASE, CSRC, Variants, is_the_same, overlaid, require_hopper
 from .shapes import SHAPES
 from .stages import ATTEND, watched_launches
-from .timing import ROOT, commit, gpu_name, in_rounds, require_kernels, write_rows
+from .timing import ROOT, commit, gpu_name, in_rounds, write_rows
 
-CASES = ("mochi:1", "mochi:.2:budgets", "wan480:.2:budgets", "cogx2b:1", "cogx2b:.2:budgets")
+CASES = "mochi:1,mochi:.2:budgets,wan480:.2:budgets,cogx2b:1,cogx2b:.2:budgets"
 WARM_UP_SECONDS = 2.5
 
 Launch = Callable[[], None]
@@ -149,23 +151,29 @@ def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     for path in options.overlays:
         name = path.resolve().name
         sources[name] = overlaid(CSRC, path, folder / "csrc" / name)
+        if is_the_same(sources[name], CSRC):
+            raise SystemExit(f"{path} changes nothing that {HOPPER_ATTEND}.cu includes.")
     variants = Variants(sources, folder / "cubins")
     for case in options.cases:
         yield from measure(variants, list(sources), case, options.rounds, options.seconds)
         torch.cuda.empty_cache()
 
 
+def parsed(cases: str) -> list[Case]:
+    return [Case.parse(text) for text in cases.split(",")]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("overlays", type=Path, nargs="+", metavar="OVERLAY")
-    parser.add_argument("--cases", type=Case.parse, nargs="+", default=[*map(Case.parse, CASES)])
+    parser.add_argument("--cases", type=parsed, default=CASES, help="with commas between them")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=0.25, help="of each row")
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--out", type=Path, default=results / "new_sustained.jsonl")
     options = parser.parse_args(arguments)
-    require_kernels()
+    require_hopper()
     facts = {"gpu": gpu_name(), "torch": torch.__version__, "commit": options.commit}
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -51,6 +51,8 @@ class Family:
     off_grid: Callable[[Any, ModelInputs], OffGrid | None] = off_grid.nothing
     """What stands beside the grid, from the model and what it is given; None when unknown."""
     heads: Callable[[Any], int | None] = _num_heads
+    left_out_key: str | None = None
+    """Entry of transformer_options that names blocks whose self-attention the model leaves out."""
 
 
 def _spatial(model: Any) -> Patch:
@@ -86,6 +88,7 @@ FAMILIES: Mapping[str, Family] = {
     "WanModel": Family("Wan", _NONE, _as_published, off_grid.wan),
     "HunyuanVideo": Family("HunyuanVideo", _FIRST, _as_published, off_grid.hunyuan),
     "LTXBaseModel": Family("LTXV", _NONE, _one_cell),
+    "LTXAVModel": Family("LTXV", _NONE, _one_cell, left_out_key="stg_self_attn_blocks"),
     "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_block),
     "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.flux),
@@ -117,6 +120,7 @@ class TokenLayout:
         blocks: blocks in all lists; None when the model has no list known here.
         tokens: the whole self-attention sequence; None when what is beside the grid is not known.
         heads: attention heads; None when they are not known before a call.
+        left_out_key: as in `Family`.
     """
 
     family: str
@@ -126,6 +130,7 @@ class TokenLayout:
     blocks: int | None
     tokens: TokenGrid | None = None
     heads: int | None = None
+    left_out_key: str | None = None
 
     @property
     def grid_tokens(self) -> int:
@@ -184,7 +189,14 @@ def token_layout(
         beside = family.off_grid(model, ModelInputs(grid, patch, context, extras or {}))
         tokens = beside.around(grid) if beside else None
     return TokenLayout(
-        family.name, family.text, grid, double_blocks, blocks, tokens, family.heads(model)
+        family.name,
+        family.text,
+        grid,
+        double_blocks,
+        blocks,
+        tokens,
+        family.heads(model),
+        family.left_out_key,
     )
 
 

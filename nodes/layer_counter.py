@@ -3,13 +3,13 @@
 
 Models that publish the running block are asked. Of the others (LTXV, Mochi, CogVideoX) calls are
 counted, one self-attention over the grid a block. A block whose call does not come would shift all
-after it: skip-layer guidance replaces blocks, LTXV's STG leaves their self-attention out. Both say
-so in the options of a pass.
+after it: skip-layer guidance replaces blocks, STG leaves their self-attention out (of LTXV with
+sound; without sound it does nothing). Both say so in the options of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,6 @@ from .families import TextPosition, TokenLayout
 
 #: Entry of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"
-#: ComfyUI's: blocks whose self-attention LTXV leaves out.
-_SKIPPED_KEY = "stg_self_attn_blocks"
 
 #: A replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
 Patch = Callable[..., Any]
@@ -38,12 +36,13 @@ class LayerCounter:
 
     def next(self, options: Mapping[str, Any], tokens: int) -> tuple[int, int]:
         """(block, row) of a self-attention call over so many tokens."""
-        while self.calls in (options.get(_SKIPPED_KEY) or ()):
+        if not self._counts(tokens, is_published(options)):
+            return self.peek(options)
+        while self.calls in self._left_out(options):
             self.calls += 1
         block, row = self.peek(options)
-        if self._counts(tokens, is_published(options)):
-            self.calls += 1
-            self._of_block[block] = self._of_block.get(block, 0) + 1
+        self.calls += 1
+        self._of_block[block] = self._of_block.get(block, 0) + 1
         return block, row
 
     def peek(self, options: Mapping[str, Any]) -> tuple[int, int]:
@@ -53,6 +52,10 @@ class LayerCounter:
             single_stream = options.get("block_type") == "single"
             block = options["block_index"] + (self.layout.double_blocks if single_stream else 0)
         return block, self.layout.row(block, self._of_block.get(block, 0))
+
+    def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
+        key = self.layout.left_out_key
+        return (options.get(key) if key else None) or ()
 
     def at(self, block: int) -> None:
         """What runs next is this block."""

@@ -122,9 +122,10 @@ class Run:
         another model, which a guider runs beside it on its device (DualModelGuider)."""
         if self._model is None or model is self._model or device != self._device:
             return 0
+        apart = "" if self.heads is None else ", and its heads are measured apart"
         self.note(
             "the guider runs a second model as well: it follows the settings of this node, "
-            "whatever nodes it went through, and its heads are measured apart"
+            f"whatever nodes it went through{apart}"
         )
         return id(model)  # of objects that outlive the run
 

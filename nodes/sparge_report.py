@@ -107,7 +107,7 @@ def _save(result: RunResult, name: str) -> str:
         path = profile_path(profile_folder(), name)
         if result.profile is None:
             if result.from_profile:
-                return "No profile was saved: this run used one, and measured nothing itself."
+                return "No profile was saved: this run used one instead of measuring."
             return "No profile was saved: no head was measured, which takes an auto mode."
         result.profile.save(path)
     except ProfileError as error:

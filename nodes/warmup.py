@@ -92,7 +92,7 @@ class Warmup:
     def may_go_better(self) -> bool:
         """It failed, and not for what stays as it is: a GPU that is too old, code that the compiler
         refuses. Memory may be free again by now, and a disk."""
-        if self._thread.is_alive() or self._error is None or isinstance(self._error, Unsupported):
+        if self._error is None or isinstance(self._error, Unsupported):
             return False
         return not (isinstance(self._error, KernelBuildError) and self._error.log)
 

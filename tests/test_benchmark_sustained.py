@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from benchmarks import sustained
 from benchmarks.kernel_variants import BASE
-from benchmarks.sustained import Case, attend_launch, beside, measure
+from benchmarks.sustained import Case, attend_launch, beside, measure, parsed, rows_of
 from sparge import launch
 from sparge.kernels import KernelSpec
 from sparge.kernels.spec import HOPPER_ATTEND
@@ -24,6 +26,20 @@ def test_a_case_says_shape_density_and_mode() -> None:
     for text in ("mars:1", "mochi:1:all"):
         with pytest.raises(ValueError, match=f"{text!r} is no case"):
             Case.parse(text)
+
+
+def test_cases_have_commas_between_them() -> None:
+    cases = [Case("mochi", 1.0, "ours"), Case("wan480", 0.2, "ours, budgets")]
+    assert parsed("mochi:1,wan480:.2:budgets") == cases
+
+
+def test_an_overlay_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    overlay = tmp_path / "deep" / "csrc"
+    overlay.mkdir(parents=True)
+    (overlay / f"{HOPPER_ATTEND}.cu").write_text("// another kernel\n", encoding="utf-8")
+    options = argparse.Namespace(overlays=[overlay.parent])
+    with pytest.raises(SystemExit, match="deep changes nothing"):
+        next(rows_of(options, tmp_path / "copies"))
 
 
 def test_gains_are_of_means_and_their_error_of_rounds() -> None:
@@ -70,8 +86,8 @@ def test_variants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             yield
 
     def row_ms(name: Any, calls: int, look: Callable[[], None] | None = None) -> float:
+        rows.append((name, calls))
         if look is not None:
-            rows.append((name, calls))
             look()
         return took[name]
 
@@ -84,7 +100,9 @@ def test_variants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(measure(variants, list(took), Case("mochi", 1.0, "ours"), 2, 0.02))
     assert [row["variant"] for row in found] == list(took)
     assert [row["gain"] for row in found] == [0.0, 100.0] and found[1]["watts"] == 700
-    assert rows == [(BASE, 10), ("quick", 10), ("quick", 10), (BASE, 10)]
+    others = 3  # rows of a third, which are not timed: clocks of the variant before are not its own
+    turns = (BASE, "quick", "quick", BASE)
+    assert rows == [(BASE, 5), *((name, n) for name in turns for n in (others, 10))]
 
 
 class _Mode:

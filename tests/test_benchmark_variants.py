@@ -63,7 +63,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return [sys.executable, "-c", found[name]]
 
     monkeypatch.setattr(kernel_variants, "built", built)
-    monkeypatch.setattr(kernel_variants, "require_kernels", lambda: None)
+    monkeypatch.setattr(kernel_variants, "require_hopper", lambda: None)
     monkeypatch.setattr(kernel_variants, "gpu_name", lambda: "some GPU")
     monkeypatch.setattr(Run, "command", command)
     monkeypatch.setattr(Run, "time", time)
@@ -176,7 +176,7 @@ def test_building_needs_no_gpu(
     def no_gpu() -> None:
         raise SystemExit("Nothing to time")
 
-    monkeypatch.setattr(kernel_variants, "require_kernels", no_gpu)
+    monkeypatch.setattr(kernel_variants, "require_hopper", no_gpu)
     monkeypatch.setattr(kernel_variants, "built", lambda *_: {SPEC: Cubin(b"", None)})
     out = tmp_path / "out.jsonl"
     assert kernel_variants.main(["--build-only", overlay("one"), "--out", str(out)]) == 0

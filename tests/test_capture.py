@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
-from sparge import AttentionStats, SparsePolicy
+from sparge import AttentionStats, HeadBudget, SparsePolicy
 from sparge.call import make_call
 from sparge.kernels import Capability
 from sparge.stats import Counter
@@ -129,3 +129,25 @@ def test_who_asks_for_similarities(make_qkv, threshold: Any, asks: bool) -> None
     assert make_call(*given, None, None).asks_similarity is asks
     mask = torch.ones(1, 2, 3, 5, dtype=torch.bool)
     assert not make_call(*given, mask, None).asks_similarity
+
+
+@pytest.mark.parametrize(
+    ("policy", "scores"),
+    [
+        (SparsePolicy(topk=1.0), False),
+        (SparsePolicy(topk=0.5), True),
+        (SparsePolicy(topk=torch.tensor([1.0, 1.0])), True),
+        (SparsePolicy(select_by="cdf", cdfthreshd=1.0), True),
+    ],
+)
+def test_who_needs_scores(make_qkv, policy: SparsePolicy, scores: bool) -> None:
+    """Not who keeps every block, as far as the host knows: a budget has the last word."""
+    policy = replace(policy, simthreshd1=0.5)
+    q, k, v = make_qkv(1, 2, 300, 64)
+    given = (q, k, v, policy, "HND", False, None, None)
+    call = make_call(*given, None, None)
+    assert call.scores is call.asks_similarity is scores
+    ones = torch.ones(1, 2, 3, 5, dtype=torch.bool)
+    assert not make_call(*given, ones, None).scores
+    if policy.select_by == "topk":
+        assert make_call(*given, None, None, None, HeadBudget.uniform(2, 0.3)).scores

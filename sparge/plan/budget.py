@@ -146,7 +146,9 @@ class HeadBudget:
 
     def set_density(self, density: Tensor) -> None:
         """Other densities (heads,) from the next call on, of this budget and of no other made from
-        or with it. Tables change in place, for recorded calls read them. Never synchronises."""
+        or with it; but budgets of `LayerBudgets` share tables with the one that they are parts of.
+        Tables change in place, for recorded calls read them. None is kept where thresholds of the
+        policy are tensors: record such calls anew. Never synchronises."""
         own = torch.empty_like(self.density).copy_(density)
         with torch.inference_mode():  # as tables may have been made there
             for table in self._tables.values():

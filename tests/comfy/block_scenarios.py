@@ -10,7 +10,7 @@ import comfy.samplers
 import models
 import torch
 from comfy_extras.nodes_custom_sampler import Guider_DualModel
-from comfy_extras.nodes_lt import LTXVAddGuide
+from comfy_extras.nodes_lt import LTXVAddGuide, LTXVSpatioTemporalGuidance
 from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
 from session import pack, patch, replaced, reports, sample
 
@@ -50,6 +50,16 @@ def skipped_layer(family: str, layer: int) -> dict[str, Any]:
     guided = SkipLayerGuidanceDiTSimple.execute(model, 0.0, 1.0, str(layer), "")[0]
     with looker.look(), reports() as found:
         sample(patch(guided, **AUTO), family)
+    return {"seen": sorted(looker.seen), "report": found[0]}
+
+
+def stg_without_sound() -> dict[str, Any]:
+    """It asks for block 0 without its self-attention, which only models with sound heed."""
+    model = models.build("ltxv")
+    looker = Looker(model.model.diffusion_model)
+    guided = LTXVSpatioTemporalGuidance.execute(model, 1.0, "0", 0.0, 1.0)[0]
+    with looker.look(), reports() as found:
+        sample(patch(guided, **AUTO), "ltxv")
     return {"seen": sorted(looker.seen), "report": found[0]}
 
 

@@ -17,8 +17,9 @@ def test_skip_layer_guidance_shifts_no_block(comfyui, family):
     assert found["report"]["sparse"] > 0
 
 
-def test_a_guide_of_half_the_size_leaves_blocks_apart(comfyui):
-    found = comfyui.run("guide_of_half_the_size")
+@pytest.mark.parametrize("scenario", ["stg_without_sound", "guide_of_half_the_size"])
+def test_blocks_of_ltxv_stay_apart(comfyui, scenario):
+    found = comfyui.run(scenario)
     assert {(running, row) for _, running, row in found["seen"]} == {(0, 0), (1, 1)}
     assert len(found["report"]["by_step"]) == BLOCKS
     assert found["report"]["sparse"] > 0

@@ -71,6 +71,16 @@ def test_other_heads_score(generator: torch.Generator) -> None:
         assert torch.equal(kept[:, head], alone[:, head]) and not kept[:, head].all()
 
 
+def test_a_budget_scores_whatever_the_policy_keeps(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator)
+    budget = HeadBudget.uniform(4, 0.3, device="cuda")
+    of_half, of_all = (
+        sparge.attention(q, k, v, SparsePolicy(topk=topk), budget=budget) for topk in (0.5, 1.0)
+    )
+    dense = sparge.attention(q, k, v, DENSE)
+    assert torch.equal(of_half, of_all) and not torch.equal(of_all, dense)
+
+
 @pytest.mark.parametrize("router", [Router.MASS, Router.ERROR])
 def test_with_a_budget_and_an_order(router: Router, generator: torch.Generator) -> None:
     q, k, v = qkv(generator, batch=1)

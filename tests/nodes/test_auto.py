@@ -383,18 +383,3 @@ def test_the_same_run_twice(patch, session, step):
         torch.equal(a, b) for one, other in zip(first, second, strict=True)
         for a, b in zip(one, other, strict=True)
     )  # fmt: skip
-
-
-def test_a_second_model_of_a_guider_is_measured_by_itself(patch, session, step, runs):
-    """ComfyUI's DualModelGuider runs it with the options of the first one."""
-    sampling = session(patch(), LATENT)
-    models = itertools.cycle([type(sampling.model)(diffusion_model=WanModel()), sampling.model])
-
-    def in_turn(attend):
-        sampling.model = next(models)
-        return step(attend)
-
-    sampling.sample(in_turn, DENSE_THEN_SPARSE, conditionings=([0], [0]))
-    ((run, _),) = runs
-    assert [len(table._sampled) for table in run.heads.frozen] == [BLOCKS] * 2
-    assert len(run.heads.frozen_of_sampled) == 1 and "a second model" in run.notes[0]

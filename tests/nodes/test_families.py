@@ -33,6 +33,7 @@ CASES = {
     ),
     "HunyuanImage": ("HunyuanVideo", {"patch_size": [2, 2]}, (64, 64), (1, 32, 32), (30, 0)),
     "LTXV 1280x720x121": ("LTXBaseModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
+    "LTXV with sound": ("LTXAVModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
     "Kandinsky 5 768x512x121": (
         "Kandinsky5",
         {

@@ -77,10 +77,42 @@ def test_text_that_attends_to_itself_first_is_no_block(counter):
     assert [mochi.next({}, n)[0] for n in (text, grid, grid)] == [0, 0, 1]
 
 
-def test_blocks_whose_self_attention_is_left_out_are_passed_over(ltx):
-    """LTXV's spatio-temporal guidance."""
-    options, tokens = {"stg_self_attn_blocks": {1, 2}}, ltx.layout.grid_tokens
-    assert [ltx.next(options, tokens)[0] for _ in range(3)] == [0, 3, 4]
+STG = {"stg_self_attn_blocks": frozenset({1, 2})}  # LTXV's spatio-temporal guidance
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("LTXAVModel", [0, 3, 4]), ("LTXVModel", [0, 1, 2])])
+def test_blocks_are_passed_over_where_the_model_leaves_their_self_attention_out(
+    load_pack, module, name, blocks
+):
+    """It does with sound. Without sound ComfyUI's option of that name does nothing."""
+    network = type(name, (type("LTXBaseModel", (SimpleNamespace,), {}),), {})
+    layout = load_pack("nodes.families").token_layout(network(transformer_blocks=[0] * 5), LATENT)
+    ltx = module.LayerCounter(layout)
+    assert [ltx.next(STG, layout.grid_tokens)[0] for _ in range(3)] == blocks
+
+
+def test_the_sound_of_a_block_has_its_row_whichever_is_left_out_next(load_pack, module):
+    network = type("LTXAVModel", (SimpleNamespace,), {})(transformer_blocks=[0] * 5)
+    layout = load_pack("nodes.families").token_layout(network, LATENT)
+    video, sound = layout.grid_tokens, layout.frame_tokens + 7
+    plain, guided = module.LayerCounter(layout), module.LayerCounter(layout)
+    every = [[plain.next({}, n) for n in (video, sound)] for _ in range(5)]
+    assert [[guided.next(STG, n) for n in (video, sound)] for _ in range(3)] == [
+        every[block] for block in (0, 3, 4)
+    ]
+
+
+def test_shorter_calls_after_the_first_block_are_no_blocks(ltx):
+    """Sound, where no guide shortened the first block."""
+    video, sound = ltx.layout.grid_tokens, ltx.layout.frame_tokens + 7
+    assert [ltx.next({}, n)[0] for n in (video, sound, sound, video)] == [0, 1, 1, 1]
+
+
+def test_shorter_calls_of_models_that_publish_their_block_get_no_row_of_it(counter):
+    wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
+    published = {"block_index": 0, "total_blocks": 30}
+    video, short = wan.layout.grid_tokens, wan.layout.frame_tokens + 7
+    assert [wan.next(published, n) for n in (short, video)] == [(0, 0), (0, 0)]
 
 
 class Model:
@@ -135,6 +167,16 @@ def test_replaced_blocks_keep_the_numbers_of_the_others(module, ltx, patches, bl
     assert given == {"patches_replace": {"dit": patches, "other": 1}}, "as it was given"
     again = replaced.told(given)["patches_replace"]["dit"]
     assert again == options["patches_replace"]["dit"], "the same functions in each pass"
+
+
+def test_a_replacement_runs_under_its_number_whatever_was_counted(module, ltx):
+    """A block whose call did not come for another reason, as a step cache's, shifts no more."""
+    seen = []
+    patches = {("double_block", 3): lambda args, _: seen.append(ltx.calls)}
+    told = module.ReplacedBlocks().told({"patches_replace": {"dit": patches}})
+    options = {module.COUNTER_KEY: ltx}
+    told["patches_replace"]["dit"]["double_block", 3]({"transformer_options": options}, {})
+    assert seen == [3] and ltx.calls == 4
 
 
 def test_a_replacement_that_is_told_nothing_runs_all_the_same(module):

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ComfyUI's DualModelGuider: a second model runs with the options of the one that is sampled."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+LATENT, TOKENS = (4, 16, 16), 4 * 8 * 8
+HEADS, BLOCKS = 2, 2
+DENSE_THEN_SPARSE = [1.0, 0.9, 0.7]
+
+
+@pytest.fixture
+def two_models(session, patched_wan, generator):
+    """two_models(tokens of the second's calls, **widgets): the patched model, after a run."""
+
+    def step(tokens):
+        layers = torch.randn(BLOCKS, 3, 1, tokens, HEADS * 64, generator=generator)
+        return lambda attend: [attend(*layer, HEADS) for layer in layers]
+
+    def run(tokens=TOKENS, **widgets):
+        patched = patched_wan(**{"mode": "auto quality", "min_tokens": TOKENS} | widgets)
+        sampling = session(patched, LATENT)
+        network = copy.deepcopy(sampling.model.diffusion_model)
+        second = type(sampling.model)(diffusion_model=network)
+        # What is set here is of the pass that follows.
+        models = itertools.cycle([second, sampling.model])
+        passes = itertools.cycle([step(TOKENS), step(tokens)])
+
+        def in_turn(attend):
+            sampling.model = next(models)
+            return next(passes)(attend)
+
+        sampling.sample(in_turn, DENSE_THEN_SPARSE, conditionings=([0], [0]))
+        return patched
+
+    return run
+
+
+def test_it_is_measured_by_itself(two_models, runs):
+    two_models()
+    ((run, _),) = runs
+    assert [len(table._sampled) for table in run.heads.frozen] == [BLOCKS] * 2
+    assert len(run.heads.frozen_of_sampled) == 1
+    assert run.notes[0].startswith("the guider runs a second model")
+    assert run.notes[0].endswith("measured apart")
+
+
+def test_in_manual_mode_nothing_is_said_to_be_measured(two_models, runs):
+    two_models(mode="manual")
+    ((run, _),) = runs
+    assert "second model" in run.notes[0] and "measured" not in run.notes[0]
+
+
+def test_shapes_that_it_alone_has_are_its_own(two_models, runs):
+    """Such a shape is met in a pass, and expected in the next."""
+    two_models(tokens=TOKENS + 44)
+    ((run, _),) = runs
+    tables = [(which > 0, shape.tokens) for _, which, shape in run.heads._tables]
+    assert sorted(tables) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]
+
+
+def test_a_profile_is_of_the_sampled_model_alone(
+    two_models, runs, load_pack, tmp_path, monkeypatch
+):
+    paths = ModuleType("folder_paths")
+    vars(paths)["models_dir"] = str(tmp_path)
+    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    report = load_pack("nodes.sparge_report").SpargeReport.execute
+    report(two_models(), {"samples": 0}, "clip")
+    load = load_pack("nodes.sparge_profile_load").SpargeProfileLoad.execute
+    patched = two_models(profile=load("clip")[0])
+    _, text, _ = report(patched, {"samples": 0}, "again")
+    assert text.endswith("No profile was saved: this run used one instead of measuring.")
+    (run, _) = runs[-1]
+    tables = {which: table.from_profile for (_, which, _), table in run.heads._tables.items()}
+    assert tables.pop(0) and list(tables.values()) == [False]
+
+
+def test_a_copy_on_another_device_is_no_second_model(two_models, runs):
+    two_models()
+    ((run, _),) = runs
+    sampled, other = run._model, object()
+    assert run.which(other, torch.device("meta")) == run.which(sampled, run._device) == 0
+    assert run.which(other, run._device) == id(other)
