@@ -18,7 +18,7 @@ from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
 from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
-from .layer_counter import LayerCounter
+from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
 from .pv_filter import fitted
@@ -118,14 +118,14 @@ class Forward:
         facts = call.facts
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
         if facts.is_self_attention:
-            block, row = self.layers.next(options, facts.query_tokens)
+            layer = self.layers.next(options, facts.query_tokens)
         else:
-            block, row = self.layers.peek(options)
+            layer = self.layers.peek(options)
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
-            plan = self._plan(call, facts, block, row, exact)
+            plan = self._plan(call, facts, layer, exact)
             if not isinstance(plan, str):
-                return self._sparse(call, facts.query_tokens, row, plan)
+                return self._sparse(call, facts.query_tokens, layer.row, plan)
             reason = plan
         except Unsupported as refusal:
             reason = refusal.reason
@@ -138,8 +138,8 @@ class Forward:
             out = self._cross(call)
         else:
             self.run.tally.add_dense(reason, facts.query_tokens, exact.by_faster)
-        if facts.is_self_attention:
-            self.record.dense.add(row)
+        if facts.is_self_attention and not layer.beside:
+            self.record.dense.add(layer.row)
         return exact.own() if out is None else out
 
     def _cross(self, call: AttentionCall) -> Tensor | None:
@@ -151,18 +151,19 @@ class Forward:
         return out
 
     def _plan(
-        self, call: AttentionCall, facts: CallFacts, block: int, row: int, exact: ExactResult
+        self, call: AttentionCall, facts: CallFacts, layer: Layer, exact: ExactResult
     ) -> Plan | str | None:
         """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
         everywhere = self.unusable
         if everywhere is None and call.q.device != self.device:
             everywhere = f"tensors on {call.q.device} in a forward pass on {self.device}"
         step = self.outside if self.heads is None else None  # which a dense call is measured in
-        reason = dense_reason(facts, block, everywhere or step, self.layout, self.run.settings)
+        of_run, settings = everywhere or step, self.run.settings
+        reason = dense_reason(facts, layer.block, of_run, self.layout, settings)
         if reason is not None:
             return reason
         if self.heads is not None:
-            return self.heads.plan(call, facts.query_tokens, row, exact)
+            return self.heads.plan(call, facts.query_tokens, layer.row, exact)
         return self._slower(call, facts.query_tokens)
 
     def _slower(self, call: AttentionCall, tokens: int) -> str | None:

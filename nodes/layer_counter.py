@@ -10,7 +10,7 @@ sound; without sound it does nothing). Both say so in the options of a pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,17 @@ COUNTER_KEY = "sparge_layers"
 Patch = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What a call is of."""
+
+    block: int
+    row: int
+    """As in `TokenLayout.row`."""
+    beside: bool = False
+    """It is not the self-attention of a block, but text's or sound's, as far as is known."""
+
+
 @dataclass
 class LayerCounter:
     """Numbers the self-attention calls of one forward pass."""
@@ -34,24 +45,28 @@ class LayerCounter:
     _of_block: dict[int, int] = field(default_factory=dict, repr=False)
     _shortened: int | None = field(default=None, repr=False)
 
-    def next(self, options: Mapping[str, Any], tokens: int) -> tuple[int, int]:
-        """(block, row) of a self-attention call over so many tokens."""
+    def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
+        """Of a self-attention call over so many tokens."""
         if not self._counts(tokens, is_published(options)):
             return self.peek(options)
         while self.calls in self._left_out(options):
             self.calls += 1
-        block, row = self.peek(options)
+        layer = self._layer(options, self.calls)
         self.calls += 1
-        self._of_block[block] = self._of_block.get(block, 0) + 1
-        return block, row
+        self._of_block[layer.block] = self._of_block.get(layer.block, 0) + 1
+        return layer
 
-    def peek(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """The same of a call that is not to be counted."""
-        block = self.calls
+    def peek(self, options: Mapping[str, Any]) -> Layer:
+        """Of a call that is not to be counted: the block's own came before, if any did."""
+        running = self._layer(options, self.calls - 1 if self._of_block else self.calls)
+        return replace(running, beside=not is_published(options))
+
+    def _layer(self, options: Mapping[str, Any], counted: int) -> Layer:
+        block = counted
         if is_published(options):
             single_stream = options.get("block_type") == "single"
             block = options["block_index"] + (self.layout.double_blocks if single_stream else 0)
-        return block, self.layout.row(block, self._of_block.get(block, 0))
+        return Layer(block, self.layout.row(block, self._of_block.get(block, 0)))
 
     def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
         key = self.layout.left_out_key

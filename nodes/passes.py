@@ -42,7 +42,7 @@ class PassRecord:
     pairs: Tensor | None
     """(rows, counters) int64 on the device of the pass, as in `AttentionStats`."""
     dense: set[int] = field(default_factory=set)
-    """Rows with a dense self-attention call."""
+    """Rows of blocks whose self-attention was dense."""
 
     @classmethod
     def begin(cls, step: int, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:

@@ -34,11 +34,11 @@ class Looker:
         forward = pack("nodes.forward_facts").Forward
         plan = forward._plan
 
-        def spy(this: Any, call: Any, facts: Any, block: int, row: int, exact: Any) -> Any:
+        def spy(this: Any, call: Any, facts: Any, layer: Any, exact: Any) -> Any:
             if facts.is_self_attention:
                 which = tuple(call.options["transformer_options"]["cond_or_uncond"])
-                self.seen.add((which, self.running, row))
-            return plan(this, call, facts, block, row, exact)
+                self.seen.add((which, self.running, layer.block if layer.beside else layer.row))
+            return plan(this, call, facts, layer, exact)
 
         return replaced(forward, "_plan", spy)
 
@@ -53,13 +53,13 @@ def skipped_layer(family: str, layer: int) -> dict[str, Any]:
     return {"seen": sorted(looker.seen), "report": found[0]}
 
 
-def stg_without_sound() -> dict[str, Any]:
+def spatio_temporal_guidance(family: str) -> dict[str, Any]:
     """It asks for block 0 without its self-attention, which only models with sound heed."""
-    model = models.build("ltxv")
+    model = models.build(family)
     looker = Looker(model.model.diffusion_model)
     guided = LTXVSpatioTemporalGuidance.execute(model, 1.0, "0", 0.0, 1.0)[0]
     with looker.look(), reports() as found:
-        sample(patch(guided, **AUTO), "ltxv")
+        sample(patch(guided, **AUTO), family)
     return {"seen": sorted(looker.seen), "report": found[0]}
 
 

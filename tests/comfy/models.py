@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_patcher
+import comfy.nested_tensor
 import comfy.supported_models
 import torch
 
@@ -24,6 +25,7 @@ class Tiny:
         valid: how many of them the positive and the negative prompt really have (Mochi drops the
             rest, LTXV masks them).
         pooled: width of the pooled text embedding, 0 where a model takes none.
+        sound: (channels, tokens, bins) of what is sampled beside the video, () where nothing is.
         extra: further entries of the conditioning.
     """
 
@@ -33,6 +35,7 @@ class Tiny:
     text: int = 24
     valid: tuple[int, int] | None = None
     pooled: int = 0
+    sound: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -149,6 +152,26 @@ FAMILIES: dict[str, Tiny] = {
         valid=(20, 20),
         extra={"frame_rate": 25.0},
     ),
+    "ltxav": Tiny(
+        "LTXAV",
+        {
+            "image_model": "ltxav",
+            "num_attention_heads": 2,
+            "attention_head_dim": 64,
+            "cross_attention_dim": 128,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 64,
+            "audio_cross_attention_dim": 128,
+            "caption_channels": TEXT_DIM // 2,  # text for video and for sound, side by side
+            "num_layers": 2,
+            "connector_attention_head_dim": 32,
+            "connector_num_attention_heads": 2,
+            "connector_num_layers": 1,
+        },
+        latent=(128, 4, 8, 10),
+        sound=(8, 30, 16),
+        extra={"frame_rate": 25.0},
+    ),
     "kandinsky": Tiny(
         "Kandinsky5",
         {
@@ -223,8 +246,9 @@ def conditioning(family: str, negative: bool = False) -> list[Any]:
     return [[torch.randn(1, tiny.text, TEXT_DIM, generator=generator), extra]]
 
 
-def empty_latent(family: str, **overrides: int) -> torch.Tensor:
+def empty_latent(family: str, **overrides: int) -> Any:
     shape = list(FAMILIES[family].latent)
     if "frames" in overrides:
         shape[1] = overrides["frames"]
-    return torch.zeros(1, *shape)
+    video, sound = torch.zeros(1, *shape), FAMILIES[family].sound
+    return comfy.nested_tensor.NestedTensor((video, torch.zeros(1, *sound))) if sound else video

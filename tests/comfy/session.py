@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import comfy.sample
+import comfy.utils
 import models
 import nodes as comfy_nodes
 import torch
@@ -37,12 +38,13 @@ def sample(
     steps: int = 4,
     sampler: str = "euler",
     cfg: float = 4.0,
-    latent: torch.Tensor | None = None,
+    latent: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor:
+    """The latent; of video and sound, both in one flat tensor."""
     latent = models.empty_latent(family) if latent is None else latent
     with torch.inference_mode():
-        return comfy.sample.sample(
+        out = comfy.sample.sample(
             model,
             comfy.sample.prepare_noise(latent, 0),
             steps,
@@ -56,6 +58,7 @@ def sample(
             disable_pbar=True,
             **kwargs,
         )
+        return comfy.utils.pack_latents(out.unbind())[0] if out.is_nested else out
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

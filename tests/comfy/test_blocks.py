@@ -9,7 +9,7 @@ BLOCKS = 2  # of the tiny models
 COND, UNCOND = [0], [1]
 
 
-@pytest.mark.parametrize("family", ["ltxv", "mochi"])
+@pytest.mark.parametrize("family", ["ltxv", "ltxav", "mochi"])
 def test_skip_layer_guidance_shifts_no_block(comfyui, family):
     """It leaves the first block of the negative prompt out."""
     found = comfyui.run("skipped_layer", family=family, layer=0)
@@ -17,9 +17,16 @@ def test_skip_layer_guidance_shifts_no_block(comfyui, family):
     assert found["report"]["sparse"] > 0
 
 
-@pytest.mark.parametrize("scenario", ["stg_without_sound", "guide_of_half_the_size"])
-def test_blocks_of_ltxv_stay_apart(comfyui, scenario):
-    found = comfyui.run(scenario)
+@pytest.mark.parametrize("family", ["ltxv", "ltxav"])
+def test_spatio_temporal_guidance_shifts_no_block(comfyui, family):
+    found = comfyui.run("spatio_temporal_guidance", family=family)
+    assert {(running, row) for _, running, row in found["seen"]} == {(0, 0), (1, 1)}
+    assert len(found["report"]["by_step"]) == BLOCKS, "and sound is none"
+    assert found["report"]["sparse"] > 0
+
+
+def test_a_guide_of_half_the_size_leaves_blocks_apart(comfyui):
+    found = comfyui.run("guide_of_half_the_size")
     assert {(running, row) for _, running, row in found["seen"]} == {(0, 0), (1, 1)}
     assert len(found["report"]["by_step"]) == BLOCKS
     assert found["report"]["sparse"] > 0

@@ -19,6 +19,7 @@ CASES = {
     "wan": (2, 1, [[0, 0]], 4 * 8 * 10),
     "hunyuan": (3, 1, [[24, 0]], 4 * 8 * 10),
     "ltxv": (2, 1, [[0, 0]], 4 * 8 * 10),
+    "ltxav": (2, 1, [[0, 0]], 4 * 8 * 10),
     "kandinsky": (2, 1, [[0, 0]], 4 * 8 * 10),
     "flux": (3, 1, [[24, 0]], 18 * 20),
 }
@@ -64,7 +65,7 @@ def test_cross_attention_is_counted_apart(comfyui, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mochi", "cogvideox", "ltxv", "hunyuan", "wan", "kandinsky", "flux"]
+    "name", ["mochi", "cogvideox", "ltxv", "ltxav", "hunyuan", "wan", "kandinsky", "flux"]
 )
 def test_dense_blocks_work_where_the_model_publishes_no_block_number(comfyui, name):
     blocks, passes, *_ = CASES[name]

@@ -38,43 +38,48 @@ def test_models_that_publish_their_block_are_asked(counter):
     published = {"block_index": 3, "total_blocks": 38}
     flux.at(7)
     assert flux.layout.blocks == 57
-    assert flux.peek(published | {"block_type": "double"}) == (3, 3)
-    assert flux.peek(published | {"block_type": "single"}) == (22, 22)
-    assert flux.peek({}) == (7, 7)
-    assert flux.peek({"block_index": 0}) == (7, 7), "a U-Net's, which is another thing"
+    assert flux.peek(published | {"block_type": "double"}).block == 3
+    assert flux.peek(published | {"block_type": "single"}).block == 22
+    assert flux.peek({}).block == 7
+    assert flux.peek({"block_index": 0}).block == 7, "a U-Net's, which is another thing"
 
 
 def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
     """As the control blocks of Wan VACE."""
     wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
-    rows = [
+    layers = [
         wan.next(
             {"block_index": block, "total_blocks": 30, "block_type": "double"},
             wan.layout.grid_tokens,
         )
         for block in (0, 0, 1, 2, 2)
     ]
-    assert rows == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
-    assert max(row for _, row in rows) < wan.layout.rows
+    places = [(layer.block, layer.row) for layer in layers]
+    assert places == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
+    assert max(layer.row for layer in layers) < wan.layout.rows
 
 
 def test_calls_that_are_counted(ltx):
     tokens = ltx.layout.grid_tokens
-    assert [ltx.next({}, n)[1] for n in (10, tokens, 10, tokens)] == [0, 0, 1, 1]
-    assert ltx.peek({}) == (2, 2)
+    layers = [ltx.next({}, n) for n in (10, tokens, 10, tokens)]
+    assert [layer.block for layer in layers] == [0, 0, 0, 1]
+    assert [layer.beside for layer in layers] == [True, False, True, False]
+    assert layers[1].row == 0 and layers[3].row == 1
+    assert layers[2].row == 5, "where it disturbs no block's"
+    assert ltx.peek({}).block == 1
 
 
 def test_a_guide_that_is_smaller_than_the_clip_shortens_all_blocks(ltx):
     """LTXV drops its empty tokens. The sound that follows, however long, is no block's."""
     video, sound = ltx.layout.grid_tokens - 60, ltx.layout.frame_tokens + 7
-    assert [ltx.next({}, n)[0] for n in (video, sound) * 3] == [0, 1, 1, 2, 2, 3]
-    assert ltx.next({}, video) == (3, 3)
+    assert [ltx.next({}, n).block for n in (video, sound) * 3] == [0, 0, 1, 1, 2, 2]
+    assert ltx.next({}, video).row == 3
 
 
 def test_text_that_attends_to_itself_first_is_no_block(counter):
     mochi = counter("AsymmDiTJoint", patch_size=2, blocks=[0] * 4)
     text, grid = mochi.layout.frame_tokens + 5, mochi.layout.grid_tokens
-    assert [mochi.next({}, n)[0] for n in (text, grid, grid)] == [0, 0, 1]
+    assert [mochi.next({}, n).block for n in (text, grid, grid)] == [0, 0, 1]
 
 
 STG = {"stg_self_attn_blocks": frozenset({1, 2})}  # LTXV's spatio-temporal guidance
@@ -88,7 +93,7 @@ def test_blocks_are_passed_over_where_the_model_leaves_their_self_attention_out(
     network = type(name, (type("LTXBaseModel", (SimpleNamespace,), {}),), {})
     layout = load_pack("nodes.families").token_layout(network(transformer_blocks=[0] * 5), LATENT)
     ltx = module.LayerCounter(layout)
-    assert [ltx.next(STG, layout.grid_tokens)[0] for _ in range(3)] == blocks
+    assert [ltx.next(STG, layout.grid_tokens).block for _ in range(3)] == blocks
 
 
 def test_the_sound_of_a_block_has_its_row_whichever_is_left_out_next(load_pack, module):
@@ -105,14 +110,15 @@ def test_the_sound_of_a_block_has_its_row_whichever_is_left_out_next(load_pack, 
 def test_shorter_calls_after_the_first_block_are_no_blocks(ltx):
     """Sound, where no guide shortened the first block."""
     video, sound = ltx.layout.grid_tokens, ltx.layout.frame_tokens + 7
-    assert [ltx.next({}, n)[0] for n in (video, sound, sound, video)] == [0, 1, 1, 1]
+    assert [ltx.next({}, n).block for n in (video, sound, sound, video)] == [0, 0, 0, 1]
 
 
 def test_shorter_calls_of_models_that_publish_their_block_get_no_row_of_it(counter):
     wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
     published = {"block_index": 0, "total_blocks": 30}
     video, short = wan.layout.grid_tokens, wan.layout.frame_tokens + 7
-    assert [wan.next(published, n) for n in (short, video)] == [(0, 0), (0, 0)]
+    layers = [wan.next(published, n) for n in (short, video)]
+    assert [(layer.row, layer.beside) for layer in layers] == [(0, False), (0, False)]
 
 
 class Model:
@@ -127,8 +133,7 @@ class Model:
         for block in range(5):
 
             def run(args: dict[str, Any], block: int = block) -> dict[str, Any]:
-                found, _ = options[key].next(options, self.tokens)
-                self.seen.append((block, found))
+                self.seen.append((block, options[key].next(options, self.tokens).block))
                 return args
 
             if ("double_block", block) in replaced:
