@@ -34,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,6 +280,16 @@ def rows_of(run: Run, build_only: bool, rounds: int) -> Iterator[Row]:
         yield from run.time(names, rounds)
 
 
+def check_overlays(parser: argparse.ArgumentParser, overlays: Sequence[Path]) -> None:
+    """Ends with a sentence where they are no folders or share a name."""
+    for path in overlays:
+        if not path.is_dir():
+            parser.error(f"{path} is no folder")
+    names = [BASE, *(path.resolve().name for path in overlays)]
+    if len(set(names)) < len(names):
+        parser.error(f"variants need names of their own, other than {BASE}: {', '.join(names)}")
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("overlays", type=Path, nargs="*", metavar="OVERLAY")
@@ -290,14 +300,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--out", type=Path, default=results / "new_variants.jsonl")
     options = parser.parse_args(arguments)
-    names = [BASE, *(path.resolve().name for path in options.overlays)]
-    for path in (options.base, *options.overlays):
-        if not path.is_dir():
-            parser.error(f"{path} is no folder")
+    check_overlays(parser, options.overlays)
     if not (options.base / f"{HOPPER_ATTEND}.cu").is_file():
         parser.error(f"{options.base} is no csrc: it has no {HOPPER_ATTEND}.cu")
-    if len(set(names)) < len(names):
-        parser.error(f"variants need names of their own, other than {BASE}: {', '.join(names)}")
     return options
 
 

@@ -34,7 +34,15 @@ from sparge.kernels.spec import HOPPER_ATTEND
 
 from .attention import OURS, OURS_BUDGETS, modes
 from .inputs import draw
-from .kernel_variants import BASE, CSRC, Variants, is_the_same, overlaid, require_hopper
+from .kernel_variants import (
+    BASE,
+    CSRC,
+    Variants,
+    check_overlays,
+    is_the_same,
+    overlaid,
+    require_hopper,
+)
 from .shapes import SHAPES
 from .stages import ATTEND, watched_launches
 from .timing import ROOT, commit, gpu_name, in_rounds, write_rows
@@ -160,7 +168,11 @@ def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
 
 def parsed(cases: str) -> list[Case]:
-    return [Case.parse(text) for text in cases.split(",")]
+    """Of the command line, which shows a user the sentence of this error alone."""
+    try:
+        return [Case.parse(text) for text in cases.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--out", type=Path, default=results / "new_sustained.jsonl")
     options = parser.parse_args(arguments)
+    check_overlays(parser, options.overlays)
     require_hopper()
     facts = {"gpu": gpu_name(), "torch": torch.__version__, "commit": options.commit}
     rows = []

@@ -276,6 +276,15 @@ def patcher() -> Patcher:
     return Patcher()
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ComfyUI's models folder."""
+    paths = ModuleType("folder_paths")
+    vars(paths)["models_dir"] = str(tmp_path)
+    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    return tmp_path / "sparge_profiles"
+
+
 class WanModel(torch.nn.LayerNorm):
     """A model whose name and sizes tell the node the grid; nothing of it runs."""
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,15 +21,6 @@ class WanModel(torch.nn.Module):
         super().__init__()
         self.patch_size, self.num_heads, self.blocks = (1, 2, 2), HEADS, [0]
         self.norm = torch.nn.LayerNorm(8)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """ComfyUI's models folder."""
-    paths = ModuleType("folder_paths")
-    vars(paths)["models_dir"] = str(tmp_path)
-    monkeypatch.setitem(sys.modules, "folder_paths", paths)
-    return tmp_path / "sparge_profiles"
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -68,12 +66,8 @@ def test_shapes_that_it_alone_has_are_its_own(two_models, runs):
     assert sorted(tables) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]
 
 
-def test_a_profile_is_of_the_sampled_model_alone(
-    two_models, runs, load_pack, tmp_path, monkeypatch
-):
-    paths = ModuleType("folder_paths")
-    vars(paths)["models_dir"] = str(tmp_path)
-    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+@pytest.mark.usefixtures("folder")
+def test_a_profile_is_of_the_sampled_model_alone(two_models, runs, load_pack):
     report = load_pack("nodes.sparge_report").SpargeReport.execute
     report(two_models(), {"samples": 0}, "clip")
     load = load_pack("nodes.sparge_profile_load").SpargeProfileLoad.execute
