@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import sustained
-from benchmarks.kernel_variants import BASE, CSRC
+from benchmarks.kernel_variants import BASE
 from benchmarks.sustained import Case, attend_launch, beside, measure, parsed, rows_of
 from sparge import launch
 from sparge.kernels import KernelSpec
@@ -31,23 +31,6 @@ def test_a_case_says_shape_density_and_mode() -> None:
 def test_cases_have_commas_between_them() -> None:
     cases = [Case("mochi", 1.0, "ours"), Case("wan480", 0.2, "ours, budgets")]
     assert parsed("mochi:1,wan480:.2:budgets") == cases
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["csrc", "--cases", "mars:1"], "'mars:1' is no case: write mochi:1"),
-        (["nowhere"], "nowhere is no folder"),
-        (["csrc/attend", "csrc/quantize/../attend"], "names of their own"),
-    ],
-)
-def test_a_command_line_without_sense(
-    arguments: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(CSRC.parent)
-    with pytest.raises(SystemExit) as error:
-        sustained.main(arguments)
-    assert error.value.code == 2 and why in capsys.readouterr().err
 
 
 def test_an_overlay_that_changes_nothing_is_refused(tmp_path: Path) -> None:

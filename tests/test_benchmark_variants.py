@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kernel_numbers, kernel_variants
+from benchmarks import kernel_numbers, kernel_variants, sustained
 from benchmarks.kernel_variants import BASE, CSRC, Run
 from benchmarks.timing import read_rows
 from sparge import launch
@@ -187,19 +187,25 @@ def test_building_needs_no_gpu(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("benchmark", "arguments", "why"),
     [
-        (["nowhere"], "nowhere is no folder"),
-        (["--base", "tests"], "tests is no csrc"),
-        (["csrc/attend", "csrc/quantize/../attend"], "names of their own"),
+        (kernel_variants, ["nowhere"], "nowhere is no folder"),
+        (kernel_variants, ["--base", "tests"], "tests is no csrc"),
+        (kernel_variants, ["csrc/attend", "csrc/quantize/../attend"], "names of their own"),
+        (sustained, ["nowhere"], "nowhere is no folder"),
+        (sustained, ["csrc", "--cases", "mars:1"], "'mars:1' is no case: write mochi:1"),
     ],
 )
 def test_a_command_line_without_sense(
-    arguments: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    benchmark: Any,
+    arguments: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(CSRC.parent)
     with pytest.raises(SystemExit) as error:
-        kernel_variants.main(arguments)
+        benchmark.main(arguments)
     assert error.value.code == 2 and why in capsys.readouterr().err
 
 
