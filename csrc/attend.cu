@@ -34,10 +34,10 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
   if (threadIdx.x == 0) smem.work.read(p, blockIdx.x);
   if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
   __syncthreads();
-  load_list(list, smem, p);
+  const bool finite = load_list(list, smem, p);
 
   Pipeline pipeline(smem, p, list);
-  load_queries(smem, p, work);
+  load_queries(smem, p, work, finite);
   Softmax softmax(smem, p.problem);
   Accumulators out = {};
 

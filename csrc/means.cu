@@ -45,6 +45,8 @@ constexpr int kRuns = kReaders / kRunReaders;            // that all readers pas
 constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as much as static shared memory has room for
 constexpr int kBlocksPerSm = 3;  // all 384 blocks of the Mochi shape run at once on 132 SMs
 
+constexpr float kSumUnit = 0x1p-24f;  // of numbers, so that the sum of no 16 million of them overflows
+
 struct Sums {
   float of_warps[3][kWarps][kReadChannels];  // sum, least, most
   float of_block[3][kReadChannels];
@@ -72,7 +74,7 @@ struct Channels {
     float x[kLaneChannels];
     rows.unpack(chunk, x);
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) sum[i] += x[i];
+    for (int i = 0; i < kLaneChannels; ++i) sum[i] = __fmaf_rn(x[i], kSumUnit, sum[i]);
 #pragma unroll
     for (int i = 0; i < kLaneChannels / 2; ++i) {
       low.word[i] = rows.half() ? ptx::min_fp16(low.word[i], chunk.word[i]) : ptx::min_bf16(low.word[i], chunk.word[i]);
@@ -180,7 +182,7 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
   if (threadIdx.x >= kChannels) return;
 
   const i32 period = stride * kKeyBlock, counted = length / period * kKeyBlock + smaller<i32>(length % period, kKeyBlock);
-  const float mean = length ? extent.sum / static_cast<float>(counted) : 0.0f;
+  const float mean = length ? extent.sum / static_cast<float>(counted) / kSumUnit : 0.0f;
   const i64 at = (static_cast<i64>(b) * p.problem.kv_heads + head) * kHeadDim + slice * kChannels + threadIdx.x;
   if (values) {
     const float reach = length ? fmaxf(extent.high - mean, mean - extent.low) : 0.0f;
@@ -188,6 +190,7 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
     p.v_scale[at] = reach > 0.0f ? reach / kValueLevels : 1.0f;
   } else {
     p.k_mean[at] = p.smooth_k ? mean : 0.0f;
+    if (p.reach && slice == 0 && threadIdx.x == 0) p.reach[b * p.problem.kv_heads + head] = 0;
   }
 }
 

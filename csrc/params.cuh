@@ -85,6 +85,7 @@ struct MeansParams {
   float* k_mean;
   float* v_mean;
   float* v_scale;
+  u32* reach;  // (batch, kv_heads), set to zero; may be null
   i32 smooth_k;
   i32 with_values;
   i32 k_stride;  // one of so many runs of 64 keys, from the first on, counts in their mean
@@ -113,6 +114,8 @@ struct QuantizeParams {
   float* q_similarity;  // (batch, heads, query_blocks)
   float* k_similarity;  // (batch, kv_heads, key_blocks)
   i32* next_turn;       // set to zero where attend has persistent blocks
+  u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest |K - k_mean|, NaN where a key or value is not finite
+  u8* finite;           // (batch, kv_heads, 2, key_blocks), 16 bits: of keys, then of values; 0 where one is not, or a hole is
   // What budgets need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
   u16* k_variance;           // (batch, kv_heads, key_blocks, head_dim) bf16: route reads it from the L2 for every 16 query blocks
   u16* v_block_mean;         // likewise
@@ -178,7 +181,9 @@ struct AttendParams {
   const float* k_mean;
   const float* v_mean;
   const float* v_scale;
-  const u8* pool_k;  // null: nothing is pooled
+  const float* reach;  // as in QuantizeParams
+  const u8* finite;    // likewise
+  const u8* pool_k;    // null: nothing is pooled
   const u8* pool_v;
   const PoolColumn* pool_columns;
   const u32* block_map;

@@ -72,7 +72,7 @@ def means(
     planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
     found = torch.empty(planes, dtype=torch.float32, device=k.device)
     places = (plane.data_ptr() for plane in found)
-    _launch_means(k, v, key_lengths, smooth_k, element, ordered, *places)
+    _launch_means(k, v, key_lengths, smooth_k, element, ordered, None, *places)
     return found
 
 
@@ -108,8 +108,10 @@ def quantize(
 
     if means is not None:
         layout.means(workspace).copy_(means)
-    elif element in (Element.INT8_FP16, Element.INT8_E4M3):
-        places = (address("k_mean"), address("v_mean"), address("v_scale"))
+        if element.quantized:
+            layout.view(workspace, "reach").zero_()
+    elif element.quantized:
+        places = (address("reach"), address("k_mean"), address("v_mean"), address("v_scale"))
         ordered = order.slots is not None
         _launch_means(k, v, key_lengths, smooth_k, element, ordered, *places)
 
@@ -130,6 +132,8 @@ def quantize(
         q_similarity=address("q_similarity"),
         k_similarity=address("k_similarity"),
         next_turn=address("next_turn"),
+        reach=address("reach"),
+        finite=address("finite"),
         k_variance=address("k_variance"),
         v_block_mean=address("v_block_mean"),
         v_variance=address("v_variance"),
@@ -262,6 +266,8 @@ def attend(
         k_mean=address("k_mean"),
         v_mean=address("v_mean"),
         v_scale=address("v_scale"),
+        reach=address("reach"),
+        finite=address("finite"),
         pool_k=address("pool_k"),
         pool_v=address("pool_v"),
         pool_columns=address("pool_columns"),
@@ -300,6 +306,7 @@ def _launch_means(
     smooth_k: bool,
     element: Element,
     ordered: bool,
+    reach: int | None,
     k_mean: int | None,
     v_mean: int | None = None,
     v_scale: int | None = None,
@@ -312,6 +319,7 @@ def _launch_means(
         k_mean=k_mean,
         v_mean=v_mean,
         v_scale=v_scale,
+        reach=reach,
         smooth_k=smooth_k,
         with_values=v is not None,
         k_stride=mean_stride(shape.keys, ordered),

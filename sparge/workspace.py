@@ -105,7 +105,7 @@ class WorkspaceLayout:
         kv = (shape.batch, shape.kv_heads)
         blocks = (*kv, shape.key_blocks)
         queries = (shape.batch, shape.heads, shape.query_blocks)
-        key_bytes = 1 if element in (Element.INT8_FP16, Element.INT8_E4M3) else 2
+        key_bytes = 1 if element.quantized else 2
         value_bytes = 1 if element is Element.INT8_E4M3 else 2
         tile = KEY_BLOCK * shape.head_dim
         self.shape, self.element = shape, element
@@ -118,6 +118,10 @@ class WorkspaceLayout:
         self._means = Field(
             self.fields["k_mean"].offset, (len(means), *kv, shape.head_dim), torch.float32
         )
+        if element.quantized:
+            self._add("reach", kv)
+        else:
+            self._add("finite", (*kv, 2, shape.key_blocks), torch.uint8)
         self._add("k_scale", blocks)
         self._add("k_similarity", blocks)
         self._add("key_counts", blocks, torch.int32)

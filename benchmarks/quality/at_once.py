@@ -19,7 +19,7 @@ from sparge.reference.attend import LOG2_E
 from sparge.reference.packed import Packed
 from sparge.reference.partial import NO_LOGIT, Partial, finite
 from sparge.reference.pooled import with_background
-from sparge.reference.quantize import INT8_MAX, ZERO_SCALE, int8_levels
+from sparge.reference.quantize import int8_levels, int8_scale
 
 BLOCKS_AT_ONCE = 32  # query blocks: logits of 21,000 keys then take 340 MB
 
@@ -91,7 +91,7 @@ class _Head:
             counts,
             int8_levels(mean, largest.unsqueeze(-1)).float(),
             arithmetic.round(packed.v_block_mean[b, h] / v_scale).float(),
-            torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE),
+            int8_scale(largest),
             (counts * gain.to(counts.device)).log2(),
             v_scale,
             operands.vbar[b, h],

@@ -21,9 +21,9 @@ SPARGE_DEVICE u32 pooled_blocks(const u32* map, i32 index, i32 end) {
   return index * kMapBits < end ? open_blocks(map[index], index, end) : 0;
 }
 
-// All threads of the block; the list is complete for all of them. Key block j has place j in it, and the tiles of
-// pseudo-keys follow from `first_pool_place` on.
-SPARGE_DEVICE void load_list(u32* list, Smem& smem, const AttendParams& p) {
+// All threads of the block; the list is complete for all of them, and so are the bounds of scales. Key block j has place j in it,
+// and the tiles of pseudo-keys follow from `first_pool_place` on. False where 16-bit keys or values of the head are not finite.
+SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
   const Problem& problem = p.problem;
   const Work& work = smem.work;
   const i32 words = problem.map_words(), tile_words = pool_words(problem), blocks = problem.key_blocks();
@@ -41,12 +41,17 @@ SPARGE_DEVICE void load_list(u32* list, Smem& smem, const AttendParams& p) {
     if (lane == 0) smem.mean_terms = terms;
   }
   if (threadIdx.x == 0) {
+    if constexpr (is_quantized(kElement)) smem.bounds = ScaleBounds(p, work.kv_at);
     list[words + tile_words] = kEndOfList;
     smem.poolable = end;
     smem.first_pool_place = words * kMapBits;
     smem.end_of_list = (words + tile_words) * kMapBits;
   }
-  __syncthreads();
+  if constexpr (is_quantized(kElement)) {
+    __syncthreads();
+    return true;
+  }
+  return __syncthreads_and(sees_finite(p, work.kv_at, threadIdx.x, kThreads));
 }
 
 // The place after `last` that is in the list, from `end_of_list` on when there is none; -1 starts.

@@ -13,8 +13,10 @@ SPARGE_DEVICE void store_facts(const AttendParams& p, const Work& work, const Sm
     for (int half = 0; half < 2; ++half) {
       const i32 row = first_row() + row_step(m, half), token = work.token(p.problem, row);
       if (token < 0) continue;
-      const float dot_mean = is_quantized(kElement) && p.lse ? smem.q_dot_mean[row] : 0.0f;
-      store_row_facts(p, work, token, softmax.max[m][half][threadIdx.x], softmax.sum[m][half][threadIdx.x], dot_mean);
+      store_row_facts(p, work, token, softmax.max[m][half][threadIdx.x], softmax.sum[m][half][threadIdx.x], [&]() -> QueryFacts {
+        if constexpr (!is_quantized(kElement)) return {};
+        return {p.lse ? smem.q_dot_mean[row] : 0.0f, smem.q_sharpness[row]};
+      });
     }
 }
 

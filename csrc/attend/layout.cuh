@@ -5,6 +5,7 @@
 #include "../common/config.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/special.cuh"
+#include "row_scale.cuh"
 #include "work.cuh"
 
 namespace sparge::attend {
@@ -62,10 +63,12 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   float row_max[kRowTiles][2][kThreads];  // log2 units
   float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
   float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
+  float q_sharpness[kQueryBlock];         // what q_scale was divided by (row_scale.cuh), likewise
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
   MeanTerms mean_terms;                         // see background.cuh
+  ScaleBounds bounds;                           // see row_scale.cuh
   Work work;                                    // here, because the main loop has no register to spare for it
   i32 first_pool_place, end_of_list, poolable;  // likewise; see block_list.cuh, Work::poolable
 };

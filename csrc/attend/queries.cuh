@@ -12,27 +12,33 @@ namespace sparge::attend {
 constexpr int kTokenLanes = kHeadDim / kLaneChannels;
 constexpr int kTokensPerPass = kWarpSize / kTokenLanes;
 
-SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x)[kLaneChannels]) {
+// 16-bit queries become NaN where they are infinite, and all of a head that is not finite; of 8 bits the scale says so.
+SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x)[kLaneChannels], bool finite) {
   if constexpr (is_quantized(kElement)) {
     float amax = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) amax = fmaxf(amax, fabsf(x[i]));
-    amax = lane_max<1, kTokenLanes>(amax);
-    // common/int8.cuh, written out: as calls, ptxas spills on sm_100a.
-    const float inverse_scale = amax > 0.0f ? kKeyLevels / amax : 1.0f;
-    if (channel == 0) smem.q_scale[row] = amax > 0.0f ? amax / kKeyLevels : kZeroScale;
+    for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[i]));
+    amax = lane_max_or_nan<1, kTokenLanes>(amax);
+    const float inverse_scale = int8_inverse_scale(amax);
+    if (channel == 0) {
+      const float scale = int8_scale(amax), bounded = smem.bounds.bounded(scale);
+      smem.q_scale[row] = bounded;
+      smem.q_sharpness[row] = scale * ptx::reciprocal_approx(bounded);
+    }
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
     *reinterpret_cast<Vec8*>(at) = {pack_int8(x, inverse_scale), pack_int8(x + 4, inverse_scale)};
   } else {
-    auto pack = [&](int i) {
-      return kElement == Element::kBf16 ? ptx::pack_bf16(x[i], x[i + 1]) : ptx::pack_fp16(x[i], x[i + 1]);
+    auto pack = [&](int i) -> u32 {
+      if (!finite) return ~0u;  // two NaN
+      return kElement == Element::kBf16 ? ptx::nan_if_infinite_bf16(ptx::pack_bf16(x[i], x[i + 1]))
+                                        : ptx::nan_if_infinite_fp16(ptx::pack_fp16(x[i], x[i + 1]));
     };
     *reinterpret_cast<Vec16*>(smem.q + tile_offset<kQueryRowBytes>(row, channel / 8)) = {pack(0), pack(2), pack(4), pack(6)};
   }
 }
 
 // Each warp stores, and later reads, its own 32 rows only.
-SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& work) {
+SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& work, bool finite) {
   const i32 lane = threadIdx.x % kWarpSize, first_row = threadIdx.x / kWarpSize * kWarpRows;
   const i32 channel = lane % kTokenLanes * kLaneChannels;
   with_rows(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
@@ -42,7 +48,7 @@ SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& w
       const i32 token = work.token(p.problem, row);
       float x[kLaneChannels] = {};
       if (token >= 0) rows.load(token, channel, x);
-      store_query(smem, row, channel, x);
+      store_query(smem, row, channel, x, finite);
       if (is_quantized(kElement) && p.lse) {
         float dot = 0.0f;
 #pragma unroll

@@ -48,7 +48,8 @@ struct Softmax {
         float most = kMinusInfinity;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        block[m][half] = (lane_max<1, 4>(most) - kScoreZero) * scale.of(row, m, half);
+        const float level = lane_max<1, 4>(most) - kScoreZero;
+        block[m][half] = is_quantized(kElement) ? level * scale.of(row, m, half) : __fmul_rd(level, scale.of(row, m, half));
       }
   }
 
@@ -60,7 +61,7 @@ struct Softmax {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        all = all && !(block[m][half] - max[m][half][thread] >= -pvthreshd);  // also true of -inf - -inf: nothing to add
+        all = all && (block[m][half] == kMinusInfinity || block[m][half] - max[m][half][thread] < -pvthreshd);  // not of NaN
     return thread < kRowGroupThreads ? ptx::barrier_all<kRowGroupThreads>(kBarrierUpperRows, all)
                                      : ptx::barrier_all<kRowGroupThreads>(kBarrierLowerRows, all);
   }
@@ -95,10 +96,19 @@ struct Softmax {
     const i32 row = first_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float scale = score_scale.of(row, m, half);
+      float scale = score_scale.of(row, m, half);
       const float reference = max[m][half][threadIdx.x] == kMinusInfinity ? 0.0f : max[m][half][threadIdx.x];
-      float added = 0.0f;
-      const float bias = kShift - reference - kScoreZero * scale;
+      float added = 0.0f, bias = kShift - reference - kScoreZero * scale;
+      if (is_quantized(kElement) ? scale > kCoarseStep : fabsf(reference) > kCoarseMaximum) {
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& score = s[m][n][2 * half + i];
+            score = ptx::min_or_nan((score - kScoreZero) * scale - reference, 0.0f);  // E4M3 saturates, row sums would not
+          }
+        scale = 1.0f, bias = kShift;
+      }
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
         float* pair = &s[m][n][2 * half];

@@ -88,12 +88,21 @@ struct RowStore {
   }
 };
 
-// Log-sum-exp, row maximum and row sum of one query; `most` in log2 units, `dot_mean` = q . k_mean.
-SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, i32 token, float most, float row_sum,
-                                   float dot_mean) {
+// What a log-sum-exp takes of a query beside its softmax.
+struct QueryFacts {
+  float dot_mean = 0.0f;   // q . k_mean
+  float sharpness = 1.0f;  // what its scale was divided by (row_scale.cuh)
+};
+
+// Log-sum-exp, row maximum and row sum of one query; `most` in log2 units. `facts()` gives its QueryFacts.
+template <typename Facts>
+SPARGE_DEVICE void store_row_facts(const AttendParams& p, const Work& work, i32 token, float most, float row_sum, Facts&& facts) {
+  if (!p.lse && !p.partial_out) return;
+  const QueryFacts query = facts();
   const i64 at = static_cast<i64>(work.head_at) * p.tokens + token;
+  most *= query.sharpness;
   const float sum = row_sum * kUnshift;
-  if (p.lse) p.lse[at] = sum != 0.0f ? (most + log2f(sum)) * kLn2 + dot_mean * p.scale : kMinusInfinity;
+  if (p.lse) p.lse[at] = sum != 0.0f ? (most + log2f(sum)) * kLn2 + query.dot_mean * p.scale : kMinusInfinity;
   if (p.partial_out) {
     p.partial_max[at] = most;
     p.partial_sum[at] = sum;

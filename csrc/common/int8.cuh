@@ -7,8 +7,12 @@
 
 namespace sparge {
 
-SPARGE_DEVICE float int8_scale(float amax) { return amax > 0.0f ? amax / kKeyLevels : kZeroScale; }
-SPARGE_DEVICE float int8_inverse_scale(float amax) { return amax > 0.0f ? kKeyLevels / amax : 1.0f; }
+// Rows and blocks whose largest magnitude is not above it count as zeros.
+constexpr float kLeastAmax = kZeroScale * kKeyLevels;
+
+// NaN where the largest magnitude is NaN or infinite.
+SPARGE_DEVICE float int8_scale(float amax) { return (amax > kLeastAmax ? amax / kKeyLevels : kZeroScale) + (amax - amax); }
+SPARGE_DEVICE float int8_inverse_scale(float amax) { return amax > kLeastAmax ? kKeyLevels / amax : 1.0f; }
 
 // Four neighbouring values. Adding 1.5 x 2^23 rounds to the nearest even, as the conversion to an integer does, which has a
 // quarter of the throughput; the low byte is the level.

@@ -2,6 +2,7 @@
 // Butterfly reductions among lanes whose numbers differ in the bits kFirst .. kLast/2 of the lane index.
 #pragma once
 
+#include "../ptx/special.cuh"
 #include "types.cuh"
 
 namespace sparge {
@@ -17,6 +18,14 @@ template <int kFirst, int kLast>
 SPARGE_DEVICE float lane_max(float value) {
 #pragma unroll
   for (int step = kFirst; step < kLast; step *= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
+  return value;
+}
+
+// NaN where one of the lanes has a NaN.
+template <int kFirst, int kLast>
+SPARGE_DEVICE float lane_max_or_nan(float value) {
+#pragma unroll
+  for (int step = kFirst; step < kLast; step *= 2) value = ptx::max_or_nan(value, __shfl_xor_sync(kFullWarp, value, step));
   return value;
 }
 

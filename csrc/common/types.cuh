@@ -25,9 +25,9 @@ constexpr int kMapBits = 32;
 // so one V scale serves both, and its smallest normal is 2^-23 of the largest.
 constexpr float kValueLevels = 448.0f;
 constexpr float kKeyLevels = 127.0f;
-// Scale of a row or block of zeros: small, so that the offset of INT8 scores (attend/constants.cuh) rounds away; of two, times
-// 2^-18 (attend/hopper/fixed_exp2.cuh), still not zero, which times minus infinity is not a number.
-constexpr float kZeroScale = 0x1p-48f;
+// Scale of a row or block of zeros, and least scale of any: small, so that the offset of INT8 scores (attend/constants.cuh) rounds
+// away, and not so small that the steps of logits become zero (attend/row_scale.cuh).
+constexpr float kZeroScale = 0x1p-80f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xFF800000u);

@@ -27,6 +27,18 @@ SPARGE_DEVICE void claim_registers() {
 }
 #endif
 
+// A NaN wins; fmaxf and fminf prefer the number.
+SPARGE_DEVICE float max_or_nan(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+SPARGE_DEVICE float min_or_nan(float a, float b) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+
 SPARGE_DEVICE float rsqrt_approx(float x) {
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

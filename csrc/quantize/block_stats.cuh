@@ -113,6 +113,18 @@ struct KeySlots {
   SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(run.start, block * kKeyBlock + place, run.length); }
 };
 
+// 0 times their sum: 0, or NaN where one of a chunk's numbers is not finite.
+SPARGE_DEVICE void trace(float& zero, float x) { zero = __fmaf_rn(x, 0.0f, zero); }
+
+// Of one thread. `finite` is for 16 bits, where nothing else says so of keys or values that a row drops.
+SPARGE_DEVICE void note_finite(const QuantizeParams& p, const Run& run, i32 block, bool values, bool finite) {
+  p.finite[(static_cast<i64>(run.head_at) * 2 + values) * run.blocks + block] = finite;
+}
+// Numbers that are not negative are ordered as their bits are, and NaN is above them all.
+SPARGE_DEVICE void note_reach(const QuantizeParams& p, const Run& run, float reach) {
+  atomicMax(p.reach + run.head_at, __float_as_uint(reach));
+}
+
 constexpr float kLeastNormal = 0x1p-126f;
 
 // 1 / |row| of the token that kTokenLanes lanes hold together; 0 for a row of zeros, or next to it: shorter than 2^-63.

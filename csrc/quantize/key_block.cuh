@@ -69,21 +69,25 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
 SPARGE_DEVICE float one_if(bool inside) { return inside ? 1.0f : 0.0f; }
 
 // Into x: the block's keys, from the mean on where they are quantized; their sums, squares and largest level into shared memory.
+// False where one of this thread's 16-bit keys is not finite.
 template <Source kSource>
-SPARGE_DEVICE void sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 block, i32 count,
+SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 block, i32 count,
                             const Chunk (&chunk)[kPasses], float (&x)[kPasses][kLaneChannels]) {
   const Thread thread;
   const float* origin = &smem.origin[origin_of(block)][thread.channel];
-  float amax = 0.0f;
+  float amax = 0.0f, zero = 0.0f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     rows.unpack(chunk[pass], x[pass]);
+    if constexpr (!is_quantized(kElement))
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) trace(zero, x[pass][i]);
     if constexpr (is_quantized(kElement)) {
       const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) {
         x[pass][i] = __fmaf_rn(-inside, origin[i], x[pass][i]);
-        amax = fmaxf(amax, fabsf(x[pass][i]));
+        amax = ptx::max_or_nan(amax, fabsf(x[pass][i]));
       }
     }
   }
@@ -119,15 +123,17 @@ SPARGE_DEVICE void sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows
     store_sums(smem.squares, thread, squares);
   }
   if constexpr (is_quantized(kElement)) {
-    amax = lane_max<1, kWarpSize>(amax);
+    amax = lane_max_or_nan<1, kWarpSize>(amax);
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
+  return zero == 0.0f;
 }
 
 // The tile, and its scale.
-SPARGE_DEVICE void store_keys(const QuantizeParams& p, const KeySmem& smem, i32 block_at, const bool& whole,
+SPARGE_DEVICE void store_keys(const QuantizeParams& p, const KeySmem& smem, const Run& run, i32 block,
                               const float (&x)[kPasses][kLaneChannels]) {
   const Thread thread;
+  const i32 block_at = run.at(block);
   // A thread's rows are multiples of eight apart: their chunks are swizzled alike.
   constexpr int kPassBytes = kTokensPerPass * kKeyPartRowBytes;
   u8* at = p.k_tiles + static_cast<i64>(block_at) * (kKeyBlock * kKeyRowBytes) +
@@ -136,10 +142,12 @@ SPARGE_DEVICE void store_keys(const QuantizeParams& p, const KeySmem& smem, i32 
   if constexpr (is_quantized(kElement)) {
     float amax = smem.amax[0];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
+    for (int w = 1; w < kWarps; ++w) amax = ptx::max_or_nan(amax, smem.amax[w]);
     const float inverse_scale = int8_inverse_scale(amax);
-    // A block with holes must not pass for one without: NaN says so in every row that attends to it.
-    if (thread.index == kThreads - 1) p.k_scale[block_at] = whole ? int8_scale(amax) : kNotANumber;
+    if (thread.index == kThreads - 1) {
+      p.k_scale[block_at] = int8_scale(amax);
+      note_reach(p, run, amax + (run.whole ? amax - amax : kNotANumber));
+    }
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass)
       *reinterpret_cast<Vec8*>(at + pass * kPassBytes) = {pack_int8(x[pass], inverse_scale),
@@ -183,9 +191,14 @@ SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>&
       }
     __syncthreads();  // and the statistics of the block before have read what is overwritten now
     float x[kPasses][kLaneChannels];
-    sum_keys(p, rows, smem, slots.block, count, chunk, x);
-    __syncthreads();
-    store_keys(p, smem, run.at(slots.block), run.whole, x);
+    const bool finite = sum_keys(p, rows, smem, slots.block, count, chunk, x);
+    if constexpr (is_quantized(kElement)) {
+      __syncthreads();
+    } else {
+      const bool all = __syncthreads_and(finite);
+      if (ptx::thread_index() == kThreads - 1) note_finite(p, run, slots.block, false, all && run.whole);
+    }
+    store_keys(p, smem, run, slots.block, x);
     const bool more = slots.enter(slots.block - 1);
     if constexpr (kEarly) load(more);
     key_statistics(p, smem, run, slots.block + 1, count);

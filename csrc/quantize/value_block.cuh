@@ -96,16 +96,17 @@ struct Fullness {
   static constexpr bool full = kFull;
 };
 
-// The block's values, in units of v_scale from the mean on where they are quantized, into the tile; and their sums.
+// The block's values, in units of v_scale from the mean on where they are quantized, into the tile; and their sums. False where
+// one of this thread's 16-bit values is not finite.
 template <Source kSource>
-SPARGE_DEVICE void transpose(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses],
+SPARGE_DEVICE bool transpose(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses],
                              i32 count) {
   const ValueThread thread;
   const i32 first_key = key_at(thread.position);  // of four: key_at moves bits, so that it can be taken in parts
   // Likewise the rows of a thread's eight channels differ in bits that neither the row of the first nor the byte has.
   const i32 byte = thread.position * kValueBytes;
   const u32 first_row = staged(tile_offset<kValueRowBytes>(thread.channel, byte / 16) + byte % 16);
-  float sums[kLaneChannels] = {}, squares[kLaneChannels] = {};
+  float sums[kLaneChannels] = {}, squares[kLaneChannels] = {}, zero = 0.0f;
   auto channels = [&](auto block_is) {
 #pragma unroll
     for (int i = 0; i < kLaneChannels; i += 4) {
@@ -127,6 +128,8 @@ SPARGE_DEVICE void transpose(const QuantizeParams& p, const Chunks<kSource>& row
             x[j][pass] = __fmaf_rn(x[j][pass], inverse_scale[j], shift[j]);
             if constexpr (!block_is.full)
               if (first_key + key_at(pass) >= count) x[j][pass] = 0.0f;
+          } else {
+            trace(zero, x[j][pass]);
           }
           if (p.pool_v) {
             sums[i + j] += x[j][pass];
@@ -147,6 +150,7 @@ SPARGE_DEVICE void transpose(const QuantizeParams& p, const Chunks<kSource>& row
     smem.sums[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(sums, thread.lane);
     smem.squares[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(squares, thread.lane);
   }
+  return zero == 0.0f;
 }
 
 template <Source kSource>
@@ -165,6 +169,8 @@ SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource
     if (const i32 channel = threadIdx.x; channel < kHeadDim) {
       const i32 at = run.head_at * kHeadDim + channel;
       const float scale = p.v_scale[at], inverse_scale = 1.0f / scale;
+      const float zero = p.v_mean[at] - p.v_mean[at];
+      if (zero != 0.0f) note_reach(p, run, zero);  // not a number
       smem.scale[channel] = scale;
       smem.inverse_scale[channel] = inverse_scale;
       smem.shift[channel] = -p.v_mean[at] * inverse_scale;
@@ -174,11 +180,16 @@ SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource
     const i32 count = slots.count;
     if constexpr (!kEarly) load(true);
     __syncthreads();  // the tile and the sums of the block before are read
-    transpose(p, rows, smem, chunk, count);
+    const bool finite = transpose(p, rows, smem, chunk, count);
     const bool more = slots.enter(slots.block - 1);
     if constexpr (kEarly) load(more);
-    __syncthreads();
     const i32 block = slots.block + 1;
+    if constexpr (is_quantized(kElement)) {
+      __syncthreads();
+    } else {
+      const bool all = __syncthreads_and(finite);
+      if (ptx::thread_index() == 0) note_finite(p, run, block, true, all);
+    }
     if (p.pool_v) value_statistics(p, smem, run, block, count);
     u8* tile = p.v_tiles + static_cast<i64>(run.at(block)) * kValueTileBytes;
 #pragma unroll

@@ -18,6 +18,11 @@ class Element(enum.IntEnum):
     BF16 = 2
     FP16 = 3
 
+    @property
+    def quantized(self) -> bool:
+        """Whether QK is INT8; else both products have 16-bit operands as they come."""
+        return self in (Element.INT8_FP16, Element.INT8_E4M3)
+
 
 @dataclass(frozen=True)
 class Arch:

@@ -20,11 +20,10 @@ from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
 from .fixed_exp2 import fixed_exp2, is_fixed
-from .partial import NO_LOGIT, finite
-from .quantize import Quantized
+from .partial import NO_LOGIT, Partial, finite
+from .quantize import LOG2_E, Quantized
 
 PV_GROUP = 64  # query rows that agree before the PV filter skips a block for them
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def attend(
                 if blocks.numel() == 0:
                     continue
                 rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, shape[2]))
-                factors = quantized.q_scale[b, h, rows] * (scale * LOG2_E)
+                factors = quantized.row_factors(b, h, rows, scale)
                 (
                     unnormalised[b, h, rows],
                     row_max[b, h, rows],
@@ -119,10 +118,15 @@ def attend(
                 )
                 pv_skipped[b, h] += skipped
 
-    out = torch.where(row_sum > 0, 1 / row_sum, 0).unsqueeze(-1) * unnormalised
-    lse = (row_max + row_sum.log2()) / LOG2_E + quantized.q_dot_kbar * scale
-    lse = torch.where(row_sum > 0, lse, NO_LOGIT)
+    out = Partial(unnormalised, row_max, row_sum).output()
+    lse = log_sum_exp(quantized, row_max, row_sum, scale)
     return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
+
+
+def log_sum_exp(quantized: Quantized, row_max: Tensor, row_sum: Tensor, scale: float) -> Tensor:
+    """(B, H, Nq), natural, of the true logits; -inf for rows that see no key."""
+    lse = (row_max + row_sum.log2()) / LOG2_E + quantized.q_dot_kbar * scale
+    return torch.where(row_sum == 0, NO_LOGIT, lse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +190,9 @@ class Head:
         stored, sums = self.softmax.weigh(exponents, self.arithmetic)
         row_sum = (sums * rescale).sum((-2, -1))
         stored.mul_(rescale)
+        # All logits of a row may have overflowed downwards: its softmax is no number either.
+        lost = (final == NO_LOGIT) & visible.any(-1).any(-1)
+        row_sum = row_sum.masked_fill(lost, torch.nan)
         acc = stored.flatten(1) @ self.v[blocks].flatten(0, 1) / self.arithmetic.p_peak
         return acc * self.v_scale + row_sum.unsqueeze(-1) * self.vbar, final, row_sum, skipped
 

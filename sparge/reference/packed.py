@@ -107,7 +107,7 @@ def sampled_mean(k: Tensor, key_lengths: Tensor | None, stride: int) -> Tensor:
     if key_lengths is not None:
         counts = counts & (token < key_lengths.to(k.device).unsqueeze(-1))
     counted = counts.sum(-1).clamp(min=1)[:, None, None]
-    kept = keys.double() * counts[:, None, :, None]
+    kept = torch.where(counts[:, None, :, None], keys.double(), 0)
     return (kept.sum(2) / counted).float()
 
 
@@ -151,6 +151,7 @@ def _by_segment(plain: Quantized, q: Tensor, k: Tensor, v: Tensor, order: TokenO
         k_self_similarity=joined("k_self_similarity"),
         key_counts=order.key_counts(plain.key_lengths, plain.batch),
         key_lengths=plain.key_lengths,
+        finite=plain.finite,
     )
 
 

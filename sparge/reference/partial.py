@@ -43,7 +43,7 @@ class Partial:
 
     def output(self) -> Tensor:
         """(..., R, D): the attention output, 0 for rows that no key of any weight reached."""
-        inverse = torch.where(self.row_sum > 0, 1 / self.row_sum, 0)
+        inverse = torch.where(self.row_sum == 0, 0, 1 / self.row_sum)
         return self.unnormalised * inverse.unsqueeze(-1)
 
 

@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
-from .attend import LOG2_E, PORTABLE_SOFTMAX, Attended, Head, OnlineSoftmax
+from .attend import PORTABLE_SOFTMAX, Attended, Head, OnlineSoftmax, log_sum_exp
 from .packed import Packed
 from .partial import NO_LOGIT, Partial, finite
-from .quantize import INT8_MAX, ZERO_SCALE, Quantized, int8_levels
+from .quantize import Quantized, int8_levels, int8_scale
 
 POOL_TILE = 64  # pseudo-keys in a tile, which is shaped like a key block
 #: Log2 of how often a row's largest key the background counts at most: sums stay finite.
@@ -65,7 +65,7 @@ def attend_packed(
             for i in range(kept.shape[2]):
                 rows = slice(i * QUERY_BLOCK, min((i + 1) * QUERY_BLOCK, shape[2]))
                 q = operands.q_levels[b, h, rows].float()
-                factors = operands.q_scale[b, h, rows] * (scale * LOG2_E)
+                factors = operands.row_factors(b, h, rows, scale)
                 part = Partial(unnormalised[b, h, rows], row_max[b, h, rows], row_sum[b, h, rows])
                 blocks = kept[b, h, i].nonzero().squeeze(-1)
                 if blocks.numel():
@@ -82,8 +82,7 @@ def attend_packed(
     )
     unnormalised, row_sum = whole.unnormalised, whole.row_sum
     out = with_contrast(whole.output(), row_sum, operands, kept, contrast)
-    lse = (row_max + row_sum.log2()) / LOG2_E + operands.q_dot_kbar * scale
-    lse = torch.where(row_sum > 0, lse, NO_LOGIT)
+    lse = log_sum_exp(operands, row_max, row_sum, scale)
     return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
 
 
@@ -101,7 +100,7 @@ def with_background(
     of_block = count.expand(operands.heads)[:, None] * _dropped(operands, kept) * KEY_BLOCK
     rows = torch.arange(operands.n_queries, device=kept.device) // QUERY_BLOCK
     lead = (of_block[..., rows].log2() - finite(part.row_max)).clamp(max=MOST_BACKGROUND)
-    mass = torch.where(part.row_sum > 0, lead.exp2(), 0)
+    mass = torch.where(part.row_sum == 0, 0, lead.exp2())
     unnormalised = part.unnormalised + mass.unsqueeze(-1) * _mean_value(operands)
     return Partial(unnormalised, part.row_max, part.row_sum + mass)
 
@@ -174,7 +173,7 @@ class _Pool:
         mean, v_scale = operands.k_block_mean[b, h], operands.v_scale[b, h]
         if arithmetic.quantized_qk:
             largest = mean.abs().amax(-1)
-            scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
+            scale = int8_scale(largest)
             levels = int8_levels(mean, largest.unsqueeze(-1))
         else:
             scale, levels = torch.ones_like(mean[:, 0]), arithmetic.round(mean)

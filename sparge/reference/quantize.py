@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,13 @@ from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count, count_keys
 from .arithmetic import ARITHMETIC, E4M3_MAX, Arithmetic
 
 INT8_MAX = 127.0
-# Scale of a row or block of zeros. Its levels are 0 whatever the scale; a scale of 1 would make one
-# level worth more than all real logits, and with it the rounding of a kernel's score offset.
-ZERO_SCALE = 2.0**-48
+LOG2_E = math.log2(math.e)
+# Scale of a row or block of zeros, and the least scale of any. Levels of zeros are 0 whatever the
+# scale; a scale of 1 would make one level worth more than all real logits, and with it the rounding
+# of a kernel's score offset.
+ZERO_SCALE = 2.0**-80
+# Means are sums of numbers times this, so that sums of large numbers do not overflow.
+SUM_UNIT = 2.0**-24
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +47,7 @@ class Quantized:
     q_self_similarity: Tensor  # (B, H, nq)
     k_self_similarity: Tensor  # (B, Hkv, nk), of K - kbar
     q_dot_kbar: Tensor  # (B, H, Nq): what centring K took from each logit of the row, unscaled
+    finite: Tensor  # (B, Hkv) bool: all keys and values are; else every row of the head is NaN
     key_counts: Tensor  # (B, nk) int32
     key_lengths: Tensor | None  # (B,) int32
 
@@ -68,6 +74,13 @@ class Quantized:
     @property
     def head_dim(self) -> int:
         return self.q_levels.shape[3]
+
+    def row_factors(self, b: int, h: int, rows: slice, scale: float) -> Tensor:
+        """(rows,) of query head h: levels of Q and K times it and the K scale are logits, in log2
+        units."""
+        factors = self.q_scale[b, h, rows] * (scale * LOG2_E)
+        finite = self.finite[b, h * self.kv_heads // self.heads]
+        return torch.where(finite, factors, torch.nan)
 
 
 def quantize_qkv(
@@ -117,8 +130,15 @@ def quantize_qkv(
         batch,
         heads,
     )
+    finite = keys.pop("finite") & values.pop("finite")
     return Quantized(
-        element=element, key_counts=key_counts, key_lengths=key_lengths, **queries, **keys, **values
+        element=element,
+        key_counts=key_counts,
+        key_lengths=key_lengths,
+        finite=finite,
+        **queries,
+        **keys,
+        **values,
     )
 
 
@@ -129,7 +149,7 @@ def _quantize_queries(q: Tensor, arithmetic: Arithmetic, kbar: Tensor) -> dict[s
     mean, similarity = _block_statistics(_blocked(rows, QUERY_BLOCK), counts)
     if arithmetic.quantized_qk:
         largest = rows.abs().amax(-1)
-        scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
+        scale = int8_scale(largest)
         levels = int8_levels(rows, largest.unsqueeze(-1))
     else:
         scale = torch.ones(q.shape[0], device=q.device)
@@ -156,7 +176,7 @@ def _quantize_keys(
     mean, similarity = _block_statistics(blocks, counts)
     if arithmetic.quantized_qk:
         largest = blocks.abs().amax((-2, -1))
-        scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
+        scale = int8_scale(largest)
         levels = int8_levels(blocks, largest[:, None, None]).flatten(0, 1)[: k.shape[0]]
     else:
         scale = torch.ones(counts.shape[0], device=k.device)
@@ -167,6 +187,7 @@ def _quantize_keys(
         "kbar": kbar,
         "k_block_mean": mean,
         "k_self_similarity": similarity,
+        "finite": rows.isfinite().all(),
     }
 
 
@@ -191,6 +212,7 @@ def _quantize_values(
         "v_levels": arithmetic.round(centred / v_scale),
         "v_scale": v_scale,
         "vbar": vbar,
+        "finite": rows.isfinite().all(),
     }
 
 
@@ -204,28 +226,41 @@ def _block_statistics(blocks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Mean (n, D) and self-similarity (n,) over the valid rows of blocks (n, size, D), zero-padded.
 
     Self-similarity is |sum of unit rows|^2 / rows^2: 1 when all rows point one way, 0 when they
-    cancel. A zero row has no direction and adds nothing.
+    cancel. A zero row has no direction and adds nothing. Rows that are not finite make it NaN.
     """
     rows = counts.clamp(min=1).float().unsqueeze(-1)
     length = blocks.norm(dim=-1, keepdim=True)
-    unit = torch.where(length > 0, blocks / length, 0)
+    unit = torch.where(length == 0, 0, blocks / length)
     return blocks.sum(1) / rows, (unit.sum(1) / rows).square().sum(-1)
 
 
 def _mean(rows: Tensor, counts: Tensor) -> Tensor:
     """Mean over the valid rows, the others being zero."""
-    return rows.sum(0) / counts.sum().clamp(min=1)
+    return (rows * SUM_UNIT).sum(0) / counts.sum().clamp(min=1) / SUM_UNIT
 
 
 def _scale(largest: Tensor, levels: float) -> Tensor:
     return torch.where(largest > 0, largest / levels, 1.0)
 
 
+def int8_scale(largest: Tensor) -> Tensor:
+    """Scale of rows or blocks with these largest magnitudes; NaN where they are not finite."""
+    scale = torch.where(_counts(largest), largest / INT8_MAX, ZERO_SCALE)
+    return torch.where(largest.isfinite(), scale, torch.nan)
+
+
+def _counts(largest: Tensor) -> Tensor:
+    """Whether rows or blocks with these largest magnitudes are more than zeros."""
+    return largest > ZERO_SCALE * INT8_MAX
+
+
 def int8_levels(values: Tensor, largest: Tensor) -> Tensor:
-    """Levels -127..127. Multiplying by 127 / largest settles exact halves: bf16 is full of them."""
+    """Levels -127..127, 0 where the scale says NaN. Multiplying by 127 / largest settles exact
+    halves: bf16 is full of them."""
     # A true division: Python's `127 / tensor` multiplies by a rounded reciprocal.
     inverse = torch.full_like(largest, INT8_MAX).div(largest)
-    return (values * torch.where(largest > 0, inverse, 1.0)).round().to(torch.int8)
+    levels = (values * torch.where(_counts(largest), inverse, 1.0)).round()
+    return levels.nan_to_num(0, 0, 0).to(torch.int8)
 
 
 def _valid_rows(counts: Tensor, rows: int) -> Tensor:

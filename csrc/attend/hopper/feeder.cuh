@@ -31,11 +31,10 @@ struct Feeder {
       if (uniform(thread() / kWarpSize) == 0) ask(queries, items.parity() ^ 1);
       ptx::mbarrier_wait(queries.asked, items.parity());
       if (uniform(queries.turn) < 0) return;
-      lay_down_facts(queries);
-      sync_feeder();
+      const bool finite = lay_down_facts(queries);
       const AnyChunks rows(p.q, uniform(queries.work.b), uniform(queries.work.head), p.problem.channels);
       if constexpr (kSixteenBits) {
-        copy(rows, queries, smem.q[place][0]);
+        copy(rows, queries, smem.q[place][0], finite);
       } else {
         quantize(rows, queries, smem.q[place][0]);
         if (p.lse) multiply_by_mean(rows, queries);
@@ -71,17 +70,22 @@ struct Feeder {
   SPARGE_DEVICE static i32 first_row() { return thread() / kRowLanes; }
   SPARGE_DEVICE static i32 channel() { return ptx::thread_index() % kRowLanes * kLaneChannels; }
 
-  SPARGE_DEVICE void lay_down_facts(Queries& queries) const {
+  // For all threads that read queries. False where 16-bit keys or values of the head are not finite.
+  SPARGE_DEVICE bool lay_down_facts(Queries& queries) const {
 #pragma unroll 1
     for (i32 row = thread(); row < kQueryBlock; row += kFeederThreads) {
       const i32 token = queries.work.token(p.problem, row);
       queries.token[row] = token;
       if (token >= 0) prefetch_row(queries.work, token);
     }
-    if constexpr (!kSixteenBits) {
-      lay_down_means(queries);
-      if (uniform(thread() / kWarpSize) == 0) lay_down_terms(queries);
+    if constexpr (kSixteenBits) {
+      const bool finite = attend::sees_finite(p, queries.work.kv_at, thread(), kFeederThreads);
+      return ptx::barrier_all<kFeederThreads>(kBarrierFeeder, finite);
     }
+    lay_down_means(queries);
+    if (uniform(thread() / kWarpSize) == 0) lay_down_terms(queries);
+    sync_feeder();
+    return true;
   }
 
   SPARGE_DEVICE void lay_down_means(Queries& queries) const {
@@ -108,7 +112,8 @@ struct Feeder {
     for (i32 byte = 0; byte < row_bytes; byte += kSectorBytes) ptx::prefetch_l2(row + byte);
   }
 
-  SPARGE_DEVICE void copy(const AnyChunks& rows, const Queries& queries, u8* tiles) const {
+  // Infinite queries become NaN, and all of a head that is not finite.
+  SPARGE_DEVICE void copy(const AnyChunks& rows, const Queries& queries, u8* tiles, bool finite) const {
 #pragma unroll 1
     for (i32 row = first_row(); row < kQueryBlock; row += kRows * kFeederWarps) {
       Chunk chunk = rows.load(queries.token[row], channel());
@@ -116,7 +121,9 @@ struct Feeder {
       for (int i = 0; i < kLaneChannels / 2; ++i) {
         float low, high;
         rows.unpack(chunk.word[i], low, high);
-        chunk.word[i] = kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
+        chunk.word[i] = kElement == Element::kBf16 ? ptx::nan_if_infinite_bf16(ptx::pack_bf16(low, high))
+                                                   : ptx::nan_if_infinite_fp16(ptx::pack_fp16(low, high));
+        if (!finite) chunk.word[i] = ~0u;  // two NaN
       }
       const u32 at = row / kGroupRows * kQueryTileBytes + key_offset<kGroupRows>(row % kGroupRows, channel() / kLaneChannels);
       *reinterpret_cast<Vec16*>(tiles + at) = {chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]};
@@ -133,9 +140,9 @@ struct Feeder {
       for (int i = 0; i < kLaneChannels / 2; ++i) {
         float low, high;
         rows.unpack(chunk.word[i], low, high);
-        amax = fmaxf(amax, fmaxf(fabsf(low), fabsf(high)));
+        amax = ptx::max_or_nan(amax, ptx::max_or_nan(fabsf(low), fabsf(high)));
       }
-      amax = lane_max<1, kRowLanes>(amax);
+      amax = lane_max_or_nan<1, kRowLanes>(amax);
       const float inverse_scale = int8_inverse_scale(amax);
       const u32 at = tile_offset<kHeadDim>(row, channel() / 16) + channel() % 16;
 #pragma unroll
@@ -146,6 +153,22 @@ struct Feeder {
         reinterpret_cast<u32*>(tile + at)[i] = pack_int8(x, inverse_scale);
       }
       if (channel() == 0) queries.scale[row] = int8_scale(amax);
+    }
+    __syncwarp();
+    bound_scales(queries);
+  }
+
+  // Of the rows that this warp has quantized, a lane each.
+  SPARGE_DEVICE void bound_scales(Queries& queries) const {
+    const attend::ScaleBounds bounds(p, queries.work.kv_at);
+    const i32 warp = thread() / kWarpSize;
+#pragma unroll 1
+    for (i32 index = ptx::thread_index() % kWarpSize;; index += kWarpSize) {
+      const i32 row = (index / kRows * kFeederWarps + warp) * kRows + index % kRows;
+      if (row >= kQueryBlock) return;
+      const float scale = queries.scale[row], bounded = bounds.bounded(scale);
+      queries.scale[row] = bounded;
+      queries.sharpness[row] = scale * ptx::reciprocal_approx(bounded);
     }
   }
 

@@ -4,6 +4,7 @@
 
 #include "../../common/key_tile.cuh"
 #include "../background.cuh"
+#include "../row_scale.cuh"
 #include "../store.cuh"
 
 namespace sparge::hopper {
@@ -117,7 +118,8 @@ struct alignas(kSwizzleBytes) Stage {
 struct Queries {
   Work work;
   i32 turn;                      // which work item; -1: there is no more, and nothing else is set
-  float scale[kQueryBlock];      // INT8 level of each row
+  float scale[kQueryBlock];      // INT8 level of each row, bounded
+  float sharpness[kQueryBlock];  // what `scale` was divided by, for log-sum-exps and partial results
   float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
   attend::MeanTerms mean_terms;  // see attend/background.cuh
   i32 token[kQueryBlock];        // -1: none
@@ -132,7 +134,10 @@ struct Queries {
     return value;
   }
   SPARGE_DEVICE float inverse_contrast() const { return kSixteenBits ? 1.0f : mean_terms.inverse_contrast; }
-  SPARGE_DEVICE float product_with_mean(i32 row) const { return kSixteenBits ? 0.0f : dot_mean[row]; }
+  SPARGE_DEVICE attend::QueryFacts facts(i32 row) const {
+    if constexpr (kSixteenBits) return {};
+    return {dot_mean[row], sharpness[row]};
+  }
 };
 
 // Where the lanes of a warp exchange what they store: eight rows of four channel tiles, of 16 bits. The rows of the fragments' two

@@ -122,7 +122,7 @@ struct Softmax {
 #pragma unroll
       for (int block = 0; block < kStepBlocks; ++block) {
         block_most[block][half] = lane_max<1, 4>(block_most[block][half]);
-        vote[block] = vote[block] && !(block_most[block][half] - running >= -pvthreshd);
+        vote[block] = vote[block] && block_most[block][half] - running < -pvthreshd;
         running = fmaxf(running, block_most[block][half]);
       }
     }

@@ -11,7 +11,7 @@ template <typename Item>
 SPARGE_DEVICE void store_facts(const AttendParams& p, const Item& item, const Queries& of, int half, i32 row) {
   if (quad_lane_anew() == 0 && of.token[row] >= 0)
     attend::store_row_facts(p, of.work, of.token[row], item.softmax.reported(half), item.softmax.sum[half],
-                            of.product_with_mean(row));
+                            [&] { return of.facts(row); });
 }
 
 template <typename Item>

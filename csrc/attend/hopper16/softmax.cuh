@@ -91,7 +91,7 @@ struct Softmax {
       float running = most[half];
 #pragma unroll
       for (int block = 0; block < kStepBlocks; ++block) {
-        if (block_most[block][half] - running >= -pvthreshd) vote &= ~(1u << block);
+        if (!(block_most[block][half] - running < -pvthreshd)) vote &= ~(1u << block);
         running = fmaxf(running, block_most[block][half]);
       }
     }
@@ -108,8 +108,28 @@ struct Softmax {
     }
   }
 
+  SPARGE_DEVICE bool coarse(int half) const { return fabsf(most[half]) > attend::kCoarseMaximum && most[half] != attend::kNoRow; }
+
+  // Of rows whose maximum is rounded coarsely, and of all others of the warp: scores become exponents.
+  SPARGE_DEVICE void subtract_maxima(Scores& scores, float scale) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < kStepTiles; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores[at(j, half, c)];
+          score = ptx::min_or_nan(score * scale - most[half], 0.0f);
+        }
+  }
+
   // Scores become probabilities relative to the running maximum.
   SPARGE_DEVICE void exponentials(Scores& scores, float scale, const PerRow& alpha) {
+    PerRow less = {most[0], most[1]};
+    if (__any_sync(kFullWarp, coarse(0) || coarse(1))) {
+      subtract_maxima(scores, scale);
+      scale = 1.0f, less[0] = less[1] = 0.0f;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       constexpr int kChains = 2;  // of sums
@@ -117,8 +137,8 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < kStepTiles; ++j) {
         float* pair = scores + at(j, half, 0);
-        pair[0] = ptx::exp2_approx(pair[0] * scale - most[half]);
-        pair[1] = ptx::exp2_approx(pair[1] * scale - most[half]);
+        pair[0] = ptx::exp2_approx(pair[0] * scale - less[half]);
+        pair[1] = ptx::exp2_approx(pair[1] * scale - less[half]);
         const float both = pair[0] + pair[1];
         added[j % kChains] = j < kChains ? both : added[j % kChains] + both;
       }

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bounds of the scales of query rows, and what makes all rows of a head NaN.
+//
+// A logit in log2 units is an integer, the sum of products of levels, times a step: row scale x key scale x softmax scale x log2 e.
+// The scale of a row whose steps are all below kLeastStep grows to that, and its logits stay below 2^-11: times the least key scale,
+// and times 2^-18 (hopper/fixed_exp2.cuh), a smaller step could underflow, and 0 times minus infinity is NaN. Where a step is above
+// kMostStep, the row's scale shrinks until the largest is not: float32 would round exponents of probabilities by more than a few octaves,
+// and rounding Q and K to INT8 moves logits by hundreds of steps anyway. Log-sum-exps and partial results are put right.
+// Where the largest possible logit overflows, and where a key or a value of the head is not finite, the row's scale is NaN.
+#pragma once
+
+#include "../common/int8.cuh"
+#include "../params.cuh"
+
+namespace sparge::attend {
+
+constexpr float kLeastStep = 0x1p-32f;
+constexpr float kMostStep = 2.0f;
+constexpr float kMostSum = kHeadDim * kKeyLevels * kKeyLevels;
+
+// Of a thread among `threads` that ask together: whether all 16-bit keys and values that it looks at are finite.
+SPARGE_DEVICE bool sees_finite(const AttendParams& p, i32 kv_at, i32 thread, i32 threads) {
+  const i32 blocks = 2 * p.problem.key_blocks();
+  const u8* finite = p.finite + static_cast<i64>(kv_at) * blocks;
+  bool all = true;
+#pragma unroll 4
+  for (i32 block = thread; block < blocks; block += threads) all = all && finite[block] != 0;
+  return all;
+}
+
+// Of the row scales of a head.
+struct ScaleBounds {
+  float least, most;
+  float overflow;  // times a row scale: the largest possible logit; NaN where a key or value is not finite
+
+  // For shared memory, which constructs nothing.
+  ScaleBounds() = default;
+
+  SPARGE_DEVICE ScaleBounds(const AttendParams& p, i32 kv_at) {
+    // Step that the head's largest key scale makes of a row scale of 1.
+    const float steepest = ptx::max_or_nan(p.reach[kv_at] * (1.0f / kKeyLevels), kZeroScale) * (p.scale * kLog2E);
+    const float inverse = ptx::reciprocal_approx(steepest);
+    least = kLeastStep * inverse, most = kMostStep * inverse, overflow = kMostSum * steepest;
+  }
+
+  SPARGE_DEVICE float bounded(float scale) const {
+    const float logit = scale * overflow;
+    return fminf(fmaxf(scale, least), most) + (logit - logit);
+  }
+};
+
+}  // namespace sparge::attend
