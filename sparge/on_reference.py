@@ -31,7 +31,7 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
     """Writes what the kernels would write, and adds to the counters of `AttentionStats`."""
     if call.order is None and call.budget is None:
         attended, plan = attend(call)
-        kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.counts
+        kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.visited_blocks()
     else:
         assert call.v is not None
         attended, choice = reference.budgeted_attention(
