@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import on_reference, reference
+from . import on_reference
 from .argument import check_kind, flag
 from .bottom_right import run_bottom_right
 from .call import Call, make_call
@@ -178,15 +178,7 @@ def make_plan(
     )
     _refuse_parts(call, "A plan is", "make one for each chunk of the keys")
     if not has_kernels(call):
-        return reference.make_plan(
-            call.q,
-            call.k,
-            call.policy,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            key_lengths=key_lengths,
-            block_mask=call.block_mask,
-        )
+        return on_reference.make_plan(call)
     block_map, counts = route(call, quantize(call), None)
     sizes = (call.shape.queries, call.shape.keys)
     return BlockPlan(block_map, counts, *sizes, call.is_causal, key_lengths)
