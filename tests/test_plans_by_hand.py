@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and orders that somebody made or changed by hand: kernels read their tensors as they lie."""
+"""Plans and orders made or changed by hand: kernels read their tensors as they lie."""
 
 from __future__ import annotations
 

@@ -68,5 +68,6 @@ def _check_values(slot_tokens: Tensor, token_slots: Tensor, counts: Tensor) -> N
     ):
         raise ValueError(
             "slot_tokens, token_slots and block_counts do not belong together: each token has one "
-            f"slot in every walk, the first ones of its key block, and empty slots hold -1; {_TAKE}."
+            "slot in every walk, tokens come first in their key block, and empty slots hold -1; "
+            f"{_TAKE}."
         )
