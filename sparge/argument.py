@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-
-Kind = TypeVar("Kind")
 
 _WHOLE = (int, np.integer, torch.SymInt)
 _NUMBERS = (*_WHOLE, float, np.floating, torch.SymFloat)
@@ -37,7 +35,7 @@ def flag(name: str, value: Any) -> bool:
     """`value` as Python's own. Raises ValueError for what is neither True nor False."""
     if not isinstance(value, (bool, np.bool_, torch.SymBool)):
         raise ValueError(f"{name} is {shown(value)}; it takes True or False.")
-    return bool(value) if isinstance(value, np.generic) else value
+    return cast("bool", _plain(value))
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -47,11 +45,16 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
     if not number or value < least or (most is not None and value > most):
         end = "" if most is None else f" to {most}"
         raise ValueError(f"{name} is {shown(value)}; it takes a whole number from {least}{end}.")
-    return int(value) if isinstance(value, np.generic) else value
+    return cast("int", _plain(value))
 
 
 def number(name: str, value: Any, give: str = "a number") -> float:
     """`value` as Python's own number. Raises ValueError for what is none; True is none."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise ValueError(f"{name} is {shown(value)}; give {give}.")
+    return cast("float", _plain(value))
+
+
+def _plain(value: object) -> object:
+    """Numbers of NumPy as Python's; a size that torch.compile traces stays what it is."""
     return value.item() if isinstance(value, np.generic) else value

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from ctypes import c_int32
 from dataclasses import replace
 from typing import Any
 
@@ -153,13 +154,14 @@ class TestKinds:
 
     def test_numpys_numbers_are_numbers(self, make_qkv) -> None:
         q, k, v = make_qkv()
-        policy = SparsePolicy(
-            topk=np.float32(0.5),
-            exact_prefix=np.int64(70),
-            exact_suffix=np.uint8(3),
-            attention_sink=np.True_,
-            pvthreshd=np.float64(20),
-        )
+        numpys: dict[str, Any] = {
+            "topk": np.float32(0.5),
+            "exact_prefix": np.int64(70),
+            "exact_suffix": np.uint8(3),
+            "attention_sink": np.True_,
+            "pvthreshd": np.float64(20),
+        }
+        policy = SparsePolicy(**numpys)
         same = SparsePolicy(
             topk=0.5, exact_prefix=70, exact_suffix=3, attention_sink=True, pvthreshd=20.0
         )
@@ -169,11 +171,12 @@ class TestKinds:
             plain = {name: value.item() for name, value in given.items()}
             expected = attention(q, k, v, same, **plain)
             assert torch.equal(attention(q, k, v, policy, **given), expected)
-        budget = HeadBudget.uniform(np.int64(2), np.float32(0.5))
+        sizes: list[Any] = [np.int64(2), np.float32(0.5), np.int64(256), np.int32(256)]
+        budget = HeadBudget.uniform(*sizes[:2])
         assert budget.heads == 2
         assert replace(budget, floor=np.int32(3)).floor == 3
         plan = sparge.make_plan(q, k, SPARSE)
-        sized = BlockPlan(plan.block_map, plan.counts, np.int64(256), np.int32(256))
+        sized = BlockPlan(plan.block_map, plan.counts, *sizes[2:])
         assert (sized.n_queries, sized.n_keys) == (256, 256)
 
 
@@ -204,7 +207,7 @@ class TestSizes:
 
     def test_what_kernels_are_told_in_32_bits(self) -> None:
         """Beside sizes: a new field needs a check of what callers can make it."""
-        whole = {name for name, kind in RouteParams._fields_ if kind.__name__ == "c_int"}
+        whole = {field[0] for field in RouteParams._fields_ if field[1] is c_int32}
         flags = {"upstream", "causal", "attention_sink", "keep_diagonal"}
         of_shape = {"select", "rows_per_cta", "score_pitch", "topk_blocks"}
         assert whole - flags - of_shape == {"exact_prefix", "exact_suffix", "floor"}

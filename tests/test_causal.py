@@ -69,17 +69,17 @@ def test_every_precision_and_layout(
 ) -> None:
     q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys, dtype=torch.float16, layout="NHD")
     policy = replace(DENSE, precision=precision)
-    truth, _ = dense(
-        *(x.transpose(1, 2) for x in (q, k, v)), visible(queries, keys, "bottom-right")
-    )
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    seen = visible(queries, keys, "bottom-right")
+    truth, _ = dense(heads_first[0], heads_first[1], heads_first[2], seen)
     for out_layout in ("NHD", "HND"):
         out = attention(
             q, k, v, policy, causal="bottom-right", layout="NHD", out_layout=out_layout,
             output_dtype=torch.float32,
         )  # fmt: skip
         assert out.is_contiguous() and out.dtype == torch.float32
-        heads_first = out if out_layout == "HND" else out.transpose(1, 2)
-        assert rel_l2(heads_first, truth) < 0.02
+        out = out if out_layout == "HND" else out.transpose(1, 2)
+        assert rel_l2(out, truth) < 0.02
 
 
 def test_is_causal_alone_means_the_square_case(make_qkv) -> None:
@@ -118,6 +118,7 @@ def test_is_causal_alone_is_refused_where_it_may_mean_two_things(
 def test_upstreams_names_serve_the_square_case(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64)
     out = compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True, topk=1.0)
+    assert isinstance(out, Tensor)
     truth, _ = dense(q, k, v, visible(200, 200, "top-left"))
     assert rel_l2(out, truth) < 0.02
 
@@ -175,7 +176,7 @@ def test_a_budget_serves_both_parts(make_qkv, gain: float) -> None:
 @pytest.mark.parametrize(
     "exact", [{"exact_prefix": 70}, {"exact_suffix": 300}, {"exact_prefix": 700}]
 )
-def test_exact_tokens_are_those_of_the_sequence(make_qkv, exact: dict[str, int]) -> None:
+def test_exact_tokens_are_those_of_the_sequence(make_qkv, exact: dict[str, Any]) -> None:
     """Keys that are exact are never dropped, nor is anything by queries that are."""
     q, k, v = make_qkv(1, 1, 256, 64, kv_tokens=896)
     lone = SparsePolicy(topk=0.0, precision=Precision.SIXTEEN_BIT, **exact)

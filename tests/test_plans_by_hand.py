@@ -51,7 +51,8 @@ class TestPlans:
         q, k, _ = make_qkv(1, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)
         with pytest.raises(ValueError, match=words):
-            BlockPlan(*change(plan.block_map, plan.counts), 300, 300)
+            block_map, counts = change(plan.block_map, plan.counts)
+            BlockPlan(block_map, counts, 300, 300)
 
     @pytest.mark.parametrize(
         ("sizes", "words"),

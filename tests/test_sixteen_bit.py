@@ -17,7 +17,7 @@ from sparge import (
     cube_order,
     reference,
 )
-from sparge.call import make_call
+from sparge.call import Call, make_call
 from sparge.metrics import rel_l2
 
 attention: Any = sparge.attention
@@ -58,11 +58,15 @@ class TestSixteenBit:
 
     def test_kernels_are_told_likewise(self, make_qkv) -> None:
         half = make_qkv(dtype=torch.float16)
-        named = ("HND", False, None, None, None, None)
-        assert make_call(*half, self.POLICY, *named).element.name == "FP16"
+
+        def call_of(qkv: list[Tensor]) -> Call:
+            named: tuple[Any, ...] = ("HND", False, None, None, None, None)
+            return make_call(qkv[0], qkv[1], qkv[2], self.POLICY, *named)
+
+        assert call_of([*half]).element.name == "FP16"
         for place in range(3):
-            mixed: list[Tensor] = [*half]
+            mixed = [*half]
             mixed[place] = mixed[place].bfloat16()
-            call = make_call(mixed[0], mixed[1], mixed[2], self.POLICY, *named)
+            call = call_of(mixed)
             assert call.element.name == "BF16"
             assert call.heads(0, 1).element.name == "BF16"

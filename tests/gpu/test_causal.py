@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +18,6 @@ from sparge.metrics import rel_l2
 pytestmark = pytest.mark.gpu
 
 attention: Any = sparge.attention
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
-    """Every kernel spec that is launched from here on."""
-    module = importlib.import_module("sparge.launch")
-    specs: list[KernelSpec] = []
-    get_kernel = module.get_kernel
-
-    def record(spec: KernelSpec, index: int):
-        specs.append(spec)
-        return get_kernel(spec, index)
-
-    monkeypatch.setattr(module, "get_kernel", record)
-    return specs
 
 
 def visible(queries: int, keys: int, causal: str) -> Tensor:
