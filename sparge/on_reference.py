@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from . import reference
@@ -15,31 +17,16 @@ from .stats import Counter
 def make_plan(call: Call) -> BlockPlan:
     with as_written(call.q.device):
         return reference.make_plan(
-            call.q,
-            call.k,
-            call.policy,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            key_lengths=call.key_lengths,
-            block_mask=call.block_mask,
+            call.q, call.k, call.policy, block_mask=call.block_mask, **_pairs(call)
         )
 
 
 def attend(call: Call) -> tuple[reference.Attended, BlockPlan]:
     """A call without order and budget, and the plan that was used."""
     assert call.v is not None  # None only where a plan alone is made
+    options = {"block_mask": call.block_mask, "plan": call.plan, **_pairs(call)}
     with as_written(call.q.device):
-        return reference.attention(
-            call.q,
-            call.k,
-            call.v,
-            call.policy,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            key_lengths=call.key_lengths,
-            block_mask=call.block_mask,
-            plan=call.plan,
-        )
+        return reference.attention(call.q, call.k, call.v, call.policy, **options)
 
 
 def _attend_in_order(call: Call) -> tuple[reference.Attended, reference.Choice]:
@@ -47,16 +34,17 @@ def _attend_in_order(call: Call) -> tuple[reference.Attended, reference.Choice]:
     assert call.v is not None
     with as_written(call.q.device):
         return reference.budgeted_attention(
-            call.q,
-            call.k,
-            call.v,
-            call.policy,
-            call.budget,
-            order=call.order,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            key_lengths=call.key_lengths,
+            call.q, call.k, call.v, call.policy, call.budget, order=call.order, **_pairs(call)
         )
+
+
+def _pairs(call: Call) -> dict[str, Any]:
+    """Which queries see which keys, and by what scale."""
+    return {
+        "is_causal": call.is_causal,
+        "scale": call.scale,
+        "key_lengths": call.key_lengths,
+    }
 
 
 def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:

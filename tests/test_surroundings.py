@@ -26,33 +26,24 @@ SPARSE = SparsePolicy(topk=0.4)
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def default(kind: str, value: object) -> Iterator[None]:
+    before = getattr(torch, f"get_default_{kind}")()
+    change = getattr(torch, f"set_default_{kind}")
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    before = torch.get_default_device()
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(before)
+        change(before)
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast bf16": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast fp16": lambda: torch.autocast("cpu", torch.float16),
-    "default bf16": lambda: default_dtype(torch.bfloat16),
-    "default fp16": lambda: default_dtype(torch.float16),
-    "default fp64": lambda: default_dtype(torch.float64),
+    "default bf16": lambda: default("dtype", torch.bfloat16),
+    "default fp16": lambda: default("dtype", torch.float16),
+    "default fp64": lambda: default("dtype", torch.float64),
     "device context": lambda: torch.device("meta"),
-    "default device": lambda: default_device("meta"),
+    "default device": lambda: default("device", "meta"),
 }
 around = pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
 GRID = TokenGrid(3, 6, 10, prefix=70, suffix=40)
