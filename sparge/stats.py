@@ -22,7 +22,8 @@ class AttentionStats:
     """What was kept and skipped, over all calls that were given this object.
 
     ``counters`` is an int64 tensor on ``device``, a number for each `Counter`. Make it once,
-    outside the attention calls; reading a property synchronises with the device.
+    outside the attention calls; reading a property synchronises with the device. ``calls`` counts
+    those that raised nothing.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -35,14 +36,19 @@ class AttentionStats:
 
     @property
     def density(self) -> float:
-        """Kept pairs over valid pairs, forced blocks included; 1.0 before any call."""
+        """Kept pairs over valid pairs, forced blocks included; 1.0 before any call.
+
+        Under a causal mask ``topk`` = t gives 2 t - t^2, .75 at .5, and more for what is forced: it
+        is a share of all key blocks, and early queries see fewer than that.
+        """
         counts = self.counters.tolist()
         valid = counts[Counter.VALID]
         return counts[Counter.KEPT] / valid if valid else 1.0
 
     @property
     def blocks_kept(self) -> int:
-        """Key blocks that query blocks attended to, over all heads and batch entries."""
+        """Key blocks that query blocks attended to, over all heads and batch entries; blocks behind
+        a key length or the diagonal are not among them."""
         return int(self.counters[Counter.KEPT_BLOCKS])
 
     @property

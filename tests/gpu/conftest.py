@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.kernels import Element, capabilities
+from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
 from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath
 from sparge.reference.attend import (
@@ -31,6 +31,21 @@ def poison() -> None:
         torch.cuda.empty_cache()
         block = torch.full((POISON_BYTES // 4,), float("nan"), device="cuda")
         del block
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """Every kernel spec that is launched from here on."""
+    module = importlib.import_module("sparge.launch")
+    specs: list[KernelSpec] = []
+    get_kernel = module.get_kernel
+
+    def record(spec: KernelSpec, index: int):
+        specs.append(spec)
+        return get_kernel(spec, index)
+
+    monkeypatch.setattr(module, "get_kernel", record)
+    return specs
 
 
 @dataclass(frozen=True)

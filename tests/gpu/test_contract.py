@@ -42,21 +42,6 @@ def qkv(generator: torch.Generator, heads: int = 4, tokens: int = 1000, head_dim
     return tuple(draw(1, heads, tokens, head_dim, generator=generator) for _ in range(3))
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
-    """Every kernel spec that is launched from here on."""
-    module = importlib.import_module("sparge.launch")
-    specs: list[KernelSpec] = []
-    get_kernel = module.get_kernel
-
-    def record(spec: KernelSpec, index: int):
-        specs.append(spec)
-        return get_kernel(spec, index)
-
-    monkeypatch.setattr(module, "get_kernel", record)
-    return specs
-
-
 def trace(work: Callable[[], object]) -> list:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         work()
@@ -177,7 +162,7 @@ def test_head_groups_give_the_same_bits(
     assert torch.equal(whole, sparge.attention(q, k, v, HALF, budget=budget))
     assert len(launched) == 4
     launched.clear()
-    pipeline = importlib.import_module("sparge.attention")
+    pipeline = importlib.import_module("sparge.pipeline")
     monkeypatch.setattr(pipeline, "MEMORY_SHARE", 0.2)
     monkeypatch.setattr(pipeline, "MEMORY_FLOOR", 0)
     stats = AttentionStats("cuda")
