@@ -298,15 +298,9 @@ def test_orders_are_the_same_whatever_is_the_default(context) -> None:
 
 
 def test_sizes_may_be_numpys() -> None:
-    sizes = {
-        "frames": np.int64(3),
-        "height": np.uint8(5),
-        "width": torch.tensor(6),
-        "prefix": np.int16(1),
-    }
-    grid = TokenGrid(**sizes)  # type: ignore[arg-type]
+    grid = TokenGrid(np.int64(3), np.uint8(5), torch.tensor(6), np.int16(1))  # type: ignore[arg-type]
     assert grid == TokenGrid(3, 5, 6, 1) and hash(grid) == hash(TokenGrid(3, 5, 6, 1))
-    assert {type(getattr(grid, name)) for name in sizes} == {int}
+    assert {type(getattr(grid, part.name)) for part in fields(grid)} == {int}
     assert type(grid.tokens) is int
     assert cube_order(grid) is cube_order(TokenGrid(3, 5, 6, 1))
 
