@@ -145,10 +145,8 @@ def _with_positions(
     if rotary:
         return tensors
     if stored is None:
-        table = config.table_grid.table(layout.width)
-        stored = NewTensor(
-            "F32", table.shape, memoryview(table.astype("<f4", copy=False)).cast("B")
-        )
+        table = config.table_grid.table(layout.width).astype("<f4", copy=False)
+        stored = NewTensor("F32", table.shape, table.data.cast("B"))
     elif len(stored.shape) != 3 or stored.shape[0] != 1 or stored.shape[2] != layout.width:
         raise ConversionError(
             f"{POSITIONS} has shape {shown(list(stored.shape))}; a table has [1, tokens,"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeGuard
 
 from ..whole_file import written_whole
 from .json_text import ConversionError, read_json, shown
@@ -132,7 +132,7 @@ def _file_tensor(path: Path, name: str, entry: Any, first: int, size: int) -> Fi
     return FileTensor(path, dtype, tuple(shape), first + begin, end - begin)
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

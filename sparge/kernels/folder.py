@@ -71,6 +71,8 @@ def distrust(folder: Path) -> str:
         link, target = os.lstat(folder), os.stat(folder)
     except OSError:
         return ""  # whoever reads or writes there meets it again
+    if not stat.S_ISDIR(target.st_mode):
+        return ""
     whose = next((s for s in (link, target) if s.st_uid != os.geteuid()), None)
     if whose is not None:
         return f"{folder} belongs to another user (uid {whose.st_uid})"

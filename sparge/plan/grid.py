@@ -275,8 +275,14 @@ def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> Tok
         if segment.queries_exact:
             rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
             queries_exact[rows] = True
-    arrays = (slot_tokens, token_slots, counts, keys_exact, queries_exact)
-    return TokenOrder(*map(_real_tensor, arrays), segments)
+    return TokenOrder(
+        _real_tensor(slot_tokens),
+        _real_tensor(token_slots),
+        _real_tensor(counts),
+        _real_tensor(keys_exact),
+        _real_tensor(queries_exact),
+        segments,
+    )
 
 
 def _real_tensor(array: NDArray[Any]) -> Tensor:
