@@ -22,7 +22,7 @@ class LayerBudgets:
         self.of_all, self.measured = of_all, measured
         self._heads = of_all.heads // len(measured)
         self._policy = policy
-        self._table = None if policy is None else of_all.table(policy)
+        self._table = None if policy is None else of_all.table(policy, hold=True)
         self._made: dict[int, HeadBudget] = {}
 
     def __len__(self) -> int:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ..whole_file import write_whole
 from .alternating import Alternating
 from .fingerprint import Fingerprint, Verdict
 from .profile_error import ProfileError
@@ -93,7 +92,7 @@ class Profile:
         data = save(tensors, {METADATA_KEY: header.to_json()})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, data)
+            write_whole(path, data)
         except OSError as error:
             raise ProfileError(f"The profile {path.name} cannot be written: {error}.") from error
 
@@ -144,15 +143,3 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Header]:
     if set(metadata) != {METADATA_KEY}:
         raise ProfileError(f"{path.name} is a safetensors file but no profile of heads.")
     return tensors, Header.from_json(metadata[METADATA_KEY])
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A reader, or a crash, meets the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from ..plan.grid import TokenGrid
 from .profile_error import ProfileError
 
 VERSION = 5
+#: JSON has a way to write them, and no file or screen takes them.
+HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")
 MODES = ("quality", "budget")
 FIRST_KEYS: dict[str, Any] = {"conditioning": str, "tokens": int, "floor": int}
 WITH_GRID = FIRST_KEYS | {"grid": (dict, type(None))}
@@ -136,6 +139,13 @@ def _check(content: Any) -> None:
         raise ProfileError("The profile has no table, or two for the same tokens and grid.")
     if not all(isinstance(x, str) for pair in content["notes"].items() for x in pair):
         raise ProfileError("The profile's notes hold something that is not text.")
+    texts = [content["architecture"], content["created"], *(t.conditioning for t in tables)]
+    for text in (*texts, *content["notes"], *content["notes"].values()):
+        if HALF_CHARACTER.search(text):
+            raise ProfileError(
+                f"The profile's header has {text[:60]!r}, which holds half of a character and "
+                "cannot be shown. Measure again."
+            )
 
 
 def _table(row: dict[str, Any]) -> Table:

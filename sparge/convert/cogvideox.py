@@ -11,15 +11,15 @@ conversion: core loads `vae/diffusion_pytorch_model.safetensors` under its publi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cogvideox_layout import POSITIONS, Layout, PositionGrid, core_name
+from .cogvideox_config import Config
+from .cogvideox_layout import POSITIONS, Layout, core_name
+from .json_text import ConversionError, shown
 from .tensor_file import (
-    ConversionError,
     FileTensor,
     NewTensor,
     TensorData,
@@ -68,15 +68,6 @@ def find_shards(sources: Sequence[Path]) -> list[Path]:
     return shards
 
 
-def read_config(shards: Sequence[Path]) -> dict:
-    """diffusers' config.json beside the shards, empty where there is none."""
-    path = shards[0].parent / "config.json"
-    if not path.is_file():
-        return {}
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return config if config.get("_class_name") == "CogVideoXTransformer3DModel" else {}
-
-
 def convert(shards: Sequence[Path]) -> Conversion:
     """Maps the shards' tensors to core's names and checks every name and shape.
 
@@ -87,17 +78,19 @@ def convert(shards: Sequence[Path]) -> Conversion:
         for name, tensor in read_tensors(shard).items():
             if name in source:
                 raise ConversionError(
-                    f"{name} is both in {source[name].path.name} and in {shard.name}; give the"
-                    " shards of one model only"
+                    f"{shown(name)} is both in {source[name].path.name} and in {shard.name}; give"
+                    " the shards of one model only"
                 )
             source[name] = tensor
     if "blocks.0.norm1.linear.weight" in source:
         raise ConversionError("this file already has the names that ComfyUI loads")
 
     tensors: dict[str, TensorData] = {core_name(name): source[name] for name in sorted(source)}
+    if len(tensors) < len(source):
+        raise ConversionError("one parameter has two names, diffusers' and ComfyUI's")
     try:
         layout = Layout.of({name: tensor.shape for name, tensor in tensors.items()})
-    except (KeyError, IndexError) as error:
+    except KeyError as error:
         raise ConversionError(
             "this is no CogVideoX transformer, or its first shard is missing: there is no"
             f" {error.args[0]} under ComfyUI's names"
@@ -105,7 +98,8 @@ def convert(shards: Sequence[Path]) -> Conversion:
 
     positions = tensors.pop(POSITIONS, None)
     _check(layout, tensors)
-    return Conversion(layout, _with_positions(layout, tensors, positions, read_config(shards)))
+    config = Config.beside(shards[0])
+    return Conversion(layout, _with_positions(layout, tensors, positions, config))
 
 
 def _check(layout: Layout, tensors: dict[str, TensorData]) -> None:
@@ -116,7 +110,7 @@ def _check(layout: Layout, tensors: dict[str, TensorData]) -> None:
         _listed(
             "of the wrong shape",
             [
-                f"{n} {list(tensors[n].shape)} instead of {list(shape)}"
+                f"{n} {shown(list(tensors[n].shape))} instead of {list(shape)}"
                 for n, shape in expected.items()
                 if n in tensors and tensors[n].shape != shape
             ],
@@ -128,13 +122,13 @@ def _check(layout: Layout, tensors: dict[str, TensorData]) -> None:
 
 def _listed(what: str, names: list[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"{len(names)} {what}: {', '.join(names[:LISTED])}{more}" if names else ""
+    return f"{len(names)} {what}: {', '.join(map(shown, names[:LISTED]))}{more}" if names else ""
 
 
 def _with_positions(
-    layout: Layout, tensors: dict[str, TensorData], stored: TensorData | None, config: dict
+    layout: Layout, tensors: dict[str, TensorData], stored: TensorData | None, config: Config
 ) -> dict[str, TensorData]:
-    rotary = config.get("use_rotary_positional_embeddings")
+    rotary = config.rotary
     if rotary is None:
         if layout.heads not in (HEADS_OF_SINCOS, HEADS_OF_ROTARY):
             raise ConversionError(
@@ -151,23 +145,14 @@ def _with_positions(
     if rotary:
         return tensors
     if stored is None:
-        table = _position_grid(config).table(layout.width)
-        stored = NewTensor("F32", table.shape, table.astype("<f4").tobytes())
+        table = config.table_grid.table(layout.width).astype("<f4", copy=False)
+        stored = NewTensor("F32", table.shape, table.data.cast("B"))
+    elif len(stored.shape) != 3 or stored.shape[0] != 1 or stored.shape[2] != layout.width:
+        raise ConversionError(
+            f"{POSITIONS} has shape {shown(list(stored.shape))}; a table has [1, tokens,"
+            f" {layout.width}]"
+        )
     return {POSITIONS: stored, **tensors}
-
-
-def _position_grid(config: dict) -> PositionGrid:
-    usual = PositionGrid()
-    patch = config.get("patch_size", 2)
-    frames = config.get("sample_frames", 49)
-    return PositionGrid(
-        frames=(frames - 1) // config.get("temporal_compression_ratio", 4) + 1,
-        height=config.get("sample_height", 60) // patch,
-        width=config.get("sample_width", 90) // patch,
-        text_tokens=config.get("max_text_seq_length", usual.text_tokens),
-        spatial_scale=config.get("spatial_interpolation_scale", usual.spatial_scale),
-        temporal_scale=config.get("temporal_interpolation_scale", usual.temporal_scale),
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -187,10 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         conversion = convert(shards)
         write_tensors(options.out, conversion.tensors)
     except (ConversionError, OSError) as error:
-        print(f"not converted: {error}", file=sys.stderr)
+        print(_printable(f"not converted: {error}"), file=sys.stderr)
         return 1
-    print(f"{options.out}: {conversion.summary}")
+    print(_printable(f"{options.out}: {conversion.summary}"))
     return 0
+
+
+def _printable(line: str) -> str:
+    """Paths may hold bytes that no output takes."""
+    return line.encode("utf-8", "backslashreplace").decode()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .json_text import ConversionError, shown
+
 HEAD_DIM = 64  # fixed in core's detection: heads = width // 64
 POSITIONS = "patch_embed.pos_embedding"
 
@@ -27,7 +29,9 @@ _IN_BLOCK = {
     "ff.net.0.proj": "ff_proj",
     "ff.net.2": "ff_out",
 }
-_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.(weight|bias)$")
+_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.(weight|bias)$", re.ASCII)
+MOST_BLOCKS = 1000  # published models have 30 and 42
+MOST_TOKENS = 1 << 16  # of a position table; the published model's has 17,776
 
 
 def core_name(diffusers_name: str) -> str:
@@ -59,18 +63,20 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        """Reads the sizes from shapes under core's names. Raises KeyError where one is missing."""
-        modulation = shapes["blocks.0.norm1.linear.weight"]
-        blocks = {int(m[1]) for name in shapes if (m := _BLOCK.match(name))}
-        ofs = shapes.get("ofs_embedding_linear_1.weight")
+        """Reads the sizes from shapes under core's names.
+
+        Raises KeyError where one is missing, ConversionError for sizes that no model has.
+        """
+        modulation = _sizes(shapes, "blocks.0.norm1.linear.weight", 2)
+        ofs = "ofs_embedding_linear_1.weight"
         return cls(
             heads=modulation[0] // 6 // HEAD_DIM,
-            layers=max(blocks) + 1,
+            layers=_layers(shapes),
             time_dim=modulation[1],
-            text_dim=shapes["patch_embed.text_proj.weight"][1],
-            patch_shape=shapes["patch_embed.proj.weight"],
-            out_features=shapes["proj_out.weight"][0],
-            ofs_dim=ofs[1] if ofs else None,
+            text_dim=_sizes(shapes, "patch_embed.text_proj.weight", 2)[1],
+            patch_shape=_sizes(shapes, "patch_embed.proj.weight", 2, 4),
+            out_features=_sizes(shapes, "proj_out.weight", 2)[0],
+            ofs_dim=_sizes(shapes, ofs, 2)[1] if ofs in shapes else None,
         )
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -110,6 +116,23 @@ class Layout:
         return shapes
 
 
+def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str, *dimensions: int) -> tuple[int, ...]:
+    shape = shapes[name]
+    if len(shape) not in dimensions or 0 in shape:
+        raise ConversionError(f"{name} has shape {shown(list(shape))}, which is no layer's")
+    return shape
+
+
+def _layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    numbers = {match[1] for name in shapes if (match := _BLOCK.match(name))}
+    for number in numbers:
+        if len(number) > len(str(MOST_BLOCKS)) or int(number) >= MOST_BLOCKS:
+            raise ConversionError(
+                f"there is a block {shown(number)}; models have no more than {MOST_BLOCKS}"
+            )
+    return max(map(int, numbers)) + 1
+
+
 @dataclass(frozen=True)
 class PositionGrid:
     """The grid CogVideoX-2B was trained on: its positions are a fixed table, not parameters."""
@@ -120,6 +143,10 @@ class PositionGrid:
     text_tokens: int = 226
     spatial_scale: float = 1.875
     temporal_scale: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.text_tokens + self.frames * self.height * self.width
 
     def table(self, channels: int) -> np.ndarray:
         """(1, text_tokens + frames * height * width, channels) float32, zero for text.
@@ -133,10 +160,13 @@ class PositionGrid:
             _waves(np.arange(self.width) / self.spatial_scale, for_space)[None, None, :],
             _waves(np.arange(self.height) / self.spatial_scale, for_space)[None, :, None],
         ]
-        grid = (self.frames, self.height, self.width)
-        video = np.concatenate([np.broadcast_to(p, (*grid, p.shape[-1])) for p in parts], axis=-1)
-        text = np.zeros((self.text_tokens, channels))
-        return np.concatenate([text, video.reshape(-1, channels)])[None].astype(np.float32)
+        table = np.zeros((1, self.tokens, channels), np.float32)
+        video = table[0, self.text_tokens :].reshape(self.frames, self.height, self.width, channels)
+        begin = 0
+        for part in parts:
+            video[..., begin : begin + part.shape[-1]] = part
+            begin += part.shape[-1]
+        return table
 
 
 def _waves(positions: np.ndarray, channels: int) -> np.ndarray:

@@ -7,22 +7,22 @@ A checkpoint of any size passes through in pieces of a few MiB, in whatever dtyp
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeGuard
 
-HEADER_LIMIT = 100 << 20  # the format's own bound on the length of a header
+from ..whole_file import written_whole
+from .json_text import ConversionError, read_json, shown
+
+HEADER_LIMIT = 4 << 20  # of the published models, 1,000 to 2,000 tensors a file, it is 200 KB
 PIECE = 8 << 20  # large enough that a disk streams, small enough to be no memory at all
-
-
-class ConversionError(ValueError):
-    """The files given cannot be converted; the text is the sentence a user reads."""
+#: Bytes of a number, by the format's name: those that weights are stored in.
+NUMBER_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+LONGEST_SHAPE = 8
 
 
 class TensorData(Protocol):
@@ -68,7 +68,8 @@ class NewTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | memoryview
+    """One byte an element."""
 
     @property
     def length(self) -> int:
@@ -81,28 +82,70 @@ class NewTensor:
 def read_tensors(path: Path) -> dict[str, FileTensor]:
     """Every tensor of a safetensors file by name, without reading one.
 
-    Raises ConversionError for anything that is not a complete safetensors file.
+    Raises ConversionError for anything that is not a complete safetensors file of weights: each
+    tensor has the bytes that its type and shape take, and together they fill the file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         header_length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= header_length <= min(HEADER_LIMIT, size - 8):
+        if not 2 <= header_length <= size - 8:
             raise ConversionError(f"{path.name} is not a safetensors file, or is cut off")
-        try:
-            header = json.loads(file.read(header_length))
-        except ValueError as error:
-            raise ConversionError(f"{path.name} has a damaged header") from error
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        start = 8 + header_length + begin
-        if begin > end or start + (end - begin) > size:
-            raise ConversionError(f"{path.name} is cut off inside {name}; download it again")
-        tensors[name] = FileTensor(path, entry["dtype"], tuple(entry["shape"]), start, end - begin)
+        if header_length > HEADER_LIMIT:
+            raise ConversionError(
+                f"{path.name} has a header of {header_length / 1e6:.1f} MB, where a transformer's"
+                " has less than one; give the shards as they were published"
+            )
+        header = read_json(file.read(header_length), f"the header of {path.name}")
+    first = 8 + header_length
+    if not isinstance(metadata := header.pop("__metadata__", {}), dict):
+        raise ConversionError(f"{path.name} has a damaged header: metadata {shown(metadata)}")
+    tensors = {name: _file_tensor(path, name, header[name], first, size) for name in header}
+    _check_fill(path, tensors, first, size)
     return tensors
+
+
+def _file_tensor(path: Path, name: str, entry: Any, first: int, size: int) -> FileTensor:
+    """first: where in the file tensors begin."""
+    where = f"{path.name} has a damaged header: {shown(name)}"
+    if not isinstance(entry, dict):
+        raise ConversionError(f"{where} is described by {shown(entry)}")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in NUMBER_BYTES:
+        raise ConversionError(
+            f"{path.name}: {shown(name)} has type {shown(dtype)}; weights are converted that have"
+            f" one of {', '.join(NUMBER_BYTES)}"
+        )
+    if not _are_counts(shape) or len(shape) > LONGEST_SHAPE:
+        raise ConversionError(f"{where} has shape {shown(shape)}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ConversionError(f"{where} has data_offsets {shown(offsets)}")
+    begin, end = offsets
+    if first + end > size:
+        raise ConversionError(f"{path.name} is cut off inside {shown(name)}; download it again")
+    needed = prod(shape) * NUMBER_BYTES[dtype]
+    if end - begin != needed:
+        raise ConversionError(
+            f"{where} has {end - begin} bytes, and {dtype} of shape {shown(shape)} takes"
+            f" {shown(needed)}"
+        )
+    return FileTensor(path, dtype, tuple(shape), first + begin, end - begin)
+
+
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_fill(path: Path, tensors: Mapping[str, FileTensor], first: int, size: int) -> None:
+    """One tensor after the other, as readers of the format demand."""
+    at = first
+    for name, tensor in sorted(tensors.items(), key=lambda t: (t[1].start, t[1].length)):
+        if tensor.start != at:
+            kind = "lies over another tensor" if tensor.start < at else "leaves a gap before it"
+            raise ConversionError(f"{path.name} has a damaged header: {shown(name)} {kind}")
+        at += tensor.length
+    if at != size:
+        raise ConversionError(f"{path.name} has {size - at} bytes that belong to no tensor")
 
 
 def parameter_count(tensors: Mapping[str, TensorData]) -> int:
@@ -114,9 +157,11 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorData]) -> None:
 
     Raises ConversionError where the folder lacks the space, OSError where it cannot be written.
     """
+    # Wide numbers first: each tensor then begins where its numbers may lie.
+    ordered = sorted(tensors.items(), key=lambda named: -NUMBER_BYTES[named[1].dtype])
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in tensors.items():
+    for name, tensor in ordered:
         header[name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -131,14 +176,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorData]) -> None:
         raise ConversionError(
             f"{path.parent} has {free / 1e9:.1f} GB free and the file needs {offset / 1e9:.1f} GB"
         )
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as target:
-            target.write(struct.pack("<Q", len(text)) + text)
-            for tensor in tensors.values():
-                tensor.copy_to(target)
-        os.chmod(temporary, 0o644)  # mkstemp's owner-only mode is not what a model folder wants
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with written_whole(path) as target:
+        target.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in ordered:
+            tensor.copy_to(target)

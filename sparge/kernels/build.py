@@ -17,10 +17,11 @@ from pathlib import Path
 from . import nvrtc
 from .compile import Compiler, NvccCompiler, NvrtcCompiler
 from .cubin import Cubin
-from .graph import Job, ninja_program, run_in_process, run_ninja
+from .folder import cache_folder, distrust, make_folder
+from .graph import Job, fits_ninja, ninja_program, run_in_process, run_ninja
 from .source import find_csrc
 from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs, native_specs
-from .store import Store, cache_folder, entry_stem, prebuilt_folder
+from .store import Store, entry_stem, prebuilt_folder
 
 NO_CACHE = "this user has no cache folder: set SPARGE_CACHE to one"
 
@@ -29,11 +30,16 @@ def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
     """Build what is not there yet; None stands for a kernel that failed (its log was printed).
 
     Raises FileNotFoundError when a source file is missing, OSError when ``job.out`` cannot be
-    written.
+    written, or others could put code of theirs there.
     """
-    job.out.mkdir(parents=True, exist_ok=True)
+    make_folder(job.out)
+    if why := distrust(job.out):
+        raise PermissionError(f"no kernels are built there: {why}, or choose a folder of your own")
     ninja = ninja_program()
-    done = run_ninja(ninja, job, workers) if ninja else run_in_process(job, workers, print)
+    if ninja and fits_ninja(job):
+        done = run_ninja(ninja, job, workers)
+    else:
+        done = run_in_process(job, workers, print)
     store, sources = Store(job.out), job.sources()
     # ninja knows times, not checksums: a damaged file is built anew here.
     fetch = store.get if done else store.find

@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .report import Report
+from .spec import ARCHS, KernelSpec
 
+_CUDA = 190  # the machine that cubins are for, in ELF's list
 _SYMBOL_TABLE = 2
 _NO_BITS = 8
+_FUNCTION = 2
+_SECTION_BYTES = 64
+_SYMBOL_BYTES = 24
+_MOST_THREADS = 1024  # a block of any GPU
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,28 @@ def read_launch_info(image: bytes) -> LaunchInfo:
 
     Raises ValueError when the image is no 64-bit ELF file or has no such initialised symbol.
     """
-    try:
-        return LaunchInfo(*struct.unpack_from("<II", image, _file_offset(image, b"launch_info")))
-    except struct.error as error:
-        raise ValueError(f"the cubin is cut short: {error}") from None
+    for symbol in _symbols(image, b"launch_info"):
+        if symbol.section.kind != _NO_BITS:
+            return LaunchInfo(*_unpack("<II", image, symbol.section.offset + symbol.value))
+    raise ValueError(
+        "the cubin has no initialised symbol launch_info: its entry file must define "
+        'extern "C" __device__ const LaunchInfo launch_info'
+    )
+
+
+def check_image(image: bytes, spec: KernelSpec) -> None:
+    """Raises ValueError for what cannot be the kernel of ``spec``."""
+    (machine,) = _unpack("<H", image, 0x12)
+    targets = set(_unpack("<BB", image, 0x30))  # the target is one or the other, by version
+    named = targets.intersection(arch.number for arch in ARCHS.values())
+    if machine != _CUDA or (named and ARCHS[spec.arch].number not in named):
+        raise ValueError(f"the cubin is not for {spec.arch}")
+    if not any(symbol.kind == _FUNCTION for symbol in _symbols(image, spec.entry.encode())):
+        raise ValueError(f"the cubin has no kernel {spec.entry}")
+    info = read_launch_info(image)
+    limit = ARCHS[spec.arch].shared_limit
+    if not 0 < info.threads <= _MOST_THREADS or info.shared_bytes > limit:
+        raise ValueError(f"the cubin asks for what no GPU of {spec.arch} has: {info}")
 
 
 @dataclass(frozen=True)
@@ -52,39 +76,48 @@ class _Section:
     link: int
 
 
-def _file_offset(image: bytes, symbol: bytes) -> int:
+@dataclass(frozen=True)
+class _Symbol:
+    kind: int
+    section: _Section
+    value: int
+    """Its offset in the section."""
+
+
+def _unpack(layout: str, image: bytes, at: int) -> tuple[int, ...]:
+    if at + struct.calcsize(layout) > len(image):
+        raise ValueError("the cubin is cut short")
+    return struct.unpack_from(layout, image, at)
+
+
+def _sections(image: bytes) -> list[_Section]:
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a cubin: no little-endian 64-bit ELF header")
-    sections = list(_sections(image))
-    for section, value in _symbols(image, sections, symbol):
-        if section.kind != _NO_BITS:
-            return section.offset + value
-    raise ValueError(
-        f"the cubin has no initialised symbol {symbol.decode()}: its entry file must define "
-        'extern "C" __device__ const LaunchInfo launch_info'
-    )
-
-
-def _sections(image: bytes) -> Iterator[_Section]:
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    size, count = struct.unpack_from("<HH", image, 0x3A)
+    (table,) = _unpack("<Q", image, 0x28)
+    size, count = _unpack("<HH", image, 0x3A)
+    if size != _SECTION_BYTES:
+        raise ValueError(f"not a cubin: its section headers have {size} bytes")
+    sections = []
     for at in range(table, table + count * size, size):
-        _, kind, _, _, offset, length, link = struct.unpack_from("<IIQQQQI", image, at)
-        yield _Section(kind, offset, length, link)
+        _, kind, _, _, offset, length, link = _unpack("<IIQQQQI", image, at)
+        sections.append(_Section(kind, offset, length, link))
+    return sections
 
 
-def _symbols(
-    image: bytes, sections: list[_Section], wanted: bytes
-) -> Iterator[tuple[_Section, int]]:
-    """(section, offset in it) of each symbol called ``wanted``; it is LOCAL, being ``const``."""
-    for table in sections:
-        if table.kind != _SYMBOL_TABLE:
-            continue
+def _symbols(image: bytes, wanted: bytes) -> Iterator[_Symbol]:
+    """Each defined symbol called ``wanted``; ``launch_info`` is LOCAL, being ``const``."""
+    sections = _sections(image)
+    tables = [section for section in sections if section.kind == _SYMBOL_TABLE]
+    if len(tables) > 1:  # as ELF has it; it also bounds the time that this takes
+        raise ValueError("not a cubin: it has several symbol tables")
+    for table in tables:
+        if table.link >= len(sections):
+            raise ValueError("not a cubin: its symbols have no names")
         names = sections[table.link].offset
-        for at in range(table.offset, table.offset + table.size, 24):
-            name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, at)
+        for at in range(table.offset, table.offset + table.size, _SYMBOL_BYTES):
+            name, info, _, section, value, _ = _unpack("<IBBHQQ", image, at)
             start = names + name
             if image[start : start + len(wanted) + 1] == wanted + b"\0" and (
                 0 < section < len(sections)
             ):
-                yield sections[section], value
+                yield _Symbol(info & 15, sections[section], value)

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KernelBuildError
+from ..whole_file import write_whole
 from .compile import Compiler, NvrtcCompiler
+from .folder import cache_folder, is_private, make_folder
 from .source import Sources, read_sources
 from .spec import KernelSpec
-from .store import Store, cache_folder
+from .store import Store
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,18 @@ def ninja_program() -> Path | None:
     return program if program.is_file() else None
 
 
+def fits_ninja(job: Job) -> bool:
+    """Whether its language has words for the paths."""
+    return not re.search(r"[|\n\r]", f"{job.csrc} {job.out} {__file__}")
+
+
 def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
     """Build what is missing or older than its sources; True when every edge succeeded."""
-    folder = _graph_folder(job.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(write_graph(job), encoding="utf-8")
-    # -k 0: one broken kernel must not hide what the others say.
-    command = [str(ninja), "-C", str(folder), "-j", str(workers), "-k", "0"]
-    return subprocess.run(command).returncode == 0
+    with _graph_folder(job.out) as folder:
+        write_whole(folder / "build.ninja", write_graph(job).encode())
+        # -k 0: one broken kernel must not hide what the others say.
+        command = [str(ninja), "-C", str(folder), "-j", str(workers), "-k", "0"]
+        return subprocess.run(command).returncode == 0
 
 
 def run_in_process(job: Job, workers: int, say: Callable[[str], None]) -> bool:
@@ -104,10 +113,23 @@ def _build_code() -> list[Path]:
     return [Path(__file__).with_name(f"{name}.py") for name in ("compile", "spec", "params")]
 
 
-def _graph_folder(out: Path) -> Path:
-    """Outside ``out``, which may be shipped; one graph a folder, so ninja's log stays true."""
+@contextmanager
+def _graph_folder(out: Path) -> Iterator[Path]:
+    """Outside ``out``, which may be shipped; one graph a folder, so ninja's log stays true.
+
+    ninja runs what the graph says, and writes its log through links: where another user could
+    change either, a new folder serves that only this user can enter, without ninja's memory.
+    """
     name = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
-    return (cache_folder() or out) / "ninja" / name
+    if (cache := cache_folder()) is not None:
+        kept = cache / "ninja" / name
+        with suppress(OSError):
+            make_folder(kept)
+        if kept.is_dir() and is_private(kept):
+            yield kept
+            return
+    with tempfile.TemporaryDirectory(prefix="sparge-") as folder:
+        yield Path(folder)
 
 
 def _quoted(command: list[str]) -> str:

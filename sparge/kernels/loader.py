@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -15,14 +16,22 @@ from ..errors import KernelBuildError, Unsupported
 from .compile import NvrtcCompiler
 from .cubin import Cubin
 from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
-from .driver import Kernel
+from .driver import DriverError, Kernel
 from .nvrtc import NvrtcNotFoundError
 from .source import read_sources
 from .spec import KernelSpec, native_specs
-from .store import Store, cache_folder, prebuilt_folder
+from .store import Store
+
+logger = logging.getLogger("sparge")
 
 Progress = Callable[[int, int, str], None]
 SpecsOf = Callable[[str], Iterable[KernelSpec]]
+
+#: What a driver says to a file that is not what it seems to be.
+_REFUSALS = {
+    f"CUDA_ERROR_{name}"
+    for name in ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_SOURCE", "NOT_FOUND")
+}
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _locks: dict[tuple[KernelSpec, int], threading.Lock] = {}
@@ -85,25 +94,34 @@ def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None)
             raise
 
 
-def load_cubin(spec: KernelSpec) -> Cubin:
-    """The cubin of ``spec`` from disk or compiled now; needs no GPU. Raises KernelBuildError."""
+def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
+    """The cubin of ``spec`` from disk or compiled now, with ``anew`` at any rate; needs no GPU.
+
+    Raises KernelBuildError.
+    """
     try:
         nvrtc = compiler()
     except NvrtcNotFoundError as error:
         raise KernelBuildError(str(error)) from None
-    return _store().get(spec, read_sources(spec.entry), NvrtcCompiler(nvrtc))
+    return _store().get(spec, read_sources(spec.entry), NvrtcCompiler(nvrtc), anew)
 
 
 def _load(spec: KernelSpec, device_index: int) -> Kernel:
     capability = capabilities(device_index)
     if not capability.usable:
         raise Unsupported(capability.reason)
-    return Kernel(load_cubin(spec).image, spec.entry, device_index)
+    try:
+        return Kernel(load_cubin(spec).image, spec.entry, device_index)
+    except DriverError as error:
+        if error.name not in _REFUSALS:
+            raise
+        logger.warning("The driver refuses kernel %s, which is built anew: %s", spec.id, error)
+        return Kernel(load_cubin(spec, anew=True).image, spec.entry, device_index)
 
 
 @functools.cache
 def _store() -> Store:
-    return Store(cache_folder(), prebuilt_folder())
+    return Store.of_user()
 
 
 def _lock(key: tuple[KernelSpec, int]) -> threading.Lock:

@@ -31,9 +31,16 @@ class Report:
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> Report:
-        """Raises KeyError for a missing field; other keys are ignored."""
+        """Raises KeyError for a missing field, ValueError for one of another type; other keys are
+        ignored."""
         values = {field.name: data[field.name] for field in fields(cls)}
-        return cls(**{**values, "notes": tuple(values["notes"])})  # type: ignore[arg-type]
+        notes = values.pop("notes")
+        if not isinstance(notes, list | tuple) or not all(isinstance(note, str) for note in notes):
+            raise ValueError("the report's notes are no texts")
+        "".join(notes).encode()  # halves of characters, which no terminal shows, raise here
+        if not all(type(value) is int and value >= 0 for value in values.values()):
+            raise ValueError("the report's numbers are none")
+        return cls(**values, notes=tuple(notes))  # type: ignore[arg-type]
 
 
 def parse_report(log: str) -> Report | None:

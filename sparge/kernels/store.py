@@ -1,46 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cubins on disk: ``prebuilt/`` first, then the user's cache, then compile and keep.
 
-An entry is ``<spec id>.<key>.<compiler>.cubin`` and a ``.json`` of the same stem, with the
-assembler's report and the cubin's checksum. The JSON is written last, so a cubin without one, or
-with one that does not fit, is no entry. Nothing is locked: two writers of one entry write the same
-bytes, and each file appears by a rename.
+An entry is ``<spec id>.<key>.<compiler>.cubin`` and a ``.json`` of the same stem, with its name,
+the assembler's report and the cubin's checksum. The JSON is written last, so a cubin without one,
+or with one that does not fit, is no entry. Nothing is locked: two writers of one entry write the
+same bytes, and each file appears by a rename.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
 
 from .compile import Compiler, options_key
 from .cubin import Cubin
-from .report import Report, dump
-from .source import Sources, find_csrc
-from .spec import KernelSpec
+from .entry import read_entry, write_entry
+from .folder import cache_folder, distrust, make_folder
+from .source import Sources, find_csrc, read_sources
+from .spec import KernelSpec, spec_from_id
+from .stale import remove_stale
 
 logger = logging.getLogger("sparge")
 
-
-def cache_folder() -> Path | None:
-    """``SPARGE_CACHE``, or ``sparge`` in the user's cache folder; None without a home."""
-    if chosen := os.environ.get("SPARGE_CACHE"):
-        return Path(chosen)
-    try:
-        if sys.platform == "win32":
-            local = os.environ.get("LOCALAPPDATA")
-            base = Path(local) if local else Path.home() / "AppData" / "Local"
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    return base / "sparge"
+#: Changes with what the JSON of an entry must say.
+_FORMAT = "2"
 
 
 def prebuilt_folder() -> Path:
@@ -50,7 +36,7 @@ def prebuilt_folder() -> Path:
 
 def entry_stem(spec: KernelSpec, sources: Sources) -> str:
     """File name of an entry up to the compiler: the same text and options give the same stem."""
-    facts = f"{sources.hash} {options_key(spec)}"
+    facts = f"{_FORMAT} {sources.hash} {options_key(spec)}"
     # 16 hex digits: names stay short for Windows; ids and compilers are in the clear.
     return f"{spec.id}.{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -62,8 +48,12 @@ class Store:
         self.cache = cache
         self.prebuilt = prebuilt
         self._memory: dict[str, Cubin] = {}
-        self._warned = False
-        self._warning = threading.Lock()
+        self._warned = self._tidied = False
+        self._once = threading.Lock()
+
+    @classmethod
+    def of_user(cls) -> Store:
+        return cls(cache_folder(), prebuilt_folder())
 
     def path(self, spec: KernelSpec, sources: Sources, compiler: Compiler) -> Path | None:
         """Where this cubin is kept in the cache."""
@@ -76,83 +66,85 @@ class Store:
         stem = entry_stem(spec, sources)
         if kept := self._memory.get(f"{stem}.{compiler.label}"):
             return kept
+        if cubin := self._find_prebuilt(spec, stem, compiler):
+            return cubin
         path = self.path(spec, sources, compiler)
-        return self._find_prebuilt(stem, compiler) or (read_entry(path) if path else None)
+        return read_entry(path, spec) if path and not self._refused() else None
 
-    def get(self, spec: KernelSpec, sources: Sources, compiler: Compiler) -> Cubin:
-        """``find``, or compile and keep. Raises KernelBuildError when it does not compile."""
-        cubin = self.find(spec, sources, compiler)
+    def get(
+        self, spec: KernelSpec, sources: Sources, compiler: Compiler, anew: bool = False
+    ) -> Cubin:
+        """``find``, or compile and keep; ``anew`` compiles at any rate.
+
+        Raises KernelBuildError when it does not compile.
+        """
+        cubin = None if anew else self.find(spec, sources, compiler)
         if cubin is None:
             cubin = compiler.compile(spec, sources)
-            self._keep(cubin, entry_stem(spec, sources), compiler)
+            self._keep(cubin, spec, sources, compiler)
+        self._tidy(sources.root)
         return cubin
 
-    def _find_prebuilt(self, stem: str, compiler: Compiler) -> Cubin | None:
+    def _find_prebuilt(self, spec: KernelSpec, stem: str, compiler: Compiler) -> Cubin | None:
         if self.prebuilt is None:
             return None
         for path in sorted(self.prebuilt.glob(f"{stem}.*.cubin")):
-            cubin = read_entry(path)
             # A driver refuses cubins of a newer CUDA major; the local compiler fits the driver.
-            if cubin and _major(path) <= compiler.version[0]:
+            fits = _major(path) <= compiler.version[0]
+            # Whoever can write there can change this code too: it may be anybody's.
+            if fits and (cubin := read_entry(path, spec, in_cache=False)):
                 return cubin
         return None
 
-    def _keep(self, cubin: Cubin, stem: str, compiler: Compiler) -> None:
-        name = f"{stem}.{compiler.label}"
-        if self.cache is not None:
-            try:
-                write_entry(self.cache / f"{name}.cubin", cubin)
-                return
-            except OSError as error:
-                self._warn(f"{self.cache}: {error}. Set SPARGE_CACHE to a folder with free space.")
-        else:
-            self._warn("this user has no cache folder. Set SPARGE_CACHE to one.")
-        self._memory[name] = cubin
+    def _refused(self) -> bool:
+        """Whether others could put code into the cache; said once."""
+        why = "" if self.cache is None else distrust(self.cache)
+        if why:
+            self._warn(
+                "Compiled kernels are neither read from the cache nor kept for the next start: %s, "
+                "or set SPARGE_CACHE to a folder of your own.",
+                why,
+            )
+        return bool(why)
 
-    def _warn(self, why: str) -> None:
-        with self._warning:
+    def _keep(self, cubin: Cubin, spec: KernelSpec, sources: Sources, compiler: Compiler) -> None:
+        cannot = "Compiled kernels cannot be kept for the next start: %s"
+        path = self.path(spec, sources, compiler)
+        if path is None:
+            self._warn(cannot, "this user has no cache folder. Set SPARGE_CACHE to one.")
+        else:
+            try:
+                make_folder(path.parent)
+                if not self._refused():
+                    write_entry(path, cubin, spec)
+                    self._memory.pop(path.stem, None)
+                    return
+            except OSError as error:
+                why = f"{self.cache}: {error}. Set SPARGE_CACHE to a folder with free space."
+                self._warn(cannot, why)
+        self._memory[f"{entry_stem(spec, sources)}.{compiler.label}"] = cubin
+
+    def _tidy(self, csrc: Path) -> None:
+        """Once: what this pack, with the sources in ``csrc``, has no use for."""
+        with self._once:
+            tidied, self._tidied = self._tidied, True
+        if self.cache is not None and not tidied and not self._refused():
+            remove_stale(self.cache, lambda stem: _is_current(stem, csrc))
+
+    def _warn(self, text: str, why: str) -> None:
+        with self._once:
             if not self._warned:
                 self._warned = True
-                logger.warning("Compiled kernels cannot be kept for the next start: %s", why)
+                logger.warning(text, why)
 
 
-def read_entry(path: Path) -> Cubin | None:
-    """The entry at ``path``, or None when it is absent or fails its checksum."""
+def _is_current(stem: str, csrc: Path) -> bool:
+    """Whether these sources and options make an entry of that stem."""
     try:
-        facts = json.loads(path.with_suffix(".json").read_bytes())
-        image = path.read_bytes()
-        if facts["sha256"] != hashlib.sha256(image).hexdigest():
-            raise ValueError("its checksum does not fit")
-        report = facts["report"]
-        return Cubin(image, None if report is None else Report.from_json(report))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("Cached kernel %s is damaged and is built anew: %s", path.name, error)
-        return None
-
-
-def write_entry(path: Path, cubin: Cubin) -> None:
-    """Publish an entry; raises OSError when the folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = None if cubin.report is None else cubin.report.to_json()
-    facts = {"sha256": hashlib.sha256(cubin.image).hexdigest(), "report": report}
-    _publish(path, cubin.image)
-    _publish(path.with_suffix(".json"), dump(facts))
-
-
-def _publish(path: Path, data: bytes) -> None:
-    unique = f"{os.getpid()}-{threading.get_ident()}"
-    beside = path.with_name(f"{path.name}.{unique}.tmp")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
-    except PermissionError:
-        # Windows refuses to replace a file another process has open: it holds these bytes then.
-        if not (path.is_file() and path.read_bytes() == data):
-            raise
-    finally:
-        beside.unlink(missing_ok=True)
+        spec = spec_from_id(stem.split(".")[0])
+        return entry_stem(spec, read_sources(spec.entry, csrc)) == stem
+    except (ValueError, OSError):  # a kernel that there was once
+        return False
 
 
 def _major(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +13,13 @@ import torch
 from torch import Tensor
 
 from ..argument import check_tensor, flag, number, shown, whole_number
-from ..policy import INT32_MAX, PerHead, SparsePolicy
+from ..policy import INT32_MAX, SparsePolicy
 from ..thresholds import SELECTION, threshold_table
+from .recording import being_recorded
+
+#: Tables that a budget keeps: one for each pair of simthreshd1 and pvthreshd.
+KEPT_TABLES = 16
+TableKey = tuple[float, float]
 
 
 class Router(enum.IntEnum):
@@ -70,7 +76,11 @@ class HeadBudget:
     background: Tensor | None = None
     contrast: Tensor | None = None
     # Not given, so that `replace` makes new ones: tables are of these values.
-    _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: OrderedDict[TableKey, Tensor] = field(
+        default_factory=OrderedDict, init=False, repr=False
+    )
+    _held: set[TableKey] = field(default_factory=set, init=False, repr=False)
+    """Those of `_tables` that are never forgotten, for others read them where they lie."""
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
@@ -121,31 +131,45 @@ class HeadBudget:
         values = {name: getattr(self, name) for name in ("density", "gain", "router", *OPTIONAL)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def table(self, policy: SparsePolicy) -> Tensor:
+    def table(self, policy: SparsePolicy, hold: bool = False) -> Tensor:
         """`threshold_table` of this budget with the other thresholds of `policy`.
 
         Kept for policies whose thresholds are numbers, so that a call launches nothing to make it:
-        ask for it before attention is recorded.
+        ask for it before attention is recorded. Of more than `KEPT_TABLES` policies those that were
+        asked for last are kept, and for good those with `hold` and those that CUDA graphs were
+        captured with.
         """
         key = _table_key(policy)
-        table = self._tables.get(key) if key else None
+        if key is None:
+            return self._make_table(policy)
+        table = self._tables.get(key)
         if table is None:
-            table = self._make_table(policy.simthreshd1, policy.pvthreshd)
-            self.keep_table(policy, table)
+            table = self._tables[key] = self._make_table(policy)
+            self._forget_tables()
+        elif len(self._tables) >= KEPT_TABLES and key in self._tables:
+            self._tables.move_to_end(key)
+        if hold or being_recorded(self.device):
+            self._held.add(key)
         return table
 
     def keep_table(self, policy: SparsePolicy, table: Tensor) -> None:
-        """One that was made elsewhere, equal to that of `table`."""
+        """One that was made elsewhere, equal to that of `table`; it is held."""
         if key := _table_key(policy):
             self._tables[key] = table
+            self._held.add(key)
 
-    def _make_table(self, simthreshd1: PerHead, pvthreshd: PerHead) -> Tensor:
+    def _forget_tables(self) -> None:
+        may_go = [key for key in list(self._tables) if key not in self._held]
+        for key in may_go[:-KEPT_TABLES]:
+            self._tables.pop(key, None)
+
+    def _make_table(self, policy: SparsePolicy) -> Tensor:
         return threshold_table(
             self.heads,
             self.device,
             selection=self.density,
-            simthreshd1=simthreshd1,
-            pvthreshd=pvthreshd,
+            simthreshd1=policy.simthreshd1,
+            pvthreshd=policy.pvthreshd,
             log2_gain=self.gain.log2(),
             router=self.router,
             log2_background=-math.inf if self.background is None else self.background.log2(),
@@ -159,7 +183,7 @@ class HeadBudget:
         policy are tensors: record such calls anew. Never synchronises."""
         own = torch.empty_like(self.density).copy_(density)
         with torch.inference_mode():  # as tables may have been made there
-            for table in self._tables.values():
+            for table in list(self._tables.values()):
                 table[:, SELECTION] = own
         object.__setattr__(self, "density", own)
 
@@ -190,7 +214,7 @@ class HeadBudget:
         )
 
 
-def _table_key(policy: SparsePolicy) -> tuple[float, float] | None:
+def _table_key(policy: SparsePolicy) -> TableKey | None:
     """None where a threshold is a tensor, whose values may change."""
     similarity, negligible = policy.simthreshd1, policy.pvthreshd
     if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):

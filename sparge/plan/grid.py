@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import order_copies
 from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from .order_check import check_tensors
+from .recording import being_recorded
 from .walks import TURNS, Walk, unmeasured_walk, walk_ranks, walks_of
 
 EMPTY = -1  # the token of a slot that holds none
@@ -39,8 +43,13 @@ class TokenGrid:
         for part in fields(self):
             value = getattr(self, part.name)
             least = 1 if part.name in ("frames", "height", "width") else 0
-            if not isinstance(value, int) or value < least:
+            try:
+                whole = int(operator.index(value))  # NumPy's whole numbers too
+            except TypeError:
+                whole = least - 1
+            if whole < least:
                 raise ValueError(f"{part.name} is {value!r}; it takes a whole number from {least}.")
+            object.__setattr__(self, part.name, whole)
         if self.lead_frames > self.frames:
             raise ValueError(
                 f"lead_frames is {self.lead_frames}; the grid has {self.frames} frames to lead."
@@ -137,12 +146,17 @@ class TokenOrder:
         return block_count(self.slots, QUERY_BLOCK)
 
     def on(self, device: torch.device | str) -> TokenOrder:
-        """This order on `device`: copied there once, so call it before attention is recorded."""
+        """This order on `device`: copied there once, so call it before attention is recorded.
+
+        Of all orders together the last few copies are kept (`order_copies.KEPT`), and all that CUDA
+        graphs were captured with.
+        """
         device = torch.device(device)
         if device == self.slot_tokens.device:
             return self
-        if device not in self._copies:
-            self._copies[device] = TokenOrder(
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = self._copies[device] = TokenOrder(
                 self.slot_tokens.to(device),
                 self.token_slots.to(device),
                 self.block_counts.to(device),
@@ -150,7 +164,15 @@ class TokenOrder:
                 self.queries_exact.to(device),
                 self.segments,
             )
-        return self._copies[device]
+            if not torch.compiler.is_compiling():
+                order_copies.remember(self, device)
+        if being_recorded(device):
+            order_copies.keep_for_good(self, device)  # what is recorded reads it where it lies
+        return copy
+
+    def forget_copy(self, device: torch.device) -> None:
+        """The one that `on` made there, if any."""
+        self._copies.pop(device, None)
 
     def forget_copies(self) -> None:
         """Those that `on` made, for orders are kept and a device's memory is dear."""
@@ -215,7 +237,7 @@ def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrd
             segments.append(Segment(block, first, count, keys_exact, queries_exact))
             first, block = first + count, block + segments[-1].key_blocks
     slots = np.stack([_token_slot(grid, walk, segments, turn) for walk in walks])
-    return _order(torch.from_numpy(slots), tuple(segments))
+    return _order(slots, tuple(segments))
 
 
 def _token_slot(
@@ -238,21 +260,24 @@ def raster_order(tokens: int) -> TokenOrder:
     """Tokens in the order they come: slot = token."""
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
-    slots = torch.arange(tokens, dtype=torch.int32)
-    return _order(slots.unsqueeze(0), (Segment(0, 0, tokens, False, False),))
+    slots = np.arange(tokens, dtype=np.int32)[None]
+    return _order(slots, (Segment(0, 0, tokens, False, False),))
 
 
-def _order(token_slots: Tensor, segments: tuple[Segment, ...]) -> TokenOrder:
-    """token_slots (walks, tokens)."""
+def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> TokenOrder:
+    """token_slots (walks, tokens).
+
+    Computed in NumPy: orders are kept, and what torch makes here would follow the default device of
+    whoever asks first.
+    """
     key_blocks = sum(segment.key_blocks for segment in segments)
     walks, tokens = token_slots.shape
-    slot_tokens = torch.full((walks, key_blocks * KEY_BLOCK), EMPTY, dtype=torch.int32)
-    each_token = torch.arange(tokens, dtype=torch.int32).expand(walks, -1)
-    slot_tokens.scatter_(1, token_slots.long(), each_token)
+    slot_tokens = np.full((walks, key_blocks * KEY_BLOCK), EMPTY, dtype=np.int32)
+    np.put_along_axis(slot_tokens, token_slots, np.arange(tokens, dtype=np.int32)[None], axis=1)
     filled = slot_tokens[0] != EMPTY
-    counts = filled.unflatten(0, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
-    keys_exact = torch.zeros(key_blocks, dtype=torch.bool)
-    queries_exact = torch.zeros(block_count(key_blocks * KEY_BLOCK, QUERY_BLOCK), dtype=torch.bool)
+    counts = filled.reshape(-1, KEY_BLOCK).sum(-1, dtype=np.int32)
+    keys_exact = np.zeros(key_blocks, dtype=bool)
+    queries_exact = np.zeros(block_count(key_blocks * KEY_BLOCK, QUERY_BLOCK), dtype=bool)
     blocks_a_row = QUERY_BLOCK // KEY_BLOCK
     for segment in segments:
         end = segment.first_block + segment.key_blocks
@@ -261,4 +286,17 @@ def _order(token_slots: Tensor, segments: tuple[Segment, ...]) -> TokenOrder:
         if segment.queries_exact:
             rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
             queries_exact[rows] = True
-    return TokenOrder(slot_tokens, token_slots, counts, keys_exact, queries_exact, segments)
+    return TokenOrder(
+        _real_tensor(slot_tokens),
+        _real_tensor(token_slots),
+        _real_tensor(counts),
+        _real_tensor(keys_exact),
+        _real_tensor(queries_exact),
+        segments,
+    )
+
+
+def _real_tensor(array: NDArray[Any]) -> Tensor:
+    """On the CPU, of the array's type: `torch.from_numpy` makes a fake one in a `FakeTensorMode`,
+    which the next caller would be given."""
+    return torch.from_dlpack(array)

@@ -285,6 +285,52 @@ def test_a_failed_write_leaves_the_old_profile(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o644), (0o077, 0o600)])
+def test_whoever_shares_the_folder_may_read(
+    profile: Profile, tmp_path: Path, umask: int, mode: int
+) -> None:
+    path = profile_path(tmp_path, "a")
+    before = os.umask(umask)
+    try:
+        profile.save(path)
+        assert path.stat().st_mode & 0o7777 == mode
+        path.chmod(0o600)  # as earlier versions wrote it
+        profile.save(path)
+        assert path.stat().st_mode & 0o7777 == mode
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("place", ["architecture", "created", "conditioning", "notes", "key"])
+def test_halves_of_characters_are_refused(profile: Profile, tmp_path: Path, place: str) -> None:
+    """What a report could not show. JSON has an escape for them, which every reader takes."""
+    path = profile_path(tmp_path, "a")
+    profile.save(path)
+    header, tensors = json.loads(metadata_of(path)), load_file(path)
+    half = "Wan\ud83d"
+    if place == "conditioning":
+        header["tables"][0]["conditioning"] = half
+    elif place in ("notes", "key"):
+        header["notes"] = {half: "x"} if place == "key" else {"model": half}
+    else:
+        header[place] = half
+    save_file(tensors, path, {KEY: json.dumps(header)})
+    with pytest.raises(ProfileError, match="half of a character") as refused:
+        Profile.load(path)
+    assert str(refused.value).encode()
+    whole = json.dumps(header).replace("\\ud83d", "\\ud83d\\ude00")
+    save_file(tensors, path, {KEY: whole})
+    assert Profile.load(path)
+
+
+def test_halves_of_characters_are_not_saved(profile: Profile, tmp_path: Path) -> None:
+    path = profile_path(tmp_path, "a")
+    with pytest.raises(ProfileError, match="half of a character"):
+        replace(profile, notes={"model": "\udfff"}).save(path)
+    assert not path.exists()
+
+
 def test_an_answer_for_every_model(generator: torch.Generator) -> None:
     norms = {"norm.q": torch.rand(48, generator=generator) + 0.5, "norm.k": torch.ones(100)}
     here = Fingerprint.of("WanModel", norms)

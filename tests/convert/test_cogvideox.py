@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from sparge.convert import tensor_file
 from sparge.convert.cogvideox import convert, find_shards, main
 from sparge.convert.cogvideox_layout import POSITIONS, PositionGrid, core_name
-from sparge.convert.tensor_file import ConversionError
+from sparge.convert.json_text import ConversionError
 
 ROOT = Path(__file__).resolve().parents[2]
 ROTARY = {"_class_name": "CogVideoXTransformer3DModel", "use_rotary_positional_embeddings": True}
@@ -259,7 +259,7 @@ def test_failure_while_writing_leaves_the_old_file(
     def fail(*_: object) -> None:
         raise OSError("disk error")
 
-    monkeypatch.setattr(tensor_file.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk error"):
         tensor_file.write_tensors(out, conversion.tensors)
     assert out.read_bytes() == b"old" and not list(tmp_path.glob("*.part"))

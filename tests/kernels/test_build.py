@@ -11,6 +11,7 @@ import pytest
 
 from sparge.kernels import build as build_module
 from sparge.kernels import graph
+from sparge.kernels.folder import is_private
 from sparge.kernels.spec import KernelSpec, all_specs, native_specs
 
 SPECS = (KernelSpec("means", "sm_90a"), KernelSpec("route", "sm_90a"))
@@ -78,6 +79,90 @@ def test_a_missing_file_is_built_and_a_damaged_one_too(job):
     means.unlink()
     route.write_bytes(b"damaged")
     assert build_module.build(job, 2) == built
+
+
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+
+
+@posix
+def test_a_folder_that_others_may_write_is_not_built_into(job, csrc, capsys):
+    job.out.mkdir()
+    job.out.chmod(0o777)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        build_module.build(job, 2)
+    arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(job.out)]
+    assert build_module.main(arguments) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert list(job.out.iterdir()) == []
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[Path]:
+    """The folders that ninja was started in, checked then; it does nothing."""
+    folders: list[Path] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess:
+        folder = Path(command[command.index("-C") + 1])
+        written = folder / "build.ninja"
+        assert not written.is_symlink() and is_private(folder)
+        assert written.stat().st_mode & 0o022 == 0
+        folders.append(folder)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(graph.subprocess, "run", run)
+    return folders
+
+
+@posix
+@pytest.mark.parametrize("name", ["build.ninja", ".ninja_log"])
+@pytest.mark.parametrize("kind", [os.symlink, os.link])
+def test_nothing_is_written_through_a_link(name, kind, job, ninja, ran, tmp_path):
+    assert graph.run_ninja(ninja, job, 2)
+    (usual,) = ran
+    assert (tmp_path / "cache") in usual.parents
+    theirs = tmp_path / "theirs"
+    theirs.write_text("untouched")
+    (usual / name).unlink(missing_ok=True)
+    kind(theirs, usual / name)
+    assert graph.run_ninja(ninja, job, 2)
+    assert ran[1] != usual and not ran[1].exists(), "a folder of this run alone"
+    assert theirs.read_text() == "untouched"
+    (usual / name).unlink()
+    assert graph.run_ninja(ninja, job, 2)
+    assert ran[2] == usual
+
+
+@posix
+def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path):
+    """From the folder of the graph upwards."""
+    cache = tmp_path / "cache"
+    assert graph.run_ninja(ninja, job, 2)
+    (usual,) = ran
+    for folder in (usual, usual.parent, cache, tmp_path):
+        before = folder.stat().st_mode
+        folder.chmod(0o777)
+        assert graph.run_ninja(ninja, job, 2)
+        assert ran[-1] != usual and not ran[-1].exists()
+        folder.chmod(before)
+    elsewhere = tmp_path / "elsewhere"
+    usual.rename(elsewhere)
+    usual.symlink_to(elsewhere)
+    assert graph.run_ninja(ninja, job, 2)
+    assert ran[-1] not in (usual, elsewhere)
+
+
+def test_without_a_cache_ninja_has_a_folder_all_the_same(job, ninja, ran, monkeypatch):
+    monkeypatch.setattr(graph, "cache_folder", lambda: None)
+    assert graph.run_ninja(ninja, job, 2)
+    assert not ran[0].exists() and list(job.out.parent.glob("**/build.ninja")) == []
+
+
+@posix
+@pytest.mark.parametrize("name", ["a|b", "two\nlines"])
+def test_paths_that_ninja_has_no_words_for(name, csrc, tmp_path, compiler, monkeypatch):
+    monkeypatch.setattr(build_module, "run_ninja", lambda *_: pytest.fail("ninja ran"))
+    job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
+    assert all(build_module.build(job, 1).values())
 
 
 def test_one_broken_kernel_fails_alone(job, csrc, capfd):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -235,11 +236,22 @@ def test_it_is_asked_once_and_then_cheap(gpu, monkeypatch):
     first = capabilities(where)
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
     assert capabilities(where) is first
-    started = time.perf_counter()
-    for _ in range(1000):
-        capabilities(where)
-    # About 1 us; the limit leaves room for a loaded machine.
-    assert (time.perf_counter() - started) / 1000 < 20e-6
+
+    known = {where: first}
+
+    def bare(device: torch.device) -> object:
+        return known[device]
+
+    def seconds(call: Callable[[torch.device], object]) -> float:
+        started = time.perf_counter()
+        for _ in range(200):
+            call(where)
+        return time.perf_counter() - started
+
+    # Side by side, and the shortest of many: whatever else the machine does meets both.
+    pairs = [(seconds(capabilities), seconds(bare)) for _ in range(50)]
+    fastest, fastest_bare = (min(times) for times in zip(*pairs, strict=True))
+    assert fastest < 60 * fastest_bare, "about 15 times a look into a dict"
 
 
 def test_it_never_raises(gpu, monkeypatch):

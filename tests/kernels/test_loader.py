@@ -8,7 +8,9 @@ import pytest
 
 from sparge.errors import KernelBuildError
 from sparge.kernels import device, loader
+from sparge.kernels.cubin import Cubin
 from sparge.kernels.device import Capability
+from sparge.kernels.driver import DriverError
 from sparge.kernels.nvrtc import NvrtcNotFoundError
 from sparge.kernels.spec import HOPPER_ENTRIES, KernelSpec, native_specs
 
@@ -138,6 +140,45 @@ def test_neither_a_missing_compiler_nor_missing_sources_count(hopper, monkeypatc
     with pytest.raises(KernelBuildError, match="NVRTC was not found"):
         loader.warm("cuda:0")
     assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
+
+
+@pytest.fixture
+def driver_loads(monkeypatch) -> list[bytes]:
+    """Images that a driver was given; it refuses those called so, with the words after that."""
+    images: list[bytes] = []
+
+    def kernel(image: bytes, entry: str, device_index: int) -> bytes:
+        images.append(image)
+        if image.startswith(b"refused "):
+            raise DriverError("cuModuleLoadData", 1, image.split()[1].decode(), "no")
+        return image
+
+    monkeypatch.setattr(loader, "Kernel", kernel)
+    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
+    return images
+
+
+@pytest.mark.parametrize("name", ["CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU"])
+def test_what_the_driver_refuses_is_built_anew(driver_loads, name, monkeypatch, caplog):
+    old = f"refused {name}".encode()
+
+    def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
+        return Cubin(b"new" if anew else old, None)
+
+    monkeypatch.setattr(loader, "load_cubin", load_cubin)
+    assert loader._load(SPEC, 0) == b"new"
+    assert driver_loads == [old, b"new"] and SPEC.id in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "tries"), [("CUDA_ERROR_OUT_OF_MEMORY", 1), ("CUDA_ERROR_INVALID_IMAGE", 2)]
+)
+def test_what_is_refused_again_is_the_drivers_word(driver_loads, name, tries, monkeypatch):
+    image = f"refused {name}".encode()
+    monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: Cubin(image, None))
+    with pytest.raises(DriverError, match=name):
+        loader._load(SPEC, 0)
+    assert len(driver_loads) == tries
 
 
 def test_progress_that_raises_cancels_the_rest(loads):

@@ -7,14 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from sparge.kernels import store as store_module
+from sparge.kernels.entry import DAY, read_entry, write_entry
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import KernelSpec
-from sparge.kernels.store import Store, cache_folder, entry_stem, read_entry, write_entry
+from sparge.kernels.store import Store, entry_stem
+from sparge.whole_file import UNFINISHED
 
 SPEC = KernelSpec("means", "sm_90a")
 
@@ -37,8 +40,8 @@ def test_compiles_once_then_reads(tmp_path, sources, counting):
 def test_a_kernel_without_a_report_is_kept_like_any_other(tmp_path, sources, counting):
     path = tmp_path / "kernel.nvrtc13.0.cubin"
     silent = dataclasses.replace(Store(None).get(SPEC, sources, counting), report=None)
-    write_entry(path, silent)
-    assert read_entry(path) == silent
+    write_entry(path, silent, SPEC)
+    assert read_entry(path, SPEC) == silent
 
 
 def test_the_name_tells_sources_options_and_compiler(sources, csrc, counting, tmp_path):
@@ -81,7 +84,7 @@ def test_damage_is_noticed_and_repaired(damage, tmp_path, sources, counting):
         report.write_text(report.read_text().replace("registers", "registrars"))
     assert Store(tmp_path / "cache").find(SPEC, sources, counting) is None
     assert Store(tmp_path / "cache").get(SPEC, sources, counting) == good
-    assert read_entry(path) == good
+    assert read_entry(path, SPEC) == good
     assert len(counting.compiled) == 2
 
 
@@ -110,15 +113,125 @@ def test_a_read_only_folder_keeps_kernels_in_memory(tmp_path, sources, counting)
 def test_a_full_disk_keeps_kernels_in_memory_and_leaves_nothing(
     tmp_path, sources, counting, monkeypatch
 ):
-    def full(self, data):
-        with open(self, "wb") as file:
-            file.write(data[: len(data) // 2])
+    def full(source, target):
+        assert Path(source).stat().st_size > 0
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)
     store = Store(tmp_path / "cache")
     assert store.get(SPEC, sources, counting) is store.get(SPEC, sources, counting)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("why", ["mode", "owner"])
+def test_a_folder_that_others_may_write_is_left_alone(
+    why, tmp_path, sources, counting, caplog, monkeypatch
+):
+    cache = tmp_path / "cache"
+    made = Store(cache).get(SPEC, sources, counting)
+    if why == "mode":
+        cache.chmod(0o777)
+    else:
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    before = sorted((path.name, path.read_bytes()) for path in cache.iterdir())
+    store = Store(cache)
+    with caplog.at_level(logging.WARNING, "sparge"):
+        first = store.get(SPEC, sources, counting)
+        assert counting.compiled == [SPEC] * 2, "nothing is read from it"
+        assert first == made and store.get(SPEC, sources, counting) is first
+        store.get(dataclasses.replace(SPEC, head_dim=64), sources, counting)
+    assert len(counting.compiled) == 3
+    assert sorted((path.name, path.read_bytes()) for path in cache.iterdir()) == before
+    (record,) = caplog.records
+    assert str(cache) in record.message and "SPARGE_CACHE" in record.message
+    assert ("chmod go-w" if why == "mode" else "another user") in record.message
+
+
+def test_anew_compiles_and_keeps(tmp_path, sources, counting):
+    for cache in (tmp_path / "cache", None):
+        store = Store(cache)
+        counting.compiled.clear()
+        first = store.get(SPEC, sources, counting)
+        assert store.get(SPEC, sources, counting, anew=True) == first
+        assert counting.compiled == [SPEC] * 2
+        assert store.find(SPEC, sources, counting) == first
+
+
+OLD, RECENT = time.time() - 200 * DAY, time.time() - 20 * DAY
+
+
+def test_what_nobody_needs_leaves_the_cache(tmp_path, csrc, counting):
+    cache = tmp_path / "cache"
+    current = Store(cache).path(SPEC, read_sources("means", csrc), counting)
+    others = [KernelSpec("route", "sm_90a"), KernelSpec("means", "sm_80", 64)]
+    for spec in (SPEC, *others):
+        Store(cache).get(spec, read_sources(spec.entry, csrc), counting)
+    needed = {path.name for path in cache.iterdir()}
+    assert current is not None and len(needed) == 6
+
+    key = "0123456789abcdef"
+    old = [
+        f"{spec}.{key}.{compiler}.{suffix}"
+        for spec in (SPEC.id, others[0].id, "attend-sm_70-d256-int4")  # a kernel there is no more
+        for compiler in ("nvrtc12.8", "nvcc13.0", counting.label)
+        for suffix in ("cubin", "json")
+    ]
+    alone = [f"{SPEC.id}.{key[::-1]}.nvrtc12.4.cubin", f"{SPEC.id}.{key[1:]}0.nvrtc12.4.json"]
+    begun = [f"{current.name}.4242-139872.tmp", f"{current.name}.0123abcd{UNFINISHED}"]
+    begun += [f"{current.stem}.json.1-2.tmp", f"{current.stem}.json.9876{UNFINISHED}"]
+    foreign = ["notes.json", "kernel.cubin", "notes.tmp", "film.part", "a.json.txt", f"{key}.json"]
+    for name in (*old, *alone, *begun, *foreign):
+        (cache / name).write_text("x")
+    folder = cache / f"{SPEC.id}.{key}.nvrtc11.0.cubin"
+    folder.mkdir()
+    for path in cache.iterdir():
+        os.utime(path, (OLD, OLD))
+    fresh = [f"{SPEC.id}.{'f' * 16}.nvrtc12.8.{suffix}" for suffix in ("cubin", "json")]
+    fresh += [f"{current.name}.5-5.tmp", f"{current.name}.0000{UNFINISHED}"]
+    for name in fresh:
+        (cache / name).write_text("x")
+    for name in fresh[:2]:
+        os.utime(cache / name, (RECENT, RECENT))
+
+    Store(cache).get(SPEC, read_sources("means", csrc), counting)
+    left = {path.name for path in cache.iterdir()}
+    assert left == needed | set(foreign) | set(fresh) | {folder.name}
+
+
+def test_what_is_used_is_never_old(tmp_path, csrc, counting):
+    """By another installation, say, whose sources are not these."""
+    cache, others = tmp_path / "cache", tmp_path / "others"
+    shutil.copytree(csrc, others)
+    (others / "means.cu").write_text((csrc / "means.cu").read_text() + "// older\n")
+    for folder in (others, csrc):
+        Store(cache).get(SPEC, read_sources("means", folder), counting)
+    for path in cache.iterdir():
+        os.utime(path, (OLD, OLD))
+    Store(cache).find(SPEC, read_sources("means", others), counting)
+    counting.compiled.clear()
+    for folder in (csrc, others):
+        Store(cache).get(SPEC, read_sources("means", folder), counting)
+    assert counting.compiled == []
+    for path in cache.iterdir():
+        os.utime(path, (OLD, OLD))
+    Store(cache).get(SPEC, read_sources("means", csrc), counting)
+    assert len(list(cache.iterdir())) == 2, "nobody uses the other one any more"
+
+
+def test_a_cache_that_cannot_be_tidied_is_no_failure(tmp_path, sources, counting, monkeypatch):
+    cache = tmp_path / "cache"
+    made = Store(cache).get(SPEC, sources, counting)
+    stale = cache / f"{SPEC.id}.0123456789abcdef.nvrtc12.8.cubin"
+    stale.write_text("x")
+    os.utime(stale, (OLD, OLD))
+
+    def refused(self, missing_ok=False):
+        raise PermissionError(13, "in use")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert Store(cache).get(SPEC, sources, counting) == made and stale.exists()
 
 
 def test_no_cache_folder_at_all(sources, counting):
@@ -139,10 +252,10 @@ def test_replace_refused_by_windows_is_no_failure_when_the_file_is_the_same(
     monkeypatch.setattr(os, "replace", refused)
     path = Store(cache).path(SPEC, sources, counting)
     assert path
-    write_entry(path, cubin)
+    write_entry(path, cubin, SPEC)
     with pytest.raises(PermissionError):
-        write_entry(path, dataclasses.replace(cubin, image=cubin.image + b"other"))
-    assert not list(cache.glob("*.tmp"))
+        write_entry(path, dataclasses.replace(cubin, image=cubin.image + b"other"), SPEC)
+    assert not list(cache.glob(f"*{UNFINISHED}"))
 
 
 def test_prebuilt_comes_first_and_is_verified(tmp_path, sources, counting):
@@ -160,46 +273,17 @@ def test_prebuilt_comes_first_and_is_verified(tmp_path, sources, counting):
 
 @pytest.mark.parametrize(("made_with", "used"), [("nvrtc12.8", True), ("nvrtc99.0", False)])
 def test_prebuilt_of_a_newer_cuda_is_left_alone(made_with, used, tmp_path, sources, counting):
-    prebuilt = tmp_path / "prebuilt"
+    prebuilt, here = tmp_path / "prebuilt", counting.label
+    counting.label = made_with
     Store(prebuilt).get(SPEC, sources, counting)
-    for path in list(prebuilt.iterdir()):
-        path.rename(path.with_name(path.name.replace(counting.label, made_with)))
+    counting.label = here
     found = Store(None, prebuilt).find(SPEC, sources, counting)
     assert (found is not None) == used
 
 
-def test_the_users_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "mine"))
-    assert cache_folder() == tmp_path / "mine"
-    monkeypatch.delenv("SPARGE_CACHE")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    for platform, variable, expected in (
-        ("linux", None, tmp_path / ".cache" / "sparge"),
-        ("linux", "XDG_CACHE_HOME", tmp_path / "set" / "sparge"),
-        ("darwin", None, tmp_path / "Library" / "Caches" / "sparge"),
-        ("win32", None, tmp_path / "AppData" / "Local" / "sparge"),
-        ("win32", "LOCALAPPDATA", tmp_path / "set" / "sparge"),
-    ):
-        monkeypatch.setattr(store_module.sys, "platform", platform)
-        for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-            monkeypatch.delenv(name, raising=False)
-        if variable:
-            monkeypatch.setenv(variable, str(tmp_path / "set"))
-        assert cache_folder() == expected
-
-
-def test_a_user_without_a_home(monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("SPARGE_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_folder() is None
-
-
 _RACER = """
 import sys
+import time
 from pathlib import Path
 from sparge.kernels import nvrtc
 from sparge.kernels.compile import NvrtcCompiler
@@ -242,5 +326,5 @@ def test_two_processes_at_once(csrc, tmp_path, counting):
         _, errors = racer.communicate(timeout=120)
         assert racer.returncode == 0, errors
         assert "damaged" not in errors
-    assert not list(cache.glob("*.tmp"))
+    assert not list(cache.glob(f"*{UNFINISHED}"))
     shutil.rmtree(cache)

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from sparge import SparsePolicy
+from sparge.calibrate.layer_budgets import LayerBudgets
 from sparge.plan import HeadBudget, Router
-from sparge.thresholds import SELECTION
+from sparge.plan import budget as budget_module
+from sparge.plan.budget import KEPT_TABLES
+from sparge.thresholds import COLUMNS, SELECTION
 
 
 def test_uniform_is_one_value_for_all() -> None:
@@ -73,6 +76,78 @@ def test_densities_can_be_set_after_a_call_in_inference_mode() -> None:
         tables = [budget.table(policy) for policy in policies]
     budget.set_density(torch.full((2,), 0.25))
     assert [table[:, SELECTION].tolist() for table in tables] == [[0.25, 0.25]] * 2
+
+
+def test_each_value_has_its_own_column() -> None:
+    budget = HeadBudget(
+        density=torch.tensor([0.25, 0.5]),
+        gain=torch.tensor([0.5, 4.0]),
+        router=torch.tensor([1, 0], dtype=torch.int32),
+        background=torch.tensor([2.0, 0.125]),
+        contrast=torch.tensor([0.75, 1.5]),
+    )
+    table = budget.table(SparsePolicy(topk=0.9, simthreshd1=0.625, pvthreshd=9.0))
+    columns = dict(zip(COLUMNS, table.T.tolist(), strict=True))
+    assert columns == {
+        "selection": [0.25, 0.5],
+        "simthreshd1": [0.625, 0.625],
+        "pvthreshd": [9.0, 9.0],
+        "log2_gain": [-1.0, 2.0],
+        "router": [1.0, 0.0],
+        "log2_background": [1.0, -3.0],
+        "contrast": [0.75, 1.5],
+    }
+
+
+def policies(count: int) -> list[SparsePolicy]:
+    return [SparsePolicy(simthreshd1=index / count) for index in range(count)]
+
+
+def test_a_handful_of_policies_keeps_its_tables() -> None:
+    budget = HeadBudget.uniform(2, 0.5)
+    first = [budget.table(policy) for policy in policies(KEPT_TABLES)]
+    for policy, table in zip(policies(KEPT_TABLES), first, strict=True):
+        assert budget.table(policy) is table
+
+
+def test_many_policies_keep_the_tables_that_were_asked_for_last() -> None:
+    budget, usual = HeadBudget.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
+    table = budget.table(usual)
+    for policy in policies(1000):
+        budget.table(policy)
+        assert budget.table(usual) is table, "it is asked for all the time"
+    assert len(budget._tables) == KEPT_TABLES
+    again = policies(1000)[0]
+    budget.set_density(torch.tensor([0.25, 0.125]))
+    assert budget.table(again)[:, SELECTION].tolist() == [0.25, 0.125], "one that is made anew"
+    assert table[:, SELECTION].tolist() == [0.25, 0.125]
+
+
+def test_what_was_recorded_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, recorded = HeadBudget.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
+    table = budget.table(recorded)
+    monkeypatch.setattr(budget_module, "being_recorded", lambda device: True)
+    budget.table(recorded)
+    monkeypatch.undo()
+    for policy in policies(1000):
+        budget.table(policy)
+    budget.set_density(torch.tensor([0.25, 0.125]))
+    assert budget.table(recorded) is table
+    assert table[:, SELECTION].tolist() == [0.25, 0.125], "recorded calls read it"
+    assert len(budget._tables) == KEPT_TABLES + 1
+
+
+def test_budgets_of_layers_go_on_sharing_their_table() -> None:
+    policy = SparsePolicy()
+    of_all = HeadBudget.uniform(4, 0.5)
+    layers = LayerBudgets(of_all, [True, True], policy)
+    for each in (of_all, layers[0], layers[1]):
+        assert each is not None
+        for other in policies(2 * KEPT_TABLES):
+            each.table(other)
+    of_all.set_density(torch.tensor([0.125, 0.25, 0.75, 1.0]))
+    found = [layer.table(policy)[:, SELECTION].tolist() for layer in layers if layer is not None]
+    assert found == [[0.125, 0.25], [0.75, 1.0]]
 
 
 def test_walks_lie_as_kernels_read_them() -> None:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparge.plan import (
     TokenGrid,
@@ -14,9 +19,11 @@ from sparge.plan import (
     block_count,
     cube_order,
     grid_order,
+    order_copies,
     raster_order,
     unmeasured_order,
 )
+from sparge.plan import grid as grid_module
 from sparge.plan.cubes import cube_ranks
 from sparge.plan.walks import TURNS, Walk, unmeasured_walk, walks_of
 
@@ -184,11 +191,129 @@ def test_an_order_made_from_another_is_copied_by_itself() -> None:
     assert other.on("meta") is not copy and other.on("meta").segments == other.segments
 
 
+def alive_copies(orders: list[TokenOrder]) -> int:
+    return sum(len(order._copies) for order in orders)
+
+
+def many_orders(count: int) -> list[TokenOrder]:
+    return [cube_order(TokenGrid(3, 5, 6, prefix=1 + index)) for index in range(count)]
+
+
+def test_the_last_few_copies_of_all_orders_are_kept() -> None:
+    orders = many_orders(5 * order_copies.KEPT)
+    copies = [order.on("meta") for order in orders]
+    assert alive_copies(orders) == order_copies.KEPT
+    for order, copy in zip(orders[-order_copies.KEPT :], copies[-order_copies.KEPT :], strict=True):
+        assert order.on("meta") is copy
+    oldest = orders[0].on("meta")
+    assert oldest is not copies[0] and oldest.slot_tokens.device.type == "meta"
+    assert alive_copies(orders) == order_copies.KEPT, "another one went"
+
+
+def test_orders_that_are_gone_and_copies_given_back_make_room() -> None:
+    for order in many_orders(order_copies.KEPT):
+        order.on("meta")
+        order.forget_copies()
+    loose = [replace(order) for order in many_orders(order_copies.KEPT)]
+    for order in loose:
+        order.on("meta")
+    del loose, order
+    gc.collect()
+    orders = many_orders(order_copies.KEPT)
+    copies = [order.on("meta") for order in orders]
+    assert all(order.on("meta") is copy for order, copy in zip(orders, copies, strict=True))
+
+
+def test_a_copy_that_was_recorded_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, *others = many_orders(3 * order_copies.KEPT)
+    copy = recorded.on("meta")
+    monkeypatch.setattr(grid_module, "being_recorded", lambda device: True)
+    assert recorded.on("meta") is copy
+    monkeypatch.undo()
+    for order in others:
+        order.on("meta")
+    assert recorded.on("meta") is copy
+    assert alive_copies(others) == order_copies.KEPT
+    recorded.forget_copies()
+    assert recorded.on("meta") is not copy
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(lambda: torch.device("meta"), id="device"),
+        pytest.param(lambda: default_device("meta"), id="default device"),
+        pytest.param(lambda: default_dtype(torch.float64), id="float64"),
+        pytest.param(lambda: default_dtype(torch.bfloat16), id="bfloat16"),
+        pytest.param(FakeTensorMode, id="fake"),
+        pytest.param(torch.inference_mode, id="inference"),
+    ],
+)
+def test_orders_are_the_same_whatever_is_the_default(context) -> None:
+    """They are kept for whoever asks next."""
+    grid = TokenGrid(3, 7, 9, prefix=5, suffix=70, lead_frames=1)
+    makers = (
+        lambda: grid_order(grid, 1),
+        lambda: cube_order(grid, 2),
+        lambda: unmeasured_order(grid, 1),
+        lambda: raster_order(331),
+    )
+
+    def made() -> list[TokenOrder]:
+        grid_module._walk_order.cache_clear()
+        raster_order.cache_clear()
+        return [make() for make in makers]
+
+    expected = made()
+    with context():
+        found = made()
+    names = ("slot_tokens", "token_slots", "block_counts", "keys_exact", "queries_exact")
+    for order, right in zip(found, expected, strict=True):
+        assert order.segments == right.segments
+        for name in names:
+            tensor, wanted = getattr(order, name), getattr(right, name)
+            assert type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+            assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), name
+            assert tensor.is_contiguous()
+    assert [make() for make in makers] == found, "kept"
+
+
+def test_sizes_may_be_numpys() -> None:
+    grid = TokenGrid(np.int64(3), np.uint8(5), torch.tensor(6), np.int16(1))  # type: ignore[arg-type]
+    assert grid == TokenGrid(3, 5, 6, 1) and hash(grid) == hash(TokenGrid(3, 5, 6, 1))
+    assert {type(getattr(grid, part.name)) for part in fields(grid)} == {int}
+    assert type(grid.tokens) is int
+    assert cube_order(grid) is cube_order(TokenGrid(3, 5, 6, 1))
+
+
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
         ({"frames": 0}, "frames is 0; it takes a whole number from 1"),
         ({"width": 2.5}, "width is 2.5; it takes a whole number from 1"),
+        ({"height": np.float64(4.0)}, "height is .*4.0.*; it takes a whole number from 1"),
+        ({"height": np.int8(-4)}, "height is .*-4.*; it takes a whole number from 1"),
+        ({"suffix": "3"}, "suffix is '3'; it takes a whole number from 0"),
+        ({"width": None}, "width is None; it takes a whole number from 1"),
         ({"prefix": -1}, "prefix is -1; it takes a whole number from 0"),
         ({"lead_frames": 5}, "lead_frames is 5; the grid has 4 frames"),
     ],

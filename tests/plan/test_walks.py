@@ -79,6 +79,15 @@ def test_a_later_turn_of_an_image_begins_at_the_other_end(walk: Walk, turn: int)
     assert np.array_equal(later, np.flip(first))
 
 
+@pytest.mark.parametrize("walk", [Walk.FRAMES, Walk.RASTER])
+@pytest.mark.parametrize(("turn", "later"), [(1, 21), (2, 42)])
+def test_a_later_turn_of_a_video_begins_thirds_of_a_key_block_later(
+    walk: Walk, turn: int, later: int
+) -> None:
+    first, moved = (walk_ranks(walk, 4, 6, 9, of_turn) for of_turn in (0, turn))
+    assert np.array_equal(moved, (first + later) % first.size)
+
+
 @pytest.mark.parametrize("walk", Walk)
 def test_frames_of_one_column_are_walked_through(walk: Walk) -> None:
     for turn in range(TURNS):

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cubin on disk, with a ``.json`` of the same stem that says what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+from ..whole_file import write_whole
+from .cubin import Cubin, check_image
+from .folder import distrust_file, make_folder
+from .report import Report, dump
+from .spec import KernelSpec
+
+logger = logging.getLogger("sparge")
+
+LARGEST = 16 << 20  # bytes; with line info a kernel has 600 KB
+DAY = 24 * 3600.0
+_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | None:
+    """The kernel of ``spec`` at ``path``, or None when there is none that can be trusted.
+
+    The JSON must be of this name and target and of these bytes, and the ELF must hold the entry and
+    its launch information. In a cache both files must be the user's own.
+    """
+    beside = path.with_suffix(".json")
+    try:
+        facts = json.loads(_read(beside, in_cache))
+        image = _read(path, in_cache)
+        if (facts["name"], facts["target"]) != (path.stem, spec.arch):
+            raise ValueError("it is of another name or target")
+        if facts["sha256"] != hashlib.sha256(image).hexdigest():
+            raise ValueError("its checksum does not fit")
+        check_image(image, spec)
+        report = facts["report"]
+        cubin = Cubin(image, None if report is None else Report.from_json(report))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("Cached kernel %s is damaged and is built anew: %s", path.name, error)
+        return None
+    if in_cache:
+        _note_use(beside)
+    return cubin
+
+
+def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
+    """Publish an entry; raises OSError when the folder cannot be written."""
+    make_folder(path.parent)
+    report = None if cubin.report is None else cubin.report.to_json()
+    facts = {
+        "name": path.stem,
+        "target": spec.arch,
+        "sha256": hashlib.sha256(cubin.image).hexdigest(),
+        "report": report,
+    }
+    _publish(path, cubin.image)
+    _publish(path.with_suffix(".json"), dump(facts))
+
+
+def _read(path: Path, in_cache: bool) -> bytes:
+    handle = os.open(path, _READ)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+            raise ValueError(f"{path.name} is no file of a kernel")
+        if in_cache and (why := distrust_file(status)):
+            raise ValueError(why)
+        return file.read()
+
+
+def _note_use(path: Path) -> None:
+    """What is used has no old date, at most once a day: ``stale`` goes by it."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > DAY:
+            os.utime(path)
+
+
+def _publish(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data)
+    except PermissionError:
+        # Windows refuses to replace a file another process has open: it holds these bytes then.
+        if not (path.is_file() and path.read_bytes() == data):
+            raise

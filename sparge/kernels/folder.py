@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's cache folder, and whether other users could put code of theirs into a folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+#: Whatever the umask, only the owner writes.
+_MODE = 0o755
+_WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder() -> Path | None:
+    """``SPARGE_CACHE``, or ``sparge`` in the user's cache folder; None without a home."""
+    try:
+        if chosen := os.environ.get("SPARGE_CACHE"):
+            return Path(chosen).expanduser().absolute()
+        base = _base()
+    except RuntimeError:  # no home for ~
+        return None
+    return None if base is None else base / "sparge"
+
+
+def _base() -> Path | None:
+    if sys.platform == "win32":
+        return _absolute("LOCALAPPDATA") or _in_home("AppData", "Local")
+    if sys.platform == "darwin":
+        return _in_home("Library", "Caches")
+    return _absolute("XDG_CACHE_HOME") or _in_home(".cache")
+
+
+def _absolute(variable: str) -> Path | None:
+    """Its folder; a relative one would be another for every working folder."""
+    path = Path(os.environ.get(variable, ""))
+    return path if path.is_absolute() else None
+
+
+def _in_home(*names: str) -> Path | None:
+    home = Path.home()
+    if os.name == "posix" and not Path(os.environ.get("HOME", "/")).is_absolute():
+        home = _home_of_account()  # HOME is set to nothing, or to a relative path
+    return home.joinpath(*names) if home.is_absolute() else None
+
+
+def _home_of_account() -> Path:
+    import pwd  # Windows has none
+
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        raise RuntimeError("this user has no account") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Where it is missing. Raises OSError."""
+    folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
+
+
+def distrust(folder: Path) -> str:
+    """Why other users could put code of theirs into ``folder``: the start of a sentence, empty
+    where they cannot, and where there is no folder yet.
+
+    On Windows always empty: it has no such modes, and closes a user's folders to others.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    try:
+        link, target = os.lstat(folder), os.stat(folder)
+    except OSError:
+        return ""  # whoever reads or writes there meets it again
+    if not stat.S_ISDIR(target.st_mode):
+        return ""
+    whose = next((s for s in (link, target) if s.st_uid != os.geteuid()), None)
+    if whose is not None:
+        return f"{folder} belongs to another user (uid {whose.st_uid})"
+    return f"other users may write to {folder}: run chmod go-w on it" if _open(target) else ""
+
+
+def distrust_file(status: os.stat_result) -> str:
+    """The same of a file that is open, so that nobody can put another in its place."""
+    if not hasattr(os, "geteuid"):
+        return ""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to another user (uid {status.st_uid})"
+    return "other users may write to it" if _open(status) else ""
+
+
+def is_private(folder: Path) -> bool:
+    """Whether no other user can change ``folder``, put another in its place, or has left a link in
+    it through which a program would write elsewhere."""
+    if not hasattr(os, "geteuid"):
+        return True
+    if distrust(folder) or folder.is_symlink():
+        return False
+    trusted = (0, os.geteuid())
+    try:
+        for parent in folder.resolve().parents:
+            status = parent.stat()
+            kept_apart = not _open(status) or status.st_mode & stat.S_ISVTX
+            if status.st_uid not in trusted or not kept_apart:
+                return False
+        inside = [path.lstat() for path in folder.iterdir()]
+    except OSError:
+        return False
+    return all(
+        stat.S_ISREG(s.st_mode) and s.st_nlink == 1 and s.st_uid == os.geteuid() for s in inside
+    )
+
+
+def _open(status: os.stat_result) -> bool:
+    return bool(status.st_mode & _WRITE_BY_OTHERS)

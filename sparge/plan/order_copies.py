@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which copies of token orders on other devices are kept: the last few of all orders together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Protocol
+
+import torch
+
+#: Four grids in all turns. The copy of a long video's order has 2 MB.
+KEPT = 12
+
+
+class HasCopies(Protocol):
+    def forget_copy(self, device: torch.device) -> None: ...
+
+
+_kept: deque[tuple[weakref.ref[HasCopies], torch.device]] = deque()
+_lock = threading.Lock()
+
+
+def remember(order: HasCopies, device: torch.device) -> None:
+    """`order` has a new copy on `device`; the oldest one is forgotten where there are too many."""
+    with _lock:
+        _drop(order, device)
+        _kept.append((weakref.ref(order), device))
+        while len(_kept) > KEPT:
+            owner, where = _kept.popleft()
+            if (oldest := owner()) is not None:
+                oldest.forget_copy(where)
+
+
+def keep_for_good(order: HasCopies, device: torch.device) -> None:
+    """The copy of `order` on `device` lives as long as the order."""
+    with _lock:
+        _drop(order, device)
+
+
+def _drop(order: HasCopies, device: torch.device) -> None:
+    for entry in list(_kept):
+        owner = entry[0]()
+        if owner is None or (owner is order and entry[1] == device):
+            _kept.remove(entry)
