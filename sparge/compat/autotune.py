@@ -30,9 +30,9 @@ class SparseAttentionMeansim(nn.Module):
 
     A call with `tune_mode=True`, or with the environment variable TUNE_MODE set to anything,
     returns exact attention and finds the sparsest thresholds under which the call's error stays
-    below the bounds. Thresholds of several calls hold for all of them as far as an error falls
-    with what is kept. All other calls are sparse, with the first key block kept. PARALLEL_TUNE has
-    no effect: all heads are tuned at once.
+    below the bounds. A later tuned call makes thresholds stricter where it needs that, so that they
+    hold for all calls as far as keeping more errs less. All other calls are sparse, and keep the
+    first key block. PARALLEL_TUNE has no effect: all heads are tuned at once.
 
     Args:
         sim_rule: what bounds the error of skipped blocks: "l1", "cosine" or "rmse".
@@ -116,8 +116,10 @@ class SparseAttentionMeansim(nn.Module):
         exact = scaled_dot_product_attention(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        found = Layer(q, k, v, exact, is_causal, scale, smooth_k).search(self.bounds)
-        self._found = found if self._found is None else self._found.joined(found)
+        if self._found is None:
+            self._found = Found.nothing(q.shape[1], q.device)
+        layer = Layer(q, k, v, exact, is_causal, scale, smooth_k)
+        self._found = layer.search(self.bounds, self._found)
         self.num_data_passed += 1
         best = Thresholds.best(self._found, self.num_data_passed)
         self.tuning_sparsity = best.sparsity

@@ -67,19 +67,16 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What was found for each of `SIMILARITIES` and each head; all (S, H) float32."""
+    """What was found for each of `SIMILARITIES` and each head, over all calls so far; (S, H)."""
 
-    cdfthreshd: Tensor
-    pvthreshd: Tensor
-    sparsity: Tensor
+    cdf_steps: Tensor  # int64, of CDF_STEP
+    pv_steps: Tensor  # int64, of PV_STEP
+    sparsity: Tensor  # float32, summed over the calls
 
-    def joined(self, other: Found) -> Found:
-        """The thresholds that hold in both, and the sum of the sparsities."""
-        return Found(
-            torch.maximum(self.cdfthreshd, other.cdfthreshd),
-            torch.maximum(self.pvthreshd, other.pvthreshd),
-            self.sparsity + other.sparsity,
-        )
+    @classmethod
+    def nothing(cls, heads: int, device: torch.device) -> Found:
+        steps = torch.zeros(len(SIMILARITIES), heads, dtype=torch.int64, device=device)
+        return cls(steps, steps, steps.float())
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +91,9 @@ class Thresholds:
 
     @classmethod
     def best(cls, found: Found, calls: int) -> Thresholds:
-        """The sparsest of `found`, joined over `calls` calls; dense where none skips enough."""
-        sparsity = (found.sparsity / calls).masked_fill(found.cdfthreshd >= 1, 0)
+        """The sparsest of what `calls` calls found; dense where that does not skip enough."""
+        cdfthreshd, pvthreshd = found.cdf_steps * CDF_STEP, found.pv_steps * PV_STEP
+        sparsity = (found.sparsity / calls).masked_fill(cdfthreshd >= 1, 0)
         sparsity, row = sparsity.max(0)
         sparse = sparsity > LEAST_SPARSITY
         similarity = torch.tensor(SIMILARITIES, device=row.device)[row]
@@ -105,9 +103,9 @@ class Thresholds:
 
         return cls(
             is_sparse=sparse,
-            cdfthreshd=chosen(found.cdfthreshd, 1.0),
+            cdfthreshd=chosen(cdfthreshd, 1.0),
             simthreshd1=torch.where(sparse, similarity, 1.0),
-            pvthreshd=chosen(found.pvthreshd, PV_FILTER_OFF),
+            pvthreshd=chosen(pvthreshd, PV_FILTER_OFF),
             sparsity=torch.where(sparse, sparsity, 0.0),
         )
 
@@ -124,47 +122,40 @@ class Layer:
     scale: float | None
     smooth_k: bool
 
-    def search(self, bounds: Bounds) -> Found:
-        """Thresholds under which this call meets `bounds`, the sparsest by head.
-
-        Where even the whole of a head's blocks do not, its cdfthreshd is 1 and its filter off.
+    def search(self, bounds: Bounds, before: Found) -> Found:
+        """The sparsest thresholds, none below those of `before`, with which this call keeps to
+        `bounds`. Where even all of a head's blocks do not, its cdfthreshd is 1, its filter off.
         """
-        rows = [self._search_at(similarity, bounds) for similarity in SIMILARITIES]
-        return Found(*(torch.stack(values) for values in zip(*rows, strict=True)))
+        rows = [
+            self._search_at(similarity, bounds, before.cdf_steps[row], before.pv_steps[row])
+            for row, similarity in enumerate(SIMILARITIES)
+        ]
+        cdf_steps, pv_steps, sparsity = (torch.stack(values) for values in zip(*rows, strict=True))
+        return Found(cdf_steps, pv_steps, before.sparsity + sparsity)
 
-    def _search_at(self, similarity: float, bounds: Bounds) -> tuple[Tensor, Tensor, Tensor]:
-        def close(steps: Tensor) -> Tensor:
-            policy = self._policy(similarity, steps * CDF_STEP, PV_FILTER_OFF)
-            return bounds.met(self._attend(policy, self._plan(policy)), self.exact)
+    def _search_at(
+        self, similarity: float, bounds: Bounds, least_cdf: Tensor, least_pv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def policy(cdf_steps: Tensor, pvthreshd: Tensor | float) -> SparsePolicy:
+            """As calls that are not tuned have it: the first key block is kept."""
+            cdfthreshd = cdf_steps * CDF_STEP
+            return meansim_policy(None, cdfthreshd, similarity, pvthreshd, True, self.smooth_k)
 
-        cdfthreshd = self._least(close, round(1 / CDF_STEP)) * CDF_STEP
-        plan = self._plan(self._policy(similarity, cdfthreshd, PV_FILTER_OFF))
+        def close(cdf_steps: Tensor) -> Tensor:
+            unfiltered = policy(cdf_steps, PV_FILTER_OFF)
+            return bounds.met(self._attend(unfiltered, self._plan(unfiltered)), self.exact)
 
-        def close_with_filter(steps: Tensor) -> Tensor:
-            policy = self._policy(similarity, cdfthreshd, steps * PV_STEP)
-            return relative_l1(self._attend(policy, plan), self.exact) < bounds.pv_l1
+        cdf_steps = _least(close, least_cdf, round(1 / CDF_STEP))
+        plan = self._plan(policy(cdf_steps, PV_FILTER_OFF))
 
-        pvthreshd = torch.full_like(cdfthreshd, PV_FILTER_OFF)
+        def close_with_filter(pv_steps: Tensor) -> Tensor:
+            out = self._attend(policy(cdf_steps, pv_steps * PV_STEP), plan)
+            return relative_l1(out, self.exact) < bounds.pv_l1
+
+        pv_steps = torch.full_like(cdf_steps, round(PV_FILTER_OFF / PV_STEP))
         if bounds.tune_pv:
-            pvthreshd = self._least(close_with_filter, round(PV_FILTER_OFF / PV_STEP)) * PV_STEP
-        return cdfthreshd, pvthreshd, 1 - plan.kept_pairs().sum(0) / plan.valid_pairs().sum(0)
-
-    def _least(self, enough: Callable[[Tensor], Tensor], most: int) -> Tensor:
-        """(H,): by head the least of 0..most steps that `enough` says yes to, else `most`."""
-        low = torch.zeros(self.q.shape[1], dtype=torch.int64, device=self.q.device)
-        high = torch.full_like(low, most)
-        for _ in range(most.bit_length()):
-            middle = (low + high) // 2
-            yes = enough(middle)
-            low, high = torch.where(yes, low, middle + 1), torch.where(yes, middle, high)
-            low = torch.minimum(low, high)
-        return high
-
-    def _policy(
-        self, similarity: float, cdfthreshd: Tensor, pvthreshd: Tensor | float
-    ) -> SparsePolicy:
-        """As calls that are not tuned have it: the first key block is kept."""
-        return meansim_policy(None, cdfthreshd, similarity, pvthreshd, True, self.smooth_k)
+            pv_steps = _least(close_with_filter, least_pv, round(PV_FILTER_OFF / PV_STEP))
+        return cdf_steps, pv_steps, 1 - plan.kept_pairs().sum(0) / plan.valid_pairs().sum(0)
 
     def _plan(self, policy: SparsePolicy) -> BlockPlan:
         return make_plan(self.q, self.k, policy, is_causal=self.is_causal, scale=self.scale)
@@ -173,6 +164,17 @@ class Layer:
         return attention(
             self.q, self.k, self.v, policy, plan=plan, is_causal=self.is_causal, scale=self.scale
         )
+
+
+def _least(enough: Callable[[Tensor], Tensor], least: Tensor, most: int) -> Tensor:
+    """(H,): by head the smallest of `least`..`most` that `enough` says yes to, else `most`."""
+    low, high = least, torch.full_like(least, most)
+    for _ in range(most.bit_length()):
+        middle = (low + high) // 2
+        yes = enough(middle)
+        low, high = torch.where(yes, low, middle + 1), torch.where(yes, middle, high)
+        low = torch.minimum(low, high)
+    return high
 
 
 def relative_l1(out: Tensor, exact: Tensor) -> Tensor:
