@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge.compat import spas_sage2_attn_meansim_cuda, tuning
+from sparge import compat
+from sparge.compat import tuning
 from sparge.compat.autotune import (
     SAVED,
     SparseAttentionMeansim,
@@ -23,6 +24,7 @@ from sparge.compat.autotune import (
 from sparge.metrics import cosine, rel_l1
 
 Qkv = tuple[Tensor, Tensor, Tensor]
+cdf_attention: Any = compat.spas_sage2_attn_meansim_cuda
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ class TestTuning:
         truth = scaled_dot_product_attention(*clustered)
 
         def l1(cdfthreshd: Tensor, pvthreshd: Tensor | float) -> Tensor:
-            out = spas_sage2_attn_meansim_cuda(
+            out = cdf_attention(
                 *clustered,
                 cdfthreshd=cdfthreshd,
                 pvthreshd=pvthreshd,
@@ -87,10 +89,15 @@ class TestTuning:
             )
             return tuning.relative_l1(out, truth)[:2]
 
+        def step_below(values: Tensor, grid: tuple[float, ...]) -> Tensor:
+            return torch.tensor([grid[max(0, grid.index(value) - 1)] for value in values.tolist()])
+
         cdf, pv = attend.cdfthreshd.data, attend.pvthreshd.data
-        assert (l1(cdf, 50.0) < 0.04).all() and (l1(cdf - tuning.CDF_STEP, 50.0) >= 0.04).all()
+        below = step_below(cdf, tuning.CDF_GRID)
+        assert (l1(cdf, 50.0) < 0.04).all() and (l1(below, 50.0) >= 0.04).all()
         assert (l1(cdf, pv) < 0.05).all()
-        assert (l1(cdf, (pv - tuning.PV_STEP).clamp(min=0)) >= 0.05)[pv[:2] > 0].all()
+        below = step_below(pv, tuning.PV_GRID)
+        assert (l1(cdf, below) >= 0.05)[pv[:2] > 0].all()
         assert (pv[:2] < 50).all()
 
     @pytest.mark.usefixtures("quick")
@@ -102,7 +109,7 @@ class TestTuning:
 
     @pytest.mark.usefixtures("quick")
     @pytest.mark.parametrize("rule, bound", [("cosine", {"cos_sim": 0.995}), ("rmse", {})])
-    def test_other_rules(self, clustered: Qkv, rule: str, bound: dict[str, float]) -> None:
+    def test_other_rules(self, clustered: Qkv, rule: str, bound: dict[str, Any]) -> None:
         attend = SparseAttentionMeansim(rule, rmse=0.01, tune_pv=False, **bound)
         attend(*clustered, tune_mode=True)
         out, sparsity = attend(*clustered, return_sparsity=True)
@@ -136,13 +143,14 @@ class TestTuning:
         assert attend.cdfthreshd is not None
         easy, hard, everything = attend.cdfthreshd.tolist()
         assert easy != hard
-        exchanged = tuple(x[:, [1, 0, 2]] for x in clustered)
+        q, k, v = clustered
+        exchanged = (q[:, [1, 0, 2]], k[:, [1, 0, 2]], v[:, [1, 0, 2]])
         attend(*exchanged, tune_mode=True)
         assert attend.num_data_passed == 2
         assert attend.cdfthreshd.tolist() == [max(easy, hard), max(easy, hard), everything]
         for qkv in (clustered, exchanged):
             assert max(errors(attend, qkv)[:2]) < 0.065
-        attend(*(x.flip(1) for x in clustered), tune_mode=True)
+        attend(q.flip(1), k.flip(1), v.flip(1), tune_mode=True)
         assert attend.is_sparse is not None
         assert attend.is_sparse.tolist() == [False, True, False], "no call is left out"
 
@@ -158,6 +166,30 @@ class TestTuning:
         assert torch.equal(tuned.transpose(1, 2), truth) and sparsity == 0
         out = attend(*swapped, **options)
         assert rel_l1(out.transpose(1, 2), truth) < 0.065
+
+    @pytest.mark.usefixtures("quick")
+    def test_a_head_that_needs_two_blocks_of_all(self, generator: torch.Generator) -> None:
+        """Each has half of the mass, and the block that crosses cdfthreshd is not kept: only values
+        just below 1 keep both and drop others."""
+        kinds = 8 * torch.eye(4, 64).view(1, 1, 4, 1, 64)
+        q, k = (
+            (kinds + 0.1 * torch.randn(1, 1, 4, 128, 64, generator=generator)).flatten(2, 3)
+            for _ in range(2)
+        )
+        v = torch.randn(1, 1, 512, 64, generator=generator)
+        qkv = (q.bfloat16(), k.bfloat16(), v.bfloat16())
+        attend = SparseAttentionMeansim()
+        attend(*qkv, tune_mode=True)
+        assert attend.cdfthreshd is not None and 255 / 256 < attend.cdfthreshd.item() < 1
+        _, sparsity = attend(*qkv, return_sparsity=True)
+        assert sparsity > 0.2
+        assert max(errors(attend, qkv)) < 0.08
+
+    def test_a_cast_to_bf16_never_loosens(self) -> None:
+        for grid in (tuning.CDF_GRID, tuning.PV_GRID, tuning.SIMILARITIES):
+            values = torch.tensor(grid)
+            assert (values.diff() > 0).all()
+            assert (values.bfloat16().float() >= values).all()
 
     @pytest.mark.usefixtures("quick")
     def test_thresholds_survive_bf16_and_inference_mode(self, clustered: Qkv) -> None:
@@ -223,8 +255,9 @@ class Layers(nn.Module):
             block.attn1.to_q = nn.Linear(4, 4, dtype=torch.bfloat16)
             block.attn1.inner_attention = SparseAttentionMeansim()
 
-    def attention(self, layer: int) -> SparseAttentionMeansim:
-        return self.transformer_blocks[layer].attn1.inner_attention
+    def attention(self, layer: int) -> Any:
+        block: Any = self.transformer_blocks[layer]
+        return block.attn1.inner_attention
 
 
 def upstreams_file(layers: int, heads: int = 2) -> dict[str, Tensor]:
@@ -260,7 +293,7 @@ class TestFiles:
 
         q, k, v = make_qkv(1, 2, 640, 64)
         out, sparsity = model.attention(10)(q, k, v, return_sparsity=True)
-        expected = spas_sage2_attn_meansim_cuda(
+        expected = cdf_attention(
             q,
             k,
             v,
@@ -285,7 +318,8 @@ class TestFiles:
     @pytest.mark.parametrize("wrap", ["_orig_mod.", "module._orig_mod."])
     def test_wrapped_models(self, wrap: str) -> None:
         saved = {wrap + name: value for name, value in upstreams_file(11).items()}
-        model = load_sparse_attention_state_dict(Layers(), saved)
+        model = Layers()
+        load_sparse_attention_state_dict(model, saved)
         assert model.attention(1).cdfthreshd.tolist() == [1 / 16] * 2
         wrapped = nn.ModuleDict({"_orig_mod": Layers()})
         load_sparse_attention_state_dict(wrapped, upstreams_file(11))
@@ -293,7 +327,8 @@ class TestFiles:
 
     def test_several_gpus_leave_tensors_where_they_are(self) -> None:
         saved = {name: value.to("meta") for name, value in upstreams_file(11).items()}
-        model = load_sparse_attention_state_dict(Layers(), saved, multigpu=True)
+        model = Layers()
+        load_sparse_attention_state_dict(model, saved, multigpu=True)
         assert model.attention(0).cdfthreshd.device.type == "meta"
 
     def test_the_model_alone(self, clustered: Qkv, quick: None) -> None:
@@ -322,7 +357,8 @@ class TestFiles:
             load_sparse_attention_state_dict(Layers(), saved | {name: torch.ones(3)})
 
     def test_thresholds_of_other_heads_are_refused(self, make_qkv) -> None:
-        model = load_sparse_attention_state_dict(Layers(), upstreams_file(11, heads=3))
+        model = Layers()
+        load_sparse_attention_state_dict(model, upstreams_file(11, heads=3))
         with pytest.raises(ValueError, match="each of the 2 query heads"):
             model.attention(0)(*make_qkv(1, 2, 256, 64))
 

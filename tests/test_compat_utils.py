@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import sparge
-from sparge.compat import block_sparse_sage2_attn_cuda, spas_sage2_attn_meansim_topk_cuda, utils
+from sparge import compat
+from sparge.compat import utils
 from sparge.reference import exact_attention
 
 TOPK: dict[str, Any] = {"topk": 0.3, "cdfthreshd": None, "simthreshd1": -0.1}
@@ -20,6 +21,8 @@ BY_HEAD: dict[str, Any] = {
     "attention_sink": True,
 }
 block_map = utils.get_block_map_meansim
+block_sparse: Any = compat.block_sparse_sage2_attn_cuda
+topk_attention: Any = compat.spas_sage2_attn_meansim_topk_cuda
 
 
 @pytest.fixture
@@ -46,8 +49,8 @@ class TestBlockMap:
         q, k, v = make_qkv(1, 2, 640, 64)
         centred = k - k.mean(2, keepdim=True)
         kept = block_map(q, centred, **TOPK)
-        out = block_sparse_sage2_attn_cuda(q, k, v, kept)
-        assert torch.equal(out, spas_sage2_attn_meansim_topk_cuda(q, k, v, topk=0.3))
+        out = block_sparse(q, k, v, kept)
+        assert torch.equal(out, topk_attention(q, k, v, topk=0.3))
 
     @pytest.mark.parametrize("blocks", [(64, 128), (128, 128), (64, 64), (40, 100)])
     def test_any_block_size(self, make_qkv, blocks: tuple[int, int]) -> None:
@@ -72,7 +75,7 @@ class TestBlockMap:
         """What packages do where the GPU is an H100."""
         q, k, v = make_qkv(1, 2, 700, 64)
         wide = block_map(q, k, BLKQ=64, BLKK=128, **TOPK)
-        out, sparsity = block_sparse_sage2_attn_cuda(q, k, v, wide, return_sparsity=True)
+        out, sparsity = block_sparse(q, k, v, wide, return_sparsity=True)
         kept = wide.repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, :700, :700]
         assert out.isfinite().all()
         assert 0.2 < sparsity <= 1 - kept.float().mean()
@@ -123,8 +126,8 @@ class TestFusedQuant:
             each = scale.repeat_interleave(block, 2)[:, :, :700, None]
             assert ((levels * each - x.float()).abs() <= each * 0.501).all()
             assert levels.abs().amax() == 127
-        out = block_sparse_sage2_attn_cuda(q, k, v, kept)
-        assert torch.equal(out, spas_sage2_attn_meansim_topk_cuda(q, k, v, topk=0.3))
+        out = block_sparse(q, k, v, kept)
+        assert torch.equal(out, topk_attention(q, k, v, topk=0.3))
 
     def test_zeros_have_scale_zero(self) -> None:
         zeros = torch.zeros(1, 1, 130, 64)

@@ -45,6 +45,7 @@ def tuned(make: type[nn.Module], autotune: ModuleType, **options: Any) -> nn.Mod
 def calls_of(model: nn.Module) -> list[tuple[int, tuple[Tensor, ...]]]:
     """Grows with the model's calls of attention: which layer, and its q, k, v."""
     calls: list[tuple[int, tuple[Tensor, ...]]] = []
+    layer: Any
     for place, layer in enumerate(attention_layers(model)):
         layer.inner_attention.register_forward_hook(
             lambda module, qkv, out, place=place: calls.append((place, qkv))
@@ -93,10 +94,10 @@ def test_tune_save_load_and_run(
     for value, truth in zip(out, exact, strict=True):
         assert 0 < rel_l1(value, truth) < bound
     assert [place for place, _ in sparse_calls] == [place for place, _ in tuned_on]
-    layers = [layer.inner_attention for layer in attention_layers(fresh)]
-    for place, qkv in list(tuned_on):
-        truth = scaled_dot_product_attention(*qkv)
-        result, sparsity = layers[place](*qkv, return_sparsity=True)
+    layers: list[Any] = [layer.inner_attention for layer in attention_layers(fresh)]
+    for place, (q, k, v) in list(tuned_on):
+        truth = scaled_dot_product_attention(q, k, v)
+        result, sparsity = layers[place](q, k, v, return_sparsity=True)
         assert sparsity > 0.1
         for head in range(HEADS):
             assert rel_l1(result[:, head], truth[:, head]) < bound

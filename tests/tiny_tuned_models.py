@@ -8,6 +8,7 @@ evaluation does with diffusers' models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,12 @@ class Attention(nn.Module):
 
 
 class DenseProcessor:
-    def __call__(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v)
 
 
 class TunedProcessor:
-    def __call__(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attn.inner_attention(q, k, v, is_causal=False)
 
 

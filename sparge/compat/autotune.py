@@ -17,6 +17,12 @@ from ..validate import as_heads_first
 from .core import Result, refuse_mask_and_dropout, spas_sage2_attn_meansim_cuda
 from .tuning import Bounds, Found, Layer, Thresholds
 
+__all__ = [
+    "SparseAttentionMeansim",
+    "extract_sparse_attention_state_dict",
+    "load_sparse_attention_state_dict",
+]
+
 logger = logging.getLogger(__name__)
 
 #: What is saved of each module: tensors (H,). simthreshd2 is upstream's and has no effect.
@@ -86,8 +92,8 @@ class SparseAttentionMeansim(nn.Module):
         """q, k, v and the result as `spas_sage2_attn_meansim_cuda` has them."""
         refuse_mask_and_dropout(mask, 0.0)
         if tune_mode or os.environ.get("TUNE_MODE"):
-            heads_first = (as_heads_first("q", x, tensor_layout) for x in (q, k, v))
-            exact = self._tune(*heads_first, is_causal, scale, smooth_k)
+            q, k, v = (as_heads_first("q", x, tensor_layout) for x in (q, k, v))
+            exact = self._tune(q, k, v, is_causal, scale, smooth_k)
             exact = as_heads_first("the output", exact, tensor_layout)  # its own inverse
             return (exact, 0.0) if return_sparsity else exact
         if self.cdfthreshd is None or self.simthreshd1 is None or self.pvthreshd is None:

@@ -12,6 +12,15 @@ from ..policy import PerHead, SparsePolicy
 from ..stats import AttentionStats
 from .mask import read_block_mask
 
+__all__ = [
+    "block_sparse_sage2_attn_cuda",
+    "get_cuda_arch_versions",
+    "spas_sage2_attn_meansim_cuda",
+    "spas_sage2_attn_meansim_topk_cuda",
+    "spas_sage_attn_meansim_cuda",
+    "spas_sage_attn_meansim_topk_cuda",
+]
+
 Result = Tensor | tuple[Tensor, float]
 
 

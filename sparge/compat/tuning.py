@@ -20,10 +20,10 @@ from .core import meansim_policy
 
 #: Values tried for simthreshd1; below 0 no block is kept for being unlike itself.
 SIMILARITIES = (-1.0, 0.25, 0.5, 0.75)
-#: What steps of a bisection are worth. Thresholds are multiples of them with at most eight
-#: significant bits, so that a model's cast to bf16 leaves them as they are.
-CDF_STEP = 1 / 256
-PV_STEP = 0.25
+#: Values that are bisected, ascending, the last of them off. A model's cast to bf16 leaves them as
+#: they are, or makes the cdfthreshd of a head that needs nearly everything a 1, which is stricter.
+CDF_GRID = (*(k / 256 for k in range(256)), *(1 - 2.0**-k for k in range(9, 17)), 1.0)
+PV_GRID = tuple(k / 4 for k in range(round(4 * PV_FILTER_OFF) + 1))
 #: Heads that skip no more than this stay dense.
 LEAST_SPARSITY = 0.1
 
@@ -69,8 +69,8 @@ class Bounds:
 class Found:
     """What was found for each of `SIMILARITIES` and each head, over all calls so far; (S, H)."""
 
-    cdf_steps: Tensor  # int64, of CDF_STEP
-    pv_steps: Tensor  # int64, of PV_STEP
+    cdf_steps: Tensor  # int64, places in CDF_GRID
+    pv_steps: Tensor  # int64, places in PV_GRID
     sparsity: Tensor  # float32, summed over the calls
 
     @classmethod
@@ -92,11 +92,11 @@ class Thresholds:
     @classmethod
     def best(cls, found: Found, calls: int) -> Thresholds:
         """The sparsest of what `calls` calls found; dense where that does not skip enough."""
-        cdfthreshd, pvthreshd = found.cdf_steps * CDF_STEP, found.pv_steps * PV_STEP
+        cdfthreshd, pvthreshd = _at(CDF_GRID, found.cdf_steps), _at(PV_GRID, found.pv_steps)
         sparsity = (found.sparsity / calls).masked_fill(cdfthreshd >= 1, 0)
         sparsity, row = sparsity.max(0)
         sparse = sparsity > LEAST_SPARSITY
-        similarity = torch.tensor(SIMILARITIES, device=row.device)[row]
+        similarity = _at(SIMILARITIES, row)
 
         def chosen(of_rows: Tensor, dense: float) -> Tensor:
             return torch.where(sparse, of_rows.gather(0, row[None])[0], dense)
@@ -138,23 +138,23 @@ class Layer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         def policy(cdf_steps: Tensor, pvthreshd: Tensor | float) -> SparsePolicy:
             """As calls that are not tuned have it: the first key block is kept."""
-            cdfthreshd = cdf_steps * CDF_STEP
+            cdfthreshd = _at(CDF_GRID, cdf_steps)
             return meansim_policy(None, cdfthreshd, similarity, pvthreshd, True, self.smooth_k)
 
         def close(cdf_steps: Tensor) -> Tensor:
             unfiltered = policy(cdf_steps, PV_FILTER_OFF)
             return bounds.met(self._attend(unfiltered, self._plan(unfiltered)), self.exact)
 
-        cdf_steps = _least(close, least_cdf, round(1 / CDF_STEP))
+        cdf_steps = _least(close, least_cdf, len(CDF_GRID) - 1)
         plan = self._plan(policy(cdf_steps, PV_FILTER_OFF))
 
         def close_with_filter(pv_steps: Tensor) -> Tensor:
-            out = self._attend(policy(cdf_steps, pv_steps * PV_STEP), plan)
+            out = self._attend(policy(cdf_steps, _at(PV_GRID, pv_steps)), plan)
             return relative_l1(out, self.exact) < bounds.pv_l1
 
-        pv_steps = torch.full_like(cdf_steps, round(PV_FILTER_OFF / PV_STEP))
+        pv_steps = torch.full_like(cdf_steps, len(PV_GRID) - 1)
         if bounds.tune_pv:
-            pv_steps = _least(close_with_filter, least_pv, round(PV_FILTER_OFF / PV_STEP))
+            pv_steps = _least(close_with_filter, least_pv, len(PV_GRID) - 1)
         return cdf_steps, pv_steps, 1 - plan.kept_pairs().sum(0) / plan.valid_pairs().sum(0)
 
     def _plan(self, policy: SparsePolicy) -> BlockPlan:
@@ -164,6 +164,10 @@ class Layer:
         return attention(
             self.q, self.k, self.v, policy, plan=plan, is_causal=self.is_causal, scale=self.scale
         )
+
+
+def _at(grid: tuple[float, ...], places: Tensor) -> Tensor:
+    return torch.tensor(grid, device=places.device)[places]
 
 
 def _least(enough: Callable[[Tensor], Tensor], least: Tensor, most: int) -> Tensor:
