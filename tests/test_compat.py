@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,10 @@ import torch
 
 import sparge
 from sparge import compat
+from sparge.compat.mask import read_block_mask
 from sparge.metrics import rel_l1
 from sparge.reference import exact_attention
 
-ROOT = Path(__file__).parent.parent
 # Parameter -> default, in order; "required" has none. From upstream's README and core.py.
 COMMON = {"q": "required", "k": "required", "v": "required"}
 MEANSIM = {
@@ -237,20 +235,81 @@ class TestBlockSparse:
         with pytest.raises(sparge.Unsupported, match=r"mask_id is None.*\(1, 2, 2, 4\)"):
             block_sparse(*make_qkv(1, 2, 256, 64))
 
-    @pytest.mark.parametrize("shape", [(1, 2, 4, 2), (1, 1, 2, 4), (2, 4)])
+    @pytest.mark.parametrize("shape", [(1, 2, 4, 1), (1, 1, 2, 4), (1, 1, 4, 2), (2, 4)])
     def test_other_shapes_are_refused(self, make_qkv, shape: tuple[int, ...]) -> None:
-        """(1, 2, 4, 2) is upstream's 64 x 128 layout of Hopper."""
-        with pytest.raises(sparge.Unsupported, match=r"\(1, 2, 2, 4\).*every GPU"):
+        with pytest.raises(sparge.Unsupported, match=r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU"):
             block_sparse(*make_qkv(1, 2, 256, 64), torch.ones(shape))
 
+    def test_a_list_is_refused(self, make_qkv) -> None:
+        with pytest.raises(sparge.Unsupported, match="mask_id is a list; it is a tensor"):
+            block_sparse(*make_qkv(1, 2, 256, 64), [[1]])
 
-def test_the_shim_gives_these_functions() -> None:
-    path = ROOT / "shim" / "spas_sage_attn" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("spas_sage_attn_shim", path)
-    assert spec is not None
-    assert spec.loader is not None
-    shim = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shim)
-    assert sorted(shim.__all__) == sorted(SIGNATURES)
-    for name in SIGNATURES:
-        assert getattr(shim, name) is getattr(compat, name)
+
+def by_token(mask: torch.Tensor, rows: int, columns: int, queries: int, keys: int) -> torch.Tensor:
+    """A mask of rows x columns blocks as one of single queries and keys."""
+    return mask.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[:, :, :queries, :keys]
+
+
+def of_tokens(pairs: torch.Tensor) -> torch.Tensor:
+    """The smallest mask of 128 x 64 blocks that keeps every pair of (B, H, Nq, Nk)."""
+    rows = torch.stack([part.any(2) for part in pairs.split(128, 2)], 2)
+    return torch.stack([part.any(3) for part in rows.split(64, 3)], 3)
+
+
+class TestHopperMask:
+    """Masks of 64 x 128 blocks, which other packages build where the GPU is an H100."""
+
+    @pytest.mark.parametrize("tokens", [512, 300, 129])
+    def test_rows_that_agree_are_taken_exactly(self, make_qkv, generator, tokens: int) -> None:
+        """As RadialAttn makes them: a mask of 128 x 128 blocks, split one way or the other."""
+        q, k, v = make_qkv(1, 2, tokens, 64)
+        square = torch.rand(1, 2, 4, 4, generator=generator) < 0.4
+        square[:, :, 0, 0] = True
+        wide = square.repeat_interleave(2, 2)[:, :, : -(-tokens // 64), : -(-tokens // 128)]
+        ours = square.repeat_interleave(2, 3)[:, :, : -(-tokens // 128), : -(-tokens // 64)]
+        out, sparsity = block_sparse(q, k, v, wide.int(), return_sparsity=True)
+        same, of_ours = block_sparse(q, k, v, ours.int(), return_sparsity=True)
+        assert torch.equal(out, same)
+        assert sparsity == of_ours
+        exact, _ = exact_attention(q, k, v, plan=sparge.BlockPlan.from_kept(ours, tokens, tokens))
+        assert rel_l1(out, exact) < 0.02
+
+    @pytest.mark.parametrize("queries, keys", [(512, 512), (300, 500), (65, 1), (190, 127)])
+    def test_rows_that_differ_keep_both(self, make_qkv, generator, queries: int, keys: int) -> None:
+        q, k, v = make_qkv(2, 4, queries, 64, kv_heads=2, kv_tokens=keys)
+        shape = (2, 4, -(-queries // 64), -(-keys // 128))
+        wide = torch.rand(shape, generator=generator) < 0.3
+        smallest = of_tokens(by_token(wide, 64, 128, queries, keys))
+        assert torch.equal(read_block_mask(wide.int(), q, k, "HND"), smallest)
+        out, sparsity = block_sparse(q, k, v, wide, return_sparsity=True)
+        assert torch.equal(out, block_sparse(q, k, v, smallest))
+        plan = sparge.BlockPlan.from_kept(smallest, queries, keys)
+        assert sparsity == pytest.approx(1 - plan.density())
+
+    def test_tokens_before_heads(self, make_qkv, generator: torch.Generator) -> None:
+        q, k, v = make_qkv(1, 2, 300, 64)
+        wide = torch.rand(1, 2, 5, 3, generator=generator) < 0.5
+        swapped = (x.transpose(1, 2) for x in (q, k, v))
+        out = block_sparse(*swapped, wide, tensor_layout="NHD")
+        assert torch.equal(out.transpose(1, 2), block_sparse(q, k, v, wide))
+
+    def test_the_sink_is_the_first_64_keys(self, make_qkv) -> None:
+        q, k, v = make_qkv(1, 1, 256, 64)
+        wide = torch.zeros(1, 1, 4, 2, dtype=torch.bool)
+        ours = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
+        out = block_sparse(q, k, v, wide, attention_sink=True)
+        assert torch.equal(out, block_sparse(q, k, v, ours, attention_sink=True))
+        assert not wide.any(), "the caller's mask is not changed"
+
+    def test_the_two_shapes_are_one_for_one_block_only(self, make_qkv) -> None:
+        alike = {
+            (queries, keys)
+            for queries in range(1, 600)
+            for keys in range(1, 600)
+            if (-(-queries // 128), -(-keys // 64)) == (-(-queries // 64), -(-keys // 128))
+        }
+        assert alike == {(queries, keys) for queries in range(1, 65) for keys in range(1, 65)}
+        q, k, v = make_qkv(1, 1, 64, 64)
+        kept = block_sparse(q, k, v, torch.ones(1, 1, 1, 1))
+        assert rel_l1(kept, exact_attention(q, k, v)[0]) < 0.02
+        assert not block_sparse(q, k, v, torch.zeros(1, 1, 1, 1)).any()

@@ -2,13 +2,8 @@
 """Upstream's module name for the functions of sparge.compat."""
 
 try:
-    from sparge.compat import (
-        block_sparse_sage2_attn_cuda,
-        spas_sage2_attn_meansim_cuda,
-        spas_sage2_attn_meansim_topk_cuda,
-        spas_sage_attn_meansim_cuda,
-        spas_sage_attn_meansim_topk_cuda,
-    )
+    from sparge.compat import *  # noqa: F403
+    from sparge.compat import __all__  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name not in ("sparge", "sparge.compat"):
         raise
@@ -17,10 +12,5 @@ except ModuleNotFoundError as error:
         "`pip install .` in the root of the SpargeAttention node pack."
     ) from error
 
-__all__ = [
-    "block_sparse_sage2_attn_cuda",
-    "spas_sage2_attn_meansim_cuda",
-    "spas_sage2_attn_meansim_topk_cuda",
-    "spas_sage_attn_meansim_cuda",
-    "spas_sage_attn_meansim_topk_cuda",
-]
+# As attributes too, since upstream has them after `import spas_sage_attn` alone.
+from . import core, utils  # noqa: F401

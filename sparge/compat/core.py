@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream SpargeAttn's functions, under their names, parameters and order.
-
-Every parameter is honoured, or refused with `Unsupported` and a reason. What differs from upstream:
-
-* `is_causal` holds element by element, not only for whole blocks.
-* `scale` reaches block selection too; tails are averaged by their true length, so they are neither
-  kept nor dense by accident; a query block that keeps no key gives zeros.
-* `output_dtype` defaults to None, q's dtype (upstream's default said float16 and was ignored).
-* `mask_id` has 128 x 64 blocks on every GPU, Hopper included.
-* the returned sparsity is 1 - kept / valid query-key pairs, forced blocks counted as kept.
-* head_dim up to 128, any sequence length, and grouped-query heads are accepted.
-"""
+"""Upstream's attention functions, under their names, parameters and order."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .attention import attention
-from .errors import Unsupported
-from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from .policy import PerHead, SparsePolicy
-from .stats import AttentionStats
+from ..attention import attention
+from ..errors import Unsupported
+from ..policy import PerHead, SparsePolicy
+from ..stats import AttentionStats
+from .mask import read_block_mask
+
+__all__ = [
+    "block_sparse_sage2_attn_cuda",
+    "get_cuda_arch_versions",
+    "spas_sage2_attn_meansim_cuda",
+    "spas_sage2_attn_meansim_topk_cuda",
+    "spas_sage_attn_meansim_cuda",
+    "spas_sage_attn_meansim_topk_cuda",
+]
 
 Result = Tensor | tuple[Tensor, float]
 
@@ -50,22 +48,8 @@ def spas_sage2_attn_meansim_topk_cuda(
     fp16 or fp32. Thresholds are numbers or tensors (H,). Exactly one of `topk` and `cdfthreshd` is
     set. Returns the output in q's layout, or (output, sparsity) with `return_sparsity`.
     """
-    if (topk is None) == (cdfthreshd is None):
-        raise Unsupported(
-            f"topk is {topk} and cdfthreshd is {cdfthreshd}: set exactly one of them and pass "
-            "None for the other."
-        )
-    policy = SparsePolicy(
-        select_by="cdf" if topk is None else "topk",
-        topk=0.5 if topk is None else _threshold(topk),
-        cdfthreshd=1.0 if cdfthreshd is None else _threshold(cdfthreshd),
-        simthreshd1=_threshold(simthreshd1),
-        pvthreshd=_threshold(pvthreshd),
-        attention_sink=attention_sink,
-        keep_diagonal=False,
-        smooth_k=smooth_k,
-    )
-    _refuse(attn_mask, dropout_p)
+    policy = meansim_policy(topk, cdfthreshd, simthreshd1, pvthreshd, attention_sink, smooth_k)
+    refuse_mask_and_dropout(attn_mask, dropout_p)
     return _attend(
         q, k, v, policy, is_causal, scale, None, tensor_layout, output_dtype, return_sparsity
     )
@@ -116,15 +100,48 @@ def block_sparse_sage2_attn_cuda(
 ) -> Result:
     """Attention over the blocks that `mask_id` (B, H, ceil(Nq / 128), ceil(Nk / 64)) marks nonzero.
 
+    Masks of 64 x 128 blocks, which upstream takes on Hopper, are read as `read_block_mask` says.
     `attention_sink` adds the first block of 64 keys for every query.
     """
-    _refuse(None, dropout_p)
-    mask = _checked_mask(mask_id, q, k, tensor_layout) != 0
+    refuse_mask_and_dropout(None, dropout_p)
+    mask = read_block_mask(mask_id, q, k, tensor_layout)
     if attention_sink:
         mask[..., 0] = True
     policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=_threshold(pvthreshd))
     return _attend(
         q, k, v, policy, False, scale, mask, tensor_layout, output_dtype, return_sparsity
+    )
+
+
+def get_cuda_arch_versions() -> list[str]:
+    """Names of the GPUs of this process, such as "sm89", by index."""
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return [f"sm{major}{minor}" for major, minor in capabilities]
+
+
+def meansim_policy(
+    topk: PerHead | None,
+    cdfthreshd: PerHead | None,
+    simthreshd1: PerHead,
+    pvthreshd: PerHead,
+    attention_sink: bool,
+    smooth_k: bool,
+) -> SparsePolicy:
+    """The policy that upstream's thresholds stand for."""
+    if (topk is None) == (cdfthreshd is None):
+        raise Unsupported(
+            f"topk is {topk} and cdfthreshd is {cdfthreshd}: set exactly one of them and pass "
+            "None for the other."
+        )
+    return SparsePolicy(
+        select_by="cdf" if topk is None else "topk",
+        topk=0.5 if topk is None else _threshold(topk),
+        cdfthreshd=1.0 if cdfthreshd is None else _threshold(cdfthreshd),
+        simthreshd1=_threshold(simthreshd1),
+        pvthreshd=_threshold(pvthreshd),
+        attention_sink=attention_sink,
+        keep_diagonal=False,
+        smooth_k=smooth_k,
     )
 
 
@@ -156,33 +173,14 @@ def _attend(
     return out if stats is None else (out, 1.0 - stats.density)
 
 
-def _refuse(attn_mask: Tensor | None, dropout_p: float) -> None:
+def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
     if attn_mask is not None:
         raise Unsupported(
             "attn_mask is given; sparse attention takes no element mask: use is_causal, cut the "
-            "padding off, pass a mask_id of 128 x 64 blocks, or stay dense."
+            "padding off, pass a mask_id of blocks, or stay dense."
         )
     if dropout_p != 0:
         raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout here: pass 0.")
-
-
-def _checked_mask(mask_id: Tensor | None, q: Tensor, k: Tensor, layout: str) -> Tensor:
-    tokens = 1 if layout == "NHD" else 2
-    expected = (
-        q.shape[0],
-        q.shape[3 - tokens],
-        block_count(q.shape[tokens], QUERY_BLOCK),
-        block_count(k.shape[tokens], KEY_BLOCK),
-    )
-    takes = (
-        f"{expected}: batch, query heads, blocks of {QUERY_BLOCK} queries, blocks of {KEY_BLOCK} "
-        "keys, on every GPU"
-    )
-    if mask_id is None:
-        raise Unsupported(f"mask_id is None; it says which blocks to keep and has shape {takes}.")
-    if tuple(mask_id.shape) != expected:
-        raise Unsupported(f"mask_id has shape {tuple(mask_id.shape)}; this call takes {takes}.")
-    return mask_id
 
 
 def _threshold(value: PerHead) -> PerHead:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream SpargeAttn's functions, under their names, parameters and order.
+
+Every parameter is honoured, or refused with `Unsupported` and a reason. What differs from upstream:
+
+* `is_causal` holds element by element, not only for whole blocks.
+* `scale` reaches block selection too; tails are averaged by their true length, so they are neither
+  kept nor dense by accident; a query block that keeps no key gives zeros.
+* `output_dtype` defaults to None, q's dtype (upstream's default said float16 and was ignored).
+* `mask_id` has 128 x 64 blocks on every GPU; one of 64 x 128 blocks is read as well.
+* the returned sparsity is 1 - kept / valid query-key pairs, forced blocks counted as kept.
+* head_dim up to 128, any sequence length, and grouped-query heads are accepted.
+* all heads are tuned at once, with the calls that later run.
+
+The modules have upstream's names: `core`, `utils`, `autotune`.
+"""
+
+from .core import (
+    block_sparse_sage2_attn_cuda,
+    spas_sage2_attn_meansim_cuda,
+    spas_sage2_attn_meansim_topk_cuda,
+    spas_sage_attn_meansim_cuda,
+    spas_sage_attn_meansim_topk_cuda,
+)
+
+__all__ = [
+    "block_sparse_sage2_attn_cuda",
+    "spas_sage2_attn_meansim_cuda",
+    "spas_sage2_attn_meansim_topk_cuda",
+    "spas_sage_attn_meansim_cuda",
+    "spas_sage_attn_meansim_topk_cuda",
+]
