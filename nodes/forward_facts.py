@@ -17,6 +17,7 @@ from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
+from .failures import FAILED, MEANT_FOR_COMFYUI
 from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
@@ -133,6 +134,13 @@ class Forward:
             logger.error("[Sparge] %s", error)
             reason = self.unusable = KERNEL_DID_NOT_COMPILE
             self.run.give_up(self.device, reason)
+        except MEANT_FOR_COMFYUI:
+            raise
+        except Exception as error:
+            if error is exact.failure:
+                raise
+            self.run.failures.tell("a call was computed dense", error)
+            reason = FAILED
         out = None
         if reason == CROSS_ATTENTION:
             out = self._cross(call)
@@ -145,8 +153,10 @@ class Forward:
     def _cross(self, call: AttentionCall) -> Tensor | None:
         """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
         out = None
-        if self.unusable is None and self.outside is None and not call.has_mask:
-            out = by_faster_kernel(call)
+        may_be = self.unusable is None and self.outside is None
+        if may_be and not call.has_mask and call.odd_shapes is None:
+            with self.run.failures.caught("a cross-attention call took ComfyUI's own kernel"):
+                out = by_faster_kernel(call)
         self.run.tally.add_cross(by_faster_kernel=out is not None)
         return out
 
@@ -160,6 +170,7 @@ class Forward:
         step = self.outside if self.heads is None else None  # which a dense call is measured in
         of_run, settings = everywhere or step, self.run.settings
         reason = dense_reason(facts, layer.block, of_run, self.layout, settings)
+        reason = reason or call.odd_shapes
         if reason is not None:
             return reason
         if self.heads is not None:

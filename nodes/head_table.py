@@ -33,6 +33,7 @@ from ..sparge.plan.sample_cost import AGAIN_CALLS, Afforded
 from .attention_call import AttentionCall
 from .decision import Place
 from .exact_attention import ExactResult
+from .failures import FAILED
 from .host import untracked_allocations
 from .passes import PassFacts
 from .sample_schedule import SampleSchedule
@@ -188,6 +189,9 @@ class HeadTable:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
             self._refusals[row] = NO_MEMORY
+        except Exception:
+            self._refusals[row] = FAILED  # once is enough
+            raise
         else:
             self._sampled.add(row)
             self._schedule.measured()

@@ -22,6 +22,7 @@ from .attention_call import AttentionCall
 from .exact_attention import ExactResult
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
+from .host import untracked_allocations
 from .passes import PassFacts
 from .worth import affordable
 
@@ -70,17 +71,32 @@ class MeasuredHeads:
         }
         for table in tables.values():
             table.begin_pass(facts)
-        return HeadPass(self, device, layout, facts, tables)
+        return HeadPass(self, device, layout, policy, facts, tables)
 
     def end(self) -> None:
         """Gives back what tables share with other runs on the devices."""
         for table in self._tables.values():
             table.shape.forget_copies()
 
-    def meet(self, device: torch.device, which: int, shape: Shape) -> None:
-        """Remembers a shape that no pass expected, so that the next one has a table for it."""
+    def meet(
+        self,
+        shape: Shape,
+        layout: TokenLayout,
+        policy: SparsePolicy,
+        device: torch.device,
+        facts: PassFacts,
+    ) -> HeadTable | None:
+        """Remembers a shape that no pass expected, so that the next one has a table for it. A pass
+        that is to be measured itself gets one now, inside its first call: where one step alone is
+        dense, the next would have to be dense as well."""
         with self._lock:
-            self._met.add((device, which, shape))
+            self._met.add((device, facts.which, shape))
+        if facts.why_dense is not None and not facts.is_last_dense:
+            return None
+        with untracked_allocations():
+            table = self._table(shape, layout, policy, device, facts.which)
+            table.begin_pass(facts)
+        return table
 
     @property
     def frozen(self) -> list[HeadTable]:
@@ -158,19 +174,22 @@ class HeadPass:
     heads: MeasuredHeads
     device: torch.device
     layout: TokenLayout
+    policy: SparsePolicy
     facts: PassFacts
     tables: dict[Shape, HeadTable]
 
     def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
         """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open, which takes its exact result. Never waits."""
+        while its table is open, which takes its exact result. Never waits but to make a table."""
         grid = self.layout.tokens
         fits = grid is not None and grid.tokens == tokens
         shape = Shape(tokens, call.head_count, grid if fits else None)
         table = self.tables.get(shape)
         if table is None:
-            self.heads.meet(self.device, self.facts.which, shape)
-            return self.facts.why_dense or MEASURING
+            table = self.heads.meet(shape, self.layout, self.policy, self.device, self.facts)
+            if table is None:
+                return self.facts.why_dense or MEASURING
+            self.tables[shape] = table
         if table.choices is None:
             table.sample(row, call, exact)
             return self.facts.why_dense or table.refusal(row) or MEASURING

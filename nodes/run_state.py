@@ -15,6 +15,7 @@ from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
 from ..sparge.calibrate import Profile
 from ..sparge.plan import unmeasured_order
 from .decision import SigmaWindow
+from .failures import Failures
 from .layer_counter import ReplacedBlocks
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
@@ -93,6 +94,7 @@ class Run:
         self.schedule = schedule
         self.tally = Tally()
         self.notes, self.note = _notes()
+        self.failures = Failures()
         self.records: list[PassRecord] = []
         self.replaced_blocks = ReplacedBlocks()
         self.heads: MeasuredHeads | None = None

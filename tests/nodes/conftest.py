@@ -182,8 +182,8 @@ class Session:
         schedule: list[float] | None = None,
     ) -> list[Any]:
         """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
-        **kwargs) is the model's, of q, k, v that all conditionings of a batch share. schedule:
-        noise levels of the steps, where the sampler evaluates the model at others too."""
+        **kwargs) is the model's, of q, k, v that all conditionings of a batch share, and
+        attend.options the transformer_options of the pass. schedule: noise levels of the steps, where the sampler evaluates the model at others too."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,
@@ -207,6 +207,7 @@ class Session:
                 q, k, v = (torch.cat([each] * len(conditionings)) for each in (q, k, v))
                 return attend(options, q, k, v, *args, **kwargs)
 
+            setattr(attend_batch, "options", options)  # noqa: B010
             return step(attend_batch)
 
         call = self._wrapped("apply_model", self.model, model)
@@ -243,7 +244,10 @@ def backend(
     """Dense attention in ComfyUI's conventions."""
     if not skip_reshape:
         head_dim = q.shape[-1] // heads
-        q, k, v = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.reshape(len(q), -1, heads if t.ndim > 3 else t.shape[-1] // head_dim, head_dim)
+            .transpose(1, 2) for t in (q, k, v)
+        )  # fmt: skip
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k.to(q.dtype), v.to(q.dtype), mask, enable_gqa=k.shape[1] != q.shape[1],
         scale=kwargs.get("scale"),
