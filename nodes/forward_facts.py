@@ -18,7 +18,7 @@ from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
 from .failures import FAILED, MEANT_FOR_COMFYUI
-from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
+from .families import UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
@@ -202,8 +202,8 @@ class Forward:
             order = plan.order
             out = call.sparse(policy, stats, order, plan.budget)
             self.heads.probe(plan, row, call, out)
-        if self.layout.text is None:
-            self.run.note(UNKNOWN_MODEL)
+        if self.layout.remark:
+            self.run.note(self.layout.remark)
         elif order is None:
             self.run.note(UNKNOWN_TOKENS)
         self.run.tally.add_sparse(

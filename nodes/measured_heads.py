@@ -9,8 +9,9 @@ depend on it. Where the shapes differ (Mochi's prompts do) so do the choices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,6 +29,8 @@ from .worth import affordable
 
 #: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
+#: Layers of a model that does not show how many it has, of a shape that no pass had before.
+USUAL_LAYERS = 40
 #: Conditioning under which profiles hold what all of them share.
 SHARED = "shared"
 
@@ -58,6 +61,7 @@ class MeasuredHeads:
         self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
         self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, int, Shape]] = set()
+        self._layers: dict[tuple[torch.device, int, Shape], int] = {}
         self._lock = threading.Lock()
 
     def begin(
@@ -98,6 +102,13 @@ class MeasuredHeads:
             table.begin_pass(facts)
         return table
 
+    def count_layers(self, device: torch.device, which: int, calls: Mapping[Shape, int]) -> None:
+        """Where a pass ends: calls of each shape in it, one a layer."""
+        with self._lock:
+            for shape, count in calls.items():
+                key = device, which, shape
+                self._layers[key] = max(count, self._layers.get(key, 0))
+
     @property
     def frozen(self) -> list[HeadTable]:
         return [table for table in self._tables.values() if table.choices is not None]
@@ -129,9 +140,10 @@ class MeasuredHeads:
         with self._lock:
             table = self._tables.get((device, which, shape))
             if table is None:
+                seen = self._layers.get((device, which, shape))
                 afford = partial(
                     affordable,
-                    layers=layout.blocks or layout.rows,
+                    layers=layout.blocks or seen or layout.layers or USUAL_LAYERS,
                     dense_steps=self._dense_steps,
                     sparse_steps=self._sparse_steps,
                 )
@@ -177,6 +189,7 @@ class HeadPass:
     policy: SparsePolicy
     facts: PassFacts
     tables: dict[Shape, HeadTable]
+    calls: Counter[Shape] = field(default_factory=Counter)
 
     def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
         """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
@@ -184,6 +197,7 @@ class HeadPass:
         grid = self.layout.tokens
         fits = grid is not None and grid.tokens == tokens
         shape = Shape(tokens, call.head_count, grid if fits else None)
+        self.calls[shape] += 1
         table = self.tables.get(shape)
         if table is None:
             table = self.heads.meet(shape, self.layout, self.policy, self.device, self.facts)
@@ -202,6 +216,7 @@ class HeadPass:
 
     def end(self) -> None:
         """Where the pass ends for the host. Never waits."""
+        self.heads.count_layers(self.device, self.facts.which, self.calls)
         for table in self.tables.values():
             table.end_pass()
 

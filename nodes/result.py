@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,13 @@ from .head_table import HeadTable
 from .passes import Densities
 from .profiles import profile_of
 from .run_state import Run
+
+
+#: Sparse calls came before, so nothing tells whose doing it is.
+NOT_FINITE_LATER = (
+    "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
+    "see whether the model gives them by itself"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +136,7 @@ class RunResult:
             layers,
             by_step[layers],
             dict(tally.reasons.most_common()),
-            tuple(run.notes),
+            (*run.notes, *_not_finite(run)),
             tally.filter_left_out,
             str(run.heads.aim) if run.heads else "",
             tuple(MeasuredShape.of(table) for table in tables),
@@ -149,3 +156,10 @@ class RunResult:
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.shapes]
         return torch.cat(values) if values else torch.empty(0)
+
+
+def _not_finite(run: Run) -> Iterator[str]:
+    """What no reason of a dense call tells: NaN and inf in sparse steps. Waits for the GPU."""
+    probes = [x.probe for x in run.heads.frozen if x.probe is not None] if run.heads else []
+    if any(not bool(probe.totals[1].isfinite().all()) for probe in probes):
+        yield NOT_FINITE_LATER
