@@ -48,6 +48,8 @@ class Forward:
     """In auto modes, where the device can be sparse."""
     record: PassRecord
     layers: LayerCounter
+    beside: frozenset[int] = frozenset()
+    """Tokens of what is sampled beside the clip (sound), alone."""
     _handing_on: bool = field(default=False, repr=False)
 
     @classmethod
@@ -66,7 +68,7 @@ class Forward:
         apply_model's."""
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
-        run.tally.add_forward(layout.family)
+        run.tally.add_forward(layout.family, layout.grid)
         spans = run.settings.dense_spans
         if layout.blocks is None and spans.needs_total:
             run.note("negative dense_blocks do nothing: this model's block count is unknown")
@@ -105,10 +107,12 @@ class Forward:
             heads,
             record,
             LayerCounter(layout),
+            frozenset(shape[2] for shape in (packed or ())[1:]),
         )
 
     def end(self) -> None:
         """The host has queued the pass, which the GPU may still be computing."""
+        self.run.tally.end_forward(may_be_sparse=self.unusable is not None or self.outside is None)
         if self.heads is not None:
             self.heads.end()
 
@@ -122,6 +126,8 @@ class Forward:
             layer = self.layers.next(options, facts.query_tokens)
         else:
             layer = self.layers.peek(options)
+        if self._is_of_clip(facts):
+            self.run.tally.reach()
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
             plan = self._plan(call, facts, layer, exact)
@@ -149,6 +155,16 @@ class Forward:
         if facts.is_self_attention and not layer.beside:
             self.record.dense.add(layer.row)
         return exact.own() if out is None else out
+
+    def _is_of_clip(self, facts: CallFacts) -> bool:
+        """Whether a call is of the clip's self-attention or, as some models have it, a part of it:
+        never one of text or sound alone, nor one in which the clip looks at those."""
+        tokens, keys = facts.query_tokens, facts.key_tokens
+        if tokens < self.layout.frame_tokens:
+            return False
+        if tokens in self.beside and tokens != self.layout.grid_tokens:
+            return False
+        return keys >= self.layout.grid_tokens or facts.is_self_attention
 
     def _cross(self, call: AttentionCall) -> Tensor | None:
         """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""

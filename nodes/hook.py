@@ -112,6 +112,7 @@ class Hook:
             schedule=schedule,
             model=guider.model_patcher.model,
             device=guider.model_patcher.load_device,
+            profile_name=self.profile.name if self.profile else "",
         )
         if remark:
             run.note(remark)

@@ -109,6 +109,15 @@ class RunResult:
     """What this run measured, and can be saved."""
     from_profile: bool
     """Choices of some shape came from a profile."""
+    profile_name: str = ""
+    steps: int = 0
+    """Of the schedule; 0 where that is not known."""
+    stopped_early: bool = False
+    """By an error or the user, before a pass that may be sparse was over."""
+    missing: str = ""
+    """"clip" or "picture" where its self-attention never came, although other attention did."""
+    grid_tokens: int = 0
+    """Of the clip, where they are known."""
 
     @classmethod
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
@@ -142,6 +151,11 @@ class RunResult:
             tuple(MeasuredShape.of(table) for table in tables),
             profile,
             any(table.from_profile for table in tables),
+            run.profile_name,
+            len(run.schedule),
+            stopped and not tally.sparse and not tally.may_have_been_sparse,
+            tally.missing,
+            tally.grid_tokens,
         )
 
     def of_heads(self, name: str) -> Tensor:

@@ -173,6 +173,7 @@ class Session:
         self.model = patcher.model
         self.latent = torch.zeros(1, 4, *latent)
         self.context = context
+        self.extras: dict[str, Any] = {}  # of the conditioning, for the model
 
     def sample(
         self,
@@ -202,7 +203,7 @@ class Session:
         return self._wrapped("outer_sample", guider, inner)(noise, latent, sampler, levels)
 
     def forward(self, step: Any, sigma: float, conditionings: list[int]) -> Any:
-        def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
+        def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any], **_: Any) -> Any:
             def attend_batch(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 q, k, v = (torch.cat([each] * len(conditionings)) for each in (q, k, v))
                 return attend(options, q, k, v, *args, **kwargs)
@@ -212,7 +213,8 @@ class Session:
 
         call = self._wrapped("apply_model", self.model, model)
         options = {**self.options, "cond_or_uncond": conditionings}
-        return call(self.latent, torch.tensor([sigma]), None, self.context, None, options)
+        given = None, self.context, None, options
+        return call(self.latent, torch.tensor([sigma]), *given, **self.extras)
 
     def _wrapped(self, point: str, class_obj: Any, function: Any) -> Any:
         for keyed in self.patcher.wrappers.get(point, {}).values():
