@@ -60,8 +60,9 @@ class Tally:
     @property
     def missing(self) -> str:
         """As in `RunResult`."""
-        came = self._reached or not self._grid or not self.finished or self.calls == 0
-        return "" if came else "clip" if self._grid[0] > 1 else "picture"
+        if self._grid is None or self._reached or not self.finished or self.calls == 0:
+            return ""
+        return "clip" if self._grid[0] > 1 else "picture"
 
     def add_forward(self, family: str, grid: tuple[int, int, int] | None) -> None:
         """grid: tokens of the clip along (time, height, width)."""
