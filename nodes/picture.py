@@ -51,7 +51,7 @@ class Canvas:
 def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
     layers, steps = result.by_step.shape
-    if not layers or not steps:
+    if not layers or not steps or result.missing:
         return message(why_nothing(result) or "no self-attention of a whole grid reached this node")
     cell = (_cell(HEIGHT, layers), _cell(MAP_WIDTH, steps))
     height, map_width = max(layers * cell[0], 120), max(steps * cell[1], 240)

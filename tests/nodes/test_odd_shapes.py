@@ -42,6 +42,7 @@ SHAPES = {
     ),
     "v 5-D": (Q, K, SPLIT[2].unflatten(1, (4, -1)), {}, False),
     "v 4-D with one head of all channels": (Q, K, V.unsqueeze(2), {}, False),
+    "k and v of one entry": (Q, K[:1], V[:1], {}, False),
     "k and v of one entry, heads first": (QH, KH[:1], VH[:1], {"skip_reshape": True}, False),
     "v of another head_dim, heads first": (
         QH, KH, VH[..., :32], {"skip_reshape": True}, False,

@@ -48,6 +48,7 @@ def told(load_pack, patched_wan, patcher, session, runs):
                 q, k = (torch.ones(1, n, WIDTH) for n in (queries, keys))
                 return attend(q, k, k, HEADS)
 
+            of.options = attend.options
             step(of)
 
         try:
@@ -112,6 +113,17 @@ def test_sound_that_is_longer_than_a_frame_is_not_the_clip(told):
         model=LTXAVModel(8), sound=100, latent=GRID,
     )  # fmt: skip
     assert REPLACED in got.line
+
+
+def test_text_of_a_numbered_block_is_no_picture_of_the_clip(told):
+    """Models that publish blocks do so for the text in them, too."""
+
+    def step(attend):
+        attend.options |= {"block_index": 0, "total_blocks": 2}
+        attend(TEXT, TEXT)
+
+    got = told(step)
+    assert REPLACED in got.line and REPLACED in got.picture
 
 
 def test_a_picture_is_no_clip(told):
