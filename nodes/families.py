@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..sparge import TokenGrid
-from . import off_grid
+from . import off_grid, unlisted_models
 from .off_grid import ModelInputs, OffGrid, Patch
 
-#: Said of sparse runs of a model without a row.
-UNKNOWN_MODEL = (
-    "the pack does not know this model: text among its tokens is not kept exact, and tokens stay "
-    "in the order they come"
-)
 #: Said of sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
     "some calls have other tokens than the clip and its text (an image of another size?): those "
@@ -121,6 +116,8 @@ class TokenLayout:
         tokens: the whole self-attention sequence; None when what is beside the grid is not known.
         heads: attention heads; None when they are not known before a call.
         left_out_key: as in `Family`.
+        remark: what sparse runs of a model without a row say; "" with one.
+        layers: self-attentions of a model whose `blocks` are not known, about.
     """
 
     family: str
@@ -131,6 +128,8 @@ class TokenLayout:
     tokens: TokenGrid | None = None
     heads: int | None = None
     left_out_key: str | None = None
+    remark: str = ""
+    layers: int | None = None
 
     @property
     def grid_tokens(self) -> int:
@@ -181,7 +180,11 @@ def token_layout(
     blocks = sum(counts) if counts else None
     double_blocks = len(getattr(model, "double_blocks", ()))
     if family is None:
-        return TokenLayout(names[0], None, None, double_blocks, blocks)
+        name = unlisted_models.name_of(names)
+        remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
+        return TokenLayout(
+            name, None, None, double_blocks, blocks, remark=remark, layers=blocks or layers
+        )
     patch = family.patch(model)
     grid = _grid(patch, latent_shape)
     tokens = None

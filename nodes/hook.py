@@ -16,6 +16,7 @@ from ..sparge.calibrate import Fingerprint, Profile
 from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to
+from .failures import FAILED
 from .forward_facts import Forward
 from .host import (
     APPLY_MODEL,
@@ -32,6 +33,7 @@ from .result import RunResult
 from .run_state import Run
 from .settings import Settings
 from .warmup import Warmup, warm_up
+from .whole_graph import is_traced_whole
 
 logger = logging.getLogger("sparge")
 
@@ -43,6 +45,10 @@ FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
 #: The callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
+
+#: What becomes of errors of ours around a pass.
+NO_PASS = "a pass of the model was computed dense"
+NO_END = "a step was not prepared"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
@@ -107,6 +113,7 @@ class Hook:
             schedule=schedule,
             model=guider.model_patcher.model,
             device=guider.model_patcher.load_device,
+            profile_name=self.profile.name if self.profile else "",
         )
         if remark:
             run.note(remark)
@@ -158,13 +165,19 @@ class Hook:
         if run is None or run.owner is not self:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         model = executor.class_obj
-        which = run.which(model, x.device)
-        network = model.diffusion_model
-        forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
-        told = run.replaced_blocks.told(options)
-        options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
+        forward: Forward | None = None
+        with run.failures.caught(NO_PASS):
+            which = run.which(model, x.device)
+            network = model.diffusion_model
+            forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
+            told = run.replaced_blocks.told(options)
+            options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
+        if forward is None:
+            run.note(f"passes were dense because of {FAILED}")
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-        forward.end()
+        if forward is not None:
+            with run.failures.caught(NO_END):
+                forward.end()
         return result
 
     def prepare_kernels(self, device: torch.device) -> Warmup | None:
@@ -222,9 +235,18 @@ def hook_of(model: Any) -> Hook | None:
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """The function that ComfyUI calls in place of its attention backend ``func``."""
 
+    def override(
+        func: Override, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not is_traced_whole():
+            return attend(func, q, k, v, *args, **kwargs)
+        if previous is None:
+            return func(q, k, v, *args, **kwargs)
+        return previous(func, q, k, v, *args, **kwargs)
+
     # Not traced by torch.compile: it reads Python state that a trace would freeze.
     @torch.compiler.disable
-    def override(
+    def attend(
         func: Override,
         q: torch.Tensor,
         k: torch.Tensor,

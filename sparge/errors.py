@@ -7,7 +7,8 @@ from __future__ import annotations
 class Unsupported(ValueError):
     """The call cannot be served here; ``reason`` is a sentence written for the user.
 
-    Callers with a dense path (the ComfyUI nodes) catch this type, and only this type.
+    Callers with a dense path catch this type. The ComfyUI nodes, which do not know what a model
+    will send, catch others as well, and report those as errors.
     """
 
     # No __init__, which torch.compile could not trace into: compiled code may catch this too.

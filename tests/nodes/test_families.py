@@ -89,7 +89,7 @@ def test_a_subclass_and_a_compiled_model_are_recognised(families):
 
 def test_an_unknown_model_has_no_grid_and_no_exact_tokens(families):
     layout = families.token_layout(model("Novelty"), (1, 16, 21, 60, 104))
-    assert (layout.family, layout.grid, layout.blocks) == ("Novelty", None, None)
+    assert (layout.family, layout.grid, layout.blocks) == ("This model", None, None)
     assert layout.exact_tokens(5000) == (0, 0)
 
 
