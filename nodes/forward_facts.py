@@ -15,9 +15,9 @@ from torch import Tensor
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, capabilities
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
-from .decision import CROSS_ATTENTION, CallFacts, dense_reason
+from .decision import CROSS_ATTENTION, CallFacts, Kind, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
-from .families import UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
+from .families import FRAME_BY_FRAME, UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
@@ -42,7 +42,8 @@ class Forward:
     """Why no call on this device can be sparse."""
     outside: str | None
     """Why this step shall not be sparse."""
-    order: TokenOrder | None
+    orders: Mapping[int, TokenOrder]
+    """Of manual mode, by number of tokens."""
     heads: HeadPass | None
     """In auto modes, where the device can be sparse."""
     record: PassRecord
@@ -87,12 +88,12 @@ class Forward:
             conditioning, layout.rows, x.device, unusable is None and outside is None
         )
         policy = fitted(run.asked, x.device)
-        order, heads = None, None
+        orders, heads = {}, None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place, which)
             heads = run.heads.begin(layout, policy, x.device, facts)
-        elif record.pairs is not None and layout.tokens is not None:
-            order = run.order(layout.tokens, record.step, x.device)
+        elif record.pairs is not None:
+            orders = run.orders(layout, record.step, x.device)
         return cls(
             run,
             x.device,
@@ -100,7 +101,7 @@ class Forward:
             policy,
             unusable,
             outside,
-            order,
+            orders,
             heads,
             record,
             LayerCounter(layout),
@@ -117,15 +118,19 @@ class Forward:
             return dense()
         facts = call.facts
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
-        if facts.is_self_attention:
-            layer = self.layers.next(options, facts.query_tokens)
-        else:
+        kind = facts.kind(self.layout, self.run.settings)
+        tokens = self._tokens(facts, kind)
+        if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
+            layer = self.layers.next(options, tokens)
+        else:  # of several in a block
             layer = self.layers.peek(options)
+        if kind is Kind.SELF and self.heads is None and tokens not in self.orders:
+            self.run.meet(self.layout, tokens)
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
             plan = self._plan(call, facts, layer, exact)
             if not isinstance(plan, str):
-                return self._sparse(call, facts.query_tokens, layer.row, plan)
+                return self._sparse(call, tokens, kind, layer.row, plan)
             reason = plan
         except Unsupported as refusal:
             reason = refusal.reason
@@ -137,10 +142,16 @@ class Forward:
         if reason == CROSS_ATTENTION:
             out = self._cross(call)
         else:
-            self.run.tally.add_dense(reason, facts.query_tokens, exact.by_faster)
-        if facts.is_self_attention and not layer.beside:
+            self.run.tally.add_dense(reason, tokens, exact.by_faster)
+        if kind is not Kind.CROSS and not layer.beside:
             self.record.dense.add(layer.row)
         return exact.own() if out is None else out
+
+    def _tokens(self, facts: CallFacts, kind: Kind) -> int:
+        """Of the sequence that a call is of."""
+        if kind is not Kind.PART:
+            return facts.query_tokens
+        return min(facts.key_tokens, self.layout.grid_tokens or facts.key_tokens)
 
     def _cross(self, call: AttentionCall) -> Tensor | None:
         """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
@@ -164,13 +175,13 @@ class Forward:
             return reason
         if self.heads is not None:
             return self.heads.plan(call, facts.query_tokens, layer.row, exact)
-        return self._slower(call, facts.query_tokens)
+        return self._slower(call, facts)
 
-    def _slower(self, call: AttentionCall, tokens: int) -> str | None:
+    def _slower(self, call: AttentionCall, facts: CallFacts) -> str | None:
         """Why a call of manual mode would be slower sparse. What cdf keeps is not known."""
         if self.run.settings.select_by != "topk":
             return None
-        text = sum(self._exact_tokens(call, tokens)) / tokens
+        text = sum(self._exact_tokens(call, facts.query_tokens)) / facts.query_tokens
         density = density_with_exact(self.run.settings.topk, text)
         return slower_reason(call, density, self.policy.pv_filter, pooled=None)
 
@@ -179,13 +190,15 @@ class Forward:
         references = sum(options.get("reference_image_num_tokens") or ())
         return self.layout.exact_tokens(tokens, references)
 
-    def _sparse(self, call: AttentionCall, tokens: int, row: int, plan: Plan | None) -> Tensor:
-        prefix, suffix = self._exact_tokens(call, tokens)
+    def _sparse(
+        self, call: AttentionCall, tokens: int, kind: Kind, row: int, plan: Plan | None
+    ) -> Tensor:
+        whole = kind is Kind.SELF
+        prefix, suffix = self._exact_tokens(call, tokens) if whole else (0, 0)
         policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
-            fits = self.order is not None and self.order.tokens == tokens
-            order = self.order if fits else None
+            order = self.orders.get(tokens) if whole else None
             out = call.sparse(policy, stats, order)
         else:
             order = plan.order
@@ -194,7 +207,7 @@ class Forward:
         if self.layout.text is None:
             self.run.note(UNKNOWN_MODEL)
         elif order is None:
-            self.run.note(UNKNOWN_TOKENS)
+            self.run.note(UNKNOWN_TOKENS if whole else FRAME_BY_FRAME)
         self.run.tally.add_sparse(
             tokens, filter_left_out=self.run.asked.pv_filter and not policy.pv_filter
         )

@@ -39,6 +39,7 @@ from .sample_schedule import SampleSchedule
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
+NO_ROOM = "more attention calls in one block than there is room for"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
@@ -57,6 +58,8 @@ class Shape:
     heads: int
     grid: TokenGrid | None
     """None where the tokens stay in the order they come."""
+    rows: int = 0
+    """Of the pass: conditionings with more VACE controls than others make more calls."""
 
     def workload(self) -> Workload:
         """In the first turn, which stands for all of them."""
@@ -296,7 +299,7 @@ class HeadTable:
 
     def refusal(self, row: int) -> str | None:
         """Why a layer cannot be measured whatever comes, or None."""
-        return self.why_dense or self._refusals.get(row)
+        return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
 
     def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then, and measures the heads
