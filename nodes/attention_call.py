@@ -5,14 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..sparge import AttentionStats, HeadBudget, SparsePolicy, TokenOrder, attention
+from ..sparge import (
+    AttentionStats,
+    HeadBudget,
+    SparsePolicy,
+    TokenOrder,
+    Unsupported,
+    attention,
+)
 from ..sparge.plan.worth import torch_kernel
 from .decision import CallFacts
+from .operands import Operands
 
 Dense = Callable[[], Tensor]
 
@@ -31,7 +40,9 @@ _KNOWN_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides.
+    """q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides; k and v may
+    be (B, S, H, D) as well. `odd_shapes` tells others, and only what does without `operands` may be
+    asked of those.
 
     The result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
     """
@@ -48,12 +59,27 @@ class AttentionCall:
     """Where PyTorch's attention serves a dense call: in what order it is asked to choose a kernel,
     empty for its own; None where something else may serve it."""
 
+    @cached_property
+    def _views(self) -> Operands | str:
+        return Operands.of(self.q, self.k, self.v, self.heads, self.skip_reshape)
+
+    @property
+    def odd_shapes(self) -> str | None:
+        """Why the call cannot be but dense, whatever else is known of it; None for a usual one."""
+        return self._views if isinstance(self._views, str) else None
+
+    @property
+    def operands(self) -> Operands:
+        """Raises sparge.Unsupported where there are `odd_shapes`."""
+        if isinstance(self._views, str):
+            raise Unsupported(self._views)
+        return self._views
+
     @property
     def facts(self) -> CallFacts:
-        token_dim = 2 if self.skip_reshape else 1
         return CallFacts(
-            query_tokens=self.q.shape[token_dim],
-            key_tokens=self.k.shape[token_dim],
+            query_tokens=self._tokens(self.q),
+            key_tokens=self._tokens(self.k),
             has_mask=self.has_mask,
             refuses_low_precision=self.options.get("low_precision_attention") is False,
             unknown_options=tuple(
@@ -63,30 +89,25 @@ class AttentionCall:
             ),
         )
 
-    def _per_head(self, tensor: Tensor) -> Tensor:
-        """A view with heads as a dimension of their own; k and v may have fewer of them (GQA).
-
-        A plain tensor: a GGUF loader's class, which changes new_empty, clone and shape, passes from
-        the weights of a norm to q and k when DynamicVRAM loads the model.
-        """
-        tensor = tensor.as_subclass(Tensor)
-        if self.skip_reshape:
-            return tensor
-        return tensor.unflatten(-1, (-1, self.q.shape[-1] // self.heads))
+    def _tokens(self, tensor: Tensor) -> int:
+        """As far as an odd shape has them."""
+        if not self.skip_reshape and tensor.ndim > 4:  # as ComfyUI's backends would read it
+            return tensor.numel() // max(1, tensor.shape[0] * self.q.shape[-1])
+        place = 2 if self.skip_reshape else 1
+        return tensor.shape[place] if tensor.ndim > place else 0
 
     @property
     def head_count(self) -> int:
-        return self.q.shape[1] if self.skip_reshape else self.heads
+        return self.operands.q.shape[1]
 
     @property
     def head_dim(self) -> int:
-        return self.q.shape[-1] if self.skip_reshape else self.q.shape[-1] // self.heads
+        return self.operands.q.shape[3]
 
     @property
     def shares_keys(self) -> bool:
         """Several heads read the same keys and values (GQA)."""
-        heads = 1 if self.skip_reshape else -1
-        return self.k.shape[heads] != self.q.shape[heads]
+        return self.operands.k.shape[1] != self.operands.q.shape[1]
 
     def dense_kernel(self) -> str:
         """The kernel that PyTorch would take for a dense call; "" when that is not known."""
@@ -101,15 +122,20 @@ class AttentionCall:
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Views (B, H, S, D) of q, k and v."""
-        q, k, v = (self._per_head(tensor) for tensor in (self.q, self.k, self.v))
-        return (q, k, v) if self.skip_reshape else (_swapped(q), _swapped(k), _swapped(v))
+        return self.operands.q, self.operands.k, self.operands.v
 
     def result_heads_first(self, out: Tensor) -> Tensor:
-        """A view (B, H, S, D) of a result of this call."""
-        out = out.as_subclass(Tensor)  # as `_per_head`
-        if self.skip_output_reshape:
-            return out
-        return _swapped(out.unflatten(-1, (self.head_count, -1)))
+        """A view (B, H, S, D) of a result of this call. Raises sparge.Unsupported for one of
+        another shape, which a node that serves the dense calls may give."""
+        out = out.as_subclass(Tensor)  # as in `Operands.of`
+        batch, heads, tokens, head_dim = self.operands.q.shape
+        of_heads = (batch, heads, tokens, head_dim)
+        usual = of_heads if self.skip_output_reshape else (batch, tokens, heads * head_dim)
+        if tuple(out.shape) != usual:
+            raise Unsupported(
+                f"dense attention gave {tuple(out.shape)} instead of {usual}, so it is not measured"
+            )
+        return out if self.skip_output_reshape else out.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def sparse(
         self,
@@ -120,11 +146,9 @@ class AttentionCall:
     ) -> Tensor:
         """Raises sparge.Unsupported when the library cannot serve the call."""
         out = attention(
-            self._per_head(self.q),
-            self._per_head(self.k),
-            self._per_head(self.v),
+            *self.heads_first(),
             policy,
-            layout="HND" if self.skip_reshape else "NHD",
+            layout="HND",
             out_layout="HND" if self.skip_output_reshape else "NHD",
             scale=self.scale,
             order=order,
@@ -134,7 +158,3 @@ class AttentionCall:
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out if self.skip_output_reshape else out.flatten(2)
-
-
-def _swapped(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2)

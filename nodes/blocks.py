@@ -17,8 +17,13 @@ class BlockSpans:
 
     @classmethod
     def parse(cls, text: str) -> BlockSpans:
-        """Raises ValueError, with what is accepted, for text that is not a list of blocks."""
+        """Raises ValueError, with what is accepted, for text that is not a list of blocks.
+
+        ComfyUI makes the text "None" of null in an API graph: no block.
+        """
         spans = []
+        if text.strip() == "None":
+            return cls()
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             match = _SPAN.fullmatch(part)
             if match is None:

@@ -40,6 +40,11 @@ class SigmaWindow:
         return self.start == float("inf") and self.end == 0.0
 
     def outside_reason(self, sigma: float, settings: Settings) -> str | None:
+        if settings.start_percent > settings.end_percent:
+            return (
+                f"start_percent {settings.start_percent:g} is above end_percent "
+                f"{settings.end_percent:g}, so no step is between them"
+            )
         if self._is_before(sigma):
             return f"before start_percent {settings.start_percent:g}"
         if self._is_after(sigma):
@@ -51,6 +56,8 @@ class SigmaWindow:
 
         By noise level and not by counting passes: right wherever a sampler evaluates the model.
         """
+        if self.start < self.end:  # nothing is in the window
+            return False
         below = sigma * (1 - SAME_SIGMA)
         later = any(level < below and self._is_before(level) for level in schedule)
         return self._is_before(sigma) and not later

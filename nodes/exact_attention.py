@@ -28,10 +28,16 @@ class ExactResult:
         self._out: Tensor | None = None
         self.by_faster = False
         """Whether a faster kernel gave it."""
+        self.failure: Exception | None = None
+        """What whatever serves dense calls raised, with which this pack has nothing to do."""
 
     def own(self) -> Tensor:
         if self._out is None:
-            self._out = self._compute_own()
+            try:
+                self._out = self._compute_own()
+            except Exception as error:
+                self.failure = error
+                raise
         return self._out
 
     def fastest(self) -> Tensor:

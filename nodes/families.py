@@ -14,15 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge import TokenGrid
-from . import off_grid
+from . import off_grid, unlisted_models
 from .block_numbers import BlockCounts
 from .off_grid import ModelInputs, OffGrid, Patch, no_branches, two_calls
 
-#: Said of sparse runs of a model without a row.
-UNKNOWN_MODEL = (
-    "the pack does not know this model: text among its tokens is not kept exact, and tokens stay "
-    "in the order they come"
-)
 #: Said of sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
     "some calls have other tokens than the clip and its text (an image of another size?): those "
@@ -136,6 +131,8 @@ class TokenLayout:
         frame_by_frame: as in `Family`.
         loose_frames: as in `OffGrid`.
         context: tokens of text that the model is given.
+        remark: what sparse runs of a model without a row say; "" with one.
+        layers: self-attentions of a model whose `blocks` are not known, about.
     """
 
     family: str
@@ -150,6 +147,8 @@ class TokenLayout:
     frame_by_frame: bool = False
     loose_frames: int = 0
     context: int = 0
+    remark: str = ""
+    layers: int | None = None
 
     @property
     def blocks(self) -> int | None:
@@ -235,7 +234,11 @@ def token_layout(
     given = extras or {}
     counts, text = BlockCounts.of(model, given), off_grid.length(context)
     if family is None:
-        return TokenLayout(names[0], None, None, counts, context=text)
+        name = unlisted_models.name_of(names)
+        remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
+        return TokenLayout(
+            name, None, None, counts, remark=remark, layers=counts.total or layers, context=text
+        )
     patch = family.patch(model)
     layout = TokenLayout(
         family.name,

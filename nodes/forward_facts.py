@@ -17,7 +17,8 @@ from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, Kind, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
-from .families import FRAME_BY_FRAME, UNKNOWN_MODEL, UNKNOWN_TOKENS, TokenLayout, token_layout
+from .failures import FAILED, MEANT_FOR_COMFYUI
+from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
@@ -48,6 +49,8 @@ class Forward:
     """In auto modes, where the device can be sparse."""
     record: PassRecord
     layers: LayerCounter
+    beside: frozenset[int] = frozenset()
+    """Tokens of what is sampled beside the clip (sound), alone."""
     _handing_on: bool = field(default=False, repr=False)
 
     @classmethod
@@ -66,7 +69,7 @@ class Forward:
         apply_model's."""
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
-        run.tally.add_forward(layout.family)
+        run.tally.add_forward(layout.family, layout.grid)
         spans = run.settings.dense_spans
         if layout.blocks is None and spans.needs_total:
             run.note("negative dense_blocks do nothing: this model's block count is unknown")
@@ -105,10 +108,12 @@ class Forward:
             heads,
             record,
             LayerCounter(layout),
+            frozenset(shape[2] for shape in (packed or ())[1:]),
         )
 
     def end(self) -> None:
         """The host has queued the pass, which the GPU may still be computing."""
+        self.run.tally.end_forward(may_be_sparse=self.unusable is not None or self.outside is None)
         if self.heads is not None:
             self.heads.end()
 
@@ -126,6 +131,8 @@ class Forward:
             layer = self.layers.peek(options)
         if kind is Kind.SELF and self.heads is None and tokens not in self.orders:
             self.run.meet(self.layout, tokens)
+        if self._is_of_clip(facts, kind):
+            self.run.tally.reach()
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
             plan = self._plan(call, facts, layer, exact)
@@ -138,6 +145,13 @@ class Forward:
             logger.error("[Sparge] %s", error)
             reason = self.unusable = KERNEL_DID_NOT_COMPILE
             self.run.give_up(self.device, reason)
+        except MEANT_FOR_COMFYUI:
+            raise
+        except Exception as error:
+            if error is exact.failure:
+                raise
+            self.run.failures.tell("a call was computed dense", error)
+            reason = FAILED
         out = None
         if reason == CROSS_ATTENTION:
             out = self._cross(call)
@@ -153,11 +167,23 @@ class Forward:
             return facts.query_tokens
         return min(facts.key_tokens, self.layout.grid_tokens or facts.key_tokens)
 
+    def _is_of_clip(self, facts: CallFacts, kind: Kind) -> bool:
+        """Whether a call is of the clip's self-attention or, as some models have it, a part of it:
+        never one of text or sound alone, nor one in which the clip looks at those."""
+        tokens, keys = facts.query_tokens, facts.key_tokens
+        if tokens < self.layout.frame_tokens:
+            return False
+        if tokens in self.beside and tokens != self.layout.grid_tokens:
+            return False
+        return keys >= self.layout.grid_tokens or kind is Kind.SELF
+
     def _cross(self, call: AttentionCall) -> Tensor | None:
         """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
         out = None
-        if self.unusable is None and self.outside is None and not call.has_mask:
-            out = by_faster_kernel(call)
+        may_be = self.unusable is None and self.outside is None
+        if may_be and not call.has_mask and call.odd_shapes is None:
+            with self.run.failures.caught("a cross-attention call took ComfyUI's own kernel"):
+                out = by_faster_kernel(call)
         self.run.tally.add_cross(by_faster_kernel=out is not None)
         return out
 
@@ -171,6 +197,7 @@ class Forward:
         step = self.outside if self.heads is None else None  # which a dense call is measured in
         of_run, settings = everywhere or step, self.run.settings
         reason = dense_reason(facts, layer.block, of_run, self.layout, settings)
+        reason = reason or call.odd_shapes
         if reason is not None:
             return reason
         if self.heads is not None:
@@ -204,8 +231,8 @@ class Forward:
             order = plan.order
             out = call.sparse(policy, stats, order, plan.budget)
             self.heads.probe(plan, row, call, out)
-        if self.layout.text is None:
-            self.run.note(UNKNOWN_MODEL)
+        if self.layout.remark:
+            self.run.note(self.layout.remark)
         elif order is None:
             self.run.note(UNKNOWN_TOKENS if whole else FRAME_BY_FRAME)
         self.run.tally.add_sparse(

@@ -33,6 +33,7 @@ from ..sparge.plan.sample_cost import AGAIN_CALLS, Afforded
 from .attention_call import AttentionCall
 from .decision import Place
 from .exact_attention import ExactResult
+from .failures import FAILED
 from .host import untracked_allocations
 from .passes import PassFacts
 from .sample_schedule import SampleSchedule
@@ -40,6 +41,8 @@ from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
 NO_ROOM = "more attention calls in one block than there is room for"
+NAN_OF_MODEL = "the model gave NaN here, without this node's doing"
+INF_OF_MODEL = "the model gave inf here, without this node's doing"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
@@ -112,6 +115,9 @@ class HeadTable:
         self._by_faster_kernel = False  # whether measured calls are served by one
         self._place_again: int | None = None  # in the batch of the running pass, of what is
         self._batch_entries = 1  # of the running pass
+        self._finite: Tensor | None = None  # (2, rows) bool: no NaN in dense results, no inf
+        self.not_finite: dict[int, str] = {}
+        """Rows whose dense results were not, with the reason why they stay dense."""
         self._called: set[int] = set()  # rows of dense calls
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
@@ -160,6 +166,7 @@ class HeadTable:
                 measure=measure_for(self.device),
                 device=self.device,
             )
+            self._finite = torch.ones(2, self.rows, dtype=torch.bool, device=self.device)
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
@@ -186,14 +193,26 @@ class HeadTable:
             with untracked_allocations():
                 operands = *call.heads_first(), call.result_heads_first(out)
                 for *qkv, rows in self._entries(operands, self._schedule.measuring):
+                    self._look_for_nan(row, rows)
                     self._calibration.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
             self._refusals[row] = NO_MEMORY
+        except Exception:
+            self._refusals[row] = FAILED  # once is enough
+            raise
         else:
             self._sampled.add(row)
             self._schedule.measured()
+
+    def _look_for_nan(self, row: int, dense: Tensor) -> None:
+        """In what dense attention gave: a layer behind it is not measured, and its user should know
+        whose fault it is. Never waits."""
+        assert self._finite is not None
+        extremes = torch.stack(torch.aminmax(dense))
+        self._finite[0, row] &= ~extremes.isnan().any()
+        self._finite[1, row] &= ~extremes.isinf().any()
 
     def _settle(
         self, calibration: Calibration, afford: Afford, call: AttentionCall, least: float
@@ -226,13 +245,22 @@ class HeadTable:
         """From what was measured so far. Waits for the GPU."""
         assert self._calibration is not None  # without it nothing was measured
         steps = place.steps - place.index if place else None
+        self._find_not_finite()
         try:
             self._use(
                 StepChoices(self._aim, steps, calibration=self._calibration, again=self._again)
             )
         except ValueError:  # no layer gave finite numbers
-            self.why_dense = NOT_MEASURED
+            self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
         self._calibration = None
+
+    def _find_not_finite(self) -> None:
+        """Waits for the GPU."""
+        assert self._finite is not None
+        no_nan, no_inf = self._finite.tolist()
+        for row in range(self.rows):
+            if not (no_nan[row] and no_inf[row]):
+                self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
 
     def use_profile(self, choices: Alternating) -> None:
         """Instead of measuring."""
@@ -264,6 +292,8 @@ class HeadTable:
 
     def budget(self, row: int) -> HeadBudget | str:
         """What the heads of a layer may keep, or why it has to stay dense."""
+        if row in self.not_finite:
+            return self.not_finite[row]
         budgets = self._budgets if row < self.rows else None
         budget = None if budgets is None else budgets[row]
         unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED

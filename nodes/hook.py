@@ -16,6 +16,7 @@ from ..sparge.calibrate import Fingerprint, Profile
 from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to
+from .failures import FAILED
 from .forward_facts import Forward
 from .host import (
     APPLY_MODEL,
@@ -43,6 +44,10 @@ FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
 #: The callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
+
+#: What becomes of errors of ours around a pass.
+NO_PASS = "a pass of the model was computed dense"
+NO_END = "a step was not prepared"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
@@ -107,6 +112,7 @@ class Hook:
             schedule=schedule,
             model=guider.model_patcher.model,
             device=guider.model_patcher.load_device,
+            profile_name=self.profile.name if self.profile else "",
         )
         if remark:
             run.note(remark)
@@ -158,13 +164,19 @@ class Hook:
         if run is None or run.owner is not self:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         model = executor.class_obj
-        which = run.which(model, x.device)
-        network = model.diffusion_model
-        forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
-        told = run.replaced_blocks.told(options)
-        options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
+        forward: Forward | None = None
+        with run.failures.caught(NO_PASS):
+            which = run.which(model, x.device)
+            network = model.diffusion_model
+            forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
+            told = run.replaced_blocks.told(options)
+            options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
+        if forward is None:
+            run.note(f"passes were dense because of {FAILED}")
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-        forward.end()
+        if forward is not None:
+            with run.failures.caught(NO_END):
+                forward.end()
         return result
 
     def prepare_kernels(self, device: torch.device) -> Warmup | None:

@@ -9,8 +9,9 @@ depend on it. Where the shapes differ (Mochi's prompts do) so do the choices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,11 +23,14 @@ from .attention_call import AttentionCall
 from .exact_attention import ExactResult
 from .families import TokenLayout
 from .head_table import HeadTable, Shape
+from .host import untracked_allocations
 from .passes import PassFacts
 from .worth import affordable
 
 #: Why a call is dense inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
+#: Layers of a model that does not show how many it has, of a shape that no pass had before.
+USUAL_LAYERS = 40
 #: Conditioning under which profiles hold what all of them share.
 SHARED = "shared"
 
@@ -57,6 +61,7 @@ class MeasuredHeads:
         self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
         self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, int, Shape]] = set()
+        self._layers: dict[tuple[torch.device, int, Shape], int] = {}
         self._lock = threading.Lock()
 
     def begin(
@@ -70,17 +75,39 @@ class MeasuredHeads:
         }
         for table in tables.values():
             table.begin_pass(facts)
-        return HeadPass(self, device, layout, facts, tables)
+        return HeadPass(self, device, layout, policy, facts, tables)
 
     def end(self) -> None:
         """Gives back what tables share with other runs on the devices."""
         for table in self._tables.values():
             table.shape.forget_copies()
 
-    def meet(self, device: torch.device, which: int, shape: Shape) -> None:
-        """Remembers a shape that no pass expected, so that the next one has a table for it."""
+    def meet(
+        self,
+        shape: Shape,
+        layout: TokenLayout,
+        policy: SparsePolicy,
+        device: torch.device,
+        facts: PassFacts,
+    ) -> HeadTable | None:
+        """Remembers a shape that no pass expected, so that the next one has a table for it. A pass
+        that is to be measured itself gets one now, inside its first call: where one step alone is
+        dense, the next would have to be dense as well."""
         with self._lock:
-            self._met.add((device, which, shape))
+            self._met.add((device, facts.which, shape))
+        if facts.why_dense is not None and not facts.is_last_dense:
+            return None
+        with untracked_allocations():
+            table = self._table(shape, layout, policy, device, facts.which)
+            table.begin_pass(facts)
+        return table
+
+    def count_layers(self, device: torch.device, which: int, calls: Mapping[Shape, int]) -> None:
+        """Where a pass ends: calls of each shape in it, one a layer."""
+        with self._lock:
+            for shape, count in calls.items():
+                key = device, which, shape
+                self._layers[key] = max(count, self._layers.get(key, 0))
 
     @property
     def frozen(self) -> list[HeadTable]:
@@ -115,9 +142,10 @@ class MeasuredHeads:
         with self._lock:
             table = self._tables.get((device, which, shape))
             if table is None:
+                seen = self._layers.get((device, which, shape))
                 afford = partial(
                     affordable,
-                    layers=layout.blocks or layout.rows,
+                    layers=layout.blocks or seen or layout.layers or USUAL_LAYERS,
                     dense_steps=self._dense_steps,
                     sparse_steps=self._sparse_steps,
                 )
@@ -160,18 +188,23 @@ class HeadPass:
     heads: MeasuredHeads
     device: torch.device
     layout: TokenLayout
+    policy: SparsePolicy
     facts: PassFacts
     tables: dict[Shape, HeadTable]
+    calls: Counter[Shape] = field(default_factory=Counter)
 
     def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
         """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open, which takes its exact result. Never waits."""
+        while its table is open, which takes its exact result. Never waits but to make a table."""
         grid = self.layout.sequence(tokens)
         shape = Shape(tokens, call.head_count, grid, self.layout.rows)
+        self.calls[shape] += 1
         table = self.tables.get(shape)
         if table is None:
-            self.heads.meet(self.device, self.facts.which, shape)
-            return self.facts.why_dense or MEASURING
+            table = self.heads.meet(shape, self.layout, self.policy, self.device, self.facts)
+            if table is None:
+                return self.facts.why_dense or MEASURING
+            self.tables[shape] = table
         if table.choices is None:
             table.sample(row, call, exact)
             return self.facts.why_dense or table.refusal(row) or MEASURING
@@ -184,6 +217,7 @@ class HeadPass:
 
     def end(self) -> None:
         """Where the pass ends for the host. Never waits."""
+        self.heads.count_layers(self.device, self.facts.which, self.calls)
         for table in self.tables.values():
             table.end_pass()
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import torch
 from torch import Tensor
 
 from ..sparge.calibrate import mean_error
 from ..sparge.glyphs import write
 from .result import RunResult
+from .verdict import why_nothing
 
 Colour = tuple[float, float, float]
 
@@ -22,6 +25,7 @@ SCALE = torch.tensor(
 LEFT, TOP, GAP, BOTTOM, RIGHT = 56, 48, 48, 40, 24
 MAP_WIDTH, ERROR_WIDTH, HEIGHT = 560, 240, 480
 LARGEST_CELL, SMALL_CELL = 40, 6  # up to the small one there is no room for a gap
+LINE_LENGTH, LINE_HEIGHT = 100, 16  # of a message
 LABEL_EVERY = 24  # pixels between two numbers of an axis
 
 
@@ -48,9 +52,7 @@ def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
     layers, steps = result.by_step.shape
     if not layers or not steps:
-        some = result.sparse + result.dense
-        kind = "SELF-ATTENTION OF A WHOLE GRID" if some else "ATTENTION CALL"
-        return message(f"NO {kind} REACHED THE NODE")
+        return message(why_nothing(result) or "no self-attention of a whole grid reached this node")
     cell = (_cell(HEIGHT, layers), _cell(MAP_WIDTH, steps))
     height, map_width = max(layers * cell[0], 120), max(steps * cell[1], 240)
     right = LEFT + map_width + GAP
@@ -63,8 +65,11 @@ def draw(result: RunResult) -> Tensor:
 
 def message(text: str) -> Tensor:
     """A picture that says why there is none."""
-    canvas = Canvas(64, 8 * len(text) + 32)
-    canvas.write(text, 27, 16)
+    lines = textwrap.wrap(text, LINE_LENGTH)
+    points = write(max(lines, key=len)).shape[1]
+    canvas = Canvas(48 + LINE_HEIGHT * len(lines), points + 32)
+    for place, line in enumerate(lines):
+        canvas.write(line, 27 + LINE_HEIGHT * place, 16)
     return canvas.pixels.unsqueeze(0)
 
 

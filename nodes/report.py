@@ -15,6 +15,7 @@ from ..sparge.calibrate import mean_error
 from .host import show_on_node
 from .pv_filter import LEFT_OUT
 from .result import MeasuredShape, RunResult
+from .verdict import advice, why_nothing
 
 logger = logging.getLogger("sparge")
 
@@ -29,7 +30,8 @@ def publish(result: RunResult, node_id: str | None) -> None:
 
 
 def summary(result: RunResult) -> str:
-    parts = [f"{result.family}, {result.tokens:,} tokens" if result.tokens else result.family]
+    tokens = result.grid_tokens if result.missing else result.tokens
+    parts = [f"{result.family}, {tokens:,} tokens" if tokens else result.family]
     if result.sparse:
         parts.append(
             f"{result.sparse} sparse and {result.dense} dense self-attention calls, "
@@ -39,22 +41,25 @@ def summary(result: RunResult) -> str:
         if any(shape.one_walk for shape in result.shapes):
             parts.append("measured one token order alone: the dense steps are few or short")
     else:
-        calls = result.dense + result.cross
-        parts.append("NOTHING WAS SPARSE" + ("" if calls else f": {_no_calls(result)}"))
+        parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why_nothing(result)])))
         if result.dense:
-            parts.append(f"{result.dense} dense self-attention calls")
+            of = " of text or sound" if result.missing else ""
+            parts.append(f"{result.dense} dense self-attention calls{of}")
     if result.faster_dense:
         parts.append(f"{result.faster_dense} dense calls were measured, by a faster exact kernel")
-    if result.reasons:
+    if result.from_profile:
+        parts.append(f"heads as the profile {result.profile_name} has them, not measured")
+    if result.reasons and not result.missing:
         reasons = (f"{why.rstrip('.')} ({count})" for why, count in result.reasons.items())
         parts.append("dense because: " + ", ".join(reasons))
+        parts.append(advice(result))
     if result.cross:
         faster = f", {result.faster_cross} by a faster kernel" if result.faster_cross else ""
         parts.append(f"{result.cross} cross-attention calls (always dense{faster})")
     if result.filter_left_out:
         parts.append(LEFT_OUT)
     parts.extend(note.rstrip(".") for note in result.notes)
-    if result.stopped:
+    if result.stopped and not result.stopped_early:
         parts.append("stopped early")
     return "; ".join(filter(None, parts))
 
@@ -119,12 +124,3 @@ def _percent(share: Tensor) -> str:
 def _of_layer(shape: MeasuredShape, name: str, index: int) -> str:
     error = mean_error(getattr(shape, name)[index], shape.loudness[index])
     return "-" if error is None else f"{error:.3f}"
-
-
-def _no_calls(result: RunResult) -> str:
-    if result.forwards == 0:
-        return "the model did not run"
-    return (
-        "no attention call reached this node; a node after it replaces the attention, or the model "
-        "does not offer it (put Sparge Attention last, before the sampler)"
-    )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,13 @@ from .head_table import HeadTable
 from .passes import Densities
 from .profiles import profile_of
 from .run_state import Run
+
+
+#: Sparse calls came before, so nothing tells whose doing it is.
+NOT_FINITE_LATER = (
+    "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
+    "see whether the model gives them by itself"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +109,15 @@ class RunResult:
     """What this run measured, and can be saved."""
     from_profile: bool
     """Choices of some shape came from a profile."""
+    profile_name: str = ""
+    steps: int = 0
+    """Of the schedule; 0 where that is not known."""
+    stopped_early: bool = False
+    """By an error or the user, before a pass that may be sparse was over."""
+    missing: str = ""
+    """"clip" or "picture" where its self-attention never came, although other attention did."""
+    grid_tokens: int = 0
+    """Of the clip, where they are known."""
 
     @classmethod
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
@@ -129,12 +145,17 @@ class RunResult:
             layers,
             by_step[layers],
             dict(tally.reasons.most_common()),
-            tuple(run.notes),
+            (*run.notes, *_not_finite(run)),
             tally.filter_left_out,
             str(run.heads.aim) if run.heads else "",
             tuple(MeasuredShape.of(table) for table in tables),
             profile,
             any(table.from_profile for table in tables),
+            run.profile_name,
+            len(run.schedule),
+            stopped and not tally.sparse and not tally.may_have_been_sparse,
+            tally.missing,
+            tally.grid_tokens,
         )
 
     def of_heads(self, name: str) -> Tensor:
@@ -149,3 +170,10 @@ class RunResult:
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.shapes]
         return torch.cat(values) if values else torch.empty(0)
+
+
+def _not_finite(run: Run) -> Iterator[str]:
+    """What no reason of a dense call tells: NaN and inf in sparse steps. Waits for the GPU."""
+    probes = [x.probe for x in run.heads.frozen if x.probe is not None] if run.heads else []
+    if any(not bool(probe.totals[1].isfinite().all()) for probe in probes):
+        yield NOT_FINITE_LATER

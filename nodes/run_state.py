@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
 from ..sparge.calibrate import Profile
 from ..sparge.plan import unmeasured_order
 from .decision import SigmaWindow
+from .failures import Failures
 from .families import TokenLayout
 from .layer_counter import ReplacedBlocks
 from .measured_heads import MeasuredHeads
@@ -37,7 +39,15 @@ class Tally:
     tokens: int = 0
     family: str = ""
     filter_left_out: bool = False
+    finished: int = 0
+    """Forward passes that came to their end."""
+    may_have_been_sparse: bool = False
+    """One of them may have been, or nothing may in the whole run."""
+    grid_tokens: int = 0
+    """The most that a clip had in a pass; 0 where that was never known."""
     reasons: Counter[str] = field(default_factory=Counter)
+    _grid: tuple[int, int, int] | None = field(default=None, repr=False)
+    _reached: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -48,10 +58,28 @@ class Tally:
     def calls(self) -> int:
         return self.sparse + self.dense + self.cross
 
-    def add_forward(self, family: str) -> None:
+    @property
+    def missing(self) -> str:
+        """As in `RunResult`."""
+        came = self._reached or not self._grid or not self.finished or self.calls == 0
+        return "" if came else "clip" if self._grid[0] > 1 else "picture"
+
+    def add_forward(self, family: str, grid: tuple[int, int, int] | None) -> None:
+        """grid: tokens of the clip along (time, height, width)."""
         with self._lock:
             self.forwards += 1
             self.family = family
+            self._grid, self._reached = grid, self._reached or grid is None
+            self.grid_tokens = max(self.grid_tokens, math.prod(grid) if grid else 0)
+
+    def end_forward(self, may_be_sparse: bool) -> None:
+        with self._lock:
+            self.finished += 1
+            self.may_have_been_sparse |= may_be_sparse
+
+    def reach(self) -> None:
+        """A call of the clip's self-attention came."""
+        self._reached = True
 
     def add_sparse(self, tokens: int, filter_left_out: bool) -> None:
         with self._lock:
@@ -83,17 +111,20 @@ class Run:
         schedule: Sequence[float] = (),
         model: object = None,
         device: torch.device | None = None,
+        profile_name: str = "",
     ) -> None:
         """schedule: the noise level of each step, as far as it is known. model, device: what is
-        sampled, and where."""
+        sampled, and where. profile_name: as the user knows it."""
         self.owner = owner
         self.settings = settings
+        self.profile_name = profile_name
         self.asked = settings.policy()
         """On any device; `pv_filter.fitted` makes it one's own."""
         self.window = sigma_window(settings, model_sampling)
         self.schedule = schedule
         self.tally = Tally()
         self.notes, self.note = _notes()
+        self.failures = Failures()
         self.records: list[PassRecord] = []
         self.replaced_blocks = ReplacedBlocks()
         self.heads: MeasuredHeads | None = None
@@ -149,9 +180,7 @@ class Run:
             self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
             return self.records[-1]
 
-    def orders(
-        self, layout: TokenLayout, step: int, device: torch.device
-    ) -> dict[int, TokenOrder]:
+    def orders(self, layout: TokenLayout, step: int, device: torch.device) -> dict[int, TokenOrder]:
         """Those that a step of manual mode takes, by number of tokens; copied to the device once a
         run."""
         with self._lock:

@@ -35,7 +35,7 @@ class Looker:
         plan = forward._plan
 
         def spy(this: Any, call: Any, facts: Any, layer: Any, exact: Any) -> Any:
-            if facts.is_self_attention:
+            if facts.query_tokens == facts.key_tokens:
                 which = tuple(call.options["transformer_options"]["cond_or_uncond"])
                 self.seen.add((which, self.running, layer.block if layer.beside else layer.row))
             return plan(this, call, facts, layer, exact)

@@ -61,9 +61,7 @@ models.FAMILIES |= {
         model_type="scail",
         in_dim=20,
     ),
-    "humo": _wan(
-        "WAN21_HuMo", {"reference_latents": [_noise(16, 1, 16, 20)]}, model_type="humo"
-    ),
+    "humo": _wan("WAN21_HuMo", {"reference_latents": [_noise(16, 1, 16, 20)]}, model_type="humo"),
     "bernini": _wan(
         "WAN21_T2V", {"context_latents": [_noise(16, 2, 16, 20), _noise(16, 1, 8, 12)]}
     ),

@@ -117,7 +117,7 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
 
     def spy(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:
         out = attention(q, k, v, policy, **kwargs)
-        tokens = q.shape[1 if kwargs["layout"] == "NHD" else 2]
+        tokens = q.shape[2]  # (B, H, N, D)
         collected.append(
             {
                 "tokens": tokens,

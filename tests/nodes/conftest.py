@@ -173,6 +173,7 @@ class Session:
         self.model = patcher.model
         self.latent = torch.zeros(1, 4, *latent)
         self.context = context
+        self.extras: dict[str, Any] = {}  # of the conditioning, for the model
 
     def sample(
         self,
@@ -182,8 +183,8 @@ class Session:
         schedule: list[float] | None = None,
     ) -> list[Any]:
         """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
-        **kwargs) is the model's, of q, k, v that all conditionings of a batch share. schedule:
-        noise levels of the steps, where the sampler evaluates the model at others too."""
+        **kwargs) is the model's, of q, k, v that all conditionings of a batch share, and
+        attend.options the transformer_options of the pass. schedule: noise levels of the steps, where the sampler evaluates the model at others too."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,
@@ -202,16 +203,18 @@ class Session:
         return self._wrapped("outer_sample", guider, inner)(noise, latent, sampler, levels)
 
     def forward(self, step: Any, sigma: float, conditionings: list[int]) -> Any:
-        def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
+        def model(x: Any, t: Any, a: Any, b: Any, c: Any, options: dict[str, Any], **_: Any) -> Any:
             def attend_batch(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 q, k, v = (torch.cat([each] * len(conditionings)) for each in (q, k, v))
                 return attend(options, q, k, v, *args, **kwargs)
 
+            setattr(attend_batch, "options", options)  # noqa: B010
             return step(attend_batch)
 
         call = self._wrapped("apply_model", self.model, model)
         options = {**self.options, "cond_or_uncond": conditionings}
-        return call(self.latent, torch.tensor([sigma]), None, self.context, None, options)
+        given = None, self.context, None, options
+        return call(self.latent, torch.tensor([sigma]), *given, **self.extras)
 
     def _wrapped(self, point: str, class_obj: Any, function: Any) -> Any:
         for keyed in self.patcher.wrappers.get(point, {}).values():
@@ -243,7 +246,10 @@ def backend(
     """Dense attention in ComfyUI's conventions."""
     if not skip_reshape:
         head_dim = q.shape[-1] // heads
-        q, k, v = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.reshape(len(q), -1, heads if t.ndim > 3 else t.shape[-1] // head_dim, head_dim)
+            .transpose(1, 2) for t in (q, k, v)
+        )  # fmt: skip
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k.to(q.dtype), v.to(q.dtype), mask, enable_gqa=k.shape[1] != q.shape[1],
         scale=kwargs.get("scale"),

@@ -106,11 +106,20 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
             assert torch.equal(of_batch, of_passes), name
 
 
-def test_a_shape_nobody_expected_is_measured_in_the_next_pass(patch, session, step, runs, calls):
-    session(patch(torch.nn.Module(), start_percent=0.0)).sample(step, [0.5, 0.4, 0.3, 0.2])
+@pytest.mark.parametrize("dense", [[], [0.9], [1.0, 0.9], [1.0, 0.95, 0.9]])
+@pytest.mark.parametrize("conditionings", [([1, 0],), ([0], [1]), ([0],)])
+def test_a_shape_nobody_expected_costs_no_step(
+    patch, session, step, runs, calls, dense, conditionings
+):
+    """It is met in the dense steps: in the last of them it is measured, or in the first step where
+    there are none."""
+    patched = patch(torch.nn.Module(), start_percent=0.2 if dense else 0.0)
+    session(patched).sample(step, [*dense, 0.5, 0.4, 0.3], conditionings)
     ((run, _),) = runs
-    assert run.tally.reasons == {"measuring": 2 * BLOCKS}
-    assert calls == [(None, HEADS)] * 2 * BLOCKS
+    passes = BLOCKS * len(conditionings)
+    why = "before start_percent 0.2" if dense else "measuring"
+    assert run.tally.reasons == {why: max(1, len(dense)) * passes}
+    assert calls == [(None, HEADS)] * (3 if dense else 2) * passes
 
 
 def test_text_stays_exact_in_cubes(patch, session, runs, calls, generator):
@@ -273,6 +282,9 @@ def test_what_cannot_be_measured_stays_dense_with_its_reason(
     assert run.tally.reasons == {reason: 2 * BLOCKS}
 
 
+NAN = "the model gave NaN here, without this node's doing"
+
+
 def test_a_layer_without_finite_numbers_stays_dense(patch, session, step, runs):
     def broken(attend):
         seen = iter(range(BLOCKS))
@@ -284,7 +296,7 @@ def test_a_layer_without_finite_numbers_stays_dense(patch, session, step, runs):
 
     session(patch(start_percent=0.0), LATENT).sample(broken, [0.5, 0.4])
     ((run, _),) = runs
-    assert run.tally.reasons == {"measuring": BLOCKS, "this layer could not be measured": 1}
+    assert run.tally.reasons == {"measuring": BLOCKS, NAN: 1}
     assert run.tally.sparse == BLOCKS - 1
 
 

@@ -64,7 +64,9 @@ def test_every_other_case_has_a_reason(why, case, reason):
         (320, False, "cross-attention"),
     ],
 )
-def test_masked_self_attention_may_come_in_parts(load_pack, decision, layout_of, keys, mask, reason):
+def test_masked_self_attention_may_come_in_parts(
+    load_pack, decision, layout_of, keys, mask, reason
+):
     layout = layout_of((4, 8, 10), "NONE")
     settings = load_pack("nodes.settings").Settings(min_tokens=0)
     call = decision.CallFacts(200, keys, has_mask=mask)

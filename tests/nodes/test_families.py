@@ -93,7 +93,7 @@ def test_a_subclass_and_a_compiled_model_are_recognised(families):
 
 def test_an_unknown_model_has_no_grid_and_no_exact_tokens(families):
     layout = families.token_layout(model("Novelty"), (1, 16, 21, 60, 104))
-    assert (layout.family, layout.grid, layout.blocks) == ("Novelty", None, None)
+    assert (layout.family, layout.grid, layout.blocks) == ("This model", None, None)
     assert layout.exact_tokens(5000) == (0, 0)
 
 
@@ -136,7 +136,11 @@ BESIDE = {
     ),
     "Wan with a latent of another size in its context, and one of its own": (
         ("WanModel", {"patch_size": (1, 2, 2)}),
-        {"context_latents": [torch.zeros(1, 16, 2, *size) for size in ((16, 20), (8, 9), (16, 20))]},
+        {
+            "context_latents": [
+                torch.zeros(1, 16, 2, *size) for size in ((16, 20), (8, 9), (16, 20))
+            ]
+        },
         (6, 0, 0, 0, 2 * 4 * 5 + 2 * 8 * 10),
     ),
     "Wan with a reference of another size, which stays exact": (

@@ -260,8 +260,23 @@ def test_an_unsafe_name_saves_nothing_and_costs_nothing(folder, run_once, report
 
 def test_nothing_measured_is_nothing_to_save(folder, run_once, report):
     _, text, _ = report(run_once(mode="manual"), "clip")
-    assert text.endswith("takes an auto mode.")
+    assert text.endswith("No profile was saved: no head was measured, which takes an auto mode.")
     assert not folder.exists()
+
+
+def test_whoever_is_in_an_auto_mode_is_not_told_to_take_one(folder, run_once, report):
+    _, text, _ = report(run_once([0.9, 0.95]), "clip")
+    assert text.endswith("No profile was saved: no head was measured.")
+    assert not folder.exists()
+
+
+def test_a_used_profile_is_told(saved, load_pack, run_once):
+    summary, hook_of = load_pack("nodes.report").summary, load_pack("nodes.hook").hook_of
+    used = summary(hook_of(run_once([0.7, 0.6], profile=saved)).last)
+    assert "; heads as the profile clip has them, not measured; " in used + "; "
+    for refused in ({"quality": "high"}, {"mode": "manual"}):
+        told = summary(hook_of(run_once([0.7, 0.6], profile=saved, **refused)).last)
+        assert "heads as the profile" not in told
 
 
 @pytest.mark.parametrize(
@@ -309,7 +324,7 @@ def test_a_cancelled_run_is_reported_too(load_pack, session, patcher, report):
 
     with pytest.raises(InterruptedError):
         session(patched, LATENT).sample(cancel, [0.5])
-    assert "stopped early" in report(patched)[1].splitlines()[0]
+    assert "stopped before the first sparse step" in report(patched)[1].splitlines()[0]
 
 
 NODES = {

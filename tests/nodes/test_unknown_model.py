@@ -20,6 +20,11 @@ class Novelty(torch.nn.LayerNorm):
     blocks = range(3)
 
 
+def called(name, *parents):
+    """A model whose class has that name."""
+    return type(name, (*parents, torch.nn.LayerNorm), {"blocks": range(3)})(8)
+
+
 @pytest.fixture
 def notes_of(load_pack, reference_allowed, patcher, session, generator, runs):
     """notes_of(model, tokens, **widgets): sparse calls, of two, and the remarks of the run."""
@@ -37,9 +42,98 @@ def notes_of(load_pack, reference_allowed, patcher, session, generator, runs):
 
 
 def test_it_is_told(load_pack, notes_of):
-    unknown = load_pack("nodes.families").UNKNOWN_MODEL
+    unknown = load_pack("nodes.unlisted_models").UNKNOWN_MODEL
     assert notes_of(Novelty(8)) == (2, [unknown])
-    assert "text" in unknown and "order" in unknown
+    assert "text, should there be some" in unknown and "order" in unknown
+
+
+@pytest.mark.parametrize("name", ["UNetModel", "GeneralDIT", "MiniTrainDIT", "Anima", "PixArtMS"])
+def test_nothing_is_told_of_text_where_none_is_among_the_tokens(notes_of, name):
+    for model in (called(name), called("Finetune", type(called(name)))):
+        sparse, (note,) = notes_of(model)
+        assert sparse == 2 and "text" not in note and "order" in note
+
+
+@pytest.mark.parametrize("name", ["OpenAISignatureMMDITWrapper", "NextDiT", "SingleStreamDiT"])
+def test_text_is_told_where_it_is_or_may_be_among_them(notes_of, name):
+    _, (note,) = notes_of(called(name))
+    assert "text" in note and "not kept exact" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("OpenAISignatureMMDITWrapper", "SD3"),
+        ("MiniTrainDIT", "Cosmos Predict2"),
+        ("NextDiT", "Z-Image or Lumina"),
+        ("UNetModel", "Stable Diffusion"),
+        ("SomeoneElsesDiT3D", "This model"),
+    ],
+)
+def test_no_class_name_is_shown(load_pack, notes_of, runs, name, shown):
+    notes_of(called(name))
+    report, result = load_pack("nodes.report"), load_pack("nodes.result").RunResult
+    told = report.summary(result.of(runs[-1][0], None, False))
+    assert told.startswith(f"{shown}, 128 tokens; ") and name not in told
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn1 = self.attn2 = torch.nn.Identity()
+
+
+class UNetModel(torch.nn.Module):
+    """As SDXL's: 70 transformer blocks in lists of resolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.input_blocks = torch.nn.ModuleList(of(n) for n in (0, 2, 2, 10, 10))
+        self.middle_block = of(10)
+        self.output_blocks = torch.nn.ModuleList(of(n) for n in (10, 10, 10, 2, 2, 2))
+
+
+class JointModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.joint_blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(24))
+
+
+def of(transformers):
+    return torch.nn.Sequential(*(Transformer() for _ in range(transformers)))
+
+
+@pytest.mark.parametrize(
+    ("model", "dense", "layers"),
+    [
+        (UNetModel, 1, 70),
+        (UNetModel, 2, 6),  # those of the shape that the first step had
+        (JointModel, 1, 24),
+        (JointModel, 3, 6),
+        (torch.nn.Identity, 1, 40),
+    ],
+)
+def test_measuring_is_costed_by_the_layers_there_are(
+    load_pack, patcher, session, generator, reference_allowed, monkeypatch, model, dense, layers
+):
+    """Not by the rows of its tables, of which there are 256."""
+    module, asked = load_pack("nodes.measured_heads"), []
+    affordable = module.affordable
+
+    def spy(*args, layers, **kwargs):
+        asked.append(layers)
+        return affordable(*args, layers=layers, **kwargs)
+
+    monkeypatch.setattr(module, "affordable", spy)
+    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+    patcher.model.diffusion_model = model()
+    node = load_pack("nodes.sparge_attention").SpargeAttention
+    patched = node.execute(patcher, mode="auto quality", min_tokens=0)[0]
+    steps = [1.0, 0.95, 0.9][-dense:] + [0.5]
+    session(patched).sample(lambda attend: [attend(q, q, q, HEADS) for _ in range(6)], steps)
+    assert asked == [layers]
 
 
 def test_tokens_that_are_not_the_clips_are_told(load_pack, notes_of):

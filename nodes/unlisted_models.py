@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models without a row in `families.FAMILIES`: what to call them, and what is lost without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+#: What a user is shown where the name of a class would tell nothing.
+NAMELESS = "This model"
+
+_IN_ORDER = "tokens stay in the order they come"
+#: Said of sparse runs of a model without a row. Where it is not known what is among its tokens:
+UNKNOWN_MODEL = (
+    f"the pack does not know this model: {_IN_ORDER}, and text, should there be some among them, "
+    "is not kept exact"
+)
+#: Where its self-attention has text beside the picture:
+UNKNOWN_TEXT = (
+    "the pack does not know where this model has what: text among its tokens is not kept exact, "
+    f"and {_IN_ORDER}"
+)
+#: Where text is in its cross-attention alone:
+UNKNOWN_ORDER = f"the pack does not know where this model has what: {_IN_ORDER}"
+
+#: Names for the user, by class name; subclasses inherit their parent's.
+_NAMES: Mapping[str, str] = {
+    "OpenAISignatureMMDITWrapper": "SD3",
+    "MMDiT": "AuraFlow",
+    "UNetModel": "Stable Diffusion",
+    "GeneralDIT": "Cosmos",
+    "MiniTrainDIT": "Cosmos Predict2",
+    "Anima": "Anima",
+    "QwenImageTransformer2DModel": "Qwen Image",
+    "NextDiT": "Z-Image or Lumina",
+    "HiDreamImageTransformer2DModel": "HiDream",
+    "HiDreamO1Transformer": "HiDream O1",
+    "OmniGen2Transformer2DModel": "OmniGen2",
+    "SingleStreamDiT": "Krea 2",
+    "MiniMaxH3Model": "MiniMax H3",
+    "JoyImageTransformer3DModel": "JoyImage",
+    "BooguTransformer2DModel": "Boogu",
+    "MageFlowTransformer2DModel": "MageFlow",
+    "PixDiT_T2I": "PixelDiT",
+    "LensTransformer2DModel": "Lens",
+    "Ideogram4Transformer2DModel": "Ideogram 4",
+    "ErnieImageModel": "Ernie Image",
+    "HunYuanDiT": "HunyuanDiT",
+    "PixArtMS": "PixArt",
+    "NaDiT": "SeedVR2",
+    "StageB": "Stable Cascade",
+    "StageC": "Stable Cascade",
+}
+_TEXT_AMONG_TOKENS = {"SD3", "AuraFlow", "Qwen Image", "Z-Image or Lumina", "HiDream", "OmniGen2"}
+_NO_TEXT = {
+    *("Stable Diffusion", "Stable Cascade", "PixArt", "HunyuanDiT"),
+    *("Cosmos", "Cosmos Predict2", "Anima"),
+}
+
+
+def name_of(class_names: Iterable[str]) -> str:
+    """For the user; class_names: the model's own, then its parents'."""
+    return next((_NAMES[name] for name in class_names if name in _NAMES), NAMELESS)
+
+
+def remark_of(name: str) -> str:
+    """What the end-of-run line says of sparse runs of a model of that name."""
+    if name in _NO_TEXT:
+        return UNKNOWN_ORDER
+    return UNKNOWN_TEXT if name in _TEXT_AMONG_TOKENS else UNKNOWN_MODEL
+
+
+def layers_of(model: Any) -> int | None:
+    """About how many self-attentions a model has whose blocks cannot be counted by their lists."""
+    if not isinstance(model, nn.Module):
+        return None
+    # UNets hold lists of resolutions, and in each other numbers of transformer blocks.
+    blocks = sum(hasattr(module, "attn1") for module in model.modules())
+    lists = (child for child in model.children() if isinstance(child, nn.ModuleList))
+    return blocks or sum(map(len, lists)) or None

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a run had nothing to make sparse, and what its user can do: for the line and the picture."""
+
+from __future__ import annotations
+
+from .measured_heads import MEASURING
+from .result import RunResult
+
+STOPPED = "stopped before the first sparse step"
+NOT_RUN = "the model did not run"
+NO_CALLS = (
+    "no attention call reached this node; a node after it replaces the attention, or the model "
+    "does not offer it (put Sparge Attention last, before the sampler)"
+)
+REPLACED = (
+    "the {what}'s self-attention did not reach this node; another node replaces it, or the model "
+    "computes it in a way of its own"
+)
+ONE_STEP_AUTO = (
+    "of a run of one step nothing is left after measuring: mode manual, or a profile, with "
+    "start_percent 0 can make it sparse"
+)
+ONE_STEP_MANUAL = "the only step is before start_percent: 0 can make it sparse"
+
+
+def why_nothing(result: RunResult) -> str:
+    """Of a run without a sparse call; "" where the reasons of its dense calls say it."""
+    if result.sparse:
+        return ""
+    if result.stopped_early:
+        return STOPPED
+    if result.forwards == 0:
+        return NOT_RUN
+    if result.dense + result.cross == 0:
+        return NO_CALLS
+    return REPLACED.format(what=result.missing) if result.missing else ""
+
+
+def advice(result: RunResult) -> str:
+    """What to change, where the reasons of dense calls would send the user the wrong way."""
+    if result.sparse or result.steps != 1 or result.stopped_early:
+        return ""
+    waits = any(why.startswith("before start_percent") for why in result.reasons)
+    if result.asked:
+        return ONE_STEP_AUTO if waits or MEASURING in result.reasons else ""
+    return ONE_STEP_MANUAL if waits else ""

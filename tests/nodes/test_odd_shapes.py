@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever shapes a model sends: a graph that runs without the node runs with it, served or dense
+with a reason; and errors of the pack's own are dense, counted and in the log."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+TOKENS, HEADS, DIM = 256, 2, 64
+#: Everything kept; half of the blocks dropped is .3 of noise.
+EIGHT_BIT = 0.02
+
+FLAT = torch.randn(3, 2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(0))
+SPLIT = FLAT.unflatten(-1, (HEADS, DIM))
+HEADS_FIRST = SPLIT.transpose(2, 3)
+Q, K, V = FLAT
+QH, KH, VH = HEADS_FIRST
+
+#: name: (q, k, v, flags, whether it is served)
+SHAPES = {
+    "flat": (Q, K, V, {}, True),
+    "v 4-D, as SD3": (Q, K, SPLIT[2], {}, True),
+    "k and v 4-D": (Q, SPLIT[1], SPLIT[2], {}, True),
+    "k 4-D": (Q, SPLIT[1], V, {}, True),
+    "v 4-D, strided": (Q, K, HEADS_FIRST[2].contiguous().transpose(1, 2), {}, True),
+    "v expanded over tokens": (Q, K, V[:, :1].expand_as(V), {}, True),
+    "v expanded over heads": (Q, K, SPLIT[2][:, :, :1].expand_as(SPLIT[2]), {}, True),
+    "k and v expanded over the batch": (
+        Q, K[:1].expand_as(K), V[:1].expand_as(V), {}, True,
+    ),
+    "heads first": (QH, KH, VH, {"skip_reshape": True}, True),
+    "heads first, v expanded": (QH, KH, VH[:, :1].expand_as(VH), {"skip_reshape": True}, True),
+    "heads first, out too": (
+        QH, KH, VH, {"skip_reshape": True, "skip_output_reshape": True}, True,
+    ),
+    "v 4-D, out heads first": (Q, K, SPLIT[2], {"skip_output_reshape": True}, True),
+    "k and v 5-D": (
+        Q, SPLIT[1].unflatten(1, (4, -1)), SPLIT[2].unflatten(1, (4, -1)), {}, False,
+    ),
+    "v 5-D": (Q, K, SPLIT[2].unflatten(1, (4, -1)), {}, False),
+    "v 4-D with one head of all channels": (Q, K, V.unsqueeze(2), {}, False),
+    "k and v of one entry, heads first": (QH, KH[:1], VH[:1], {"skip_reshape": True}, False),
+    "v of another head_dim, heads first": (
+        QH, KH, VH[..., :32], {"skip_reshape": True}, False,
+    ),
+    "v of one head, heads first": (QH, KH, VH[:, :1], {"skip_reshape": True}, False),
+}  # fmt: skip
+#: Those that ComfyUI's own backends refuse; another node's may take them.
+REFUSED_BY_COMFYUI = {
+    "all 4-D": (*SPLIT, {}),
+    "k shorter than v": (Q, K, V[:, :-1], {}),
+    "v of another head_dim": (Q, K, V[..., :80], {}),
+    "v longer than k": (Q, K[:, :200], V, {}),
+    "q 2-D": (Q[0], K[0], V[0], {}),
+    "nothing": (Q[:, :0], K[:, :0], V[:, :0], {}),
+}
+
+
+@pytest.fixture
+def patch(load_pack, patcher):
+    def patched(**widgets):
+        node = load_pack("nodes.sparge_attention").SpargeAttention
+        return node.execute(patcher, **({"min_tokens": 0, "topk": 1.0} | widgets))[0]
+
+    return patched
+
+
+def plain(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
+    """ComfyUI's own attention."""
+    if not skip_reshape:
+        assert q.ndim == 3
+        q, k, v = (x.reshape(len(q), -1, heads, DIM).transpose(1, 2) for x in (q, k, v))
+    if v.shape[1] != q.shape[1]:
+        v = v.expand(-1, q.shape[1], -1, -1)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def outcome(load_pack, patch, session, runs):
+    """outcome(operands, flags, mode, backend): results of four steps, of which the first is before
+    the window, and the tally."""
+
+    def of(operands, flags, mode, backend=plain):
+        def step(attend):
+            override = attend.options["optimized_attention_override"]
+            return override(backend, *operands, HEADS, transformer_options=attend.options, **flags)
+
+        results = session(patch(mode=mode)).sample(step, [1.0, 0.7, 0.6, 0.5], ([0],))
+        return results, runs[-1][0].tally
+
+    return of
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto quality"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_comfyui_takes(outcome, name, mode):
+    *operands, flags, served = SHAPES[name]
+    results, tally = outcome(operands, flags, mode)
+    expected = plain(*operands, HEADS, **flags)
+    for out in results:
+        assert out.shape == expected.shape
+        assert torch.equal(out, expected) or served
+        if mode == "manual":
+            assert float((out - expected).norm() / expected.norm()) < EIGHT_BIT
+    shapes = (f"{x} {tuple(operand.shape)}" for x, operand in zip("qkv", operands, strict=True))
+    why = "the model sends shapes that this node does not serve: " + ", ".join(shapes)
+    assert tally.sparse == 3 * served and tally.cross == 0
+    assert tally.reasons[why] == (0 if served else 3 + (mode != "manual"))
+    assert tally.dense == 1 + 3 * (not served)
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto quality"])
+@pytest.mark.parametrize("name", REFUSED_BY_COMFYUI)
+def test_shapes_for_another_node(outcome, name, mode):
+    """Whatever that gives goes through."""
+    *operands, flags = REFUSED_BY_COMFYUI[name]
+    results, tally = outcome(operands, flags, mode, lambda q, *_, **__: q + 1)
+    assert all(torch.equal(out, operands[0] + 1) for out in results)
+    assert tally.sparse == 0 and tally.dense + tally.cross == 4
+
+
+def test_what_dense_attention_raises_is_not_ours(outcome, caplog):
+    def refuse(*args, **kwargs):
+        raise ValueError("too many values to unpack")
+
+    for mode in ("manual", "auto quality"):
+        with pytest.raises(ValueError, match="unpack"):
+            outcome((*SPLIT,), {}, mode, refuse)
+    assert "Please report" not in caplog.text
+
+
+def test_a_dense_result_of_another_shape_is_not_measured(outcome):
+    """A node that serves dense calls may give one."""
+    results, tally = outcome((Q, K, V), {}, "auto quality", lambda q, *_, **__: q.unsqueeze(0))
+    assert all(out.shape == (1, *Q.shape) for out in results)
+    assert any("(1, 2, 256, 128)" in reason for reason in tally.reasons)
+
+
+ERRORS = [ValueError, TypeError, IndexError, RuntimeError, AttributeError, AssertionError]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize(
+    ("mode", "place", "dense_after"),
+    [("manual", "call", 3), ("auto quality", "call", 3), ("auto quality", "measuring", 4)],
+)
+def test_an_error_of_ours_is_dense_counted_and_logged(
+    load_pack, outcome, monkeypatch, caplog, kind, mode, place, dense_after
+):
+    def fail(*args, **kwargs):
+        raise kind("no such thing")
+
+    if place == "call":
+        monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", fail)
+    else:
+        monkeypatch.setattr(load_pack("sparge.calibrate").Calibration, "sample", fail)
+    results, tally = outcome((Q, K, V), {}, mode)
+    assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in results)
+    failed = load_pack("nodes.failures").FAILED
+    assert tally.sparse == 0 and tally.reasons[failed] == dense_after
+    (record,) = (x for x in caplog.records if "Please report it" in x.message)
+    assert f"{kind.__name__}: no such thing" in record.message and record.exc_info
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_an_error_around_a_pass_costs_no_picture(
+    load_pack, outcome, monkeypatch, caplog, where, runs
+):
+    def fail(*args, **kwargs):
+        raise AttributeError("no such model")
+
+    monkeypatch.setattr(load_pack("nodes.forward_facts").Forward, where, fail)
+    results, tally = outcome((Q, K, V), {}, "manual")
+    assert len(results) == 4 and all(out.shape == Q.shape for out in results)
+    assert caplog.text.count("AttributeError: no such model. Please report it") == 1
+    assert tally.calls == (0 if where == "begin" else 4)
+    if where == "begin":
+        assert any(load_pack("nodes.failures").FAILED in note for note in runs[-1][0].notes)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_comfyui_has_to_see_goes_through(load_pack, outcome, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", fail)
+    with pytest.raises(error):
+        outcome((Q, K, V), {}, "manual")
