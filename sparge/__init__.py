@@ -7,6 +7,7 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 from .attention import Partials, attention, attention_partials, make_plan
 from .errors import KernelBuildError, Unsupported
 from .kernels import Capability, capabilities
+from .padding import KeyPadding, key_padding
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget, Router
 from .plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
@@ -21,6 +22,7 @@ __all__ = [
     "Capability",
     "HeadBudget",
     "KernelBuildError",
+    "KeyPadding",
     "Partials",
     "Precision",
     "Router",
@@ -34,5 +36,6 @@ __all__ = [
     "capabilities",
     "cube_order",
     "grid_order",
+    "key_padding",
     "make_plan",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline: quantize, route, attend."""
+"""The public calls."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import on_reference, ops, reference, reference_op
+from . import on_reference
+from .argument import check_kind, flag
+from .bottom_right import run_bottom_right
 from .call import Call, make_call
+from .causal import Alignment
 from .errors import Unsupported
-from .kernel_check import build_kernels
-from .kernels import capabilities
+from .pipeline import has_kernels, quantize, route, run, run_kernels
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget
 from .plan.grid import TokenOrder
-from .policy import PV_FILTER_OFF, SparsePolicy
-from .route_rules import Select
-from .stats import AttentionStats, Counter
-from .validate import as_heads_first, check_output_dtype
-from .workspace import layout_of
+from .policy import SparsePolicy
+from .stats import AttentionStats
+from .validate import as_heads_first, check_layout, check_output_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-#: Workspace a call may take, as a share of q + k + v; beyond it heads are served in groups.
-MEMORY_SHARE = 0.55
-#: Never split for less than this many bytes: padding alone outgrows the share in tiny calls.
-MEMORY_FLOOR = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +48,7 @@ class _Options(TypedDict, total=False):
     layout: str
     out_layout: str | None
     is_causal: bool
+    causal: Alignment | None
     scale: float | None
     key_lengths: Tensor | None
     block_mask: Tensor | None
@@ -92,6 +88,7 @@ def attention(
     layout: str = "HND",
     out_layout: str | None = None,
     is_causal: bool = False,
+    causal: Alignment | None = None,
     scale: float | None = None,
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
@@ -110,7 +107,10 @@ def attention(
         k, v: the same with Hkv heads, H a multiple of Hkv; dtypes may differ from q's.
         policy: what to keep and how to compute; the default keeps half of the key blocks.
         out_layout: layout of the result, ``layout`` when None.
-        is_causal: query i sees keys 0..i (top-left), element by element.
+        is_causal: query i sees keys 0..i, element by element, of as many keys as queries.
+        causal: the same for any numbers of them: "top-left", query i sees keys 0..i; or
+            "bottom-right", the last query sees the last key (a cache of keys, chunks of a text).
+            The latter is made of two calls, whose shares and exact tokens count by themselves.
         scale: softmax scale, D ** -0.5 when None.
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
             the tokens after the grid, and nothing of the grid.
@@ -137,27 +137,25 @@ def attention(
             ``sparge.kernels.warm(device)`` before); ``log`` says why.
     """
     call = make_call(
-        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget
-    )
+        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget,
+        causal,
+    )  # fmt: skip
     check_output_dtype(output_dtype)
     dtype = output_dtype or call.q.dtype
     out_layout = layout if out_layout is None else out_layout
-    if stats is not None and stats.counters.device != call.q.device:
-        raise ValueError(
-            f"stats count on {stats.counters.device} and q is on {call.q.device}: give "
-            f"AttentionStats({str(call.q.device)!r})."
-        )
+    check_layout("out_layout", out_layout)
+    return_lse = flag("return_lse", return_lse)
+    counters = None if stats is None else _counters_of(stats, call.q.device)
     out = _empty_output(call, dtype, out_layout)
     lse = None
     if return_lse:
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=q.device)
+    if call.bottom_right:
+        run_bottom_right(call, out, lse, counters)
+    else:
+        run(call, out, lse, counters)
     if stats is not None:
         stats.calls += 1
-    counters = None if stats is None else stats.counters
-    if _has_kernels(call):
-        _run_in_head_groups(call, out, lse, counters)
-    else:
-        reference_op.run(call, out, lse, counters)
     out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
     return out if lse is None else (out, lse)
 
@@ -169,24 +167,21 @@ def make_plan(
     *,
     layout: str = "HND",
     is_causal: bool = False,
+    causal: Alignment | None = None,
     scale: float | None = None,
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
 ) -> BlockPlan:
     """Routing alone: the plan ``attention`` would use with these arguments. Raises as it does."""
-    call = make_call(q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None)
-    if not _has_kernels(call):
-        return reference.make_plan(
-            call.q,
-            call.k,
-            call.policy,
-            is_causal=is_causal,
-            scale=call.scale,
-            key_lengths=key_lengths,
-            block_mask=block_mask,
-        )
-    block_map, counts = _route(call, _quantize(call), None)
-    return BlockPlan(block_map, counts, call.shape.queries, call.shape.keys, is_causal, key_lengths)
+    call = make_call(
+        q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None, causal=causal
+    )
+    _refuse_parts(call, "A plan is", "make one for each chunk of the keys")
+    if not has_kernels(call):
+        return on_reference.make_plan(call)
+    block_map, counts = route(call, quantize(call), None)
+    sizes = (call.shape.queries, call.shape.keys)
+    return BlockPlan(block_map, counts, *sizes, call.is_causal, key_lengths)
 
 
 def attention_partials(
@@ -197,6 +192,7 @@ def attention_partials(
     *,
     layout: str = "HND",
     is_causal: bool = False,
+    causal: Alignment | None = None,
     scale: float | None = None,
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
@@ -204,8 +200,11 @@ def attention_partials(
 ) -> Partials:
     """Attention before its division by the row sum, so that partial results can be combined: those
     of one k, or with ``smooth_k=False`` of different keys (`Partials`)."""
-    call = make_call(q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan)
-    if not _has_kernels(call):
+    call = make_call(
+        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, causal=causal
+    )
+    _refuse_parts(call, "Partial results are", "use attention with return_lse=True")
+    if not has_kernels(call):
         attended, _ = on_reference.attend(call)
         return Partials(attended.unnormalised, attended.row_max, attended.row_sum)
     rows = call.q.shape[:3]
@@ -213,17 +212,26 @@ def attention_partials(
         torch.empty(size, dtype=torch.float32, device=q.device)
         for size in (call.q.shape, rows, rows)
     )
-    _run(call, torch.empty_like(call.q), None, None, partials)
+    run_kernels(call, torch.empty_like(call.q), None, None, partials)
     return Partials(*partials)
 
 
-def _has_kernels(call: Call) -> bool:
-    """Where another target could take over, they are built here: before the first launch. Not while
-    torch.compile traces: such a call goes by the target of the moment."""
-    capability = capabilities(call.q.device)
-    if capability.fallback and not torch.compiler.is_compiling():
-        build_kernels(call, capability.arch)
-    return capability.usable
+def _refuse_parts(call: Call, what: str, instead: str) -> None:
+    if call.bottom_right:
+        raise Unsupported(
+            f"{what} of one call and causal='bottom-right' of {call.q.shape[2]} queries and "
+            f"{call.k.shape[2]} keys is made of two: {instead}."
+        )
+
+
+def _counters_of(stats: AttentionStats, device: torch.device) -> Tensor:
+    check_kind("stats", stats, AttentionStats, f"an AttentionStats({str(device)!r})")
+    if stats.counters.device != device:
+        raise ValueError(
+            f"stats count on {stats.counters.device} and q is on {device}: give "
+            f"AttentionStats({str(device)!r})."
+        )
+    return stats.counters
 
 
 def _empty_output(call: Call, dtype: torch.dtype, out_layout: str) -> Tensor:
@@ -233,146 +241,3 @@ def _empty_output(call: Call, dtype: torch.dtype, out_layout: str) -> Tensor:
         return torch.empty(batch, heads, queries, channels, dtype=dtype, device=call.q.device)
     out = torch.empty(batch, queries, heads, channels, dtype=dtype, device=call.q.device)
     return as_heads_first("output", out, out_layout)
-
-
-def _run_in_head_groups(
-    call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
-) -> None:
-    """All heads at once when the workspace stays within MEMORY_SHARE and fits, else in groups."""
-    shape = call.shape
-    kv_heads, group = shape.kv_heads, shape.heads // shape.kv_heads
-    step = min(kv_heads, max(1, kv_heads * _memory_limit(call) // _memory_needed(call)))
-    first = 0
-    while first < kv_heads:
-        last = min(first + step, kv_heads)
-        query = slice(first * group, last * group)
-        part_lse = None
-        if lse is not None:
-            part_lse = lse if step == kv_heads else torch.empty_like(lse[:, query])
-        try:
-            part = call if step == kv_heads else call.heads(first, last)
-            _run(part, out[:, query], part_lse, counters)
-        except torch.OutOfMemoryError as error:
-            if step == 1:
-                needed = _memory_needed(call.heads(first, last)) / 2**20
-                raise Unsupported(
-                    f"the {needed:.0f} MiB that sparse attention needs for one head do not fit in "
-                    "the GPU's free memory: lower the resolution or length, or free memory."
-                ) from error
-            step = (step + 1) // 2
-            continue
-        if lse is not None and part_lse is not None and part_lse is not lse:
-            lse[:, query] = part_lse
-        first = last
-
-
-def _memory_needed(call: Call) -> int:
-    shape = call.shape
-    layout = layout_of(shape, call.element, call.v is not None, call.routes, call.pools)
-    rows = shape.batch * shape.heads * shape.query_blocks
-    return layout.nbytes + rows * 4 * (shape.map_words + 1)
-
-
-def _memory_limit(call: Call) -> int:
-    tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
-    return max(MEMORY_FLOOR, int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors)))
-
-
-def _run(
-    call: Call,
-    out: Tensor,
-    lse: Tensor | None,
-    counters: Tensor | None,
-    partials: tuple[Tensor, ...] | None = None,
-) -> None:
-    shape = call.shape
-    workspace = _quantize(call)
-    if call.plan is None:
-        block_map, _ = _route(call, workspace, counters)
-    else:
-        block_map = call.plan.block_map
-        if counters is not None:
-            counters[Counter.KEPT] += call.plan.kept_pairs().sum()
-            counters[Counter.VALID] += call.plan.valid_pairs().sum()
-            counters[Counter.KEPT_BLOCKS] += call.plan.counts.sum()
-    pvthreshd = call.policy.pvthreshd
-    ops.attend(
-        call.q,
-        workspace,
-        block_map,
-        shape.sizes(),
-        int(call.element),
-        call.routes,
-        call.key_lengths,
-        call.thresholds,
-        call.scale,
-        PV_FILTER_OFF if isinstance(pvthreshd, Tensor) else pvthreshd,
-        call.policy.pv_filter,
-        call.is_causal,
-        out,
-        lse,
-        *(partials or (None, None, None)),
-        counters,
-        call.pools,
-        *_slots(call),
-    )
-
-
-def _quantize(call: Call) -> Tensor:
-    return ops.quantize(
-        call.q,
-        call.k,
-        call.v,
-        call.key_lengths,
-        call.policy.smooth_k,
-        int(call.element),
-        call.routes,
-        call.pools,
-        *_slots(call),
-        with_similarity=call.asks_similarity,
-        with_query_means=call.scores,
-    )
-
-
-def _slots(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(walks, slots) tokens, (key_blocks,) counts and (heads,) walks, None what there is not."""
-    order, budget = call.order, call.budget
-    if order is None:
-        return None, None, None
-    return order.slot_tokens, order.block_counts, None if budget is None else budget.walk
-
-
-def _route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
-    policy, shape, order = call.policy, call.shape, call.order
-    select = Select.TOPK if policy.select_by == "topk" else Select.CDF
-    return ops.route(
-        workspace,
-        shape.sizes(),
-        int(call.element),
-        call.v is not None,
-        call.key_lengths,
-        call.block_mask,
-        call.thresholds,
-        int(select if call.block_mask is None else Select.MASK),
-        max(1, int(_scalar(policy.topk) * shape.key_blocks)),
-        _scalar(policy.cdfthreshd),
-        _scalar(policy.simthreshd1),
-        call.scale,
-        call.is_causal,
-        policy.attention_sink,
-        policy.keep_diagonal,
-        policy.exact_prefix,
-        policy.exact_suffix,
-        counters,
-        call.pools,
-        1 if call.budget is None else call.budget.floor,
-        call.budget is None and order is None,
-        None if order is None else order.block_counts,
-        None if order is None else order.keys_exact,
-        None if order is None else order.queries_exact,
-    )
-
-
-def _scalar(value: float | Tensor) -> float:
-    """Per-head values travel in ``thresholds``; their scalar is not read then."""
-    return 1.0 if isinstance(value, Tensor) else float(value)

@@ -8,20 +8,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .argument import check_kind, flag
+from .causal import Alignment, check_bottom_right, ends_with_the_keys
 from .errors import Unsupported
 from .kernels import Element, capabilities, native_element
 from .plan.blocks import BlockPlan
 from .plan.budget import HeadBudget
 from .plan.grid import TokenOrder
-from .policy import Precision, SparsePolicy
+from .policy import Precision, SparsePolicy, operand_dtype
 from .validate import (
     as_heads_first,
     check_block_mask,
     check_inference,
     check_key_lengths,
     check_pair,
-    check_scale,
     check_values,
+    checked_scale,
 )
 from .workspace import CallShape
 
@@ -42,6 +44,8 @@ class Call:
     order: TokenOrder | None
     budget: HeadBudget | None
     thresholds: Tensor | None
+    bottom_right: bool = False
+    """What `is_causal` means: the last query sees the last key. Else the first sees the first."""
 
     @property
     def shape(self) -> CallShape:
@@ -54,7 +58,11 @@ class Call:
 
     @property
     def element(self) -> Element:
-        return element_of(self.policy.precision, self.q)
+        return element_of(self.policy.precision, self.q, *self._read)
+
+    @property
+    def _read(self) -> tuple[Tensor, ...]:
+        return (self.k,) if self.v is None else (self.k, self.v)
 
     @property
     def routes(self) -> bool:
@@ -96,12 +104,13 @@ class Call:
         )
 
 
-def element_of(precision: Precision, q: Tensor) -> Element:
-    """The operand types that ``precision`` means on q's device."""
+def element_of(precision: Precision, q: Tensor, *others: Tensor) -> Element:
+    """The operand types that ``precision`` means on q's device, for k and v of these dtypes."""
     if precision is Precision.INT8_FP16:
         return Element.INT8_FP16
     sixteen_bit = precision is Precision.SIXTEEN_BIT
-    return native_element(capabilities(q.device).arch, sixteen_bit, q.dtype)
+    dtype = operand_dtype(*(tensor.dtype for tensor in (q, *others)))
+    return native_element(capabilities(q.device).arch, sixteen_bit, dtype)
 
 
 def make_call(
@@ -117,34 +126,48 @@ def make_call(
     plan: BlockPlan | None,
     order: TokenOrder | None = None,
     budget: HeadBudget | None = None,
+    causal: Alignment | None = None,
 ) -> Call:
     """Raises Unsupported or ValueError, with a sentence for the user, before anything runs."""
     policy = SparsePolicy() if policy is None else policy
+    _check_kinds(policy, plan, order, budget)
     q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
     check_pair(q, k)
-    check_inference(q, k)
     if v is not None:
         v = as_heads_first("v", v, layout)
         check_values(k, v)
         check_pair(q, v, "v")
-        check_inference(v)
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)
+    optional = (
+        v,
+        block_mask,
+        *policy.per_head.values(),
+        *(budget.tensors.values() if budget else ()),
+    )
+    check_inference(q, k, *(tensor for tensor in optional if tensor is not None))
+    is_causal = flag("is_causal", is_causal)
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    bottom_right = ends_with_the_keys(is_causal, causal, n_queries, n_keys)
+    is_causal = is_causal or causal is not None
     replaces_routing = plan is not None or block_mask is not None
     _check_order_and_budget(q, k, policy, is_causal, replaces_routing, order, budget)
-    softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_scale(softmax_scale)
+    softmax_scale = checked_scale(scale, q.shape[-1])
     if plan is not None:
         plan.check_fits(q, k, is_causal, key_lengths, block_mask)
         check_key_lengths(plan.key_lengths, q)
+    if bottom_right:
+        check_bottom_right(n_queries, n_keys, key_lengths, block_mask, plan)
+    if plan is not None:
         is_causal, key_lengths = plan.is_causal, plan.key_lengths
     if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
         block_mask = block_mask != 0
+    heads = q.shape[1]
     return Call(
         q,
         k,
         v,
-        policy,
+        policy.of_tokens(max(n_queries, n_keys)),
         softmax_scale,
         is_causal,
         key_lengths,
@@ -152,8 +175,25 @@ def make_call(
         plan,
         None if order is None else order.on(q.device),
         budget,
-        policy.head_thresholds(q.shape[1], q.device) if budget is None else budget.table(policy),
+        policy.head_thresholds(heads, q.device) if budget is None else budget.table(policy),
+        bottom_right and n_queries != n_keys,
     )
+
+
+def _check_kinds(
+    policy: SparsePolicy,
+    plan: BlockPlan | None,
+    order: TokenOrder | None,
+    budget: HeadBudget | None,
+) -> None:
+    check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+    for name, value, kind, maker in (
+        ("plan", plan, BlockPlan, "make_plan"),
+        ("order", order, TokenOrder, "cube_order or grid_order"),
+        ("budget", budget, HeadBudget, "HeadBudget or HeadBudget.uniform"),
+    ):
+        if value is not None:
+            check_kind(name, value, kind, f"what {maker} makes")
 
 
 def _check_order_and_budget(

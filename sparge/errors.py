@@ -10,9 +10,10 @@ class Unsupported(ValueError):
     Callers with a dense path (the ComfyUI nodes) catch this type, and only this type.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    # No __init__, which torch.compile could not trace into: compiled code may catch this too.
+    @property
+    def reason(self) -> str:
+        return self.args[0] if self.args else ""
 
 
 class KernelBuildError(RuntimeError):

@@ -49,11 +49,12 @@ U     V     W     X     Y     Z     0     1     2     3
 
 
 def _read(strips: str) -> dict[str, Tensor]:
-    glyphs = {" ": torch.zeros(HEIGHT, WIDTH, dtype=torch.bool)}
+    glyphs = {" ": torch.zeros(HEIGHT, WIDTH, dtype=torch.bool, device="cpu")}
     for strip in strips.strip().split("\n\n"):
         names, *lines = (line.split() for line in strip.splitlines())
         for name, points in zip(names, zip(*lines, strict=True), strict=True):
-            glyphs[name] = torch.tensor([[point == "#" for point in line] for line in points])
+            inked = [[point == "#" for point in line] for line in points]
+            glyphs[name] = torch.tensor(inked, device="cpu")
     return glyphs
 
 
@@ -63,7 +64,7 @@ GLYPHS = _read(_STRIPS)
 def write(text: str, zoom: int = 1) -> Tensor:
     """(zoom * 7, width) bool: the text in capitals, a point between letters; a character without
     a glyph, as names of files may have, is left blank."""
-    gap = torch.zeros(HEIGHT, 1, dtype=torch.bool)
+    gap = torch.zeros(HEIGHT, 1, dtype=torch.bool, device="cpu")
     parts = [part for letter in text.upper() for part in (_glyph(letter), gap)]
     points = torch.cat(parts[:-1] or [gap], 1)
     return points.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)

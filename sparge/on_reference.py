@@ -6,35 +6,47 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import reference
+from .as_written import as_written
 from .call import Call
 from .plan.blocks import BlockPlan
 from .stats import Counter
 
 
+def make_plan(call: Call) -> BlockPlan:
+    with as_written(call.q.device):
+        return reference.make_plan(
+            call.q,
+            call.k,
+            call.policy,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            key_lengths=call.key_lengths,
+            block_mask=call.block_mask,
+        )
+
+
 def attend(call: Call) -> tuple[reference.Attended, BlockPlan]:
     """A call without order and budget, and the plan that was used."""
     assert call.v is not None  # None only where a plan alone is made
-    return reference.attention(
-        call.q,
-        call.k,
-        call.v,
-        call.policy,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        key_lengths=call.key_lengths,
-        block_mask=call.block_mask,
-        plan=call.plan,
-    )
+    with as_written(call.q.device):
+        return reference.attention(
+            call.q,
+            call.k,
+            call.v,
+            call.policy,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            key_lengths=call.key_lengths,
+            block_mask=call.block_mask,
+            plan=call.plan,
+        )
 
 
-def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    """Writes what the kernels would write, and adds to the counters of `AttentionStats`."""
-    if call.order is None and call.budget is None:
-        attended, plan = attend(call)
-        kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.counts
-    else:
-        assert call.v is not None
-        attended, choice = reference.budgeted_attention(
+def _attend_in_order(call: Call) -> tuple[reference.Attended, reference.Choice]:
+    """A call with an order or a budget, and the blocks that it chose."""
+    assert call.v is not None
+    with as_written(call.q.device):
+        return reference.budgeted_attention(
             call.q,
             call.k,
             call.v,
@@ -45,6 +57,15 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
             scale=call.scale,
             key_lengths=call.key_lengths,
         )
+
+
+def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    """Writes what the kernels would write, and adds to the counters of `AttentionStats`."""
+    if call.order is None and call.budget is None:
+        attended, plan = attend(call)
+        kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.visited_blocks()
+    else:
+        attended, choice = _attend_in_order(call)
         kept, valid, blocks = choice.kept_pairs(), choice.valid_pairs(), choice.kept
     out.copy_(attended.out)
     if lse is not None:

@@ -5,18 +5,31 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .thresholds import threshold_table
+from .argument import check_kind, flag, number, shown, whole_number
+from .thresholds import check_per_head, threshold_table
 
 #: One number for all heads, or a float tensor with one value per query head.
 PerHead = float | Tensor
 
+INT32_MAX = 2**31 - 1  # kernels count in 32 bits
+
 #: At and above this many log2 units nothing is small enough to skip, so the filter is compiled out.
 PV_FILTER_OFF = 50.0
+
+
+#: What thresholds take that are numbers.
+_RANGES = {
+    "topk": (0.0, 1.0),
+    "cdfthreshd": (0.0, 1.0),
+    "simthreshd1": (-math.inf, math.inf),
+    "pvthreshd": (0.0, math.inf),
+}
+_GATES = ("simthreshd1", "pvthreshd")
 
 
 class Precision(enum.Enum):
@@ -27,7 +40,12 @@ class Precision(enum.Enum):
     INT8_FP16 = "int8_fp16"
     """INT8 QK and FP16 PV on every GPU: truer than E4M3, and slower where that exists."""
     SIXTEEN_BIT = "16bit"
-    """No quantization: bf16 (fp16 for fp16 inputs) products, float32 accumulation."""
+    """No quantization: bf16 products (fp16 where q, k and v all are), float32 accumulation."""
+
+
+def operand_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Of 16-bit products of tensors of these dtypes: fp16 has not the range of the others."""
+    return torch.float16 if all(dtype == torch.float16 for dtype in dtypes) else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,9 @@ class SparsePolicy:
     topk: PerHead = 0.5
     """Share of all key blocks that a query block keeps, at least one block. Lower is faster. With a
     token order it keeps one more where that and the blocks that are always kept are an odd number:
-    on Hopper two take as long as one."""
+    on Hopper two take as long as one. Under a causal mask it is a share of all key blocks too, as
+    upstream has it: queries that see no more than that keep all they see, so a share t keeps
+    2 t - t^2 of the query-key pairs of a square call."""
     cdfthreshd: PerHead = 0.98
     """Cumulative pooled softmax mass that is kept, at least one block. Lower is faster."""
     simthreshd1: PerHead = -0.1
@@ -68,13 +88,19 @@ class SparsePolicy:
                 f"select_by is {self.select_by!r}; it takes 'topk' (a share of the key blocks) "
                 "or 'cdf' (a share of the pooled attention mass)."
             )
-        _check_range("topk", self.topk, 0.0, 1.0)
-        _check_range("cdfthreshd", self.cdfthreshd, 0.0, 1.0)
-        _check_range("simthreshd1", self.simthreshd1, -math.inf, math.inf)
-        _check_range("pvthreshd", self.pvthreshd, 0.0, math.inf)
+        for name, (low, high) in _RANGES.items():
+            self._set(name, _checked_threshold(name, getattr(self, name), low, high))
+        for name in ("attention_sink", "keep_diagonal", "smooth_k"):
+            self._set(name, flag(name, getattr(self, name)))
         for name in ("exact_prefix", "exact_suffix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it counts tokens from 0 up.")
+            self._set(name, whole_number(name, getattr(self, name), 0))
+        kinds = ", ".join(map(str, Precision))
+        check_kind("precision", self.precision, Precision, f"one of {kinds}")
+
+    def _set(self, name: str, value: object) -> None:
+        """NumPy's numbers become Python's."""
+        if value is not getattr(self, name):
+            object.__setattr__(self, name, value)
 
     @property
     def pv_filter(self) -> bool:
@@ -85,34 +111,42 @@ class SparsePolicy:
     def selection(self) -> PerHead:
         return self.topk if self.select_by == "topk" else self.cdfthreshd
 
+    @property
+    def per_head(self) -> dict[str, Tensor]:
+        """The thresholds that are tensors, by name."""
+        values = {name: getattr(self, name) for name in _RANGES}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def of_tokens(self, tokens: int) -> SparsePolicy:
+        """The same for a call of so many tokens: what protects more of them protects all."""
+        if max(self.exact_prefix, self.exact_suffix) <= INT32_MAX:
+            return self
+        ends = {name: min(getattr(self, name), tokens) for name in ("exact_prefix", "exact_suffix")}
+        return replace(self, **ends)
+
     def head_thresholds(self, heads: int, device: torch.device) -> Tensor | None:
         """`threshold_table` of this policy, without pooling; None when all are scalars.
 
         Raises:
             ValueError: a per-head tensor does not have one value per query head.
         """
-        columns = {
-            self.select_by: self.selection,
-            "simthreshd1": self.simthreshd1,
-            "pvthreshd": self.pvthreshd,
-        }
-        tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+        own = "topk" if self.select_by == "topk" else "cdfthreshd"
+        tensors = {name: x for name, x in self.per_head.items() if name in (own, *_GATES)}
         for name, value in tensors.items():
-            if value.shape not in ((), (heads,)):
-                raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}; give one number or one value for each "
-                    f"of the {heads} query heads."
-                )
+            check_per_head(name, value, heads)
         if not tensors:
             return None
-        columns["selection"] = columns.pop(self.select_by)
-        return threshold_table(heads, device, **columns)
+        others = {name: getattr(self, name) for name in _GATES}
+        return threshold_table(heads, device, selection=self.selection, **others)
 
 
-def _check_range(name: str, value: PerHead, low: float, high: float) -> None:
-    """Scalars only: reading a tensor's values would synchronise with the GPU."""
+def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> PerHead:
+    """Ranges of numbers only: reading a tensor's values would synchronise with the GPU."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             raise ValueError(f"{name} is a {value.dtype} tensor; give floating point values.")
-    elif not low <= value <= high:
-        raise ValueError(f"{name} is {value}; it takes a number from {low:g} to {high:g}.")
+        return value
+    scalar = number(name, value, "a number, or a float tensor with one value for each query head")
+    if not low <= scalar <= high:
+        raise ValueError(f"{name} is {shown(value)}; it takes a number from {low:g} to {high:g}.")
+    return scalar

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .errors import Unsupported
 from .plan.blocks import block_count
 from .workspace import CallShape
 
@@ -40,9 +41,15 @@ class QuantizeGrid:
         share = shape.batch * blocks / (LEAST_THREAD_BLOCKS * multiprocessors)
         run = next(run for run in (LONGEST_RUN, LONGEST_RUN // 2, 1) if run <= max(1, share))
         grid = cls.of_runs(shape, run, with_values, with_queries)
-        while grid.turns > LONGEST_AXIS and run < shape.key_blocks:  # millions of tokens
+        longest = max(shape.key_blocks, 2 * shape.query_blocks)
+        while grid.turns > LONGEST_AXIS and run < longest:  # millions of tokens, or of queries
             run *= 2
             grid = cls.of_runs(shape, run, with_values, with_queries)
+        if grid.turns > LONGEST_AXIS:
+            raise Unsupported(
+                f"{shape.heads} query heads share {shape.kv_heads} key heads; up to "
+                f"{LONGEST_AXIS - 2} may share one: serve fewer heads at a time."
+            )
         return grid
 
     @classmethod

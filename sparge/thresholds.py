@@ -22,7 +22,16 @@ def threshold_table(heads: int, device: torch.device, **columns: float | Tensor)
     for index, name in enumerate(COLUMNS):
         value = columns[name] if name in columns else OFF[name]
         if isinstance(value, Tensor):
+            check_per_head(name, value, heads)
             table[:, index].copy_(value, non_blocking=True)
         else:
             table[:, index].fill_(value)
     return table
+
+
+def check_per_head(name: str, value: float | Tensor, heads: int) -> None:
+    if isinstance(value, Tensor) and value.shape not in ((), (heads,)):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; give one number or one value for each of the "
+            f"{heads} query heads."
+        )

@@ -7,24 +7,33 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .argument import check_tensor, number, shown
 from .errors import Unsupported
 from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 
 MAX_HEAD_DIM = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Kernels count the pairs of a query block in 32 bits.
+MOST_TOKENS = 2**32 // QUERY_BLOCK - 1
 LAYOUTS = {"HND": "(B, H, N, D)", "NHD": "(B, N, H, D)"}
 
 
 def as_heads_first(name: str, tensor: Tensor, layout: str) -> Tensor:
     """A (B, H, N, D) view. Raises ValueError for a wrong rank or layout name."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it takes 'HND' for (B, H, N, D) or 'NHD'.")
+    check_layout("layout", layout)
+    check_tensor(name, tensor, LAYOUTS[layout])
     if tensor.dim() != 4:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; layout {layout} takes {LAYOUTS[layout]}."
         )
     return tensor if layout == "HND" else tensor.transpose(1, 2)
+
+
+def check_layout(name: str, layout: str) -> None:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"{name} is {shown(layout)}; it takes 'HND' for (B, H, N, D) or 'NHD'.")
 
 
 def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
@@ -50,6 +59,11 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
         )
     if q.shape[-1] > MAX_HEAD_DIM:
         raise Unsupported(f"head_dim is {q.shape[-1]}; up to {MAX_HEAD_DIM} is supported.")
+    if q.shape[2] > MOST_TOKENS or k.shape[2] > MOST_TOKENS:
+        raise Unsupported(
+            f"The call has {q.shape[2]} queries and {k.shape[2]} keys; up to {MOST_TOKENS} of each "
+            "are supported."
+        )
 
 
 def check_values(k: Tensor, v: Tensor) -> None:
@@ -65,6 +79,7 @@ def check_values(k: Tensor, v: Tensor) -> None:
 def check_key_lengths(key_lengths: Tensor | None, q: Tensor) -> None:
     if key_lengths is None:
         return
+    check_tensor("key_lengths", key_lengths, f"int32 of shape ({q.shape[0]},)")
     if key_lengths.shape != (q.shape[0],) or key_lengths.dtype != torch.int32:
         raise ValueError(
             f"key_lengths is {key_lengths.dtype} {tuple(key_lengths.shape)}; give int32 of shape "
@@ -77,6 +92,7 @@ def check_key_lengths(key_lengths: Tensor | None, q: Tensor) -> None:
 def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     if block_mask is None:
         return
+    check_tensor("block_mask", block_mask, "one entry for each block of queries and of keys")
     expected = (
         *q.shape[:2],
         block_count(q.shape[2], QUERY_BLOCK),
@@ -105,17 +121,28 @@ def check_output_dtype(dtype: torch.dtype | None) -> None:
 LEAST_SCALE = 2.0**-20
 
 
-def check_scale(scale: float) -> None:
-    if not LEAST_SCALE <= scale < math.inf:
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale of a call."""
+    if scale is None:
+        return head_dim**-0.5
+    given = number("scale", scale, "a number (the softmax scale), or None for head_dim ** -0.5")
+    if not LEAST_SCALE <= given < math.inf:
         raise Unsupported(
-            f"scale is {scale}; the softmax scale is a finite number from {LEAST_SCALE:g} up: "
+            f"scale is {given}; the softmax scale is a finite number from {LEAST_SCALE:g} up: "
             "for a negative one pass -q, for 0 average v."
         )
+    return given
 
 
 def check_inference(*tensors: Tensor) -> None:
+    """Of everything that a caller may want a derivative of."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise Unsupported(
             "Sparse attention has no backward pass: run under torch.no_grad() or "
             "torch.inference_mode(), or detach the inputs."
+        )
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise Unsupported(
+            "Sparse attention has no forward-mode derivative (torch.func.jvp, dual tensors): "
+            "detach the inputs, or use dense attention where a tangent is asked for."
         )

@@ -14,6 +14,7 @@ import sparge
 from sparge import KernelBuildError, Precision, SparsePolicy, kernel_check
 from sparge.kernels import Element, KernelSpec, device, loader
 from sparge.kernels.spec import HOPPER_ATTEND, HOPPER_ATTEND_16, HOPPER_ENTRIES
+from sparge.workspace import CallShape
 
 FP16, E4M3 = int(Element.INT8_FP16), int(Element.INT8_E4M3)
 
@@ -50,9 +51,12 @@ class Gpu:
             self.launch("quantize", element)
             return nothing
 
-        def route(workspace: Any, sizes: Any, element: int, *_: Any):
+        def route(workspace: Any, sizes: list[int], element: int, *_: Any):
             self.launch("route", element)
-            return nothing, nothing
+            shape = CallShape(*sizes)
+            rows = (shape.batch, shape.heads, shape.query_blocks)
+            words = torch.empty((*rows, shape.map_words), dtype=torch.int32)
+            return words, torch.empty(rows, dtype=torch.int32)
 
         def attend(q: Any, workspace: Any, block_map: Any, sizes: Any, element: int, *_: Any):
             self.launch("attend", element)
@@ -70,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", gpu.load)
-    pipeline = importlib.import_module("sparge.attention")
+    pipeline = importlib.import_module("sparge.pipeline")
     monkeypatch.setattr(pipeline, "ops", gpu.ops())
     for module in (pipeline, importlib.import_module("sparge.call"), loader, device):
         monkeypatch.setattr(module, "capabilities", lambda _: device._learn(0))

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from sparge import quantize_grid
+from sparge import Unsupported, quantize_grid
 from sparge.quantize_grid import LONGEST_AXIS, QuantizeGrid
 from sparge.workspace import CallShape
 
@@ -41,6 +41,33 @@ def test_millions_of_tokens_fit_the_grid(with_queries: bool):
     found = QuantizeGrid.of(shape, H200, with_values=True, with_queries=with_queries)
     assert found.key_run == (64 if with_queries else 32)
     assert LONGEST_AXIS / 2 < found.turns <= LONGEST_AXIS
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        CallShape(1, 64, 1, 540_000, 300, 64),
+        CallShape(1, 64, 1, 540_000, 1, 64),
+        CallShape(2, 2048, 2, 1_000_000, 64 * 1000, 128),
+        CallShape(1, 30_000, 1, 3000, 3000, 64),
+        CallShape(1, LONGEST_AXIS - 2, 1, 1000, 1000, 64),
+        CallShape(1, 1, 1, 30_000_000, 64, 64),
+    ],
+)
+def test_many_queries_of_few_keys_fit_the_grid(shape: CallShape, with_values: bool):
+    found = QuantizeGrid.of(shape, H200, with_values=with_values, with_queries=True)
+    assert found.turns <= LONGEST_AXIS
+    assert found.key_runs * found.key_run >= shape.key_blocks
+    group = shape.heads // shape.kv_heads
+    key_turns = (1 + with_values) * found.key_runs
+    assert (found.turns - key_turns) // group * found.query_run >= shape.query_blocks
+
+
+def test_more_heads_of_one_key_head_than_an_axis_are_refused():
+    shape = CallShape(1, LONGEST_AXIS - 1, 1, 10, 10, 64)
+    with pytest.raises(Unsupported, match="65534 query heads share 1 key heads"):
+        QuantizeGrid.of(shape, H200, with_values=True, with_queries=True)
 
 
 def blocks_of(grid: QuantizeGrid, shape: CallShape, with_values: bool) -> Counter:
@@ -85,3 +112,11 @@ def test_each_block_has_its_turn(
     if with_queries:
         expected += [("q", head, block) for head in range(3) for block in range(shape.query_blocks)]
     assert blocks_of(grid, shape, with_values) == Counter(expected)
+
+
+def test_each_block_has_its_turn_where_queries_lengthen_the_runs():
+    shape = CallShape(1, 64, 1, 540_000, 300, 64)
+    grid = QuantizeGrid.of(shape, H200, with_values=True, with_queries=True)
+    found = blocks_of(grid, shape, with_values=True)
+    assert set(found.values()) == {1}
+    assert len(found) == 2 * shape.key_blocks + 64 * shape.query_blocks

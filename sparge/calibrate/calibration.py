@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..as_written import as_written
 from .candidates import CandidateSet
 from .contrast import best_contrasts
 from .measure import Measure, Measured, Sample, reference_measure
@@ -104,7 +105,9 @@ class Calibration:
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
         measured = worth_measuring(workload.order.walks) if walks is None else walks
-        sums = torch.zeros(layers, heads, len(measured), *candidates.shape, device=device)
+        sums = torch.zeros(
+            layers, heads, len(measured), *candidates.shape, dtype=torch.float32, device=device
+        )
         return cls(
             workload,
             candidates,
@@ -112,8 +115,8 @@ class Calibration:
             blocks_a_call,
             row_step,
             measure,
-            torch.tensor(candidates.gains, device=device).log(),
-            torch.tensor(candidates.backgrounds, device=device).log(),
+            torch.tensor(candidates.gains, dtype=torch.float32, device=device).log(),
+            torch.tensor(candidates.backgrounds, dtype=torch.float32, device=device).log(),
             measured,
             sums,
             torch.zeros_like(sums),
@@ -202,7 +205,8 @@ class Calibration:
             self.row_step,
             dense,
         )
-        self._add(layer, self.measure(sample), with_rounding=dense is not None)
+        with as_written(q.device):
+            self._add(layer, self.measure(sample), with_rounding=dense is not None)
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:

@@ -76,7 +76,7 @@ class CandidateSet:
     def kept_ranks(self, key_blocks: int) -> list[int]:
         """Ranked blocks that each density asks for of `key_blocks`, in float32 as attention counts;
         it keeps as many more as make `whole_steps`."""
-        shares = torch.tensor(self.densities, dtype=torch.float32)
+        shares = torch.tensor(self.densities, dtype=torch.float32, device="cpu")
         return (shares * key_blocks).long().clamp(min=self.floor).tolist()
 
     def buckets(self, rank: Tensor, valid: Tensor) -> Tensor:

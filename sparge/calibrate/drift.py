@@ -42,7 +42,7 @@ class Drift:
     """Since one measurement of walks `walks`."""
 
     def __init__(self, walks: Sequence[int]) -> None:
-        self._walks = torch.tensor(walks)
+        self._walks = torch.tensor(walks, device="cpu")
         self.grown: Tensor | None = None
         """(layers, heads, walks) float64: as found last, or guessed from another walk."""
         self.ahead: Tensor | None = None
@@ -52,9 +52,10 @@ class Drift:
         """times: (layers, heads) float64, how many times as large as expected the errors that were
         seen are. steps: from the last choice to this one, and to the next."""
         taken, middle = seen.taken(self._walks), seen.middle.double()[:, None, None]
-        grown, ahead, since = self.grown, self.ahead, torch.tensor(float(steps))
+        grown, ahead = self.grown, self.ahead
+        since = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
         if grown is None or ahead is None:
-            grown = ahead = torch.ones(taken.shape, dtype=torch.float64)
+            grown = ahead = torch.ones(taken.shape, dtype=torch.float64, device="cpu")
             since = middle + 1  # the step before the first was measured
         to_come = steps + (steps - 1) / 2 - middle  # to the middle of the next ones
         found = times.double().unsqueeze(-1) * _of_taken(ahead, taken)

@@ -50,7 +50,7 @@ class Pieces:
         if sum(counts) > MOST_PIECES:
             raise ValueError(f"{len(densities)} densities are more than kernels score at once.")
         masks = [every_bit(count, first) for count in counts for first in range(count)]
-        bits = torch.tensor(masks, dtype=torch.int32).view(-1, 1)
+        bits = torch.tensor(masks, dtype=torch.int32, device="cpu").view(-1, 1)
         bits = bits.to(every_block.device, non_blocking=True)
         every = every_block.repeat(1, query_blocks)[:, None, None]
         return cls(

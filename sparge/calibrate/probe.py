@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..as_written import as_written
 from ..plan.blocks import QUERY_BLOCK
 from ..plan.grid import EMPTY
 from .choices import HeadChoices
@@ -94,7 +95,8 @@ class Probe:
         blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
         tokens = torch.cat([self.tokens[block] for block in blocks])
         empty = torch.cat([self.empty[block] for block in blocks]).unsqueeze(-1)
-        exact = attend_rows(q[:, :, tokens], k, v, scale)
+        with as_written(q.device):
+            exact = attend_rows(q[:, :, tokens], k, v, scale)
         error_and_norm = torch.stack([out[:, :, tokens] - exact, exact]).masked_fill_(empty, 0)
         squares = torch.linalg.vector_norm(error_and_norm, dim=(1, 3, 4)).double().square()
         self.squares[:, layer] += self.weights[:, layer] * squares
@@ -118,5 +120,5 @@ class Probe:
         """(layers, heads) float32 on the CPU, over the whole run; NaN where nothing was probed."""
         error, norm = self.totals.cpu()
         errors = (error / norm).sqrt()
-        probed = torch.tensor(self.samples) > 0
+        probed = torch.tensor(self.samples, device="cpu") > 0
         return errors.where(probed.unsqueeze(-1), torch.nan).float()

@@ -45,4 +45,4 @@ def spread_rows(step: int) -> list[int]:
 
 def rows_on(device: torch.device, step: int) -> Tensor:
     """(rows,) int64: the same on a device, without waiting for it."""
-    return torch.tensor(spread_rows(step)).to(device, non_blocking=True)
+    return torch.tensor(spread_rows(step), device="cpu").to(device, non_blocking=True)

@@ -222,7 +222,8 @@ class StepChoices:
         of_layers = (
             [self.visit(layer, step) is not None for step in given] for layer in range(len(walks))
         )
-        visited = torch.tensor([*of_layers])
+        visited = torch.tensor([*of_layers], device="cpu")
         visited |= ~visited.any(1, keepdim=True)
-        steps = torch.tensor([float(step - self._chosen) for step in given])
+        since = [float(step - self._chosen) for step in given]
+        steps = torch.tensor(since, dtype=torch.float32, device="cpu")
         return Seen(walks, visited, (visited * steps).sum(1) / visited.sum(1))

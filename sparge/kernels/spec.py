@@ -127,7 +127,7 @@ class KernelSpec:
 
 
 def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
-    """The operand types ``arch`` runs fastest: ``dtype`` is q's and matters only to 16-bit."""
+    """The operand types ``arch`` runs fastest: ``dtype`` is that of 16-bit operands."""
     if sixteen_bit:
         return Element.FP16 if str(dtype) == "torch.float16" else Element.BF16
     return Element.INT8_E4M3 if ARCHS[arch].path in _E4M3_PATHS else Element.INT8_FP16

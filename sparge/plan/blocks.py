@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..argument import check_tensor, flag, whole_number
+
 QUERY_BLOCK = 128  # queries a row of the block map stands for, on every GPU
 KEY_BLOCK = 64  # keys one bit of it stands for
 STEP_BLOCKS = 2  # key blocks that attend takes at once on Hopper
@@ -107,8 +109,35 @@ class BlockPlan:
     key_lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("n_queries", "n_keys"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
+        object.__setattr__(self, "is_causal", flag("is_causal", self.is_causal))
+        self._check_tensors()
         for name in ("block_map", "counts"):  # kernels read them where they lie
             object.__setattr__(self, name, getattr(self, name).contiguous())
+
+    def _check_tensors(self) -> None:
+        """Kernels take types and sizes for granted. Stray bits do no harm, so values are not read:
+        that would synchronise."""
+        words = block_count(self.key_blocks, WORD_BITS)
+        sizes = {"block_map": (self.query_blocks, words), "counts": (self.query_blocks,)}
+        for name in sizes:
+            check_tensor(name, getattr(self, name), "int32, as make_plan gives it")
+        rows = tuple(self.counts.shape[:2])
+        for name, of_row in sizes.items():
+            value = getattr(self, name)
+            if tuple(value.shape) != (*rows, *of_row) or value.dtype != torch.int32:
+                needed = ", ".join(map(str, of_row))
+                raise ValueError(
+                    f"{name} is {value.dtype} of shape {tuple(value.shape)}; {self.n_queries} "
+                    f"queries and {self.n_keys} keys need int32 of shape (B, H, {needed}): make it "
+                    "with make_plan or BlockPlan.from_kept."
+                )
+        if self.counts.device != self.device:
+            raise ValueError(
+                f"block_map is on {self.device} and counts on {self.counts.device}: put both on "
+                "one device."
+            )
 
     @classmethod
     def from_kept(
@@ -119,7 +148,9 @@ class BlockPlan:
         is_causal: bool = False,
         key_lengths: Tensor | None = None,
     ) -> BlockPlan:
-        """A plan from a bool map (B, H, ceil(Nq / 128), ceil(Nk / 64))."""
+        """A plan from a map (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps. Blocks without a
+        query-key pair, behind the key length or the diagonal, are left out of it."""
+        check_tensor("kept", kept, "bool of shape (B, H, query blocks, key blocks)")
         expected = (block_count(n_queries, QUERY_BLOCK), block_count(n_keys, KEY_BLOCK))
         if kept.dim() != 4 or tuple(kept.shape[2:]) != expected:
             raise ValueError(
@@ -127,6 +158,10 @@ class BlockPlan:
                 f"keys need (B, H, {expected[0]}, {expected[1]}): a row for each {QUERY_BLOCK} "
                 f"queries, a column for each {KEY_BLOCK} keys."
             )
+        pairs = block_pairs(
+            n_queries, count_keys(n_keys, key_lengths, kept.shape[0], kept.device), is_causal
+        )
+        kept = (kept != 0) & (pairs > 0).unsqueeze(1)
         counts = kept.sum(-1, dtype=torch.int32)
         return cls(pack(kept), counts, n_queries, n_keys, is_causal, key_lengths)
 
@@ -157,6 +192,11 @@ class BlockPlan:
     def key_counts(self) -> Tensor:
         """(B, key_blocks) int32: the valid keys of each key block."""
         return count_keys(self.n_keys, self.key_lengths, self.batch, self.device)
+
+    def visited_blocks(self) -> Tensor:
+        """(B, H) int64: kept blocks that hold a query-key pair."""
+        pairs = block_pairs(self.n_queries, self.key_counts(), self.is_causal)
+        return (self.kept() & (pairs > 0).unsqueeze(1)).sum((-2, -1))
 
     def kept_pairs(self) -> Tensor:
         """(B, H) int64: query-key pairs inside the kept blocks."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..policy import PerHead, SparsePolicy
+from ..argument import check_tensor, flag, number, shown, whole_number
+from ..policy import INT32_MAX, PerHead, SparsePolicy
 from ..thresholds import SELECTION, threshold_table
 
 
@@ -72,6 +73,7 @@ class HeadBudget:
     _tables: dict[tuple[float, float], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_tensor("density", self.density, "one float32 value for each query head")
         for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
             _check(name, getattr(self, name), dtype, self.heads)
         _check("density", self.density, torch.float32, self.heads)
@@ -87,8 +89,11 @@ class HeadBudget:
                 )
         if self.walk is not None:  # kernels read it where it lies
             object.__setattr__(self, "walk", self.walk.contiguous())
-        if self.floor < 1:
-            raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
+        for name, value in (
+            ("floor", whole_number("floor", self.floor, 1, INT32_MAX)),
+            ("pools", flag("pools", self.pools)),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def heads(self) -> int:
@@ -108,10 +113,13 @@ class HeadBudget:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadBudget:
         """With all values changed."""
-        names = ("density", "gain", "router", *OPTIONAL)
-        values = {name: getattr(self, name) for name in names}
-        changed = {name: None if x is None else change(x) for name, x in values.items()}
-        return replace(self, **changed)
+        return replace(self, **{name: change(x) for name, x in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The values of heads, by name."""
+        values = {name: getattr(self, name) for name in ("density", "gain", "router", *OPTIONAL)}
+        return {name: value for name, value in values.items() if value is not None}
 
     def table(self, policy: SparsePolicy) -> Tensor:
         """`threshold_table` of this budget with the other thresholds of `policy`.
@@ -165,11 +173,20 @@ class HeadBudget:
         device: torch.device | str = "cpu",
     ) -> HeadBudget:
         """The same for every head."""
+        heads = whole_number("heads", heads, 1)
+        density, gain = number("density", density), number("gain", gain)
+        if not (0 <= density <= 1 and 0 <= gain < math.inf):
+            raise ValueError(
+                f"density is {density} and gain {gain}; density takes a number from 0 to 1, gain "
+                "a finite one from 0."
+            )
+        if router not in list(Router):
+            raise ValueError(f"router is {shown(router)}; it takes Router.MASS or Router.ERROR.")
         return cls(
-            torch.full((heads,), density, device=device),
-            torch.full((heads,), gain, device=device),
+            torch.full((heads,), density, dtype=torch.float32, device=device),
+            torch.full((heads,), gain, dtype=torch.float32, device=device),
             torch.full((heads,), int(router), dtype=torch.int32, device=device),
-            pools=gain > 0 or router is Router.ERROR,
+            pools=gain > 0 or router == Router.ERROR,
         )
 
 
@@ -182,6 +199,7 @@ def _table_key(policy: SparsePolicy) -> tuple[float, float] | None:
 
 
 def _check(name: str, value: Tensor, dtype: torch.dtype, heads: int) -> None:
+    check_tensor(name, value, f"one {dtype} value for each of the {heads} query heads")
     if value.dtype != dtype or value.shape != (heads,):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)} and type {value.dtype}; give one {dtype} value "

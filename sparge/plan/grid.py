@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from .order_check import check_tensors
 from .walks import TURNS, Walk, unmeasured_walk, walk_ranks, walks_of
 
 EMPTY = -1  # the token of a slot that holds none
@@ -97,6 +98,16 @@ class TokenOrder:
     segments: tuple[Segment, ...]
     # Not given, so that `replace` makes new ones: copies are of these blocks.
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_tensors(
+            {"slot_tokens": self.slot_tokens, "token_slots": self.token_slots},
+            {
+                "block_counts": self.block_counts,
+                "keys_exact": self.keys_exact,
+                "queries_exact": self.queries_exact,
+            },
+        )
 
     @property
     def slot_token(self) -> Tensor:

@@ -87,10 +87,12 @@ def attend(
     arithmetic = ARITHMETIC[quantized.element]
     shape = quantized.q_levels.shape
     device = quantized.q_levels.device
-    thresholds = torch.as_tensor(pvthreshd, dtype=torch.float32).expand(shape[1]).tolist()
-    unnormalised = torch.zeros(shape, device=device)
-    row_max = torch.full(shape[:3], NO_LOGIT, device=device)
-    row_sum = torch.zeros(shape[:3], device=device)
+    thresholds = (
+        torch.as_tensor(pvthreshd, dtype=torch.float32, device="cpu").expand(shape[1]).tolist()
+    )
+    unnormalised = torch.zeros(shape, dtype=torch.float32, device=device)
+    row_max = torch.full(shape[:3], NO_LOGIT, dtype=torch.float32, device=device)
+    row_sum = torch.zeros(shape[:3], dtype=torch.float32, device=device)
     pv_skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
     group = quantized.heads // quantized.kv_heads
     kept = plan.kept()

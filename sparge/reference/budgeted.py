@@ -68,12 +68,14 @@ def budgeted_attention(
         ]
         attended, choices = zip(*by_walk, strict=True)
         return _by_head(attended, head_walk), _by_head(choices, head_walk)
+    if element is None:
+        element = reference_element(policy.precision, q.dtype, k.dtype, v.dtype)
     packed = pack_qkv(
         q,
         k,
         v,
         order,
-        element=reference_element(policy.precision, q.dtype) if element is None else element,
+        element=element,
         smooth_k=policy.smooth_k,
         key_lengths=key_lengths,
     )

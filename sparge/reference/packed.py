@@ -137,7 +137,7 @@ def _by_segment(plain: Quantized, q: Tensor, k: Tensor, v: Tensor, order: TokenO
         return torch.cat([pad(x, (0, 0, 0, -x.shape[2] % KEY_BLOCK)) for x in levels], 2)
 
     # Statistics above divided by the slots of a query block, of which some are empty.
-    rows = count_rows(order.slots, q.device) / order.query_counts()
+    rows = count_rows(order.slots, q.device).float() / order.query_counts()
     return replace(
         of_queries,
         q_block_mean=of_queries.q_block_mean * rows.unsqueeze(-1),

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from ..kernels.spec import Element
 from ..plan.blocks import BlockPlan
-from ..policy import PV_FILTER_OFF, Precision, SparsePolicy
+from ..policy import PV_FILTER_OFF, Precision, SparsePolicy, operand_dtype
 from .attend import Attended, attend
 from .quantize import Quantized, quantize_qkv
 from .route import route
 
 
-def reference_element(precision: Precision, q_dtype: torch.dtype) -> Element:
-    """The element the reference emulates where no GPU names one."""
+def reference_element(precision: Precision, *dtypes: torch.dtype) -> Element:
+    """The element the reference emulates for q, k and v of `dtypes`, where no GPU names one."""
     if precision is not Precision.SIXTEEN_BIT:
         return Element.INT8_FP16
-    return Element.FP16 if q_dtype == torch.float16 else Element.BF16
+    return Element.FP16 if operand_dtype(*dtypes) == torch.float16 else Element.BF16
 
 
 def make_plan(
@@ -77,11 +77,13 @@ def _quantize(
     key_lengths: Tensor | None,
     element: Element | None,
 ) -> Quantized:
+    if element is None:
+        element = reference_element(policy.precision, q.dtype, k.dtype, v.dtype)
     return quantize_qkv(
         q,
         k,
         v,
-        element=reference_element(policy.precision, q.dtype) if element is None else element,
+        element=element,
         smooth_k=policy.smooth_k,
         key_lengths=key_lengths,
     )

@@ -51,11 +51,13 @@ def attend_packed(
     """
     operands = packed.operands
     shape, device = operands.q_levels.shape, operands.q_levels.device
-    thresholds = torch.as_tensor(pvthreshd, dtype=torch.float32).expand(shape[1]).tolist()
+    thresholds = (
+        torch.as_tensor(pvthreshd, dtype=torch.float32, device="cpu").expand(shape[1]).tolist()
+    )
     gains = torch.as_tensor(gain, dtype=torch.float32, device=device).expand(shape[1])
-    unnormalised = torch.zeros(shape, device=device)
-    row_max = torch.full(shape[:3], NO_LOGIT, device=device)
-    row_sum = torch.zeros(shape[:3], device=device)
+    unnormalised = torch.zeros(shape, dtype=torch.float32, device=device)
+    row_max = torch.full(shape[:3], NO_LOGIT, dtype=torch.float32, device=device)
+    row_sum = torch.zeros(shape[:3], dtype=torch.float32, device=device)
     pv_skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
     group = operands.heads // operands.kv_heads
     for b in range(shape[0]):

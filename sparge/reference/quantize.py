@@ -132,7 +132,7 @@ def _quantize_queries(q: Tensor, arithmetic: Arithmetic, kbar: Tensor) -> dict[s
         scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
         levels = int8_levels(rows, largest.unsqueeze(-1))
     else:
-        scale = torch.ones(q.shape[0], device=q.device)
+        scale = torch.ones(q.shape[0], dtype=torch.float32, device=q.device)
         levels = arithmetic.round(rows)
     return {
         "q_levels": levels,
@@ -159,7 +159,7 @@ def _quantize_keys(
         scale = torch.where(largest > 0, largest / INT8_MAX, ZERO_SCALE)
         levels = int8_levels(blocks, largest[:, None, None]).flatten(0, 1)[: k.shape[0]]
     else:
-        scale = torch.ones(counts.shape[0], device=k.device)
+        scale = torch.ones(counts.shape[0], dtype=torch.float32, device=k.device)
         levels = arithmetic.round(centred)
     return {
         "k_levels": levels,

@@ -11,8 +11,8 @@ import torch
 
 from sparge import HeadBudget, TokenGrid, cube_order
 from sparge import attention as public_attention
-from sparge.attention import _run
 from sparge.call import make_call
+from sparge.pipeline import run_kernels
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import KERNELS, PLAIN
@@ -45,7 +45,7 @@ def test_a_background_stays_finite_where_what_is_kept_lies_far_below_it(
         background=torch.ones(1, device="cuda"),
     ).table(policy)
     out, lse = torch.full_like(q, float("nan")), torch.full((1, 1, 640), 0.0, device="cuda")
-    _run(replace(call, thresholds=table), out, lse, None)
+    run_kernels(replace(call, thresholds=table), out, lse, None)
     assert torch.isfinite(lse).all()
     mean = v.float().mean(2, keepdim=True).expand_as(out)
     assert torch.allclose(out.float(), mean, atol=2e-2)

@@ -21,10 +21,10 @@ from sparge import (
     route_shared,
 )
 from sparge import attention as public_attention
-from sparge.attention import _quantize, _route
 from sparge.call import Call, make_call
 from sparge.kernels import Element
 from sparge.metrics import rel_l2
+from sparge.pipeline import quantize, route
 from sparge.plan.blocks import KEY_BLOCK, unpack
 from sparge.plan.grid import TokenOrder
 from sparge.reference import (
@@ -148,7 +148,7 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
     centred = element in (Element.INT8_FP16, Element.INT8_E4M3)
     budget = budget_of(case.heads, mean_terms=centred and not case.causal)
     call = make_call(q, k, v, policy, "HND", case.causal, None, lengths, None, None, order, budget)
-    workspace = _quantize(call)
+    workspace = quantize(call)
     layout = WorkspaceLayout(
         call.shape, call.element, with_values=True, with_queries=True, with_pools=True
     )
@@ -158,7 +158,7 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
         names = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale"}
         means = {name: fields[field][..., : case.head_dim] for name, field in names.items()}
     packed = pack_qkv(q, k, v, call.order, element=element, key_lengths=lengths, **means)
-    block_map, counts = _route(call, workspace, None)
+    block_map, counts = route(call, workspace, None)
     kept = unpack(block_map, call.shape.key_blocks)
     assert torch.equal(counts, kept.sum(-1, dtype=torch.int32))
     return Prepared(call, fields, packed, kept)
@@ -261,11 +261,11 @@ def test_query_blocks_choose_alone(
     element = element_for(Kernels(Element.BF16), job.case)
     force(Kernels(element))
     call = prepare(job, element, generator).call
-    workspace = _quantize(call)
+    workspace = quantize(call)
 
     def routed() -> tuple[Tensor, ...]:
         counters = AttentionStats("cuda").counters
-        return *_route(call, workspace, counters), counters
+        return *route(call, workspace, counters), counters
 
     expected = routed()
     monkeypatch.setattr(route_shared, "MAX_ROWS", rows)

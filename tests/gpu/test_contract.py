@@ -177,7 +177,7 @@ def test_head_groups_give_the_same_bits(
     assert torch.equal(whole, sparge.attention(q, k, v, HALF, budget=budget))
     assert len(launched) == 4
     launched.clear()
-    pipeline = importlib.import_module("sparge.attention")
+    pipeline = importlib.import_module("sparge.pipeline")
     monkeypatch.setattr(pipeline, "MEMORY_SHARE", 0.2)
     monkeypatch.setattr(pipeline, "MEMORY_FLOOR", 0)
     stats = AttentionStats("cuda")

@@ -51,7 +51,7 @@ def run(case: Case, policy: SparsePolicy, generator: torch.Generator, empty_rows
             policy,
             return_lse=True,
             stats=stats,
-            is_causal=case.causal,
+            causal="top-left" if case.causal else None,
             key_lengths=lengths,
             block_mask=mask,
         )

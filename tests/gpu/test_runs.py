@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sparge import quantize_grid
-from sparge.attention import _quantize
 from sparge.kernels import Element
 from sparge.launch import quantize
+from sparge.pipeline import quantize as quantize_call
 from sparge.quantize_grid import QuantizeGrid
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
@@ -83,4 +83,4 @@ def test_with_budgets_and_orders(
     element = element_for(Kernels(element), job.case)
     force(Kernels(element))
     call = prepare(job, element, generator).call
-    assert_alike(monkeypatch, lambda: _quantize(call))
+    assert_alike(monkeypatch, lambda: quantize_call(call))

@@ -246,7 +246,7 @@ def test_attention(
     policy = with_element(policy, element)
     q, k, v = make_qkv(case, generator)
     lengths = lengths_of(case)
-    options = {"is_causal": case.causal, "key_lengths": lengths}
+    options = {"causal": "top-left" if case.causal else None, "key_lengths": lengths}
     plan = make_plan(q, k, policy, **options)
     check_routing(plan, q, k, v, policy, element, case, lengths)
 
@@ -278,7 +278,10 @@ def test_attention(
     assert_same_lse(lse, emulated.lse, kernels, 1e-3)
 
     exact, _ = reference.exact_attention(
-        *(x.bfloat16() if x.dtype == torch.float32 else x for x in (q, k, v)), plan=plan, **options
+        *(x.bfloat16() if x.dtype == torch.float32 else x for x in (q, k, v)),
+        plan=plan,
+        is_causal=case.causal,
+        key_lengths=lengths,
     )
     own_error = rel_l2(emulated.out, exact)
     assert rel_l2(out, exact) <= 1.2 * own_error + TIGHT[element]

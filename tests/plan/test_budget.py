@@ -30,7 +30,7 @@ def test_uniform_is_one_value_for_all() -> None:
         ({"router": torch.zeros(3)}, "router has .* torch.float32; give one torch.int32"),
         ({"density": torch.zeros(3, dtype=torch.float64)}, "density has .* give one torch.float32"),
         ({"density": torch.zeros(3, 1)}, r"density has shape \(3, 1\)"),
-        ({"floor": 0}, "floor is 0; a query block keeps at least 1"),
+        ({"floor": 0}, "floor is 0; it takes a whole number from 1"),
     ],
 )
 def test_other_shapes_and_types_are_refused(change: dict, complaint: str) -> None:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padding masks as what attention takes: the real keys first, and how many they are.
+
+padding = sparge.key_padding(mask)              # waits for the GPU once a mask
+k, v, key_lengths = padding.apply(k, v)
+out = sparge.attention(q, k, v, policy, key_lengths=key_lengths)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .argument import check_tensor
+from .errors import Unsupported
+from .validate import as_heads_first
+from .weak_cache import WeakTensorCache
+
+#: An additive mask hides a key by this or less: no logit makes up for it.
+HIDDEN = -1e4
+_KEPT = 64  # masks whose padding is remembered
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPadding:
+    """Which keys of (B, N) are real. Where all of them are, both tensors are None."""
+
+    tokens: int
+    """N: keys of each batch entry, real or not."""
+    key_lengths: Tensor | None = None
+    """(B,) int32: real keys of each entry, to be given to attention."""
+    index: Tensor | None = None
+    """(B, most real keys) int64: the places of the real keys, in order; None where they come first.
+    Entries with fewer are filled up with places that `key_lengths` cuts off."""
+
+    def apply(
+        self, k: Tensor, v: Tensor, layout: str = "HND"
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k, v and key_lengths for attention, k and v with the real keys first. Copies them only
+        where there are holes; keys have other places then, so causal calls and token orders do not
+        take them.
+
+        Raises:
+            ValueError: the mask is of another number of keys, or of other batch entries.
+        """
+        by_head = [as_heads_first(name, x, layout) for name, x in (("k", k), ("v", v))]
+        lengths, batch = self.key_lengths, k.shape[0]
+        entries = batch if lengths is None else lengths.shape[0]
+        for x in by_head:
+            if x.shape[2] != self.tokens or entries not in (1, x.shape[0]):
+                raise ValueError(
+                    f"k and v hold {x.shape[2]} keys of {x.shape[0]} batch entries; the mask is of "
+                    f"{self.tokens} keys of {entries}: they must agree."
+                )
+        if lengths is None:
+            return k, v, None
+        if lengths.device != k.device:
+            raise ValueError(f"The mask is on {lengths.device}; put it on {k.device}, as k is.")
+        lengths = lengths.expand(batch).contiguous()
+        if self.index is None:
+            return k, v, lengths
+        entry = torch.arange(batch, device=k.device).unsqueeze(1)
+        tokens_first = (x[entry, :, self.index.expand(batch, -1)] for x in by_head)
+        k, v = (x.transpose(1, 2) if layout == "HND" else x for x in tokens_first)
+        return k, v, lengths
+
+
+def key_padding(mask: Tensor) -> KeyPadding:
+    """What `mask` says of keys: (B, N), not torch's (Nq, Nk), or (B, 1, 1, N), or (B, H, Nq, N)
+    with equal rows; bool, True for real keys, or floating point to be added to logits, 0 for them.
+
+    The first call of a mask waits for its device, later ones with the same object do not. A mask of
+    torch.inference_mode() must not be changed in place afterwards: nothing tells of that.
+
+    Raises:
+        Unsupported: the mask is more than padding: queries or heads differ, a value is neither 0
+            nor hides its key, or an entry has no real key and values that dense attention would
+            weigh against each other.
+        ValueError: it is no such tensor.
+    """
+    check_tensor("mask", mask, "bool or floating point, (B, N) or (B, 1, 1, N)")
+    found = _paddings.get(mask)
+    if found is None:
+        found = _paddings.add(mask, _read(mask))
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+#: Or why the mask is more than padding.
+_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
+
+
+def _read(mask: Tensor) -> KeyPadding | str:
+    rows = _rows(mask)
+    one = rows[:, 0, 0]
+    added = mask.dtype != torch.bool
+    real = one == 0 if added else one
+    known = real | (one <= HIDDEN) if added else torch.ones_like(one)
+    finite_hidden = one.isfinite() & ~real if added else torch.zeros_like(one)
+    lengths = real.sum(1, dtype=torch.int32)
+    first = torch.arange(one.shape[1], device=mask.device) < lengths.unsqueeze(1)
+    empty = lengths == 0
+    facts = torch.stack([
+        _same(rows),
+        known.all(),
+        (empty & finite_hidden.any(1)).any(),
+        real.all(),
+        (real == first).all(),
+        lengths.max(),
+    ])  # fmt: skip
+    same, only_padding, weighed, all_real, in_front, most = facts.tolist()  # the one wait
+    if not only_padding:
+        return (
+            f"The mask has values other than 0 (a real key) and {HIDDEN:g} or less (a hidden one): "
+            "it weighs keys and is no padding of them. Stay dense."
+        )
+    if not same:
+        return (
+            f"The mask {tuple(mask.shape)} hides other keys from some queries or heads than from "
+            "others: it is no padding of keys. Stay dense."
+        )
+    if weighed:
+        return (
+            "A batch entry of the mask has no real key, and its values are finite: dense attention "
+            "then attends to the padding. Stay dense, or leave the entry out."
+        )
+    tokens = one.shape[1]
+    if all_real:
+        return KeyPadding(tokens)
+    if in_front:
+        return KeyPadding(tokens, lengths)
+    # Stable: real keys keep their order.
+    index = (~real).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, most)]
+    return KeyPadding(tokens, lengths, index.contiguous())
+
+
+def _rows(mask: Tensor) -> Tensor:
+    """(B, H, Nq, N) of a mask, dimensions that it is expanded along cut to 1."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask is {mask.dtype}; give bool (True for real keys, say mask != 0) or floating "
+            "point to be added to logits."
+        )
+    if mask.dim() not in (2, 4) or 0 in mask.shape:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; it takes (B, N) or (B, 1, 1, N), a row of keys "
+            "for each batch entry."
+        )
+    if mask.dim() == 2:
+        return mask[:, None, None]
+    for axis in (1, 2):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
+def _same(rows: Tensor) -> Tensor:
+    """Whether all heads and queries have the same row."""
+    return (rows == rows[:, :1, :1]).all()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels take for granted of a token order, looked at where one is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..argument import check_tensor
+from .blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+
+_TAKE = "a token order is made by cube_order or grid_order"
+
+
+def check_tensors(of_tokens: dict[str, Tensor], of_blocks: dict[str, Tensor]) -> None:
+    """Types, sizes, devices and strides; values as well where that waits for no device.
+
+    of_tokens: slot_tokens (walks, slots) and token_slots (walks, tokens), int32.
+    of_blocks: block_counts (key blocks,) int32, keys_exact (key blocks,) and queries_exact (query
+        blocks,) bool.
+    """
+    for name, value in (of_tokens | of_blocks).items():
+        check_tensor(name, value, _TAKE)
+    slot_tokens, token_slots = of_tokens.values()
+    counts, keys_exact, queries_exact = of_blocks.values()
+    walks = slot_tokens.shape[0] if slot_tokens.dim() else 0
+    key_blocks = counts.numel()
+    slots = key_blocks * KEY_BLOCK
+    tokens = token_slots.shape[-1] if token_slots.dim() else 0
+    needed = {
+        "slot_tokens": (slot_tokens, torch.int32, (walks, slots)),
+        "token_slots": (token_slots, torch.int32, (walks, tokens)),
+        "block_counts": (counts, torch.int32, (key_blocks,)),
+        "keys_exact": (keys_exact, torch.bool, (key_blocks,)),
+        "queries_exact": (queries_exact, torch.bool, (block_count(slots, QUERY_BLOCK),)),
+    }
+    for name, (value, dtype, shape) in needed.items():
+        if value.dtype != dtype or tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} is {value.dtype} of shape {tuple(value.shape)}; {key_blocks} key blocks "
+                f"in {walks} walks need {dtype} of shape {shape}: {_TAKE}."
+            )
+        if value.device != slot_tokens.device or not value.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous and on {slot_tokens.device}, as slot_tokens is."
+            )
+    if slot_tokens.numel() == 0 or tokens == 0:
+        raise ValueError(f"slot_tokens has shape {tuple(slot_tokens.shape)} and no token: {_TAKE}.")
+    plain = all(type(value) is Tensor for value, _, _ in needed.values())  # with numbers in it
+    if plain and slot_tokens.device.type == "cpu":
+        _check_values(slot_tokens, token_slots, counts)
+
+
+def _check_values(slot_tokens: Tensor, token_slots: Tensor, counts: Tensor) -> None:
+    walks, slots = slot_tokens.shape
+    tokens = token_slots.shape[1]
+    place = torch.arange(slots, device="cpu").unflatten(0, (-1, KEY_BLOCK)) % KEY_BLOCK
+    filled = (place < counts.unsqueeze(-1)).flatten()  # in every walk the same slots
+    in_range = bool(((token_slots >= 0) & (token_slots < slots)).all())
+    if (
+        not in_range
+        or int(filled.sum()) != tokens
+        or not torch.equal(slot_tokens >= 0, filled.expand(walks, -1))
+        or not torch.equal(
+            slot_tokens.gather(1, token_slots.long()),
+            torch.arange(tokens, dtype=torch.int32, device="cpu").expand(walks, -1),
+        )
+    ):
+        raise ValueError(
+            "slot_tokens, token_slots and block_counts do not belong together: each token has one "
+            f"slot in every walk, the first ones of its key block, and empty slots hold -1; {_TAKE}."
+        )

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of another kind get a sentence, before anything runs; numbers fit what kernels read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sparge
+from sparge import (
+    AttentionStats,
+    BlockPlan,
+    HeadBudget,
+    Precision,
+    Router,
+    SparsePolicy,
+    TokenGrid,
+    Unsupported,
+    cube_order,
+    ops,
+    pipeline,
+)
+from sparge.call import make_call
+from sparge.kernels.params import RouteParams
+
+attention: Any = sparge.attention
+SPARSE = SparsePolicy(topk=0.4)
+GRID = TokenGrid(2, 8, 10)
+
+
+class TestKinds:
+    """One sentence that says what was given and what is taken, whatever the parameter."""
+
+    @pytest.mark.parametrize(
+        ("named", "words"),
+        [
+            ({"q": np.zeros((1, 2, 256, 64))}, "q is a numpy.ndarray; give a torch tensor"),
+            ({"k": [1.0]}, "k is a list; give a torch tensor"),
+            ({"v": 3}, "v is 3; give a torch tensor"),
+            ({"q": None}, "q is None; give a torch tensor"),
+            ({"policy": 0.5}, "policy is 0.5; give a SparsePolicy"),
+            ({"policy": {"topk": 0.5}}, "policy is a dict; give a SparsePolicy"),
+            ({"policy": SparsePolicy}, "policy is a type; give a SparsePolicy"),
+            ({"layout": ["HND"]}, "layout is a list; it takes 'HND'"),
+            ({"layout": None}, "layout is None; it takes 'HND'"),
+            ({"out_layout": 1}, "out_layout is 1; it takes 'HND'"),
+            ({"is_causal": "False"}, "is_causal is 'False'; it takes True or False"),
+            ({"is_causal": 1}, "is_causal is 1; it takes True or False"),
+            ({"is_causal": torch.ones(3)}, "is_causal is a torch.Tensor; it takes True or False"),
+            ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
+            ({"scale": torch.tensor(0.1)}, "scale is a torch.Tensor; give a number"),
+            ({"scale": "0.1"}, "scale is '0.1'; give a number"),
+            ({"scale": True}, "scale is True; give a number"),
+            ({"key_lengths": [256]}, "key_lengths is a list; give a torch tensor"),
+            ({"key_lengths": 256}, "key_lengths is 256; give a torch tensor"),
+            ({"block_mask": np.ones((1, 2, 2, 4))}, "block_mask is a numpy.ndarray; give a torch"),
+            ({"plan": torch.ones(1, 2, 2, 4)}, "plan is a torch.Tensor; give what make_plan makes"),
+            ({"order": GRID}, "order is a .*TokenGrid; give what cube_order or grid_order makes"),
+            ({"budget": 0.3}, "budget is 0.3; give what HeadBudget"),
+            ({"stats": True}, "stats is True; give an AttentionStats"),
+            ({"stats": {}}, "stats is a dict; give an AttentionStats"),
+            ({"output_dtype": "float16"}, "output_dtype is float16; bfloat16"),
+        ],
+    )
+    def test_of_a_call(self, make_qkv, named: dict[str, Any], words: str) -> None:
+        q, k, v = make_qkv()
+        with pytest.raises(ValueError, match=words):
+            attention(**({"q": q, "k": k, "v": v} | named))
+        shared = {"layout", "is_causal", "scale", "key_lengths", "block_mask", "policy", "q", "k"}
+        if named.keys() <= shared:
+            with pytest.raises(ValueError, match=words):
+                sparge.make_plan(**({"q": q, "k": k} | named))
+        if named.keys() <= shared | {"plan", "v"}:
+            with pytest.raises(ValueError, match=words):
+                sparge.attention_partials(**({"q": q, "k": k, "v": v} | named))
+
+    @pytest.mark.parametrize(
+        ("named", "words"),
+        [
+            ({"precision": "int8"}, "precision is 'int8'; give one of Precision.INT8"),
+            ({"precision": None}, "precision is None; give one of Precision.INT8"),
+            ({"exact_prefix": 1.5}, "exact_prefix is 1.5; it takes a whole number from 0"),
+            ({"exact_suffix": True}, "exact_suffix is True; it takes a whole number from 0"),
+            ({"exact_prefix": "3"}, "exact_prefix is '3'; it takes a whole number"),
+            ({"exact_prefix": -1}, "exact_prefix is -1; it takes a whole number from 0"),
+            ({"exact_prefix": torch.tensor(3)}, "exact_prefix is a torch.Tensor; it takes a whole"),
+            ({"attention_sink": "no"}, "attention_sink is 'no'; it takes True or False"),
+            ({"keep_diagonal": 0}, "keep_diagonal is 0; it takes True or False"),
+            ({"smooth_k": None}, "smooth_k is None; it takes True or False"),
+            ({"select_by": 3}, "select_by is 3; it takes 'topk'"),
+            ({"select_by": None}, "select_by is None; it takes 'topk'"),
+            ({"topk": None}, "topk is None; give a number, or a float tensor"),
+            ({"topk": True}, "topk is True; give a number, or a float tensor"),
+            ({"topk": "0.5"}, "topk is '0.5'; give a number"),
+            ({"topk": [0.1, 0.2]}, "topk is a list; give a number, or a float tensor"),
+            ({"cdfthreshd": np.ones(2)}, "cdfthreshd is a numpy.ndarray; give a number"),
+            ({"simthreshd1": "x"}, "simthreshd1 is 'x'; give a number"),
+            ({"simthreshd1": math.nan}, "simthreshd1 is nan; it takes a number from -inf to inf"),
+            ({"pvthreshd": None}, "pvthreshd is None; give a number"),
+        ],
+    )
+    def test_of_a_policy(self, named: dict[str, Any], words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            SparsePolicy(**named)
+
+    @pytest.mark.parametrize(
+        ("named", "words"),
+        [
+            ({"density": 0.5}, "density is 0.5; give a torch tensor"),
+            ({"gain": [0.0, 0.0]}, "gain is a list; give a torch tensor"),
+            ({"router": Router.MASS}, "router is .*; give a torch tensor"),
+            ({"background": 1.0}, "background is 1.0; give a torch tensor"),
+            ({"floor": 1.5}, "floor is 1.5; it takes a whole number from 1"),
+            ({"floor": 2**31}, "floor is 2147483648; it takes a whole number from 1 to 2147483647"),
+            ({"pools": "no"}, "pools is 'no'; it takes True or False"),
+        ],
+    )
+    def test_of_a_budget(self, named: dict[str, Any], words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            replace(HeadBudget.uniform(2, 0.5), **named)
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ((2.0, 0.5), "heads is 2.0; it takes a whole number from 1"),
+            ((0, 0.5), "heads is 0; it takes a whole number from 1"),
+            ((2, "half"), "density is 'half'; give a number"),
+            ((2, 1.5), "density is 1.5 and gain 0.0; density takes a number from 0 to 1"),
+            ((2, 0.5, -1.0), "density is 0.5 and gain -1.0"),
+            ((2, 0.5, 0.0, "error"), r"router is 'error'; it takes Router\.MASS or Router\.ERROR"),
+            ((2, 0.5, 0.0, 7), "router is 7; it takes"),
+        ],
+    )
+    def test_of_a_uniform_budget(self, given: tuple[Any, ...], words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            HeadBudget.uniform(*given)
+
+    def test_a_routers_number_is_the_router(self) -> None:
+        """Kernels prepare what ranking by error reads."""
+        assert HeadBudget.uniform(2, 0.5, 0.0, 1).pools  # type: ignore[arg-type]
+
+    def test_thresholds_of_other_heads_beside_a_budget(self, make_qkv) -> None:
+        q, k, v = make_qkv()
+        for name in ("simthreshd1", "pvthreshd"):
+            policy = replace(SPARSE, **{name: torch.ones(5)})
+            with pytest.raises(ValueError, match=rf"{name} has shape \(5,\).* 2 query heads"):
+                attention(q, k, v, policy, budget=HeadBudget.uniform(2, 0.5))
+
+    def test_numpys_numbers_are_numbers(self, make_qkv) -> None:
+        q, k, v = make_qkv()
+        policy = SparsePolicy(
+            topk=np.float32(0.5),
+            exact_prefix=np.int64(70),
+            exact_suffix=np.uint8(3),
+            attention_sink=np.True_,
+            pvthreshd=np.float64(20),
+        )
+        same = SparsePolicy(
+            topk=0.5, exact_prefix=70, exact_suffix=3, attention_sink=True, pvthreshd=20.0
+        )
+        assert policy == same
+        assert type(policy.exact_prefix) is int and type(policy.topk) is float
+        for given in ({"scale": np.float32(0.125)}, {"is_causal": np.True_}):
+            plain = {name: value.item() for name, value in given.items()}
+            expected = attention(q, k, v, same, **plain)
+            assert torch.equal(attention(q, k, v, policy, **given), expected)
+        budget = HeadBudget.uniform(np.int64(2), np.float32(0.5))
+        assert budget.heads == 2
+        assert replace(budget, floor=np.int32(3)).floor == 3
+        plan = sparge.make_plan(q, k, SPARSE)
+        sized = BlockPlan(plan.block_map, plan.counts, np.int64(256), np.int32(256))
+        assert (sized.n_queries, sized.n_keys) == (256, 256)
+
+
+class TestSizes:
+    @pytest.mark.parametrize("prefix", [2**31, 2**32 + 5, 10**12, 10**30])
+    @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])
+    def test_text_longer_than_the_sequence_is_all_of_it(
+        self, make_qkv, monkeypatch: pytest.MonkeyPatch, name: str, prefix: int
+    ) -> None:
+        """Kernels are told of it in 32 bits, where the number would be another."""
+        q, k, v = make_qkv(1, 2, 300, 64)
+        policy = replace(SparsePolicy(topk=0.1, precision=Precision.INT8_FP16), **{name: prefix})
+        full = SparsePolicy(topk=1.0, precision=Precision.INT8_FP16)
+        assert torch.equal(attention(q, k, v, policy), attention(q, k, v, full))
+        assert sparge.make_plan(q, k, policy).density() == 1
+        budget = HeadBudget.uniform(2, 0.1)
+        assert torch.equal(
+            attention(q, k, v, policy, budget=budget), attention(q, k, v, full, budget=None)
+        )
+        told: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(ops, "route", lambda *given: told.append(given))
+        pipeline.route(
+            make_call(q, k, v, policy, "HND", False, None, None, None, None), torch.empty(0), None
+        )
+        (given,) = told
+        numbers = [x for x in given if isinstance(x, int) and not isinstance(x, bool)]
+        assert 300 in numbers and all(abs(x) < 2**31 for x in numbers)
+
+    def test_what_kernels_are_told_in_32_bits(self) -> None:
+        """Beside sizes: a new field needs a check of what callers can make it."""
+        whole = {name for name, kind in RouteParams._fields_ if kind.__name__ == "c_int"}
+        flags = {"upstream", "causal", "attention_sink", "keep_diagonal"}
+        of_shape = {"select", "rows_per_cta", "score_pitch", "topk_blocks"}
+        assert whole - flags - of_shape == {"exact_prefix", "exact_suffix", "floor"}
+
+    @pytest.mark.parametrize(("queries", "keys"), [(2**25, 1), (1, 2**25), (2**31, 1), (1, 2**33)])
+    def test_more_tokens_than_kernels_count(self, queries: int, keys: int) -> None:
+        q, k = (torch.zeros(1, 1, 1, 64).expand(1, 1, n, 64) for n in (queries, keys))
+        with pytest.raises(Unsupported, match=f"{queries} queries and {keys} keys; up to 33554431"):
+            attention(q, k, k)
+
+
+def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv()
+    stats = AttentionStats("cpu")
+    with pytest.raises(ValueError, match="out_layout"):
+        attention(q, k, v, stats=stats, out_layout="BHND")
+    order = cube_order(TokenGrid(1, 16, 16))
+    lengths = torch.tensor([100], dtype=torch.int32)
+    with pytest.raises(ValueError, match="key_lengths go down to 100"):
+        attention(q, k, v, stats=stats, order=order, key_lengths=lengths)
+    assert (stats.calls, stats.blocks_kept, stats.density) == (0, 0, 1.0)
+
+    def refuse(*_: Any) -> None:
+        raise Unsupported("too long")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.reference_op, "run", refuse)
+        with pytest.raises(Unsupported, match="too long"):
+            attention(q, k, v, stats=stats)
+    assert stats.calls == 0
+    attention(q, k, v, stats=stats)
+    assert stats.calls == 1

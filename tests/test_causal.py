@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention with other numbers of queries than of keys, beside float64 dense attention."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from sparge import AttentionStats, HeadBudget, Precision, SparsePolicy, compat
+from sparge.metrics import rel_l2
+
+attention: Any = sparge.attention
+DENSE = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
+SPARSE = SparsePolicy(topk=0.3)
+SIZES = [(1, 600), (1, 1), (1, 64), (2, 65), (320, 640), (130, 257), (257, 130), (300, 1), (70, 70)]
+
+
+def visible(queries: int, keys: int, causal: str) -> Tensor:
+    """(queries, keys) bool, from the two definitions."""
+    offset = keys - queries if causal == "bottom-right" else 0
+    return torch.arange(keys) <= torch.arange(queries).unsqueeze(-1) + offset
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of float64 attention; rows that see nothing are 0 and -inf."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    logits = q.double() @ k.mT / math.sqrt(q.shape[-1])
+    logits = logits.masked_fill(~seen, -torch.inf)
+    return logits.softmax(-1).nan_to_num(0.0) @ v, logits.logsumexp(-1)
+
+
+def assert_same_rows(lse: Tensor, truth: Tensor) -> None:
+    assert torch.equal(lse == -torch.inf, truth == -torch.inf)
+    assert torch.where(truth == -torch.inf, 0, lse - truth).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("causal", ["top-left", "bottom-right"])
+@pytest.mark.parametrize(("queries", "keys"), SIZES)
+def test_sees_what_the_alignment_says(make_qkv, queries: int, keys: int, causal: str) -> None:
+    q, k, v = make_qkv(2, 4, queries, 64, kv_heads=2, kv_tokens=keys)
+    truth, truth_lse = dense(q, k, v, visible(queries, keys, causal))
+    out, lse = attention(q, k, v, DENSE, causal=causal, return_lse=True)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    assert rel_l2(out, truth) < 0.01
+    assert_same_rows(lse, truth_lse)
+    assert torch.equal(out, attention(q, k, v, DENSE, causal=causal))
+
+
+def test_decoding_sees_the_whole_cache(make_qkv) -> None:
+    """Top-left attention of one query is the first value, whatever the cache holds."""
+    q, k, v = make_qkv(1, 2, 1, 64, kv_tokens=600)
+    first = attention(q, k, v, DENSE, causal="top-left", output_dtype=torch.float32)
+    torch.testing.assert_close(first, v[:, :, :1].float(), rtol=0.01, atol=0)
+    out = attention(q, k, v, DENSE, causal="bottom-right")
+    assert rel_l2(out, attention(q, k, v, DENSE)) < 0.01
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize(("queries", "keys"), [(320, 640), (640, 320)])
+def test_every_precision_and_layout(
+    make_qkv, precision: Precision, queries: int, keys: int
+) -> None:
+    q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys, dtype=torch.float16, layout="NHD")
+    policy = replace(DENSE, precision=precision)
+    truth, _ = dense(
+        *(x.transpose(1, 2) for x in (q, k, v)), visible(queries, keys, "bottom-right")
+    )
+    for out_layout in ("NHD", "HND"):
+        out = attention(
+            q, k, v, policy, causal="bottom-right", layout="NHD", out_layout=out_layout,
+            output_dtype=torch.float32,
+        )  # fmt: skip
+        assert out.is_contiguous() and out.dtype == torch.float32
+        heads_first = out if out_layout == "HND" else out.transpose(1, 2)
+        assert rel_l2(heads_first, truth) < 0.02
+
+
+def test_is_causal_alone_means_the_square_case(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 300, 64)
+    expected = attention(q, k, v, SPARSE, is_causal=True)
+    for causal in ("top-left", "bottom-right"):
+        assert torch.equal(attention(q, k, v, SPARSE, causal=causal), expected)
+        assert torch.equal(attention(q, k, v, SPARSE, causal=causal, is_causal=True), expected)
+    plan = sparge.make_plan(q, k, SPARSE, causal="bottom-right")
+    assert plan.is_causal
+    assert torch.equal(attention(q, k, v, SPARSE, plan=plan, causal="bottom-right"), expected)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 600), (300, 200)])
+def test_is_causal_alone_is_refused_where_it_may_mean_two_things(
+    make_qkv, queries: int, keys: int
+) -> None:
+    q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys)
+    words = f"is_causal=True with {queries} queries and {keys} keys may mean two things: say causal"
+    for call in (
+        lambda: attention(q, k, v, is_causal=True),
+        lambda: sparge.attention_partials(q, k, v, is_causal=True),
+        lambda: sparge.make_plan(q, k, is_causal=True),
+        lambda: compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True),
+    ):
+        with pytest.raises(sparge.Unsupported, match=words):
+            call()
+    plan = sparge.make_plan(q, k, SPARSE, causal="top-left")
+    expected = attention(q, k, v, SPARSE, causal="top-left")
+    assert torch.equal(attention(q, k, v, SPARSE, plan=plan), expected)
+    assert torch.equal(attention(q, k, v, SPARSE, plan=plan, causal="top-left"), expected)
+    partials = sparge.attention_partials(q, k, v, SPARSE, causal="top-left")
+    assert (partials.row_sum[:, :, 0] > 0).all()
+
+
+def test_upstreams_names_serve_the_square_case(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 200, 64)
+    out = compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True, topk=1.0)
+    truth, _ = dense(q, k, v, visible(200, 200, "top-left"))
+    assert rel_l2(out, truth) < 0.02
+
+
+def test_stats_are_of_both_parts(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 256, 64, kv_tokens=896)
+    stats = AttentionStats("cpu")
+    attention(q, k, v, SPARSE, causal="bottom-right", stats=stats)
+    assert stats.calls == 1
+    valid = 2 * int(visible(256, 896, "bottom-right").sum())
+    assert stats.counters[1] == valid
+    # Of 10 key blocks 3 for each query block, of 4 one and the two on the diagonal.
+    assert stats.blocks_kept == 2 * ((3 + 3) + (2 + 3))
+    assert 0.3 < stats.density < 0.45
+    stats.reset()
+    attention(*make_qkv(1, 2, 300, 64, kv_tokens=100), DENSE, causal="bottom-right", stats=stats)
+    assert (stats.calls, stats.density) == (1, 1.0)
+    assert stats.counters[1] == 2 * 100 * 101 // 2
+
+
+def naive_kept(plan_mask: Tensor, queries: int, keys: int) -> Tensor:
+    """Element mask of a block mask of 128 x 64."""
+    return plan_mask.repeat_interleave(128, 2).repeat_interleave(64, 3)[:, :, :queries, :keys]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(200, 840), (840, 200)])
+def test_a_block_mask_is_cut_where_whole_blocks_allow(
+    make_qkv, generator: torch.Generator, queries: int, keys: int
+) -> None:
+    q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys)
+    mask = torch.rand(1, 2, -(-queries // 128), -(-keys // 64), generator=generator) < 0.6
+    seen = visible(queries, keys, "bottom-right") & naive_kept(mask, queries, keys)
+    truth, truth_lse = dense(q, k, v, seen)
+    out, lse = attention(q, k, v, DENSE, causal="bottom-right", block_mask=mask, return_lse=True)
+    assert rel_l2(out, truth) < 0.01
+    assert_same_rows(lse, truth_lse)
+    ragged = make_qkv(1, 2, queries, 64, kv_tokens=keys - 1)
+    with pytest.raises(sparge.Unsupported, match="differ by whole blocks of"):
+        attention(*ragged, DENSE, causal="bottom-right", block_mask=mask)
+
+
+@pytest.mark.parametrize("gain", [0.0, 1.0])
+def test_a_budget_serves_both_parts(make_qkv, gain: float) -> None:
+    """All keys of a block are the same, so pooled ones stand for them to the letter."""
+    q, k, v = make_qkv(1, 2, 128, 64, kv_tokens=1152)
+    k, v = (x[:, :, ::64].repeat_interleave(64, 2) for x in (k, v))
+    budget = HeadBudget.uniform(2, 0.25, gain)
+    stats = AttentionStats("cpu")
+    out = attention(q, k, v, DENSE, causal="bottom-right", budget=budget, stats=stats)
+    truth, _ = dense(q, k, v, visible(128, 1152, "bottom-right"))
+    assert stats.density < 0.4
+    assert (rel_l2(out, truth) < 0.02) == (gain == 1)
+
+
+@pytest.mark.parametrize(
+    "exact", [{"exact_prefix": 70}, {"exact_suffix": 300}, {"exact_prefix": 700}]
+)
+def test_exact_tokens_are_those_of_the_sequence(make_qkv, exact: dict[str, int]) -> None:
+    """Keys that are exact are never dropped, nor is anything by queries that are."""
+    q, k, v = make_qkv(1, 1, 256, 64, kv_tokens=896)
+    lone = SparsePolicy(topk=0.0, precision=Precision.SIXTEEN_BIT, **exact)
+    full, least = (attention(q, k, v, policy, causal="bottom-right") for policy in (DENSE, lone))
+    queries = range(896 - 256, 896)
+    prefix, suffix = exact.get("exact_prefix", 0), exact.get("exact_suffix", 0)
+    rows = [i for i, place in enumerate(queries) if place < prefix or place >= 896 - suffix]
+    assert torch.allclose(full[:, :, rows].float(), least[:, :, rows].float(), atol=0.02)
+    v[:, :, :prefix] += 1000
+    v[:, :, 896 - suffix :] += 1000
+    moved = attention(q, k, v, lone, causal="bottom-right", output_dtype=torch.float32)
+    sees = visible(256, 896, "bottom-right")
+    held = (sees[:, :prefix].any(-1)) | (sees[:, 896 - suffix :].any(-1))
+    assert (moved[0, 0, held].mean(-1) > 1).all()
+
+
+def test_the_sink_is_the_first_key_of_all(make_qkv) -> None:
+    q, k, v = make_qkv(1, 1, 256, 64, kv_tokens=896)
+    sink = SparsePolicy(topk=0.0, attention_sink=True)
+    kept = []
+    for policy in (sink, replace(sink, attention_sink=False)):
+        stats = AttentionStats("cpu")
+        attention(q, k, v, policy, causal="bottom-right", stats=stats)
+        kept.append(stats.blocks_kept)
+    assert kept == [2 * 2 + 2 + 3, 2 + 2 + 3], "one block more for each of two query blocks"
+
+
+def test_what_is_not_a_number_comes_out(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 200, 64, kv_tokens=500)
+    v[0, 1, 3] = math.nan
+    out = attention(q, k, v, DENSE, causal="bottom-right")
+    assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("named", "words"),
+        [
+            ({"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
+            ({"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_causal"),
+            (
+                {"budget": replace(HeadBudget.uniform(2, 0.5), background=torch.ones(2))},
+                "has a background",
+            ),
+        ],
+    )
+    def test_bottom_right(self, make_qkv, named: dict[str, Any], words: str) -> None:
+        q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=600)
+        with pytest.raises(sparge.Unsupported, match=words):
+            attention(q, k, v, causal="bottom-right", **named)
+
+    def test_plans_and_partial_results_of_parts(self, make_qkv) -> None:
+        q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=600)
+        plan = sparge.make_plan(q, k, SPARSE, causal="top-left")
+        with pytest.raises(sparge.Unsupported, match="a plan is causal from the top left"):
+            attention(q, k, v, plan=plan, causal="bottom-right")
+        with pytest.raises(sparge.Unsupported, match=r"A plan is of one call.* is made of two"):
+            sparge.make_plan(q, k, causal="bottom-right")
+        with pytest.raises(sparge.Unsupported, match="Partial results are of one call"):
+            sparge.attention_partials(q, k, v, causal="bottom-right")
+
+    @pytest.mark.parametrize("causal", ["bottom_right", True, 1])
+    def test_other_words(self, make_qkv, causal: Any) -> None:
+        with pytest.raises(ValueError, match=r"causal is .*; it takes 'top-left'"):
+            attention(*make_qkv(), causal=causal)
+
+
+def test_which_calls_run(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rectangle without a mask and a square: nothing is computed twice."""
+    module = importlib.import_module("sparge.bottom_right")
+    sizes: list[tuple[int, int, bool]] = []
+    real = module.run
+
+    def spy(call: Any, *rest: Any) -> None:
+        sizes.append((call.q.shape[2], call.k.shape[2], call.is_causal))
+        real(call, *rest)
+
+    monkeypatch.setattr(module, "run", spy)
+    for queries, keys in ((100, 600), (600, 100), (100, 100)):
+        attention(*make_qkv(1, 1, queries, 64, kv_tokens=keys), causal="bottom-right")
+    assert sizes == [(100, 500, False), (100, 100, True), (100, 100, True)]
+
+
+def test_compiled_code_gives_the_same(make_qkv) -> None:
+    torch._dynamo.reset()
+    q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=300)
+
+    def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, SPARSE, causal="bottom-right") + 1
+
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), decode(q, k, v))
+
+
+@pytest.mark.parametrize("topk", [0.1, 0.2, 0.5, 0.8])
+def test_a_share_of_all_blocks_is_more_of_causal_pairs(make_qkv, topk: float) -> None:
+    """2 t - t^2 of the pairs, as `SparsePolicy.topk` says, but for the half blocks at the edge."""
+    q, k, v = make_qkv(1, 1, 2560, 16)
+    policy = SparsePolicy(topk=topk, keep_diagonal=False)
+    stats = AttentionStats("cpu")
+    attention(q, k, v, policy, is_causal=True, stats=stats)
+    assert stats.density == pytest.approx(2 * topk - topk**2, abs=0.03)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans and orders that somebody made or changed by hand: kernels read their tensors as they lie."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+import sparge
+from sparge import (
+    AttentionStats,
+    BlockPlan,
+    SparsePolicy,
+    TokenGrid,
+    cube_order,
+    grid_order,
+)
+from sparge.metrics import rel_l2
+
+attention: Any = sparge.attention
+SPARSE = SparsePolicy(topk=0.4)
+GRID = TokenGrid(2, 8, 10)
+
+
+class TestPlans:
+    """Kernels read maps where they lie, as they were told that those are."""
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda m, c: (m.long(), c), "block_map is torch.int64 of shape .* need int32"),
+            (lambda m, c: (m.float(), c), "block_map is torch.float32"),
+            (lambda m, c: (m, c.long()), "counts is torch.int64"),
+            (lambda m, c: (torch.cat([m, m], -1), c), r"block_map is torch.int32 of .* 2, 3, 2\)"),
+            (lambda m, c: (m[..., :0], c), "block_map is torch.int32 of shape"),
+            (lambda m, c: (m[:, :, :2], c), "block_map is torch.int32 of shape"),
+            (lambda m, c: (m[:, :1], c), "block_map is torch.int32 of shape"),
+            (lambda m, c: (m, c[..., :2]), "counts is torch.int32 of shape"),
+            (lambda m, c: (m, c[0]), "is torch.int32 of shape"),
+            (lambda m, c: (m, c.sum()), "is torch.int32 of shape"),
+            (lambda m, c: (m.flatten(), c), "block_map is torch.int32 of shape"),
+            (lambda m, c: (m.numpy(), c), "block_map is a numpy.ndarray; give a torch tensor"),
+            (lambda m, c: (m, c.tolist()), "counts is a list; give a torch tensor"),
+            (lambda m, c: (m, c.to("meta")), "block_map is on cpu and counts on meta"),
+        ],
+    )
+    def test_made_by_hand_of_other_tensors(self, make_qkv, change: Any, words: str) -> None:
+        q, k, _ = make_qkv(1, 2, 300, 64)
+        plan = sparge.make_plan(q, k, SPARSE)
+        with pytest.raises(ValueError, match=words):
+            BlockPlan(*change(plan.block_map, plan.counts), 300, 300)
+
+    @pytest.mark.parametrize(
+        ("sizes", "words"),
+        [
+            ((300.0, 300), "n_queries is 300.0; it takes a whole number from 1"),
+            ((300, 0), "n_keys is 0; it takes a whole number from 1"),
+            ((300, 5000), "block_map is .* 5000 keys need int32"),
+            ((300, 300, "no"), "is_causal is 'no'"),
+        ],
+    )
+    def test_made_by_hand_for_other_sizes(
+        self, make_qkv, sizes: tuple[Any, ...], words: str
+    ) -> None:
+        q, k, _ = make_qkv(1, 2, 300, 64)
+        plan = sparge.make_plan(q, k, SPARSE)
+        with pytest.raises(ValueError, match=words):
+            BlockPlan(plan.block_map, plan.counts, *sizes)
+
+    def test_key_lengths_that_are_no_tensor(self, make_qkv) -> None:
+        q, k, v = make_qkv(1, 2, 300, 64)
+        plan = sparge.make_plan(q, k, SPARSE)
+        listed = replace(plan, key_lengths=[300])
+        with pytest.raises(ValueError, match="key_lengths is a list; give a torch tensor"):
+            attention(q, k, v, plan=listed)
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+    def test_from_a_map_of_any_type(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        kept = torch.randint(0, 4, (1, 2, 3, 5), generator=generator).to(dtype)
+        plan = BlockPlan.from_kept(kept, 300, 300)
+        assert torch.equal(plan.kept(), kept != 0)
+        assert torch.equal(plan.counts, (kept != 0).sum(-1, dtype=torch.int32))
+        with pytest.raises(ValueError, match="kept is a list; give a torch tensor"):
+            BlockPlan.from_kept(kept.tolist(), 300, 300)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_blocks_without_a_pair_do_not_count(self, make_qkv, is_causal: bool) -> None:
+        """A map of ones keeps what dense attention would visit, by either way of saying so."""
+        q, k, v = make_qkv(1, 2, 500, 64)
+        lengths = torch.tensor([100], dtype=torch.int32)
+        ones = torch.ones(1, 2, 4, 8, dtype=torch.bool)
+        plan = BlockPlan.from_kept(ones, 500, 500, is_causal, lengths)
+        stray = BlockPlan(
+            torch.full((1, 2, 4, 1), -1, dtype=torch.int32), plan.counts, 500, 500, is_causal,
+            lengths,
+        )  # fmt: skip
+        stats = {name: AttentionStats("cpu") for name in ("kept", "stray", "mask", "topk")}
+        named: dict[str, Any] = {"is_causal": is_causal, "key_lengths": lengths}
+        full = SparsePolicy(topk=1.0)
+        results = [
+            attention(q, k, v, plan=plan, stats=stats["kept"]),
+            attention(q, k, v, plan=stray, stats=stats["stray"]),
+            attention(q, k, v, block_mask=ones, stats=stats["mask"], **named),
+            attention(q, k, v, full, stats=stats["topk"], **named),
+        ]
+        for out in results[1:]:
+            assert torch.equal(out, results[0])
+        assert {each.blocks_kept for each in stats.values()} == {2 * 4 * 2}
+        assert int(plan.counts.sum()) == 2 * 4 * 2
+        assert {each.density for each in stats.values()} == {1.0}
+
+
+class TestOrders:
+    names = ("slot_tokens", "token_slots", "block_counts", "keys_exact", "queries_exact")
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"slot_tokens": lambda x: x.long()}, "slot_tokens is torch.int64"),
+            ({"slot_tokens": lambda x: x[0]}, r"slot_tokens is torch.int32 of shape \(192,\)"),
+            ({"slot_tokens": lambda x: x[:, :-1]}, "slot_tokens is torch.int32 of shape"),
+            ({"slot_tokens": lambda x: x.numpy()}, "slot_tokens is a numpy.ndarray"),
+            ({"slot_tokens": lambda x: x.T.contiguous().T}, "slot_tokens must be contiguous"),
+            ({"slot_tokens": lambda x: x + 5}, "do not belong together"),
+            ({"slot_tokens": lambda x: x.flip(1)}, "do not belong together"),
+            ({"token_slots": lambda x: x.float()}, "token_slots is torch.float32"),
+            ({"token_slots": lambda x: x[:1]}, "token_slots is torch.int32 of shape"),
+            ({"token_slots": lambda x: x + 200}, "do not belong together"),
+            ({"token_slots": lambda x: x - 200}, "do not belong together"),
+            ({"token_slots": lambda x: x.roll(1, 1)}, "do not belong together"),
+            ({"token_slots": lambda x: x.to("meta")}, "token_slots must be contiguous and on cpu"),
+            ({"block_counts": lambda x: x.long()}, "block_counts is torch.int64"),
+            ({"block_counts": lambda x: x - 1}, "do not belong together"),
+            ({"block_counts": lambda x: x * 0 + 65}, "do not belong together"),
+            ({"block_counts": lambda x: x[:2]}, "is torch.int32 of shape"),
+            ({"keys_exact": lambda x: x.int()}, "keys_exact is torch.int32"),
+            ({"keys_exact": lambda x: x[:1]}, "keys_exact is torch.bool of shape"),
+            ({"queries_exact": lambda x: x.tolist()}, "queries_exact is a list"),
+            ({"queries_exact": lambda x: x[:1]}, "queries_exact is torch.bool of shape"),
+        ],
+    )
+    def test_made_by_hand_of_other_tensors(self, change: dict[str, Any], words: str) -> None:
+        order = grid_order(GRID)
+        changed = {name: make(getattr(order, name)) for name, make in change.items()}
+        with pytest.raises(ValueError, match=words):
+            replace(order, **changed)
+
+    def test_those_of_other_tokens_are_served(self, make_qkv) -> None:
+        """As parallel attention makes them, whose sequence comes in another order."""
+        order = cube_order(GRID)
+        places = torch.randperm(GRID.tokens, generator=torch.Generator().manual_seed(3))
+        inverse = places.argsort()
+        taken = torch.where(
+            order.slot_tokens < 0, -1, inverse[order.slot_tokens.long()].to(torch.int32)
+        ).to(torch.int32)
+        moved = replace(order, slot_tokens=taken, token_slots=order.token_slots[:, places])
+        q, k, v = make_qkv(1, 2, GRID.tokens, 64)
+        expected = attention(q, k, v, SPARSE, order=order)
+        found = attention(*(x[:, :, places] for x in (q, k, v)), SPARSE, order=moved)
+        assert rel_l2(found, expected[:, :, places]) < 1e-3
+
+    def test_on_another_device_only_what_costs_no_wait_is_looked_at(self) -> None:
+        order = grid_order(GRID).on("meta")
+        assert order.walk(1).walks == 1
+        with pytest.raises(ValueError, match=r"block_counts is torch.int64"):
+            replace(order, block_counts=order.block_counts.long())
+
+    def test_all_tensors_of_an_order_are_looked_at(self) -> None:
+        tensors = {f.name for f in fields(sparge.TokenOrder) if f.type == "Tensor"}
+        assert tensors == set(self.names)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch is told around a call: autocast, default dtypes and devices, derivatives, compiling.
+None of it changes a result without a word."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
+
+import sparge
+from sparge import HeadBudget, Precision, Router, SparsePolicy, TokenGrid, grid_order
+from sparge.calibrate import Calibration, Workload
+
+attention: Any = sparge.attention
+SPARSE = SparsePolicy(topk=0.4)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(before)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast fp16": lambda: torch.autocast("cpu", torch.float16),
+    "default bf16": lambda: default_dtype(torch.bfloat16),
+    "default fp16": lambda: default_dtype(torch.float16),
+    "default fp64": lambda: default_dtype(torch.float64),
+    "device context": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+}
+around = pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+GRID = TokenGrid(3, 6, 10, prefix=70, suffix=40)
+
+
+class Inputs:
+    """Made before, as a caller's tensors are; what the library makes is made inside."""
+
+    def __init__(self, make_qkv: Any, dtype: torch.dtype) -> None:
+        self.qkv = make_qkv(1, 2, GRID.tokens, 64, dtype=dtype)
+        self.order = grid_order(GRID)
+        self.shares = torch.tensor([0.3, 0.6])
+        self.walk = torch.tensor([0, 2], dtype=torch.int32)
+        self.lengths = torch.tensor([200], dtype=torch.int32)
+
+    def results(self, precision: Precision) -> Iterator[Tensor]:
+        q, k, v = self.qkv
+        policy = replace(SPARSE, precision=precision, simthreshd1=0.2, pvthreshd=5.0)
+        by_mass = replace(policy, select_by="cdf", cdfthreshd=0.7)
+        for each in (by_mass, replace(policy, topk=self.shares)):
+            yield from attention(q, k, v, each, return_lse=True, is_causal=True)
+        yield attention(q, k, v, policy, key_lengths=self.lengths)
+        yield from attention(q[:, :, :90], k, v, policy, return_lse=True, causal="bottom-right")
+        partials = sparge.attention_partials(q, k, v, policy)
+        yield from (partials.out_sum, partials.row_max, partials.row_sum)
+        plan = sparge.make_plan(q, k, policy)
+        yield from (plan.block_map, plan.counts, plan.kept(), plan.kept_pairs())
+        stats = sparge.AttentionStats("cpu")
+        budget = HeadBudget.uniform(2, 0.3, 0.5, Router.ERROR)
+        yield from (budget.density, budget.table(policy))
+        yield from attention(q, k, v, policy, budget=budget, return_lse=True, stats=stats)
+        in_walks = replace(budget, walk=self.walk)
+        yield attention(q, k, v, policy, budget=in_walks, order=self.order, stats=stats)
+        yield stats.counters
+
+
+@around
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.SIXTEEN_BIT])
+def test_nothing_around_changes_a_bit(
+    make_qkv, precision: Precision, around: Callable[[], Any]
+) -> None:
+    inputs = Inputs(make_qkv, torch.float32)
+    expected = list(inputs.results(precision))
+    with around():
+        found = list(inputs.results(precision))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.device == other.device
+        assert torch.equal(one, other)
+
+
+@around
+def test_nothing_around_changes_what_is_measured(make_qkv, around: Callable[[], Any]) -> None:
+    inputs = Inputs(make_qkv, torch.bfloat16)
+    q, k, v = inputs.qkv
+    workload = Workload(inputs.order)
+
+    def measured() -> Tensor:
+        calibration = Calibration.begin(layers=1, heads=2, workload=workload)
+        calibration.sample(0, q, k, v)
+        return calibration.squared_error
+
+    expected = measured()
+    with around():
+        found = measured()
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+class TestDerivatives:
+    """Of everything that a result depends on."""
+
+    def test_forward_mode(self, make_qkv) -> None:
+        q, k, v = make_qkv(1, 2, 130, 64, dtype=torch.float32)
+        for place in range(3):
+
+            def call(x: Tensor, place: int = place) -> Tensor:
+                given = [q, k, v]
+                given[place] = x
+                return attention(*given, SPARSE)
+
+            x = (q, k, v)[place]
+            with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
+                torch.func.jvp(call, (x,), (torch.ones_like(x),))
+            for grad in (True, False):
+                with (
+                    torch.set_grad_enabled(grad),
+                    forward_ad.dual_level(),
+                    pytest.raises(sparge.Unsupported, match="no forward-mode derivative"),
+                ):
+                    call(forward_ad.make_dual(x, torch.ones_like(x)))
+            with forward_ad.dual_level():
+                assert torch.equal(call(x), attention(q, k, v, SPARSE)), "a level is no tangent"
+
+    def test_reverse_mode_of_functions(self, make_qkv) -> None:
+        q, k, v = make_qkv(1, 2, 130, 64, dtype=torch.float32)
+        with pytest.raises(sparge.Unsupported, match="no backward pass"):
+            torch.func.grad(lambda x: attention(x, k, v, SPARSE).sum())(q)
+
+    @pytest.mark.parametrize("name", ["topk", "cdfthreshd", "simthreshd1", "pvthreshd"])
+    def test_of_thresholds(self, make_qkv, name: str) -> None:
+        q, k, v = make_qkv(1, 2, 130, 64)
+        learned = torch.tensor([0.5, 0.5], requires_grad=True)
+        policy = replace(SPARSE, **{name: learned})
+        for call in (
+            lambda: attention(q, k, v, policy),
+            lambda: sparge.make_plan(q, k, policy),
+            lambda: sparge.attention_partials(q, k, v, policy),
+        ):
+            with pytest.raises(sparge.Unsupported, match="no backward pass"):
+                call()
+        with torch.no_grad():
+            attention(q, k, v, policy)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(learned.detach(), torch.ones(2))
+            with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
+                attention(q, k, v, replace(SPARSE, **{name: dual}))
+
+    @pytest.mark.parametrize("name", ["density", "gain", "background", "contrast"])
+    def test_of_budgets(self, make_qkv, name: str) -> None:
+        learned = torch.tensor([0.5, 0.5], requires_grad=True)
+        budget = replace(HeadBudget.uniform(2, 0.3), **{name: learned})
+        with pytest.raises(sparge.Unsupported, match="no backward pass"):
+            attention(*make_qkv(), budget=budget)
+
+    def test_of_masks(self, make_qkv) -> None:
+        mask = torch.ones(1, 2, 2, 4, requires_grad=True)
+        with pytest.raises(sparge.Unsupported, match="no backward pass"):
+            attention(*make_qkv(), block_mask=mask)
+
+
+class TestUnsupported:
+    def test_compiled_code_catches_it(self, make_qkv) -> None:
+        """In one graph: who has a dense path takes it there as elsewhere."""
+        torch._dynamo.reset()
+        q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=300)
+
+        def layer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+            try:
+                return attention(q, k, v, SPARSE, is_causal=causal)
+            except sparge.Unsupported as refusal:
+                if "two things" not in refusal.reason:
+                    raise
+                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        dense = scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert torch.equal(compiled(q, k, v, True), dense)
+        assert torch.equal(compiled(q, k, v, False), attention(q, k, v, SPARSE))
+
+    def test_is_an_exception_like_others(self) -> None:
+        refusal = sparge.Unsupported("the reason")
+        for same in (pickle.loads(pickle.dumps(refusal)), copy.copy(refusal)):
+            assert type(same) is sparge.Unsupported
+            assert same.reason == str(same) == "the reason"
+            assert isinstance(same, ValueError)
+        assert sparge.Unsupported().reason == ""
