@@ -58,6 +58,7 @@ class AttentionCall:
     sdpa_order: Sequence[SDPBackend] | None = None
     """Where PyTorch's attention serves a dense call: in what order it is asked to choose a kernel,
     empty for its own; None where something else may serve it."""
+    mask: Tensor | None = None
 
     @cached_property
     def _views(self) -> Operands | str:
@@ -81,6 +82,7 @@ class AttentionCall:
             query_tokens=self._tokens(self.q),
             key_tokens=self._tokens(self.k),
             has_mask=self.has_mask,
+            masks_keys=self.key_mask is not None,
             refuses_low_precision=self.options.get("low_precision_attention") is False,
             unknown_options=tuple(
                 name
@@ -88,6 +90,15 @@ class AttentionCall:
                 if name not in _KNOWN_OPTIONS and value is not None and value is not False
             ),
         )
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """The mask, where it is one row of keys for all heads and queries of a batch entry."""
+        if self.mask is None or not 2 <= self.mask.ndim <= 4:
+            return None
+        entries, *same, keys = self.mask.shape if self.mask.ndim > 2 else (1, *self.mask.shape)
+        of_batch = entries in (1, self.q.shape[0]) and keys == self._tokens(self.k)
+        return self.mask if of_batch and set(same) == {1} else None
 
     def _tokens(self, tensor: Tensor) -> int:
         """As far as an odd shape has them."""

@@ -95,6 +95,8 @@ class CallFacts:
     query_tokens: int
     key_tokens: int
     has_mask: bool = False
+    masks_keys: bool = False
+    """Its mask may be padding: a row of keys for each batch entry."""
     refuses_low_precision: bool = False
     unknown_options: tuple[str, ...] = ()
 
@@ -135,7 +137,7 @@ def dense_reason(
     kind = call.kind(layout, settings)
     if kind is Kind.CROSS:
         return CROSS_ATTENTION
-    if call.has_mask:
+    if call.has_mask and not (kind is Kind.SELF and call.masks_keys):
         return MASK
     if call.refuses_low_precision:
         return "the model asks for full precision here"

@@ -131,6 +131,7 @@ class TokenLayout:
         frame_by_frame: as in `Family`.
         loose_frames: as in `OffGrid`.
         context: tokens of text that the model is given.
+        masked: the model is given a mask of them, so that fewer may be real.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: self-attentions of a model whose `blocks` are not known, about.
     """
@@ -147,6 +148,7 @@ class TokenLayout:
     frame_by_frame: bool = False
     loose_frames: int = 0
     context: int = 0
+    masked: bool = False
     remark: str = ""
     layers: int | None = None
 
@@ -186,6 +188,8 @@ class TokenLayout:
         """Sequences that attend to themselves as a whole."""
         if self.frame_by_frame and self.branches:
             return self.branches
+        if self.masked and self.text is not TextPosition.NONE:
+            return ()
         return () if self.tokens is None else (self.tokens, *self.branches)
 
     def sequence(self, tokens: int) -> TokenGrid | None:
@@ -196,6 +200,9 @@ class TokenLayout:
         for known in (self.tokens, *self.branches):
             if known.tokens == tokens:
                 return known
+        without_text = self.tokens.tokens - self.tokens.prefix
+        if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
+            return replace(self.tokens, prefix=tokens - without_text)  # that of its padding
         if self.text is not TextPosition.NONE:
             return None
         further = tokens - self.tokens.tokens
@@ -249,6 +256,7 @@ def token_layout(
         left_out_key=family.left_out_key,
         frame_by_frame=family.frame_by_frame,
         context=text,
+        masked=given.get("attention_mask") is not None,
     )
     if layout.grid is None:
         return layout

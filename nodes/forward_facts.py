@@ -19,10 +19,12 @@ from .decision import CROSS_ATTENTION, CallFacts, Kind, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
 from .failures import FAILED, MEANT_FOR_COMFYUI
 from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
+from .host import untracked_allocations
 from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
 from .pv_filter import fitted
+from .real_tokens import RealTokens, real_tokens
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
@@ -43,7 +45,7 @@ class Forward:
     """Why no call on this device can be sparse."""
     outside: str | None
     """Why this step shall not be sparse."""
-    orders: Mapping[int, TokenOrder]
+    orders: dict[int, TokenOrder]
     """Of manual mode, by number of tokens."""
     heads: HeadPass | None
     """In auto modes, where the device can be sparse."""
@@ -52,6 +54,10 @@ class Forward:
     beside: frozenset[int] = frozenset()
     """Tokens of what is sampled beside the clip (sound), alone."""
     _handing_on: bool = field(default=False, repr=False)
+    _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
+        default_factory=dict, repr=False
+    )
+    """By the id of a mask, and the mask itself: what has an id must live."""
 
     @classmethod
     def begin(
@@ -91,12 +97,14 @@ class Forward:
             conditioning, layout.rows, x.device, unusable is None and outside is None
         )
         policy = fitted(run.asked, x.device)
-        orders, heads = {}, None
+        orders: dict[int, TokenOrder] = {}
+        heads = None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place, which)
             heads = run.heads.begin(layout, policy, x.device, facts)
         elif record.pairs is not None:
-            orders = run.orders(layout, record.step, x.device)
+            for grid in layout.expected:
+                orders[grid.tokens] = run.order(grid, record.step, x.device)
         return cls(
             run,
             x.device,
@@ -129,13 +137,41 @@ class Forward:
             layer = self.layers.next(options, tokens)
         else:  # of several in a block
             layer = self.layers.peek(options)
-        if kind is Kind.SELF and self.heads is None and tokens not in self.orders:
-            self.run.meet(self.layout, tokens)
         if self._is_of_clip(facts, kind):
             self.run.tally.reach()
+        real = self._real_tokens(call, facts, kind, layer)
+        if not isinstance(real, RealTokens):
+            return self._serve(call, facts, kind, layer, dense, why=real)
+        return self._among_real(real, call, kind, layer, dense)
+
+    def _among_real(
+        self, real: RealTokens, call: AttentionCall, kind: Kind, layer: Layer, dense: Dense
+    ) -> Tensor:
+        """The result of a call with padding."""
+        given: list[Tensor] = []
+
+        def of_real_ones() -> Tensor:
+            given.append(dense())
+            return real.rows(call, given[0])
+
+        inner = real.call(call)
+        out = self._serve(inner, inner.facts, kind, layer, of_real_ones)
+        return given[0] if given else real.whole(call, inner, out)
+
+    def _serve(
+        self,
+        call: AttentionCall,
+        facts: CallFacts,
+        kind: Kind,
+        layer: Layer,
+        dense: Dense,
+        why: str | None = None,
+    ) -> Tensor:
+        """why: it has to be dense, beside what is looked at here."""
+        tokens = self._tokens(facts, kind)
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
-            plan = self._plan(call, facts, layer, exact)
+            plan = why or self._plan(call, facts, layer, exact)
             if not isinstance(plan, str):
                 return self._sparse(call, tokens, kind, layer.row, plan)
             reason = plan
@@ -187,22 +223,43 @@ class Forward:
         self.run.tally.add_cross(by_faster_kernel=out is not None)
         return out
 
-    def _plan(
-        self, call: AttentionCall, facts: CallFacts, layer: Layer, exact: ExactResult
-    ) -> Plan | str | None:
-        """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
+    def _why_dense(self, call: AttentionCall, facts: CallFacts, layer: Layer) -> str | None:
+        """Whatever its heads are like."""
         everywhere = self.unusable
         if everywhere is None and call.q.device != self.device:
             everywhere = f"tensors on {call.q.device} in a forward pass on {self.device}"
         step = self.outside if self.heads is None else None  # which a dense call is measured in
         of_run, settings = everywhere or step, self.run.settings
         reason = dense_reason(facts, layer.block, of_run, self.layout, settings)
-        reason = reason or call.odd_shapes
+        return reason or call.odd_shapes
+
+    def _plan(
+        self, call: AttentionCall, facts: CallFacts, layer: Layer, exact: ExactResult
+    ) -> Plan | str | None:
+        """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
+        reason = self._why_dense(call, facts, layer)
         if reason is not None:
             return reason
         if self.heads is not None:
             return self.heads.plan(call, facts.query_tokens, layer.row, exact)
         return self._slower(call, facts)
+
+    def _real_tokens(
+        self, call: AttentionCall, facts: CallFacts, kind: Kind, layer: Layer
+    ) -> RealTokens | str | None:
+        """Of a call whose mask may be padding; None where there is none, or for a reason that needs
+        no look at it. Waits once a mask, for calls of a pass that may be sparse or measured."""
+        if call.key_mask is None or kind is not Kind.SELF:
+            return None
+        if self._why_dense(call, facts, layer) is not None:
+            return None
+        of_pass = self.heads.facts if self.heads is not None else None
+        if of_pass is not None and of_pass.why_dense is not None and not of_pass.is_last_dense:
+            return of_pass.why_dense
+        key = id(call.key_mask)
+        if key not in self._real:
+            self._real[key] = call.key_mask, real_tokens(call.key_mask, self.layout)
+        return self._real[key][1]
 
     def _slower(self, call: AttentionCall, facts: CallFacts) -> str | None:
         """Why a call of manual mode would be slower sparse. What cdf keeps is not known."""
@@ -217,6 +274,13 @@ class Forward:
         references = sum(options.get("reference_image_num_tokens") or ())
         return self.layout.exact_tokens(tokens, references)
 
+    def _order(self, tokens: int) -> TokenOrder | None:
+        """Of manual mode. One that was not expected is made inside a call."""
+        if tokens not in self.orders and (grid := self.layout.sequence(tokens)) is not None:
+            with untracked_allocations():
+                self.orders[tokens] = self.run.order(grid, self.record.step, self.device)
+        return self.orders.get(tokens)
+
     def _sparse(
         self, call: AttentionCall, tokens: int, kind: Kind, row: int, plan: Plan | None
     ) -> Tensor:
@@ -225,7 +289,7 @@ class Forward:
         policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
-            order = self.orders.get(tokens) if whole else None
+            order = self._order(tokens) if whole else None
             out = call.sparse(policy, stats, order)
         else:
             order = plan.order

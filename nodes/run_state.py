@@ -17,7 +17,6 @@ from ..sparge.calibrate import Profile
 from ..sparge.plan import unmeasured_order
 from .decision import SigmaWindow
 from .failures import Failures
-from .families import TokenLayout
 from .layer_counter import ReplacedBlocks
 from .measured_heads import MeasuredHeads
 from .passes import PassRecord
@@ -139,7 +138,6 @@ class Run:
         self._evaluated = False
         self._of_step: set[int] = set()  # conditionings, where nobody counts evaluations
         self._grids: set[TokenGrid] = set()
-        self._met: set[tuple[TokenGrid | None, int]] = set()
         self._unusable: dict[torch.device, str] = {}
         self._lock = threading.Lock()
 
@@ -180,19 +178,11 @@ class Run:
             self.records.append(PassRecord.begin(self._step, rows, device, may_be_sparse))
             return self.records[-1]
 
-    def orders(self, layout: TokenLayout, step: int, device: torch.device) -> dict[int, TokenOrder]:
-        """Those that a step of manual mode takes, by number of tokens; copied to the device once a
-        run."""
+    def order(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
+        """The order that a step of manual mode takes; copied to the device once a run."""
         with self._lock:
-            met = [tokens for of, tokens in self._met if of == layout.tokens]
-            grids = {*layout.expected, *filter(None, map(layout.sequence, met))}
-            self._grids |= grids
-        return {grid.tokens: unmeasured_order(grid, step % TURNS).on(device) for grid in grids}
-
-    def meet(self, layout: TokenLayout, tokens: int) -> None:
-        """Remembers a sequence that no pass expected, so that the next one has an order for it."""
-        with self._lock:
-            self._met.add((layout.tokens, tokens))
+            self._grids.add(grid)
+        return unmeasured_order(grid, step % TURNS).on(device)
 
     def end(self) -> None:
         """Gives back what outlives passes on the devices."""

@@ -102,9 +102,9 @@ def two_models_of_a_guider() -> dict[str, Any]:
     forward, tables = pack("nodes.forward_facts").Forward, {"first": set(), "second": set()}
     sparse = forward._sparse
 
-    def spy(this: Any, call: Any, tokens: int, row: int, plan: Any) -> Any:
+    def spy(this: Any, call: Any, tokens: int, kind: Any, row: int, plan: Any) -> Any:
         tables[running[0]].add(id(plan.table))
-        return sparse(this, call, tokens, row, plan)
+        return sparse(this, call, tokens, kind, row, plan)
 
     guider = Guider_DualModel(patch(first, **AUTO), second)
     guider.set_conds(models.conditioning("wan"), models.conditioning("wan", negative=True))

@@ -71,6 +71,7 @@ models.FAMILIES |= {
         model_type="animate2",
         in_dim=36,
     ),
+    "hunyuan, padded": replace(models.FAMILIES["hunyuan"], valid=(15, 9)),
     "unet": models.Tiny(
         "SD15",
         {

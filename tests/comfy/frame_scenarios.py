@@ -88,3 +88,16 @@ def merged_tokens() -> dict[str, Any]:
             out = seeded(patch(model, **widgets))
         found[name] = {"report": told[0], "error": relative_error(out, dense)}
     return found
+
+
+def padded_prompt() -> dict[str, Any]:
+    """HunyuanVideo with a mask over its text; with cfg 1, as ComfyUI does not batch such masks."""
+    name = "hunyuan, padded"
+    model = models.build(name)
+    dense = sample(model, name, cfg=1.0)
+    found: dict[str, Any] = {}
+    for mode, widgets in (("manual", {"topk": 1.0}), ("half", {"topk": 0.5}), ("auto", AUTO)):
+        with reports() as told, library_calls() as calls:
+            out = sample(patch(model, **widgets), name, cfg=1.0)
+        found[mode] = {"report": told[0], "calls": calls, "error": relative_error(out, dense)}
+    return found

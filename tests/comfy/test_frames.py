@@ -92,3 +92,17 @@ def test_merged_tokens_are_no_text(comfyui):
     assert report["reasons"]["fewer queries than keys, which only mode manual serves"] == STEPS * 3
     assert report["cross"] == STEPS * 8
     assert report["sparse"] > 0
+
+
+def test_a_padded_prompt(comfyui):
+    """HunyuanVideo's three blocks attend among the real tokens, 15 of 24 of text; its token
+    refiner's two calls have a mask too, of text alone."""
+    got = comfyui.run("padded_prompt")
+    for mode in ("manual", "half", "auto"):
+        report, calls = got[mode]["report"], got[mode]["calls"]
+        assert report["sparse"] == SPARSE_STEPS * 3 == len(calls)
+        assert report["reasons"] == {WINDOW: 3, "attention mask": 2 * STEPS}
+        assert all(call["segments"] == [15, CLIP] for call in calls)
+        assert "other tokens" not in report["text"]
+    assert got["manual"]["error"] < EIGHT_BIT < 2 * got["half"]["error"]
+    assert got["auto"]["error"] < 0.1
