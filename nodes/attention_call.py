@@ -104,6 +104,8 @@ class AttentionCall:
         """As far as an odd shape has them."""
         if not self.skip_reshape and tensor.ndim > 4:  # as ComfyUI's backends would read it
             return tensor.numel() // max(1, tensor.shape[0] * self.q.shape[-1])
+        if not self.skip_reshape and tensor.ndim == 3 and len(tensor) != len(self.q):
+            return tensor.numel() // max(1, len(self.q) * tensor.shape[2])  # as in `Operands.of`
         place = 2 if self.skip_reshape else 1
         return tensor.shape[place] if tensor.ndim > place else 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import frame_models  # noqa: F401  adds its models
 import models
 import torch
+from comfy_extras.nodes_hypertile import HyperTile
 from comfy_extras.nodes_pag import PerturbedAttentionGuidance
 from comfy_extras.nodes_tomesd import TomePatchModel
 from comfy_extras.nodes_wan import WanAnimate2Cache
@@ -101,3 +102,18 @@ def padded_prompt() -> dict[str, Any]:
             out = sample(patch(model, **widgets), name, cfg=1.0)
         found[mode] = {"report": told[0], "calls": calls, "error": relative_error(out, dense)}
     return found
+
+
+def tiles() -> dict[str, Any]:
+    """The core node HyperTile, which cuts the queries of large levels into tiles."""
+    model = HyperTile.execute(models.build("unet"), 128, 2, 0, False)[0]
+
+    def seeded(patched: Any) -> torch.Tensor:
+        torch.manual_seed(0)  # it cuts at random
+        return sample(patched, "unet")
+
+    dense = seeded(model)
+    with reports() as told, library_calls() as calls:
+        out = seeded(patch(model, topk=1.0))
+    tokens = sorted({call["tokens"] for call in calls})
+    return {"report": told[0], "tokens": tokens, "error": relative_error(out, dense)}

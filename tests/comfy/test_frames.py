@@ -106,3 +106,13 @@ def test_a_padded_prompt(comfyui):
         assert "other tokens" not in report["text"]
     assert got["manual"]["error"] < EIGHT_BIT < 2 * got["half"]["error"]
     assert got["auto"]["error"] < 0.1
+
+
+def test_tiles_are_self_attention(comfyui):
+    """Four tiles of 256 tokens at the level that has 1,024."""
+    got = comfyui.run("tiles")
+    assert got["report"]["sparse"] == SPARSE_STEPS * 8
+    assert got["report"]["reasons"] == {WINDOW: 8}
+    assert got["report"]["cross"] == STEPS * 8
+    assert got["tokens"] == [256]
+    assert got["error"] < 0.02
