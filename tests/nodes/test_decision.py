@@ -73,31 +73,16 @@ def test_masked_self_attention_may_come_in_parts(
     assert decision.dense_reason(call, 0, None, layout, settings) == reason
 
 
-#: Queries and keys of calls of Wan Animate 2 with frames of 80 tokens, of which the clip has 4.
-ANIMATE = {
-    "a frame of queries": (80, 320, "PART"),
-    "with the keys of its pose": (80, 400, "PART"),
-    "text": (320, 24, "CROSS"),
-    "long text": (320, 400, "CROSS"),
-    "text of the poses": (240, 400, "CROSS"),
-    "outside the steps of the poses": (320, 320, "SELF"),
-    "the pose branch": (240, 240, "SELF"),
-}
-
-
-@pytest.mark.parametrize("case", ANIMATE)
-def test_a_model_that_attends_frame_by_frame(load_pack, decision, layout_of, case):
-    settings = load_pack("nodes.settings").Settings(min_tokens=100)
-    layout = layout_of((4, 8, 10), "NONE", frame_by_frame=True)
-    queries, keys, kind = ANIMATE[case]
-    call = decision.CallFacts(queries, keys)
-    assert call.kind(layout, settings) is decision.Kind[kind]
-    plain = layout_of((4, 8, 10), "NONE")
-    assert call.kind(plain, settings) is not decision.Kind.PART, "other models are none"
-
-
-#: Queries and keys of calls of a model without a row, with 77 tokens of text and min_tokens 100.
-UNKNOWN = {
+#: Queries, keys and kind of calls: of Wan Animate 2, whose clip has 4 frames of 80 tokens, and of
+#: models without a row that were given 77 tokens of text.
+CALLS = {
+    "Animate: a frame of queries": (80, 320, "PART"),
+    "Animate: with the keys of its pose": (80, 400, "PART"),
+    "Animate: text": (320, 24, "CROSS"),
+    "Animate: long text": (320, 400, "CROSS"),
+    "Animate: text of the poses": (240, 400, "CROSS"),
+    "Animate: outside the steps of the poses": (320, 320, "SELF"),
+    "Animate: the pose branch": (240, 240, "SELF"),
     "merged queries (ToMe)": (179, 256, "PART"),
     "queries behind cached keys (HiDream O1)": (256, 300, "PART"),
     "keys of image and text (Stable Cascade)": (576, 653, "PART"),
@@ -107,12 +92,16 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("case", UNKNOWN)
-def test_fewer_queries_than_keys_in_a_model_without_a_row(load_pack, decision, layout_of, case):
+@pytest.mark.parametrize("case", CALLS)
+def test_what_attends_to_what(load_pack, decision, layout_of, case):
     settings = load_pack("nodes.settings").Settings(min_tokens=100)
-    queries, keys, kind = UNKNOWN[case]
+    animate = layout_of((4, 8, 10), "NONE", frame_by_frame=True)
+    queries, keys, kind = CALLS[case]
     call = decision.CallFacts(queries, keys)
-    assert call.kind(layout_of(context=77), settings) is decision.Kind[kind]
+    layout = animate if case.startswith("Animate") else layout_of(context=77)
+    assert call.kind(layout, settings) is decision.Kind[kind]
+    with_a_row = layout_of((4, 8, 10), "NONE")
+    assert call.kind(with_a_row, settings) is not decision.Kind.PART
 
 
 @pytest.mark.parametrize("frames", [True, False])
