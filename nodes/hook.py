@@ -33,6 +33,7 @@ from .result import RunResult
 from .run_state import Run
 from .settings import Settings
 from .warmup import Warmup, warm_up
+from .whole_graph import is_traced_whole
 
 logger = logging.getLogger("sparge")
 
@@ -234,9 +235,18 @@ def hook_of(model: Any) -> Hook | None:
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """The function that ComfyUI calls in place of its attention backend ``func``."""
 
+    def override(
+        func: Override, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not is_traced_whole():
+            return attend(func, q, k, v, *args, **kwargs)
+        if previous is None:
+            return func(q, k, v, *args, **kwargs)
+        return previous(func, q, k, v, *args, **kwargs)
+
     # Not traced by torch.compile: it reads Python state that a trace would freeze.
     @torch.compiler.disable
-    def override(
+    def attend(
         func: Override,
         q: torch.Tensor,
         k: torch.Tensor,

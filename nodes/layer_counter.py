@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .families import TextPosition, TokenLayout
+from .whole_graph import is_traced_whole
 
 #: Entry of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"
@@ -125,6 +126,8 @@ class ReplacedBlocks:
 
 def _telling(block: int, patch: Patch) -> Patch:
     def telling(args: Mapping[str, Any], *rest: Any) -> Any:
+        if is_traced_whole():
+            return patch(args, *rest)
         _tell(args, block)
         out = patch(args, *rest)
         _tell(args, block + 1)

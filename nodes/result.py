@@ -17,7 +17,6 @@ from .passes import Densities
 from .profiles import profile_of
 from .run_state import Run
 
-
 #: Sparse calls came before, so nothing tells whose doing it is.
 NOT_FINITE_LATER = (
     "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from .measured_heads import MEASURING
 from .result import RunResult
+from .whole_graph import has_been_traced
 
 STOPPED = "stopped before the first sparse step"
 NOT_RUN = "the model did not run"
 NO_CALLS = (
     "no attention call reached this node; a node after it replaces the attention, or the model "
     "does not offer it (put Sparge Attention last, before the sampler)"
+)
+WHOLE_GRAPH = (
+    "no attention call reached this node; torch.compile with fullgraph leaves it no room (turn "
+    "fullgraph off), or a node after it replaces the attention"
 )
 REPLACED = (
     "the {what}'s self-attention did not reach this node; another node replaces it, or the model "
@@ -32,7 +37,7 @@ def why_nothing(result: RunResult) -> str:
     if result.forwards == 0:
         return NOT_RUN
     if result.dense + result.cross == 0:
-        return NO_CALLS
+        return WHOLE_GRAPH if has_been_traced() else NO_CALLS
     return REPLACED.format(what=result.missing) if result.missing else ""
 
 

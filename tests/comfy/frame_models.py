@@ -72,7 +72,7 @@ models.FAMILIES |= {
         in_dim=36,
     ),
     "hunyuan, padded": replace(models.FAMILIES["hunyuan"], valid=(15, 9)),
-    "unet": models.Tiny(
+    "square unet": models.Tiny(
         "SD15",
         {
             "image_size": 32,

@@ -51,7 +51,7 @@ def frame_by_frame(cached: bool) -> dict[str, Any]:
 def perturbed_attention() -> dict[str, Any]:
     """The core node, which replaces the self-attention of a U-Net's middle in a pass of its own.
     The rows that calls of each place were given, in passes with it and without."""
-    guided = PerturbedAttentionGuidance.execute(models.build("unet"), 3.0).result[0]
+    guided = PerturbedAttentionGuidance.execute(models.build("square unet"), 3.0).result[0]
     forward = pack("nodes.forward_facts").Forward
     plan, seen = forward._plan, set()
 
@@ -62,11 +62,11 @@ def perturbed_attention() -> dict[str, Any]:
             seen.add((perturbed, *options["block"], options["block_index"], layer.row))
         return plan(this, call, facts, layer, exact)
 
-    dense = sample(guided, "unet")
+    dense = sample(guided, "square unet")
     with replaced(forward, "_plan", spy), reports() as told:
-        sample(patch(guided, **AUTO), "unet")
+        sample(patch(guided, **AUTO), "square unet")
     with reports() as everything:
-        out = sample(patch(guided, topk=1.0), "unet")
+        out = sample(patch(guided, topk=1.0), "square unet")
     return {
         "seen": sorted(seen),
         "report": told[0],
@@ -77,11 +77,11 @@ def perturbed_attention() -> dict[str, Any]:
 
 def merged_tokens() -> dict[str, Any]:
     """The core node for ToMe, which merges queries of self-attention and leaves its keys."""
-    model = TomePatchModel.execute(models.build("unet"), 0.3).result[0]
+    model = TomePatchModel.execute(models.build("square unet"), 0.3).result[0]
 
     def seeded(patched: Any) -> torch.Tensor:
         torch.manual_seed(0)  # it merges at random
-        return sample(patched, "unet")
+        return sample(patched, "square unet")
 
     dense, found = seeded(model), {}
     for name, widgets in (("manual", {"topk": 1.0}), ("auto", AUTO)):
@@ -106,11 +106,11 @@ def padded_prompt() -> dict[str, Any]:
 
 def tiles() -> dict[str, Any]:
     """The core node HyperTile, which cuts the queries of large levels into tiles."""
-    model = HyperTile.execute(models.build("unet"), 128, 2, 0, False)[0]
+    model = HyperTile.execute(models.build("square unet"), 128, 2, 0, False)[0]
 
     def seeded(patched: Any) -> torch.Tensor:
         torch.manual_seed(0)  # it cuts at random
-        return sample(patched, "unet")
+        return sample(patched, "square unet")
 
     dense = seeded(model)
     with reports() as told, library_calls() as calls:

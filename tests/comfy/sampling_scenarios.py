@@ -151,6 +151,7 @@ def library_raises(kind: str) -> dict[str, Any]:
         "memory": lambda: torch.OutOfMemoryError("out of memory"),
         "interrupt": comfy.model_management.InterruptProcessingException,
         "bug": lambda: RuntimeError("a bug"),
+        "shape": lambda: ValueError("a shape"),
     }
     model = models.build("wan")
     dense = sample(model, "wan")

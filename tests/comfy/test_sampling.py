@@ -110,13 +110,21 @@ def test_a_failed_compile_makes_the_rest_of_the_run_dense(comfyui):
     [
         ("memory", "OutOfMemoryError"),
         ("interrupt", "InterruptProcessingException"),
-        ("bug", "RuntimeError"),
     ],
 )
-def test_no_other_error_is_swallowed(comfyui, kind, raised):
+def test_what_comfyui_has_to_see_is_not_swallowed(comfyui, kind, raised):
     got = comfyui.run("library_raises", kind=kind)
     assert got["raised"] == raised
     assert got["report"]["stopped"]
+
+
+@pytest.mark.parametrize("kind", ["bug", "shape"])
+def test_an_error_of_the_pack_is_dense_and_counted(comfyui, kind):
+    got = comfyui.run("library_raises", kind=kind)
+    assert got["report"]["reasons"]["an error of this node (see the log)"] == 3 * BLOCKS
+    assert got["same_as_dense"] and not got["raised"]
+    log = comfyui.log_path.read_text()
+    assert f"a {kind}. Please report it." in log and "Traceback" in log
 
 
 def test_without_a_gpu_everything_stays_dense_and_one_line_says_why(comfyui):

@@ -184,7 +184,8 @@ class Session:
     ) -> list[Any]:
         """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
         **kwargs) is the model's, of q, k, v that all conditionings of a batch share, and
-        attend.options the transformer_options of the pass. schedule: noise levels of the steps, where the sampler evaluates the model at others too."""
+        attend.options the transformer_options of the pass. schedule: noise levels of the steps,
+        where the sampler evaluates the model at others too."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,

@@ -131,7 +131,7 @@ def test_measuring_is_costed_by_the_layers_there_are(
     patcher.model.diffusion_model = model()
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode="auto quality", min_tokens=0)[0]
-    steps = [1.0, 0.95, 0.9][-dense:] + [0.5]
+    steps = [*[1.0, 0.95, 0.9][-dense:], 0.5]
     session(patched).sample(lambda attend: [attend(q, q, q, HEADS) for _ in range(6)], steps)
     assert asked == [layers]
 
