@@ -8,6 +8,7 @@ from typing import Any
 
 import models
 import torch
+from other_models import OTHERS
 
 _WAN = models.FAMILIES["wan"]
 _CLIP = _WAN.latent[1:]
@@ -72,25 +73,9 @@ models.FAMILIES |= {
         in_dim=36,
     ),
     "hunyuan, padded": replace(models.FAMILIES["hunyuan"], valid=(15, 9)),
-    "square unet": models.Tiny(
-        "SD15",
-        {
-            "image_size": 32,
-            "in_channels": 4,
-            "out_channels": 4,
-            "model_channels": 64,
-            "num_res_blocks": [1, 1],
-            "channel_mult": [1, 2],
-            "transformer_depth": [1, 1],
-            "transformer_depth_middle": 2,
-            "transformer_depth_output": [1, 1, 1, 1],
-            "context_dim": models.TEXT_DIM,
-            "use_spatial_transformer": True,
-            "use_linear_in_transformer": False,
-            "adm_in_channels": None,
-            "use_temporal_attention": False,
-            "legacy": False,
-        },
+    "square unet": replace(
+        OTHERS["unet"],
+        config=OTHERS["unet"].config | {"transformer_depth_middle": 2},
         latent=(4, 32, 32),
     ),
 }
