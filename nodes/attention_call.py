@@ -58,6 +58,7 @@ class AttentionCall:
     sdpa_order: Sequence[SDPBackend] | None = None
     """Where PyTorch's attention serves a dense call: in what order it is asked to choose a kernel,
     empty for its own; None where something else may serve it."""
+    mask: Tensor | None = None
 
     @cached_property
     def _views(self) -> Operands | str:
@@ -81,6 +82,7 @@ class AttentionCall:
             query_tokens=self._tokens(self.q),
             key_tokens=self._tokens(self.k),
             has_mask=self.has_mask,
+            masks_keys=self.key_mask is not None,
             refuses_low_precision=self.options.get("low_precision_attention") is False,
             unknown_options=tuple(
                 name
@@ -89,10 +91,21 @@ class AttentionCall:
             ),
         )
 
+    @property
+    def key_mask(self) -> Tensor | None:
+        """The mask, where it is one row of keys for all heads and queries of a batch entry."""
+        if self.mask is None or not 2 <= self.mask.ndim <= 4:
+            return None
+        entries, *same, keys = self.mask.shape if self.mask.ndim > 2 else (1, *self.mask.shape)
+        of_batch = entries in (1, self.q.shape[0]) and keys == self._tokens(self.k)
+        return self.mask if of_batch and set(same) == {1} else None
+
     def _tokens(self, tensor: Tensor) -> int:
         """As far as an odd shape has them."""
         if not self.skip_reshape and tensor.ndim > 4:  # as ComfyUI's backends would read it
             return tensor.numel() // max(1, tensor.shape[0] * self.q.shape[-1])
+        if not self.skip_reshape and tensor.ndim == 3 and len(tensor) != len(self.q):
+            return tensor.numel() // max(1, len(self.q) * tensor.shape[2])  # as in `Operands.of`
         place = 2 if self.skip_reshape else 1
         return tensor.shape[place] if tensor.ndim > place else 0
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"
 MASK = "attention mask"
+FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
+FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
 
 #: A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32 schedule
 #: and the float64 edge differ in the last bits: this share is above that, below a step.
@@ -92,12 +95,34 @@ class CallFacts:
     query_tokens: int
     key_tokens: int
     has_mask: bool = False
+    masks_keys: bool = False
+    """Its mask may be padding: a row of keys for each batch entry."""
     refuses_low_precision: bool = False
     unknown_options: tuple[str, ...] = ()
 
-    @property
-    def is_self_attention(self) -> bool:
-        return self.query_tokens == self.key_tokens
+    def kind(self, layout: TokenLayout, settings: Settings) -> Kind:
+        """What attends to what. Of models without a row it follows from lengths alone: text is
+        as long as the model was given, and never as long as min_tokens."""
+        if self.query_tokens == self.key_tokens:
+            return Kind.SELF
+        keys_beside = self.key_tokens - layout.grid_tokens
+        if self.has_mask and layout.grid and keys_beside >= 0:
+            return Kind.PART  # LTXV's guides
+        if layout.frame_by_frame:
+            frame = self.query_tokens == layout.frame_tokens
+            return Kind.PART if frame and keys_beside in (0, layout.frame_tokens) else Kind.CROSS
+        fewer = self.query_tokens < self.key_tokens != layout.context
+        unknown = layout.text is None and self.key_tokens >= settings.min_tokens
+        return Kind.PART if fewer and unknown else Kind.CROSS
+
+
+class Kind(enum.Enum):
+    """Of an attention call."""
+
+    SELF = enum.auto()
+    PART = enum.auto()
+    """Some queries of a self-attention, maybe with further keys."""
+    CROSS = enum.auto()
 
 
 def dense_reason(
@@ -109,18 +134,19 @@ def dense_reason(
     forward pass (the device cannot, or the step is outside the window). What the arithmetic cannot
     serve (head_dim, strides, gradients) the library refuses itself, with a reason.
     """
-    if not call.is_self_attention:
-        # Some models cut masked self-attention up by queries (LTXV's guides).
-        of_grid = call.has_mask and 0 < layout.grid_tokens <= call.key_tokens
-        return MASK if of_grid else CROSS_ATTENTION
-    if call.has_mask:
+    kind = call.kind(layout, settings)
+    if kind is Kind.CROSS:
+        return CROSS_ATTENTION
+    if call.has_mask and not (kind is Kind.SELF and call.masks_keys):
         return MASK
     if call.refuses_low_precision:
         return "the model asks for full precision here"
     if call.unknown_options:
         return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
-    if call.query_tokens < settings.min_tokens:
+    if call.key_tokens < settings.min_tokens:
         return f"fewer than min_tokens ({settings.min_tokens}) tokens"
+    if kind is Kind.PART and settings.aim is not None:
+        return FRAME_BY_FRAME if layout.frame_by_frame else FEWER_QUERIES
     if call.query_tokens < layout.frame_tokens:
         return "fewer tokens than a frame has"  # text or sound alone; text stays exact
     if run_reason is not None:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge import TokenGrid
 from . import off_grid, unlisted_models
-from .off_grid import ModelInputs, OffGrid, Patch
+from .block_numbers import BlockCounts
+from .off_grid import ModelInputs, OffGrid, Patch, no_branches, two_calls
 
 #: Said of sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
     "some calls have other tokens than the clip and its text (an image of another size?): those "
     "stay in the order they come, which errs more"
 )
+#: Said of sparse calls of some of the queries.
+FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
 
 
 class TextPosition(enum.Enum):
@@ -43,11 +46,17 @@ class Family:
     name: str
     text: TextPosition
     patch: Callable[[Any], Patch]
-    off_grid: Callable[[Any, ModelInputs], OffGrid | None] = off_grid.nothing
-    """What stands beside the grid, from the model and what it is given; None when unknown."""
+    off_grid: Callable[[Any, ModelInputs], OffGrid] = off_grid.nothing
+    """What stands beside the grid, from the model and what it is given."""
     heads: Callable[[Any], int | None] = _num_heads
     left_out_key: str | None = None
     """Entry of transformer_options that names blocks whose self-attention the model leaves out."""
+    branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] = no_branches
+    """Other sequences that attend to themselves in the same blocks."""
+    calls: Callable[[ModelInputs], int] = two_calls
+    """Most self-attention calls under one block number."""
+    frame_by_frame: bool = False
+    """Each frame of the grid attends on its own, to the whole grid and to what belongs to it."""
 
 
 def _spatial(model: Any) -> Patch:
@@ -81,23 +90,25 @@ FAMILIES: Mapping[str, Family] = {
         "CogVideoX", _FIRST, _spatial_and_temporal, off_grid.text_first
     ),
     "WanModel": Family("Wan", _NONE, _as_published, off_grid.wan),
+    "VaceWanModel": Family(
+        "Wan", _NONE, _as_published, off_grid.wan_of_time, calls=off_grid.vace_calls
+    ),
+    "CameraWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_of_time),
+    "WanModel_S2V": Family("Wan", _NONE, _as_published, off_grid.wan_sound_to_video),
+    "HumoWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_humo),
+    "SCAILWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_scail),
+    "WanAnimate2Model": Family(
+        "Wan", _NONE, _as_published, branches=off_grid.pose_branch, frame_by_frame=True
+    ),
     "HunyuanVideo": Family("HunyuanVideo", _FIRST, _as_published, off_grid.hunyuan),
-    "LTXBaseModel": Family("LTXV", _NONE, _one_cell),
-    "LTXAVModel": Family("LTXV", _NONE, _one_cell, left_out_key="stg_self_attn_blocks"),
+    "LTXBaseModel": Family("LTXV", _NONE, _one_cell, off_grid.ltx),
+    "LTXAVModel": Family(
+        "LTXV", _NONE, _one_cell, off_grid.ltx, left_out_key="stg_self_attn_blocks"
+    ),
     "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_block),
     "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
-    "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.flux),
+    "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
 }
-
-#: A model has one of these lists, or the first two.
-_BLOCK_LISTS = (
-    "double_blocks",
-    "single_blocks",
-    "blocks",
-    "transformer_blocks",
-    "visual_transformer_blocks",
-    "layers",
-)
 
 #: Rows for the layers of a model whose blocks cannot be counted: more than any has.
 _UNCOUNTED_ROWS = 256
@@ -111,11 +122,16 @@ class TokenLayout:
         family: the model's name for the user.
         text: position of the tokens off the grid; None for a model without a row in FAMILIES.
         grid: tokens along (time, height, width); None when it is not known.
-        double_blocks: blocks before the single-stream ones, which models number from 0 again.
-        blocks: blocks in all lists; None when the model has no list known here.
-        tokens: the whole self-attention sequence; None when what is beside the grid is not known.
+        counts: blocks of the model.
+        tokens: the whole self-attention sequence, as far as it is known; None without a grid.
         heads: attention heads; None when they are not known before a call.
         left_out_key: as in `Family`.
+        branches: as in `Family`.
+        calls: as in `Family`.
+        frame_by_frame: as in `Family`.
+        loose_frames: as in `OffGrid`.
+        context: tokens of text that the model is given.
+        masked: the model is given a mask of them, so that fewer may be real.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: self-attentions of a model whose `blocks` are not known, about.
     """
@@ -123,13 +139,22 @@ class TokenLayout:
     family: str
     text: TextPosition | None
     grid: tuple[int, int, int] | None
-    double_blocks: int
-    blocks: int | None
+    counts: BlockCounts = field(default_factory=BlockCounts)
     tokens: TokenGrid | None = None
     heads: int | None = None
     left_out_key: str | None = None
+    branches: tuple[TokenGrid, ...] = ()
+    calls: int = 2
+    frame_by_frame: bool = False
+    loose_frames: int = 0
+    context: int = 0
+    masked: bool = False
     remark: str = ""
     layers: int | None = None
+
+    @property
+    def blocks(self) -> int | None:
+        return self.counts.total
 
     @property
     def grid_tokens(self) -> int:
@@ -142,19 +167,58 @@ class TokenLayout:
     @property
     def rows(self) -> int:
         """Rows of tables that hold one for each self-attention layer, as `row` numbers them."""
-        return 2 * self.blocks if self.blocks else _UNCOUNTED_ROWS
+        if not self.blocks:
+            return _UNCOUNTED_ROWS
+        return self.calls * self.blocks + self.counts.refiners
 
     def row(self, block: int, earlier_calls: int) -> int:
-        """Of a self-attention call in `block` after so many others there: a second one, which the
-        control blocks of Wan VACE make under the number of the block they steer, has a row of its
-        own. At least `rows` when there is no room for it."""
+        """Of a self-attention call in `block` after so many others there: each further one, which
+        the control blocks of Wan VACE make under the number of the block they steer, has a row of
+        its own. At least `rows` when there is no room for it."""
+        if self.blocks and earlier_calls >= self.calls:
+            return self.rows
         return block + earlier_calls * (self.blocks or 0)
+
+    def refiner_row(self, refiner: int) -> int:
+        """Of a block that has no number."""
+        return self.calls * (self.blocks or 0) + refiner
+
+    @property
+    def expected(self) -> tuple[TokenGrid, ...]:
+        """Sequences that attend to themselves as a whole."""
+        if self.frame_by_frame and self.branches:
+            return self.branches
+        if self.masked and self.text is not TextPosition.NONE:
+            return ()
+        return () if self.tokens is None else (self.tokens, *self.branches)
+
+    def sequence(self, tokens: int) -> TokenGrid | None:
+        """Where the tokens of a self-attention lie. Of more or fewer than are expected the grid is
+        known all the same, where no text stands around it."""
+        if self.tokens is None:
+            return None
+        for known in (self.tokens, *self.branches):
+            if known.tokens == tokens:
+                return known
+        without_text = self.tokens.tokens - self.tokens.prefix
+        if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
+            return replace(self.tokens, prefix=tokens - without_text)  # that of its padding
+        if self.text is not TextPosition.NONE:
+            return None
+        further = tokens - self.tokens.tokens
+        if further > 0:
+            return replace(self.tokens, tail=self.tokens.tail + further)
+        kept = replace(self.tokens, frames=max(1, self.tokens.frames - self.loose_frames))
+        further = tokens - kept.tokens
+        return replace(kept, tail=kept.tail + further) if further >= 0 else None
 
     def exact_tokens(self, tokens: int, references: int = 0) -> tuple[int, int]:
         """(prefix, suffix) of a self-attention over ``tokens`` tokens that must stay exact.
 
         references counts image tokens that a model appends after the grid (Flux edits).
         """
+        if (known := self.sequence(tokens)) is not None:
+            return known.prefix, known.suffix
         text = tokens - self.grid_tokens - references
         if self.grid is None or text <= 0:
             return (0, 0)
@@ -174,32 +238,36 @@ def token_layout(
     model = getattr(diffusion_model, "_orig_mod", diffusion_model)  # torch.compile's wrapper
     names = [cls.__name__ for cls in type(model).__mro__]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    counts = [
-        len(blocks) for name in _BLOCK_LISTS if (blocks := getattr(model, name, None)) is not None
-    ]
-    blocks = sum(counts) if counts else None
-    double_blocks = len(getattr(model, "double_blocks", ()))
+    given = extras or {}
+    counts, text = BlockCounts.of(model, given), off_grid.length(context)
     if family is None:
         name = unlisted_models.name_of(names)
         remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
         return TokenLayout(
-            name, None, None, double_blocks, blocks, remark=remark, layers=blocks or layers
+            name, None, None, counts, remark=remark, layers=counts.total or layers, context=text
         )
     patch = family.patch(model)
-    grid = _grid(patch, latent_shape)
-    tokens = None
-    if grid is not None:
-        beside = family.off_grid(model, ModelInputs(grid, patch, context, extras or {}))
-        tokens = beside.around(grid) if beside else None
-    return TokenLayout(
+    layout = TokenLayout(
         family.name,
         family.text,
-        grid,
-        double_blocks,
-        blocks,
-        tokens,
-        family.heads(model),
-        family.left_out_key,
+        _grid(patch, latent_shape),
+        counts,
+        heads=family.heads(model),
+        left_out_key=family.left_out_key,
+        frame_by_frame=family.frame_by_frame,
+        context=text,
+        masked=given.get("attention_mask") is not None,
+    )
+    if layout.grid is None:
+        return layout
+    inputs = ModelInputs(layout.grid, patch, context, given)
+    beside = family.off_grid(model, inputs)
+    return replace(
+        layout,
+        tokens=beside.around(layout.grid),
+        branches=family.branches(inputs),
+        calls=family.calls(inputs),
+        loose_frames=beside.loose_frames,
     )
 
 

@@ -15,14 +15,16 @@ from torch import Tensor
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, capabilities
 from ..sparge.plan.worth import density_with_exact
 from .attention_call import AttentionCall, Dense
-from .decision import CROSS_ATTENTION, CallFacts, dense_reason
+from .decision import CROSS_ATTENTION, CallFacts, Kind, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
 from .failures import FAILED, MEANT_FOR_COMFYUI
-from .families import UNKNOWN_TOKENS, TokenLayout, token_layout
+from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
+from .host import untracked_allocations
 from .layer_counter import Layer, LayerCounter
 from .measured_heads import HeadPass, Plan
 from .passes import PassFacts, PassRecord
 from .pv_filter import fitted
+from .real_tokens import RealTokens, real_tokens
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
 from .worth import slower_reason
@@ -43,7 +45,8 @@ class Forward:
     """Why no call on this device can be sparse."""
     outside: str | None
     """Why this step shall not be sparse."""
-    order: TokenOrder | None
+    orders: dict[int, TokenOrder]
+    """Of manual mode, by number of tokens."""
     heads: HeadPass | None
     """In auto modes, where the device can be sparse."""
     record: PassRecord
@@ -51,6 +54,10 @@ class Forward:
     beside: frozenset[int] = frozenset()
     """Tokens of what is sampled beside the clip (sound), alone."""
     _handing_on: bool = field(default=False, repr=False)
+    _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
+        default_factory=dict, repr=False
+    )
+    """By the id of a mask, and the mask itself: what has an id must live."""
 
     @classmethod
     def begin(
@@ -90,12 +97,14 @@ class Forward:
             conditioning, layout.rows, x.device, unusable is None and outside is None
         )
         policy = fitted(run.asked, x.device)
-        order, heads = None, None
+        orders: dict[int, TokenOrder] = {}
+        heads = None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place, which)
             heads = run.heads.begin(layout, policy, x.device, facts)
-        elif record.pairs is not None and layout.tokens is not None:
-            order = run.order(layout.tokens, record.step, x.device)
+        elif record.pairs is not None:
+            for grid in layout.expected:
+                orders[grid.tokens] = run.order(grid, record.step, x.device)
         return cls(
             run,
             x.device,
@@ -103,7 +112,7 @@ class Forward:
             policy,
             unusable,
             outside,
-            order,
+            orders,
             heads,
             record,
             LayerCounter(layout),
@@ -122,17 +131,49 @@ class Forward:
             return dense()
         facts = call.facts
         options: Mapping[str, Any] = call.options.get("transformer_options") or {}
-        if facts.is_self_attention:
-            layer = self.layers.next(options, facts.query_tokens)
-        else:
+        kind = facts.kind(self.layout, self.run.settings)
+        tokens = self._tokens(facts, kind)
+        if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
+            layer = self.layers.next(options, tokens)
+        else:  # of several in a block
             layer = self.layers.peek(options)
-        if self._is_of_clip(facts):
+        if self._is_of_clip(facts, kind):
             self.run.tally.reach()
+        real = self._real_tokens(call, facts, kind, layer)
+        if not isinstance(real, RealTokens):
+            return self._serve(call, facts, kind, layer, dense, why=real)
+        return self._among_real(real, call, kind, layer, dense)
+
+    def _among_real(
+        self, real: RealTokens, call: AttentionCall, kind: Kind, layer: Layer, dense: Dense
+    ) -> Tensor:
+        """The result of a call with padding."""
+        given: list[Tensor] = []
+
+        def of_real_ones() -> Tensor:
+            given.append(dense())
+            return real.rows(call, given[0])
+
+        inner = real.call(call)
+        out = self._serve(inner, inner.facts, kind, layer, of_real_ones)
+        return given[0] if given else real.whole(call, inner, out)
+
+    def _serve(
+        self,
+        call: AttentionCall,
+        facts: CallFacts,
+        kind: Kind,
+        layer: Layer,
+        dense: Dense,
+        why: str | None = None,
+    ) -> Tensor:
+        """why: it has to be dense, beside what is looked at here."""
+        tokens = self._tokens(facts, kind)
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
-            plan = self._plan(call, facts, layer, exact)
+            plan = why or self._plan(call, facts, layer, exact)
             if not isinstance(plan, str):
-                return self._sparse(call, facts.query_tokens, layer.row, plan)
+                return self._sparse(call, tokens, kind, layer.row, plan)
             reason = plan
         except Unsupported as refusal:
             reason = refusal.reason
@@ -151,12 +192,18 @@ class Forward:
         if reason == CROSS_ATTENTION:
             out = self._cross(call)
         else:
-            self.run.tally.add_dense(reason, facts.query_tokens, exact.by_faster)
-        if facts.is_self_attention and not layer.beside:
+            self.run.tally.add_dense(reason, tokens, exact.by_faster)
+        if kind is not Kind.CROSS and not layer.beside:
             self.record.dense.add(layer.row)
         return exact.own() if out is None else out
 
-    def _is_of_clip(self, facts: CallFacts) -> bool:
+    def _tokens(self, facts: CallFacts, kind: Kind) -> int:
+        """Of the sequence that a call is of."""
+        if kind is not Kind.PART:
+            return facts.query_tokens
+        return min(facts.key_tokens, self.layout.grid_tokens or facts.key_tokens)
+
+    def _is_of_clip(self, facts: CallFacts, kind: Kind) -> bool:
         """Whether a call is of the clip's self-attention or, as some models have it, a part of it:
         never one of text or sound alone, nor one in which the clip looks at those."""
         tokens, keys = facts.query_tokens, facts.key_tokens
@@ -164,7 +211,7 @@ class Forward:
             return False
         if tokens in self.beside and tokens != self.layout.grid_tokens:
             return False
-        return keys >= self.layout.grid_tokens or facts.is_self_attention
+        return keys >= self.layout.grid_tokens or kind is Kind.SELF
 
     def _cross(self, call: AttentionCall) -> Tensor | None:
         """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
@@ -176,28 +223,49 @@ class Forward:
         self.run.tally.add_cross(by_faster_kernel=out is not None)
         return out
 
-    def _plan(
-        self, call: AttentionCall, facts: CallFacts, layer: Layer, exact: ExactResult
-    ) -> Plan | str | None:
-        """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
+    def _why_dense(self, call: AttentionCall, facts: CallFacts, layer: Layer) -> str | None:
+        """Whatever its heads are like."""
         everywhere = self.unusable
         if everywhere is None and call.q.device != self.device:
             everywhere = f"tensors on {call.q.device} in a forward pass on {self.device}"
         step = self.outside if self.heads is None else None  # which a dense call is measured in
         of_run, settings = everywhere or step, self.run.settings
         reason = dense_reason(facts, layer.block, of_run, self.layout, settings)
-        reason = reason or call.odd_shapes
+        return reason or call.odd_shapes
+
+    def _plan(
+        self, call: AttentionCall, facts: CallFacts, layer: Layer, exact: ExactResult
+    ) -> Plan | str | None:
+        """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
+        reason = self._why_dense(call, facts, layer)
         if reason is not None:
             return reason
         if self.heads is not None:
             return self.heads.plan(call, facts.query_tokens, layer.row, exact)
-        return self._slower(call, facts.query_tokens)
+        return self._slower(call, facts)
 
-    def _slower(self, call: AttentionCall, tokens: int) -> str | None:
+    def _real_tokens(
+        self, call: AttentionCall, facts: CallFacts, kind: Kind, layer: Layer
+    ) -> RealTokens | str | None:
+        """Of a call whose mask may be padding; None where there is none, or for a reason that needs
+        no look at it. Waits once a mask, for calls of a pass that may be sparse or measured."""
+        if call.key_mask is None or kind is not Kind.SELF:
+            return None
+        if self._why_dense(call, facts, layer) is not None:
+            return None
+        of_pass = self.heads.facts if self.heads is not None else None
+        if of_pass is not None and of_pass.why_dense is not None and not of_pass.is_last_dense:
+            return of_pass.why_dense
+        key = id(call.key_mask)
+        if key not in self._real:
+            self._real[key] = call.key_mask, real_tokens(call.key_mask, self.layout)
+        return self._real[key][1]
+
+    def _slower(self, call: AttentionCall, facts: CallFacts) -> str | None:
         """Why a call of manual mode would be slower sparse. What cdf keeps is not known."""
         if self.run.settings.select_by != "topk":
             return None
-        text = sum(self._exact_tokens(call, tokens)) / tokens
+        text = sum(self._exact_tokens(call, facts.query_tokens)) / facts.query_tokens
         density = density_with_exact(self.run.settings.topk, text)
         return slower_reason(call, density, self.policy.pv_filter, pooled=None)
 
@@ -206,13 +274,22 @@ class Forward:
         references = sum(options.get("reference_image_num_tokens") or ())
         return self.layout.exact_tokens(tokens, references)
 
-    def _sparse(self, call: AttentionCall, tokens: int, row: int, plan: Plan | None) -> Tensor:
-        prefix, suffix = self._exact_tokens(call, tokens)
+    def _order(self, tokens: int) -> TokenOrder | None:
+        """Of manual mode. One that was not expected is made inside a call."""
+        if tokens not in self.orders and (grid := self.layout.sequence(tokens)) is not None:
+            with untracked_allocations():
+                self.orders[tokens] = self.run.order(grid, self.record.step, self.device)
+        return self.orders.get(tokens)
+
+    def _sparse(
+        self, call: AttentionCall, tokens: int, kind: Kind, row: int, plan: Plan | None
+    ) -> Tensor:
+        whole = kind is Kind.SELF
+        prefix, suffix = self._exact_tokens(call, tokens) if whole else (0, 0)
         policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
         stats = self.record.stats_of(row)
         if plan is None or self.heads is None:
-            fits = self.order is not None and self.order.tokens == tokens
-            order = self.order if fits else None
+            order = self._order(tokens) if whole else None
             out = call.sparse(policy, stats, order)
         else:
             order = plan.order
@@ -221,7 +298,7 @@ class Forward:
         if self.layout.remark:
             self.run.note(self.layout.remark)
         elif order is None:
-            self.run.note(UNKNOWN_TOKENS)
+            self.run.note(UNKNOWN_TOKENS if whole else FRAME_BY_FRAME)
         self.run.tally.add_sparse(
             tokens, filter_left_out=self.run.asked.pv_filter and not policy.pv_filter
         )

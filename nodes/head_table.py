@@ -40,6 +40,7 @@ from .sample_schedule import SampleSchedule
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
+NO_ROOM = "more attention calls in one block than there is room for"
 NAN_OF_MODEL = "the model gave NaN here, without this node's doing"
 INF_OF_MODEL = "the model gave inf here, without this node's doing"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
@@ -60,6 +61,8 @@ class Shape:
     heads: int
     grid: TokenGrid | None
     """None where the tokens stay in the order they come."""
+    rows: int = 0
+    """Of the pass: conditionings with more VACE controls than others make more calls."""
 
     def workload(self) -> Workload:
         """In the first turn, which stands for all of them."""
@@ -326,7 +329,7 @@ class HeadTable:
 
     def refusal(self, row: int) -> str | None:
         """Why a layer cannot be measured whatever comes, or None."""
-        return self.why_dense or self._refusals.get(row)
+        return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
 
     def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then, and measures the heads

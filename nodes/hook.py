@@ -285,6 +285,7 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
             skip_output_reshape,
             kwargs,
             sdpa_order=sdpa_order(func) if previous is None else None,
+            mask=mask,
         )
         return forward.attend(call, dense)
 

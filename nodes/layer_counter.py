@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers the attention calls of a forward pass by transformer block.
 
-Models that publish the running block are asked. Of the others (LTXV, Mochi, CogVideoX) calls are
+Where ComfyUI says which block runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls are
 counted, one self-attention over the grid a block. A block whose call does not come would shift all
 after it: skip-layer guidance replaces blocks, STG leaves their self-attention out (of LTXV with
 sound; without sound it does nothing). Both say so in the options of a pass.
@@ -20,6 +20,9 @@ from .whole_graph import is_traced_whole
 
 #: Entry of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"
+
+#: The block of a call that no list of blocks means.
+UNNUMBERED = -1
 
 #: A replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
 Patch = Callable[..., Any]
@@ -44,11 +47,15 @@ class LayerCounter:
     calls: int = 0
     """Counted so far: the number of the running block, in models that publish none."""
     _of_block: dict[int, int] = field(default_factory=dict, repr=False)
+    _refiners: int = field(default=0, repr=False)  # whose calls came
     _shortened: int | None = field(default=None, repr=False)
 
     def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
         """Of a self-attention call over so many tokens."""
-        if not self._counts(tokens, is_published(options)):
+        published = self.layout.counts.published(options) is not None
+        if not published and self._refiners < self.layout.counts.refiners:
+            return self._refiner()
+        if not self._counts(tokens, published):
             return self.peek(options)
         while self.calls in self._left_out(options):
             self.calls += 1
@@ -60,14 +67,16 @@ class LayerCounter:
     def peek(self, options: Mapping[str, Any]) -> Layer:
         """Of a call that is not to be counted: the block's own came before, if any did."""
         running = self._layer(options, self.calls - 1 if self._of_block else self.calls)
-        return replace(running, beside=not is_published(options))
+        return replace(running, beside=self.layout.counts.published(options) is None)
 
     def _layer(self, options: Mapping[str, Any], counted: int) -> Layer:
-        block = counted
-        if is_published(options):
-            single_stream = options.get("block_type") == "single"
-            block = options["block_index"] + (self.layout.double_blocks if single_stream else 0)
+        published = self.layout.counts.published(options)
+        block = counted if published is None else published
         return Layer(block, self.layout.row(block, self._of_block.get(block, 0)))
+
+    def _refiner(self) -> Layer:
+        self._refiners += 1
+        return Layer(UNNUMBERED, self.layout.refiner_row(self._refiners - 1))
 
     def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
         key = self.layout.left_out_key
@@ -88,11 +97,6 @@ class LayerCounter:
         if self._shortened is None and not self._of_block:
             self._shortened = tokens
         return tokens == self._shortened
-
-
-def is_published(options: Mapping[str, Any]) -> bool:
-    """Whether the model says which block runs."""
-    return "block_index" in options and "total_blocks" in options
 
 
 class ReplacedBlocks:

@@ -125,8 +125,10 @@ class MeasuredHeads:
     def _shapes(self, layout: TokenLayout, device: torch.device, which: int) -> Iterable[Shape]:
         with self._lock:
             shapes = {shape for *place, shape in self._met if place == [device, which]}
-        if layout.tokens is not None and layout.heads is not None:
-            shapes.add(Shape(layout.tokens.tokens, layout.heads, layout.tokens))
+        if layout.heads is not None:
+            shapes |= {
+                Shape(grid.tokens, layout.heads, grid, layout.rows) for grid in layout.expected
+            }
         return shapes
 
     def _table(
@@ -194,9 +196,8 @@ class HeadPass:
     def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
         """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
         while its table is open, which takes its exact result. Never waits but to make a table."""
-        grid = self.layout.tokens
-        fits = grid is not None and grid.tokens == tokens
-        shape = Shape(tokens, call.head_count, grid if fits else None)
+        grid = self.layout.sequence(tokens)
+        shape = Shape(tokens, call.head_count, grid, self.layout.rows)
         self.calls[shape] += 1
         table = self.tables.get(shape)
         if table is None:

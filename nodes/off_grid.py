@@ -2,15 +2,15 @@
 """What stands beside the video grid in a self-attention sequence: text, and reference images.
 
 Text is before or after the grid and always exact. A reference of the grid's own frame size is more
-frames of the grid. A wrong guess does no harm: a call with another number of tokens keeps them in
-the order they come.
+frames of the grid. One of another size is exact before the grid, and after it keeps its tokens in
+the order they come. A wrong guess does no harm: whatever the order, each token is itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +29,17 @@ class OffGrid:
     first_frames: int = 0
     """Reference frames before the clip: their keys are never dropped."""
     last_frames: int = 0
+    tail: int = 0
+    """Tokens behind the frames that lie on no grid of theirs."""
+    loose_frames: int = 0
+    """The last frames of the grid, of which the model may leave tokens out."""
 
     def around(self, grid: tuple[int, int, int]) -> TokenGrid:
         frames, height, width = grid
         frames += self.first_frames + self.last_frames
-        return TokenGrid(frames, height, width, self.before, self.after, self.first_frames)
+        return TokenGrid(
+            frames, height, width, self.before, self.after, self.first_frames, self.tail
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,23 +53,45 @@ class ModelInputs:
 
     @property
     def text(self) -> int:
-        return _length(self.context)
+        return length(self.context)
 
     def length(self, name: str) -> int:
         """Tokens of a further input (batch, tokens, width), 0 when it is not given."""
-        return _length(self.extras.get(name))
+        return length(self.extras.get(name))
 
-    def latents(self, name: str) -> Sequence[Tensor]:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a further input; () when it is not given."""
+        found = self.extras.get(name)
+        return tuple(found.shape) if isinstance(found, Tensor) else ()
+
+    def latents(self, name: str, padded: bool = True) -> list[Patch]:
+        """Tokens along (time, height, width) of each latent of a further input. padded: a patch
+        that the latent fills in part counts."""
         found = self.extras.get(name)
         if found is None:
-            return ()
-        return found if isinstance(found, list | tuple) else (found,)
+            return []
+        several = found if isinstance(found, list | tuple) else (found,)
+        return [self._tokens(latent, padded) for latent in several]
 
-    def frames_in(self, latent: Tensor) -> int | None:
-        """Frames of a latent whose frames are as large as the grid's; None for another size."""
+    def _tokens(self, latent: Tensor, padded: bool) -> Patch:
         cells = (1, *latent.shape[2:])[-3:]
-        time, height, width = (math.ceil(c / p) for c, p in zip(cells, self.patch, strict=True))
-        return time if (height, width) == self.grid[1:] else None
+        whole = math.ceil if padded else math.floor
+        time, height, width = (whole(c / p) for c, p in zip(cells, self.patch, strict=True))
+        return (time, height, width)
+
+    def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> OffGrid:
+        """With text, then latents before the clip and others behind it."""
+        if any(size[1:] != self.grid[1:] for size in first):
+            before, first = before + sum(map(math.prod, first)), ()
+        fitting = 0
+        while fitting < len(last) and last[fitting][1:] == self.grid[1:]:
+            fitting += 1
+        return OffGrid(
+            before,
+            first_frames=sum(time for time, *_ in first),
+            last_frames=sum(time for time, *_ in last[:fitting]),
+            tail=sum(map(math.prod, last[fitting:])),
+        )
 
 
 def nothing(model: Any, inputs: ModelInputs) -> OffGrid:
@@ -79,34 +107,86 @@ def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
     return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))
 
 
-def wan(model: Any, inputs: ModelInputs) -> OffGrid | None:
+def wan(model: Any, inputs: ModelInputs) -> OffGrid:
     """No text; a reference frame before the clip, further latents behind it."""
-    first = inputs.latents("reference_latent") if getattr(model, "ref_conv", None) else ()
+    has_place = getattr(model, "ref_conv", None) is not None
+    first = inputs.latents("reference_latent", padded=False) if has_place else []
     last = [*inputs.latents("time_dim_concat"), *inputs.latents("context_latents")]
-    return _with_frames(inputs, first, last)
+    return inputs.around(first, last)
 
 
-def hunyuan(model: Any, inputs: ModelInputs) -> OffGrid | None:
+def wan_of_time(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Further frames behind the clip alone."""
+    return inputs.around((), inputs.latents("time_dim_concat"))
+
+
+def wan_humo(model: Any, inputs: ModelInputs) -> OffGrid:
+    """The reference behind the clip."""
+    last = inputs.latents("time_dim_concat")
+    return inputs.around((), [*last, *inputs.latents("reference_latent", padded=False)])
+
+
+def wan_sound_to_video(model: Any, inputs: ModelInputs) -> OffGrid:
+    """The reference behind the clip, then what came before it: the last frame as it is, the frames
+    before that at a half and at a quarter of the size."""
+    beside = wan_humo(model, inputs)
+    cells = inputs.shape("reference_motion")[-2:]
+    if not cells:
+        return beside
+    frame, half, quarter = (math.prod(cell // step for cell in cells) for step in (2, 4, 8))
+    motion = frame + half + 4 * quarter
+    fits = not beside.tail and tuple(cell // 2 for cell in cells) == inputs.grid[1:]
+    if fits:
+        return replace(beside, last_frames=beside.last_frames + 1, tail=motion - frame)
+    return replace(beside, tail=beside.tail + motion)
+
+
+def wan_scail(model: Any, inputs: ModelInputs) -> OffGrid:
+    """References before the clip, all in one latent, and poses behind it, as a rule of half its
+    size."""
+    last = [*inputs.latents("time_dim_concat"), *inputs.latents("pose_latents")]
+    return inputs.around(inputs.latents("reference_latent"), last)
+
+
+def ltx(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Guides are the last frames of the latent; of small ones the model leaves tokens out."""
+    shape = inputs.shape("keyframe_idxs")  # (batch, axes, tokens, ends)
+    guides = shape[2] if len(shape) > 2 else 0
+    frames, height, width = inputs.grid
+    return OffGrid(loose_frames=min(frames - 1, guides // (height * width)))
+
+
+def hunyuan(model: Any, inputs: ModelInputs) -> OffGrid:
     """Up to three text encoders before the clip, then a reference."""
     text = inputs.text + inputs.length("txt_byt5") + inputs.length("clip_fea")
-    return _with_frames(inputs, inputs.latents("ref_latent"), (), before=text)
+    return inputs.around(inputs.latents("ref_latent"), (), before=text)
 
 
-def flux(model: Any, inputs: ModelInputs) -> OffGrid | None:
+def flux(model: Any, inputs: ModelInputs) -> OffGrid:
     """Text first; the images to edit last."""
-    return _with_frames(inputs, (), inputs.latents("ref_latents"), before=inputs.text)
+    return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
 
 
-def _with_frames(
-    inputs: ModelInputs, first: Sequence[Tensor], last: Sequence[Tensor], before: int = 0
-) -> OffGrid | None:
-    """None where a reference is of another size: its tokens are image, and not to be exact."""
-    first_frames = [inputs.frames_in(latent) for latent in first]
-    last_frames = [inputs.frames_in(latent) for latent in last]
-    if None in first_frames or None in last_frames:
-        return None
-    return OffGrid(before, 0, sum(filter(None, first_frames)), sum(filter(None, last_frames)))
+def no_branches(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    return ()
 
 
-def _length(value: Any) -> int:
+def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Wan Animate 2's, of the poses' own frames."""
+    return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
+
+
+def two_calls(inputs: ModelInputs) -> int:
+    """Room for one call that nobody knew of."""
+    return 2
+
+
+def vace_calls(inputs: ModelInputs) -> int:
+    """The block's own, and one for each control."""
+    shape = inputs.shape("vace_context")  # (batch, controls, channels, time, height, width)
+    return max(2, 1 + shape[1]) if len(shape) > 1 else 2
+
+
+def length(value: Any) -> int:
+    """Tokens of (batch, tokens, width)."""
     return value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else 0

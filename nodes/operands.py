@@ -43,11 +43,13 @@ class Operands:
 
 def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Of q (B, N, H*D), and k and v flat or with heads as a dimension of their own."""
-    if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not q.shape[-1]:
+    if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not (q.numel() and k.numel()):
         return None
     head_dim = q.shape[-1] // heads
     found = []
     for x in (q, k, v):
+        if x.ndim == 3 and x.shape[0] != q.shape[0] and x.numel() % (len(q) * x.shape[-1]) == 0:
+            x = x.reshape(len(q), -1, x.shape[-1])  # HyperTile cuts queries alone into tiles
         if x.ndim == 3 and x.shape[-1] % head_dim == 0:
             x = x.unflatten(-1, (-1, head_dim))
         if x.ndim != 4:

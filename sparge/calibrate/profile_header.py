@@ -153,6 +153,7 @@ def _table(row: dict[str, Any]) -> Table:
     table, sizes = Table(row["conditioning"], row["tokens"]), row.get("grid")
     if sizes is None:
         return table
+    sizes = {"tail": 0, **sizes} if isinstance(sizes, dict) else sizes  # which earlier files lack
     _check_keys("grid", sizes, GRID_KEYS)
     try:
         grid = TokenGrid(**sizes)

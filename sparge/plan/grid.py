@@ -24,7 +24,7 @@ EMPTY = -1  # the token of a slot that holds none
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of one sequence: `prefix` text, a grid in raster order, `suffix` text.
+    """The tokens of one sequence: `prefix` text, a grid in raster order, a `tail`, `suffix` text.
 
     An image is one frame. Raises ValueError for sizes that no grid has.
     """
@@ -35,9 +35,12 @@ class TokenGrid:
     prefix: int = 0
     """Tokens before the grid, such as text; always exact."""
     suffix: int = 0
-    """Tokens after it; always exact. Key lengths may cut these, and only these."""
+    """Tokens at the end; always exact. Key lengths may cut these, and only these."""
     lead_frames: int = 0
     """Frames at the start that form a segment of their own, whose keys are never dropped."""
+    tail: int = 0
+    """Tokens after the grid that lie on no part of it, such as an image of another size. They form
+    a segment of their own in the order they come, and are dropped as those of the grid are."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -61,7 +64,7 @@ class TokenGrid:
 
     @property
     def tokens(self) -> int:
-        return self.prefix + self.frames * self.frame_tokens + self.suffix
+        return self.prefix + self.frames * self.frame_tokens + self.tail + self.suffix
 
 
 @dataclass(frozen=True)
@@ -228,8 +231,9 @@ def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
 def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrder:
     """The order of `grid` with these walks, on the CPU."""
     frame, lead = grid.frame_tokens, grid.lead_frames
-    tokens = [grid.prefix, lead * frame, (grid.frames - lead) * frame, grid.suffix]
-    exact = [(True, True), (True, False), (False, False), (True, True)]
+    walked = [lead * frame, (grid.frames - lead) * frame]
+    tokens = [grid.prefix, *walked, grid.tail, grid.suffix]
+    exact = [(True, True), (True, False), (False, False), (False, False), (True, True)]
     segments: list[Segment] = []
     first = block = 0
     for count, (keys_exact, queries_exact) in zip(tokens, exact, strict=True):
@@ -243,10 +247,11 @@ def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrd
 def _token_slot(
     grid: TokenGrid, walk: Walk, segments: list[Segment], turn: int
 ) -> NDArray[np.int32]:
-    """(tokens,): segments of whole frames are walked through, text stays as it comes."""
+    """(tokens,): segments of whole frames are walked through, others stay as they come."""
     parts = []
+    end_of_grid = grid.prefix + grid.frames * grid.frame_tokens
     for segment in segments:
-        if segment.queries_exact:
+        if segment.queries_exact or segment.first_token >= end_of_grid:
             rank = np.arange(segment.tokens, dtype=np.int32)
         else:
             frames = segment.tokens // grid.frame_tokens

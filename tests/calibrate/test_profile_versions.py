@@ -94,3 +94,14 @@ def test_files_of_version_1_are_read(profile: Profile, tmp_path: Path) -> None:
     for layers, tokens, fits in ((3, 340, True), (3, 341, False), (2, 340, False)):
         grid = replace(GRID, suffix=tokens - 320)
         assert (found.nearest(Table("uncond", tokens, grid), layers, 4) is not None) == fits
+
+
+def test_grids_of_files_that_know_of_no_tail_have_none(profile: Profile, tmp_path: Path) -> None:
+    path = profile_path(tmp_path, "a")
+    profile.save(path)
+    header = json.loads(metadata_of(path))
+    for table in header["tables"]:
+        if table["grid"] is not None:
+            assert table["grid"].pop("tail") == 0
+    save_file(load_file(path), path, {KEY: json.dumps(header)})
+    assert list(Profile.load(path).choices) == list(profile.choices)

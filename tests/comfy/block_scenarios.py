@@ -35,7 +35,7 @@ class Looker:
         plan = forward._plan
 
         def spy(this: Any, call: Any, facts: Any, layer: Any, exact: Any) -> Any:
-            if facts.is_self_attention:
+            if facts.query_tokens == facts.key_tokens:
                 which = tuple(call.options["transformer_options"]["cond_or_uncond"])
                 self.seen.add((which, self.running, layer.block if layer.beside else layer.row))
             return plan(this, call, facts, layer, exact)
@@ -102,9 +102,9 @@ def two_models_of_a_guider() -> dict[str, Any]:
     forward, tables = pack("nodes.forward_facts").Forward, {"first": set(), "second": set()}
     sparse = forward._sparse
 
-    def spy(this: Any, call: Any, tokens: int, row: int, plan: Any) -> Any:
+    def spy(this: Any, call: Any, tokens: int, kind: Any, row: int, plan: Any) -> Any:
         tables[running[0]].add(id(plan.table))
-        return sparse(this, call, tokens, row, plan)
+        return sparse(this, call, tokens, kind, row, plan)
 
     guider = Guider_DualModel(patch(first, **AUTO), second)
     guider.set_conds(models.conditioning("wan"), models.conditioning("wan", negative=True))

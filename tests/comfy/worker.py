@@ -32,12 +32,13 @@ def main() -> None:
     import block_scenarios
     import composition_scenarios
     import foreign_scenarios
+    import frame_scenarios
     import gguf_scenarios
     import sampling_scenarios
 
     modules = (
         *(auto_scenarios, block_scenarios, composition_scenarios),
-        *(gguf_scenarios, sampling_scenarios, foreign_scenarios),
+        *(foreign_scenarios, frame_scenarios, gguf_scenarios, sampling_scenarios),
     )
     scenarios = {name: value for module in modules for name, value in vars(module).items()}
     for line in sys.stdin:

@@ -90,6 +90,7 @@ JOBS = (
         kv_heads=2,
     ),
     of_grid("lead frame, NHD", TokenGrid(7, 10, 13, lead_frames=1), layout="NHD", kv_heads=4),
+    of_grid("a tail", TokenGrid(5, 10, 13, prefix=30, tail=93), kv_heads=4),
     of_grid("one token in each segment", TokenGrid(1, 1, 1, prefix=1, suffix=1), kv_heads=4),
     of_grid("head_dim 40, an odd number of blocks", TokenGrid(4, 11, 16), head_dim=40, kv_heads=1),
     of_grid("three tiles of pseudo-keys", TokenGrid(9, 30, 33, prefix=3), kv_heads=4, head_dim=64),

@@ -10,8 +10,20 @@ def decision(load_pack):
 
 
 @pytest.fixture(scope="module")
-def why(load_pack, decision):
-    layout = load_pack("nodes.families").TokenLayout("Test", None, None, 0, 10)
+def layout_of(load_pack):
+    """layout_of(grid, text position's name, **fields) of a model of ten blocks."""
+    families, counts = load_pack("nodes.families"), load_pack("nodes.block_numbers").BlockCounts(10)
+
+    def made(grid=None, text=None, **fields):
+        position = families.TextPosition[text] if text else None
+        return families.TokenLayout("Test", position, grid, counts, **fields)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def why(load_pack, decision, layout_of):
+    layout = layout_of()
     settings = load_pack("nodes.settings").Settings(min_tokens=1000, dense_blocks="0, -1")
 
     def reason(block=5, run_reason=None, tokens=1000, keys=None, **facts):
@@ -52,11 +64,56 @@ def test_every_other_case_has_a_reason(why, case, reason):
         (320, False, "cross-attention"),
     ],
 )
-def test_masked_self_attention_may_come_in_parts(load_pack, decision, keys, mask, reason):
-    layout = load_pack("nodes.families").TokenLayout("Test", None, (4, 8, 10), 0, 10)
+def test_masked_self_attention_may_come_in_parts(
+    load_pack, decision, layout_of, keys, mask, reason
+):
+    layout = layout_of((4, 8, 10), "NONE")
     settings = load_pack("nodes.settings").Settings(min_tokens=0)
     call = decision.CallFacts(200, keys, has_mask=mask)
     assert decision.dense_reason(call, 0, None, layout, settings) == reason
+
+
+#: Queries, keys and kind of calls: of Wan Animate 2, whose clip has 4 frames of 80 tokens, and of
+#: models without a row that were given 77 tokens of text.
+CALLS = {
+    "Animate: a frame of queries": (80, 320, "PART"),
+    "Animate: with the keys of its pose": (80, 400, "PART"),
+    "Animate: text": (320, 24, "CROSS"),
+    "Animate: long text": (320, 400, "CROSS"),
+    "Animate: text of the poses": (240, 400, "CROSS"),
+    "Animate: outside the steps of the poses": (320, 320, "SELF"),
+    "Animate: the pose branch": (240, 240, "SELF"),
+    "merged queries (ToMe)": (179, 256, "PART"),
+    "queries behind cached keys (HiDream O1)": (256, 300, "PART"),
+    "keys of image and text (Stable Cascade)": (576, 653, "PART"),
+    "text": (256, 77, "CROSS"),
+    "text of a small level of a U-Net": (64, 77, "CROSS"),
+    "few keys": (64, 99, "CROSS"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_what_attends_to_what(load_pack, decision, layout_of, case):
+    settings = load_pack("nodes.settings").Settings(min_tokens=100)
+    animate = layout_of((4, 8, 10), "NONE", frame_by_frame=True)
+    queries, keys, kind = CALLS[case]
+    call = decision.CallFacts(queries, keys)
+    layout = animate if case.startswith("Animate") else layout_of(context=77)
+    assert call.kind(layout, settings) is decision.Kind[kind]
+    with_a_row = layout_of((4, 8, 10), "NONE")
+    assert call.kind(with_a_row, settings) is not decision.Kind.PART
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_parts_of_a_self_attention_are_for_manual_mode(load_pack, decision, layout_of, frames):
+    make = load_pack("nodes.settings").Settings
+    auto = make(min_tokens=100, mode="auto quality")
+    layout = layout_of((4, 8, 10), "NONE", frame_by_frame=True) if frames else layout_of()
+    call = decision.CallFacts(80, 320)
+    why = [decision.dense_reason(call, 0, None, layout, it) for it in (make(min_tokens=100), auto)]
+    assert why == [None, decision.FRAME_BY_FRAME if frames else decision.FEWER_QUERIES]
+    assert decision.dense_reason(call, 0, "why", layout, auto) != "why", "lower it in vain"
+    assert decision.dense_reason(call, 0, "why", layout, make(min_tokens=100)) == "why"
 
 
 @pytest.mark.parametrize(
@@ -76,9 +133,9 @@ def test_dense_steps_of_a_schedule(decision, start, end, schedule, steps):
     assert window.sparse_steps(schedule) == (max(0, len(schedule) - steps) if schedule else None)
 
 
-def test_text_that_attends_to_itself_stays_exact(load_pack, decision):
+def test_text_that_attends_to_itself_stays_exact(load_pack, decision, layout_of):
     """The token refiner of HunyuanVideo, with min_tokens 0."""
-    layout = load_pack("nodes.families").TokenLayout("Test", None, (4, 8, 10), 0, 10)
+    layout = layout_of((4, 8, 10), "FIRST")
     settings = load_pack("nodes.settings").Settings(min_tokens=0)
     why = [
         decision.dense_reason(decision.CallFacts(tokens, tokens), 0, None, layout, settings)

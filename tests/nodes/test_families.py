@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+VIDEO = (1, 16, 4, 16, 20)
 
 # class name, its attributes, latent, grid, exact (prefix, suffix) of a sequence 30 tokens longer
 CASES = {
@@ -71,7 +74,8 @@ def test_grid_and_text(families, case):
 
 def test_every_family_has_a_case(families):
     tested = {class_name for class_name, *_ in CASES.values()}
-    assert tested == set(families.FAMILIES) - {"Chroma"}  # Flux's row under another name
+    tested |= {class_name for (class_name, _), *_ in BESIDE.values()}
+    assert tested == set(families.FAMILIES)
 
 
 def test_reference_images_are_no_text(families):
@@ -98,28 +102,29 @@ def test_an_audio_latent_has_no_grid(families):
     assert layout.grid is None
 
 
-# class name, attributes, what it is given beside the latent, (frames, prefix, suffix, lead frames)
+# class name, attributes, what it is given beside the latent, (frames, prefix, suffix, lead frames,
+# tail)
 BESIDE = {
     "Mochi without the padding of its prompt": (
         ("AsymmDiTJoint", {"patch_size": 2}),
         {"num_tokens": 20},
-        (4, 0, 20, 0),
+        (4, 0, 20, 0, 0),
     ),
     "CogVideoX": (
         ("CogVideoXTransformer3DModel", {"patch_size": 2, "patch_size_t": None}),
         {},
-        (4, 30, 0, 0),
+        (4, 30, 0, 0, 0),
     ),
-    "Wan": (("WanModel", {"patch_size": (1, 2, 2)}), {}, (4, 0, 0, 0)),
+    "Wan": (("WanModel", {"patch_size": (1, 2, 2)}), {}, (4, 0, 0, 0, 0)),
     "Wan with a reference frame": (
         ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": object()}),
         {"reference_latent": torch.zeros(1, 16, 16, 20)},
-        (5, 0, 0, 1),
+        (5, 0, 0, 1, 0),
     ),
     "Wan that ignores a reference": (
         ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": None}),
         {"reference_latent": torch.zeros(1, 16, 16, 20)},
-        (4, 0, 0, 0),
+        (4, 0, 0, 0, 0),
     ),
     "Wan with latents in its context": (
         ("WanModel", {"patch_size": (1, 2, 2)}),
@@ -127,28 +132,101 @@ BESIDE = {
             "context_latents": [torch.zeros(1, 16, 2, 16, 20), torch.zeros(1, 16, 1, 16, 20)],
             "time_dim_concat": torch.zeros(1, 16, 1, 16, 20),
         },
-        (8, 0, 0, 0),
+        (8, 0, 0, 0, 0),
+    ),
+    "Wan with a latent of another size in its context, and one of its own": (
+        ("WanModel", {"patch_size": (1, 2, 2)}),
+        {
+            "context_latents": [
+                torch.zeros(1, 16, 2, *size) for size in ((16, 20), (8, 9), (16, 20))
+            ]
+        },
+        (6, 0, 0, 0, 2 * 4 * 5 + 2 * 8 * 10),
+    ),
+    "Wan with a reference of another size, which stays exact": (
+        ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": object()}),
+        {"reference_latent": torch.zeros(1, 16, 8, 12)},
+        (4, 4 * 6, 0, 0, 0),
+    ),
+    "Wan VACE": (
+        ("VaceWanModel", {"patch_size": (1, 2, 2)}),
+        {"vace_context": torch.zeros(1, 2, 96, 4, 16, 20)},
+        (4, 0, 0, 0, 0),
+    ),
+    "Wan Camera, which takes no reference": (
+        ("CameraWanModel", {"patch_size": (1, 2, 2), "ref_conv": None}),
+        {"context_latents": [torch.zeros(1, 16, 2, 16, 20)]},
+        (4, 0, 0, 0, 0),
+    ),
+    "Wan S2V": (
+        ("WanModel_S2V", {"patch_size": (1, 2, 2)}),
+        {"reference_latent": torch.zeros(1, 16, 1, 16, 20)},
+        (5, 0, 0, 0, 0),
+    ),
+    "Wan S2V, extended": (
+        ("WanModel_S2V", {"patch_size": (1, 2, 2)}),
+        {
+            "reference_latent": torch.zeros(1, 16, 1, 16, 20),
+            "reference_motion": torch.zeros(1, 16, 19, 16, 20),
+        },
+        (6, 0, 0, 0, 4 * 5 + 4 * 2 * 2),
+    ),
+    "Wan S2V with a smaller reference": (
+        ("WanModel_S2V", {"patch_size": (1, 2, 2)}),
+        {
+            "reference_latent": torch.zeros(1, 16, 1, 8, 11),
+            "reference_motion": torch.zeros(1, 16, 19, 16, 20),
+        },
+        (4, 0, 0, 0, 4 * 5 + 8 * 10 + 4 * 5 + 4 * 2 * 2),
+    ),
+    "Wan HuMo": (
+        ("HumoWanModel", {"patch_size": (1, 2, 2)}),
+        {"reference_latent": torch.zeros(1, 16, 1, 16, 20)},
+        (5, 0, 0, 0, 0),
+    ),
+    "Wan SCAIL, with poses of half the size": (
+        ("SCAILWanModel", {"patch_size": (1, 2, 2)}),
+        {
+            "reference_latent": torch.zeros(1, 20, 2, 16, 20),
+            "pose_latents": torch.zeros(1, 20, 4, 8, 10),
+        },
+        (6, 0, 0, 2, 4 * 4 * 5),
+    ),
+    "Wan Animate 2": (
+        ("WanAnimate2Model", {"patch_size": (1, 2, 2)}),
+        {"pose_latents": torch.zeros(1, 16, 3, 16, 20)},
+        (4, 0, 0, 0, 0),
+    ),
+    "HunyuanVideo with a reference of another size": (
+        ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
+        {"ref_latent": torch.zeros(1, 16, 1, 8, 20)},
+        (4, 30 + 40, 0, 0, 0),
     ),
     "HunyuanVideo 1.5": (
         ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
         {"txt_byt5": torch.zeros(1, 7, 8), "clip_fea": torch.zeros(1, 5, 8)},
-        (4, 42, 0, 0),
+        (4, 42, 0, 0, 0),
     ),
     "HunyuanVideo with a reference": (
         ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
         {"ref_latent": torch.zeros(1, 16, 1, 16, 20)},
-        (5, 30, 0, 1),
+        (5, 30, 0, 1, 0),
     ),
-    "LTXV": (("LTXBaseModel", {}), {}, (4, 0, 0, 0)),
+    "LTXV": (("LTXBaseModel", {}), {}, (4, 0, 0, 0, 0)),
     "Flux edit of an image of the same size": (
         ("Flux", {"patch_size": 2}),
         {"ref_latents": [torch.zeros(1, 16, 16, 20)] * 2},
-        (3, 30, 0, 0),
+        (3, 30, 0, 0, 0),
     ),
     "Flux edit of another image": (
         ("Flux", {"patch_size": 2}),
-        {"ref_latents": [torch.zeros(1, 16, 16, 24)]},
-        None,
+        {"ref_latents": [torch.zeros(1, 16, 16, 20), torch.zeros(1, 16, 15, 24)]},
+        (2, 30, 0, 0, 8 * 12),
+    ),
+    "Chroma, which takes no image to edit": (
+        ("Chroma", {"patch_size": 2}),
+        {"ref_latents": [torch.zeros(1, 16, 16, 20)]},
+        (1, 30, 0, 0, 0),
     ),
 }
 
@@ -156,15 +234,58 @@ BESIDE = {
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_stands_beside_the_grid(families, case):
     (class_name, attributes), extras, expected = BESIDE[case]
-    shape = (1, 16, 16, 20) if class_name == "Flux" else (1, 16, 4, 16, 20)
+    image = class_name in ("Flux", "Chroma")
+    shape = (1, 16, 16, 20) if image else (1, 16, 4, 16, 20)
     context = torch.zeros(1, 30, 8)
     layout = families.token_layout(model(class_name, **attributes), shape, context, extras)
-    if expected is None:
-        assert layout.tokens is None
-        return
     tokens = layout.tokens
-    assert (tokens.frames, tokens.prefix, tokens.suffix, tokens.lead_frames) == expected
+    found = tokens.frames, tokens.prefix, tokens.suffix, tokens.lead_frames, tokens.tail
+    assert found == expected
     assert (tokens.height, tokens.width) == layout.grid[1:]
+    assert layout.sequence(tokens.tokens) is tokens
+    assert layout.exact_tokens(tokens.tokens) == (tokens.prefix, tokens.suffix)
+
+
+def test_the_grid_is_known_in_a_sequence_of_other_tokens(families):
+    """Where no text stands around it; those that nobody expected come last."""
+    wan = families.token_layout(model("WanModel", patch_size=(1, 2, 2)), VIDEO)
+    assert wan.sequence(320) is wan.tokens
+    assert wan.sequence(361) == replace(wan.tokens, tail=41)
+    assert wan.sequence(319) is None
+    flux = families.token_layout(model("Flux", patch_size=2), (1, 16, 16, 20))
+    assert flux.sequence(81) is None and flux.exact_tokens(81) == (1, 0), "it may be text"
+
+
+def test_a_guide_that_lost_tokens_leaves_the_clip_on_its_grid(families):
+    """LTXV's, which are the last frames of the latent."""
+    guide = {"keyframe_idxs": torch.zeros(1, 3, 2 * 16 * 20, 2)}
+    ltx = families.token_layout(model("LTXBaseModel"), (1, 128, 6, 16, 20), None, guide)
+    assert ltx.sequence(6 * 320) is ltx.tokens
+    assert ltx.sequence(4 * 320 + 160) == replace(ltx.tokens, frames=4, tail=160)
+    assert ltx.sequence(4 * 320 - 1) is None
+
+
+def test_the_pose_branch_of_animate_2_has_a_grid_of_its_own(families):
+    given = {"pose_latents": torch.zeros(1, 16, 3, 16, 20)}
+    animate = model("WanAnimate2Model", patch_size=(1, 2, 2))
+    layout = families.token_layout(animate, VIDEO, None, given)
+    (poses,) = layout.expected
+    assert (poses.frames, poses.tokens, poses.tail) == (3, 240, 0)
+    assert layout.sequence(240) is poses
+    assert layout.sequence(320) is layout.tokens
+    without = families.token_layout(animate, VIDEO)
+    assert without.expected == (without.tokens,), "outside the steps of the poses"
+
+
+@pytest.mark.parametrize(("controls", "calls"), [(0, 2), (1, 2), (2, 3), (5, 6)])
+def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
+    given = {"vace_context": torch.zeros(1, controls, 96, 4, 16, 20)} if controls else {}
+    vace = model("VaceWanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
+    layout = families.token_layout(vace, VIDEO, None, given)
+    assert layout.rows == calls * 30
+    rows = {layout.row(block, call) for block in range(30) for call in range(calls)}
+    assert rows == set(range(layout.rows))
+    assert layout.row(0, calls) == layout.rows, "and there for no more"
 
 
 def test_heads_are_known_before_a_call(families):

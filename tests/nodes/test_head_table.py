@@ -76,3 +76,12 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
         for name in ("error", "loudness"):
             of_one = getattr(alone.in_turn(step), name)
             assert not torch.equal(of_one, getattr(other, name)), f"{name} of both conditionings"
+
+
+def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
+    module = load_pack("nodes.head_table")
+    aim, policy = load_pack("nodes.aim").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
+    shape = module.Shape(grid.tokens, 2, grid, rows=3)
+    table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), lambda *_: None)
+    assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
+    assert table.budget(3) == module.NO_ROOM and table.budget(2) == module.NOT_MEASURED

@@ -41,7 +41,7 @@ def test_models_that_publish_their_block_are_asked(counter):
     assert flux.peek(published | {"block_type": "double"}).block == 3
     assert flux.peek(published | {"block_type": "single"}).block == 22
     assert flux.peek({}).block == 7
-    assert flux.peek({"block_index": 0}).block == 7, "a U-Net's, which is another thing"
+    assert flux.peek({"block_index": 0, "block": ("input", 1)}).block == 7, "a U-Net's"
 
 
 def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
@@ -80,6 +80,67 @@ def test_text_that_attends_to_itself_first_is_no_block(counter):
     mochi = counter("AsymmDiTJoint", patch_size=2, blocks=[0] * 4)
     text, grid = mochi.layout.frame_tokens + 5, mochi.layout.grid_tokens
     assert [mochi.next({}, n).block for n in (text, grid, grid)] == [0, 0, 1]
+
+
+def unet(counter, **attributes):
+    """A small SDXL: modules of a U-Net, of which some hold transformers of some blocks."""
+
+    def module(blocks):
+        transformer = SimpleNamespace(transformer_blocks=[0] * blocks)
+        return [SimpleNamespace(), transformer] if blocks else [SimpleNamespace()]
+
+    sides = {
+        "input_blocks": [module(n) for n in (0, 0, 2)],
+        "middle_block": module(3),
+        "output_blocks": [module(n) for n in (2, 2, 0)],
+    }
+    return counter("UNetModel", (1, 4, 16, 16), **sides, **attributes)
+
+
+def at(side, number, index=0):
+    return {"block": (side, number), "block_index": index, "transformer_index": 7}
+
+
+def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(counter):
+    found = unet(counter)
+    assert (found.layout.blocks, found.layout.rows) == (9, 18)
+    places = [at("input", 2), at("input", 2, 1), at("middle", 0, 2), at("output", 1, 1)]
+    layers = [found.next(place, 256) for place in places]
+    assert [(layer.block, layer.row, layer.beside) for layer in layers] == [
+        (number, number, False) for number in (0, 1, 4, 8)
+    ]
+    assert found.next(at("output", 1, 1), 14).row == 8 + 9, "SVD's over time, in the same block"
+    assert found.next(at("output", 9), 256).block == 5, "counted, where the model has no such block"
+
+
+def test_self_attention_that_is_replaced_without_a_call_shifts_no_other(counter):
+    """Perturbed attention guidance leaves that of a U-Net's middle out."""
+    every = [at("input", 2), *(at("middle", 0, i) for i in range(3)), at("output", 0)]
+    plain, perturbed = unet(counter), unet(counter)
+    rows = {str(place): plain.next(place, 256).row for place in every}
+    for place in (every[0], every[-1]):
+        assert perturbed.next(place, 256).row == rows[str(place)]
+
+
+def test_a_model_may_say_its_block_alone(counter):
+    """Cosmos Predict2 does not say how many it has."""
+    cosmos = counter("MiniTrainDIT", blocks=[0] * 4)
+    assert [cosmos.next({"block_index": n}, 320).row for n in (0, 3, 3)] == [0, 3, 7]
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, numbered):
+    """Those of Z-Image, whose layers say their numbers, and of OmniGen 2, whose layers do not."""
+    lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2, "ref_image_refiner": [0] * 2}
+    found = counter("NextDiT", layers=[0] * 30, **lists)
+    assert found.layout.rows == 2 * 30 + 4, "without a reference its refiner does not run"
+    refiners = [found.next({}, tokens) for tokens in (24, 24, 320, 320)]
+    options = [{"block_index": n} if numbered else {} for n in range(3)]
+    blocks = [found.next(each, 344) for each in options]
+    assert [(layer.block, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
+    assert [layer.row for layer in refiners] == [60, 61, 62, 63]
+    spans = load_pack("nodes.blocks").BlockSpans.parse("0-29, -30--1, 60")
+    assert not any(spans.contains(layer.block, 30) for layer in refiners)
 
 
 STG = {"stg_self_attn_blocks": frozenset({1, 2})}  # LTXV's spatio-temporal guidance

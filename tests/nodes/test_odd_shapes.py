@@ -37,6 +37,7 @@ SHAPES = {
         QH, KH, VH, {"skip_reshape": True, "skip_output_reshape": True}, True,
     ),
     "v 4-D, out heads first": (Q, K, SPLIT[2], {"skip_output_reshape": True}, True),
+    "q in tiles, as HyperTile": (Q.reshape(4, TOKENS // 2, -1), K, V, {}, True),
     "k and v 5-D": (
         Q, SPLIT[1].unflatten(1, (4, -1)), SPLIT[2].unflatten(1, (4, -1)), {}, False,
     ),

@@ -138,7 +138,8 @@ def test_measuring_is_costed_by_the_layers_there_are(
 
 def test_tokens_that_are_not_the_clips_are_told(load_pack, notes_of):
     told = load_pack("nodes.families").UNKNOWN_TOKENS
-    assert notes_of(WanModel(8), TOKENS + 64) == (2, [told])
+    assert notes_of(WanModel(8), TOKENS - 16, min_tokens=0) == (2, [told])
+    assert notes_of(WanModel(8), TOKENS + 64) == (2, []), "the clip is on its grid before them"
 
 
 def test_nothing_is_told_of_a_known_model_or_a_dense_run(notes_of):

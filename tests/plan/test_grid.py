@@ -36,6 +36,8 @@ GRIDS = [
     TokenGrid(1, 1, 1),
     TokenGrid(3, 1, 1, 1, 1, lead_frames=3),
     TokenGrid(5, 7, 3, suffix=64),
+    TokenGrid(5, 6, 7, prefix=70, suffix=9, lead_frames=1, tail=93),
+    TokenGrid(3, 5, 6, tail=130),
 ]
 
 
@@ -60,7 +62,7 @@ def test_segments_are_packed_one_after_another(grid: TokenGrid) -> None:
     check(order, grid.tokens)
     frame = grid.height * grid.width
     lead, rest = grid.lead_frames * frame, (grid.frames - grid.lead_frames) * frame
-    sizes = [size for size in (grid.prefix, lead, rest, grid.suffix) if size]
+    sizes = [size for size in (grid.prefix, lead, rest, grid.tail, grid.suffix) if size]
     assert [segment.tokens for segment in order.segments] == sizes
     assert order.key_blocks == sum(block_count(size, 64) for size in sizes), "no padding inside"
     block = token = 0
@@ -95,6 +97,18 @@ def test_text_keeps_its_order_and_the_grid_gets_cubes() -> None:
     assert order.slot_token[-64:-55].tolist() == list(range(280, 289))
     ranks = torch.from_numpy(cube_ranks(5, 6, 7)).flatten()
     assert torch.equal(order.token_slot[70:280] - 128, ranks)
+
+
+def test_a_tail_keeps_its_order_in_every_walk_and_may_be_dropped() -> None:
+    grid = TokenGrid(5, 6, 7, prefix=70, suffix=9, tail=93)
+    order = grid_order(grid, turn=1)
+    _, _, tail, _ = order.segments
+    assert (tail.tokens, tail.keys_exact, tail.queries_exact) == (93, False, False)
+    first = 64 * tail.first_block
+    for walk in order.slot_tokens:
+        assert walk[first : first + 93].tolist() == list(range(280, 373))
+    without = grid_order(replace(grid, tail=0), turn=1)
+    assert torch.equal(order.token_slots[:, :280], without.token_slots[:, :280])
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -29,6 +29,7 @@ GRIDS = [
     TokenGrid(1, 20, 27, prefix=77),
     TokenGrid(4, 8, 12),
     TokenGrid(1, 1, 5, suffix=3),
+    TokenGrid(4, 6, 9, prefix=26, suffix=33, tail=70),
 ]
 # Relative, of the whole output: P and V in 8 or 16 bits, Q and K in 8 or 16 (design, section 6).
 ROUNDING = {

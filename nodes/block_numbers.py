@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many transformer blocks a model has, and which of them ComfyUI says that a call is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
+Place = tuple[str, int, int]
+
+#: A model has one of these lists, or the first two.
+_BLOCK_LISTS = (
+    "double_blocks",
+    "single_blocks",
+    "blocks",
+    "transformer_blocks",
+    "visual_transformer_blocks",
+    "layers",
+)
+#: Blocks that run before those of the lists above and that ComfyUI gives no number, with the input
+#: without which they do not run.
+_REFINERS: Mapping[str, str | None] = {
+    "context_refiner": None,
+    "noise_refiner": None,
+    "ref_image_refiner": "ref_latents",
+    "siglip_refiner": "siglip_feats",
+}
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Blocks of a model.
+
+    Attributes:
+        total: blocks that have numbers, from 0; None where the model has no list known here.
+        double: those before the single-stream ones, which models number from 0 again.
+        refiners: blocks that run before them and have none.
+        places: the number of each block of a U-Net.
+    """
+
+    total: int | None = None
+    double: int = 0
+    refiners: int = 0
+    places: Mapping[Place, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any, extras: Mapping[str, Any]) -> BlockCounts:
+        """extras: what the model is given beside latent and text."""
+        places: dict[Place, int] = {}
+        for place in _places(model):
+            places.setdefault(place, len(places))
+        if places:
+            return cls(len(places), places=places)
+        lists = [getattr(model, name, None) for name in _BLOCK_LISTS]
+        lengths = [len(blocks) for blocks in lists if blocks is not None]
+        refiners = sum(
+            len(getattr(model, name, None) or ())
+            for name, given in _REFINERS.items()
+            if given is None or extras.get(given) is not None
+        )
+        return cls(
+            sum(lengths) if lengths else None,
+            len(getattr(model, "double_blocks", ())),
+            refiners if lengths else 0,
+        )
+
+    def published(self, options: Mapping[str, Any]) -> int | None:
+        """The number of the running block, where ComfyUI says it in transformer_options."""
+        index, place = options.get("block_index"), options.get("block")
+        if isinstance(place, tuple):  # of a U-Net, whose index starts again in each module
+            return self.places.get((*place[:2], index or 0))
+        if not isinstance(index, int):
+            return None
+        return index + (self.double if options.get("block_type") == "single" else 0)
+
+
+def _places(model: Any) -> Iterator[Place]:
+    """Of a U-Net's blocks, in the order they run."""
+    sides = {
+        "input": getattr(model, "input_blocks", None) or (),
+        "middle": [getattr(model, "middle_block", None) or ()],
+        "output": getattr(model, "output_blocks", None) or (),
+    }
+    for side, modules in sides.items():
+        for number, module in enumerate(modules):
+            for layer in module:
+                for index, _ in enumerate(getattr(layer, "transformer_blocks", ())):
+                    yield side, number, index

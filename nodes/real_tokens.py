@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-attention with a padding mask, served as one of the real tokens alone.
+
+Padding is among the text, so the grid stays whole and the real tokens have an order. What the model
+asks of the padding itself is a few queries, which attend densely to the real keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..sparge import Unsupported, key_padding
+from .attention_call import AttentionCall
+from .decision import MASK
+from .families import TokenLayout
+
+#: Why a masked call is dense whose batch entries have other numbers of real tokens.
+UNEVEN = "attention mask (the prompts of a batch are padded differently)"
+
+
+@dataclass(frozen=True, eq=False)
+class RealTokens:
+    """Of a call with a padding mask. index (entries, real tokens) and rest (entries, others) int64:
+    their places in the sequence; one entry stands for a whole batch."""
+
+    index: Tensor
+    rest: Tensor
+
+    def call(self, call: AttentionCall) -> AttentionCall:
+        """The same attention among the real tokens, (B, H, S, D) in and out."""
+        q, k, v = (_take(x, self.index) for x in call.heads_first())
+        return replace(
+            call, q=q, k=k, v=v, has_mask=False, mask=None, skip_reshape=True,
+            skip_output_reshape=True,
+        )  # fmt: skip
+
+    def rows(self, call: AttentionCall, out: Tensor) -> Tensor:
+        """What a result of `call` gives the real tokens, as `self.call` has it."""
+        return _take(call.result_heads_first(out), self.index)
+
+    def whole(self, call: AttentionCall, real: AttentionCall, out: Tensor) -> Tensor:
+        """The result of `call`, from that of its real tokens."""
+        q, _, _ = call.heads_first()
+        batch, heads, tokens, head_dim = q.shape
+        result = q.new_empty(batch, tokens, heads, head_dim)
+        _put(result, self.index, out)
+        if self.rest.shape[1]:
+            rest = scaled_dot_product_attention(
+                _take(q, self.rest),
+                real.k.to(q.dtype),
+                real.v.to(q.dtype),
+                scale=call.scale,
+                enable_gqa=call.shares_keys,
+            )
+            _put(result, self.rest, rest)
+        return result.transpose(1, 2) if call.skip_output_reshape else result.flatten(2)
+
+
+def real_tokens(mask: Tensor, layout: TokenLayout) -> RealTokens | str | None:
+    """Of a mask that is one row of keys for each batch entry: None where all tokens are real, or
+    why the call stays dense. Waits for the mask's device once."""
+    row = mask.reshape(-1, mask.shape[-1]).cpu()
+    try:
+        padding = key_padding(row)
+    except (Unsupported, ValueError):
+        return MASK
+    if padding.key_lengths is None:
+        return None
+    counts = padding.key_lengths.tolist()
+    hidden = ~row if row.dtype == torch.bool else row != 0
+    known = layout.tokens
+    if known is not None:
+        of_grid = slice(known.prefix, known.tokens - known.suffix)
+        if row.shape[-1] != known.tokens or hidden[:, of_grid].any():
+            return MASK
+    if min(counts) != max(counts):
+        return UNEVEN
+    if not counts[0]:
+        return MASK
+    # Stable: real tokens keep their order.
+    places = hidden.to(torch.uint8).argsort(dim=1, stable=True).to(mask.device)
+    return RealTokens(places[:, : counts[0]], places[:, counts[0] :])
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """(B, H, n, D) of (B, H, N, D)."""
+    if places.shape[0] == 1:
+        return x.index_select(2, places[0])
+    entry = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x[entry, :, places].transpose(1, 2)
+
+
+def _put(result: Tensor, places: Tensor, rows: Tensor) -> None:
+    """result (B, N, H, D), rows (B, H, n, D)."""
+    rows = rows.transpose(1, 2).to(result.dtype)
+    if places.shape[0] == 1:
+        result[:, places[0]] = rows
+        return
+    result[torch.arange(result.shape[0], device=result.device).unsqueeze(1), places] = rows
