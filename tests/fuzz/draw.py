@@ -34,7 +34,7 @@ WAYS = (
     "parts",
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 192, 193, 257)
+EDGES = (1, 2, *(37, 63, 64, 65), *(127, 128, 129), *(192, 193), *(257, 320, 321, 577))
 HEAD_DIMS = (1, 2, 3, 5, 8, 8, 16, 16, 24, 32, 32, 35, 40, 64, 64, 80, 96, 128)
 
 
@@ -93,8 +93,8 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     way = rng.choice(WAYS)
     data = rng.choice(KINDS)
-    grid = _draw_grid(rng) if way == "ordered" and rng.random() < 0.75 else None
-    is_causal = way not in ("parts",) and grid is None and rng.random() < 0.3
+    grid = _draw_grid(rng) if way == "ordered" and rng.random() < 0.5 else None
+    is_causal = way != "parts" and grid is None and rng.random() < 0.3
     sizes = _draw_sizes(rng, is_causal, grid)
     layout = rng.choice(("HND", "NHD"))
     memory = {name: rng.choice(MEMORY) for name in "qkv"}
@@ -137,24 +137,29 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
     return Case(seed, way, data, q, k, v, policy, layout, options)
 
 
+#: Queries and keys at most. Routing shows with many keys, and edges in all.
+SHAPES = ((40, 900), (40, 900), (150, 500), (150, 500), (400, 200), (70, 70))
+
+
 def _draw_sizes(rng: random.Random, is_causal: bool, grid: TokenGrid | None) -> Sizes:
-    most_pairs = rng.choice((3_000, 12_000, 30_000, 80_000))
+    most_queries, most_keys = rng.choice(SHAPES[2:] if is_causal else SHAPES)
+    queries, keys = _draw_tokens(rng, most_queries), _draw_tokens(rng, most_keys)
+    if is_causal:
+        keys = queries = max(queries, keys)
     if grid is not None:
-        most_pairs = max(most_pairs, grid.tokens**2)
+        keys = queries = grid.tokens
+    most_heads = max(1, rng.choice((10_000, 50_000, 90_000)) // (queries * keys))
     while True:
         batch, kv_heads = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
         heads = kv_heads * rng.choice((1, 1, 2, 3))
-        queries, keys = _draw_tokens(rng, 300), _draw_tokens(rng, rng.choice((300, 300, 900)))
-        if is_causal:
-            keys = queries = rng.choice((queries, min(keys, 400)))
-        if grid is not None:
-            keys = queries = grid.tokens
-        if batch * heads * queries * keys <= most_pairs:
+        if batch * heads <= most_heads:
             return Sizes(batch, heads, kv_heads, queries, keys, rng.choice(HEAD_DIMS))
 
 
 def _draw_tokens(rng: random.Random, most: int) -> int:
-    return rng.choice(EDGES) if rng.random() < 0.3 else rng.randint(1, most)
+    if rng.random() < 0.25:
+        return rng.choice([edge for edge in EDGES if most // 4 <= edge <= most])
+    return rng.randint(most // 3, most)
 
 
 def _draw_dtypes(rng: random.Random, data: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -191,14 +196,15 @@ def _draw_policy(
     def per_head(low: float, high: float) -> float | Tensor:
         return _per_head(rng, sizes.heads, device, low, high)
 
-    numbers: dict[str, Any] = {"topk": per_head(0.0, 1.0), "cdfthreshd": per_head(0.05, 1.0)}
-    if rng.random() < 0.15:
+    numbers: dict[str, Any] = {"topk": per_head(0.0, 0.8), "cdfthreshd": per_head(0.05, 1.0)}
+    if rng.random() < 0.1:
         numbers["topk"] = 1.0
-    if rng.random() < 0.35:
-        numbers["simthreshd1"] = per_head(0.0, 0.9)
+    if rng.random() < 0.2:
+        numbers["simthreshd1"] = per_head(0.0, rng.choice((0.05, 0.9)))
     if rng.random() < 0.3:
         numbers["pvthreshd"] = per_head(0.0, 12.0)
-    text = rng.choice(((0, 0), (0, 0), (1, 0), (70, 0), (0, 1), (30, 90), (10_000, 0)))
+    some = ((1, 0), (64, 0), (70, 0), (0, 1), (0, 64), (30, 90), (10_000, 0))
+    text = rng.choice(some) if rng.random() < 0.2 else (0, 0)
     return SparsePolicy(
         select_by=rng.choice(("topk", "topk", "cdf")),
         attention_sink=rng.random() < 0.3,
@@ -229,14 +235,15 @@ def _draw_mask(
 
 
 def _draw_grid(rng: random.Random) -> TokenGrid:
-    frames = rng.randint(1, 4)
+    frames = rng.choice((1, 2, 3, 3, 4))
+    height = rng.randint(1, 12)
     return TokenGrid(
         frames,
-        rng.randint(1, 9),
-        rng.randint(1, 9),
-        prefix=rng.choice((0, 0, 1, 33, 70)),
-        suffix=rng.choice((0, 0, 1, 20, 66)),
-        lead_frames=rng.choice((0, 0, 1, frames)),
+        height,
+        rng.randint(220 // (frames * height) + 1, 440 // (frames * height) + 1),
+        prefix=rng.choice((0, 0, 0, 1, 33, 70)),
+        suffix=rng.choice((0, 0, 0, 1, 20, 66)),
+        lead_frames=rng.choice((0, 0, 0, 0, 1, frames)),
     )
 
 
@@ -268,10 +275,10 @@ def _draw_budget(
     pools = rng.random() < 0.7
     zeros = numbers(0.0)
     return HeadBudget(
-        density=numbers(0.0, 0.15, 0.3, 0.5, 0.8, 1.0),
+        density=numbers(0.0, 0.15, 0.3, 0.5, 0.7, 1.0),
         gain=numbers(0.0, 0.5, 1.0, 1.3) if pools else zeros,
         router=integers(0, 1) if pools else zeros.int(),
-        floor=rng.choice((1, 1, 2, 4)),
+        floor=rng.choice((1, 1, 1, 2, 4)),
         pools=pools,
         walk=integers(*range(walks + 1)) if walks > 1 and rng.random() < 0.7 else None,
         background=numbers(0.0, 0.5, 2.0)
