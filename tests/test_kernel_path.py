@@ -65,7 +65,8 @@ def test_upstreams_semantics_are_of_plain_calls_alone(
         options["order"] = grid_order(GRID)
     if given in ("budget", "both"):
         options["budget"] = HeadBudget.uniform(HEADS, 0.3)
-    sparge.attention(*make_qkv(1, HEADS, GRID.tokens, 64), SparsePolicy(topk=0.3), **options)
+    q, k, v = make_qkv(1, HEADS, GRID.tokens, 64)
+    sparge.attention(q, k, v, SparsePolicy(topk=0.3), **options)
     (told,) = routed
     assert told["upstream"] is (given == "nothing")
 

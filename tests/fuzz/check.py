@@ -80,7 +80,7 @@ def _ordered(case: Case, setting: Setting, outcome: Outcome) -> None:
 def _compat(case: Case, setting: Setting, outcome: Outcome) -> None:
     """Upstream's functions, by the policy that they stand for."""
     policy, options = case.policy, case.options
-    named = {
+    named: dict[str, Any] = {
         "scale": options.get("scale"),
         "smooth_k": policy.smooth_k,
         "pvthreshd": policy.pvthreshd,
@@ -95,8 +95,9 @@ def _compat(case: Case, setting: Setting, outcome: Outcome) -> None:
         attention_sink=policy.attention_sink,
         keep_diagonal=False,
     )
-    tensors, mask = (case.q, case.k, case.v), options.get("block_mask")
+    tensors, mask = (case.q, case.k, case.v), case.options.get("block_mask")
     if options["function"] == "mask":
+        assert mask is not None
         before = mask.clone()
         result = compat.block_sparse_sage2_attn_cuda(*tensors, mask_id=mask, **named)
         outcome.expect(torch.equal(mask, before), "mask_id was written to")
@@ -110,11 +111,11 @@ def _compat(case: Case, setting: Setting, outcome: Outcome) -> None:
         base = replace(base, select_by=options["function"], simthreshd1=policy.simthreshd1)
         if by_mass:
             base = replace(base, cdfthreshd=policy.cdfthreshd)
-            function, own = compat.spas_sage2_attn_meansim_cuda, {"cdfthreshd": policy.cdfthreshd}
+            function, own = compat.spas_sage2_attn_meansim_cuda, "cdfthreshd"
         else:
             base = replace(base, topk=policy.topk)
-            function, own = compat.spas_sage2_attn_meansim_topk_cuda, {"topk": policy.topk}
-        result = function(*tensors, **named, **own)
+            function, own = compat.spas_sage2_attn_meansim_topk_cuda, "topk"
+        result = function(*tensors, **named | {own: getattr(policy, own)})
     plain = {"is_causal": is_causal, "scale": options.get("scale")}
     meant = replace(case, policy=base, options=plain | {"output_dtype": options["output_dtype"]})
     setting = Setting.of(meant)

@@ -148,7 +148,7 @@ def _draw_sizes(rng: random.Random, is_causal: bool, grid: TokenGrid | None) -> 
         keys = queries = max(queries, keys)
     if grid is not None:
         keys = queries = grid.tokens
-    most_heads = max(1, rng.choice((10_000, 50_000, 90_000)) // (queries * keys))
+    most_heads = max(1, rng.choice((10_000, 40_000, 70_000)) // (queries * keys))
     while True:
         batch, kv_heads = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
         heads = kv_heads * rng.choice((1, 1, 2, 3))
