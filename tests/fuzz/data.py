@@ -64,7 +64,8 @@ def draw_values(kind: str, sizes: Sizes, generator: torch.Generator) -> dict[str
 
 def _drift(noise: Tensor, generator: torch.Generator, clusters: bool) -> Tensor:
     """Tokens that lie together are alike, and each head has a mean of its own: blocks differ. In
-    clusters every 64 tokens scatter by another amount."""
+    clusters every 64 tokens scatter by another amount, .03 to 3: by their mass, by how far they are
+    from the rest and by how they scatter, blocks then rank differently."""
     batch, heads, tokens, channels = noise.shape
     run = 64 if clusters else 32
     knots = torch.randn(batch, heads, -(-tokens // run), channels, generator=generator)
@@ -72,7 +73,8 @@ def _drift(noise: Tensor, generator: torch.Generator, clusters: bool) -> Tensor:
     mean = torch.randn(1, heads, 1, channels, generator=generator)
     if not clusters:
         return 0.6 * noise + near + mean
-    scatter = torch.rand(batch, heads, knots.shape[2], 1, generator=generator) + 0.1
+    near = 0.3 * near
+    scatter = 10 ** (2 * torch.rand(batch, heads, knots.shape[2], 1, generator=generator) - 1.5)
     return scatter.repeat_interleave(run, 2)[:, :, :tokens] * noise + near + mean
 
 

@@ -92,10 +92,13 @@ class Case:
 def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     way = rng.choice(WAYS)
-    data = rng.choice(KINDS)
-    grid = _draw_grid(rng) if way == "ordered" and rng.random() < 0.5 else None
-    is_causal = way != "parts" and grid is None and rng.random() < 0.3
-    sizes = _draw_sizes(rng, is_causal, grid)
+    budgeted = way == "ordered"
+    data = (
+        rng.choice(("clusters", "smooth")) if budgeted and rng.random() < 0.5 else rng.choice(KINDS)
+    )
+    grid = _draw_grid(rng) if budgeted and rng.random() < 0.4 else None
+    is_causal = way != "parts" and grid is None and rng.random() < (0.15 if budgeted else 0.3)
+    sizes = _draw_sizes(rng, is_causal, grid, many_keys=budgeted and not is_causal)
     layout = rng.choice(("HND", "NHD"))
     memory = {name: rng.choice(MEMORY) for name in "qkv"}
     lengths = _draw_lengths(rng, sizes, grid) if way != "compat" and rng.random() < 0.4 else None
@@ -117,7 +120,7 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
     options["output_dtype"] = rng.choice((None, *DTYPES, torch.float32))
     if data == "huge values" and torch.float16 in (options["output_dtype"], dtypes[0]):
         options["output_dtype"] = torch.float32
-    policy = _draw_policy(rng, sizes, device, ordered=way == "ordered")
+    policy = _draw_policy(rng, sizes, device, text=0.05 if budgeted else 0.2)
     if way == "compat":
         options["return_sparsity"] = rng.random() < 0.6
         options["function"] = rng.choice(("topk", "cdf", "mask"))
@@ -126,7 +129,7 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
         options["return_lse"] = rng.random() < 0.5
     if way in ("mask", "parts") or options.get("function") == "mask":
         options["block_mask"] = _draw_mask(rng, generator, sizes, device)
-    if way == "ordered":
+    if budgeted:
         order = None if grid is None else _draw_order(rng, grid)
         with_mean = not is_causal and policy.precision is not Precision.SIXTEEN_BIT
         walks = 1 if order is None else order.walks
@@ -141,9 +144,13 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
 SHAPES = ((40, 900), (40, 900), (150, 500), (150, 500), (400, 200), (70, 70))
 
 
-def _draw_sizes(rng: random.Random, is_causal: bool, grid: TokenGrid | None) -> Sizes:
+def _draw_sizes(
+    rng: random.Random, is_causal: bool, grid: TokenGrid | None, many_keys: bool
+) -> Sizes:
     most_queries, most_keys = rng.choice(SHAPES[2:] if is_causal else SHAPES)
     queries, keys = _draw_tokens(rng, most_queries), _draw_tokens(rng, most_keys)
+    if many_keys and rng.random() < 0.7:  # budgets show where blocks differ
+        queries, keys = _draw_tokens(rng, 40), rng.randint(400, 900)
     if is_causal:
         keys = queries = max(queries, keys)
     if grid is not None:
@@ -191,7 +198,7 @@ def _per_head(
 
 
 def _draw_policy(
-    rng: random.Random, sizes: Sizes, device: torch.device | str, ordered: bool
+    rng: random.Random, sizes: Sizes, device: torch.device | str, text: float
 ) -> SparsePolicy:
     def per_head(low: float, high: float) -> float | Tensor:
         return _per_head(rng, sizes.heads, device, low, high)
@@ -200,17 +207,17 @@ def _draw_policy(
     if rng.random() < 0.1:
         numbers["topk"] = 1.0
     if rng.random() < 0.2:
-        numbers["simthreshd1"] = per_head(0.0, rng.choice((0.05, 0.9)))
+        numbers["simthreshd1"] = per_head(0.0, rng.choice((0.03, 0.9)))
     if rng.random() < 0.3:
         numbers["pvthreshd"] = per_head(0.0, 12.0)
     some = ((1, 0), (64, 0), (70, 0), (0, 1), (0, 64), (30, 90), (10_000, 0))
-    text = rng.choice(some) if rng.random() < 0.2 else (0, 0)
+    prefix, suffix = rng.choice(some) if rng.random() < text else (0, 0)
     return SparsePolicy(
         select_by=rng.choice(("topk", "topk", "cdf")),
         attention_sink=rng.random() < 0.3,
         keep_diagonal=rng.random() < 0.7,
-        exact_prefix=text[0],
-        exact_suffix=text[1],
+        exact_prefix=prefix,
+        exact_suffix=suffix,
         smooth_k=rng.random() < 0.8,
         precision=rng.choice(
             (Precision.INT8, Precision.INT8, Precision.INT8_FP16, Precision.SIXTEEN_BIT)
@@ -275,7 +282,7 @@ def _draw_budget(
     pools = rng.random() < 0.7
     zeros = numbers(0.0)
     return HeadBudget(
-        density=numbers(0.0, 0.15, 0.3, 0.5, 0.7, 1.0),
+        density=numbers(0.0, 0.15, 0.3, 0.3, 0.5, 0.5, 0.7, 1.0),
         gain=numbers(0.0, 0.5, 1.0, 1.3) if pools else zeros,
         router=integers(0, 1) if pools else zeros.int(),
         floor=rng.choice((1, 1, 1, 2, 4)),

@@ -164,14 +164,14 @@ class Routing:
         output = weights @ mean_value
         distance = torch.cdist(output, mean_value)
         longest = mean_value.norm(dim=-1)[:, :, None]
-        off = 2 * unit * (longest + longest.amax(-1, keepdim=True))
+        off = unit * (longest + longest.amax(-1, keepdim=True))
         scale = self.case.scale
         variance = scale**2 * mean_query.square() @ key_variance.mT
         largest = keys.abs().amax((-2, -1))[..., None, None]
         floor = (scale * mean_query.norm(dim=-1, keepdim=True) * largest).square() * 2.0**-36
         found = []
         for sign in (-1, 1):
-            s = (variance * (1 + 2 * sign * unit) + sign * floor).clamp(min=0)
+            s = (variance * (1 + sign * unit) + sign * floor).clamp(min=0)
             far = (distance + sign * off).clamp(min=0)
             squared = (s / 2 * far).square() + s / KEY_BLOCK * scatter * (1 + sign * 2.0**-10)
             found.append(mass + s / 2 + squared.clamp(min=LEAST_ERROR).log() / 2)
