@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparge import HeadBudget, SparsePolicy, TokenGrid, attention, cube_order
-from sparge.calibrate import HeadChoices, Probe, Workload
+from sparge.calibrate import Calibration, HeadChoices, Probe, Workload
 from sparge.calibrate.spread import ROW_STEP, spread_rows
 from sparge.metrics import rel_l2
 
@@ -133,3 +133,26 @@ def test_other_blocks_in_every_sample(generator) -> None:
     rows = compared(order.token_slot.long())
     expected = rel_l2(half[:, :, rows], out[:, :, rows])
     assert float(probe.relative_errors()) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_other_blocks_than_those_that_were_calibrated(generator, layer: int) -> None:
+    """Heads are chosen by the errors of the blocks that calibration saw: those are too good."""
+    grid = TokenGrid(16, 16, 16)
+    order = cube_order(grid)
+    workload = Workload(order)
+    calibration = Calibration.begin(layers=4, heads=1, workload=workload)
+    seen = torch.tensor(calibration.next_query_blocks(layer, calls=2))  # cond and uncond
+    assert len(seen) == 8
+    q = torch.randn(1, 1, grid.tokens, 16, generator=generator)
+    out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    rows = torch.isin(order.token_slot // 128, seen)
+    off = out.clone()
+    off[:, :, rows] *= 2
+    probe = Probe.begin(layers=4, heads=1, workload=workload, device="cpu")
+    for visit in range(2):
+        probe.sample(layer, q, q, q, off, visit=visit)
+    assert float(probe.relative_errors()[layer]) < 1e-3
+    for visit in range(2, 8):
+        probe.sample(layer, q, q, q, off, visit=visit)
+    assert float(probe.relative_errors()[layer]) > 0.1, "in the end they come to all"

@@ -71,6 +71,23 @@ def test_manual_mode_goes_by_topk(break_even, sample):
     }
 
 
+def test_manual_mode_counts_text_as_dense(break_even, load_pack, patcher, session, runs):
+    """Of 326 tokens 70 are text: a query block that ranks in 30 % keeps 62 % of all pairs."""
+    flux = type("Flux", (WanModel,), {"patch_size": 2})
+    node = load_pack("nodes.sparge_attention").SpargeAttention
+    q = torch.randn(1, TOKENS + 70, HEADS * 64, dtype=torch.bfloat16)
+
+    def sparse_calls(break_even_density):
+        break_even(break_even_density)
+        patcher.model.diffusion_model = flux(8)
+        patched = node.execute(patcher, min_tokens=TOKENS, topk=0.3)[0]
+        session(patched, LATENT).sample(lambda attend: attend(q, q, q, HEADS), [0.5])
+        return runs[-1][0].tally.sparse
+
+    assert sparse_calls(0.55) == 0
+    assert sparse_calls(0.7) == 1
+
+
 def test_even_a_call_that_drops_nothing_may_be_faster(break_even, sample):
     break_even(1.2)
     assert sample(topk=1.0).sparse == 2 * BLOCKS

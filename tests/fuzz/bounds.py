@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a call may be from `tests.fuzz.oracle`, derived from the steps of its roundings.
+
+A logit s_j = scale q.k_j is off by d_j, a weight p_j by a relative e_j and a value by dv_j. Then
+
+    out' - out = sum p_j (exp(d_j) - 1) (v_j - out) / sum p_j exp(d_j)  +  sum p_j (e_j v_j + dv_j)
+
+with values around their mean, which is added unrounded. Every term is bounded twice. Errors of
+independent roundings have the variance step^2 / 12, add up like random numbers, and pass their
+expected square by a factor that `Confidence` knows. Errors of STRUCTURED data may all have one
+sign: their largest values add up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparge import Precision
+from tests.fuzz.data import STRUCTURED
+from tests.fuzz.oracle import Exact, Setting
+
+#: Half the distance of neighbouring numbers, relative to the lower power of two, and the distance
+#: below which they lie no closer, halved.
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+FLOOR = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
+INT8_LEVELS = 127
+E4M3_MAX = 448
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Relative and absolute roundings of P (in units of the row's largest) and of V (of its largest
+    in the channel)."""
+
+    p_unit: float
+    p_floor: float
+    v_unit: float
+    v_floor: float
+    sums_rounded: bool = False
+    """Row sums are of the rounded P."""
+    float_unit: float = 2.0**-23
+    """Of sums in the tensor cores."""
+
+    @classmethod
+    def of(cls, setting: Setting) -> Arithmetic:
+        case = setting.case
+        if case.policy.precision is Precision.SIXTEEN_BIT:
+            return cls(
+                UNIT[torch.float16 if half_only(setting) else torch.bfloat16], 2.0**-25, 0, 0
+            )
+        if case.policy.precision is Precision.INT8 and _has_e4m3(case.q.device):
+            # 3 bits, and 2^-10 where numbers are smallest; on 9.0 most of P comes from a fixed
+            # point 2^x that is 1.54 % off at most and 0 below 2^-10 (fixed_exp2.cuh), and FP8
+            # products are summed with 13 bits.
+            on_hopper = torch.cuda.get_device_capability(case.q.device)[0] == 9
+            p_unit = 2.0**-4 + (0.0154 if on_hopper else 0)
+            floor = 2.0**-10 / E4M3_MAX
+            sums = 2.0**-13 if on_hopper else 2.0**-23
+            return cls(p_unit, floor, 2.0**-4, floor, on_hopper, sums)
+        return cls(2.0**-11, 2.0**-25, 2.0**-11, 2.0**-25 / E4M3_MAX)
+
+
+def half_only(setting: Setting) -> bool:
+    return all(getattr(setting.case, name).dtype == torch.float16 for name in "qkv")
+
+
+def casts(setting: Setting) -> float:
+    """Relative rounding of 16-bit operands of two types, one of which becomes the other."""
+    types = {getattr(setting.case, name).dtype == torch.float16 for name in "qkv"}
+    return UNIT[torch.bfloat16] if len(types) == 2 and not setting.eight_bit else 0.0
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in (
+        *((8, 9), (9, 0), (12, 0), (12, 1)),
+    )
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Of one in 10^9 that a test of `rows` rows fails by chance.
+
+    A sum of independent roundings exceeds sqrt(2 x) deviations with a chance of 2 exp(-x), as
+    rounding errors are sub-Gaussian with their variance; its square summed over channels exceeds
+    (1 + sqrt(2 x))^2 times what is expected with exp(-x), as no direction has more than all of it.
+    """
+
+    rows: int
+
+    @property
+    def x(self) -> float:
+        return math.log(max(1, self.rows) / 1e-9)
+
+    @property
+    def deviations(self) -> float:
+        return math.sqrt(2 * self.x)
+
+    @property
+    def norm(self) -> float:
+        return 1 + math.sqrt(2 * self.x)
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """out: (B, H, Nq), norms over channels. lse: (B, H, Nq)."""
+
+    out: Tensor
+    lse: Tensor
+    expected: Tensor
+    """(B, H, Nq): square of out's error that independent roundings make on average; NaN where they
+    are not independent, or more than the first order counts."""
+
+
+def logit_errors(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
+    """INT8 steps of queries (B, H, Nq) and of keys (B, H, Nk), and what a logit of the row loses
+    at most to float32 (B, H, Nq): sums over channels, and the product with the scales."""
+    q, keys = setting.q, setting.k - setting.key_centre
+    keys = keys.masked_fill(~setting.valid[:, None, :, None], 0)
+    largest = setting.case.scale * q.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True)
+    if not setting.eight_bit:
+        steps = q.shape[-1] + 16
+        lost = largest * (steps * 2.0**-23 + 2 * casts(setting))
+        return torch.zeros_like(q[..., 0]), torch.zeros_like(keys[..., 0]), lost
+    q_step = q.abs().amax(-1) / INT8_LEVELS
+    k_step = setting.largest_by_block(keys.abs().amax(-1)) / INT8_LEVELS
+    return q_step, k_step, largest * 2.0**-20
+
+
+def slack(setting: Setting) -> Tensor:
+    """(B, H, Nq): how far a logit of the row may be off, for sure where roundings are independent
+    (sub-Gaussian) or not (their sum)."""
+    q_step, k_step, float_error = logit_errors(setting)
+    worst = _deviation(setting, q_step, k_step).amax(-1) * _reach(setting)
+    return worst + float_error
+
+
+def _deviation(setting: Setting, q_step: Tensor, k_step: Tensor) -> Tensor:
+    """(B, H, Nq, Nk): deviation of the error of each logit; of structured data a bound on it in
+    units of `_reach`."""
+    q, keys = setting.q, setting.k - setting.key_centre
+    channels = q.shape[-1]
+    if setting.case.data in STRUCTURED:
+        errors = q.abs().sum(-1)[..., None] * k_step[:, :, None] / 2
+        errors = errors + keys.abs().sum(-1)[:, :, None] * q_step[..., None] / 2
+        return setting.case.scale * (
+            errors + channels * (q_step[..., None] * k_step[:, :, None]) / 4
+        )
+    squares = (q.square().sum(-1) + channels * q_step.square() / 12)[..., None]
+    squares = squares * k_step.square()[:, :, None]
+    squares = squares + keys.square().sum(-1)[:, :, None] * q_step.square()[..., None]
+    return setting.case.scale * (squares / 12).sqrt()
+
+
+def _reach(setting: Setting) -> float:
+    if setting.case.data in STRUCTURED:
+        return 1.0
+    return Confidence(setting.q[..., 0].numel() * setting.k.shape[2]).deviations
+
+
+def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
+    arithmetic, case = Arithmetic.of(setting), setting.case
+    structured = case.data in STRUCTURED
+    sure = Confidence(exact.seen.numel())
+    q_step, k_step, float_error = logit_errors(setting)
+    k_step = _with_pools(setting, exact, k_step)
+    scale, channels = case.scale, setting.q.shape[-1]
+    p, keys, values = exact.p, exact.keys, exact.values
+    centred = p @ values  # of the output before contrast
+    length = values.square().sum(-1)[:, :, None]
+    distance = length - 2 * centred @ values.mT + centred.square().sum(-1, keepdim=True)
+    distance = distance.clamp(min=0)  # |v_j - out|^2 for each row
+
+    # Logits: the deviation of each, and the most it is off by.
+    q_length = setting.q.square().sum(-1)
+    if structured:
+        most = setting.q.abs().sum(-1)[..., None] * k_step[:, :, None] / 2
+        most = most + (keys.abs().sum(-1)[:, :, None] + channels * k_step[:, :, None] / 2) * (
+            q_step[..., None] / 2
+        )
+        deviation = most = scale * most
+    else:
+        variance = (q_length + channels * q_step.square() / 12)[..., None] * k_step.square()[
+            :, :, None
+        ]
+        variance = variance + keys.square().sum(-1)[:, :, None] * q_step.square()[..., None]
+        deviation = scale * (variance / 12).sqrt()
+        most = Confidence(p.numel()).deviations * deviation
+    furthest_off = most + float_error[..., None]
+    most = furthest_off.clamp(max=50)  # exp of more would be inf, and inf times p = 0 is NaN
+    grown = p * most.expm1()
+    least_sum = (p * (-most).exp()).sum(-1)
+    all_logits = (grown * distance.sqrt()).sum(-1)
+    beyond_first = ((grown - p * most) * distance.sqrt()).sum(-1)
+    shaken = (p * distance.sqrt()).sum(-1) * float_error
+
+    v_units = _value_units(setting, arithmetic, p.shape[-1])
+    weights = (
+        arithmetic.p_unit**2
+        * p.square()
+        * (length + distance if arithmetic.sums_rounded else length)
+    )
+    v_floor = (arithmetic.v_floor * _largest_value(setting)).square().sum(-1)
+    of_values = v_units.square() * p.square() * length
+    peak = p.amax(-1)
+    p_floor = (arithmetic.p_floor * peak) * ((p > 0) * length).sum(-1).sqrt()
+    counted = p.square().sum(-1)
+    rounded = ((arithmetic.p_unit + v_units) * p * length.sqrt()).sum(-1)
+    if arithmetic.sums_rounded:
+        rounded = rounded + arithmetic.p_unit * centred.norm(dim=-1)
+    rounded = rounded + p_floor * math.sqrt(p.shape[-1]) + v_floor[..., None].sqrt()
+    floats = (p.shape[-1] / 8 + 32) * arithmetic.float_unit
+    floats = floats * ((p * length.sqrt()).sum(-1) + centred.norm(dim=-1)) + 2.0**-22 * (
+        setting.value_centre.norm(dim=-1)
+    )
+    contrast = exact.contrast.abs()
+    written = UNIT[out_dtype] * exact.out.norm(dim=-1) + FLOOR[out_dtype] * math.sqrt(channels)
+
+    # Weights within a few roundings of each other are rounded alike.
+    mean = (p * exact.logits.masked_fill(p == 0, 0)).sum(-1, keepdim=True)
+    spread = (p * (exact.logits.masked_fill(p == 0, 0) - mean).square()).sum(-1).sqrt()
+    alike = (spread < 8 * arithmetic.p_unit) | structured
+    first = (
+        scale**2
+        / 12
+        * (
+            (p.square() * k_step.square()[:, :, None] * distance).sum(-1) * q_length
+            + q_step.square() * _covariance(p, keys, values, centred)
+        )
+    )
+    roundings = (weights + of_values).sum(-1) / 3 + p_floor.square() / 3
+    roundings = roundings + v_floor[..., None] * counted / 3
+    expected = (first + roundings) * contrast.square() + written.square() / 3
+    higher = (p * deviation.square() * distance.sqrt()).sum(-1) * contrast
+    expected_all = (expected + higher.square()) / least_sum.square()
+
+    if structured:
+        out = contrast * (all_logits / least_sum + rounded + floats) + written
+    else:
+        of_logits = (sure.norm * first.sqrt() + beyond_first + shaken) / least_sum
+        of_rounding = torch.where(alike, rounded, sure.norm * roundings.sqrt())
+        out = contrast * (of_logits + of_rounding + floats) + written
+    known = ~alike & exact.seen & (higher.square() < 0.1 * expected)
+    known = known & (2 * (shaken + floats) * contrast < expected.sqrt())
+    spoilt = torch.zeros_like(out)
+    if exact.doubtful is not None:
+        lost = p[..., : exact.doubtful.shape[-1]].masked_fill(~exact.doubtful, 0).sum(-1)
+        furthest = distance.masked_fill(p == 0, 0).amax(-1).sqrt()
+        spoilt = lost / (1 - lost).clamp(min=1e-12)
+        out = out + contrast * spoilt * furthest * 2
+        known = known & (lost == 0)
+    lse = _lse_bound(setting, exact, arithmetic, k_step, q_step, furthest_off, float_error, alike)
+    out = out.masked_fill(~exact.seen, 0)  # such rows are 0, exactly
+    return Bounds(out, lse + spoilt, expected_all.masked_fill(~known, torch.nan))
+
+
+def _lse_bound(
+    setting: Setting,
+    exact: Exact,
+    arithmetic: Arithmetic,
+    k_step: Tensor,
+    q_step: Tensor,
+    most: Tensor,
+    float_error: Tensor,
+    alike: Tensor,
+) -> Tensor:
+    """log sum p exp(d), and row sums of rounded P where they are."""
+    p, scale = exact.p, setting.case.scale
+    sure = Confidence(exact.seen.numel())
+    lse = exact.lse.masked_fill(~exact.seen, 0).unsqueeze(-1)
+    off = (exact.logits - lse + most).logsumexp(-1)
+    if setting.case.data not in STRUCTURED:
+        first = setting.q.square().sum(-1) * (p.square() * k_step.square()[:, :, None]).sum(-1)
+        first = first + q_step.square() * (p @ exact.keys).square().sum(-1)
+        second = (p * (most.clamp(max=50).expm1() - most.clamp(max=50))).sum(-1)
+        by_chance = sure.deviations * scale * (first / 12).sqrt() + second + float_error
+        off = off.minimum(by_chance / (p * (-most).exp()).sum(-1))
+    if arithmetic.sums_rounded:
+        by_chance = sure.deviations * arithmetic.p_unit * p.square().sum(-1).sqrt() / math.sqrt(3)
+        off = off + torch.where(alike, arithmetic.p_unit, by_chance.clamp(max=arithmetic.p_unit))
+        off = off + arithmetic.p_floor * p.shape[-1]
+    shift = setting.q.norm(dim=-1) * setting.key_centre.norm(dim=-1) * scale
+    size = exact.lse.masked_fill(~exact.seen, 0).abs() + shift
+    tokens = p.shape[-1] / 8 + 32
+    return off + size * (setting.q.shape[-1] + 8) * 2.0**-24 + tokens * arithmetic.float_unit
+
+
+def _with_pools(setting: Setting, exact: Exact, k_step: Tensor) -> Tensor:
+    """(B, H, C): pooled keys have a step of their own, the background none."""
+    rest = exact.keys[:, :, k_step.shape[2] :].abs().amax(-1)
+    if not setting.eight_bit:  # a mean of 16-bit keys is rounded to 16 bits
+        return torch.cat([k_step, rest * 2 * UNIT[torch.bfloat16]], 2)
+    return torch.cat([k_step, rest / INT8_LEVELS], 2)
+
+
+def _value_units(setting: Setting, arithmetic: Arithmetic, columns: int) -> Tensor:
+    """(C,): relative rounding of the columns' values."""
+    units = setting.q.new_full((columns,), arithmetic.v_unit + casts(setting))
+    if not setting.eight_bit:
+        units[setting.k.shape[2] :] = UNIT[torch.bfloat16]
+    return units
+
+
+def _covariance(p: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """(B, H, Nq): squared norm of the matrix sum_j p_j k_j (v_j - out)^T, for an error of q moves
+    the output by that matrix times it; by way of the keys' and values' Gram matrices."""
+    products = keys @ keys.mT
+    mean_key = p @ keys
+    along_out, along_mean = out @ values.mT, mean_key @ keys.mT
+    squared = (p * (p @ (products * (values @ values.mT)))).sum(-1)
+    squared = squared - 2 * (p * along_out * along_mean).sum(-1)
+    return (squared + out.square().sum(-1) * mean_key.square().sum(-1)).clamp(min=0)
+
+
+def _largest_value(setting: Setting) -> Tensor:
+    """(B, H, D): of a channel, around the centre."""
+    values = setting.v - setting.value_centre
+    return values.masked_fill(~setting.valid[:, None, :, None], 0).abs().amax(2)
