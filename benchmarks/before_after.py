@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,12 @@ def load_base(folder: Path) -> ModuleType:
     return importlib.import_module(folder.name)
 
 
+def _grid(library: ModuleType, shape: Shape) -> Any:
+    """The shape's token grid as one of the library's; a field that it lacks is left out."""
+    known = {part.name for part in fields(library.TokenGrid)}
+    return library.TokenGrid(**{k: v for k, v in vars(shape.grid).items() if k in known})
+
+
 def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) -> Callable:
     """A call of `library`, without arguments."""
     precision = library.Precision.SIXTEEN_BIT if way == "16 bits" else library.Precision.INT8
@@ -51,7 +58,7 @@ def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) 
     options: dict[str, Any] = {}
     if way == "budgets":
         router, device = library.Router.ERROR, qkv[0].device
-        options["order"] = library.grid_order(library.TokenGrid(**vars(shape.grid))).on(device)
+        options["order"] = library.grid_order(_grid(library, shape)).on(device)
         options["budget"] = library.HeadBudget.uniform(shape.heads, density, 0.5, router, device)
     return lambda: library.attention(*qkv, policy, out_layout="NHD", **options)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,19 +53,16 @@ def check_tensors(of_tokens: dict[str, Tensor], of_blocks: dict[str, Tensor]) ->
 
 
 def _check_values(slot_tokens: Tensor, token_slots: Tensor, counts: Tensor) -> None:
-    walks, slots = slot_tokens.shape
-    tokens = token_slots.shape[1]
-    place = torch.arange(slots, device="cpu").unflatten(0, (-1, KEY_BLOCK)) % KEY_BLOCK
-    filled = (place < counts.unsqueeze(-1)).flatten()  # in every walk the same slots
-    in_range = bool(((token_slots >= 0) & (token_slots < slots)).all())
+    """In NumPy: torch would answer as the caller's modes say, which may be with fake tensors."""
+    slot_token, token_slot, count = map(np.from_dlpack, (slot_tokens, token_slots, counts))
+    slots, tokens = slot_token.shape[1], token_slot.shape[1]
+    filled = (np.arange(KEY_BLOCK) < count[:, None]).ravel()  # in every walk the same slots
+    in_range = bool(((token_slot >= 0) & (token_slot < slots)).all())
     if (
         not in_range
         or int(filled.sum()) != tokens
-        or not torch.equal(slot_tokens >= 0, filled.expand(walks, -1))
-        or not torch.equal(
-            slot_tokens.gather(1, token_slots.long()),
-            torch.arange(tokens, dtype=torch.int32, device="cpu").expand(walks, -1),
-        )
+        or not np.array_equal(slot_token >= 0, np.broadcast_to(filled, slot_token.shape))
+        or not (np.take_along_axis(slot_token, token_slot, 1) == np.arange(tokens)).all()
     ):
         raise ValueError(
             "slot_tokens, token_slots and block_counts do not belong together: each token has one "
