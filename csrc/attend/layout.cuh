@@ -63,7 +63,7 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   float row_max[kRowTiles][2][kThreads];  // log2 units
   float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
   float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
-  float q_sharpness[kQueryBlock];         // what q_scale was divided by (row_scale.cuh), likewise
+  float q_sharpness[kQueryBlock];         // see row_scale.cuh, likewise
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group

@@ -23,7 +23,7 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
     if (channel == 0) {
       const float scale = int8_scale(amax), bounded = smem.bounds.bounded(scale);
       smem.q_scale[row] = bounded;
-      smem.q_sharpness[row] = scale * ptx::reciprocal_approx(bounded);
+      smem.q_sharpness[row] = ScaleBounds::sharpness(scale, bounded);
     }
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
     *reinterpret_cast<Vec8*>(at) = {pack_int8(x, inverse_scale), pack_int8(x + 4, inverse_scale)};

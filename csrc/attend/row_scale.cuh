@@ -2,7 +2,7 @@
 // Bounds of the scales of query rows, and what makes all rows of a head NaN.
 //
 // A logit in log2 units is an integer, the sum of products of levels, times a step: row scale x key scale x softmax scale x log2 e.
-// The scale of a row whose steps are all below kLeastStep grows to that, and its logits stay below 2^-11: times the least key scale,
+// The scale of a row whose steps are all below kLeastStep grows to that, and its logits stay below 2^-19: times the least key scale,
 // and times 2^-18 (hopper/fixed_exp2.cuh), a smaller step could underflow, and 0 times minus infinity is NaN. Where a step is above
 // kMostStep, the row's scale shrinks until the largest is not: float32 would round exponents of probabilities by more than a few octaves,
 // and rounding Q and K to INT8 moves logits by hundreds of steps anyway. Log-sum-exps and partial results are put right.
@@ -10,11 +10,11 @@
 #pragma once
 
 #include "../common/int8.cuh"
-#include "../params.cuh"
+#include "pool.cuh"
 
 namespace sparge::attend {
 
-constexpr float kLeastStep = 0x1p-32f;
+constexpr float kLeastStep = 0x1p-40f;
 constexpr float kMostStep = 2.0f;
 constexpr float kMostSum = kHeadDim * kKeyLevels * kKeyLevels;
 
@@ -37,15 +37,20 @@ struct ScaleBounds {
   ScaleBounds() = default;
 
   SPARGE_DEVICE ScaleBounds(const AttendParams& p, i32 kv_at) {
-    // Step that the head's largest key scale makes of a row scale of 1.
-    const float steepest = ptx::max_or_nan(p.reach[kv_at] * (1.0f / kKeyLevels), kZeroScale) * (p.scale * kLog2E);
-    const float inverse = ptx::reciprocal_approx(steepest);
-    least = kLeastStep * inverse, most = kMostStep * inverse, overflow = kMostSum * steepest;
+    const float key_scale = ptx::max_or_nan(p.reach[kv_at] * (1.0f / kKeyLevels), kZeroScale);  // the head's largest
+    const float steepest = key_scale * (p.scale * kLog2E);
+    most = kMostStep * ptx::reciprocal_approx(steepest), overflow = kMostSum * steepest;
+    // Tiny keys must not make steps of pseudo-keys large.
+    least = kLeastStep * ptx::reciprocal_approx(fmaxf(key_scale, kPoolScale) * (p.scale * kLog2E));
   }
 
   SPARGE_DEVICE float bounded(float scale) const {
     const float logit = scale * overflow;
     return fminf(fmaxf(scale, least), most) + (logit - logit);
+  }
+  // What a row's maximum is to be multiplied with, for log-sum-exps and partial results: more than 1 where its scale shrank.
+  SPARGE_DEVICE static float sharpness(float scale, float bounded) {
+    return fmaxf(scale * ptx::reciprocal_approx(bounded), 1.0f);
   }
 };
 

@@ -91,7 +91,7 @@ struct RowStore {
 // What a log-sum-exp takes of a query beside its softmax.
 struct QueryFacts {
   float dot_mean = 0.0f;   // q . k_mean
-  float sharpness = 1.0f;  // what its scale was divided by (row_scale.cuh)
+  float sharpness = 1.0f;  // see row_scale.cuh
 };
 
 // Log-sum-exp, row maximum and row sum of one query; `most` in log2 units. `facts()` gives its QueryFacts.

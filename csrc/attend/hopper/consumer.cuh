@@ -27,7 +27,7 @@ struct Item {
 
   SPARGE_DEVICE explicit Item(const Queries& queries) : softmax(queries) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) query_scale[half] = queries.scale[first_row_anew() + 8 * half];
+    for (int half = 0; half < 2; ++half) query_scale[half] = queries.scale[first_row_of_item() + 8 * half];
   }
 };
 

@@ -168,7 +168,7 @@ struct Feeder {
       if (row >= kQueryBlock) return;
       const float scale = queries.scale[row], bounded = bounds.bounded(scale);
       queries.scale[row] = bounded;
-      queries.sharpness[row] = scale * ptx::reciprocal_approx(bounded);
+      queries.sharpness[row] = bounds.sharpness(scale, bounded);
     }
   }
 

@@ -119,7 +119,7 @@ struct Queries {
   Work work;
   i32 turn;                      // which work item; -1: there is no more, and nothing else is set
   float scale[kQueryBlock];      // INT8 level of each row, bounded
-  float sharpness[kQueryBlock];  // what `scale` was divided by, for log-sum-exps and partial results
+  float sharpness[kQueryBlock];  // see attend/row_scale.cuh
   float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
   attend::MeanTerms mean_terms;  // see attend/background.cuh
   i32 token[kQueryBlock];        // -1: none

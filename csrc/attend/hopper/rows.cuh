@@ -18,6 +18,8 @@ SPARGE_DEVICE i32 first_row_anew() {
   const i32 thread = ptx::thread_index();
   return thread / kWarpSize * 16 + thread % kWarpSize / 4;
 }
+// As an item begins: which of the two gives the faster loop ptxas decides (attend_hopper.cu, how ptxas orders the loop).
+SPARGE_DEVICE i32 first_row_of_item() { return kHeadDim == 128 ? first_row() : first_row_anew(); }
 SPARGE_DEVICE i32 quad_lane() { return threadIdx.x % 4; }
 SPARGE_DEVICE i32 quad_lane_anew() { return ptx::thread_index() % 4; }
 

@@ -68,7 +68,7 @@ struct Softmax {
 
   SPARGE_DEVICE explicit Softmax(const Queries& queries) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) most[half] = queries.token[first_row_anew() + 8 * half] >= 0 ? kNoKey : kNoRow;
+    for (int half = 0; half < 2; ++half) most[half] = queries.token[first_row_of_item() + 8 * half] >= 0 ? kNoKey : kNoRow;
   }
 
   // After the last key.
