@@ -131,34 +131,31 @@ def logit_errors(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def slack(setting: Setting) -> Tensor:
-    """(B, H, Nq): how far a logit of the row may be off, for sure where roundings are independent
-    (sub-Gaussian) or not (their sum)."""
+    """(B, H, Nq): how far a logit of the row may be off."""
     q_step, k_step, float_error = logit_errors(setting)
-    worst = _deviation(setting, q_step, k_step).amax(-1) * _reach(setting)
-    return worst + float_error
+    keys = setting.k - setting.key_centre
+    return _reach(setting, _deviation(setting, keys, q_step, k_step)).amax(-1) + float_error
 
 
-def _deviation(setting: Setting, q_step: Tensor, k_step: Tensor) -> Tensor:
-    """(B, H, Nq, Nk): deviation of the error of each logit; of structured data a bound on it in
-    units of `_reach`."""
-    q, keys = setting.q, setting.k - setting.key_centre
-    channels = q.shape[-1]
+def _deviation(setting: Setting, keys: Tensor, q_step: Tensor, k_step: Tensor) -> Tensor:
+    """(B, H, Nq, C): deviation of the error that INT8 makes of each logit, of structured data the
+    error itself at most; keys (B, H, C, D) around the centre."""
+    q, channels = setting.q, setting.q.shape[-1]
+    q_step, k_step = q_step[..., None], k_step[:, :, None]
     if setting.case.data in STRUCTURED:
-        errors = q.abs().sum(-1)[..., None] * k_step[:, :, None] / 2
-        errors = errors + keys.abs().sum(-1)[:, :, None] * q_step[..., None] / 2
-        return setting.case.scale * (
-            errors + channels * (q_step[..., None] * k_step[:, :, None]) / 4
-        )
-    squares = (q.square().sum(-1) + channels * q_step.square() / 12)[..., None]
-    squares = squares * k_step.square()[:, :, None]
-    squares = squares + keys.square().sum(-1)[:, :, None] * q_step.square()[..., None]
+        of_keys = q.abs().sum(-1, keepdim=True) * k_step / 2
+        of_queries = keys.abs().sum(-1)[:, :, None] + channels * k_step / 2
+        return setting.case.scale * (of_keys + of_queries * q_step / 2)
+    squares = (q.square().sum(-1, keepdim=True) + channels * q_step.square() / 12) * k_step.square()
+    squares = squares + keys.square().sum(-1)[:, :, None] * q_step.square()
     return setting.case.scale * (squares / 12).sqrt()
 
 
-def _reach(setting: Setting) -> float:
+def _reach(setting: Setting, deviation: Tensor) -> Tensor:
+    """Of errors with these deviations the largest."""
     if setting.case.data in STRUCTURED:
-        return 1.0
-    return Confidence(setting.q[..., 0].numel() * setting.k.shape[2]).deviations
+        return deviation
+    return Confidence(deviation.numel()).deviations * deviation
 
 
 def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
@@ -176,19 +173,8 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
 
     # Logits: the deviation of each, and the most it is off by.
     q_length = setting.q.square().sum(-1)
-    if structured:
-        most = setting.q.abs().sum(-1)[..., None] * k_step[:, :, None] / 2
-        most = most + (keys.abs().sum(-1)[:, :, None] + channels * k_step[:, :, None] / 2) * (
-            q_step[..., None] / 2
-        )
-        deviation = most = scale * most
-    else:
-        variance = (q_length + channels * q_step.square() / 12)[..., None] * k_step.square()[
-            :, :, None
-        ]
-        variance = variance + keys.square().sum(-1)[:, :, None] * q_step.square()[..., None]
-        deviation = scale * (variance / 12).sqrt()
-        most = Confidence(p.numel()).deviations * deviation
+    deviation = _deviation(setting, keys, q_step, k_step)
+    most = _reach(setting, deviation)
     furthest_off = most + float_error[..., None]
     most = furthest_off.clamp(max=50)  # exp of more would be inf, and inf times p = 0 is NaN
     grown = p * most.expm1()
@@ -196,6 +182,7 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
     all_logits = (grown * distance.sqrt()).sum(-1)
     beyond_first = ((grown - p * most) * distance.sqrt()).sum(-1)
     shaken = (p * distance.sqrt()).sum(-1) * float_error
+    peaked = _peaked(exact.logits, furthest_off, distance.sqrt())
 
     v_units = _value_units(setting, arithmetic, p.shape[-1])
     weights = (
@@ -238,9 +225,11 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
     expected_all = (expected + higher.square()) / least_sum.square()
 
     if structured:
-        out = contrast * (all_logits / least_sum + rounded + floats) + written
+        of_logits = (all_logits / least_sum).minimum(peaked)
+        out = contrast * (of_logits + rounded + floats) + written
     else:
         of_logits = (sure.norm * first.sqrt() + beyond_first + shaken) / least_sum
+        of_logits = of_logits.minimum(peaked)
         of_rounding = torch.where(alike, rounded, sure.norm * roundings.sqrt())
         out = contrast * (of_logits + of_rounding + floats) + written
     known = ~alike & exact.seen & (higher.square() < 0.1 * expected)
@@ -255,6 +244,16 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
     lse = _lse_bound(setting, exact, arithmetic, k_step, q_step, furthest_off, float_error, alike)
     out = out.masked_fill(~exact.seen, 0)  # such rows are 0, exactly
     return Bounds(out, lse + spoilt, expected_all.masked_fill(~known, torch.nan))
+
+
+def _peaked(logits: Tensor, off: Tensor, distance: Tensor) -> Tensor:
+    """(B, H, Nq): how far the output is at most where one key has nearly all of the weight, however
+    large the errors of logits are: it stays near that key's value, as the others cannot come up."""
+    top = logits.argmax(-1, keepdim=True)
+    behind = logits - logits.gather(-1, top) + off + off.gather(-1, top)
+    share = behind.nan_to_num(-math.inf).clamp(max=0).exp().scatter(-1, top, 0.0)
+    own = distance.gather(-1, top)
+    return (share * (distance + own)).sum(-1) + own.squeeze(-1)
 
 
 def _lse_bound(

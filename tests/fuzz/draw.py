@@ -156,6 +156,8 @@ def _draw_sizes(
     if grid is not None:
         keys = queries = grid.tokens
     most_heads = max(1, rng.choice((10_000, 40_000, 70_000)) // (queries * keys))
+    if grid is not None:  # heads of one call take different walks
+        most_heads = rng.choice((1, 2, 4, 6))
     while True:
         batch, kv_heads = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
         heads = kv_heads * rng.choice((1, 1, 2, 3))
@@ -209,7 +211,7 @@ def _draw_policy(
     if rng.random() < 0.2:
         numbers["simthreshd1"] = per_head(0.0, rng.choice((0.03, 0.9)))
     if rng.random() < 0.3:
-        numbers["pvthreshd"] = per_head(0.0, 12.0)
+        numbers["pvthreshd"] = per_head(0.0, rng.choice((0.5, 3.0, 12.0)))
     some = ((1, 0), (64, 0), (70, 0), (0, 1), (0, 64), (30, 90), (10_000, 0))
     prefix, suffix = rng.choice(some) if rng.random() < text else (0, 0)
     return SparsePolicy(
@@ -247,7 +249,7 @@ def _draw_grid(rng: random.Random) -> TokenGrid:
     return TokenGrid(
         frames,
         height,
-        rng.randint(220 // (frames * height) + 1, 440 // (frames * height) + 1),
+        rng.randint(130 // (frames * height) + 1, 300 // (frames * height) + 1),
         prefix=rng.choice((0, 0, 0, 1, 33, 70)),
         suffix=rng.choice((0, 0, 0, 1, 20, 66)),
         lead_frames=rng.choice((0, 0, 0, 0, 1, frames)),
@@ -287,7 +289,7 @@ def _draw_budget(
         router=integers(0, 1) if pools else zeros.int(),
         floor=rng.choice((1, 1, 1, 2, 4)),
         pools=pools,
-        walk=integers(*range(walks + 1)) if walks > 1 and rng.random() < 0.7 else None,
+        walk=integers(*range(walks + 1)) if walks > 1 and rng.random() < 0.8 else None,
         background=numbers(0.0, 0.5, 2.0)
         if with_mean and smooth_k and rng.random() < 0.5
         else None,

@@ -10,7 +10,7 @@ import enum
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -89,12 +89,8 @@ def load_pack() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def tiny_tensors(one_thread: None) -> None:
+    """All tests here are of such."""
 
 
 @pytest.fixture
