@@ -130,6 +130,9 @@
 //             H100, in turns, at the power limit, with that: 3 stages at head_dim 128 instead of 5, which fit: Mochi dense +1.8 (standard
 //             error .1), 20 % +.4 (.3), with budgets +.2 (.3) and +.6 (.1), 10 % +.1 (.9), wan480 20 % with budgets +.1 (.4), a lone
 //             Flux call -.5: kept. 4: as 5
+//             H100, in turns, against da8982b, with bounds of scales in the feeder, which change ptxas' order at head_dim 128: dense
+//             wan720 -.9, hunyuan -1.9, Mochi 20 % -.8; there with first_row() where an item begins +.7, -.2, -.4: kept. At head_dim
+//             64 that costs .5 to .7, and the order is that of da8982b without
 //             Sums promoted every n steps, a row's ceiling raised only by logits above it, and then by 2 more octaves (h: 1, 3),
 //             scores of the second block after its exponentials, for lack of registers; H100, at the power limit, against 78dd286,
 //             Mochi dense, wan480 and Mochi 20 % with budgets, CogVideoX-2B 20 % and dense; single runs differ by up to 2 %:

@@ -127,7 +127,8 @@ def attention(
             off by 1e-3 as a rule, by .06 at most where one weight makes the row.
 
     Returns:
-        The result; rows that see no key are 0 (log-sum-exp -inf).
+        The result; rows that see no key are 0 (log-sum-exp -inf). A NaN or an infinity makes NaN:
+        in q its row, in k or v every row of the heads that share it, whatever they keep.
 
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
