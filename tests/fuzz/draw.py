@@ -97,7 +97,7 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
         rng.choice(("clusters", "smooth")) if budgeted and rng.random() < 0.5 else rng.choice(KINDS)
     )
     grid = _draw_grid(rng) if budgeted and rng.random() < 0.4 else None
-    is_causal = way != "parts" and grid is None and rng.random() < (0.15 if budgeted else 0.3)
+    is_causal = way != "parts" and grid is None and rng.random() < 0.3
     sizes = _draw_sizes(rng, is_causal, grid, many_keys=budgeted and not is_causal)
     layout = rng.choice(("HND", "NHD"))
     memory = {name: rng.choice(MEMORY) for name in "qkv"}
