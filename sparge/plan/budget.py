@@ -51,11 +51,12 @@ class HeadBudget:
         plain dropping and costs nothing.
     router: (heads,) int32, values of `Router`.
     background: (heads,) float32 >= 0: how often the background term counts the keys that a query
-        block drops; None: no head has one. That term is a single pseudo-key, the mean key with the
-        mean value of all keys. It takes no time, and keeps what is dropped from leaving its weight
-        to what is kept: of plain dropping's error 44 to 57 % are left (three small DiTs, 10 % in
-        every head, the best value for each, 3,672 tokens, emulated). With 8-bit operands and
-        `smooth_k`, not causal: the mean would tell of later keys.
+        block drops, 64 for each dropped key block; None: no head has one. That term is a single
+        pseudo-key, the mean key with the mean value of all keys. It takes no time, and keeps what
+        is dropped from leaving its weight to what is kept: of plain dropping's error 44 to 57 % are
+        left (three small DiTs, 10 % in every head, the best value for each, 3,672 tokens,
+        emulated). With 8-bit operands and `smooth_k`, not causal: the mean would tell of later
+        keys.
     contrast: (heads,) float32 > 0: factor of the output's distance from the mean value of all keys,
         in query blocks that drop something; None: 1 for all. Pooled terms draw outputs towards that
         mean, plain dropping draws them apart. It takes no time. With 8-bit operands, not causal.
