@@ -101,7 +101,7 @@ class AttentionCall:
         return self.mask if of_batch and set(same) == {1} else None
 
     def _tokens(self, tensor: Tensor) -> int:
-        """As far as an odd shape has them."""
+        """Number of tokens of `tensor`, as far as its shape tells; 0 where it does not."""
         if not self.skip_reshape and tensor.ndim > 4:  # as ComfyUI's backends would read it
             return tensor.numel() // max(1, tensor.shape[0] * self.q.shape[-1])
         if not self.skip_reshape and tensor.ndim == 3 and len(tensor) != len(self.q):

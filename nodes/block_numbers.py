@@ -77,7 +77,7 @@ class BlockCounts:
 
 
 def _places(model: Any) -> Iterator[Place]:
-    """Of a U-Net's blocks, in the order they run."""
+    """Places of a U-Net's blocks, in the order they run."""
     sides = {
         "input": getattr(model, "input_blocks", None) or (),
         "middle": [getattr(model, "middle_block", None) or ()],

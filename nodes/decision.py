@@ -101,8 +101,8 @@ class CallFacts:
     unknown_options: tuple[str, ...] = ()
 
     def kind(self, layout: TokenLayout, settings: Settings) -> Kind:
-        """What attends to what. Of models without a row it follows from lengths alone: text is
-        as long as the model was given, and never as long as min_tokens."""
+        """Kind of this call. For models without a row it follows from lengths alone: text is as
+        long as the model was given, and never as long as min_tokens."""
         if self.query_tokens == self.key_tokens:
             return Kind.SELF
         keys_beside = self.key_tokens - layout.grid_tokens
@@ -117,7 +117,7 @@ class CallFacts:
 
 
 class Kind(enum.Enum):
-    """Of an attention call."""
+    """Kinds of attention calls: what attends to what."""
 
     SELF = enum.auto()
     PART = enum.auto()

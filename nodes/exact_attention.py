@@ -29,7 +29,7 @@ class ExactResult:
         self.by_faster = False
         """Whether a faster kernel gave it."""
         self.failure: Exception | None = None
-        """What whatever serves dense calls raised, with which this pack has nothing to do."""
+        """Error that the dense path raised: not one of this pack."""
 
     def own(self) -> Tensor:
         if self._out is None:

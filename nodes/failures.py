@@ -27,7 +27,8 @@ MEANT_FOR_COMFYUI: tuple[type[Exception], ...] = (
 
 
 class Failures:
-    """Of one run: each kind is logged once, for a layer that fails does so in every step."""
+    """Errors of this pack in one run. Each kind is logged once: a layer that fails does so in every
+    step."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -47,7 +47,7 @@ class Family:
     text: TextPosition
     patch: Callable[[Any], Patch]
     off_grid: Callable[[Any, ModelInputs], OffGrid] = off_grid.nothing
-    """What stands beside the grid, from the model and what it is given."""
+    """Tokens that stand beside the grid, from the model and its inputs."""
     heads: Callable[[Any], int | None] = _num_heads
     left_out_key: str | None = None
     """Entry of transformer_options that names blocks whose self-attention the model leaves out."""
@@ -172,9 +172,9 @@ class TokenLayout:
         return self.calls * self.blocks + self.counts.refiners
 
     def row(self, block: int, earlier_calls: int) -> int:
-        """Of a self-attention call in `block` after so many others there: each further one, which
-        the control blocks of Wan VACE make under the number of the block they steer, has a row of
-        its own. At least `rows` when there is no room for it."""
+        """Row of a self-attention call in `block` after `earlier_calls` others there. Each further
+        call has a row of its own: the control blocks of Wan VACE call under the number of the block
+        that they steer. The row is `rows` or more when there is no room for it."""
         if self.blocks and earlier_calls >= self.calls:
             return self.rows
         return block + earlier_calls * (self.blocks or 0)
