@@ -31,11 +31,11 @@ HEADS, KV_HEADS = 6, 2
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`sparge.attention`, the module, on a pretended GPU whose kernels nobody calls yet."""
+    """`sparge.pipeline`, the module, on a pretended GPU whose kernels nobody calls yet."""
     capability = Capability(True, "", "sm_90a")
-    for name in ("sparge.attention", "sparge.call"):
+    for name in ("sparge.pipeline", "sparge.call"):
         monkeypatch.setattr(importlib.import_module(name), "capabilities", lambda _: capability)
-    return importlib.import_module("sparge.attention")
+    return importlib.import_module("sparge.pipeline")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_groups_of_heads_give_what_all_heads_give(
         )
         return out, lse, stats.counters
 
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "run_kernels", run)
     if given == "plan":
         kept = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 5 < 3
         options["plan"] = sparge.BlockPlan.from_kept(kept, 300, 300)

@@ -10,10 +10,6 @@ namespace sparge::attend {
 // |sum| < 2^22 (127^2 * 128 = 2.06 million), and no conversion is spent.
 constexpr float kScoreZero = is_quantized(kElement) ? 12582912.0f : 0.0f;
 
-// Log2 units of a step of logits (row_scale.cuh) from which exponents are computed without that offset, which would round them to
-// multiples of a step or so.
-constexpr float kCoarseStep = 0x1p-4f;
-
 // Log2 units of a 16-bit row's maximum from which float32 rounds it by more than a fraction: exponents are then kept from exceeding
 // it, and it is rounded down, so that its own is not below.
 constexpr float kCoarseMaximum = 0x1p22f;

@@ -15,7 +15,7 @@ SPARGE_DEVICE void store_facts(const AttendParams& p, const Work& work, const Sm
       if (token < 0) continue;
       store_row_facts(p, work, token, softmax.max[m][half][threadIdx.x], softmax.sum[m][half][threadIdx.x], [&]() -> QueryFacts {
         if constexpr (!is_quantized(kElement)) return {};
-        return {p.lse ? smem.q_dot_mean[row] : 0.0f, smem.q_sharpness[row]};
+        return {p.lse ? smem.q_dot_mean[row] : 0.0f, smem.q_scale[kQueryBlock + row]};
       });
     }
 }

@@ -55,7 +55,8 @@ struct alignas(16) Stage {
 struct alignas(256) Smem {  // tiles start at multiples of their row size
   // INT8: max |q| / 127 of the row. First: on GPUs where shared memory starts at a run-time address (sm_90 and up), an
   // array behind it that is indexed by a row keeps an address of its own in a register across the main loop.
-  float q_scale[kQueryBlock];
+  // Behind them what rows' maxima are to be multiplied with (row_scale.cuh), in the same array for that reason.
+  float q_scale[2 * kQueryBlock];
   u8 q[kQueryTileBytes];
   u8 k[kStages][kKeyTileBytes];
   u8 v[kStages][kValueTileBytes];
@@ -63,7 +64,6 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   float row_max[kRowTiles][2][kThreads];  // log2 units
   float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
   float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
-  float q_sharpness[kQueryBlock];         // see row_scale.cuh, likewise
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group

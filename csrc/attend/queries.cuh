@@ -19,12 +19,9 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[i]));
     amax = lane_max_or_nan<1, kTokenLanes>(amax);
-    const float inverse_scale = int8_inverse_scale(amax);
-    if (channel == 0) {
-      const float scale = int8_scale(amax), bounded = smem.bounds.bounded(scale);
-      smem.q_scale[row] = bounded;
-      smem.q_sharpness[row] = ScaleBounds::sharpness(scale, bounded);
-    }
+    // common/int8.cuh, written out: as a call, ptxas spills on sm_100a.
+    const float inverse_scale = amax > kLeastAmax ? kKeyLevels / amax : 1.0f;
+    if (channel == 0) smem.q_scale[row] = amax;
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
     *reinterpret_cast<Vec8*>(at) = {pack_int8(x, inverse_scale), pack_int8(x + 4, inverse_scale)};
   } else {
@@ -35,6 +32,15 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
     };
     *reinterpret_cast<Vec16*>(smem.q + tile_offset<kQueryRowBytes>(row, channel / 8)) = {pack(0), pack(2), pack(4), pack(6)};
   }
+}
+
+// From the largest magnitudes of the warp's rows to their scales, a lane each. Apart from `store_query`: ptxas spills there.
+SPARGE_DEVICE void scale_queries(Smem& smem, i32 first_row) {
+  const i32 lane = ptx::thread_index() % kWarpSize;
+  if (lane >= kWarpRows) return;
+  const float scale = int8_scale(smem.q_scale[first_row + lane]), bounded = smem.bounds.bounded(scale);
+  smem.q_scale[first_row + lane] = bounded;
+  smem.q_scale[kQueryBlock + first_row + lane] = ScaleBounds::sharpness(scale, bounded);
 }
 
 // Each warp stores, and later reads, its own 32 rows only.
@@ -59,6 +65,10 @@ SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& w
     }
   });
   __syncwarp();
+  if constexpr (is_quantized(kElement)) {
+    scale_queries(smem, first_row);
+    __syncwarp();
+  }
 }
 
 }  // namespace sparge::attend

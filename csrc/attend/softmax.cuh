@@ -96,24 +96,17 @@ struct Softmax {
     const i32 row = first_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float scale = score_scale.of(row, m, half);
+      const float scale = score_scale.of(row, m, half);
       const float reference = max[m][half][threadIdx.x] == kMinusInfinity ? 0.0f : max[m][half][threadIdx.x];
-      float added = 0.0f, bias = kShift - reference - kScoreZero * scale;
-      if (is_quantized(kElement) ? scale > kCoarseStep : fabsf(reference) > kCoarseMaximum) {
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = s[m][n][2 * half + i];
-            score = ptx::min_or_nan((score - kScoreZero) * scale - reference, 0.0f);  // E4M3 saturates, row sums would not
-          }
-        scale = 1.0f, bias = kShift;
-      }
+      float added = 0.0f;
+      const float bias = kShift - reference - kScoreZero * scale;
+      // Rounding may lift exponents of large logits above the maximum's: E4M3 would saturate, and row sums would not.
+      auto capped = [](float x) { return kElement == Element::kInt8Fp16 ? x : ptx::min_or_nan(x, kShift); };
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
         float* pair = &s[m][n][2 * half];
-        pair[0] = ptx::exp2_approx(pair[0] * scale + bias);
-        pair[1] = ptx::exp2_approx(pair[1] * scale + bias);
+        pair[0] = ptx::exp2_approx(capped(pair[0] * scale + bias));
+        pair[1] = ptx::exp2_approx(capped(pair[1] * scale + bias));
         added += pair[0] + pair[1];
       }
       sum[m][half][threadIdx.x] += added;
