@@ -180,7 +180,7 @@ class TokenLayout:
         return block + earlier_calls * (self.blocks or 0)
 
     def refiner_row(self, refiner: int) -> int:
-        """Of a block that has no number."""
+        """Row of a block that has no number."""
         return self.calls * (self.blocks or 0) + refiner
 
     @property

@@ -46,7 +46,7 @@ class Forward:
     outside: str | None
     """Why this step shall not be sparse."""
     orders: dict[int, TokenOrder]
-    """Of manual mode, by number of tokens."""
+    """Orders of manual mode, by number of tokens."""
     heads: HeadPass | None
     """In auto modes, where the device can be sparse."""
     record: PassRecord
@@ -57,7 +57,7 @@ class Forward:
     _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
         default_factory=dict, repr=False
     )
-    """By the id of a mask, and the mask itself: what has an id must live."""
+    """Results by the id of a mask, with the mask itself: what has an id must live."""
 
     @classmethod
     def begin(
@@ -198,7 +198,7 @@ class Forward:
         return exact.own() if out is None else out
 
     def _tokens(self, facts: CallFacts, kind: Kind) -> int:
-        """Of the sequence that a call is of."""
+        """Number of tokens of the sequence that a call is of."""
         if kind is not Kind.PART:
             return facts.query_tokens
         return min(facts.key_tokens, self.layout.grid_tokens or facts.key_tokens)
@@ -247,8 +247,8 @@ class Forward:
     def _real_tokens(
         self, call: AttentionCall, facts: CallFacts, kind: Kind, layer: Layer
     ) -> RealTokens | str | None:
-        """Of a call whose mask may be padding; None where there is none, or for a reason that needs
-        no look at it. Waits once a mask, for calls of a pass that may be sparse or measured."""
+        """Real tokens of a call whose mask may be padding; None without one, or for a reason that
+        needs no look at it. Waits once a mask, where a pass may be sparse or measured."""
         if call.key_mask is None or kind is not Kind.SELF:
             return None
         if self._why_dense(call, facts, layer) is not None:
@@ -275,7 +275,7 @@ class Forward:
         return self.layout.exact_tokens(tokens, references)
 
     def _order(self, tokens: int) -> TokenOrder | None:
-        """Of manual mode. One that was not expected is made inside a call."""
+        """Token order of manual mode. One that was not expected is made inside a call."""
         if tokens not in self.orders and (grid := self.layout.sequence(tokens)) is not None:
             with untracked_allocations():
                 self.orders[tokens] = self.run.order(grid, self.record.step, self.device)

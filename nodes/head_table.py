@@ -62,7 +62,7 @@ class Shape:
     grid: TokenGrid | None
     """None where the tokens stay in the order they come."""
     rows: int = 0
-    """Of the pass: conditionings with more VACE controls than others make more calls."""
+    """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
 
     def workload(self) -> Workload:
         """In the first turn, which stands for all of them."""

@@ -60,7 +60,7 @@ class ModelInputs:
         return length(self.extras.get(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a further input; () when it is not given."""
+        """Shape of a further input; () when it is not given."""
         found = self.extras.get(name)
         return tuple(found.shape) if isinstance(found, Tensor) else ()
 
