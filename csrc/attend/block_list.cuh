@@ -4,6 +4,7 @@
 #pragma once
 
 #include "background.cuh"
+#include "finite.cuh"
 #include "layout.cuh"
 #include "pool.cuh"
 
@@ -51,7 +52,7 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
     __syncthreads();
     return true;
   }
-  return __syncthreads_and(sees_finite(p, work.kv_at, threadIdx.x, kThreads));
+  return __syncthreads_and(sees_finite(p, work.kv_at, threadIdx.x, kThreads, first_flags(p, work.kv_at, threadIdx.x)));
 }
 
 // The place after `last` that is in the list, from `end_of_list` on when there is none; -1 starts.

@@ -10,10 +10,6 @@ namespace sparge::attend {
 // |sum| < 2^22 (127^2 * 128 = 2.06 million), and no conversion is spent.
 constexpr float kScoreZero = is_quantized(kElement) ? 12582912.0f : 0.0f;
 
-// Log2 units of a 16-bit row's maximum from which float32 rounds it by more than a fraction: exponents are then kept from exceeding
-// it, and it is rounded down, so that its own is not below.
-constexpr float kCoarseMaximum = 0x1p22f;
-
 // E4M3 P uses all of E4M3: the shift cancels between numerator and row sum.
 constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
 constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : 1.0f;

@@ -4,9 +4,11 @@
 // A logit in log2 units is an integer, the sum of products of levels, times a step: row scale x key scale x softmax scale x log2 e.
 // The scale of a row whose steps are all below kLeastStep grows to that, and its logits stay below 2^-19: times the least key scale,
 // and times 2^-18 (hopper/fixed_exp2.cuh), a smaller step could underflow, and 0 times minus infinity is NaN. Where a step is above
-// kMostStep, the row's scale shrinks until the largest is not: float32 would round exponents of probabilities by more than a few octaves,
-// and rounding Q and K to INT8 moves logits by hundreds of steps anyway. Log-sum-exps and partial results are put right.
-// Where the largest possible logit overflows, and where a key or a value of the head is not finite, the row's scale is NaN.
+// kMostStep, the row's scale shrinks until the largest is not: float32 would round exponents so that probabilities exceed what P
+// can hold by more than 2 %, and rounding Q and K to INT8 moves logits by hundreds of steps anyway. Log-sum-exps and partial results
+// are put right.
+// Where the largest possible logit overflows, and where a key or a value of the head is not finite, the row's scale is NaN. Of 16
+// bits finite.cuh says so.
 #pragma once
 
 #include "../common/int8.cuh"
@@ -15,18 +17,8 @@
 namespace sparge::attend {
 
 constexpr float kLeastStep = 0x1p-40f;
-constexpr float kMostStep = 2.0f;
+constexpr float kMostStep = 0x1p-4f;
 constexpr float kMostSum = kHeadDim * kKeyLevels * kKeyLevels;
-
-// Of a thread among `threads` that ask together: whether all 16-bit keys and values that it looks at are finite.
-SPARGE_DEVICE bool sees_finite(const AttendParams& p, i32 kv_at, i32 thread, i32 threads) {
-  const i32 blocks = 2 * p.problem.key_blocks();
-  const u8* finite = p.finite + static_cast<i64>(kv_at) * blocks;
-  bool all = true;
-#pragma unroll 4
-  for (i32 block = thread; block < blocks; block += threads) all = all && finite[block] != 0;
-  return all;
-}
 
 // Of the row scales of a head.
 struct ScaleBounds {

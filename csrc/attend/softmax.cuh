@@ -100,8 +100,9 @@ struct Softmax {
       const float reference = max[m][half][threadIdx.x] == kMinusInfinity ? 0.0f : max[m][half][threadIdx.x];
       float added = 0.0f;
       const float bias = kShift - reference - kScoreZero * scale;
-      // Rounding may lift exponents of large logits above the maximum's: E4M3 would saturate, and row sums would not.
-      auto capped = [](float x) { return kElement == Element::kInt8Fp16 ? x : ptx::min_or_nan(x, kShift); };
+      // Of logits beyond 2^27, which quantized rows do not have (row_scale.cuh), the maximum as it is rounded, downwards, is so far
+      // below its own exponent that P would overflow.
+      auto capped = [](float x) { return is_quantized(kElement) ? x : ptx::min_or_nan(x, 0.0f); };
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
         float* pair = &s[m][n][2 * half];

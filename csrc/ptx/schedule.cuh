@@ -25,4 +25,11 @@ SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
       : "memory");
 }
 
+// Of global memory. The load begins where it stands, and nothing waits for it before its value is used.
+SPARGE_DEVICE u16 load_ahead(const u16* at) {
+  u16 value;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(at));
+  return value;
+}
+
 }  // namespace sparge::ptx

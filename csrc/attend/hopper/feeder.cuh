@@ -11,6 +11,7 @@
 #include "../../ptx/prefetch.cuh"
 #include "../../ptx/special.cuh"
 #include "../background.cuh"
+#include "../finite.cuh"
 #include "rows.cuh"
 
 namespace sparge::hopper {
@@ -31,10 +32,13 @@ struct Feeder {
       if (uniform(thread() / kWarpSize) == 0) ask(queries, items.parity() ^ 1);
       ptx::mbarrier_wait(queries.asked, items.parity());
       if (uniform(queries.turn) < 0) return;
-      const bool finite = lay_down_facts(queries);
+      const u16 flags = kSixteenBits ? attend::first_flags(p, queries.work.kv_at, thread()) : attend::kBothFinite;
+      lay_down_facts(queries);
+      sync_feeder();
       const AnyChunks rows(p.q, uniform(queries.work.b), uniform(queries.work.head), p.problem.channels);
       if constexpr (kSixteenBits) {
-        copy(rows, queries, smem.q[place][0], finite);
+        copy(rows, queries, smem.q[place][0]);
+        if (!attend::sees_finite(p, queries.work.kv_at, thread(), kFeederThreads, flags)) queries.zero_if_finite = kNotANumber;
       } else {
         quantize(rows, queries, smem.q[place][0]);
         if (p.lse) multiply_by_mean(rows, queries);
@@ -70,8 +74,7 @@ struct Feeder {
   SPARGE_DEVICE static i32 first_row() { return thread() / kRowLanes; }
   SPARGE_DEVICE static i32 channel() { return ptx::thread_index() % kRowLanes * kLaneChannels; }
 
-  // For all threads that read queries. False where 16-bit keys or values of the head are not finite.
-  SPARGE_DEVICE bool lay_down_facts(Queries& queries) const {
+  SPARGE_DEVICE void lay_down_facts(Queries& queries) const {
 #pragma unroll 1
     for (i32 row = thread(); row < kQueryBlock; row += kFeederThreads) {
       const i32 token = queries.work.token(p.problem, row);
@@ -79,13 +82,11 @@ struct Feeder {
       if (token >= 0) prefetch_row(queries.work, token);
     }
     if constexpr (kSixteenBits) {
-      const bool finite = attend::sees_finite(p, queries.work.kv_at, thread(), kFeederThreads);
-      return ptx::barrier_all<kFeederThreads>(kBarrierFeeder, finite);
+      if (thread() == 0) queries.zero_if_finite = 0.0f;
+    } else {
+      lay_down_means(queries);
+      if (uniform(thread() / kWarpSize) == 0) lay_down_terms(queries);
     }
-    lay_down_means(queries);
-    if (uniform(thread() / kWarpSize) == 0) lay_down_terms(queries);
-    sync_feeder();
-    return true;
   }
 
   SPARGE_DEVICE void lay_down_means(Queries& queries) const {
@@ -112,8 +113,8 @@ struct Feeder {
     for (i32 byte = 0; byte < row_bytes; byte += kSectorBytes) ptx::prefetch_l2(row + byte);
   }
 
-  // Infinite queries become NaN, and all of a head that is not finite.
-  SPARGE_DEVICE void copy(const AnyChunks& rows, const Queries& queries, u8* tiles, bool finite) const {
+  // Infinite queries become NaN.
+  SPARGE_DEVICE void copy(const AnyChunks& rows, const Queries& queries, u8* tiles) const {
 #pragma unroll 1
     for (i32 row = first_row(); row < kQueryBlock; row += kRows * kFeederWarps) {
       Chunk chunk = rows.load(queries.token[row], channel());
@@ -123,7 +124,6 @@ struct Feeder {
         rows.unpack(chunk.word[i], low, high);
         chunk.word[i] = kElement == Element::kBf16 ? ptx::nan_if_infinite_bf16(ptx::pack_bf16(low, high))
                                                    : ptx::nan_if_infinite_fp16(ptx::pack_fp16(low, high));
-        if (!finite) chunk.word[i] = ~0u;  // two NaN
       }
       const u32 at = row / kGroupRows * kQueryTileBytes + key_offset<kGroupRows>(row % kGroupRows, channel() / kLaneChannels);
       *reinterpret_cast<Vec16*>(tiles + at) = {chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]};

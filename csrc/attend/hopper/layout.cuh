@@ -114,7 +114,7 @@ struct alignas(kSwizzleBytes) Stage {
 };
 
 // All that consumers need of a work item and its 128 query rows, in the order of the block. 16-bit operands have no scales and
-// no means: nobody writes or reads them.
+// no means, 8-bit ones no `zero_if_finite`: nobody writes or reads them.
 struct Queries {
   Work work;
   i32 turn;                      // which work item; -1: there is no more, and nothing else is set
@@ -122,6 +122,7 @@ struct Queries {
   float sharpness[kQueryBlock];  // see attend/row_scale.cuh
   float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
   attend::MeanTerms mean_terms;  // see attend/background.cuh
+  float zero_if_finite;          // 16 bits: NaN where a key or a value of the head is not finite
   i32 token[kQueryBlock];        // -1: none
   alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
   // asked: by the feeder's first thread, once `work` is there; ready: by each feeder thread; free: by each consumer thread. The

@@ -71,7 +71,7 @@ struct Consumer {
     } else {
       attend_steps(item, first.head);
     }
-    item.softmax.finish();
+    item.softmax.finish(mine);
     store_item(p, item, mine, smem.exchange[ptx::thread_index() / kWarpSize]);
     if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);
@@ -135,8 +135,7 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < kStepBlocks; ++block)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        block_most[block][half] = __fmul_rd(Softmax::largest(item.scores, block, half), log2_scale);
+      for (int half = 0; half < 2; ++half) block_most[block][half] = Softmax::largest(item.scores, block, half) * log2_scale;
     over_columns(block_most);
     if constexpr (kPvFilter) leave_out(item, block_most, stage.step);
     release(ring, kKeys);

@@ -58,6 +58,13 @@ SPARGE_DEVICE void pool_scores(Scores& scores, const PoolColumn* of_step, float 
   }
 }
 
+// Power of two by which the logits of a row are scaled down to below 2^25, 1 where they are: float32 would round larger maxima by
+// so much that exponents overflow. Neighbouring scores stay half an octave apart and more.
+SPARGE_DEVICE float flattening(float most) {
+  constexpr u32 kExponent = 0x7F800000, kOne = 0x3F800000, kLimit = 24;
+  return __uint_as_float(smaller(kOne, kOne + kOne + (kLimit << 23) - (__float_as_uint(most) & kExponent)));
+}
+
 struct Softmax {
   PerRow most;      // log2 units, kNoKey before the first key
   PerRow sum = {};  // of this thread's columns, until finish()
@@ -108,37 +115,18 @@ struct Softmax {
     }
   }
 
-  SPARGE_DEVICE bool coarse(int half) const { return fabsf(most[half]) > attend::kCoarseMaximum && most[half] != attend::kNoRow; }
-
-  // Of rows whose maximum is rounded coarsely, and of all others of the warp: scores become exponents.
-  SPARGE_DEVICE void subtract_maxima(Scores& scores, float scale) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int j = 0; j < kStepTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& score = scores[at(j, half, c)];
-          score = ptx::min_or_nan(score * scale - most[half], 0.0f);
-        }
-  }
-
   // Scores become probabilities relative to the running maximum.
-  SPARGE_DEVICE void exponentials(Scores& scores, float scale, const PerRow& alpha) {
-    PerRow less = {most[0], most[1]};
-    if (__any_sync(kFullWarp, coarse(0) || coarse(1))) {
-      subtract_maxima(scores, scale);
-      scale = 1.0f, less[0] = less[1] = 0.0f;
-    }
+  SPARGE_DEVICE void exponentials(Scores& scores, float log2_scale, const PerRow& alpha) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float flat = flattening(most[half]), scale = log2_scale * flat, reference = most[half] * flat;
       constexpr int kChains = 2;  // of sums
       float added[kChains];
 #pragma unroll
       for (int j = 0; j < kStepTiles; ++j) {
         float* pair = scores + at(j, half, 0);
-        pair[0] = ptx::exp2_approx(pair[0] * scale - less[half]);
-        pair[1] = ptx::exp2_approx(pair[1] * scale - less[half]);
+        pair[0] = ptx::exp2_approx(pair[0] * scale - reference);
+        pair[1] = ptx::exp2_approx(pair[1] * scale - reference);
         const float both = pair[0] + pair[1];
         added[j % kChains] = j < kChains ? both : added[j % kChains] + both;
       }
@@ -146,9 +134,9 @@ struct Softmax {
     }
   }
 
-  SPARGE_DEVICE void finish() {
+  SPARGE_DEVICE void finish(const Queries& queries) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = lane_sum<1, 4>(sum[half]);
+    for (int half = 0; half < 2; ++half) sum[half] = lane_sum<1, 4>(sum[half]) + queries.zero_if_finite;
   }
 };
 
