@@ -70,7 +70,11 @@ class Clips:
 
     def budgets(self, index: int, mode: Mode, density: float) -> Budgets:
         """For one of the clips."""
-        return self._budgets(index, mode, Aim("budget", density), judged=False)
+        return self.budgets_for(index, mode, Aim("budget", density))
+
+    def budgets_for(self, index: int, mode: Mode, aim: Aim) -> Budgets:
+        """For one of the clips."""
+        return self._budgets(index, mode, aim, judged=False)
 
     def _budgets(self, index: int, mode: Mode, aim: Aim, *, judged: bool) -> Budgets:
         """judged: as in `ChosenBudgets`."""
