@@ -22,7 +22,7 @@ SPARGE_CHECK_PARAMS(AttendParams);
 
 SPARGE_DEVICE i32 group_pairs(const AttendParams& p, const Smem& smem, i32 group, i32 place) {
   const Work& work = smem.work;
-  if (place >= smem.first_pool_place) return 0;  // of rows without any key yet, pseudo-keys without any weight
+  if (place >= smem.first_pool_place) return 0;  // pooled keys without weight, of rows that met no key yet
   const i32 first_row = work.first_query + group * kRowGroup;
   return block_pairs(p.causal, first_row, p.problem.rows_from(first_row), place * kKeyBlock,
                      p.key_counts[work.first_tile + place]);

@@ -27,15 +27,15 @@ constexpr bool kClustered = ptx::kClusters;
 constexpr int kSlices = kClustered ? 4 : kHeadDim / 32;
 constexpr int kChannels = kHeadDim / kSlices;  // that a thread block answers for
 constexpr int kReadChannels = kClustered ? kHeadDim : kChannels;
-constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that take turns at the tokens
+constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that share out the tokens
 constexpr int kTokenLanes = kReadChannels / kLaneChannels;
 constexpr int kTokensPerPass = kThreads / kTokenLanes;
-constexpr int kRunReaders = kKeyBlock / kTokensPerPass;  // of them that pass over a run of 64 tokens together
-constexpr int kRuns = kReaders / kRunReaders;            // that all readers pass over together
+constexpr int kRunReaders = kKeyBlock / kTokensPerPass;  // readers that pass over a run of 64 tokens together
+constexpr int kRuns = kReaders / kRunReaders;            // runs that all readers pass over together
 constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as much as static shared memory has room for
 constexpr int kBlocksPerSm = 3;  // all 384 blocks of the Mochi shape run at once on 132 SMs
 
-constexpr float kSumUnit = 0x1p-24f;  // of numbers, so that the sum of no 16 million of them overflows
+constexpr float kSumUnit = 0x1p-24f;  // factor of each number, so that no sum of 16 million of them overflows
 
 struct Sums {
   float of_warps[3][kWarps][kReadChannels];  // sum, least, most

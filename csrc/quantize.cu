@@ -41,9 +41,9 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid (sparge/quantize_grid.py): x batch x kv_heads; y turns: runs of key and (with_values) of value blocks, then runs of query
-// blocks when with_queries, of the heads that share keys one after another. Heads fastest, the last tokens first: neighbours run
-// at the same time, and what means read last is still in the L2.
+// Grid (sparge/quantize_grid.py): x batch x kv_heads; y work items: runs of key and (with_values) of value blocks, alternately,
+// then (with_queries) runs of query blocks, the heads that share keys one after another. Heads are fastest, the last tokens
+// first: neighbours run at the same time, and what means read last is still in the L2.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
     quantize(const __grid_constant__ sparge::QuantizeParams p) {
   using namespace sparge;
