@@ -7,8 +7,8 @@
 // Layout      K tiles 64 x head_dim, two of them one operand of 128 keys. V tiles head_dim x 64. Both as quantize wrote them.
 // Strategy    Persistent thread blocks take work items one by one, head after head. Their warps have roles:
 //               producer   one warp, copies tiles in bulk;
-//               feeder     three warps, prepare the next work item: queries, tokens, scales and facts of V in shared memory, as
-//                          waiting for them would cost as much as two steps;
+//               feeder     three warps, prepare the next work item: queries, tokens, scales and facts of V in shared memory, so
+//                          that it does not begin with their latencies;
 //               consumers  two warpgroups of 64 rows each, share every tile.
 //             P lives in registers, Q in shared memory. Keys of V are permuted so that the fragment of scores is that of P.
 //             Sums of 128 keys are promoted to float32, which also rescales them. Eight channels of ones beside V make the tensor

@@ -24,8 +24,8 @@ SPARGE_CHECK_PARAMS(RouteParams);
 
 }  // namespace sparge::route
 
-// Dynamic shared memory: where heads may rank by error rows_per_cta x score_pitch numbers to spare, or as many as Sums has if
-// those are more; rows_per_cta x score_pitch scores; a byte for each key block.
+// Dynamic shared memory: where heads may rank by error, spare room of rows_per_cta x score_pitch numbers or of Sums, whichever is
+// more; then rows_per_cta x score_pitch scores; then a byte for each key block.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
 
 // Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/turn.cuh.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Order in which thread blocks take heads: those ranked by error first, as they take two to three times as long. The others fill
-// what these leave of the last wave.
+// Order in which thread blocks take heads: those ranked by error first, as they take longer. The others fill what these leave of
+// the last wave.
 #pragma once
 
 #include "../common/config.cuh"
