@@ -9,11 +9,10 @@ from .errors import Unsupported
 from .plan.blocks import block_count
 from .workspace import CallShape
 
-#: Key or value blocks of a head that a thread block takes one after another, at most: with sixteen
-#: no shape gains, with fewer a thread block's own cost weighs more (csrc/quantize.cu, Tried).
+#: Most key or value blocks of a head that a thread block takes in turn: more gain nothing, with
+#: fewer a thread block's own cost weighs more (docs/experiments.md, "Runs of blocks").
 LONGEST_RUN = 8
-#: Thread blocks that a multiprocessor has its share of, at least, or nearly so: CogVideoX-2B, which
-#: leaves 48 in runs of four, takes a fifth longer in runs of sixteen, which leave twelve.
+#: Least number of thread blocks a multiprocessor, or nearly so: runs that leave fewer cost time.
 LEAST_THREAD_BLOCKS = 32
 LONGEST_AXIS = 65535  # of a grid, but for the first
 
