@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of `benchmarks.attention` as tables of docs/benchmarks.md, with the GPU's limits beside them."""
+"""Rows of `benchmarks.attention` as tables of docs/benchmarks.md, beside the GPU's limits."""
 
 from __future__ import annotations
 

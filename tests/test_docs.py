@@ -28,14 +28,8 @@ TARGETS = set(re.findall(r"^(\w+):", MAKEFILE, re.MULTILINE))
 #: Most lines; README and how-it-works.md are for one reading.
 MOST_LINES = {"README.md": 150, "docs/how-it-works.md": 150}
 WIDTH = 120
-BINARY = {".gif", ".jpg", ".npz", ".png", ".safetensors"}
-#: Of a machine or of who worked when: a document is for whoever reads it.
-NOT_OF_THE_PROJECT = re.compile(
-    r"\bsession \d|\bnext session|\bworkplace\b|\blent\b|(?<![\w.])/(?:work|root|tmp)/|\.\./shared",
-    re.IGNORECASE,
-)
-#: In documents alone: code may speak of a session of `sparge.tune`.
-NOT_OF_A_DOCUMENT = re.compile(r"\b(?:this|last|earlier) session", re.IGNORECASE)
+#: Code may speak of a session of `sparge.tune`; tests/test_layers.py looks for the rest.
+DIARY = re.compile(r"\b(?:this|last|earlier) session|\.\./shared", re.IGNORECASE)
 
 
 def table_rows(text: str) -> list[list[str]]:
@@ -110,7 +104,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", [n for n in DOCUMENTS if not n.startswith(("web", "CHANGELOG"))])
+@pytest.mark.parametrize("name", [n for n in DOCUMENTS if not n.startswith("web")])
 def test_documents_keep_to_their_size(name: str) -> None:
     """Tables of benchmarks.md are generated, and a table's row cannot be broken."""
     lines = DOCUMENTS[name].splitlines()
@@ -121,21 +115,7 @@ def test_documents_keep_to_their_size(name: str) -> None:
 
 def test_no_document_speaks_of_who_worked_when() -> None:
     for name, text in DOCUMENTS.items():
-        assert NOT_OF_A_DOCUMENT.search(text) is None, name
-
-
-def test_no_tracked_file_speaks_of_a_machine() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        path = ROOT / name
-        if path == Path(__file__) or not path.is_file() or path.suffix in BINARY:
-            continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            assert NOT_OF_THE_PROJECT.search(line) is None, f"{name}:{number}: {line.strip()}"
+        assert DIARY.search(text) is None, name
 
 
 def test_numbers_in_documents_begin_with_a_digit() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section on quality of docs/benchmarks.md, from the rows of benchmarks/results/quality.json alone."""
+"""The section on quality of docs/benchmarks.md, from benchmarks/results/quality.json alone."""
 
 from __future__ import annotations
 

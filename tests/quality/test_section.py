@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section on quality of docs/benchmarks.md is made from the results file, and from nothing else."""
+"""The section on quality of docs/benchmarks.md is made from the results file alone."""
 
 from __future__ import annotations
 
