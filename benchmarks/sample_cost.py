@@ -10,8 +10,7 @@ missing), ms (of the GPU, which sleeps until the host has queued the sample: Cog
 1.57 ms, in ComfyUI 1.6, after products as in `model_load` 1.9), host_ms, dense_ms (of a dense call
 of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first four, ms,
 host_ms and gpu; it is one of least squares of relative errors for each head_dim, of the rows with
-calls 1, for the GPU and for the host. The README's table of samples beside dense calls is printed
-with it.
+calls 1, for the GPU and for the host. The table of samples beside dense calls is printed with it.
 """
 
 from __future__ import annotations

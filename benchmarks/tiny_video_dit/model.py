@@ -37,8 +37,8 @@ Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """The defaults give 8.0 M parameters: 15.3 MiB in bf16, and 16 MiB is the most a file may be
-    that comes back from a lent GPU.
+    """Sizes of the model. The defaults give 8.0 M parameters: 15.3 MiB in bf16, little enough for a
+    file of the repository.
     """
 
     width: int = 256
