@@ -92,6 +92,10 @@ class AttentionCall:
         )
 
     @property
+    def query_tokens(self) -> int:
+        return self._tokens(self.q)
+
+    @property
     def key_mask(self) -> Tensor | None:
         """The mask, where it is one row of keys for all heads and queries of a batch entry."""
         if self.mask is None or not 2 <= self.mask.ndim <= 4:

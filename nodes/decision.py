@@ -7,6 +7,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..sparge.tune import Place
 from .families import TokenLayout
 from .settings import Settings
 
@@ -18,14 +19,6 @@ FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
 #: A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32 schedule
 #: and the float64 edge differ in the last bits: this share is above that, below a step.
 SAME_SIGMA = 1e-5
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a step among those of the window, from 0."""
-
-    index: int
-    steps: int
 
 
 @dataclass(frozen=True)

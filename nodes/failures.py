@@ -16,9 +16,6 @@ import torch
 
 logger = logging.getLogger("sparge")
 
-#: Why a call is dense whose sparse computation, or whose measuring, raised an error.
-FAILED = "an error of this node (see the log)"
-
 #: ComfyUI makes room and tries again; and after an error of the device nothing runs on it.
 MEANT_FOR_COMFYUI: tuple[type[Exception], ...] = (
     torch.OutOfMemoryError,

@@ -14,20 +14,19 @@ from torch import Tensor
 
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, capabilities
 from ..sparge.plan.worth import density_with_exact
+from ..sparge.tune import FAILED, PassFacts, PassRecord, Plan, SessionPass
+from ..sparge.tune.worth import slower_reason
 from .attention_call import AttentionCall, Dense
 from .decision import CROSS_ATTENTION, CallFacts, Kind, dense_reason
 from .exact_attention import ExactResult, by_faster_kernel
-from .failures import FAILED, MEANT_FOR_COMFYUI
+from .failures import MEANT_FOR_COMFYUI
 from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .host import untracked_allocations
 from .layer_counter import Layer, LayerCounter
-from .measured_heads import HeadPass, Plan
-from .passes import PassFacts, PassRecord
 from .pv_filter import fitted
 from .real_tokens import RealTokens, real_tokens
 from .run_state import Run
 from .warmup import KERNEL_DID_NOT_COMPILE
-from .worth import slower_reason
 
 logger = logging.getLogger("sparge")
 
@@ -47,7 +46,7 @@ class Forward:
     """Why this step shall not be sparse."""
     orders: dict[int, TokenOrder]
     """Orders of manual mode, by number of tokens."""
-    heads: HeadPass | None
+    heads: SessionPass | None
     """In auto modes, where the device can be sparse."""
     record: PassRecord
     layers: LayerCounter
@@ -101,7 +100,7 @@ class Forward:
         heads = None
         if unusable is None and run.heads is not None:
             facts = PassFacts(conditioning, record.step, outside, is_last_dense, place, which)
-            heads = run.heads.begin(layout, policy, x.device, facts)
+            heads = run.heads.begin_pass(layout, policy, x.device, facts)
         elif record.pairs is not None:
             for grid in layout.expected:
                 orders[grid.tokens] = run.order(grid, record.step, x.device)

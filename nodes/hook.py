@@ -13,10 +13,10 @@ import torch
 
 from ..sparge import capabilities
 from ..sparge.calibrate import Fingerprint, Profile
+from ..sparge.tune import FAILED
 from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to
-from .failures import FAILED
 from .forward_facts import Forward
 from .host import (
     APPLY_MODEL,

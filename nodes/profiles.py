@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from ..sparge.calibrate import (
     Aim,
-    Alternating,
     Fingerprint,
     Fit,
     Profile,
@@ -22,8 +20,6 @@ from ..sparge.calibrate import (
     profile_path,
 )
 from ..sparge.calibrate.fingerprint import SAMPLE
-from .head_table import Shape
-from .measured_heads import table_of
 
 #: Norm weights that tell a model from its finetunes, spread over its depth; as many patched weights
 #: tell LoRAs apart.
@@ -107,14 +103,3 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
     elif hasattr(value, "weights"):
         yield from _tensors_in(value.weights)
-
-
-def profile_of(
-    model: Fingerprint, aim: Aim, choices: dict[Shape, Alternating], notes: dict[str, str]
-) -> Profile | None:
-    """What a run measured; None when it measured nothing."""
-    if not choices:
-        return None
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    tables = {table_of(shape): found.worked_out() for shape, found in choices.items()}
-    return Profile(model, tables, aim.kind, aim.value, created, notes)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..sparge import Walk
 from ..sparge.calibrate import mean_error
+from ..sparge.tune import MeasuredShape
 from .host import show_on_node
 from .pv_filter import LEFT_OUT
-from .result import MeasuredShape, RunResult
+from .result import RunResult
 from .verdict import advice, why_nothing
 
 logger = logging.getLogger("sparge")

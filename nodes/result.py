@@ -9,12 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sparge import Walk
 from ..sparge.calibrate import Fingerprint, Profile, mean_error
-from ..sparge.plan.walks import walks_of
-from .head_table import HeadTable
-from .passes import Densities
-from .profiles import profile_of
+from ..sparge.tune import Densities, MeasuredShape
 from .run_state import Run
 
 #: Sparse calls came before, so nothing tells whose doing it is.
@@ -22,58 +18,6 @@ NOT_FINITE_LATER = (
     "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
     "see whether the model gives them by itself"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredShape:
-    """The heads of one attention shape. Tables are (layers, heads) float32 of measured layers."""
-
-    tokens: int
-    layers: Tensor
-    """(layers,) int64: number of each that was sparse, in some step at least."""
-    density: Tensor
-    """Share of attention that was kept, forced blocks included: as in `HeadTable.density`."""
-    predicted: Tensor
-    """Relative L2 error expected when the choices were made, the mean over the steps."""
-    probed: Tensor
-    """The one found in sparse calls, against exact attention; NaN where no call was probed."""
-    loudness: Tensor
-    """What the error of a head counts in a mean; as in `HeadChoices`."""
-    residual: Tensor
-    """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
-    none. Where steps differ that of their mean density, and so are the walks."""
-    background: Tensor
-    """The same of the mean of all keys for all that is dropped."""
-    walks: Mapping[Walk, int]
-    """Heads by their walk through the tokens, in the steps that pool; empty where there was no
-    choice."""
-    one_walk: bool = False
-    """As in `HeadTable`."""
-    rests: bool = True
-    """Every second step is without the residual; not by profiles of the first versions."""
-
-    @classmethod
-    def of(cls, table: HeadTable) -> MeasuredShape:
-        """Waits for the GPU."""
-        assert table.choices is not None and table.probe is not None
-        layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
-        tables = (table.density(), table.predicted(), table.probe.relative_errors())
-        walks: dict[Walk, int] = {}
-        if table.shape.grid is not None:
-            taken = table.choices.pooling.walk[layers].flatten().tolist()
-            for index, walk in enumerate(walks_of(table.shape.grid.frames)):
-                walks[walk] = taken.count(index)
-        pooling, dropping = table.choices.pooling, table.choices.dropping
-        tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
-        of_layers = (x[layers] for x in tables)
-        return cls(
-            table.shape.tokens,
-            layers,
-            *of_layers,
-            walks=walks,
-            one_walk=table.one_walk,
-            rests=not dropping.gain.any(),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +65,13 @@ class RunResult:
     @classmethod
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
         """Waits for the GPU."""
-        tally, tables = run.tally, run.heads.frozen if run.heads else []
+        tally, tables = run.tally, run.heads.tables.frozen if run.heads else []
         densities = Densities.of(run.records)
         by_step = densities.by_step
         layers = (~by_step.isnan()).any(1).nonzero().flatten()
         profile = None
         if run.heads is not None and fingerprint is not None:
-            measured = [x for x in run.heads.frozen_of_sampled if not x.from_profile]
-            choices = {t.shape: t.choices for t in measured if t.choices is not None}
-            profile = profile_of(fingerprint, run.heads.aim, choices, {"model": tally.family})
+            profile = run.heads.profile(fingerprint, {"model": tally.family})
         return cls(
             tally.family,
             tally.tokens,
@@ -173,6 +115,6 @@ class RunResult:
 
 def _not_finite(run: Run) -> Iterator[str]:
     """What no reason of a dense call tells: NaN and inf in sparse steps. Waits for the GPU."""
-    probes = [x.probe for x in run.heads.frozen if x.probe is not None] if run.heads else []
+    probes = [x.probe for x in run.heads.tables.frozen if x.probe is not None] if run.heads else []
     if any(not bool(probe.totals[1].isfinite().all()) for probe in probes):
         yield NOT_FINITE_LATER

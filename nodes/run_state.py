@@ -15,14 +15,14 @@ import torch
 from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
 from ..sparge.calibrate import Profile
 from ..sparge.plan import unmeasured_order
+from ..sparge.tune import PassRecord, Session
+from ..sparge.tune.facts import Conditioning
+from ..sparge.tune.worth import speed_matters
 from .decision import SigmaWindow
 from .failures import Failures
+from .host import untracked_allocations
 from .layer_counter import ReplacedBlocks
-from .measured_heads import MeasuredHeads
-from .passes import PassRecord
-from .sample_schedule import Conditioning
 from .settings import Settings
-from .worth import speed_matters
 
 
 @dataclass
@@ -127,10 +127,16 @@ class Run:
         self.failures = Failures()
         self.records: list[PassRecord] = []
         self.replaced_blocks = ReplacedBlocks()
-        self.heads: MeasuredHeads | None = None
+        self.heads: Session | None = None
         if settings.aim is not None:
-            steps = self.window.dense_steps(schedule), self.window.sparse_steps(schedule)
-            self.heads = MeasuredHeads(settings.aim, profile, self.note, *steps)
+            self.heads = Session(
+                settings.aim,
+                dense_steps=self.window.dense_steps(schedule),
+                sparse_steps=self.window.sparse_steps(schedule),
+                profile=profile,
+                note=self.note,
+                untracked=untracked_allocations,
+            )
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""

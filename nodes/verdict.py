@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .measured_heads import MEASURING
+from ..sparge.tune import MEASURING
 from .result import RunResult
 from .whole_graph import has_been_traced
 

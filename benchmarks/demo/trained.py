@@ -17,7 +17,6 @@ from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.gif import write_gif
-from sparge.calibrate import BLOCKS_A_CALL
 from sparge.glyphs import write
 
 GPU_SIZE = FULL_GRID
@@ -54,7 +53,7 @@ def run(
     )
     _, milliseconds = timed(dense.finished, device, REPEATS)
     table = [Row("torch, dense", 1.0, milliseconds / 1000, float("inf"), dense.clip)]
-    clips = Clips([dense], 2 * BLOCKS_A_CALL)  # as the node, of one conditioning alone
+    clips = Clips([dense])
     table += [_sparse_row(dense, clips, mode, density) for mode, density in COMPARED]
     print(_formatted(table))
     panels = _panels([row.clip.cpu() for row in table])

@@ -121,7 +121,7 @@ def _judge_calls(data: DataSet, modes: list[Mode], options: argparse.Namespace) 
 
 
 def _judge_clips(data: DataSet, modes: list[Mode], options: argparse.Namespace) -> None:
-    clips = Clips(data.runs, options.calibration_blocks)
+    clips = Clips(data.runs)
     for density in sorted(options.densities):
         for mode in modes:
             attending, where = _attending(mode, options)

@@ -24,7 +24,7 @@ from sparge.plan.grid import TokenGrid
 
 STEPS = 20
 DENSE_STEPS = 4  # 20 %
-CALIBRATED_STEP = DENSE_STEPS - 1  # as in nodes/sample_schedule.py
+CALIBRATED_STEP = DENSE_STEPS - 1  # as in sparge/tune/schedule.py
 JUDGED_STEPS = (6, 12, 18)
 TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900 --planned-seconds 900"
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from statistics import mean
 
 import torch
@@ -15,33 +14,25 @@ from benchmarks.quality import library
 from benchmarks.quality.dit import DenseRun, named
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.judge import psnr
-from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import BY_NAME, ELEMENT, Mode, attend, reached_density, uniform
 from benchmarks.quality.rows import Row
-from benchmarks.quality.steps import Budgets, ChosenBudgets, SameBudgets, SparseSteps
+from benchmarks.quality.steps import Budgets, SameBudgets, SparseSteps, TunedHeads
 from benchmarks.quality.targets import AUTO_QUALITY
 from benchmarks.quality.walks import by_walk, of_heads
 from benchmarks.tiny_video_dit.model import Attention
-from sparge.calibrate import Aim
 from sparge.reference.packed import pack_qkv, scatter
+from sparge.tune import Aim
 
 #: Attention of a model in a mode with these budgets, and a function that says its mean density.
 Attending = Callable[[DenseRun, Mode, Budgets], tuple[Attention, Callable[[], float]]]
 
 
 class Clips:
-    """Dense runs, each measured in its own last dense step, as the product measures each run."""
+    """Dense runs, each measured in its own last dense step, as the node measures each run."""
 
-    def __init__(self, runs: Sequence[DenseRun], calibration_blocks: int) -> None:
+    def __init__(self, runs: Sequence[DenseRun]) -> None:
         self.runs = runs
         self.name = named(runs[0].grid, f"clips {runs[0].seed}-{runs[-1].seed}")
-        self._blocks = calibration_blocks
-
-    @cached_property
-    def _measured(self) -> list[Measured]:
-        return [
-            Measured.on(run.calibrated, len(run.model.blocks), self._blocks) for run in self.runs
-        ]
 
     def row(self, mode: Mode, density: float, attending: Attending) -> Row:
         """At a mean density."""
@@ -62,7 +53,7 @@ class Clips:
             attention, reached = attending(run, mode, budgets)
             found.append(clip_psnr(run.finished(attention), run.clip))
             densities.append(reached())
-            if isinstance(budgets, ChosenBudgets):
+            if isinstance(budgets, TunedHeads):
                 heads.append(budgets.judged_heads())
         judged = JudgedHeads.of_clips(heads).shares() if heads else {}
         figures = {"density": mean(densities), "psnr": mean(found), "worst_psnr": min(found)}
@@ -77,15 +68,13 @@ class Clips:
         return self._budgets(index, mode, aim, judged=False)
 
     def _budgets(self, index: int, mode: Mode, aim: Aim, *, judged: bool) -> Budgets:
-        """judged: as in `ChosenBudgets`."""
+        """judged: as in `TunedHeads`."""
         run = self.runs[index]
-        device = run.begun.device
         if mode.measured:
-            calibration = self._measured[index].calibration
-            return ChosenBudgets(calibration, aim, device, judged=judged)
+            return TunedHeads(run, aim, judged=judged)
         assert aim.target is None  # heads that are not measured have a density alone
-        budget = uniform(mode, run.model.config.heads, aim.value).on(device)
-        return SameBudgets([budget] * len(run.model.blocks))
+        budget = uniform(mode, run.model.config.heads, aim.value).on(run.begun.device)
+        return SameBudgets(run, mode, budget)
 
 
 def clip_psnr(clip: Tensor, truth: Tensor) -> float:
@@ -94,11 +83,11 @@ def clip_psnr(clip: Tensor, truth: Tensor) -> float:
 
 
 def emulated(run: DenseRun, mode: Mode, budgets: Budgets) -> tuple[Attention, Callable[[], float]]:
-    steps = SparseSteps(run, mode, budgets)
+    steps = SparseSteps(budgets)
     densities: list[Tensor] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-        order, of_layer = steps.of_call(block)
+        order, of_layer = steps.of_call(block, q, k, v)
         outs, reached = [], []
         for walk, budget in by_walk(of_layer):
             walked = None if order is None else order.walk(walk)
@@ -124,11 +113,11 @@ def in_library(
     run: DenseRun, mode: Mode, budgets: Budgets
 ) -> tuple[Attention, Callable[[], float]]:
     """Through `sparge.attention`."""
-    steps = SparseSteps(run, mode, budgets)
+    steps = SparseSteps(budgets)
     stats = sparge.AttentionStats(run.begun.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-        order, budget = steps.of_call(block)
+        order, budget = steps.of_call(block, q, k, v)
         out = library.attention(mode, q, k, v, budget, order, stats).to(q.dtype)
         budgets.see(block, q, k, v, out)
         return out

@@ -1,52 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the node changes from one sparse step of a sampling run to the next."""
+"""How the calls of a clip's sparse steps are sparse, one after another."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 import sparge
 from benchmarks.quality import library
-from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
+from benchmarks.quality.dit import CALIBRATED_STEP, DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode
 from benchmarks.shares import share_of
-from sparge.calibrate import Aim, Calibration, Probe, StepChoices
 from sparge.plan.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.plan.budget import HeadBudget
 from sparge.plan.grid import TokenOrder
+from sparge.tune import Aim, ExactOnce, Model, Plan, Session, SessionPass, TensorCall
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
 
 class SameBudgets:
-    """In all steps; of each layer."""
+    """One budget in all layers and steps, and the orders that steps take in turn."""
 
-    def __init__(self, budgets: Sequence[HeadBudget]) -> None:
-        self._budgets = budgets
+    def __init__(self, run: DenseRun, mode: Mode, budget: HeadBudget) -> None:
+        device = run.begun.device
+        self._orders = [library.order_of(mode, run.grid, device, n) for n in range(mode.turns)]
+        self._budget = budget
 
     def begin_step(self, step: int) -> None:
-        pass
+        self._order = self._orders[(DENSE_STEPS + step) % len(self._orders)]
 
-    def of_layer(self, layer: int) -> HeadBudget:
-        return self._budgets[layer]
+    def of_call(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[TokenOrder | None, HeadBudget]:
+        return self._order, self._budget
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         pass
 
 
-class ChosenBudgets:
-    """What the node gives to an aim, step by step; all layers were measured."""
+class TunedHeads:
+    """Heads that a session measures in the last dense step, with the calls recorded of it."""
 
-    def __init__(
-        self, calibration: Calibration, aim: Aim, device: torch.device, *, judged: bool = False
-    ) -> None:
+    def __init__(self, run: DenseRun, aim: Aim, *, judged: bool = False) -> None:
         """judged: compare every call with exact attention, of no use to a timed run."""
-        self._calibration, self._device, self._judged = calibration, device, judged
-        self._aim = aim
+        self._run, self._aim, self._judged = run, aim, judged
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []
@@ -58,40 +57,48 @@ class ChosenBudgets:
 
     def begin_step(self, step: int) -> None:
         if step == 0:
-            self._choices = StepChoices(self._aim, SPARSE_STEPS, calibration=self._calibration)
-            layers, heads = self._choices.first.pooling.error.shape
-            self._probe = Probe.begin(
-                layers=layers,
-                heads=heads,
-                workload=self._calibration.workload,
-                device=self._device,
-            )
-            for judged in self._judgement():
-                judged.clear()
-        if self._choices.is_due(step):
-            self._choices.choose_anew(step, self._probe.drift())
-        self._now = self._choices.at(step)
-        self._probe.expect(self._now)
-        self._budgets = self._now.budgets(self._device)
-        self._step = step
+            self._measure()
+        else:
+            self._running.end()
+        self._running = self._begin(DENSE_STEPS + step)
 
-    def of_layer(self, layer: int) -> HeadBudget:
-        budget = self._budgets[layer]
-        assert budget is not None
-        return budget
+    def _measure(self) -> None:
+        self._session = Session(
+            self._aim, steps=STEPS, dense_steps=DENSE_STEPS, even_if_slower=True
+        )
+        for judged in self._judgement():
+            judged.clear()
+        self._begin(CALIBRATED_STEP - 1).end()  # which tells how many conditionings there are
+        measured = self._begin(CALIBRATED_STEP)
+        for call in self._run.calibrated:
+            measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)
+        measured.end()
+
+    def _begin(self, step: int) -> SessionPass:
+        config = self._run.model.config
+        model = Model(len(self._run.model.blocks), self._run.grid, config.heads)
+        return self._session.begin_step(step, model, self._run.begun.device)
+
+    def of_call(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[TokenOrder | None, HeadBudget]:
+        call = TensorCall(q, k, v)
+        plan = self._running.plan(call, call.query_tokens, layer, ExactOnce(call.exact))
+        if isinstance(plan, str):
+            raise RuntimeError(f"Layer {layer} is not sparse: {plan}.")
+        self._plan = plan
+        return plan.order, plan.budget
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """What a call gave."""
-        if (visit := self._choices.visit(layer, self._step)) is not None:
-            self._probe.sample(layer, q, k, v, out, visit=visit)
-        if self._choices.again is not None:
-            self._choices.again.sample(layer, q, k, v)
+        """What the call gave that `of_call` was asked for last."""
+        plan: Plan = self._plan
+        self._running.probe(plan, layer, TensorCall(q, k, v), out)
         if self._judged:
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
             self.found.append(_relative(out, exact))
-            self.expected.append(self._now.error[layer].double())
-            self.dropped.append(_relative(_drop(q, k, v, self.of_layer(layer)), exact))
-            self.loudness.append(self._now.loudness[layer].double())
+            self.expected.append(plan.table.now.error[layer].double())
+            self.dropped.append(_relative(_drop(q, k, v, plan.budget), exact))
+            self.loudness.append(plan.table.now.loudness[layer].double())
 
     def _judgement(self) -> tuple[list[Tensor], ...]:
         """In the order of `JudgedHeads`."""
@@ -121,23 +128,22 @@ def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
     return library.attention(BY_NAME["drop"], q, k, v, plain, None, stats)
 
 
-Budgets = SameBudgets | ChosenBudgets
+Budgets = SameBudgets | TunedHeads
 
 
 class SparseSteps:
-    """The orders that steps take in turn, and their budgets."""
+    """The calls of sparse steps, in a model's order."""
 
-    def __init__(self, run: DenseRun, mode: Mode, budgets: Budgets) -> None:
-        device = run.begun.device
-        self._mode, self._budgets = mode, budgets
-        self._orders = [library.order_of(mode, run.grid, device, n) for n in range(mode.turns)]
+    def __init__(self, budgets: Budgets) -> None:
+        self._budgets = budgets
         self._step = -1
 
-    def of_call(self, layer: int) -> tuple[TokenOrder | None, HeadBudget]:
+    def of_call(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[TokenOrder | None, HeadBudget]:
         """Of the next call, which is one of `layer`; the first layer begins a step, and after the
         last step comes another run."""
         if layer == 0:
             self._step = (self._step + 1) % SPARSE_STEPS
             self._budgets.begin_step(self._step)
-        order = self._orders[(DENSE_STEPS + self._step) % self._mode.turns]
-        return order, self._budgets.of_layer(layer)
+        return self._budgets.of_call(layer, q, k, v)

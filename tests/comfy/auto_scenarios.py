@@ -62,7 +62,7 @@ def auto(name: str = "wan", widgets: dict[str, Any] | None = None, **kwargs: Any
 def measured_passes(one_by_one: bool = False, **kwargs: Any) -> list[Any]:
     """(conditioning, number of the forward pass) of each measured entry in a run."""
     model = models.build("wan")
-    schedule = pack("nodes.sample_schedule").SampleSchedule
+    schedule = pack("sparge.tune.schedule").SampleSchedule
     begin_pass, measured, seen, passes = schedule.begin_pass, schedule.measured, [], []
 
     def spy_begin(self: Any, conditioning: Any, *args: Any) -> None:

@@ -19,7 +19,7 @@ CUBES, FRAMES, RASTER = range(3)
 def sample_of(load_pack, monkeypatch):
     """sample_of(share): makes a sample of all walks take this share of a dense call by flash, which
     takes twice as long as cuDNN; with margin=0 that is faster for sure."""
-    worth, node = load_pack("sparge.plan.worth"), load_pack("nodes.worth")
+    worth, node = load_pack("sparge.plan.worth"), load_pack("sparge.tune.worth")
     cost = load_pack("sparge.plan.sample_cost")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(node, "FEWEST_TOKENS", 1)
@@ -51,7 +51,7 @@ def afforded(load_pack, call_of):
 
     def walks(steps, layers=10**9, calls=1, tensors=None):
         q = torch.zeros(1, HEADS, TOKENS, 64)
-        call, afford = call_of(*(tensors or (q, q, q))), load_pack("nodes.worth").affordable
+        call, afford = call_of(*(tensors or (q, q, q))), load_pack("sparge.tune.worth").affordable
         found = afford(call, 3, 2, calls, 0.0, layers=layers, dense_steps=steps, sparse_steps=9)
         return found.walks
 
@@ -76,7 +76,7 @@ def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypat
 
 
 def test_all_walks_where_nothing_is_known(sample_of, afforded, load_pack, monkeypatch):
-    node = load_pack("nodes.worth")
+    node = load_pack("sparge.tune.worth")
     known = node.proportions_for
     sample_of(10)
     q, k = torch.zeros(1, HEADS, TOKENS, 64), torch.zeros(1, 1, TOKENS, 64)
@@ -99,7 +99,7 @@ def test_other_gpus_go_by_the_proportions_of_the_measured_one(
 ):
     """Mochi and CogVideoX-5B, served by flash: here cuDNN, being faster, pays for all walks. But
     elsewhere no kernel is known to be faster, and no call is dense for being slower."""
-    node = load_pack("nodes.worth")
+    node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, heads, tokens, head_dim)
@@ -118,7 +118,7 @@ def test_other_gpus_go_by_the_proportions_of_the_measured_one(
 
 def test_a_short_call_waits_for_the_host_where_rates_are_its_own(load_pack, call_of, monkeypatch):
     """Elsewhere nothing is known of it: a slower GPU may never wait."""
-    node = load_pack("nodes.worth")
+    node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 32, 8192, 64)
@@ -141,14 +141,14 @@ def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
 def frozen(load_pack, call_of):
     """frozen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
     in the last dense step."""
-    module, grid = load_pack("nodes.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
+    module, grid = load_pack("sparge.tune.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
     aim = load_pack("nodes.aim").Aim("budget", 0.5)
-    facts = load_pack("nodes.passes").PassFacts
+    facts = load_pack("sparge.tune").PassFacts
     exact_result = load_pack("nodes.exact_attention").ExactResult
 
     def run(dense_steps, *passes):
         shape, policy = module.Shape(TOKENS, HEADS, grid), load_pack("sparge").SparsePolicy()
-        afford = load_pack("nodes.worth").affordable
+        afford = load_pack("sparge.tune.worth").affordable
         afford = partial(afford, layers=2, dense_steps=dense_steps, sparse_steps=9)
         table = module.HeadTable(shape, 2, aim, policy, torch.device("cpu"), afford)
         for conditioning, *qkv in passes:
@@ -216,7 +216,7 @@ def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatc
 def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
     """Flux at 1024 x 1024, where a sparse call saves half a millisecond and the GPU waits for the
     host to queue a sample, and at 2048 x 2048."""
-    node = load_pack("nodes.worth")
+    node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
 
@@ -322,7 +322,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
 
     reason = "too few steps are left to pay for measuring"
     short = tally(1)
-    assert short.sparse == 0 and not runs[-1][0].heads.frozen
+    assert short.sparse == 0 and not runs[-1][0].heads.tables.frozen
     assert short.reasons[reason] == 2 * (1 + (not dense_steps))
     assert reason in load_pack("nodes.report").summary(
         load_pack("nodes.hook").hook_of(patched).last

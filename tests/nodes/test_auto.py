@@ -98,7 +98,7 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     assert apart.tally.sparse == 2 * batch.tally.sparse == 2 * 2 * BLOCKS
     assert apart.tally.dense == 2 * batch.tally.dense == 2 * BLOCKS
     assert [record.step for record in apart.records] == [0, 0, 1, 1, 2, 2]
-    one, other = (run.heads.frozen[0].choices for run in (batch, apart))
+    one, other = (run.heads.tables.frozen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
     for step in range(2):
         for name in ("density", "gain", "background", "loudness"):
@@ -157,9 +157,8 @@ def test_what_outlives_a_call_is_made_between_calls(
     watched(calibrate.Calibration, "begin", calibrate.Calibration.begin)
     watched(calibrate.Probe, "begin", calibrate.Probe.begin)
     watched(sparge.HeadBudget, "_make_table", sparge.HeadBudget._make_table)
-    watched(
-        load_pack("nodes.passes").PassRecord, "begin", load_pack("nodes.passes").PassRecord.begin
-    )
+    record = load_pack("sparge.tune").PassRecord
+    watched(record, "begin", record.begin)
     forward = load_pack("nodes.forward_facts").Forward
     attend = forward.attend
 
@@ -276,7 +275,7 @@ def test_what_cannot_be_measured_stays_dense_with_its_reason(
     def refuse(sample):
         raise error
 
-    monkeypatch.setattr(load_pack("nodes.head_table"), "measure_for", lambda device: refuse)
+    monkeypatch.setattr(load_pack("sparge.tune.head_table"), "measure_for", lambda device: refuse)
     session(patch(start_percent=0.0), LATENT).sample(step, [0.5, 0.4])
     ((run, _),) = runs
     assert run.tally.reasons == {reason: 2 * BLOCKS}
@@ -335,7 +334,7 @@ def test_drift_is_answered_by_choices_made_anew(
     ((run, _),) = runs
     before = 2 * [(0, 0), (1, 0)] + 2 * [(0, 1), (1, 1)]  # of cond and uncond
     assert probed == before + 2 * [(1, 2)] + 2 * [(0, 2)], "twice before the choice, then once"
-    (table,) = run.heads.frozen
+    (table,) = run.heads.tables.frozen
     first, last = table._given()[0], table._given()[-1]
     at = [table._given().index(choices) for choices in (first, last)]
     assert at == [0, 3], "after three of the six steps that are sparse"

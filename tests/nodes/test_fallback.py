@@ -85,10 +85,9 @@ def test_the_filter_is_used_again(load_pack, refusing, warmed):
 
 
 def test_rates_of_the_best_target_no_longer_hold(load_pack, refusing, warmed):
-    worth, plan = load_pack("nodes.worth"), load_pack("sparge.plan.worth")
-    facts = SimpleNamespace(query_tokens=50_000)
-    call = SimpleNamespace(q=torch.empty(0, dtype=torch.bfloat16), facts=facts, head_dim=128)
-    call.q = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    worth, plan = load_pack("sparge.tune.worth"), load_pack("sparge.plan.worth")
+    q = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    call = SimpleNamespace(q=q, query_tokens=50_000, head_dim=128)
     refusing("attend_hopper")
     assert worth.gpu_name(GPU) == H200 and worth.known_rates(call) is not None
     warmed()

@@ -38,10 +38,10 @@ def call_of(load_pack, grid, generator):
 @pytest.fixture
 def frozen(load_pack, grid):
     """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
-    module = load_pack("nodes.head_table")
+    module = load_pack("sparge.tune.head_table")
     aim = load_pack("nodes.aim").Aim("budget", 0.5)
     made = load_pack("nodes.attention_call").AttentionCall
-    facts = load_pack("nodes.passes").PassFacts
+    facts = load_pack("sparge.tune").PassFacts
 
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
@@ -79,7 +79,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
 
 
 def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
-    module = load_pack("nodes.head_table")
+    module = load_pack("sparge.tune.head_table")
     aim, policy = load_pack("nodes.aim").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
     shape = module.Shape(grid.tokens, 2, grid, rows=3)
     table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), lambda *_: None)

@@ -100,7 +100,7 @@ def test_nothing_is_said_of_a_model_without(told):
 
 
 def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, told, monkeypatch):
-    measured = load_pack("nodes.head_table").measure_for
+    measured = load_pack("sparge.tune.head_table").measure_for
 
     def broken(device):
         def measure(sample):
@@ -110,7 +110,7 @@ def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, tol
 
         return measure
 
-    monkeypatch.setattr(load_pack("nodes.head_table"), "measure_for", broken)
+    monkeypatch.setattr(load_pack("sparge.tune.head_table"), "measure_for", broken)
     tally, line, _ = told(lambda q, k, v: None)
     assert tally.reasons["this layer could not be measured"] == 3 * BLOCKS
     assert "NaN" not in line

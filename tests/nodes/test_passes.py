@@ -13,7 +13,7 @@ ROWS = 3
 
 @pytest.fixture
 def passes(load_pack) -> Any:
-    return load_pack("nodes.passes")
+    return load_pack("sparge.tune.records")
 
 
 def count(record: Any, row: int, kept: int, valid: int) -> None:

@@ -71,7 +71,7 @@ def test_a_profile_spares_the_measuring(saved, run_once, runs):
     ((run, _),) = runs
     assert (run.tally.sparse, run.tally.dense, run.notes) == (2, 0, [])
     (measured,) = saved.profile.choices.values()
-    for step, chosen in enumerate(run.heads.frozen[0]._given()):
+    for step, chosen in enumerate(run.heads.tables.frozen[0]._given()):
         assert chosen is measured.in_turn(step)
 
 
@@ -212,9 +212,9 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, 
     ((known, _),) = runs
     assert known.tally.reasons == {}
     heads = known.heads
-    shape = heads.frozen[0].shape
+    shape = heads.tables.frozen[0].shape
     unordered = type(shape)(shape.tokens, shape.heads, None)
-    table = type(heads.frozen[0])(
+    table = type(heads.tables.frozen[0])(
         unordered, choices.pooling.layers, heads.aim, known.asked, torch.device("cpu"), None
     )
     heads._use_profile(table)

@@ -35,7 +35,7 @@ def result(load_pack):
 
 @pytest.fixture
 def measured(load_pack, result):
-    shape = load_pack("nodes.result").MeasuredShape(
+    shape = load_pack("sparge.tune").MeasuredShape(
         44776,
         torch.tensor([0, 7]),
         torch.tensor([[0.05, 0.2], [0.3, 1.0]]),

@@ -109,7 +109,7 @@ def test_passes_that_are_measured_have_no_part_in_the_mean(patch, steps_of, runs
     sigmas = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3][:steps]
     sparse = steps_of(patch(mode="auto budget", topk=0.4, start_percent=0.0), sigmas)
     assert len(sparse) == steps - 1
-    (table,) = runs[-1][0].heads.frozen
+    (table,) = runs[-1][0].heads.tables.frozen
     assert len(table._given()) == steps - 1
     for densities, choices in zip(given(sparse), table._given(), strict=True):
         assert torch.equal(densities, choices.density[:BLOCKS])
@@ -138,7 +138,7 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
         assert between_choices[0] >= between_choices[-1], "both are of one kind"
     for of_kind in (means[::2], means[1::2]):
         assert of_kind[0] > of_kind[-1]
-    (table,) = runs[-1][0].heads.frozen
+    (table,) = runs[-1][0].heads.tables.frozen
     kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
     errors = torch.stack([choices.error for choices in table._given()])
@@ -178,7 +178,7 @@ def run_of(steps_of, runs):
     def of(patched):
         steps = steps_of(patched, SIX_SPARSE)
         assert runs[-1][0].notes == []
-        (table,) = runs[-1][0].heads.frozen
+        (table,) = runs[-1][0].heads.tables.frozen
         gains = [torch.stack([call.gain for call in step]) for step in steps]
         return given(steps), gains, table._given()
 
@@ -199,7 +199,7 @@ def test_every_second_step_spends_its_density_without_the_residual(
         for step, of_step in enumerate(choices):
             assert torch.equal(densities[step], of_step.density[:BLOCKS])
             assert torch.equal(gains[step], of_step.gain[:BLOCKS])
-        (table,) = runs[-1][0].heads.frozen
+        (table,) = runs[-1][0].heads.tables.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         for of_kind in kinds(kept):
             assert least < sum(of_kind) / 3 <= topk
@@ -224,7 +224,7 @@ def test_every_second_step_keeps_to_the_target_without_the_residual(
 def test_a_run_does_not_wait_for_the_garbage_collector(patch, steps_of, runs):
     """Its tables hold memory of the device, which a second sampler needs."""
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE)
-    table = weakref.ref(runs[-1][0].heads.frozen[0])
+    table = weakref.ref(runs[-1][0].heads.tables.frozen[0])
     gc.disable()
     try:
         runs.clear()
@@ -261,7 +261,7 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
     monkeypatch.setattr(
-        load_pack("nodes.measured_heads"), "affordable", lambda *args, **kwargs: afforded
+        load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
     )
     sampled, sample = [], calibrate.Calibration.sample
 

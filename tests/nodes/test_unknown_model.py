@@ -119,7 +119,7 @@ def test_measuring_is_costed_by_the_layers_there_are(
     load_pack, patcher, session, generator, reference_allowed, monkeypatch, model, dense, layers
 ):
     """Not by the rows of its tables, of which there are 256."""
-    module, asked = load_pack("nodes.measured_heads"), []
+    module, asked = load_pack("sparge.tune.tables"), []
     affordable = module.affordable
 
     def spy(*args, layers, **kwargs):

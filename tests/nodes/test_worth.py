@@ -26,7 +26,7 @@ class WanModel(torch.nn.LayerNorm):
 def break_even(load_pack, monkeypatch):
     """break_even(density): makes this the one of the test's calls; flash is twice as slow as cuDNN,
     so its break-even is twice that."""
-    worth, node = load_pack("sparge.plan.worth"), load_pack("nodes.worth")
+    worth, node = load_pack("sparge.plan.worth"), load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(node, "FEWEST_TOKENS", TOKENS)
     monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
@@ -96,19 +96,19 @@ def test_even_a_call_that_drops_nothing_may_be_faster(break_even, sample):
 def test_no_opinion_about_cdf_float32_and_unmeasured_gpus(
     break_even, sample, load_pack, monkeypatch
 ):
-    known = load_pack("nodes.worth").rates_for
+    known = load_pack("sparge.tune.worth").rates_for
     break_even(0.0)
     assert sample(select_by="cdf").sparse == 2 * BLOCKS
     assert sample(dtype=torch.float32).sparse == 2 * BLOCKS
     assert sample().reasons["at 256 tokens sparse would be slower"] == 2 * BLOCKS
-    monkeypatch.setattr(load_pack("nodes.worth"), "rates_for", known)
+    monkeypatch.setattr(load_pack("sparge.tune.worth"), "rates_for", known)
     assert sample(topk=1.0).sparse == 2 * BLOCKS, "a CPU"
 
 
 def test_short_calls_that_the_user_asked_for_are_sparse(break_even, sample, load_pack, monkeypatch):
     break_even(0.0)
     settings = load_pack("nodes.settings").Settings
-    monkeypatch.setattr(load_pack("nodes.worth"), "FEWEST_TOKENS", settings.min_tokens)
+    monkeypatch.setattr(load_pack("sparge.tune.worth"), "FEWEST_TOKENS", settings.min_tokens)
     assert settings.min_tokens > TOKENS
     assert sample().sparse == 2 * BLOCKS
 
@@ -124,7 +124,7 @@ def test_auto_modes_go_by_what_the_heads_of_a_layer_keep(break_even, sample, run
     # Of four key blocks a head keeps two or all: here one of the four heads all.
     widgets = {"mode": "auto budget", "topk": 0.65, "sigmas": (0.9, 0.7)}
     assert sample(**widgets).sparse == BLOCKS
-    (table,) = runs[-1][0].heads.frozen
+    (table,) = runs[-1][0].heads.tables.frozen
     sparser, denser = sorted(table.density()[:BLOCKS].mean(1).tolist())
     break_even((sparser + denser) / 2)
     tally = sample(**widgets)
@@ -139,7 +139,7 @@ def test_what_can_never_be_faster_is_not_measured(break_even, sample, runs):
     for mode in ("auto quality", "auto budget"):
         tally = sample(mode=mode, sigmas=(0.7, 0.5, 0.3))
         assert tally.reasons == {"at 256 tokens sparse would be slower": 3 * BLOCKS}
-        assert not runs[-1][0].heads.frozen
+        assert not runs[-1][0].heads.tables.frozen
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def why(load_pack, monkeypatch):
         q = torch.zeros(1, TOKENS, HEADS * 64, dtype=torch.bfloat16)
         k = q[..., : kv_heads * 64]
         call = module.AttentionCall(q, k, k, HEADS, False, False, False, {}, order)
-        return load_pack("nodes.worth").slower_reason(call, density, False, None)
+        return load_pack("sparge.tune.worth").slower_reason(call, density, False, None)
 
     return reason
 

@@ -66,7 +66,7 @@ def test_a_dense_run_is_the_sampler_and_sees_its_calls(run: DenseRun, model: Vid
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
 def test_clips_in_a_mode_get_near_the_dense_one_with_density(run: DenseRun, mode: Mode) -> None:
-    clips = Clips([run], calibration_blocks=8)
+    clips = Clips([run])
     rows = [clips.row(mode, density, end_to_end.emulated) for density in (0.2, 0.6, 1.0)]
     for row in rows:
         assert row["density"] <= RAGGED * row["asked_density"]
@@ -79,7 +79,7 @@ def test_clips_in_a_mode_get_near_the_dense_one_with_density(run: DenseRun, mode
 @pytest.mark.parametrize("name", ["drop", "ours manual", "ours auto"])
 def test_the_library_makes_the_emulated_clip(run: DenseRun, name: str) -> None:
     mode = BY_NAME[name]
-    budgets = Clips([run], calibration_blocks=8).budgets(0, mode, 0.3)
+    budgets = Clips([run]).budgets(0, mode, 0.3)
     made = []
     for attending in (end_to_end.emulated, end_to_end.in_library):
         attention, density = attending(run, mode, budgets)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.quality.dit import DenseRun, load_dit, sample_dense
 from benchmarks.quality.end_to_end import Clips, clip_psnr, emulated, in_library
 from benchmarks.quality.modes import BY_NAME, Mode
-from sparge.calibrate import BLOCKS_A_CALL, Aim
+from sparge.tune import Aim
 
 AUTO, DROP = BY_NAME["ours auto"], BY_NAME["drop"]
 
@@ -53,7 +53,7 @@ class GateClips:
         return self._mean([self._sampled(run, DROP, aim) for run in self._runs])
 
     def _sampled(self, run: DenseRun, mode: Mode, aim: Aim) -> Found:
-        clips = Clips([run], 2 * BLOCKS_A_CALL)  # as the node measures one conditioning
+        clips = Clips([run])
         attention, density = self._attending(run, mode, clips.budgets_for(0, mode, aim))
         return Found(clip_psnr(run.finished(attention), run.clip), density())
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from sparge.calibrate import Aim
+from sparge.tune import Aim
 
 from .clips import Found, GateClips
 

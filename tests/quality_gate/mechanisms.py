@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.quality import modes
 from sparge.calibrate import Calibration, CandidateSet, StepChoices, offers
 from sparge.plan.budget import Router
 from sparge.plan.walks import Walk
+from sparge.tune import head_table
 
 Off = Callable[[], AbstractContextManager[Any]]
 
@@ -51,7 +51,7 @@ MECHANISMS: dict[str, Off] = {
     "output scale": _candidates(contrasts=(1.0, 1.0)),
     "head weights": lambda: patch.object(offers, "loudness", np.ones_like),
     "pooled keys": _candidates(gains=(0.0,)),
-    "order variants": lambda: patch.object(modes, "TURNS", 1),
+    "order variants": lambda: patch.object(head_table, "TURNS", 1),
     "cubes": _orders(Walk.RASTER, Walk.RASTER + 1),
     "rows": _orders(Walk.CUBES, Walk.CUBES + 1),
     "measuring again": _never_measured_again,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a run in an auto mode knows about heads, and what of it one forward pass uses.
+"""Heads of one sampling run: measured in its last dense step, chosen, measured again, probed.
 
-Conditionings that make calls of one shape share their choices, measured on all of them: ComfyUI may
+Conditionings that make calls of one shape share their choices, measured on all of them: a host may
 compute cond and uncond in one batch or one by one, as memory allows, and the choices must not
 depend on it. Where the shapes differ (Mochi's prompts do) so do the choices.
 """
@@ -9,42 +9,24 @@ depend on it. Where the shapes differ (Mochi's prompts do) so do the choices.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from ..sparge import HeadBudget, SparsePolicy, TokenOrder
-from ..sparge.calibrate import Aim, Profile, Table
-from .attention_call import AttentionCall
-from .exact_attention import ExactResult
-from .families import TokenLayout
-from .head_table import HeadTable, Shape
-from .host import untracked_allocations
-from .passes import PassFacts
+from ..calibrate import Aim, Profile
+from ..policy import SparsePolicy
+from .facts import Layout, PassFacts
+from .head_table import HeadTable, Untracked
+from .shape import Shape, table_of
 from .worth import affordable
 
-#: Why a call is dense inside the window: its pass is dense only to be measured.
-MEASURING = "measuring"
 #: Layers of a model that does not show how many it has, of a shape that no pass had before.
 USUAL_LAYERS = 40
-#: Conditioning under which profiles hold what all of them share.
-SHARED = "shared"
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How a call shall be sparse."""
-
-    table: HeadTable
-    budget: HeadBudget
-    order: TokenOrder | None
-
-
-class MeasuredHeads:
+class HeadTables:
     """The tables of one run, by device, model and shape."""
 
     def __init__(
@@ -54,10 +36,15 @@ class MeasuredHeads:
         note: Callable[[str], None],
         dense_steps: int,
         sparse_steps: int | None,
+        untracked: Untracked = nullcontext,
+        even_if_slower: bool = False,
     ) -> None:
-        """dense_steps, sparse_steps: as in `SigmaWindow`."""
+        """dense_steps, sparse_steps: how many of each the run has; sparse_steps is None where that
+        is not known. note: takes a remark for the user. untracked: around allocations inside a
+        call that other calls do without. even_if_slower: as in `Session`."""
         self.aim = aim
         self._profile, self._note = profile, note
+        self._untracked, self._even_if_slower = untracked, even_if_slower
         self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
         self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, int, Shape]] = set()
@@ -65,17 +52,19 @@ class MeasuredHeads:
         self._lock = threading.Lock()
 
     def begin(
-        self, layout: TokenLayout, policy: SparsePolicy, device: torch.device, facts: PassFacts
-    ) -> HeadPass:
-        """Where a pass begins: makes the tables that it may need, the rest as in
-        `HeadTable.begin_pass`. policy: as the device runs it."""
+        self, layout: Layout, policy: SparsePolicy, device: torch.device, facts: PassFacts
+    ) -> dict[Shape, HeadTable]:
+        """By shape, the tables that a pass may need; the rest as in `HeadTable.begin_pass`.
+
+        policy: as the device runs it.
+        """
         tables = {
             shape: self._table(shape, layout, policy, device, facts.which)
             for shape in self._shapes(layout, device, facts.which)
         }
         for table in tables.values():
             table.begin_pass(facts)
-        return HeadPass(self, device, layout, policy, facts, tables)
+        return tables
 
     def end(self) -> None:
         """Gives back what tables share with other runs on the devices."""
@@ -85,7 +74,7 @@ class MeasuredHeads:
     def meet(
         self,
         shape: Shape,
-        layout: TokenLayout,
+        layout: Layout,
         policy: SparsePolicy,
         device: torch.device,
         facts: PassFacts,
@@ -97,7 +86,7 @@ class MeasuredHeads:
             self._met.add((device, facts.which, shape))
         if facts.why_dense is not None and not facts.is_last_dense:
             return None
-        with untracked_allocations():
+        with self._untracked():
             table = self._table(shape, layout, policy, device, facts.which)
             table.begin_pass(facts)
         return table
@@ -122,7 +111,7 @@ class MeasuredHeads:
             if which == 0 and table.choices is not None
         ]
 
-    def _shapes(self, layout: TokenLayout, device: torch.device, which: int) -> Iterable[Shape]:
+    def _shapes(self, layout: Layout, device: torch.device, which: int) -> Iterable[Shape]:
         with self._lock:
             shapes = {shape for *place, shape in self._met if place == [device, which]}
         if layout.heads is not None:
@@ -134,7 +123,7 @@ class MeasuredHeads:
     def _table(
         self,
         shape: Shape,
-        layout: TokenLayout,
+        layout: Layout,
         policy: SparsePolicy,
         device: torch.device,
         which: int,
@@ -149,7 +138,16 @@ class MeasuredHeads:
                     dense_steps=self._dense_steps,
                     sparse_steps=self._sparse_steps,
                 )
-                table = HeadTable(shape, layout.rows, self.aim, policy, device, afford)
+                table = HeadTable(
+                    shape,
+                    layout.rows,
+                    self.aim,
+                    policy,
+                    device,
+                    afford,
+                    self._untracked,
+                    self._even_if_slower,
+                )
                 self._tables[device, which, shape] = table
                 if which == 0:  # the profile is of the model that is sampled
                     self._use_profile(table)
@@ -174,52 +172,3 @@ class MeasuredHeads:
                 f"The profile was measured with {measured.text:,} tokens of text and is used for "
                 f"{wanted.text:,}"
             )
-
-
-def table_of(shape: Shape) -> Table:
-    """Where a profile holds the choices of a shape."""
-    return Table(SHARED, shape.tokens, shape.grid)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadPass:
-    """One forward pass's view of the tables."""
-
-    heads: MeasuredHeads
-    device: torch.device
-    layout: TokenLayout
-    policy: SparsePolicy
-    facts: PassFacts
-    tables: dict[Shape, HeadTable]
-    calls: Counter[Shape] = field(default_factory=Counter)
-
-    def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
-        """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open, which takes its exact result. Never waits but to make a table."""
-        grid = self.layout.sequence(tokens)
-        shape = Shape(tokens, call.head_count, grid, self.layout.rows)
-        self.calls[shape] += 1
-        table = self.tables.get(shape)
-        if table is None:
-            table = self.heads.meet(shape, self.layout, self.policy, self.device, self.facts)
-            if table is None:
-                return self.facts.why_dense or MEASURING
-            self.tables[shape] = table
-        if table.choices is None:
-            table.sample(row, call, exact)
-            return self.facts.why_dense or table.refusal(row) or MEASURING
-        if self.facts.why_dense is not None:
-            return self.facts.why_dense
-        budget = table.decide(row, call)
-        if isinstance(budget, str):
-            return budget
-        return Plan(table, budget, table.order(self.facts.step))
-
-    def end(self) -> None:
-        """Where the pass ends for the host. Never waits."""
-        self.heads.count_layers(self.device, self.facts.which, self.calls)
-        for table in self.tables.values():
-            table.end_pass()
-
-    def probe(self, plan: Plan, row: int, call: AttentionCall, out: Tensor) -> None:
-        plan.table.probe_call(row, call, out)

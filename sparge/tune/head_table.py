@@ -4,21 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from ..sparge import (
-    TURNS,
-    HeadBudget,
-    SparsePolicy,
-    TokenGrid,
-    TokenOrder,
-    Unsupported,
-    grid_order,
-)
-from ..sparge.calibrate import (
+from ..calibrate import (
     Aim,
     Alternating,
     Calibration,
@@ -26,17 +17,17 @@ from ..sparge.calibrate import (
     LayerBudgets,
     Probe,
     StepChoices,
-    Workload,
     measure_for,
 )
-from ..sparge.plan.sample_cost import AGAIN_CALLS, Afforded
-from .attention_call import AttentionCall
-from .decision import Place
-from .exact_attention import ExactResult
-from .failures import FAILED
-from .host import untracked_allocations
-from .passes import PassFacts
-from .sample_schedule import SampleSchedule
+from ..errors import Unsupported
+from ..plan import HeadBudget, TokenOrder
+from ..plan.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
+from ..plan.walks import TURNS
+from ..policy import SparsePolicy
+from .call import Call, Exact
+from .facts import PassFacts, Place
+from .schedule import SampleSchedule
+from .shape import Shape
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
@@ -46,39 +37,15 @@ INF_OF_MODEL = "the model gave inf here, without this node's doing"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
+#: Measuring, or sparse computation, raised an error.
+FAILED = "an error of this node (see the log)"
 
 #: `worth.affordable` for a run's layers and steps.
-Afford = Callable[[AttentionCall, int, int, int, float], Afforded]
-#: ComfyUI's number for the positive prompt.
+Afford = Callable[[Call, int, int, int, float], Afforded]
+#: Number of the conditioning that is measured again while steps are sparse: the positive prompt.
 COND = 0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What one set of choices is for: conditionings of one shape share theirs."""
-
-    tokens: int
-    heads: int
-    grid: TokenGrid | None
-    """None where the tokens stay in the order they come."""
-    rows: int = 0
-    """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
-
-    def workload(self) -> Workload:
-        """In the first turn, which stands for all of them."""
-        if self.grid is None:
-            return Workload.of_tokens(self.tokens)
-        return Workload(grid_order(self.grid))
-
-    def orders(self) -> list[TokenOrder]:
-        """Those that steps take in turn; none where the tokens stay in the order they come."""
-        if self.grid is None:
-            return []
-        return [grid_order(self.grid, turn) for turn in range(TURNS)]
-
-    def forget_copies(self) -> None:
-        for order in (*self.orders(), self.workload().order):
-            order.forget_copies()
+#: Context around allocations that other calls of a layer do without.
+Untracked = Callable[[], AbstractContextManager[None]]
 
 
 class HeadTable:
@@ -92,6 +59,8 @@ class HeadTable:
         policy: SparsePolicy,
         device: torch.device,
         afford: Afford,
+        untracked: Untracked = nullcontext,
+        even_if_slower: bool = False,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
         self.choices: Alternating | None = None
@@ -101,7 +70,8 @@ class HeadTable:
         """Choices are those of a profile: what they were measured on may be another model."""
         self.one_walk = False
         """Heads were measured in one way through the tokens: more would have cost too much."""
-        self._afford: Afford | None = afford  # until it is asked
+        self._afford: Afford | None = None if even_if_slower else afford  # until it is asked
+        self._untracked, self._even_if_slower = untracked, even_if_slower
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -111,7 +81,7 @@ class HeadTable:
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
-        self._again = 0  # times that heads can be measured again
+        self._again = UNLIMITED if even_if_slower else 0  # times that heads are measured again
         self._by_faster_kernel = False  # whether measured calls are served by one
         self._place_again: int | None = None  # in the batch of the running pass, of what is
         self._batch_entries = 1  # of the running pass
@@ -170,13 +140,13 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def sample(self, row: int, call: AttentionCall, exact: ExactResult) -> None:
+    def sample(self, row: int, call: Call, exact: Exact) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits."""
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
-        if slower := slower_reason(call, least, self._policy.pv_filter, pooled=0.0):
+        if slower := self._slower(call, least, pooled=0.0):
             self._refusals[row] = slower
             return
         self._called.add(row)
@@ -190,7 +160,7 @@ class HeadTable:
         # What is raised here has nothing to do with measuring.
         out = exact.fastest() if self._by_faster_kernel else exact.own()
         try:
-            with untracked_allocations():
+            with self._untracked():
                 operands = *call.heads_first(), call.result_heads_first(out)
                 for *qkv, rows in self._entries(operands, self._schedule.measuring):
                     self._look_for_nan(row, rows)
@@ -214,9 +184,7 @@ class HeadTable:
         self._finite[0, row] &= ~extremes.isnan().any()
         self._finite[1, row] &= ~extremes.isinf().any()
 
-    def _settle(
-        self, calibration: Calibration, afford: Afford, call: AttentionCall, least: float
-    ) -> None:
+    def _settle(self, calibration: Calibration, afford: Afford, call: Call, least: float) -> None:
         """Once: layers and conditionings compare only where all measure the same walks."""
         most, schedule = len(calibration.walks[0]), self._schedule
         afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample, least)
@@ -313,7 +281,12 @@ class HeadTable:
         assert self._steps is not None
         return self._steps.given or [self._steps.first.pooling]
 
-    def decide(self, row: int, call: AttentionCall) -> HeadBudget | str:
+    @property
+    def now(self) -> HeadChoices:
+        """Choices of the running step."""
+        return self._given()[-1]
+
+    def decide(self, row: int, call: Call) -> HeadBudget | str:
         """What a call of a layer may keep, or why it has to stay dense: at the densities of this
         pass (those of heads that were found too far off are higher by now) it may be slower."""
         budget = self.budget(row)
@@ -322,16 +295,22 @@ class HeadTable:
         # All heads count as pooled, also in steps that pool nothing: that is 1/64 of a dense call,
         # and reasons of layers stay alike.
         pooled = float(budget.pools)
-        if slower := slower_reason(call, self._kept[row], self._policy.pv_filter, pooled):
+        if slower := self._slower(call, self._kept[row], pooled):
             return slower
         self.sparse_rows.add(row)
         return budget
+
+    def _slower(self, call: Call, kept: float, pooled: float) -> str | None:
+        """Why a call that keeps this share of its pairs would be slower than exact, or None."""
+        if self._even_if_slower:
+            return None
+        return slower_reason(call, kept, self._policy.pv_filter, pooled)
 
     def refusal(self, row: int) -> str | None:
         """Why a layer cannot be measured whatever comes, or None."""
         return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
 
-    def probe_call(self, row: int, call: AttentionCall, out: Tensor) -> None:
+    def probe_call(self, row: int, call: Call, out: Tensor) -> None:
         """Inside a sparse call that gave `out`: compares it now and then, and measures the heads
         again in steps that are for it. Never waits."""
         assert self.probe is not None and self._steps is not None
@@ -339,17 +318,17 @@ class HeadTable:
             self._sample_again(self._steps, row, call, self._place_again)
         if (visit := self._steps.visit(row, self._step)) is None:
             return
-        with untracked_allocations():
+        with self._untracked():
             rows = call.result_heads_first(out)
             self.probe.sample(row, *call.heads_first(), rows, visit=visit, scale=call.scale)
 
-    def _sample_again(self, steps: StepChoices, row: int, call: AttentionCall, place: int) -> None:
+    def _sample_again(self, steps: StepChoices, row: int, call: Call, place: int) -> None:
         """Once a layer in a step, however often that is evaluated. Without memory for it, choices
         go on from what was measured before."""
         if steps.again is None or steps.again.samples[row]:
             return
         try:
-            with untracked_allocations():
+            with self._untracked():
                 for qkv in self._entries(call.heads_first(), [place]):
                     steps.again.sample(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-Conditioning = tuple[int, ...]  # ComfyUI's cond_or_uncond: of each entry of the batch, in its order
+from .facts import Conditioning
 
 
 class SampleSchedule:

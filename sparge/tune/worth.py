@@ -8,22 +8,20 @@ from dataclasses import replace
 
 import torch
 
-from ..sparge import capabilities
-from ..sparge.calibrate import later_choices
-from ..sparge.plan import sample_cost
-from ..sparge.plan.sample_cost import Afforded
-from ..sparge.plan.worth import Call, Rates, estimate, proportions_for, rates_for
-from .attention_call import AttentionCall
-from .settings import Settings
+from ..calibrate import later_choices
+from ..kernels import capabilities
+from ..plan import sample_cost, worth
+from ..plan.sample_cost import Afforded
+from ..plan.worth import Rates, estimate, proportions_for, rates_for
+from .call import Call
 
 #: Debugging aid: with the value 1 speed does not matter. A device without kernels runs the slow
 #: reference, not dense, and no call is dense for being slower.
 REFERENCE_VARIABLE = "SPARGE_REFERENCE"
 #: What the rates were measured with; dense attention in float32 is slower by far.
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)
-#: Shorter calls are sparse only where the user lowered min_tokens to have them so, and the rates do
-#: not hold for them.
-FEWEST_TOKENS = Settings.min_tokens
+#: The rates do not hold for shorter calls.
+FEWEST_TOKENS = 4096
 #: A density that no user asks for.
 NO_DENSITY = 0.01
 
@@ -41,9 +39,7 @@ def gpu_name(device: torch.device) -> str:
     return f"{name} by {capability.arch}" if capability.note else name
 
 
-def slower_reason(
-    call: AttentionCall, density: float, pv_filter: bool, pooled: float | None
-) -> str | None:
+def slower_reason(call: Call, density: float, pv_filter: bool, pooled: float | None) -> str | None:
     """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster, or
     nothing is known. The text holds nothing that differs between layers: the report counts it.
 
@@ -65,7 +61,7 @@ def slower_reason(
 
 
 def affordable(
-    call: AttentionCall,
+    call: Call,
     most: int,
     conditionings: int,
     calls: int,
@@ -84,7 +80,7 @@ def affordable(
 
     conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
     `SampleRates.seconds`. least: share of pairs that no call goes below. dense_steps and
-    sparse_steps: as in `SigmaWindow`. Whether it pays is told on GPUs with rates of their own.
+    sparse_steps: as the host counts them. Whether it pays is told on GPUs with rates of their own.
     """
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
@@ -123,20 +119,18 @@ def affordable(
     return replace(afforded, pays=pays)
 
 
-def known_rates(call: AttentionCall) -> Rates | None:
+def known_rates(call: Call) -> Rates | None:
     """Those that the times of a call follow; None where nothing is known."""
     return rates_for(gpu_name(call.q.device), call.head_dim) if _rates_hold(call) else None
 
 
-def _rates_hold(call: AttentionCall) -> bool:
+def _rates_hold(call: Call) -> bool:
     """For calls like this, where there are any."""
-    measured = call.facts.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
+    measured = call.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
     return measured and speed_matters()
 
 
-def _of_one_entry(
-    call: AttentionCall, pv_filter: bool = False, pooled: float | None = None
-) -> Call:
+def _of_one_entry(call: Call, pv_filter: bool = False, pooled: float | None = None) -> worth.Call:
     """ComfyUI computes the entries of a batch together or one by one, as memory allows, and the
     result must not depend on it."""
-    return Call(call.facts.query_tokens, call.head_count, call.head_dim, pv_filter, pooled)
+    return worth.Call(call.query_tokens, call.head_count, call.head_dim, pv_filter, pooled)

@@ -9,26 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..sparge import AttentionStats
-from ..sparge.stats import Counter
-from .decision import Place
-from .sample_schedule import Conditioning
-
-
-@dataclass(frozen=True)
-class PassFacts:
-    """What is known of a forward pass when it begins."""
-
-    conditioning: Conditioning
-    step: int
-    why_dense: str | None = None
-    """Why the whole pass has to stay dense; None where it may be sparse."""
-    is_last_dense: bool = False
-    """It belongs to the last dense step before the window."""
-    place: Place | None = None
-    """Among the steps of the window; None where that is not known."""
-    which: int = 0
-    """Of the guider's models, as in `Run.which`."""
+from ..stats import AttentionStats, Counter
 
 
 @dataclass(eq=False)

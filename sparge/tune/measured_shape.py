@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of the heads of one attention shape when a run is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..plan.walks import Walk, walks_of
+from .head_table import HeadTable
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredShape:
+    """The heads of one attention shape. Tables are (layers, heads) float32 of measured layers."""
+
+    tokens: int
+    layers: Tensor
+    """(layers,) int64: number of each that was sparse, in some step at least."""
+    density: Tensor
+    """Share of attention that was kept, forced blocks included: as in `HeadTable.density`."""
+    predicted: Tensor
+    """Relative L2 error expected when the choices were made, the mean over the steps."""
+    probed: Tensor
+    """The one found in sparse calls, against exact attention; NaN where no call was probed."""
+    loudness: Tensor
+    """What the error of a head counts in a mean; as in `HeadChoices`."""
+    residual: Tensor
+    """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
+    none. Where steps differ that of their mean density, and so are the walks."""
+    background: Tensor
+    """The same of the mean of all keys for all that is dropped."""
+    walks: Mapping[Walk, int]
+    """Heads by their walk through the tokens, in the steps that pool; empty where there was no
+    choice."""
+    one_walk: bool = False
+    """As in `HeadTable`."""
+    rests: bool = True
+    """Every second step is without the residual; not by profiles of the first versions."""
+
+    @classmethod
+    def of(cls, table: HeadTable) -> MeasuredShape:
+        """Waits for the GPU."""
+        assert table.choices is not None and table.probe is not None
+        layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
+        tables = (table.density(), table.predicted(), table.probe.relative_errors())
+        walks: dict[Walk, int] = {}
+        if table.shape.grid is not None:
+            taken = table.choices.pooling.walk[layers].flatten().tolist()
+            for index, walk in enumerate(walks_of(table.shape.grid.frames)):
+                walks[walk] = taken.count(index)
+        pooling, dropping = table.choices.pooling, table.choices.dropping
+        tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
+        of_layers = (x[layers] for x in tables)
+        return cls(
+            table.shape.tokens,
+            layers,
+            *of_layers,
+            walks=walks,
+            one_walk=table.one_walk,
+            rests=not dropping.gain.any(),
+        )

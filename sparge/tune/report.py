@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session did, in numbers on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..calibrate import Aim
+from .head_table import HeadTable
+from .measured_shape import MeasuredShape
+from .records import Densities
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Densities, errors and reasons of one run."""
+
+    aim: Aim
+    densities: Densities
+    shapes: tuple[MeasuredShape, ...]
+    """Measured heads, one entry for each shape of calls."""
+    reasons: Mapping[str, int]
+    """Number of exact calls by the reason why they were not sparse, the most frequent first."""
+
+    @classmethod
+    def of(
+        cls,
+        aim: Aim,
+        densities: Densities,
+        tables: Sequence[HeadTable],
+        reasons: Counter[str],
+    ) -> Report:
+        shapes = tuple(MeasuredShape.of(table) for table in tables)
+        return cls(aim, densities, shapes, dict(reasons.most_common()))
+
+    @staticmethod
+    def no_reasons() -> Counter[str]:
+        return Counter()
+
+    def __str__(self) -> str:
+        lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs, for {self.aim}."]
+        lines += [f"{count} calls were exact: {reason}." for reason, count in self.reasons.items()]
+        return "\n".join(lines)

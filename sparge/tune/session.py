@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning over one sampling run: every head is measured in the last dense step, then attends to as
+few key blocks as a target or a mean density allows.
+
+    session = Session(Aim("budget", 0.2), steps=20, dense_steps=4)
+    for step in range(20):
+        running = session.begin_step(step, Model(layers=30, grid=TokenGrid(21, 34, 30)), device)
+        x = denoise(x, step, attention=running.attend)  # attend(layer, q, k, v)
+        running.end()
+    print(session.report())
+    session.end()
+
+Hosts that split a step into passes of their own (ComfyUI) begin those by `begin_pass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import datetime, timezone
+
+import torch
+
+from ..calibrate import Aim, Fingerprint, Profile
+from ..policy import SparsePolicy
+from .facts import Conditioning, Layout, PassFacts, Place
+from .head_table import Untracked
+from .model import Model
+from .records import Densities, PassRecord
+from .report import Report
+from .session_pass import SessionPass
+from .shape import table_of
+from .tables import HeadTables
+
+
+def _ignored(remark: str) -> None:
+    """Takes a remark for nobody."""
+
+
+class Session:
+    """One sampling run. Not for several threads but by `begin_pass`."""
+
+    def __init__(
+        self,
+        aim: Aim,
+        *,
+        steps: int | None = None,
+        dense_steps: int = 1,
+        sparse_steps: int | None = None,
+        profile: Profile | None = None,
+        note: Callable[[str], None] = _ignored,
+        untracked: Untracked = nullcontext,
+        even_if_slower: bool = False,
+    ) -> None:
+        """Heads are measured in the last dense step, or in the first step where there is none.
+
+        Args:
+            aim: a target for the mean error of heads, or a mean density over heads and steps.
+            steps: number of sampling steps; None where it is not known.
+            dense_steps: number of steps, at least 1, before the sparse ones.
+            sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
+            profile: what an earlier run measured; this run then measures what that lacks.
+            note: takes a remark for the user, such as what a profile lacks.
+            untracked: context around allocations inside a call that other calls do without.
+            even_if_slower: calls are sparse, and heads measured, whatever that takes.
+        """
+        if steps is not None and sparse_steps is None:
+            sparse_steps = max(0, steps - dense_steps)
+        self.aim = aim
+        self.tables = HeadTables(
+            aim, profile, note, dense_steps, sparse_steps, untracked, even_if_slower
+        )
+        self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
+        self._passes: list[SessionPass] = []
+
+    def begin_pass(
+        self, layout: Layout, policy: SparsePolicy, device: torch.device, facts: PassFacts
+    ) -> SessionPass:
+        """Where a forward pass begins, on each device of its own. Waits for the GPU where heads are
+        chosen. policy: as the device runs it."""
+        tables = self.tables.begin(layout, policy, device, facts)
+        return SessionPass(self.tables, device, layout, policy, facts, tables)
+
+    def begin_step(
+        self,
+        step: int,
+        model: Model,
+        device: torch.device | str,
+        *,
+        conditioning: Conditioning = (0,),
+        policy: SparsePolicy | None = None,
+    ) -> SessionPass:
+        """Begins a sampling step, or one of its passes where conditionings are computed one by one.
+
+        step: its number from 0. conditioning: number of the prompt of each entry of the batch.
+        """
+        device = torch.device(device)
+        dense, sparse = self._dense_steps, self._sparse_steps
+        why_dense = None if step >= dense else f"one of the first {dense} steps"
+        place = None if sparse is None else Place(min(max(0, step - dense), sparse - 1), sparse)
+        facts = PassFacts(conditioning, step, why_dense, step == dense - 1, place)
+        begun = self.begin_pass(model, policy or SparsePolicy(), device, facts)
+        begun.record = PassRecord.begin(step, model.rows, device, why_dense is None)
+        self._passes.append(begun)
+        return begun
+
+    def report(self) -> Report:
+        """What the steps of `begin_step` did so far. Waits for the GPU."""
+        records = [begun.record for begun in self._passes if begun.record is not None]
+        reasons = sum((begun.reasons for begun in self._passes), start=Report.no_reasons())
+        return Report.of(self.aim, Densities.of(records), self.tables.frozen, reasons)
+
+    def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
+        """What this run measured of the sampled model; None where it measured nothing."""
+        measured = [x for x in self.tables.frozen_of_sampled if not x.from_profile]
+        choices = {x.shape: x.choices for x in measured if x.choices is not None}
+        if not choices:
+            return None
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        found = {table_of(shape): choice.worked_out() for shape, choice in choices.items()}
+        return Profile(model, found, self.aim.kind, self.aim.value, created, notes or {})
+
+    def end(self) -> None:
+        """Gives back what outlives the run on the devices."""
+        self.tables.end()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one forward pass uses of a session, call by call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported
+from ..plan import HeadBudget, TokenOrder
+from ..policy import SparsePolicy
+from .call import Call, Exact, ExactOnce, TensorCall
+from .facts import Layout, PassFacts
+from .head_table import HeadTable
+from .records import PassRecord
+from .shape import Shape
+from .tables import HeadTables
+
+#: Why a call is dense among sparse steps: its pass is dense only to be measured.
+MEASURING = "measuring"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a call shall be sparse."""
+
+    table: HeadTable
+    budget: HeadBudget
+    order: TokenOrder | None
+
+
+@dataclass(eq=False)
+class SessionPass:
+    """One forward pass's view of the tables."""
+
+    heads: HeadTables
+    device: torch.device
+    layout: Layout
+    policy: SparsePolicy
+    facts: PassFacts
+    tables: dict[Shape, HeadTable]
+    calls: Counter[Shape] = field(default_factory=Counter)
+    record: PassRecord | None = None
+    """Counters of the calls of `attend`; hosts that begin passes themselves keep their own."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of exact results of `attend` by the reason for them."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layout: str = "HND",
+        scale: float | None = None,
+        exact: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Self-attention of a layer: sparse where its heads are chosen, else exact, and measured.
+
+        q, k, v and the result are (B, H, N, D) for layout "HND", (B, N, H, D) for "NHD". exact
+        gives the result of exact attention in that layout; `scaled_dot_product_attention` without
+        it. Passes that `Session.begin_step` began alone have this.
+        """
+        assert self.record is not None
+        call = TensorCall(q, k, v, layout, scale)
+        once = ExactOnce(exact or call.exact)
+        try:
+            plan = self.plan(call, call.query_tokens, layer, once)
+            if not isinstance(plan, str):
+                return self._sparse(layer, call, plan, self.record)
+            reason = plan
+        except Unsupported as refusal:
+            reason = refusal.reason
+        self.reasons[reason] += 1
+        self.record.dense.add(layer)
+        return once.own()
+
+    def _sparse(self, layer: int, call: TensorCall, plan: Plan, record: PassRecord) -> Tensor:
+        grid, policy = plan.table.shape.grid, self.policy
+        if grid is not None:
+            policy = replace(policy, exact_prefix=grid.prefix, exact_suffix=grid.suffix)
+        out = call.sparse(policy, record.stats_of(layer), plan.order, plan.budget)
+        self.probe(plan, layer, call, out)
+        return out
+
+    def plan(self, call: Call, tokens: int, row: int, exact: Exact) -> Plan | str:
+        """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
+        while its table is open, which takes its exact result. Never waits but to make a table."""
+        grid = self.layout.sequence(tokens)
+        shape = Shape(tokens, call.head_count, grid, self.layout.rows)
+        self.calls[shape] += 1
+        table = self.tables.get(shape)
+        if table is None:
+            table = self.heads.meet(shape, self.layout, self.policy, self.device, self.facts)
+            if table is None:
+                return self.facts.why_dense or MEASURING
+            self.tables[shape] = table
+        if table.choices is None:
+            table.sample(row, call, exact)
+            return self.facts.why_dense or table.refusal(row) or MEASURING
+        if self.facts.why_dense is not None:
+            return self.facts.why_dense
+        budget = table.decide(row, call)
+        if isinstance(budget, str):
+            return budget
+        return Plan(table, budget, table.order(self.facts.step))
+
+    def end(self) -> None:
+        """Where the pass ends for the host. Never waits."""
+        self.heads.count_layers(self.device, self.facts.which, self.calls)
+        for table in self.tables.values():
+            table.end_pass()
+
+    def probe(self, plan: Plan, row: int, call: Call, out: Tensor) -> None:
+        plan.table.probe_call(row, call, out)

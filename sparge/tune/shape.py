@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One shape of attention calls, whose heads are measured and chosen together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..calibrate import Table, Workload
+from ..plan import TokenGrid, TokenOrder, grid_order
+from ..plan.walks import TURNS
+
+#: Conditioning under which profiles hold what all of them share.
+SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one set of choices is for: conditionings of one shape share theirs."""
+
+    tokens: int
+    heads: int
+    grid: TokenGrid | None
+    """None where the tokens stay in the order they come."""
+    rows: int = 0
+    """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
+
+    def workload(self) -> Workload:
+        """In the first turn, which stands for all of them."""
+        if self.grid is None:
+            return Workload.of_tokens(self.tokens)
+        return Workload(grid_order(self.grid))
+
+    def orders(self) -> list[TokenOrder]:
+        """Those that steps take in turn; none where the tokens stay in the order they come."""
+        if self.grid is None:
+            return []
+        return [grid_order(self.grid, turn) for turn in range(TURNS)]
+
+    def forget_copies(self) -> None:
+        for order in (*self.orders(), self.workload().order):
+            order.forget_copies()
+
+
+def table_of(shape: Shape) -> Table:
+    """Where a profile holds the choices of a shape."""
+    return Table(SHARED, shape.tokens, shape.grid)

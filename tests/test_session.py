@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sampling loop in PyTorch that lets a session tune its attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparge import TokenGrid
+from sparge.metrics import rel_l2
+from sparge.tune import MEASURING, Aim, Model, Session
+
+GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks
+LAYERS, HEADS, HEAD_DIM = 2, 2, 64
+STEPS, DENSE = 6, 2
+MODEL = Model(LAYERS, GRID, HEADS)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def qkv(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Neighbours are alike."""
+    axes = [torch.arange(n) for n in (GRID.frames, GRID.height, GRID.width)]
+    place = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 2).float()
+    waves = torch.randn(3, HEAD_DIM, generator=generator) / 3
+    field = torch.cat(
+        [torch.randn(GRID.prefix, HEAD_DIM, generator=generator), (place @ waves).sin()]
+    )
+
+    def draw(noise: float) -> Tensor:
+        return field + noise * torch.randn(1, HEADS, GRID.tokens, HEAD_DIM, generator=generator)
+
+    return draw(0.3), draw(0.3), draw(0.5)
+
+
+def sampled(session: Session, qkv: tuple[Tensor, ...], layout: str = "HND") -> list[Tensor]:
+    """The results of the last layer in each step."""
+    outs = []
+    for step in range(STEPS):
+        running = session.begin_step(step, MODEL, "cpu")
+        for layer in range(LAYERS):
+            out = running.attend(layer, *qkv, layout=layout)
+        outs.append(out)
+        running.end()
+    return outs
+
+
+def test_the_first_steps_are_exact_and_the_others_sparse(qkv) -> None:
+    session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=DENSE, even_if_slower=True)
+    outs, exact = sampled(session, qkv), scaled_dot_product_attention(*qkv)
+    for step, out in enumerate(outs):
+        assert torch.equal(out, exact) == (step < DENSE)
+        assert rel_l2(out, exact) < 0.2
+    report = session.report()
+    assert report.reasons == {f"one of the first {DENSE} steps": DENSE * LAYERS}
+    assert (report.densities.by_step[:, :DENSE] == 1).all()
+    assert (report.densities.by_step[:, DENSE:] < 1).all()
+    assert report.densities.overall == pytest.approx(0.5, abs=0.1)
+    (shape,) = report.shapes
+    assert shape.density.shape == (LAYERS, HEADS) and shape.layers.tolist() == [0, 1]
+    assert "a mean density of 50 %" in str(report)
+    session.end()
+
+
+def test_layouts_give_the_same_bits(qkv) -> None:
+    outs = []
+    for layout in ("HND", "NHD"):
+        given = qkv if layout == "HND" else tuple(x.transpose(1, 2) for x in qkv)
+        session = Session(Aim("quality", 0.1), steps=STEPS, dense_steps=DENSE, even_if_slower=True)
+        out = sampled(session, given, layout)[-1]
+        outs.append(out if layout == "HND" else out.transpose(1, 2))
+        session.end()
+    assert torch.equal(*outs)
+
+
+def test_a_run_without_dense_steps_measures_its_first(qkv) -> None:
+    session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=0, even_if_slower=True)
+    outs, exact = sampled(session, qkv), scaled_dot_product_attention(*qkv)
+    assert torch.equal(outs[0], exact) and not torch.equal(outs[1], exact)
+    assert session.report().reasons == {MEASURING: LAYERS}
+    session.end()
+
+
+def test_the_host_computes_exact_results(qkv) -> None:
+    session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=DENSE, even_if_slower=True)
+    asked = []
+
+    def exact() -> Tensor:
+        asked.append(True)
+        return scaled_dot_product_attention(*qkv)
+
+    for step in range(DENSE + 1):
+        running = session.begin_step(step, MODEL, "cpu")
+        for layer in range(LAYERS):
+            running.attend(layer, *qkv, exact=exact)
+        running.end()
+    assert len(asked) == DENSE * LAYERS  # once a call, measured or not
+    session.end()
+
+
+def test_a_call_that_cannot_be_sparse_is_exact_and_says_why(qkv) -> None:
+    session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=0, even_if_slower=True)
+    q, k, v = (torch.cat([x] * 3, -1) for x in qkv)  # head_dim 192
+    for step in range(2):
+        running = session.begin_step(step, Model(1, GRID, HEADS), "cpu")
+        out = running.attend(0, q, k, v)
+        assert torch.equal(out, scaled_dot_product_attention(q, k, v))
+        running.end()
+    (reason,) = running.reasons
+    assert "192" in reason
+    session.end()
+
+
+def test_unknown_layouts_are_named(qkv) -> None:
+    session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=DENSE)
+    with pytest.raises(ValueError, match="HND"):
+        session.begin_step(0, MODEL, "cpu").attend(0, *qkv, layout="BHND")
