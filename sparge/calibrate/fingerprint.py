@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a profile was measured on the model at hand."""
+"""Fingerprint of a model: tells whether a profile was measured on the model at hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 SAMPLE = 64  # values kept of each norm: enough to tell models apart, a few KB in all
-#: Relative distance of norms below which they are the same weights in another dtype: bf16 rounds by
-#: 2^-9 = .002, fp8 checkpoints keep their norms in 16 bits.
+#: Largest relative distance of norms between the same weights in different dtypes: bf16 rounds by
+#: 2^-9 = 0.002, fp8 checkpoints keep their norms in 16 bits.
 SAME_NORMS = 0.005
 
 
@@ -46,7 +46,8 @@ class Fingerprint:
 
     @classmethod
     def of(cls, architecture: str, weights: Mapping[str, Tensor]) -> Fingerprint:
-        """From a few small norm weights of the model; reads them, so it waits for the GPU."""
+        """Makes a fingerprint from a few small norm weights of the model. It reads them, so it
+        waits for the GPU."""
         return cls(
             architecture,
             {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample on the GPU knows before it touches keys: its query rows, and the key blocks there
-are. Made once for all groups of heads."""
+"""Query rows and key blocks of a measurement on the GPU, before it touches keys. Made once for all
+groups of heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUTER = COLUMNS.index("router")
 
 @dataclass(frozen=True, eq=False)
 class SampledBlocks:
-    """What is the same in all walks but `places`."""
+    """Facts that are the same in all token orders but `places`."""
 
     places: Tensor
     """(walks, S x 128, 1) int64: the token of each slot, some token where it is empty."""
@@ -47,7 +47,7 @@ class SampledBlocks:
 
     @classmethod
     def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
-        """On the device of the sample; never waits for it."""
+        """Makes them on the device of the measurement; never waits for it."""
         batch, heads, *_ = sample.q.shape
         tokens = _tokens(order, sample.query_blocks)
         occupied = tokens[0] != EMPTY
@@ -65,14 +65,14 @@ class SampledBlocks:
         )
 
     def compared_of(self, values: Tensor, dim: int) -> Tensor:
-        """Those rows of values that are (S x 128) along `dim`."""
+        """Rows that are compared, of values that are (S x 128) along `dim`."""
         by_block = values.unflatten(dim, self.occupied.shape)
         return by_block.index_select(dim + 1, self.rows).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """The sampled query blocks in one walk."""
+    """Measured query blocks in one token order."""
 
     q: Tensor
     """(B, H, S x rows a block, D): those compared; 0 in empty slots."""
@@ -107,8 +107,8 @@ class SampledRows:
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
-    """(walks, S, 128) int32, -1 in empty slots. Selected one by one: an index tensor would come
-    from the host and wait."""
+    """(orders, S, 128) int32 tokens, -1 in empty slots. Selected one by one: an index tensor would
+    come from the host and wait."""
     slots, missing = order.slot_tokens, -order.slots % QUERY_BLOCK
     if missing:
         slots = pad(slots, (0, missing), value=EMPTY)
@@ -124,7 +124,7 @@ def _compared(tokens: Tensor, rows: Tensor) -> Tensor:
 
 
 def _thresholds(candidates: CandidateSet) -> Tensor:
-    """(routers x (densities - 1), fields), on the CPU: one copy is cheaper than a launch a
+    """(routers x (densities - 1), fields) on the CPU: one copy is cheaper than a launch for each
     number."""
     *densities, _ = candidates.densities
     table = threshold_table(
