@@ -19,7 +19,7 @@ class Aim:
     heads and steps."""
 
     kind: str
-    """As profiles call it: "quality" or "budget"."""
+    """Name of the aim in profiles: "quality" or "budget"."""
     value: float
 
     @property

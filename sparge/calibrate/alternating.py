@@ -21,7 +21,7 @@ class Alternating:
     may never be asked for, or not before the GPU has work that hides the time."""
 
     work_out: Callable[[bool], HeadChoices]
-    """By whether a step is one without the residual."""
+    """Makes the choices of a kind of step; True for one without pooled keys."""
 
     @classmethod
     def of(cls, pooling: HeadChoices, dropping: HeadChoices) -> Alternating:

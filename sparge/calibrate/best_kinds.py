@@ -25,7 +25,7 @@ class Group(enum.IntEnum):
     FREE = 0
     """Plain dropping or a background."""
     POOLED = 1
-    """Missing where there is no gain above 0."""
+    """Pooled keys. Missing where there is no pool weight above 0."""
 
 
 def best_kinds(errors: Iterable[Array], kinds: Sequence[Kind]) -> tuple[Array, Indices]:

@@ -47,16 +47,16 @@ class HullSteps:
     """
 
     cheapest: Indices
-    """(heads,): where each hull begins."""
+    """(heads,): candidate where each hull begins."""
     head: Indices
     before: Indices
     after: Indices
     dearer: Array
-    """What each adds to the summed density."""
+    """(steps,): density that each step adds to the sum."""
     climbed: Array
-    """What the steps of its head up to each add."""
+    """(steps,): density that the steps of a head add up to and with each."""
     densities: Array
-    """(candidates,)."""
+    """(candidates,) densities."""
 
     @classmethod
     def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:

@@ -44,32 +44,33 @@ class Calibration:
     workload: Workload
     candidates: CandidateSet
     query_blocks: list[int] = field(repr=False)
-    """Those worth a sample."""
+    """Query blocks worth a measurement."""
     blocks_a_call: int
     row_step: int
     measure: Measure
     log_gains: Tensor = field(repr=False)
-    """(gains,) float32, natural: of the candidates, on the device."""
+    """(gains,) float32 on the device: natural logarithms of the candidates' pool weights."""
     log_backgrounds: Tensor = field(repr=False)
-    """(backgrounds,) float32, likewise."""
+    """(backgrounds,) float32 on the device: natural logarithms of the candidates' backgrounds."""
     measured_walks: range
-    """Of the workload's order, those that there are sums of."""
+    """Token orders of the workload that there are sums of."""
     squared_error: Tensor
-    """(layers, heads, measured walks, routers, densities, kinds) float32, summed over rows and
+    """(layers, heads, measured orders, routers, densities, kinds) float32, summed over rows and
     channels: the largest tensors that are kept, of few terms."""
     towards_mean: Tensor
-    """The same shape: products of errors with what the exact output lacks of the mean value."""
+    """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
     squared_norm: Tensor
-    """(2, layers, heads, measured walks) float64, of the exact output and of that lack."""
+    """(2, layers, heads, measured orders) float64: squared norm of the exact output, and of that
+    lack."""
     squared_rounding: Tensor
     """(2, layers, heads) float64, of what was compared with dense attention: squared norm, and
     squared distance from it."""
     samples: list[int] = field(repr=False)
-    """Query blocks sampled of each layer, in each walk."""
+    """Number of query blocks measured of each layer, in each token order."""
     visited: int = field(repr=False)
     walks: list[range] = field(repr=False)
-    """Walks measured of each layer: the first alone where heads share keys, since those have to
-    share a walk."""
+    """Token orders measured of each layer. The first alone where heads share keys, since those have
+    to share an order."""
 
     @classmethod
     def begin(
@@ -89,13 +90,12 @@ class Calibration:
         """Returns an empty calibration. Allocates all that it keeps, so call it where sampling or a
         forward pass starts.
 
-        blocks_a_call: query blocks of every head that one `sample` measures. row_step: one in so
-        many rows of them is compared, as in `spread_rows`. visited: number of query blocks that an
-        earlier calibration has measured; this one goes on after
-            those.
+        blocks_a_call: query blocks of every head that one `sample` measures.
+        row_step: one in so many rows of them is compared, as in `spread_rows`.
+        visited: number of query blocks that an earlier calibration has measured; this one goes on
+            after those.
         walks: token orders of the workload that are measured and chosen from; `worth_measuring`
-        where
-            None.
+            where None.
 
         Raises:
             ValueError: no query block of the workload may drop anything.

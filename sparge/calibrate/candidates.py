@@ -41,7 +41,7 @@ class CandidateSet:
     floor: int = 1
     """Ranked key blocks that are kept whatever the density; as in `HeadBudget`."""
     contrasts: tuple[float, float] = (0.5, 2.0)
-    """The least and the greatest that a head may get; both 1: none does."""
+    """Least and greatest output scale that a head may get; both 1: no head gets one."""
 
     def __post_init__(self) -> None:
         if not _ascends(self.densities) or self.densities[0] <= 0 or self.densities[-1] != 1:

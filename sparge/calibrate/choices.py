@@ -36,7 +36,7 @@ class HeadChoices:
     error: Tensor
     loudness: Tensor
     measured: Tensor
-    """(layers,) bool."""
+    """(layers,) bool: whether the layer was measured."""
     floor: int = 1
 
     @property

@@ -22,11 +22,11 @@ class Seen:
     """Steps and token orders that the drift of each head was found in."""
 
     walks: Tensor
-    """(layers, steps, heads): those that the heads took since the last choice."""
+    """(layers, steps, heads): token orders that the heads took since the last choice."""
     visited: Tensor
-    """(layers, steps) bool: the steps that were looked at."""
+    """(layers, steps) bool: the steps that were probed."""
     middle: Tensor
-    """(layers,): of those, counted from the last choice."""
+    """(layers,): mean of the probed steps, counted from the last choice."""
 
     def taken(self, walks: Tensor) -> Tensor:
         """(layers, heads, orders) bool: which of these each head took in those steps."""
@@ -40,9 +40,11 @@ class Drift:
     def __init__(self, walks: Sequence[int]) -> None:
         self._walks = torch.tensor(walks, device="cpu")
         self.grown: Tensor | None = None
-        """(layers, heads, walks) float64: as found last, or guessed from another walk."""
+        """(layers, heads, orders) float64: growth as found last, or guessed from another token
+        order."""
         self.ahead: Tensor | None = None
-        """The same as expected until the next choice; None before anything was found."""
+        """(layers, heads, orders) float64: growth expected until the next choice; None before
+        anything was found."""
 
     def find(self, times: Tensor, seen: Seen, steps: int) -> None:
         """Takes note of errors that were seen.

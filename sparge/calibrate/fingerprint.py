@@ -19,16 +19,16 @@ SAME_NORMS = 0.005
 class Fit(enum.Enum):
     FITS = "fits"
     DIFFERENT_WEIGHTS = "different weights"
-    """The same architecture, other norms: a finetune or a merged LoRA. Usable, with a warning."""
+    """Same architecture, other norms: a finetune or a merged LoRA. Usable, with a warning."""
     OTHER_MODEL = "other model"
-    """Not usable."""
+    """Another architecture. Not usable."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     fit: Fit
     sentence: str
-    """What a user reads."""
+    """Sentence that a user reads."""
 
     @property
     def usable(self) -> bool:
@@ -40,9 +40,9 @@ class Fingerprint:
     """An architecture and samples of a few of its norm weights."""
 
     architecture: str
-    """The class name of the model, such as "WanModel"."""
+    """Class name of the model, such as "WanModel"."""
     norms: Mapping[str, Tensor]
-    """Of each norm by name, (up to 64,) float32 on the CPU."""
+    """Samples of each norm by name, (up to 64,) float32 on the CPU."""
 
     @classmethod
     def of(cls, architecture: str, weights: Mapping[str, Tensor]) -> Fingerprint:

@@ -68,9 +68,10 @@ class _Facts:
     blocks: SampledBlocks
     pieces: Pieces
     means: Tensor
-    """(3, B, Hkv, channels) float32, of `ops.means`."""
+    """(3, B, Hkv, channels) float32: the result of `ops.means`."""
     similar: Tensor
-    """(B x H x candidates x S,) float32: of each routed query block, in any group, the same."""
+    """(B x H x candidates x S,) float32: self-similarity of each routed query block, the same in
+    any group."""
 
     @classmethod
     def of(cls, sample: Sample) -> _Facts:

@@ -29,9 +29,10 @@ class Measured:
     """Result of measuring S query blocks under every candidate."""
 
     distances: Distances
-    """Of rows (walks, B, H, S, rows a block)."""
+    """Distances of rows (orders, B, H, S, rows a block)."""
     occupied: Tensor
-    """(S, rows a block) bool: the row is a query, in every walk; others hold nothing of meaning."""
+    """(S, rows a block) bool: the row is a query, in every token order. Other rows hold nothing of
+    meaning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +48,12 @@ class Sample:
     scale: float
     key_lengths: Tensor | None
     walks: range = range(1)
-    """Those of the workload's order to measure; the first is one of them."""
+    """Token orders of the workload to measure; the first is one of them."""
     row_step: int = 1
-    """Of so many rows of a query block one is compared, as `spread_rows` has them."""
+    """One in so many rows of a query block is compared, as in `spread_rows`."""
     dense: Tensor | None = None
-    """(B, H, N, D), in the caller's token order: what dense attention gave, with which the first
-    walk is compared."""
+    """(B, H, N, D) dense result in the caller's token order, with which the first order is
+    compared."""
 
     def of_heads(self, heads: slice) -> Sample:
         """Same measurement of some KV heads and the query heads that read them."""

@@ -51,29 +51,30 @@ class Offers:
     """
 
     walks: list[int]
-    """Those that some layer measured."""
+    """Token orders that some layer measured."""
     densities: list[float]
     candidates: CandidateSet
     measured: Tensor
-    """(layers,) bool; those that are not get no budget and do not count in the mean."""
+    """(layers,) bool. Layers that are not measured get no head settings and do not count in the
+    mean."""
     errors: budgets.Array = field(repr=False)
-    """(heads of measured layers, candidates), by dropping."""
+    """(heads of measured layers, candidates): errors by dropping."""
     rounding: budgets.Array = field(repr=False)
-    """(heads of measured layers,): errors by rounding, whatever they are given."""
+    """(heads of measured layers,): errors by rounding, whatever the head gets."""
     loudness: budgets.Array = field(repr=False)
-    """(heads of measured layers,): what the error of each counts, mean 1."""
+    """(heads of measured layers,): head weights, mean 1."""
     kinds: budgets.Indices = field(repr=False)
-    """(heads of measured layers, candidates): of each the place among `CandidateSet.kinds`."""
+    """(heads of measured layers, candidates): index of each into `CandidateSet.kinds`."""
     groups: NDArray[np.int64] = field(repr=False)
     """(candidates,): `Group` of each."""
     costs: budgets.Array = field(repr=False)
-    """(candidates,)."""
+    """(candidates,): costs, shares of dense attention."""
     kept: budgets.Array = field(repr=False)
     """(candidates,): shares of pairs."""
     contrasts: budgets.Array = field(repr=False)
-    """(heads of measured layers, walks, routers, measured densities, kinds)."""
+    """(heads of measured layers, orders, routers, measured densities, kinds): output scales."""
     places: tuple[budgets.Indices, budgets.Array] = field(repr=False)
-    """Of `densities` among the measured ones: `curves.places_between`."""
+    """Places of `densities` among the measured ones, as in `curves.places_between`."""
 
     @classmethod
     def of(

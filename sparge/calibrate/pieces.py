@@ -31,15 +31,15 @@ def piece_counts(densities: Sequence[float]) -> list[int]:
 @dataclass(frozen=True, eq=False)
 class Pieces:
     ends: int
-    """A bit for each piece that is the last of its density's bucket."""
+    """Word with a bit for each piece that is the last of its density's bucket."""
     counts: list[int]
-    """Of each density's bucket."""
+    """Number of pieces of each density's bucket."""
     bits: Tensor
-    """(pieces, 1) int32: those of its bucket's words that a piece has."""
+    """(pieces, 1) int32: the bits of its bucket's words that a piece has."""
     every: Tensor
     """(B, 1, 1, S x words) int32: the map of every block, which the last density keeps."""
     none: Tensor
-    """The same of no block."""
+    """Map of no block, of the same shape."""
 
     @classmethod
     def of(cls, densities: Sequence[float], every_block: Tensor, query_blocks: int) -> Pieces:

@@ -34,19 +34,19 @@ class Probe:
     """Sums over the probed query blocks; made by `begin`."""
 
     tokens: Tensor = field(repr=False)
-    """(probed blocks, rows a block) int64: the tokens of the query blocks that may drop something,
-    those by which a block is compared."""
+    """(probed blocks, rows a block) int64: tokens by which a block is compared, of the query blocks
+    that may drop something."""
     empty: Tensor = field(repr=False)
-    """The same shape, bool: the slot holds no token."""
+    """(probed blocks, rows a block) bool: the slot holds no token."""
     weights: Tensor = field(repr=False)
-    """(2, layers, heads) float64, of `squares` in `totals`: 1, and the squared relative error that
-    the choices in force should leave."""
+    """(2, layers, heads) float64, weights of `squares` in `totals`: 1, and the squared relative
+    error that the choices in force should leave."""
     squares: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error, found and expected, since the last `drift`."""
     totals: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error and squared norm over the whole run."""
     samples: list[int] = field(repr=False)
-    """Of each layer."""
+    """Number of probes of each layer."""
 
     @classmethod
     def begin(

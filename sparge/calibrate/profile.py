@@ -32,12 +32,12 @@ class Profile:
     fingerprint: Fingerprint
     choices: Mapping[Table, Alternating]
     mode: str
-    """"quality" or "budget": what `asked` is, a target error or a mean density."""
+    """Meaning of `asked`: "quality" for a target error, "budget" for a mean density."""
     asked: float
     created: str = ""
-    """When, as ISO 8601."""
+    """Date and time in ISO 8601."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Whatever else a reader may want to know: model file, sampler, steps."""
+    """Further facts for a reader: model file, sampler, steps."""
 
     def fits(self, model: Fingerprint) -> Verdict:
         """Whether this profile holds for `model`; the verdict's sentence is for the user."""

@@ -30,7 +30,7 @@ class Table(NamedTuple):
     conditioning: str
     tokens: int
     grid: TokenGrid | None = None
-    """None where nobody knew it, as in all files of version 1."""
+    """Token grid; None where nobody knew it, as in all files of version 1."""
 
     @property
     def text(self) -> int:
@@ -57,7 +57,7 @@ class Header:
     created: str
     notes: dict[str, str]
     version: int = VERSION
-    """As read; what is written is of the last."""
+    """Version that was read. What is written has the last version."""
 
     def to_json(self) -> str:
         """Returns the header as JSON. Raises ProfileError for what `from_json` would refuse."""

@@ -27,23 +27,23 @@ class SampledBlocks:
     """Facts that are the same in all token orders but `places`."""
 
     places: Tensor
-    """(walks, S x 128, 1) int64: the token of each slot, some token where it is empty."""
+    """(orders, S x 128, 1) int64: the token of each slot, some token where it is empty."""
     occupied: Tensor
-    """(S, 128) bool."""
+    """(S, 128) bool: the slot holds a token."""
     empty: Tensor
-    """(S x 128, 1) bool."""
+    """(S x 128, 1) bool: the slot holds none."""
     queries: Tensor
-    """(S, 1) int64: of each block."""
+    """(S, 1) int64: number of queries in each block."""
     every_block: Tensor
     """(B, words) int32: the key blocks that hold a key, packed."""
     thresholds: Tensor
     """(H, routers x (densities - 1), fields) float32: `HeadThresholds` that route as each
     candidate."""
     rows: Tensor
-    """(rows a block,) int64: those of a block that are compared."""
+    """(rows a block,) int64: rows of a block that are compared."""
     compared: Tensor | None
-    """(1, S x 128) int32: which of the compared rows each slot is, `EMPTY` between them; None where
-    all are compared."""
+    """(1, S x 128) int32: number of each slot among the compared rows, `EMPTY` between them; None
+    where all are compared."""
 
     @classmethod
     def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
@@ -75,13 +75,13 @@ class SampledRows:
     """Measured query blocks in one token order."""
 
     q: Tensor
-    """(B, H, S x rows a block, D): those compared; 0 in empty slots."""
+    """(B, H, S x rows a block, D): compared queries; 0 in empty slots."""
     means: Tensor
-    """(B, H, candidates, S, channels) float32: of the queries of each block, for each candidate
-    once, padded as the kernels' are."""
+    """(B, H, candidates, S, channels) float32: mean query of each block, once for each candidate,
+    padded as the kernels' are."""
     dense: Tensor | None
-    """(B, H, S x rows a block, D): what dense attention gave to those compared, in empty slots to
-    some token; in the first walk, where it is known."""
+    """(B, H, S x rows a block, D): dense results of the compared rows, of some token in empty
+    slots; in the first token order, where it is known."""
 
     @classmethod
     def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:

@@ -44,15 +44,14 @@ _LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose value
 class Distances:
     """Squared distances of each density's outputs from the true one, o; all float32.
 
-    near |e - o|^2 (routers, densities, ...). between <e - o, p - o>, far |p - o|^2, advantage ln(a
-    / r) (routers, densities - 1, ...): the last
-        density drops nothing.
-    background_between <e - o, m - o>, background_pooled <p - o, m - o>, background_advantage
-        ln(a / (64 dropped blocks)), of the same shape; the last is inf where attention adds no
-        background, to rows that drop nothing or keep nothing.
-    norm |o|^2, rounding |dense - o|^2, background_far |m - o|^2 (...); rounding is 0 where the
-    dense
-        result is not known.
+    near: (routers, densities, ...), |e - o|^2.
+    between, far, advantage: (routers, densities - 1, ...), <e - o, p - o>, |p - o|^2 and ln(a / r);
+        the last density drops nothing.
+    background_between, background_pooled, background_advantage: of the same shape, <e - o, m - o>,
+        <p - o, m - o> and ln(a / (64 dropped blocks)). The last is inf where attention adds no
+        background: to rows that drop nothing or keep nothing.
+    norm, rounding, background_far: (...), |o|^2, |dense - o|^2 and |m - o|^2; rounding is 0 where
+        the dense result is not known.
     """
 
     near: Tensor
@@ -96,8 +95,8 @@ class Distances:
 class Background:
     """Values that a background may add.
 
-    mean: m, the mean value of all keys; broadcasts to (..., D). dropped: key blocks that each
-    density but the last drops, of those that hold keys; broadcasts to
+    mean: m, the mean value of all keys; broadcasts to (..., D).
+    dropped: key blocks that each density but the last drops, of those that hold keys; broadcasts to
         (routers, densities - 1, ...).
     """
 

@@ -78,14 +78,14 @@ class StepChoices:
         """
         assert (calibration is None) != (profile is None)
         self.given: list[HeadChoices] = []
-        """Those of each step so far."""
+        """Choices of each step so far."""
         self.interval = UNKNOWN_STEPS
         """Steps from one choice to the next; one more after the last choice, if that leaves one."""
         if steps is not None:
             self.interval = interval_of(steps)
         self.again: Calibration | None = None
-        """What sparse calls of the running step are measured into: of one conditioning as many
-        query blocks as before of two."""
+        """Calibration that sparse calls of the running step are measured into; of one conditioning
+        as many query blocks as before of two."""
         self._found: Calibration | None = None  # the same for a step that is over
         self._aim, self._steps = aim, steps
         self._end = sys.maxsize if steps is None else max(1, steps)
@@ -100,7 +100,7 @@ class StepChoices:
         elif calibration is not None:
             self._choose_from_new(calibration.offers())
         self.first = self._now
-        """As if all steps were alike: what a profile keeps."""
+        """Choices as if all steps were alike, which a profile keeps."""
 
     def _choose_from_new(self, offers: Offers) -> None:
         self._offers, self._drift = offers, Drift(offers.walks)

@@ -26,7 +26,7 @@ class Workload:
     order: TokenOrder
     is_causal: bool = False
     sink: bool = False
-    """The first key block is never dropped, as with `SparsePolicy.attention_sink`."""
+    """Whether the first key block is never dropped, as with `SparsePolicy.attention_sink`."""
 
     @classmethod
     def of_tokens(cls, tokens: int, is_causal: bool = False, sink: bool = False) -> Workload:
