@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of this pack where the model would run without it: dense, counted, and in the log.
+"""Errors of this pack where the model would run without it: the call is dense, counted, and in the
+log.
 
 What a model sends is not in our hands, so a shape that nobody thought of must not cost a user the
 picture. Nor must it go unseen: whoever reads the log finds the error with its traceback.
@@ -16,10 +17,11 @@ import torch
 
 logger = logging.getLogger("sparge")
 
-#: Why a call is dense whose sparse computation, or whose measuring, raised an error.
+#: Reason of a dense call whose sparse computation, or whose measuring, raised an error.
 FAILED = "an error of this node (see the log)"
 
-#: ComfyUI makes room and tries again; and after an error of the device nothing runs on it.
+#: Errors that ComfyUI has to see: it makes room and tries again; and after an error of the device
+#: nothing runs on it.
 MEANT_FOR_COMFYUI: tuple[type[Exception], ...] = (
     torch.OutOfMemoryError,
     *filter(None, [getattr(torch, "AcceleratorError", None)]),
@@ -35,7 +37,7 @@ class Failures:
         self._lock = threading.Lock()
 
     def tell(self, outcome: str, error: Exception) -> None:
-        """outcome: what became of it, for the user."""
+        """Logs an error. outcome: what became of the call, for the user."""
         text = f"{outcome}, because of an error of this node: {type(error).__name__}: {error}"
         with self._lock:
             if text in self._told:
@@ -45,7 +47,7 @@ class Failures:
 
     @contextmanager
     def caught(self, outcome: str) -> Iterator[None]:
-        """Around work that the model can do without."""
+        """Context around work that the model can do without."""
         try:
             yield
         except MEANT_FOR_COMFYUI:

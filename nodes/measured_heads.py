@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a run in an auto mode knows about heads, and what of it one forward pass uses.
+"""Knowledge about heads of a run in an auto mode, and the part of it that one forward pass uses.
 
 Conditionings that make calls of one shape share their choices, measured on all of them: ComfyUI may
 compute cond and uncond in one batch or one by one, as memory allows, and the choices must not
@@ -27,9 +27,10 @@ from .host import untracked_allocations
 from .passes import PassFacts
 from .worth import affordable
 
-#: Why a call is dense inside the window: its pass is dense only to be measured.
+#: Reason of a dense call inside the window: its pass is dense only to be measured.
 MEASURING = "measuring"
-#: Layers of a model that does not show how many it has, of a shape that no pass had before.
+#: Number of layers of a model that does not show how many it has, of a shape that no pass had
+#: before.
 USUAL_LAYERS = 40
 #: Conditioning under which profiles hold what all of them share.
 SHARED = "shared"
@@ -37,7 +38,7 @@ SHARED = "shared"
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a call shall be sparse."""
+    """Plan of a sparse call: token order and head settings."""
 
     table: HeadTable
     budget: HeadBudget
@@ -45,7 +46,7 @@ class Plan:
 
 
 class MeasuredHeads:
-    """The tables of one run, by device, model and shape."""
+    """Tables of one run, by device, model and shape."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class MeasuredHeads:
         dense_steps: int,
         sparse_steps: int | None,
     ) -> None:
-        """dense_steps, sparse_steps: as in `SigmaWindow`."""
+        """Starts a run. dense_steps, sparse_steps: as in `SigmaWindow`."""
         self.aim = aim
         self._profile, self._note = profile, note
         self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
@@ -67,8 +68,8 @@ class MeasuredHeads:
     def begin(
         self, layout: TokenLayout, policy: SparsePolicy, device: torch.device, facts: PassFacts
     ) -> HeadPass:
-        """Where a pass begins: makes the tables that it may need, the rest as in
-        `HeadTable.begin_pass`. policy: as the device runs it."""
+        """Begins a pass: makes the tables that it may need, the rest as in `HeadTable.begin_pass`.
+        policy: as the device runs it."""
         tables = {
             shape: self._table(shape, layout, policy, device, facts.which)
             for shape in self._shapes(layout, device, facts.which)
@@ -90,9 +91,11 @@ class MeasuredHeads:
         device: torch.device,
         facts: PassFacts,
     ) -> HeadTable | None:
-        """Remembers a shape that no pass expected, so that the next one has a table for it. A pass
-        that is to be measured itself gets one now, inside its first call: where one step alone is
-        dense, the next would have to be dense as well."""
+        """Remembers a shape that no pass expected, so that the next one has a table for it.
+
+        A pass that is to be measured itself gets one now, inside its first call: where one step
+        alone is dense, the next would have to be dense as well.
+        """
         with self._lock:
             self._met.add((device, facts.which, shape))
         if facts.why_dense is not None and not facts.is_last_dense:
@@ -103,7 +106,7 @@ class MeasuredHeads:
         return table
 
     def count_layers(self, device: torch.device, which: int, calls: Mapping[Shape, int]) -> None:
-        """Where a pass ends: calls of each shape in it, one a layer."""
+        """Counts calls of each shape where a pass ends, one a layer."""
         with self._lock:
             for shape, count in calls.items():
                 key = device, which, shape
@@ -115,7 +118,7 @@ class MeasuredHeads:
 
     @property
     def frozen_of_sampled(self) -> list[HeadTable]:
-        """Those of the model that is sampled, and of no other beside it."""
+        """Tables of the model that is sampled, and of no other beside it."""
         return [
             table
             for (_, which, _), table in self._tables.items()
@@ -177,13 +180,13 @@ class MeasuredHeads:
 
 
 def table_of(shape: Shape) -> Table:
-    """Where a profile holds the choices of a shape."""
+    """Table of a profile that holds the choices of a shape."""
     return Table(SHARED, shape.tokens, shape.grid)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadPass:
-    """One forward pass's view of the tables."""
+    """View of the tables by one forward pass."""
 
     heads: MeasuredHeads
     device: torch.device
@@ -194,8 +197,11 @@ class HeadPass:
     calls: Counter[Shape] = field(default_factory=Counter)
 
     def plan(self, call: AttentionCall, tokens: int, row: int, exact: ExactResult) -> Plan | str:
-        """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open, which takes its exact result. Never waits but to make a table."""
+        """Plan of a sparse call of a layer, or the reason why it is dense.
+
+        A dense call is measured while its table is open, which takes its exact result. Never waits
+        but to make a table.
+        """
         grid = self.layout.sequence(tokens)
         shape = Shape(tokens, call.head_count, grid, self.layout.rows)
         self.calls[shape] += 1
@@ -216,7 +222,7 @@ class HeadPass:
         return Plan(table, budget, table.order(self.facts.step))
 
     def end(self) -> None:
-        """Where the pass ends for the host. Never waits."""
+        """Ends the pass for the host. Never waits."""
         self.heads.count_layers(self.device, self.facts.which, self.calls)
         for table in self.tables.values():
             table.end_pass()

@@ -25,14 +25,14 @@ from ..sparge.calibrate.fingerprint import SAMPLE
 from .head_table import Shape
 from .measured_heads import table_of
 
-#: Norm weights that tell a model from its finetunes, spread over its depth; as many patched weights
-#: tell LoRAs apart.
+#: Number of norm weights that tell a model from its finetunes, spread over its depth; as many
+#: patched weights tell LoRAs apart.
 NORMS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class NamedProfile:
-    """What the node SpargeProfileLoad hands on: a profile, or why there is none."""
+    """Output of the node SpargeProfileLoad: a profile, or why there is none."""
 
     name: str
     profile: Profile | None
@@ -46,7 +46,7 @@ class NamedProfile:
             return cls(name, None, str(error))
 
     def usable_for(self, model: Fingerprint | None, aim: Aim | None) -> tuple[Profile | None, str]:
-        """The profile if it may be used, and what the user has to know, if anything."""
+        """Returns the profile if it may be used, and what the user has to know, if anything."""
         if aim is None or model is None:
             return None, f"the profile {self.name} has no effect in manual mode"
         if self.profile is None:
@@ -64,7 +64,8 @@ class NamedProfile:
 
 
 def fingerprint_of(model_patcher: Any) -> Fingerprint:
-    """Of the model as loaded, and of what is patched onto its weights (LoRA). Waits for the GPU."""
+    """Fingerprint of the model as loaded, and of what is patched onto its weights (LoRA). Waits for
+    the GPU."""
     network = model_patcher.model.diffusion_model
     network = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
     norms = {
@@ -98,7 +99,8 @@ def _mark_of(patches: Mapping[Any, Sequence[Any]]) -> torch.Tensor:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those of a patch, whose values ComfyUI nests in tuples and in adapters' `weights`."""
+    """Yields the tensors of a patch, whose values ComfyUI nests in tuples and in adapters'
+    `weights`."""
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
             yield value
@@ -112,7 +114,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def profile_of(
     model: Fingerprint, aim: Aim, choices: dict[Shape, Alternating], notes: dict[str, str]
 ) -> Profile | None:
-    """What a run measured; None when it measured nothing."""
+    """Profile of what a run measured; None when it measured nothing."""
     if not choices:
         return None
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a run when it is over: numbers on the CPU, nothing of the model."""
+"""Result of a run when it is over: numbers on the CPU, nothing of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .passes import Densities
 from .profiles import profile_of
 from .run_state import Run
 
-#: Sparse calls came before, so nothing tells whose doing it is.
+#: Remark where sparse calls came before, so that nothing tells whose doing it is.
 NOT_FINITE_LATER = (
     "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
     "see whether the model gives them by itself"
@@ -30,31 +30,32 @@ class MeasuredShape:
 
     tokens: int
     layers: Tensor
-    """(layers,) int64: number of each that was sparse, in some step at least."""
+    """(layers,) int64: number of each layer that was sparse, in some step at least."""
     density: Tensor
-    """Share of attention that was kept, forced blocks included: as in `HeadTable.density`."""
+    """Share of attention that was kept, forced blocks included, as in `HeadTable.density`."""
     predicted: Tensor
     """Relative L2 error expected when the choices were made, the mean over the steps."""
     probed: Tensor
-    """The one found in sparse calls, against exact attention; NaN where no call was probed."""
+    """Relative L2 error found in sparse calls, against exact attention; NaN where no call was
+    probed."""
     loudness: Tensor
-    """What the error of a head counts in a mean; as in `HeadChoices`."""
+    """Head weights, as in `HeadChoices`."""
     residual: Tensor
-    """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
-    none. Where steps differ that of their mean density, and so are the walks."""
+    """Pool weights, as first chosen, in the steps that pool; 0 is none. Where steps differ that of
+    their mean density, and so are the token orders."""
     background: Tensor
-    """The same of the mean of all keys for all that is dropped."""
+    """Background weights, likewise."""
     walks: Mapping[Walk, int]
-    """Heads by their walk through the tokens, in the steps that pool; empty where there was no
+    """Number of heads by their token order, in the steps that pool; empty where there was no
     choice."""
     one_walk: bool = False
-    """As in `HeadTable`."""
+    """Whether one token order alone was measured, as in `HeadTable`."""
     rests: bool = True
-    """Every second step is without the residual; not by profiles of the first versions."""
+    """Whether every second step is without pooled keys; not by profiles of the first versions."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
-        """Waits for the GPU."""
+        """Sums up a table. Waits for the GPU."""
         assert table.choices is not None and table.probe is not None
         layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
         tables = (table.density(), table.predicted(), table.probe.relative_errors())
@@ -78,7 +79,7 @@ class MeasuredShape:
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
-    """One run, as the report and the end-of-run line tell it."""
+    """Facts of one run, as the report and the end-of-run line tell it."""
 
     family: str
     tokens: int
@@ -87,40 +88,40 @@ class RunResult:
     dense: int
     cross: int
     faster_dense: int
-    """Of the dense ones, and below of cross-attention, by a faster kernel than ComfyUI's choice."""
+    """Dense calls by a faster kernel than ComfyUI's choice; below likewise of cross-attention."""
     faster_cross: int
     forwards: int
     density: float
     layers: Tensor
-    """(layers,) int64: number of each with self-attention."""
+    """(layers,) int64: number of each layer with self-attention."""
     by_step: Tensor
-    """(layers, steps) float32: their share of attention that was computed, 1 where it was dense,
-    NaN in steps without it."""
+    """(layers, steps) float32: share of attention that was computed, 1 where it was dense, NaN in
+    steps without any."""
     reasons: Mapping[str, int]
-    """Of dense self-attention calls, the most frequent first."""
+    """Reasons of dense self-attention calls, the most frequent first."""
     notes: tuple[str, ...]
     filter_left_out: bool
-    """Some sparse call ran without the PV filter that was asked for."""
+    """Whether some sparse call ran without the PV filter that was asked for."""
     asked: str
-    """What was asked of measured heads, "" in manual mode."""
+    """Aim of measured heads, "" in manual mode."""
     shapes: tuple[MeasuredShape, ...]
     profile: Profile | None
-    """What this run measured, and can be saved."""
+    """Profile that this run measured, and that can be saved."""
     from_profile: bool
-    """Choices of some shape came from a profile."""
+    """Whether choices of some shape came from a profile."""
     profile_name: str = ""
     steps: int = 0
-    """Of the schedule; 0 where that is not known."""
+    """Number of steps of the schedule; 0 where that is not known."""
     stopped_early: bool = False
-    """By an error or the user, before a pass that may be sparse was over."""
+    """Whether an error or the user stopped it before a pass that may be sparse was over."""
     missing: str = ""
     """"clip" or "picture" where its self-attention never came, although other attention did."""
     grid_tokens: int = 0
-    """Of the clip, where they are known."""
+    """Number of tokens of the clip, where they are known."""
 
     @classmethod
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
-        """Waits for the GPU."""
+        """Sums up a run. Waits for the GPU."""
         tally, tables = run.tally, run.heads.frozen if run.heads else []
         densities = Densities.of(run.records)
         by_step = densities.by_step
@@ -163,7 +164,8 @@ class RunResult:
         return joined[~joined.isnan()]
 
     def mean_error(self, name: str) -> float | None:
-        """By loudness, over the heads of all shapes and layers whose error is known, if any."""
+        """Mean by head weight, over the heads of all shapes and layers whose error is known, if
+        any."""
         return mean_error(self._joined(name), self._joined("loudness"))
 
     def _joined(self, name: str) -> Tensor:
@@ -172,7 +174,9 @@ class RunResult:
 
 
 def _not_finite(run: Run) -> Iterator[str]:
-    """What no reason of a dense call tells: NaN and inf in sparse steps. Waits for the GPU."""
+    """Remarks that no reason of a dense call tells: NaN and inf in sparse steps. Waits for the
+    GPU.
+    """
     probes = [x.probe for x in run.heads.frozen if x.probe is not None] if run.heads else []
     if any(not bool(probe.totals[1].isfinite().all()) for probe in probes):
         yield NOT_FINITE_LATER

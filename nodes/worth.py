@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Never slower: a call that dense attention would serve faster stays dense."""
+"""Rule that a run is never slower: a call that dense attention would serve faster stays dense."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..sparge.plan.worth import Call, Rates, estimate, proportions_for, rates_fo
 from .attention_call import AttentionCall
 from .settings import Settings
 
-#: Debugging aid: with the value 1 speed does not matter. A device without kernels runs the slow
-#: reference, not dense, and no call is dense for being slower.
+#: Environment variable for debugging: with the value 1 speed does not matter. A device without
+#: kernels runs the slow reference, not dense, and no call is dense for being slower.
 REFERENCE_VARIABLE = "SPARGE_REFERENCE"
-#: What the rates were measured with; dense attention in float32 is slower by far.
+#: Dtypes that the rates were measured with; dense attention in float32 is slower by far.
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)
-#: Shorter calls are sparse only where the user lowered min_tokens to have them so, and the rates do
-#: not hold for them.
+#: Fewest tokens that the rates hold for. Shorter calls are sparse only where the user lowered
+#: min_tokens to have them so.
 FEWEST_TOKENS = Settings.min_tokens
-#: A density that no user asks for.
+#: Density that no user asks for.
 NO_DENSITY = 0.01
 
 
@@ -33,8 +33,8 @@ def speed_matters() -> bool:
 
 
 def gpu_name(device: torch.device) -> str:
-    """As rates name it; with its target where that is not the GPU's best, which was measured. Empty
-    for other devices."""
+    """Name of a GPU in rates, with its target where that is not the GPU's best, which was measured.
+    Empty for other devices."""
     if device.type != "cuda":
         return ""
     name, capability = torch.cuda.get_device_name(device), capabilities(device)
@@ -44,10 +44,11 @@ def gpu_name(device: torch.device) -> str:
 def slower_reason(
     call: AttentionCall, density: float, pv_filter: bool, pooled: float | None
 ) -> str | None:
-    """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster, or
-    nothing is known. The text holds nothing that differs between layers: the report counts it.
+    """Reason why a call that keeps `density` of its pairs shall be dense, or None where it is
+    faster, or nothing is known.
 
-    pooled: share of the heads that use the residual; None without budgets.
+    The text holds nothing that differs between layers: the report counts it. pooled: share of the
+    heads that use pooled keys; None without head settings.
     """
     rates = known_rates(call)
     if rates is None:
@@ -75,20 +76,21 @@ def affordable(
     dense_steps: int,
     sparse_steps: int | None,
 ) -> Afforded:
-    """How much of a run is measured, one of its samples in this dense call: all, with `most` walks,
-    where nothing is known.
+    """Returns how much of a run is measured, one of its measurements in this dense call: all, with
+    `most` token orders, where nothing is known.
 
-    It is a matter of what a sample takes beside a dense call. On GPUs without rates of their own
-    that is taken to be as on an H200 (`proportions_for`); so `sample_cost.ALWAYS` is there as much
-    longer as dense calls are.
+    It is a matter of what a measurement takes beside a dense call. On GPUs without rates of their
+    own that is taken to be as on an H200 (`proportions_for`); so `sample_cost.ALWAYS` is there as
+    much longer as dense calls are.
 
-    conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
-    `SampleRates.seconds`. least: share of pairs that no call goes below. dense_steps and
-    sparse_steps: as in `SigmaWindow`. Whether it pays is told on GPUs with rates of their own.
+    conditionings: each is measured in each of the layers. calls: number of usual measurements that
+    each covers, as in `SampleRates.seconds`. least: share of pairs that no call goes below.
+    dense_steps and sparse_steps: as in `SigmaWindow`. Whether it pays is told on GPUs with rates of
+    their own.
     """
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
-    if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
+    if rates is None or rates.sample is None or call.shares_keys:  # they measure one order anyway
         return Afforded(most, again=sample_cost.UNLIMITED)
     sizes = _of_one_entry(call)
     kernel, samples = call.dense_kernel(), layers * conditionings
@@ -124,12 +126,12 @@ def affordable(
 
 
 def known_rates(call: AttentionCall) -> Rates | None:
-    """Those that the times of a call follow; None where nothing is known."""
+    """Rates that the times of a call follow; None where nothing is known."""
     return rates_for(gpu_name(call.q.device), call.head_dim) if _rates_hold(call) else None
 
 
 def _rates_hold(call: AttentionCall) -> bool:
-    """For calls like this, where there are any."""
+    """Whether rates hold for calls like this, where there are any."""
     measured = call.facts.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
     return measured and speed_matters()
 
@@ -137,6 +139,6 @@ def _rates_hold(call: AttentionCall) -> bool:
 def _of_one_entry(
     call: AttentionCall, pv_filter: bool = False, pooled: float | None = None
 ) -> Call:
-    """ComfyUI computes the entries of a batch together or one by one, as memory allows, and the
-    result must not depend on it."""
+    """Facts of one entry of a batch: ComfyUI computes entries together or one by one, as memory
+    allows, and the result must not depend on it."""
     return Call(call.facts.query_tokens, call.head_count, call.head_dim, pv_filter, pooled)
