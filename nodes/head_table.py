@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of one attention shape on one device: measured while dense, frozen, probed.
 
-Output scale, pool weight, head weight, token order and its variant are `contrast`, `gain`,
-`loudness`, `walk` and `turn` here.
+`walk` and `turn` are a token order and its variant.
 """
 
 from __future__ import annotations
@@ -285,11 +284,9 @@ class HeadTable:
         )
 
     def _begin_step(self, steps: StepChoices, facts: PassFacts) -> None:
-        """Takes the head settings of the step of this pass.
-
-        Passes that were dense to be measured have no part in the mean. Waits for the GPU where
-        choices are made anew or, as the noise level of the pass did, where steps differ.
-        """
+        """Takes the head settings of the step of this pass. Passes that were dense to be measured
+        have no part in the mean. Waits for the GPU where choices are made anew or, as the noise
+        level of the pass did, where steps differ."""
         assert self.probe is not None
         self._first = self._first or facts
         if (step := _steps_between(self._first, facts)) <= self._step:

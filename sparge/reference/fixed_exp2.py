@@ -25,7 +25,7 @@ _SCALE = 2.0**-15  # of a line, where half precision begins: the sum of two is 2
 _ROOT_HALF = 0.70703125  # 2^-.5 in half precision
 
 _TILE = 8  # neighbouring keys
-#: Tiles of each 64 keys, a bit each; of the others 2^x itself is rounded.
+#: Tiles of each 64 keys that are computed so, a bit each; of the others 2^x itself is rounded.
 FIXED_TILES = 0x5B
 
 
@@ -36,7 +36,7 @@ def fixed_exp2(x: Tensor) -> Tensor:
 
 
 def is_fixed(keys: int, device: torch.device) -> Tensor:
-    """(keys,) bool: of those of a step, in order, the ones whose P is computed in fixed point."""
+    """(keys,) bool: whether P of a key of a step, in order, is computed in fixed point."""
     tile = torch.arange(keys, device=device) % KEY_BLOCK // _TILE
     return (FIXED_TILES >> tile & 1).bool()
 
