@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling runs that `benchmarks.comfyui_call` makes of a model: without the node and with."""
+"""Sampling runs that `benchmarks.comfyui_call` makes of a model: without the node and with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class NodeRun:
 
 
 def node_runs(args: argparse.Namespace, *, profiles: bool) -> Iterator[NodeRun]:
-    """First the one without the node. profiles: with those that --residual asks for."""
+    """Yields the runs, first the one without the node. profiles: with those that --residual asks
+    for."""
     yield NodeRun("default")
     for run in _measured(args):
         yield run
@@ -40,7 +41,8 @@ def _with_residual(run: NodeRun, share: float) -> Iterator[NodeRun]:
 
 
 def _measured(args: argparse.Namespace) -> Iterator[NodeRun]:
-    """As a rule every step is sparse: the share of dense steps is the user's choice."""
+    """Yields the measured runs. As a rule every step is sparse: the share of dense steps is the
+    user's choice."""
     common = {
         "mode": args.mode,
         "pvthreshd": args.pvthreshd,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding masks turned into what attention takes: the real keys first, and how many they are.
 
-padding = sparge.key_padding(mask)              # waits for the GPU once a mask k, v, key_lengths =
-padding.apply(k, v) out = sparge.attention(q, k, v, policy, key_lengths=key_lengths)
+padding = sparge.key_padding(mask)              # waits for the GPU once a mask
+k, v, key_lengths = padding.apply(k, v)
+out = sparge.attention(q, k, v, policy, key_lengths=key_lengths)
 """
 
 from __future__ import annotations

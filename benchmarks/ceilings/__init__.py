@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this GPU does at most of one kind of work: small kernels, and PyTorch's own products."""
+"""Ceilings of this GPU: most that it does of one kind of work, by small kernels and PyTorch's own
+products."""

@@ -25,7 +25,8 @@ from benchmarks.tiny_video_dit.model import Attention
 from sparge.calibrate import Aim
 from sparge.reference.packed import pack_qkv, scatter
 
-#: Attention of a model in a mode with these budgets, and a function that says its mean density.
+#: Attention of a model in a mode with these head settings, and a function that says its mean
+#: density.
 Attending = Callable[[DenseRun, Mode, Budgets], tuple[Attention, Callable[[], float]]]
 
 
@@ -44,18 +45,18 @@ class Clips:
         ]
 
     def row(self, mode: Mode, density: float, attending: Attending) -> Row:
-        """At a mean density."""
+        """Row at a mean density."""
         named = {"data": self.name, "mode": mode.name, "asked_density": density}
         return named | self._sampled(mode, Aim("budget", density), attending)
 
     def target_row(self, target: float, attending: Attending) -> Row:
-        """At the density that a mean error of the heads takes, as mode auto quality does."""
+        """Row at the density that a mean error of the heads takes, as mode auto quality does."""
         named = {"data": self.name, "mode": AUTO_QUALITY, "target": target}
         return named | self._sampled(BY_NAME["ours auto"], Aim("quality", target), attending)
 
     def _sampled(self, mode: Mode, aim: Aim, attending: Attending) -> Row:
-        """PSNR of the clips in decibels and mean density of the sparse steps, means over clips; of
-        measured heads also how near they came to what was expected of them."""
+        """Row of sampled clips: PSNR in decibels and mean density of the sparse steps, means over
+        clips; of measured heads also how near they came to what was expected of them."""
         found, densities, heads = [], [], []
         for index, run in enumerate(self.runs):
             budgets = self._budgets(index, mode, aim, judged=True)
@@ -69,11 +70,11 @@ class Clips:
         return figures | judged
 
     def budgets(self, index: int, mode: Mode, density: float) -> Budgets:
-        """For one of the clips."""
+        """Head settings for one of the clips."""
         return self._budgets(index, mode, Aim("budget", density), judged=False)
 
     def _budgets(self, index: int, mode: Mode, aim: Aim, *, judged: bool) -> Budgets:
-        """judged: as in `ChosenBudgets`."""
+        """Head settings for one of the clips. judged: as in `ChosenBudgets`."""
         run = self.runs[index]
         device = run.begun.device
         if mode.measured:
@@ -119,7 +120,7 @@ def emulated(run: DenseRun, mode: Mode, budgets: Budgets) -> tuple[Attention, Ca
 def in_library(
     run: DenseRun, mode: Mode, budgets: Budgets
 ) -> tuple[Attention, Callable[[], float]]:
-    """Through `sparge.attention`."""
+    """Attention through `sparge.attention`, and a function that says its mean density."""
     steps = SparseSteps(run, mode, budgets)
     stats = sparge.AttentionStats(run.begun.device)
 

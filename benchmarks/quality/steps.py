@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the node changes from one sparse step of a sampling run to the next."""
+"""Head settings from one sparse step of a sampling run to the next, as the node changes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPARSE_STEPS = STEPS - DENSE_STEPS
 
 
 class SameBudgets:
-    """In all steps; of each layer."""
+    """Same head settings in all steps, by layer."""
 
     def __init__(self, budgets: Sequence[HeadBudget]) -> None:
         self._budgets = budgets
@@ -39,12 +39,14 @@ class SameBudgets:
 
 
 class ChosenBudgets:
-    """What the node gives to an aim, step by step; all layers were measured."""
+    """Head settings that the node gives to an aim, step by step; all layers were measured."""
 
     def __init__(
         self, calibration: Calibration, aim: Aim, device: torch.device, *, judged: bool = False
     ) -> None:
-        """judged: compare every call with exact attention, of no use to a timed run."""
+        """Starts a run. judged: compare every call with exact attention, of no use to a timed
+        run.
+        """
         self._calibration, self._device, self._judged = calibration, device, judged
         self._aim = aim
         self.found: list[Tensor] = []
@@ -81,7 +83,7 @@ class ChosenBudgets:
         return budget
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """What a call gave."""
+        """Takes the result of a call."""
         if (visit := self._choices.visit(layer, self._step)) is not None:
             self._probe.sample(layer, q, k, v, out, visit=visit)
         if self._choices.again is not None:
@@ -94,11 +96,11 @@ class ChosenBudgets:
             self.loudness.append(self._now.loudness[layer].double())
 
     def _judgement(self) -> tuple[list[Tensor], ...]:
-        """In the order of `JudgedHeads`."""
+        """Tensors in the order of `JudgedHeads`."""
         return self.found, self.expected, self.dropped, self.loudness
 
     def judged_heads(self) -> JudgedHeads:
-        """Of the last run, one clip."""
+        """Judged heads of the last run, one clip."""
         of_calls = (torch.stack(judged) for judged in self._judgement())
         return JudgedHeads(*(x.unflatten(0, (1, SPARSE_STEPS, -1)) for x in of_calls))
 
@@ -110,7 +112,7 @@ def _relative(out: Tensor, exact: Tensor) -> Tensor:
 
 
 def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
-    """What upstream's drop makes of a call with as many blocks as a budget keeps."""
+    """Result of upstream's drop in a call, with as many blocks as the head settings keep."""
     zeros = torch.zeros_like(budget.gain)
     blocks = block_count(k.shape[2], KEY_BLOCK)
     asked = (budget.density * blocks).long().clamp(min=budget.floor)
@@ -125,7 +127,7 @@ Budgets = SameBudgets | ChosenBudgets
 
 
 class SparseSteps:
-    """The orders that steps take in turn, and their budgets."""
+    """Token orders that steps take in turn, and their head settings."""
 
     def __init__(self, run: DenseRun, mode: Mode, budgets: Budgets) -> None:
         device = run.begun.device
@@ -134,8 +136,10 @@ class SparseSteps:
         self._step = -1
 
     def of_call(self, layer: int) -> tuple[TokenOrder | None, HeadBudget]:
-        """Of the next call, which is one of `layer`; the first layer begins a step, and after the
-        last step comes another run."""
+        """Order and head settings of the next call, which is one of `layer`.
+
+        The first layer begins a step, and after the last step comes another run.
+        """
         if layer == 0:
             self._step = (self._step + 1) % SPARSE_STEPS
             self._budgets.begin_step(self._step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every data set hands out: attention calls of a trained network."""
+"""Layers that every data set hands out: attention calls of a trained network."""
 
 from __future__ import annotations
 
