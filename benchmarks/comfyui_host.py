@@ -36,7 +36,7 @@ class Sampled:
 
     seconds: list[float]
     heads: dict[str, list[float]]
-    """As in `HeadCosts.of_calls`."""
+    """Seconds of the work on heads, as in `HeadCosts.of_calls`."""
     first_call: Tensor
     latent: Tensor
     held_gib: float

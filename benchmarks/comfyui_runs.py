@@ -15,11 +15,11 @@ AUTO_QUALITY = "auto quality"
 class NodeRun:
     name: str
     widgets: dict[str, Any] | None = None
-    """None without the node."""
+    """Widgets of the node; None without the node."""
     residual: float | None = None
-    """Share of heads with the residual, in a run from a profile of the one that measured."""
+    """Share of heads with pooled keys, in a run from a profile of the one that measured."""
     every_step: bool = False
-    """Those heads have it in every step, not in every second one."""
+    """Whether those heads have pooled keys in every step, not in every second one."""
     may_stay_dense: bool = False
     """Random weights may need every pair for a target error."""
 

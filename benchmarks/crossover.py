@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Crossover: from how many tokens and below what density a sparse call is faster than PyTorch's
-dense one.
+"""Crossover: tokens from which, and densities below which, sparse calls are faster than dense.
 
     python -m benchmarks.crossover [--seconds 150] [--out FILE]  # measures on this GPU, then fits
     python -m benchmarks.crossover --fit FILE                    # writes sparge/plan/rates.json
 
-One JSON object for each size, case and asked density: tokens, heads, head_dim, case, density
-(reached), pv_filter, pooled (share of the heads that add pseudo-keys; null: no head settings), ms
-(of the GPU), host_ms (until the host is back), held_out (a model's shape: the fit is judged by it,
-not made from it; missing otherwise), gpu, arch, torch, commit. The dense cases are PyTorch's
-kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash first). A call waits
-in the queue while the GPU multiplies matrices, as it does in a model, so that ms holds nothing of
-the host's and is at a model's clocks. Before a size is timed, calls that drop nothing are compared
-with float32.
+The dense calls are PyTorch's. One JSON object for each size, case and asked density: tokens, heads,
+head_dim, case, density (reached), pv_filter, pooled (share of the heads that add pseudo-keys; null:
+no head settings), ms (of the GPU), host_ms (until the host is back), held_out (a model's shape: the
+fit is judged by it, not made from it; missing otherwise), gpu, arch, torch, commit. The dense cases
+are PyTorch's kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash
+first). A call waits in the queue while the GPU multiplies matrices, as it does in a model, so that
+ms holds nothing of the host's and is at a model's clocks. Before a size is timed, calls that drop
+nothing are compared with float32.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other attention kernels, each behind one function; an absent one says why."""
+"""Peers: other attention kernels, each behind one function; an absent one says why."""
 
 from __future__ import annotations
 

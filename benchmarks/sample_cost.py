@@ -7,7 +7,7 @@
 One JSON object for each size and number of token orders: tokens, heads, head_dim, walks (token
 orders), calls (number of usual measurements whose query blocks it covers), row_step (one in so many
 rows is compared; 2 where it is missing), ms (of the GPU, which sleeps until the host has queued the
-measurement: docs/experiments.md, Samples after a pause and after products), host_ms, dense_ms (of a
+measurement: docs/experiments.md, Milliseconds of a measurement), host_ms, dense_ms (of a
 dense call of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first
 four, ms, host_ms and gpu; it is one of least squares of relative errors for each head_dim, of the
 rows with calls 1, for the GPU and for the host. The README's table of measurements beside dense

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of layers: how many transformer blocks a model has, and which of them ComfyUI says that a
-call is of."""
+"""Numbers of a model's transformer blocks, and the one that ComfyUI says a call is of."""
 
 from __future__ import annotations
 

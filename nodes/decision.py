@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decision between sparse and dense: one pure function from what is known about a call to a reason
-for the user."""
+"""Decision between sparse and dense: one pure function from facts about a call to a reason."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of this pack where the model would run without it: the call is dense, counted, and in the
-log.
+"""Errors of this pack where the model would run without it.
 
-What a model sends is not in our hands, so a shape that nobody thought of must not cost a user the
-picture. Nor must it go unseen: whoever reads the log finds the error with its traceback.
+The call is dense, counted, and in the log. What a model sends is not in our hands, so a shape that
+nobody thought of must not cost a user the picture. Nor must it go unseen: whoever reads the log
+finds the error with its traceback.
 """
 
 from __future__ import annotations

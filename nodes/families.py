@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that models do not publish: the token grid, where text stands, and how many layers they
-have.
+"""Model families: facts that models do not publish.
 
-To add a family, add a row to FAMILIES under the class name of its diffusion model. A model without
-a row works too; its tokens are then all alike to the policy, and the end-of-run line says so.
+They are the token grid, where text stands, and how many layers they have. To add a family, add a
+row to FAMILIES under the class name of its diffusion model. A model without a row works too; its
+tokens are then all alike to the policy, and the end-of-run line says so.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _heads_of_first_block(model: Any) -> int | None:
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
 
-#: By class name, so that nothing here imports a model; subclasses inherit their parent's row.
+#: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
     "AsymmDiTJoint": Family("Mochi", _LAST, _spatial, off_grid.mochi),
     "CogVideoXTransformer3DModel": Family(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that hold for one forward pass of the model, worked out once before it: no sync per
-call.
-"""
+"""Facts that hold for one forward pass, worked out once before it: no sync per call."""
 
 from __future__ import annotations
 

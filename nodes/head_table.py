@@ -63,7 +63,7 @@ class Shape:
     tokens: int
     heads: int
     grid: TokenGrid | None
-    """None where the tokens stay in the order they come."""
+    """Token grid; None where the tokens stay in the order they come."""
     rows: int = 0
     """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PV filter (`pvthreshd`) where it makes calls faster; elsewhere it would only make them less
-exact."""
+"""PV filter (`pvthreshd`) where it makes calls faster; elsewhere it would only cost exactness."""
 
 from __future__ import annotations
 

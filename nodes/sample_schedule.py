@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule of measuring: which forward passes of one attention shape are measured, and which
-entries of their batch."""
+"""Schedule of measuring: which forward passes, and which entries of their batch, are measured."""
 
 from __future__ import annotations
 

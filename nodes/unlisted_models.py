@@ -17,12 +17,12 @@ UNKNOWN_MODEL = (
     f"the pack does not know this model: {_IN_ORDER}, and text, should there be some among them, "
     "is not kept exact"
 )
-#: The same where its self-attention has text beside the picture.
+#: Remark where its self-attention has text beside the picture.
 UNKNOWN_TEXT = (
     "the pack does not know where this model has what: text among its tokens is not kept exact, "
     f"and {_IN_ORDER}"
 )
-#: The same where text is in its cross-attention alone.
+#: Remark where text is in its cross-attention alone.
 UNKNOWN_ORDER = f"the pack does not know where this model has what: {_IN_ORDER}"
 
 #: Names for the user, by class name; subclasses inherit their parent's.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why a run had nothing to make sparse, and what its user can do: for the line and the
-picture."""
+"""Reasons why a run had nothing to make sparse, and what its user can do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch of the kernel that scores calibration's candidates: fills its parameter block and queues
-it."""
+"""Launch of the kernel that scores calibration's candidates."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def _room(key_blocks: int, pooling: int) -> int:
 
 
 def _rows_per_cta(shape: CallShape, pooling: int, rows: int, device: torch.device) -> int:
-    """As many of a query block's rows as fit in shared memory, in groups of about one size."""
+    """Most rows of a query block that fit in shared memory, in groups of about one size."""
     limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_SHARED
     for most in range(min(_MOST_ROWS, rows), 0, -1):
         if shared_bytes(shape, pooling, most) <= limit:

@@ -9,10 +9,10 @@ from .errors import Unsupported
 from .plan.blocks import block_count
 from .workspace import CallShape
 
-#: Most key or value blocks of a head that a thread block takes one after another
-#: (docs/experiments.md, Runs of the quantize kernel).
+#: Most key or value blocks of a head that a thread block takes in turn: more gain nothing, with
+#: fewer a thread block's own cost weighs more (docs/experiments.md, "Runs of blocks").
 LONGEST_RUN = 8
-#: Least thread blocks that each multiprocessor has its share of, or nearly so.
+#: Least number of thread blocks a multiprocessor, or nearly so: runs that leave fewer cost time.
 LEAST_THREAD_BLOCKS = 32
 LONGEST_AXIS = 65535  # limit of a grid's axes, but for the first
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference as one torch.library op: what it computes depends on the data, which torch.compile
-could not trace."""
+"""Reference as one torch.library op.
+
+What it computes depends on the data, which torch.compile could not trace.
+"""
 
 from __future__ import annotations
 

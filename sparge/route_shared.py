@@ -47,13 +47,15 @@ class RouteShared:
 
 
 def score_pitch(key_blocks: int) -> int:
-    """Whole steps of sixteen key blocks (kKeyStep of csrc/route/outputs.cuh) and eight numbers, so
-    that pairs of numbers in four rows lie in 32 banks (docs/experiments.md, Pitch of scores in
-    shared memory)."""
+    """Whole steps of sixteen key blocks (kKeyStep of csrc/route/outputs.cuh) plus eight numbers.
+
+    So pairs of numbers in four rows lie in 32 banks, also where 512 key blocks (Wan's 32,760
+    tokens) would put them in eight."""
     return (key_blocks + 15) // 16 * 16 + 8
 
 
 def vector_bytes(head_dim: int) -> int:
-    """Bytes of what is multiplied with every key block: a vector a query block, in two parts: four
-    numbers a lane and eight channels."""
+    """Bytes of the vectors that every key block is multiplied with: one a query block.
+
+    Each is in two parts, of four numbers a lane and eight channels."""
     return 2 * head_dim // 8 * (4 * 32 + PADDING) * 4

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ceilings of this GPU: most that it does of one kind of work, by small kernels and PyTorch's own
-products."""
+"""Ceilings of this GPU: the most of one kind of work that small kernels and PyTorch reach."""

@@ -44,7 +44,7 @@ class DenseRun:
     calibrated: list[Call]
     """The calls of CALIBRATED_STEP."""
     judged: list[Call]
-    """Those of the steps asked for."""
+    """Calls of the steps asked for."""
 
     def finished(self, attention: Attention = dense) -> Tensor:
         """Clip (frames, rows, columns, 3) whose steps after the dense ones run with `attention`."""

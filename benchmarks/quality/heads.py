@@ -20,11 +20,11 @@ class JudgedHeads:
 
     found: Tensor
     expected: Tensor
-    """As the choices expect them."""
+    """Errors that the choices expect."""
     dropped: Tensor
-    """Of upstream's drop of the same tensors, at each head's own density."""
+    """Errors of upstream's drop of the same tensors, at each head's own density."""
     loudness: Tensor
-    """No error, but what each counts in a mean."""
+    """Head weights: no error, but what each counts in a mean."""
 
     @classmethod
     def of_clips(cls, runs: Sequence[JudgedHeads]) -> JudgedHeads:

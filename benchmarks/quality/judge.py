@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge of one attention call: its sampled query blocks, and how far from float32 a result is on
-them."""
+"""Judge of one attention call: its sampled query blocks, and errors against float32 on them."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Call:
     is_causal: bool
     element: Element = ELEMENT
     place: int = 0
-    """Of the layer among those judged, from 0: which budgets are the call's."""
+    """Number of the layer among those judged, from 0, which tells the call's head settings."""
     _walked: dict[int, Packed] = field(default_factory=dict, init=False, repr=False)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods compared, all in the same 8-bit arithmetic: what each keeps, and what stands for the
+"""Methods compared, all in the same 8-bit arithmetic: what each keeps, and its substitute for the
 rest."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mode:
     centroid: bool = False
     """One pooled term a query block, from its mean query, for all that it drops."""
     measured: bool = False
-    """What a head keeps and how it makes up for the rest as calibration chose, under the mean
+    """Whether calibration chose what a head keeps and how it makes up for the rest, under the mean
     density."""
     upstream: bool = False
     """Routing as upstream has it: a ragged last block weighs as much as a whole one."""
@@ -62,7 +62,7 @@ MODES = (
     # Sol-Attn (arXiv 2607.24027) orders tokens along a space-filling curve. ComfyUI's port leaves
     # that out; with cubes it is the harder one to beat.
     Mode("sol", cubes=True, centroid=True),
-    # What the library does without a measurement.
+    # Mode of the library without a measurement.
     Mode("ours manual", cubes=True, text_sink=True),
     Mode("ours auto", cubes=True, measured=True, text_sink=True),
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results file: a JSON object a line, one for each data set, mode, place, and mean density or
-target error that was asked for."""
+"""Results file: a JSON object a line for each data set, mode, place, and asked density or
+target.
+"""
 
 from __future__ import annotations
 

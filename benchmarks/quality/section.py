@@ -29,10 +29,10 @@ class Part:
     """Part of the section on one kind of data: a table, and a picture where it has a file name."""
 
     begins: str
-    """How the rows' data are named."""
+    """Beginning of the names of the rows' data."""
     field: str
     title: str
-    """Of the picture's vertical axis."""
+    """Title of the picture's vertical axis."""
     about: str
     """{layers} becomes which share of them was judged."""
     digits: int

@@ -52,11 +52,12 @@ class ChosenBudgets:
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []
-        """The same as the choices expect it."""
+        """(heads,) float64 for each call of the last run: errors that the choices expect."""
         self.dropped: list[Tensor] = []
-        """The same of upstream's drop of the same tensors, at each head's own density."""
+        """(heads,) float64 for each call: errors of upstream's drop of the same tensors, at each
+        head's own density."""
         self.loudness: list[Tensor] = []
-        """What the error of each counts, as the choices have it."""
+        """(heads,) for each call: head weights of the choices."""
 
     def begin_step(self, step: int) -> None:
         if step == 0:

@@ -128,7 +128,8 @@ def _q4_1(raw: Bytes) -> Floats:
     return scale * np.concatenate([raw[:, 4:] & 15, raw[:, 4:] >> 4], 1) + least
 
 
-#: By GGML type: bytes a group, elements a group, decoder of (groups, bytes) to (groups, elements).
+#: Layout by GGML type: bytes a group, elements a group, decoder of (groups, bytes) to (groups,
+#: elements).
 TYPES: dict[int, tuple[int, int, Callable[[Bytes], Floats]]] = {
     0: (4, 1, _f32),
     1: (2, 1, _f16),

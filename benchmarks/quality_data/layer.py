@@ -18,4 +18,4 @@ class Layer(NamedTuple):
     k: Tensor
     v: Tensor
     grid: TokenGrid | None
-    """Where the tokens lie; None for a text."""
+    """Token grid; None for a text."""

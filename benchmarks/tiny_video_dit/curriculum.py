@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curriculum: which clips a training step sees, small ones first, where a second buys most steps,
-then the size that is judged.
+"""Curriculum: which clips a training step sees.
 
-Grids count tokens (frames, rows, columns); a token is 1 x 4 x 8 pixels. All sizes show the same
-world at the same scale, smaller ones less of it, so what is learnt carries over. None divides by
-the kernels' blocks or cubes: neither do real videos.
+Small clips come first, where a second buys most steps, then the size that is judged. Grids count
+tokens (frames, rows, columns); a token is 1 x 4 x 8 pixels. All sizes show the same world at the
+same scale, smaller ones less of it, so what is learnt carries over. None divides by the kernels'
+blocks or cubes: neither do real videos.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenes that clips show, as numbers: a textured ground under a moving camera, and objects that
-move, turn and hide each other. The same numbers, projected by fixed random signs, are the text.
+"""Scenes that clips show, as numbers.
 
-Lengths are pixels, times are units of TIME_UNIT frames, angles radians; the origin is the middle of
-the picture at time zero.
+A scene is a textured ground under a moving camera, and objects that move, turn and hide each other.
+The same numbers, projected by fixed random signs, are the text. Lengths are pixels, times are units
+of TIME_UNIT frames, angles radians; the origin is the middle of the picture at time zero.
 """
 
 from __future__ import annotations

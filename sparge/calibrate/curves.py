@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error over density, made robust to few measured query blocks and read between the measured
-densities.
+"""Error over density, made robust to few query blocks and read between measured densities.
 
 Errors are float64 arrays (layers, heads, ..., densities, kinds), the last density being 1. What is
 read between densities is of one kind.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact and pooled parts of some query blocks, bucket by bucket, and their distance from exact
-attention: what calibration scores."""
+"""Exact and pooled parts of some query blocks, and their distance from exact attention.
+
+Parts are taken bucket by bucket; the distances are what calibration scores.
+"""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Offers:
 
 @functools.lru_cache(maxsize=64)
 def _say_denser(asked: str, kept: str) -> None:
-    """Says so once, although a run chooses several times."""
+    """Logs it once, although a run chooses several times."""
     logger.warning(
         "A mean density of %s is asked for; text, floors and the least dense candidates already "
         "keep %s.",

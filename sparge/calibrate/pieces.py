@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of key blocks that densities add one after the other, cut into pieces of about one
-length. One thread block attends to each piece."""
+"""Pieces of about one length of the buckets of key blocks that densities add one after the other.
+
+One thread block attends to each piece.
+"""
 
 from __future__ import annotations
 

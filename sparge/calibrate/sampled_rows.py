@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query rows and key blocks of a measurement on the GPU, before it touches keys. Made once for all
-groups of heads."""
+"""Query rows and key blocks of a measurement on the GPU, before it touches keys.
+
+They are made once for all groups of heads.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on the layers of a model in threads. Layers know nothing of each other, and NumPy leaves the
-interpreter to others while it computes."""
+"""Work on the layers of a model in threads.
+
+Layers know nothing of each other, and NumPy leaves the interpreter to others while it computes.
+"""
 
 from __future__ import annotations
 

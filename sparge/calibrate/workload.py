@@ -42,7 +42,7 @@ class Workload:
         return self.order.key_blocks
 
     def policy(self) -> SparsePolicy:
-        """What the call's policy says of blocks that are always kept."""
+        """Policy of the call, with the blocks that are always kept."""
         return SparsePolicy(attention_sink=self.sink)
 
     def sparse_query_blocks(self) -> list[int]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of each head: what it may keep and how it makes up for what it drops; measured, never
-assumed."""
+"""Head settings: what a head may keep and how it makes up for what it drops.
+
+They are measured, never assumed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token grids: where each token of a video or an image lies, and the order in which attention
-visits them."""
+"""Token grids: where each token of a video or an image lies, and orders of the tokens."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def error_scores(packed: Packed, scale: float, valid: Tensor) -> Tensor:
 
 def _facts(packed: Packed) -> BlockFacts:
     """Facts about blocks as they are kept between quantize and route, in bf16: for `log_scores`
-    alone, every query block reads them of each key block (docs/experiments.md, Block statistics in
-    bf16)."""
+    alone, every query block reads them of each key block (docs/experiments.md, Precision of block
+    statistics)."""
     operands = packed.operands
     return BlockFacts(
         operands.q_block_mean,

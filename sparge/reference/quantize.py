@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages means and quantize: the operands that the attend stage multiplies, and the block
-statistics."""
+"""Stages means and quantize: operands of the attend stage, and the block statistics."""
 
 from __future__ import annotations
 
