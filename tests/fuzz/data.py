@@ -110,7 +110,7 @@ def lay_out(
 
 
 def poison_beyond(x: Tensor, lengths: Sequence[int], value: float) -> None:
-    """In place: keys of x (B, H, N, D) at and beyond its length hold `value`, as nobody may read
+    """Fills keys of x (B, H, N, D) at and beyond its length with `value`, in place: nobody may read
     them."""
     for entry, length in enumerate(lengths):
         x[entry, :, max(0, length) :] = value

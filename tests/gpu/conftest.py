@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU tests share."""
+"""Fixtures that the GPU tests share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels a test runs: operand types, attend entry and its softmax."""
+    """Kernels that a test runs: operand types, attend entry and its softmax."""
 
     element: Element
     entry: str = "attend"
