@@ -35,7 +35,7 @@ def with_residual(choices: HeadChoices, share: float) -> HeadChoices:
     Densities, routers and token orders are as they were.
     """
     heads = int(choices.measured.sum()) * choices.heads
-    # Just above: the product of a share like .3 may lie below the whole number that is meant.
+    # Just above: the product of a share like 0.3 may lie below the whole number that is meant.
     places = (torch.arange(heads + 1, dtype=torch.float64) * share + 1e-9).floor()
     gain = torch.zeros_like(choices.gain)
     gain[choices.measured] = places.diff().to(gain.dtype).view(-1, choices.heads)

@@ -89,8 +89,8 @@ class Field:
 class WorkspaceLayout:
     """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
 
-    A plan needs no values, a call with a given plan no query statistics, one without a budget no
-    variances and pseudo-keys: those fields are absent.
+    A plan needs no values, a call with a given plan no query statistics, one without head settings
+    no variances and pseudo-keys: those fields are absent.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from ..policy import INT32_MAX, SparsePolicy
 from ..thresholds import SELECTION, threshold_table
 from .recording import being_recorded
 
-#: Number of kept tables of a budget: one for each pair of simthreshd1 and pvthreshd.
+#: Number of kept tables of head settings: one for each pair of simthreshd1 and pvthreshd.
 KEPT_TABLES = 16
 TableKey = tuple[float, float]
 
@@ -34,7 +34,7 @@ class Router(enum.IntEnum):
     """Error that pooled keys would make in the block's place."""
 
 
-#: Fields of a budget that may be None: their types, and what heads then have.
+#: Fields of head settings that may be None: their types, and what heads then have.
 OPTIONAL = {
     "walk": (torch.int32, 0),
     "background": (torch.float32, 0.0),

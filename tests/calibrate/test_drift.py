@@ -79,6 +79,6 @@ def test_what_was_seen_late_has_less_way_to_come():
     early, late = Drift(WALKS), Drift(WALKS)
     early.find(torch.tensor([[4.0]]), seen(*[ROWS] * 4, visited=[True, True, False, False]), 4)
     late.find(torch.tensor([[4.0]]), seen(*[ROWS] * 4, visited=[False, False, True, True]), 4)
-    # Samples are of .5 and 2.5, measured was at -1, and the middle of the next steps is 5.5.
+    # Samples are of 0.5 and 2.5, measured was at -1, and the middle of the next steps is 5.5.
     assert of_head(early.ahead)[1] == pytest.approx(4 ** (1 + TREND * 5 / 1.5))
     assert of_head(late.ahead)[1] == pytest.approx(4 ** (1 + TREND * 3 / 3.5))

@@ -219,7 +219,7 @@ def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
 
 def test_small_errors_beside_large_values(generator: torch.Generator) -> None:
     """All values lie 100 times further from 0 than from each other, so that their products around
-    0 would be wrong by .01."""
+    0 would be wrong by 0.01."""
 
     def some() -> Partial:
         logits = torch.randn(6, 9, generator=generator)

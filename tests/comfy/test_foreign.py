@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-EIGHT_BIT = 0.004  # half of the blocks dropped is .03
+EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 STEPS, SPARSE_STEPS = 4, 3
 
 # name: (self-attentions a pass, their tokens, shown name, whether text is among the tokens)

@@ -90,7 +90,8 @@ def e4m3() -> bool:
 def rounding() -> float:
     """Relative L2 error of noise attended to by noise, where no error averages out.
 
-    P and V each lose up to 2^-4 in E4M3 (an H200 reached .040) and 2^-11 in FP16; INT8 scores .02.
+    P and V each lose up to 2^-4 in E4M3 (an H200 reached 0.040) and 2^-11 in FP16; INT8 scores
+    lose 0.02.
     """
     return 0.06 if e4m3() else 0.03
 
