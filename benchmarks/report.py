@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the README's benchmark tables and pictures from benchmarks/results; a test checks them.
+"""Writes the tables and pictures of docs/benchmarks.md and the README's table of calls.
 
 python -m benchmarks.report [--check]
+
+They are made from benchmarks/results; a test checks them.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from sparge.calibrate.spread import ROW_STEP
 
 from .limits import Ceilings, read_ceilings
 from .png import write_png
+from .prose import paragraph
 from .sample_table import samples_table
 from .speed_plot import picture_name, pictures
 from .speed_table import OURS, TITLES, Speeds, summary, table, tables
 from .timing import ROOT, read_rows
 
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
+CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->\n", "<!-- calls:end -->"
 #: File of `benchmarks.attention` and of `benchmarks.limits`.
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
@@ -40,6 +45,13 @@ CONFIGS = (
     "topk 0.2, pvthreshd 15",
     "auto budget 0.2, pvthreshd 15",
 )
+#: Names of the models by `model` of the rows.
+NAMES = {
+    "mochi": "Mochi",
+    "cogvideox": "CogVideoX-5B",
+    "wan": "Wan 14B",
+    "flux": "Flux",
+}
 #: Pooled keys in half of the heads by decree, as the node has them and in every step, which it
 #: never does.
 WITH_RESIDUAL = tuple(
@@ -78,7 +90,7 @@ def comfyui(rows: list[dict[str, Any]]) -> str:
 
 
 def _others() -> str:
-    """Table of seconds of a call of the last of CONFIGS and of the default, from the fastest
+    """Seconds of a call of the last of CONFIGS and of the default, as text, from the fastest
     default on."""
     pairs: dict[str, dict[int, dict[str, float]]] = {}
     for row in read(OTHERS):
@@ -93,8 +105,8 @@ def _others() -> str:
 
 
 def _runs_of_users() -> str:
-    """Table of seconds of all steps, of the default and of the last of CONFIGS, which may stay
-    dense."""
+    """Seconds of all steps, of the default and of the last of CONFIGS, which may stay dense, as
+    text."""
     steps: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for row in read(RUNS):
         steps.setdefault((row["model"], len(row["seconds"])), {})[row["config"]] = row
@@ -158,8 +170,8 @@ def _about_limits() -> str:
     commit = json.loads((RESULTS / LIMITS).read_text(encoding="utf-8"))["commit"]
     return (
         f"The limit is the time that rates measured on a GPU of this kind (commit {commit}) allow "
-        "if all overlaps (`benchmarks/limits.py` has the formula), with all exponentials on the "
-        "special function unit; ours computes five of eight elsewhere.\n"
+        "if all overlaps. `benchmarks/limits.py` has the formula. It puts all exponentials on the "
+        "special function unit; our kernel computes five of eight elsewhere."
     )
 
 
@@ -173,10 +185,10 @@ def errors_beside_portable(data: str) -> list[float]:
 def _about_errors() -> str:
     drift, noise = (errors_beside_portable(data) for data in ("drift", "noise"))
     return (
-        "These kernels err as the portable one does with the same operands (`mma.sync`, INT8 and "
-        f"E4M3): on the inputs of the tables by {min(drift):.3f} to {max(drift):.3f} times as much "
-        f"(relative L2, `ours` and `ours, budgets`, commit {_commits(ERRORS)}), on noise, where no "
-        f"error averages out, by {min(noise):.3f} to {max(noise):.3f}.\n"
+        "Hopper's attend kernel (wgmma) errs as the portable one (`mma.sync`, INT8 and E4M3) does "
+        f"with the same operands. Relative L2, commit {_commits(ERRORS)}: on the inputs of the "
+        f"tables {min(drift):.3f} to {max(drift):.3f} times as much (`ours` and `ours, budgets`), "
+        f"on noise, where no error averages out, {min(noise):.3f} to {max(noise):.3f} times."
     )
 
 
@@ -191,14 +203,119 @@ def _on_an_h100() -> list[str]:
     calls = read(SPEEDS_H100)
     shapes = [Speeds.of(calls, shape) for shape in dict.fromkeys(row["shape"] for row in calls)]
     about = (
-        f"The same on one {calls[0]['gpu']}, whose memory is slower, with flash-attn-4 beside the "
-        f"other peers (commit {_commits(SPEEDS_H100)}, `{SPEEDS_H100}` has every row):\n"
+        f"Milliseconds of one attention call on one {calls[0]['gpu']}, whose memory is slower than "
+        f"an H200's. flash-attn-4 is among the peers. Commit {_commits(SPEEDS_H100)}; "
+        f"`{SPEEDS_H100}` has every row."
     )
     about_models = (
-        f"And calls of models, on GPUs of that kind (commit {_commits(CALLS_H100)}, "
-        f"`{CALLS_H100}`):\n"
+        "Calls of full-size models with random weights in ComfyUI on GPUs of that kind, commit "
+        f"{_commits(CALLS_H100)} (`{CALLS_H100}`):"
     )
-    return [about, summary("H100", shapes, None), about_models, comfyui(read(CALLS_H100))]
+    return [
+        "## The same on an H100\n",
+        paragraph(about),
+        summary("H100", shapes, None),
+        paragraph(about_models),
+        comfyui(read(CALLS_H100)),
+    ]
+
+
+def _attention_calls(calls: list[dict[str, Any]], most: Ceilings | None) -> list[str]:
+    about = [
+        f"Milliseconds of one attention call on one {calls[0]['gpu']}, every stage included, each "
+        f"shape in one run: {_runs(calls)}. The error of our rows is against float32 over the same "
+        "blocks, that of the others against float32 over all keys (`sol_attn` adds pooled terms "
+        "for what it drops).",
+        _about_errors(),
+    ]
+    if any(row["peer"] == OURS for row in calls):
+        about.append(
+            "Rows named `budgets` have head settings: tokens in cube order, a density for each "
+            "head, pooled keys in every second head. The settings are made up to time the kernels "
+            "and the inputs are random, so their error, which is against float32 over all keys, "
+            "says nothing about the auto modes. [How near to dense](#how-near-to-dense) does."
+        )
+    if any("stages" in row for row in calls):
+        about.append(
+            "The executed rate of attend counts the pairs that the attend kernel computes, "
+            "pooled keys among them. Its time is that of the call less that of means, quantize "
+            "and route, which come before it and are timed together. 100 % is the rate of `ours`, "
+            "dense."
+        )
+    if most is not None:
+        about.append(_about_limits())
+    folder = "../" + RESULTS.relative_to(ROOT).as_posix()
+    shown = [
+        f"![Milliseconds against density: {TITLES[shape]}]({folder}/{picture_name(shape)})\n"
+        for shape in pictures(calls, most)
+    ]
+    about_others = (
+        "The host takes some 0.4 ms to queue a sparse call, longer than some calls of flux1k take "
+        "on the GPU. Here and in a model it runs ahead. With head settings the text of flux1k "
+        "alone makes 20 and 10 % one density. SageAttention 2 and upstream's SpargeAttn have no "
+        "wheels for this GPU on PyPI and were not run."
+    )
+    head = "## One attention call, H200\n"
+    return [head, *map(paragraph, about), *shown, tables(calls, most), paragraph(about_others)]
+
+
+def _model_calls(model_calls: list[dict[str, Any]]) -> list[str]:
+    about = (
+        f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, GPU of the "
+        f"same kind, commit {_commits(CALLS)}. Medians of sparse calls, as the first one takes "
+        "longer; an auto mode's first call is dense and measured."
+    )
+    about_pooled = (
+        "Random weights do not say which heads take pooled keys (`residual` in the results). In "
+        "the last column half of the heads have them in every step; the node leaves them out of "
+        "every second one."
+    )
+    about_others = (
+        f"At the power limit GPUs of a kind differ. {CONFIGS[-1]}, and the default in brackets, on "
+        f"others: {_others()} (`{OTHERS}`, commit {_commits(OTHERS)})."
+    )
+    about_runs = (
+        "Whole runs, as a user starts them (start_percent 0.2, the second in a process): "
+        f"{_runs_of_users()} (`{RUNS}`, commit {_commits(RUNS)})."
+    )
+    return [
+        "## One denoising call of a model in ComfyUI, H200\n",
+        paragraph(about),
+        paragraph(about_pooled),
+        comfyui(model_calls),
+        paragraph(about_others),
+        paragraph(about_runs),
+    ]
+
+
+def _measurements(
+    model_calls: list[dict[str, Any]], samples: list[dict[str, Any]], again: list[dict[str, Any]]
+) -> list[str]:
+    about = (
+        "A layer's heads are measured once in the dense steps of a run and up to twice in the "
+        "sparse ones. The table gives what a measurement takes in shares of a dense call by flash "
+        "attention, for which ComfyUI asks first. A run of 20 steps has four dense ones by "
+        "default, our graph for CogVideoX with 50 has ten. Commit "
+        f"{', '.join(dict.fromkeys(row['commit'] for row in samples))}{_other_rows(samples)}."
+    )
+    about_exact = (
+        "Where cuDNN's exact attention is known to be faster, it serves the measured calls. Their "
+        "attention is then shorter than the default's although they are measured."
+    )
+    about_models = (
+        "In ComfyUI the first measurement of a process takes 0.1 to 0.3 s longer, in which kernels "
+        f"are loaded. The others take what the table says: {_again(again)}. Later choices take an "
+        "eighth to a third of the first one's time, or nearly all of it where heads were measured "
+        "again. Models of the table before, with that first measurement:"
+    )
+    return [
+        "## What measuring takes\n",
+        paragraph(about),
+        paragraph(about_exact),
+        samples_table(samples),
+        paragraph(about_models),
+        measuring(model_calls),
+    ]
 
 
 def section(
@@ -209,92 +326,41 @@ def section(
     again: list[dict[str, Any]],
 ) -> str:
     """Text between BEGIN and END. again: second runs of a process."""
-    about_calls = (
-        f"Milliseconds of one attention call on one {calls[0]['gpu']}, every stage included, each "
-        f"shape in one run: {_runs(calls)}. Error: of our rows against float32 over the same "
-        "blocks, of the others against float32 over all keys (`sol_attn` adds pooled terms for "
-        "what it drops).\n"
-    )
-    about_budgets = (
-        "With budgets: tokens in cube order, and the error is against float32 over all keys. These "
-        "budgets are made up to time the kernels, not measured: every second head adds pooled "
-        "terms for what it drops, whatever comes of it, and the inputs are random. So their error "
-        "says nothing about the auto modes; the next section does.\n"
-    )
-    about_rates = (
-        "The executed rate of attend counts the pairs that the attend kernel computes, pseudo-keys "
-        "of pooled terms among them, in the time that means, quantize and route, which come before "
-        "it and are timed together, leave of a call; 100 % is that of `ours`, dense.\n"
-    )
-    about_others = (
-        "The host takes some .4 ms to queue a sparse call, longer than some of flux1k's are: here "
-        "and in a model it does so ahead. flux1k's text alone makes 20 and 10 % with budgets one "
-        "density. SageAttention 2 and upstream's SpargeAttn have no wheels for this GPU on PyPI "
-        "and were not run.\n"
-    )
-    folder = RESULTS.relative_to(ROOT).as_posix()
-    shown = [
-        f"![Milliseconds against density: {TITLES[shape]}]({folder}/{picture_name(shape)})\n"
-        for shape in pictures(calls, most)
-    ]
-    about_models = (
-        f"ComfyUI {model_calls[-1]['comfyui']}, full-size models with random weights, same kind of "
-        "GPU, sparse calls (an auto mode's first call is dense and measured), commit "
-        f"{_commits(CALLS)}; medians, as the first sparse call takes longer. Random weights do not "
-        "say which heads take the residual, so half of them have it by decree in the last column, "
-        "in every step; the node leaves it out of every second one. At the power limit GPUs of a "
-        f"kind differ; {CONFIGS[-1]}, and the default in brackets, on others: "
-        f"{_others()} (`{OTHERS}`, commit {_commits(OTHERS)}; `benchmarks/results/{CALLS}` has "
-        "every call of the table):\n"
-    )
-    about_runs = (
-        "Whole runs, as a user starts them (start_percent .2, the second in a process): "
-        f"{_runs_of_users()} (`{RUNS}`, commit {_commits(RUNS)}).\n"
-    )
-    about_samples = (
-        "Measuring the heads of a layer, once in the dense steps of a run and up to twice in the "
-        "sparse ones, in shares of a dense call by flash attention, for which ComfyUI asks first "
-        "(a run of 20 steps has four dense ones by default, our graph for CogVideoX with 50 has "
-        "ten); "
-        f"commit {', '.join(dict.fromkeys(row['commit'] for row in samples))}"
-        f"{_other_rows(samples)}. Where cuDNN's exact attention is known to be faster the node "
-        "has it serve the measured calls, so their attention is shorter than the default's "
-        "although they are measured:\n"
-    )
-    about_measuring = (
-        "In ComfyUI the first sample of a process takes .1 to .3 s longer, in which kernels are "
-        f"loaded; the others take what they do above, looked at in {_again(again)}. Later choices "
-        "take an eighth to a third of the first one's time, or nearly all of it where heads were "
-        "measured again. Of the models of the table before, with that first sample:\n"
-    )
-    about = [about_calls, _about_errors()]
-    if any(row["peer"] == OURS for row in calls):
-        about.append(about_budgets)
-    if any("stages" in row for row in calls):
-        about.append(about_rates)
-    if most is not None:
-        about.append(_about_limits())
-    made = [*about, *shown, tables(calls, most), about_others, about_models, comfyui(model_calls)]
-    made += [
-        about_runs,
-        *_on_an_h100(),
-        about_samples,
-        samples_table(samples),
-        about_measuring,
-        measuring(model_calls),
-    ]
+    made = [*_attention_calls(calls, most), *_model_calls(model_calls), *_on_an_h100()]
+    made += _measurements(model_calls, samples, again)
     return "\n".join(["", *made, ""])
 
 
+def calls_table(model_calls: list[dict[str, Any]]) -> str:
+    """Text between CALLS_BEGIN and CALLS_END: a model a line, dense beside sparse."""
+    timed = [row for row in model_calls if "seconds_per_call" in row]
+    seconds = {(row["model"], row["config"]): row["seconds_per_call"] for row in timed}
+    lines = []
+    for model, shape in {row["model"]: row["shape"] for row in timed}.items():
+        dense, sparse = (seconds[model, config] for config in (CONFIGS[0], CONFIGS[-1]))
+        name = f"{NAMES[model]} {shape.split(',')[0]}"
+        lines.append([name, f"{_cell(dense)} s", f"{_cell(sparse)} s", f"{dense / sparse:.2f}"])
+    head = ("one call of the model", "ComfyUI's attention", "auto budget 0.2", "times as fast")
+    return "\n" + table(head, lines) + "\n"
+
+
+def _between(text: str, begin: str, end: str, made: str) -> str:
+    before, rest = text.split(begin)
+    return before + begin + made + end + rest.split(end)[1]
+
+
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
+    page, readme = (path.read_text(encoding="utf-8") for path in (PAGE, README))
     calls, most = read(SPEEDS), read_ceilings(RESULTS / LIMITS)
     made = section(calls, most, read(CALLS), read(SAMPLES), read(AGAIN))
-    wanted = before + BEGIN + made + END + rest.split(END)[1]
+    wanted = (
+        (PAGE, page, _between(page, BEGIN, END, made)),
+        (README, readme, _between(readme, CALLS_BEGIN, CALLS_END, calls_table(read(CALLS)))),
+    )
     if "--check" in sys.argv[1:]:
-        return int(wanted != text)
-    README.write_text(wanted, encoding="utf-8")
+        return int(any(text != new for _, text, new in wanted))
+    for path, _, new in wanted:
+        path.write_text(new, encoding="utf-8")
     for shape, pixels in pictures(calls, most).items():
         write_png(RESULTS / picture_name(shape), pixels)
     return 0

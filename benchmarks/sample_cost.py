@@ -10,8 +10,8 @@ rows is compared; 2 where it is missing), ms (of the GPU, which sleeps until the
 measurement: docs/experiments.md, Milliseconds of a measurement), host_ms, dense_ms (of a
 dense call of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first
 four, ms, host_ms and gpu; it is one of least squares of relative errors for each head_dim, of the
-rows with calls 1, for the GPU and for the host. The README's table of measurements beside dense
-calls is printed with it.
+rows with calls 1, for the GPU and for the host. The table of measurements beside dense calls
+is printed with it.
 """
 
 from __future__ import annotations

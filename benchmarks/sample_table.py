@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of `benchmarks.sample_cost` as the README's table of what measuring takes."""
+"""Rows of `benchmarks.sample_cost` as the table in docs/benchmarks.md of what measuring takes."""
 
 from __future__ import annotations
 

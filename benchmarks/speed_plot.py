@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of milliseconds against density, one for each shape that the README has a table of."""
+"""Pictures of milliseconds against density, one for each shape with a table of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of `benchmarks.attention` as the README's tables, with the limits of the GPU beside them."""
+"""Rows of `benchmarks.attention` as tables of docs/benchmarks.md, beside the GPU's limits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from sparge.plan.blocks import KEY_BLOCK, block_count
 
 from .limits import DENSITIES, Ceilings, bound
+from .prose import paragraph
 from .shapes import SHAPES
 from .speed_rows import OURS as PLAIN
 from .speed_rows import OURS_BUDGETS as OURS
@@ -103,7 +104,7 @@ def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
     if others:
         parts.append(summary("other shapes", [Speeds.of(rows, shape) for shape in others], most))
     if names := absent(rows):
-        parts.append(f"Not measured: {'; '.join(names)}.\n")
+        parts.append(paragraph(f"Not measured: {'; '.join(names)}."))
     return "\n".join(parts)
 
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch 4: block-sparse flash attention over the block map, mma.sync family (sm_80 and up).
 //
-// Semantics   softmax over the keys of the kept blocks, ascending; O = v_mean + contrast * v_scale * acc / l, 0 for rows
-//             without keys; contrast as in attend/background.cuh.
-//             Pseudo-keys may stand for what is dropped, one a block (attend/pool.cuh) or one for all (attend/background.cuh).
+// Semantics   Softmax over the keys of the kept blocks, ascending. O = v_mean + contrast * v_scale * acc / l, 0 for rows without
+//             keys; contrast is the output scale (attend/background.cuh).
+//             Pooled keys may stand for dropped blocks, one a block (attend/pool.cuh) or one for all (attend/background.cuh).
 //             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
-// Strategy    4 warps x 32 rows; scores and accumulators in registers, Q fragments re-read from shared memory every
-//             block; tiles arrive by cp.async 1-2 blocks ahead; 2 thread blocks an SM hide each other's softmax.
+// Strategy    4 warps x 32 rows. Scores and accumulators live in registers. Q fragments are read again from shared memory every
+//             block. Tiles arrive by cp.async 1-2 blocks ahead. 2 thread blocks an SM hide each other's softmax.
 // Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a attend_hopper.cu serves E4M3 and
 //             attend_hopper16.cu 16 bits; the builds for sm_90a, with E4M3 mma.sync emulated, exist for correctness tests.
-// Tried       See NOTES.md for figures.
+// Tried       docs/experiments.md, "Attend with mma.sync".
 #include "attend/epilogue.cuh"
 #include "attend/pipeline.cuh"
 #include "attend/queries.cuh"
@@ -22,7 +22,7 @@ SPARGE_CHECK_PARAMS(AttendParams);
 
 SPARGE_DEVICE i32 group_pairs(const AttendParams& p, const Smem& smem, i32 group, i32 place) {
   const Work& work = smem.work;
-  if (place >= smem.first_pool_place) return 0;  // of rows without any key yet, pseudo-keys without any weight
+  if (place >= smem.first_pool_place) return 0;  // pooled keys without weight, of rows that met no key yet
   const i32 first_row = work.first_query + group * kRowGroup;
   return block_pairs(p.causal, first_row, p.problem.rows_from(first_row), place * kKeyBlock,
                      p.key_counts[work.first_tile + place]);

@@ -2,21 +2,17 @@
 // Launch 4 on sm_90a for 16-bit operands: block-sparse flash attention over the block map on the warpgroup tensor cores, both
 // products in bf16 or both in fp16, sums in float32.
 //
-// Semantics   as attend.cu, whose tiles it reads. P is rounded relative to the running maximum after each step of two blocks of the
-//             list, row sums are of P before it is rounded; the PV filter decides block by block and saves no time: a block that it
-//             leaves out is masked.
-// Layout      K tiles 64 x head_dim in rows of at most 128 bytes (common/key_tile.cuh), two of them one operand of 128 keys; V tiles
-//             head_dim x 64; both as quantize wrote them.
-// Strategy    Producer, feeder and persistent blocks of attend_hopper.cu. Two consumer warpgroups of 64 rows share every tile. Scores
-//             of a step and values of the step before are in flight together; the warpgroups issue them in turns, so that one's
-//             softmax runs beside the other's products. The scores' fragment is P's. Shared memory holds two steps at head_dim 128:
-//             K and V of a stage arrive and are given back each by itself, so that a copy has a whole step's time.
-// Measured    H200, bf16, attend alone (ef4a963): Mochi dense 40.1 ms, 20 % 7.1 (mma.sync 65.5 and 14.0, cuDNN 42.6 dense);
-//             CogVideoX-2B 5.73 and 1.21 (8.15 and 1.74, cuDNN 5.47).
-// Tried       Left to itself ptxas waits for the values' products before it begins the softmax: a store that never happens
-//             (Consumer::advance) keeps the softmax before that wait.
-// Untried     Scores of the next item's first step beside the values of the last; rescaling only where a maximum moved; 176 keys a
-//             step; the second item's queries given up for a third stage.
+// Semantics   As attend.cu, whose tiles it reads. P is rounded relative to the running maximum after each step of two blocks of
+//             the list. Row sums are of P before it is rounded. The PV filter decides block by block and saves no time: a block
+//             that it leaves out is masked.
+// Layout      K tiles 64 x head_dim in rows of at most 128 bytes (common/key_tile.cuh), two of them one operand of 128 keys.
+//             V tiles head_dim x 64. Both as quantize wrote them.
+// Strategy    Producer, feeder and persistent blocks of attend_hopper.cu. Two consumer warpgroups of 64 rows share every tile.
+//             Scores of a step and values of the step before are in flight together. The warpgroups issue them alternately, so
+//             that one's softmax runs beside the other's products. The fragment of scores is that of P.
+//             Shared memory holds two steps at head_dim 128. K and V of a stage arrive and are given back each by itself, so
+//             that a copy has a whole step's time.
+// Tried       docs/experiments.md, "Attend on Hopper, 16 bits".
 #include "attend/hopper/barriers.cuh"
 #include "attend/hopper/roles.cuh"
 #include "attend/hopper16/consumer.cuh"

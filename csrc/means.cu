@@ -3,22 +3,12 @@
 //
 // Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k); v_mean = sum V / n;
 //             v_scale = max(max V - v_mean, v_mean - min V) / 448, 1 when that is 0.
-// Strategy    On Hopper a cluster of four thread blocks has K or V of one head: its blocks take turns at whole tokens, and
-//             each then adds up a quarter of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of
-//             every token. V comes first: with a token order K is a seventh of the work, and fills what V leaves free.
-//             No counters or atomics exist, and the bits never change. A thread keeps ten copies of 16 bytes on their way
-//             to shared memory, and waits for its own only.
-// Tried       H200, Mochi shape / CogVideoX-2B in us; one read of K and V takes 134 / 33 at 4.1 TB/s.
-//             169 / 60 loads inside the branches that know the tensor's type: one in flight a thread
-//             163 / 49 eight loads in flight, extremes of 16-bit pairs as loaded
-//             178 / 41 copies to shared memory, ten in flight
-//             135 / 37 and clusters that read whole tokens
-//             With a token order a seventh of K is read; here events between the launches add some us.
-//             144 / 43, with an order 97 / 33, Wan 122: clusters of four (two at head_dim 64), K and V by turns
-//             165 / 49, with an order 86 / 29, Wan 99: clusters of eight, V first
-//             146 / 44, with an order 86 / 35: clusters of four, two at head_dim 64, V first
-//             147 / 45, with an order 86 / 30, Wan 106: clusters of four, V first (here)
-// Untried     Clusters of eight where there is an order.
+// Strategy    On Hopper a cluster of four thread blocks has K or V of one head: its blocks share out whole tokens, and each then
+//             adds up a quarter of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of every token.
+//             V comes first: with a token order K is a seventh of the work, and fills what V leaves free.
+//             No counters or atomics exist, and the bits never change. A thread keeps ten copies of 16 bytes on their way to
+//             shared memory, and waits for its own only.
+// Tried       docs/experiments.md, "Means".
 #include "common/chunks.cuh"
 #include "common/config.cuh"
 #include "common/reduce.cuh"
@@ -37,15 +27,15 @@ constexpr bool kClustered = ptx::kClusters;
 constexpr int kSlices = kClustered ? 4 : kHeadDim / 32;
 constexpr int kChannels = kHeadDim / kSlices;  // that a thread block answers for
 constexpr int kReadChannels = kClustered ? kHeadDim : kChannels;
-constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that take turns at the tokens
+constexpr int kReaders = kClustered ? kSlices : 1;  // thread blocks that share out the tokens
 constexpr int kTokenLanes = kReadChannels / kLaneChannels;
 constexpr int kTokensPerPass = kThreads / kTokenLanes;
-constexpr int kRunReaders = kKeyBlock / kTokensPerPass;  // of them that pass over a run of 64 tokens together
-constexpr int kRuns = kReaders / kRunReaders;            // that all readers pass over together
+constexpr int kRunReaders = kKeyBlock / kTokensPerPass;  // readers that pass over a run of 64 tokens together
+constexpr int kRuns = kReaders / kRunReaders;            // runs that all readers pass over together
 constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as much as static shared memory has room for
 constexpr int kBlocksPerSm = 3;  // all 384 blocks of the Mochi shape run at once on 132 SMs
 
-constexpr float kSumUnit = 0x1p-24f;  // of numbers, so that the sum of no 16 million of them overflows
+constexpr float kSumUnit = 0x1p-24f;  // factor of each number, so that no sum of 16 million of them overflows
 
 struct Sums {
   float of_warps[3][kWarps][kReadChannels];  // sum, least, most

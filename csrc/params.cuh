@@ -26,21 +26,21 @@ struct HeadThresholds {
   float selection;  // share of the key blocks, or of the mass
   float simthreshd1;
   float pvthreshd;
-  float log2_gain;        // of pooled terms; minus infinity: plain dropping
+  float log2_gain;        // log2 of the pool weight; minus infinity: nothing is pooled
   float router;           // above 0: rank by the error that pooling a block makes
-  float log2_background;  // of what a query block drops (attend/background.cuh); minus infinity: none
-  float contrast;         // of what a query block gives that drops something (attend/background.cuh); 1: none
+  float log2_background;  // log2 weight of the background (attend/background.cuh); minus infinity: none
+  float contrast;         // output scale of query blocks that drop something (attend/background.cuh); 1: none
 };
 
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
 //
-// Blocks hold slots. Without a token order slot i is token i; with one (self-attention only) both sides have the order's
-// slots, 64 a key block, some empty at segment ends, and inside a key block the tokens come first.
+// Blocks hold slots. Without a token order slot i is token i. With one (self-attention only) both sides have its slots, 64 a
+// key block. Some are empty at segment ends; inside a key block the tokens come first.
 struct Problem {
   const i32* key_lengths;
-  const i32* slot_token;   // (walks, slots): the token in each slot, -1 where it is empty; null without an order
+  const i32* slot_token;   // (walks, slots), a row a token order: token in each slot, -1 where it is empty; null without an order
   const i32* slot_counts;  // (key_blocks): tokens in each 64 slots; null without an order
-  const i32* head_walk;    // (heads): the walk whose slots a head has; null: the first. Heads that share keys share a walk
+  const i32* head_walk;    // (heads): row of slot_token; null: row 0. Heads that share keys have the same row
   i32 batch;
   i32 heads;
   i32 kv_heads;
@@ -59,8 +59,8 @@ struct Problem {
     if (slot_counts) return slot < queries ? slot_counts[slot / kKeyBlock] : 0;
     return larger(0, smaller(kKeyBlock, queries - slot));
   }
-  // Where the walk of the heads that read these keys starts in slot_token. Walks of an order have equal block counts.
-  // Nobody has checked the caller's values: one past the last walk means the last.
+  // Where the token order of the heads that read these keys starts in slot_token. All token orders have as many blocks. The
+  // caller's values are unchecked: one past the last row means the last row.
   SPARGE_DEVICE i32 walk_start(i32 kv) const {
     return head_walk ? larger(0, smaller(head_walk[kv * (heads / kv_heads)], walks - 1)) * keys : 0;
   }
@@ -88,13 +88,13 @@ struct MeansParams {
   u32* reach;  // (batch, kv_heads), set to zero; may be null
   i32 smooth_k;
   i32 with_values;
-  i32 k_stride;  // one of so many runs of 64 keys, from the first on, counts in their mean
+  i32 k_stride;  // one in k_stride runs of 64 keys, from the first on, counts in the mean of K
 };
 
-// What turns the products with a pseudo-key into logits, in log2 units beside the softmax scale.
+// What turns the products with a pooled key into logits.
 struct PoolColumn {
-  float scale;  // of its INT8 levels
-  float bias;   // log2 of the keys it stands for
+  float scale;  // INT8 scale of its row
+  float bias;   // log2 of the number of keys that it stands for
 };
 
 struct QuantizeParams {
@@ -114,10 +114,10 @@ struct QuantizeParams {
   float* q_similarity;  // (batch, heads, query_blocks)
   float* k_similarity;  // (batch, kv_heads, key_blocks)
   i32* next_turn;       // set to zero where attend has persistent blocks
-  u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest |K - k_mean|, NaN where a key or value is not finite
-  u8* finite;           // (batch, kv_heads, 2, key_blocks), 16 bits: of keys, then of values; 0 where one is not, or a hole is
-  // What budgets need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
-  u16* k_variance;           // (batch, kv_heads, key_blocks, head_dim) bf16: route reads it from the L2 for every 16 query blocks
+  u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest |K - k_mean|; NaN where a key or value is not finite
+  u8* finite;           // (batch, kv_heads, 2, key_blocks), 16 bits, keys, then values: 0 where one is not finite, or a hole is
+  // What head settings need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
+  u16* k_variance;           // (batch, kv_heads, key_blocks, head_dim) bf16, as route reads it for every 16 query blocks
   u16* v_block_mean;         // likewise
   float* v_variance;         // (batch, kv_heads, key_blocks): summed over channels
   float* v_square;           // (batch, kv_heads, key_blocks): of v_block_mean, summed over channels
@@ -126,10 +126,10 @@ struct QuantizeParams {
   PoolColumn* pool_columns;  // (batch, kv_heads, pool_tiles * 64)
   i32 with_queries;
   i32 with_values;
-  i32 with_similarity;  // else similarities are 1, or NaN where a block's mean is no number: what a threshold below 0 asks
+  i32 with_similarity;  // else similarities are 1, or NaN where a block's mean is no number, as a threshold below 0 asks
   i32 key_run;          // key or value blocks of a head that a thread block takes
-  i32 key_runs;         // of them in a head
-  i32 query_run;        // query blocks, likewise
+  i32 key_runs;         // such runs in a head
+  i32 query_run;        // query blocks that a thread block takes
 };
 
 enum class Select : i32 { kTopK = 0, kCdf = 1, kMask = 2 };
@@ -144,7 +144,7 @@ struct RouteParams {
   i64 mask_stride[4];
   const HeadThresholds* thresholds;  // (heads); null: the scalars below, nothing pooled, ranked by mass
   const i32* key_counts;
-  const u8* keys_exact;     // (key_blocks) of a token order, null without one; then exact_prefix and exact_suffix count
+  const u8* keys_exact;     // (key_blocks) of a token order; null without one: exact_prefix and exact_suffix count then
   const u8* queries_exact;  // (query_blocks) likewise
   const u16* k_variance;    // null: every head ranks by mass
   const u16* v_block_mean;
@@ -158,15 +158,15 @@ struct RouteParams {
   float score_scale;
   Select select;
   i32 floor;        // ranked key blocks that every query block keeps
-  i32 upstream;     // its semantics, without an order and a budget; else a block's mass counts its keys, and top-k keeps as many
-                    // more blocks as make whole steps of attend
+  i32 upstream;     // upstream's semantics, for calls without token order and head settings. Else a block's mass counts its keys,
+                    // and top-k keeps as many more blocks as make whole steps of attend
   i32 topk_blocks;  // the host's max(1, int(topk * key_blocks)), where double precision settles the product
   i32 exact_prefix;
   i32 exact_suffix;
   i32 causal;
   i32 attention_sink;
   i32 keep_diagonal;
-  i32 rows_per_cta;  // query blocks that share a thread block: as many as scores fit
+  i32 rows_per_cta;  // query blocks that share a thread block: as many as have room for their scores
   i32 score_pitch;   // numbers from the scores of one query block to those of the next
 };
 
@@ -200,13 +200,13 @@ struct AttendParams {
   i32 causal;
 };
 
-// Of some rows of sampled query blocks. A piece is some of the key blocks that a density adds to the one before.
+// For some rows of measured query blocks. A piece is some of the key blocks that a density adds to the one before.
 struct ScoreParams {
   const float* exact_out;     // (batch, heads, routers, pieces, rows, channels): as attend's partial results
   const float* exact_max;     // (batch, heads, routers, pieces, rows)
   const float* exact_sum;     // likewise
   TensorView q;               // (batch, heads, rows, channels)
-  TensorView dense;           // likewise: what dense attention gave; no data: that is not known
+  TensorView dense;           // likewise: output of dense attention; no data: unknown
   const float* k_block_mean;  // as in QuantizeParams
   const u16* v_block_mean;
   const float* v_mean;
@@ -229,7 +229,7 @@ struct ScoreParams {
   i32 channels;
   i32 key_blocks;
   i32 room;          // places in the list of dropped key blocks, with seven to spare for each density
-  i32 rows_per_cta;  // rows that share a thread block: as many as weights fit
+  i32 rows_per_cta;  // rows that share a thread block: as many as have room for their weights
 };
 
 }  // namespace sparge

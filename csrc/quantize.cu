@@ -1,48 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch 2: K and V as contiguous, padded, pre-swizzled tiles, and the block statistics that route reads.
 //
-// Semantics   K - mean in INT8, one scale per 64 keys; V - mean in FP16 or E4M3, one scale per channel, transposed;
-//             16-bit elements copy K and V unchanged. Means and self-similarity from true token counts. Rows past
-//             a head's last key are zero. A token order is followed where tokens are read: nothing is gathered first.
-//             For budgets also the variance of K, mean and variance of V, and the means as tiles of pseudo-keys.
+// Semantics   K - mean in INT8, one scale per 64 keys. V - mean in FP16 or E4M3, one scale per channel, transposed. 16-bit
+//             elements copy K and V unchanged. Means and self-similarity from true token counts. Rows past a head's last key
+//             are zero. A token order is followed where tokens are read: nothing is gathered first.
+//             For head settings also the variance of K, mean and variance of V, and the means as tiles of pooled keys.
 // Layout      K tile 64 x head_dim (16-bit rows cut in two on sm_90a, common/key_tile.cuh), V tile head_dim x 64, 16-byte
 //             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. params.cuh has the
 //             layout of the statistics.
 // Strategy    A thread block takes a run of query, key or value blocks of a head one after another, and so finds once what they
-//             share; the host says how many (sparge/quantize_grid.py). Loads of a block are on their way before anything is
-//             waited for, on Hopper those of the next K or V block, where they are quantized, while the statistics of one are
-//             finished.
-//             What only statistics need is finished by single warps at the end, each statistic by another, without
-//             barriers. Self-similarities are left out where no threshold asks for them. Q is only averaged
-//             here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a sixth of
-//             q+k+v) and its traffic.
-// Tried       H200 in us, Mochi shape / with walks and statistics / CogVideoX-2B; at 4.1 TB/s the first takes 268, the last 67.
-//             529 / 707 / 168 loads inside the branches that know the tensor's type: one in flight a thread
-//             418 / 609 / 139 four in flight
-//             417 / 603 / 139 heads fastest, the last tokens first, which means read last
-//             357 / 500 / 91  V transposed in words of four keys; 128 threads at head_dim 64; one barrier for all sums
-//             314 / 454 / 84  selects instead of branches, approximate reciprocals, unsigned divisions
-//             324 / 408 / 85  statistics by single warps after the tile: kept, as budgets are the rule
-//             320 / 376 / 85  block statistics as rows of head_dim instead of columns: written in whole sectors
-//             From here on with events between the launches, which adds some us; last CogVideoX-2B with walks and statistics.
-//             330 / 398 / 86 / 104 the last of these
-//               - / 372 /  - / 99  no self-similarities where no threshold asks for them
-//               - / 356 /  - / 94  values by one fused multiplication, their addresses by one operation a channel, blocks that
-//                                  are not full apart; one multiplication and one addition an address, no division
-//             310 / 353 / 82 / 93  each statistic by a warp of its own, the scale of V in shared memory, eight loads of Q in
-//                                  flight, lanes that keep a share of the sums
-//             Launched before means has ended (programmatic dependent launch), query blocks first: a call gains 14 to 17 us at
-//             CogVideoX-2B, 9 of them without that order, and at most 30 at Mochi; not worth a launch path of its own.
-//             Wan 480p / with walks and statistics, by itself and after products of matrices, where clocks are those of a model:
-//             382 / 415, 407 / 474 one block a thread block, two divisions to find it
-//             456 / 491, 512 / 604 and its rows in the L2 a wave of thread blocks ahead (cp.async.bulk.prefetch.L2)
-//             357 / 382, 369 / 428 runs of four (no division), the next block's loads before the statistics of one
-//             343 / 374, 357 / 413 runs of eight; at CogVideoX-2B runs of four, 88 / 93 to 80 / 86
-//             342 / 375, 356 / 415 runs of sixteen; at CogVideoX-2B, where few are left for an SM, 97 / 97
-//             420 / 446, 439 / 491 runs of eight where each lookup of a token asks whether there is a next block: one waits for
-//                                  the other
-// Untried     Tokens of the block after the next looked up ahead, into shared memory.
-//             Sums of Q by the tensor cores (a product with ones, pairs of tokens from PRMT): 48 instructions for 128.
+//             share. The host says how many (sparge/quantize_grid.py).
+//             Loads of a block start before anything is waited for. Where Hopper quantizes, those of the next K or V block start
+//             before the statistics of one.
+//             What only statistics need is finished by single warps at the end, each statistic by another, without barriers.
+//             Self-similarities are left out where no threshold asks for them.
+//             Q is only averaged here: attend reads each query row once and quantizes it in place, which saves the INT8 copy (a
+//             sixth of q+k+v) and its traffic.
+// Tried       docs/experiments.md, "Quantize".
 #include "params.cuh"
 #include "quantize/key_block.cuh"
 #include "quantize/query_block.cuh"
@@ -67,9 +41,9 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid (sparge/quantize_grid.py): x batch x kv_heads; y turns: runs of key and (with_values) of value blocks, then runs of query
-// blocks when with_queries, of the heads that share keys one after another. Heads fastest, the last tokens first: neighbours run
-// at the same time, and what means read last is still in the L2.
+// Grid (sparge/quantize_grid.py): x batch x kv_heads; y work items: runs of key and (with_values) of value blocks, alternately,
+// then (with_queries) runs of query blocks, the heads that share keys one after another. Heads are fastest, the last tokens
+// first: neighbours run at the same time, and what means read last is still in the L2.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
     quantize(const __grid_constant__ sparge::QuantizeParams p) {
   using namespace sparge;

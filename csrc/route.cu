@@ -1,42 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch 3: which key blocks each query block attends to.
 //
-// Semantics   score = mean(Q block) . mean(K block) * scale in float32 (the log of a block's mass), or by head the error
-//             that pooling the block makes (route/error.cuh); blocks that fail the self-similarity gate, hold exact
-//             tokens, the sink or the causal diagonal are forced; among the rest top-k or cumulative mass decides, ties to
-//             the lower index. Or a caller's block mask is packed. Heads that ask for as many blocks as there are score nothing.
+// Semantics   score = mean(Q block) . mean(K block) * scale in float32 (the log of a block's mass), or by head the error that
+//             pooling the block makes (route/error.cuh). Forced are blocks that fail the self-similarity gate or hold exact
+//             tokens, the sink or the causal diagonal. Among the rest top-k or cumulative mass decides, ties to the lower index.
+//             Or a caller's block mask is packed. Heads that ask for as many blocks as there are score nothing.
 // Output      block_map, one bit a key block (a 1,861-block row takes 236 bytes where a uint16 list would take 3.7 KB),
 //             counts, and the pair counters behind `density`.
 // Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is
-//             read from the L2 once for all of them; then each warp selects for one. Scores live in shared memory only.
+//             read from the L2 once for all of them. Then each warp selects for one. Scores live in shared memory only.
 //             Vectors lie in the order of the products' first operand, and two tiles of columns share each read of them.
-//             Every phase waits for latencies: 32 warps an SM, what is needed once is noted in shared memory, loads go ahead.
-//             Heads ranked by error start first: they take two to three times as long (route/turn.cuh).
-// Tried       H200 in us, Mochi shape / with walks and half of the heads by error / CogVideoX-2B.
-//             213 / 496 / 65 CUDA cores, 8 query blocks; a bisection over the bits of scores, 32 passes a row
-//             198 / 449 / 63 three key blocks a thread share each read of the query means
-//             121 / 343 / 38 rules once a thread block; the selection narrows by value (scores alone: 66)
-//             118 / 353 / 41 16 query blocks a thread block
-//             101 / 277 / 39 tensor cores, 32 query blocks (scores alone: 48)
-//             112 / 332 / 41 tensor cores, 16 query blocks, two thread blocks an SM
-//             From here on with events between the launches, which adds some us; last CogVideoX-2B with half by error.
-//             114 / 307 / 49 / 91 the fifth of these
-//             115 / 217 / 50 / 63 heads ranked by error first
-//             93 / 217 / 31 / 55  and 64 registers: two thread blocks of 16 warps and 16 query blocks an SM; distance and
-//                                 variance in one pass, three probes a pass of the selection, keys made where it starts
-//             85 / 187 / 29 / 51  and block statistics as rows of head_dim: four channels a load
-//             80 / 184 / 32 / 54  two tiles of columns a warp at head_dim 128: spills on four other architectures
-//             87 / 186 / 32 / 51  one thread block of 32 warps and 32 query blocks an SM
-//             90 / 194 / 29 / 52  the last kept of these in another run, to compare with
-//              - / 166 /  - / 43  weights split once for four tiles of columns, V means in wide loads (route/outputs.cuh)
-//              - / 140 /  - / 42  vectors in the order of the first operand; two tiles of columns share them: no spill now
-//              - / 132 /  - / 40  logarithms and exponentials by the special function, divided by the sum once
-//             72 / 130 / 26 / 38  keys noted beside standings, 32-bit pairs, predicated counting, scores 16 bytes at once
-//             Wan 480p by itself and after products of matrices, every head by error / by mass, and CogVideoX-2B by error:
-//             167 / 75, 208 / 82, 57   the last of these
-//             127 / 74, 158 / 82, 47   variances of K and means of V in bf16, products of bf16 pairs: half of the reads from the
-//                                      L2, a third of the products (route/pairs.cuh)
-// Untried     Keys in registers through the selection, rows of the last wave spread over more thread blocks.
+//             Every phase waits for latencies. So an SM has 32 warps, what is needed once is noted in shared memory, and loads
+//             start early. Heads ranked by error start first, as they take longest (route/turn.cuh).
+// Tried       docs/experiments.md, "Route".
 #include "common/config.cuh"
 #include "params.cuh"
 #include "route/error.cuh"
@@ -48,8 +24,8 @@ SPARGE_CHECK_PARAMS(RouteParams);
 
 }  // namespace sparge::route
 
-// Dynamic shared memory: where heads may rank by error rows_per_cta x score_pitch numbers to spare, or as many as Sums has if
-// those are more; rows_per_cta x score_pitch scores; a byte for each key block.
+// Dynamic shared memory: where heads may rank by error, spare room of rows_per_cta x score_pitch numbers or of Sums, whichever is
+// more; then rows_per_cta x score_pitch scores; then a byte for each key block.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
 
 // Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/turn.cuh.

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calibration: how far the outputs of every candidate density lie from exact attention, of sampled query rows.
+// Measurement: how far the outputs of every candidate density lie from exact attention, in measured query rows.
 //
-// Semantics   With the first buckets of key blocks exact and the others pooled: e the output of the exact ones, p of the pooled
-//             ones, o of all, exact. |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve
-//             every gain (sparge/calibrate/scoring.py has the maths, and is this kernel's reference). The same of the mean
-//             value of all keys, m, which backgrounds add at a logit of 0, and (p - o)(m - o) for the contrast. And |o|^2,
-//             and how far o is from what dense attention gave: the rounding of 8-bit operands, which no density takes away.
-//             A pooled block is one pseudo-key: its mean key with the log of its keys as bias, and its mean value.
+// Semantics   With the first buckets of key blocks exact and the others pooled, e is the output of the exact ones, p that of the
+//             pooled ones, o the exact output of all, m the mean value of all keys. Found are
+//               |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve every pool weight
+//               (sparge/calibrate/scoring.py has the maths, and is this kernel's reference);
+//               the same of m, which backgrounds add at a logit of 0, and (p - o)(m - o), for the output scale;
+//               |o|^2, and how far o is from what dense attention gave: the rounding of 8 bits, which no density takes away.
+//             A pooled key is a block's mean key, with the log of its keys as bias, and its mean value.
 // Strategy    A thread block scores 16 rows of a query block, so each mean is read from the L2 once for all of them, and its rows
-//             share one list of key blocks (score/buckets.cuh). Logits and weights stand in shared memory; all products with
-//             means are on tensor cores. Buckets are summed from the densest on, so each block's value is multiplied once; the
+//             share one list of key blocks (score/buckets.cuh). Logits and weights stand in shared memory. All products with
+//             means are on tensor cores. Buckets are summed from the densest on, so each block's value is multiplied once. The
 //             sums of every density stay in shared memory until a warp a row scores them next to the exact parts.
-//             A group of heads is at most one wave of thread blocks: loads go ahead of the products that need them.
+//             A group of heads is at most one wave of thread blocks, so loads start before the products that need them.
 #include "common/config.cuh"
 #include "params.cuh"
 #include "score/row.cuh"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="shifts the random inputs of every test")
+    parser.addoption("--trained", type=Path, help="weights of another small video DiT")
 
 
 def no_gpu_reason() -> str:

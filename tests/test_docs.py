@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,20 @@ from sparge.kernels.device import SERVED_BY
 from sparge.kernels.spec import ARCHS, Element, native_element
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+FOLDERS = (".", "docs", "web/docs", "web/docs/SpargeAttention", "shim")
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).glob("*.md"))
+}
+README, GUIDE = DOCUMENTS["README.md"], DOCUMENTS["docs/guide.md"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^(\w+):", MAKEFILE, re.MULTILINE))
+#: Most lines; README and how-it-works.md are for one reading.
+MOST_LINES = {"README.md": 150, "docs/how-it-works.md": 150}
+WIDTH = 120
+#: Code may speak of a session of `sparge.tune`; tests/test_layers.py looks for the rest.
+DIARY = re.compile(r"\b(?:this|last|earlier) session|\.\./shared", re.IGNORECASE)
 
 
 def table_rows(text: str) -> list[list[str]]:
@@ -26,7 +39,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 def section(name: str) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    assert README.count(begin) == README.count(end) == 1
+    assert README.count(begin) == README.count(end) == 1, name
     return README.split(begin)[1].split(end)[0]
 
 
@@ -41,30 +54,80 @@ def test_support_table_is_what_the_kernels_serve() -> None:
     assert said == served
 
 
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def examples() -> list[Any]:
+    """Every block that is marked as Python is meant to run."""
+    return [
+        pytest.param(code, id=f"{name}-{index}")
+        for name, text in DOCUMENTS.items()
+        for index, code in enumerate(
+            re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        )
+    ]
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["one call", "library", "compat"])
+@pytest.mark.parametrize("code", examples())
 def test_python_examples_run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
-def test_named_targets_and_files_exist(text: str) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
-    assert set(re.findall(r"`make (\w+)", text)) <= targets
-    for name in re.findall(r"`((?:sparge|nodes|csrc|tests|workflows|benchmarks)/[\w./]+)`", text):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (ROOT / name).exists(), name
+def test_the_documents_are_found() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= DOCUMENTS.keys()
+    wanted = ("guide", "library", "how-it-works", "design", "experiments", "benchmarks")
+    assert {f"docs/{name}.md" for name in (*wanted, "developing")} <= DOCUMENTS.keys()
+    assert sum("```python" in text for text in DOCUMENTS.values()) >= 2
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_targets_modules_and_files_exist(name: str) -> None:
+    text = DOCUMENTS[name]
+    assert set(re.findall(r"`make (\w+)", text)) <= TARGETS
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        file, _, anchor = target.partition("#")
+        linked = (ROOT / name).parent / file if file else ROOT / name
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), target
+    if name.startswith("docs/experiments"):
+        return  # they name the files of their commits
+    for module in re.findall(r"python3? -m ((?:benchmarks|tests|sparge)[.\w]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    folders = "sparge|nodes|csrc|tests|workflows|benchmarks|docs|shim|web"
+    for file in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / file).exists(), file
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [n for n in DOCUMENTS if not n.startswith("web")])
+def test_documents_keep_to_their_size(name: str) -> None:
+    """Tables of benchmarks.md are generated, and a table's row cannot be broken."""
+    lines = DOCUMENTS[name].splitlines()
+    generated = ("|", "![") if name == "docs/benchmarks.md" else ()
+    assert [line for line in lines if len(line) > WIDTH and not line.startswith(generated)] == []
+    assert len(lines) <= MOST_LINES.get(name, len(lines))
+
+
+def test_no_document_speaks_of_who_worked_when() -> None:
+    for name, text in DOCUMENTS.items():
+        assert DIARY.search(text) is None, name
+
+
+def test_numbers_in_documents_begin_with_a_digit() -> None:
+    for name, text in DOCUMENTS.items():
+        if not name.startswith("web"):
+            prose = re.sub(r"`[^`]*`|```.*?```", "", text, flags=re.DOTALL)
+            assert re.findall(r"(?<![\w.)\]/])\.\d+\b.{0,20}", prose) == [], name
 
 
 def test_the_makefile_explains_each_target() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE)) - {"help"}
-    assert set(re.findall(r'echo "make (\w+)', makefile)) == targets
+    targets = TARGETS - {"help"}
+    assert set(re.findall(r'echo "make (\w+)', MAKEFILE)) == targets
     assert targets == {"demo", "test", "lint", "kernels", "bench", "clean"}
 
 
@@ -75,7 +138,7 @@ def test_widget_table_is_the_nodes_widgets() -> None:
     node = (ROOT / "nodes" / "sparge_attention.py").read_text(encoding="utf-8")
     assert "MODE_OF_NEW_NODES = AUTO_QUALITY\n" in node
     api_mode, defaults["mode"] = defaults["mode"], "auto quality"
-    table = README.split("| widget | default |")[1].split("\n\n")[0]
+    table = GUIDE.split("| widget | default |")[1].split("\n\n")[0]
     said: dict[str, str] = {}
     for names, values, _ in table_rows("|\n" + table):
         said |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=True)
@@ -96,12 +159,12 @@ def test_perplexities_are_those_of_the_results() -> None:
         f"{auto[0.2]:.2f} with auto budget, {found['ours manual', 0.2]:.2f} with manual, "
         f"{found['drop', 0.2]:.1f} with plain dropping, {dense:.2f} dense. With auto budget it is "
         f"{auto[0.3]:.2f} at 30 %, and {auto[1]:.2f} with all blocks kept"
-    ) in " ".join(README.split())
+    ) in " ".join(DOCUMENTS["docs/benchmarks.md"].split())
 
 
 def test_versions_agree() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     version = re.search(r'^version = "(\d+\.\d+\.\d+)"$', project, re.MULTILINE)
     assert version
-    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    changelog = DOCUMENTS["CHANGELOG.md"]
     assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == version[1]  # type: ignore[index]

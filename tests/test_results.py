@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's figures are those of benchmarks/results."""
+"""The figures of docs/benchmarks.md and the README are those of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cells(text: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:]] for line in lines if line[0].strip() == first]
 
 
-def test_readme_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["report", "--check"])
     assert report.main() == 0, "run: python -m benchmarks.report"
 

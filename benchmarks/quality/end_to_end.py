@@ -70,8 +70,12 @@ class Clips:
         return figures | judged
 
     def budgets(self, index: int, mode: Mode, density: float) -> Budgets:
-        """Head settings for one of the clips."""
-        return self._budgets(index, mode, Aim("budget", density), judged=False)
+        """Head settings for one of the clips at a mean density."""
+        return self.budgets_for(index, mode, Aim("budget", density))
+
+    def budgets_for(self, index: int, mode: Mode, aim: Aim) -> Budgets:
+        """Head settings for one of the clips and an aim."""
+        return self._budgets(index, mode, aim, judged=False)
 
     def _budgets(self, index: int, mode: Mode, aim: Aim, *, judged: bool) -> Budgets:
         """Head settings for one of the clips. judged: as in `ChosenBudgets`."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the README, error against density and PSNR against density, and its tables.
+"""Figures of docs/benchmarks.md, error against density and PSNR against density, and its tables.
 
 python -m benchmarks.quality.figures
 python -m benchmarks.quality.figures --out DIR --error "dino clip 0" --psnr "dit clips 0-1"
 
 They come from the rows that `benchmarks.quality` wrote; where a mode has rows of several places,
-those of a GPU's kernels count. The first form rewrites the README's section and the pictures beside
+those of a GPU's kernels count. The first form rewrites the page's section and the pictures beside
 the rows; the second draws any data.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.quality.rows import RESULTS, Row, of_densities, read
 from benchmarks.quality.section import BEGIN, END, PARTS, best_places, chosen, section
 from benchmarks.timing import ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 #: Okabe and Ito's palette, which colour-blind readers tell apart.
 COLOURS: dict[str, Colour] = {
     "drop": (213, 94, 0),
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     if bool(wanted) != bool(options.out):
         parser.error("Pictures of other data take --out and --error, --psnr, or both.")
     if not wanted:
-        README.write_text(readme(rows), encoding="utf-8")
+        PAGE.write_text(page(rows), encoding="utf-8")
         for name, pixels in shown(rows).items():
             write_png(RESULTS.with_name(name), pixels)
         return
@@ -72,14 +72,14 @@ def main(arguments: list[str] | None = None) -> None:
         print(path)
 
 
-def readme(rows: list[Row]) -> str:
-    """Text of the README with the section that these rows make."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+def page(rows: list[Row]) -> str:
+    """Text of the page with the section that these rows make."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return before + BEGIN + section(rows) + END + rest.split(END)[1]
 
 
 def shown(rows: list[Row]) -> dict[str, Tensor]:
-    """Pictures of the README by file name."""
+    """Pictures of the page by file name."""
     return {
         part.picture: picture(found, part.field)
         for part in PARTS

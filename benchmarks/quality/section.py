@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section of the README on quality, from the rows of benchmarks/results/quality.json alone."""
+"""Section on quality of docs/benchmarks.md, from benchmarks/results/quality.json alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.prose import paragraph
 from benchmarks.quality.rows import EMULATION, REFERENCE, Row, of_densities, of_targets
 from benchmarks.quality.study import DROP_NOISE, PREDICTED_WITHIN
 from benchmarks.quality.targets import TARGETS
@@ -46,8 +47,8 @@ PARTS = (
         "relative L2 error",
         "Relative L2 error of an attention call, mean over the 6 heads of {layers} "
         "layers of DINOv2 ViT-S on 12 video frames that attend jointly (18,444 tokens), over 8 "
-        "query blocks of each head; `ours auto` as in the steps that pool, calibrated on 8 "
-        "other query blocks of the same calls",
+        "query blocks of each head; `ours auto` as in the steps with pooled keys, measured on "
+        "8 other query blocks of the same calls",
         3,
         "quality_rel_l2.png",
     ),
@@ -125,12 +126,13 @@ def section(rows: Sequence[Row]) -> str:
     if not parts and not of_clips:
         return "\nNot measured yet: `python -m benchmarks.quality --help`.\n\n"
     pictures = [
-        f"![{part.title} against density](benchmarks/results/{part.picture})\n"
+        f"![{part.title} against density](../benchmarks/results/{part.picture})\n"
         for part, _ in parts
         if part.picture
     ]
     tables = [*(_table(part, found) for part, found in parts), *of_clips]
-    return "\n".join(["", f"{'; '.join(MODES.values())}. All in 8 bits.\n", *pictures, *tables, ""])
+    about = paragraph(f"{'; '.join(MODES.values())}. All in 8 bits.")
+    return "\n".join(["", about, *pictures, *tables, ""])
 
 
 def _table(part: Part, rows: list[Row]) -> str:
@@ -143,7 +145,7 @@ def _table(part: Part, rows: list[Row]) -> str:
         if any(cell is not None for cell in cells):
             lines.append([mode, *("" if c is None else f"{c:.{part.digits}f}" for c in cells)])
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return f"{_about(part, rows)} ({_places(rows)}):\n\n{text}"
+    return paragraph(f"{_about(part, rows)} ({_places(rows)}):") + "\n" + text
 
 
 def _about(part: Part, rows: list[Row]) -> str:
@@ -181,11 +183,11 @@ def _targets(rows: list[Row]) -> list[str]:
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     about = (
         "Mode auto quality on such clips. The target is of the mean error of the heads, each "
-        "counted by its loudness; a head's own is its mean over the sparse steps of a clip, and "
-        "drop is at the head's density"
+        "counted by its head weight. A head's own error is its mean over the sparse steps of a "
+        "clip, and drop is at the head's density"
     )
     places = ", ".join(dict.fromkeys(f"{r['where']}, commit {r['commit']}" for r in shown.values()))
-    return [f"{about} ({places}):\n\n{text}"]
+    return [paragraph(f"{about} ({places}):") + "\n" + text]
 
 
 def _percent(share: float) -> str:

@@ -37,7 +37,9 @@ Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. The defaults give 8.0 M parameters: 15.3 MiB in bf16."""
+    """Sizes of the model. The defaults give 8.0 M parameters: 15.3 MiB in bf16, little enough for a
+    file of the repository.
+    """
 
     width: int = 256
     blocks: int = 8

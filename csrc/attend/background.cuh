@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the mean value of all keys makes up for, in query blocks that drop key blocks.
+// What query blocks that drop key blocks get from the mean value of all keys.
 //
-// Background  One pseudo-key for all key blocks that a query block drops. It is the mean key, which quantize takes from all
-//             keys, so that its logit is 0 in every row, and it has the mean value. So it changes nothing but row sums: of the
-//             keys v_mean is a part already (store.cuh). A head counts it log2_background times (log2) as often as there are
-//             keys in the dropped blocks.
-// Contrast    The output's distance from the mean value times a factor. Pooled terms draw outputs towards it, dropping draws
-//             them apart; the factor puts right how far they lie from it.
+// Background    One pooled key for all key blocks that a query block drops: the mean key, with the mean value. Quantize takes the
+//               mean key from all keys, so its logit is 0 in every row. The mean value is a part of every output (store.cuh), so
+//               the term changes row sums alone. Its weight is 2^log2_background for each key of the dropped blocks.
+// Output scale  Factor on the output's distance from the mean value (`contrast`). Pooled keys draw outputs towards it, dropping
+//               draws them apart; the factor corrects that distance.
 #pragma once
 
 #include "../common/reduce.cuh"
@@ -17,7 +16,7 @@
 
 namespace sparge::attend {
 
-// The key blocks that hold keys are those before this one: in an order lengths cut nothing but the text at the end.
+// Key blocks before this one hold keys. In a token order lengths cut nothing but the text at the end.
 SPARGE_DEVICE i32 end_of_keys(const AttendParams& p, const Work& work) {
   const Problem& problem = p.problem;
   i32 end = problem.key_blocks();
@@ -28,16 +27,16 @@ SPARGE_DEVICE i32 end_of_keys(const AttendParams& p, const Work& work) {
 }
 
 struct MeanTerms {
-  float background;  // log2 of the mass of the term, minus infinity where there is none
+  float background;  // log2 of the term's mass; minus infinity: none
   float inverse_contrast;
 };
 
-// All lanes of a warp.
+// By all lanes of a warp.
 SPARGE_DEVICE MeanTerms mean_terms(const AttendParams& p, const Work& work) {
   MeanTerms terms = {kMinusInfinity, 1.0f};
   if (!p.thresholds) return terms;
   const float per_key = p.thresholds[work.head].log2_background, contrast = p.thresholds[work.head].contrast;
-  const bool has_background = per_key > kMinusInfinity;  // nor where it is no number
+  const bool has_background = per_key > kMinusInfinity;  // false for NaN, too
   if (!has_background && contrast == 1.0f) return terms;
   const i32 words = p.problem.map_words(), end = end_of_keys(p, work);
   const u32* map = p.block_map + work.map_row(p.problem) * words;
@@ -47,11 +46,11 @@ SPARGE_DEVICE MeanTerms mean_terms(const AttendParams& p, const Work& work) {
   dropped = warp_sum(dropped);
   if (dropped == 0) return terms;
   if (has_background) terms.background = per_key + log2f(static_cast<float>(dropped * kKeyBlock));
-  terms.inverse_contrast = p.partial_out ? 1.0f : 1.0f / contrast;  // parts of an output have none
+  terms.inverse_contrast = p.partial_out ? 1.0f : 1.0f / contrast;  // partial results have no output scale
   return terms;
 }
 
-// As often as the largest key of a row the term counts at most, log2: what is kept is nothing beside it then, and sums are finite.
+// Limit of the term's mass beside the row's largest key, log2, so that sums stay finite. Kept keys are nothing beside it then.
 constexpr float kMostBackground = 100.0f;
 
 // A row's sum of probabilities with the term; rows that met no key stay empty. `most` in log2 units.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a query block attends to, as bits in shared memory that are walked in ascending order: its row of the block map, then
-// the tiles of pseudo-keys that take part, then a word of ones, so that the walk needs no bound.
+// The list of a query block, as bits in shared memory that are read in ascending order: its row of the block map, then the tiles
+// of pooled keys that take part, then a word of ones, so that reading needs no bound.
 #pragma once
 
 #include "background.cuh"
@@ -10,20 +10,20 @@
 
 namespace sparge::attend {
 
-// Wide enough for the walk to go on behind the end, once for each stage of the pipeline.
+// Has enough bits to read on behind the end, once for each stage of the pipeline.
 constexpr u32 kEndOfList = 0xFFFFFFFFu;
 static_assert(kStages < kMapBits, "the walk must stay in the last word");
 
-// Words of the list that say which tiles of pseudo-keys take part.
+// Words of the list that say which tiles of pooled keys take part.
 SPARGE_DEVICE i32 pool_words(const Problem& problem) { return ceil_div(problem.pool_tiles(), kMapBits); }
 
-// Which of the 32 key blocks of a word of the map take part as pseudo-keys; 0 for words after the map.
+// Which of the 32 key blocks of a word of the map take part as pooled keys; 0 for words after the map.
 SPARGE_DEVICE u32 pooled_blocks(const u32* map, i32 index, i32 end) {
   return index * kMapBits < end ? open_blocks(map[index], index, end) : 0;
 }
 
-// All threads of the block; the list is complete for all of them, and so are the bounds of scales. Key block j has place j in it,
-// and the tiles of pseudo-keys follow from `first_pool_place` on. False where 16-bit keys or values of the head are not finite.
+// By all threads of the block, for which the list and the bounds of scales are complete afterwards. Key block j has place j in
+// the list; tiles of pooled keys begin at `first_pool_place`. False where 16-bit keys or values of the head are not finite.
 SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
   const Problem& problem = p.problem;
   const Work& work = smem.work;
@@ -55,7 +55,7 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
   return __syncthreads_and(sees_finite(p, work.kv_at, threadIdx.x, kThreads, first_flags(p, work.kv_at, threadIdx.x)));
 }
 
-// The place after `last` that is in the list, from `end_of_list` on when there is none; -1 starts.
+// Next place after `last` that is in the list (-1 starts); `end_of_list` or more when there is none.
 SPARGE_DEVICE i32 next_place(const u32* list, i32 last) {
   const u32 first = last + 1;
   u32 word = first / kMapBits;

@@ -14,7 +14,7 @@ constexpr float kScoreZero = is_quantized(kElement) ? 12582912.0f : 0.0f;
 constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
 constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : 1.0f;
 
-// Maximum of rows past the last query: they find every block negligible, so they never hold a skip back.
+// Maximum of rows past the last query: they find every block negligible, so they never prevent a skip.
 constexpr float kNoRow = 1e30f;
 
 // Threshold of the PV filter that lets every tile pass.

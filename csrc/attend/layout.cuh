@@ -10,8 +10,8 @@
 
 namespace sparge::attend {
 
-// Four warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads
-// (1,536 clocks a 128 x 64 tile) would outlast the products (1,240 clocks on Hopper's mma.sync).
+// Four warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads would outlast
+// the products (docs/experiments.md, "Rows of a warp").
 // Emulated E4M3 products convert their operands in registers: half the rows leave room for that.
 constexpr bool kEmulated = kElement == Element::kInt8E4M3 && kArch == 90;
 constexpr int kWarps = kEmulated ? 8 : 4;
@@ -48,19 +48,19 @@ constexpr int kRowGroups = kQueryBlock / kRowGroup;
 // What travels with the tiles of a pipeline stage.
 struct alignas(16) Stage {
   float k_scale;
-  i32 keys;   // that the block really has; -1: pseudo-keys
-  i32 place;  // in the list (block_list.cuh); from end_of_list on: it has ended
+  i32 keys;   // that the block really has; -1: pooled keys
+  i32 place;  // in the list (block_list.cuh); end_of_list or more: it has ended
 };
 
 struct alignas(256) Smem {  // tiles start at multiples of their row size
-  // INT8: max |q| / 127 of the row. First: on GPUs where shared memory starts at a run-time address (sm_90 and up), an
-  // array behind it that is indexed by a row keeps an address of its own in a register across the main loop.
-  // Behind them what rows' maxima are to be multiplied with (row_scale.cuh), in the same array for that reason.
+  // INT8: max |q| / 127 of each row, then the factors on rows' maxima (row_scale.cuh). First and in one array: where shared
+  // memory starts at a run-time address (sm_90 and up), an array further back that a row indexes would keep its address in a
+  // register across the main loop.
   float q_scale[2 * kQueryBlock];
   u8 q[kQueryTileBytes];
   u8 k[kStages][kKeyTileBytes];
   u8 v[kStages][kValueTileBytes];
-  // Of each thread's four rows: the main loop has no register to spare, and compiler spills would cost more.
+  // For each thread's four rows: the main loop has no register to spare, and compiler spills would cost more.
   float row_max[kRowTiles][2][kThreads];  // log2 units
   float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
   float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
@@ -80,8 +80,8 @@ static_assert(sizeof(Smem) <= 99 * 1024 || kSmBytes > 164 * 1024, "a block of th
 enum NamedBarrier { kBarrierUpperRows = 1, kBarrierLowerRows = 2 };
 static_assert(kRowGroups == 2, "each row group has a named barrier");
 
-// The first of the four rows of the block whose scores a thread holds, and how far the others are from it: row tile m,
-// upper or lower half of the tile. Read where it is used: kept across the main loop, it would be spilled.
+// First of the four rows of the block whose scores a thread holds, and how far the others are from it: row tile m, upper or lower
+// half of the tile. Computed where it is used: kept across the main loop, it would be spilled.
 SPARGE_DEVICE i32 first_row() {
   const i32 thread = ptx::thread_index();
   return thread / kWarpSize * kWarpRows + thread % kWarpSize / 4;

@@ -8,7 +8,7 @@
 
 namespace sparge::attend {
 
-// The thread index is read where it is used: sums of it and the tensors' pointers would be kept across the main loop.
+// The thread index is read where it is used: else its sums with the tensors' pointers are kept across the main loop.
 template <int kBytes>
 SPARGE_DEVICE void copy_tile(u8* destination, const u8* source) {
   const u32 to = ptx::shared_address(destination) + ptx::thread_index() * 16;
@@ -35,7 +35,7 @@ struct Pipeline {
     for (int i = 0; i < (kStages > 1 ? kStages - 1 : 1); ++i) last = fill(last);
   }
 
-  // Negative for a key block, else the number of a tile of pseudo-keys.
+  // Negative for a key block, else the number of a tile of pooled keys.
   SPARGE_DEVICE i32 pool_tile(i32 place) const { return place - smem.first_pool_place; }
 
   SPARGE_DEVICE void load_keys(i32 place) {
@@ -66,8 +66,8 @@ struct Pipeline {
 
   SPARGE_DEVICE bool ended(i32 place) const { return place >= smem.end_of_list; }
 
-  // Asks for what comes after `last` in the list, and says what that is; an empty group at the end keeps the group count
-  // regular.
+  // Starts the copies of what comes after `last` in the list, and returns its place. An empty group at the end keeps the number
+  // of groups regular.
   SPARGE_DEVICE i32 fill(i32 last) {
     const i32 place = next_place(list, last);
     if (ptx::thread_index() == 0) smem.stage[slot].place = place;
@@ -83,7 +83,7 @@ struct Pipeline {
   // The next place of the list, its keys in shared memory; -1 at the end.
   SPARGE_DEVICE i32 wait_keys() {
     ptx::cp_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
-    __syncthreads();  // tiles of all threads have landed, and every warp is done with what is filled below
+    __syncthreads();  // tiles of all threads have arrived, and every warp is done with what is filled below
     if constexpr (kStages > 1) {
       fill(smem.stage[slot == 0 ? kStages - 1 : slot - 1].place);
       const i32 place = smem.stage[slot].place;
@@ -96,7 +96,7 @@ struct Pipeline {
     }
   }
 
-  // Of the place that wait_keys gave.
+  // For the place that wait_keys gave.
   SPARGE_DEVICE void wait_values(i32 place) {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pooled residual: pseudo-keys, one for each block that the list leaves out, in tiles that come after the list's blocks
-// and go through the same softmax.
+// Pooled keys: one for each block that the list leaves out, in tiles that come after the list's blocks and go through the same
+// softmax.
 //
-// A pseudo-key has a scale and a bias of its own. They are applied to the sum x of its products at once, which becomes
-//   kScoreZero + logit / (row scale * kPoolScale), logit = (x - kScoreZero) * row scale * scale + bias, in log2 units,
-// so that what follows reads it like the sum of any key. Those units are so small that the offset rounds nothing away.
+// A pooled key has a scale and a bias of its own. They are applied at once to the sum x of its products, which becomes
+//   kScoreZero + logit / (row scale * kPoolScale), logit = (x - kScoreZero) * row scale * scale + bias, in log2 units.
+// So what follows reads it like the sum of any key. The units are so small that the offset rounds nothing away.
 #pragma once
 
 #include "constants.cuh"
@@ -12,16 +12,16 @@
 
 namespace sparge::attend {
 
-// The "K scale" of a tile of pseudo-keys.
+// What a tile of pooled keys has as its K scale.
 constexpr float kPoolScale = is_quantized(kElement) ? 0x1p-20f : 1.0f;
 
-// Bit: of the 32 key blocks of word `index` of the map, those below `end` that it leaves out.
+// The key blocks below `end` that word `index` of the map leaves out, a bit each.
 SPARGE_DEVICE u32 open_blocks(u32 word, i32 index, i32 end) {
   const i32 left = end - index * kMapBits;
   return left <= 0 ? 0 : ~word & (left < kMapBits ? (1u << left) - 1 : ~0u);
 }
 
-// As pool_score takes it.
+// The column as pool_score takes it.
 SPARGE_DEVICE PoolColumn prepared(const PoolColumn& column, const Work& work, bool open) {
   return open ? PoolColumn{column.scale / kPoolScale, column.bias + work.log2_gain} : PoolColumn{0.0f, kMinusInfinity};
 }

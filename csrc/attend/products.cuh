@@ -21,13 +21,12 @@ constexpr int kKeySteps = kQueryRowBytes / 32;
 constexpr int kValueSteps = kValueRowBytes / 32;
 using Probabilities = u32[kRowTiles][kValueSteps][4];
 
-// Where this lane points ldmatrix for sixteen rows of a tile and both 16-byte chunks of a k-step. The four matrices come
-// out in the order in which the operand wants them in neighbouring registers: A takes both halves of the rows, then the
-// second chunk; B takes both chunks of eight columns, then the other eight columns. (One order for both was tried: it
-// costs 300 register moves a tile.) Swizzling is XOR, so a k-step is one XOR of the address and multiples of 16 rows
-// are immediate offsets: one register addresses a whole tile, which must start at a multiple of its row size.
-// Addresses of tiles that stay where they are never change: the thread index is read afresh, else the XORs of all k-steps
-// are kept across the main loop.
+// Address at which this lane points ldmatrix for sixteen rows of a tile and both 16-byte chunks of a k-step. The four matrices
+// come out in the order in which the operand wants them in neighbouring registers (docs/experiments.md, "Order of ldmatrix"):
+// A takes both halves of the rows, then the second chunk; B takes both chunks of eight columns, then the other eight columns.
+// Swizzling is XOR. So a k-step is one XOR of the address, multiples of 16 rows are immediate offsets, and one register addresses
+// a whole tile, which must start at a multiple of its row size.
+// The thread index is read where it is used: else the XORs of all k-steps are kept across the main loop.
 enum class Operand { kA, kB };
 
 template <int kRowBytes, Operand kOperand>

@@ -12,14 +12,14 @@ namespace sparge::attend {
 constexpr int kTokenLanes = kHeadDim / kLaneChannels;
 constexpr int kTokensPerPass = kWarpSize / kTokenLanes;
 
-// 16-bit queries become NaN where they are infinite, and all of a head that is not finite; of 8 bits the scale says so.
+// 16-bit queries become NaN where they are infinite, and all of them where the head is not finite. With 8 bits the scale does.
 SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x)[kLaneChannels], bool finite) {
   if constexpr (is_quantized(kElement)) {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[i]));
     amax = lane_max_or_nan<1, kTokenLanes>(amax);
-    // common/int8.cuh, written out: as a call, ptxas spills on sm_100a.
+    // common/int8.cuh, written out: with a call ptxas spills on sm_100a.
     const float inverse_scale = amax > kLeastAmax ? kKeyLevels / amax : 1.0f;
     if (channel == 0) smem.q_scale[row] = amax;
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
@@ -34,7 +34,7 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
   }
 }
 
-// From the largest magnitudes of the warp's rows to their scales, a lane each. Apart from `store_query`: ptxas spills there.
+// From the largest magnitudes of the warp's rows to their scales, a lane each. Not in `store_query`, where ptxas spills.
 SPARGE_DEVICE void scale_queries(Smem& smem, i32 first_row) {
   const i32 lane = ptx::thread_index() % kWarpSize;
   if (lane >= kWarpRows) return;

@@ -11,7 +11,7 @@
 
 namespace sparge::attend {
 
-using PerRow = float[kRowTiles][2];  // of the four rows of a thread
+using PerRow = float[kRowTiles][2];  // one number for each of a thread's four rows
 
 // From raw scores to log2 units. Row scales stay in shared memory: registers are what this kernel lacks.
 struct ScoreScale {
@@ -66,8 +66,8 @@ struct Softmax {
                                      : ptx::barrier_all<kRowGroupThreads>(kBarrierLowerRows, all);
   }
 
-  // Takes the block's maxima in and shrinks earlier sums to match. After the first blocks a maximum rarely moves, and
-  // where none of the warp does, every factor is 1.
+  // Raises the running maxima to the block's and shrinks earlier sums to match. After the first blocks a maximum rarely moves.
+  // Where none of the warp moves, every factor is 1.
   SPARGE_DEVICE void raise_max(const PerRow& block, Accumulators& out) {
     bool moved = false;
 #pragma unroll
@@ -75,7 +75,7 @@ struct Softmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) moved = moved || block[m][half] > max[m][half][threadIdx.x];
     if (!__any_sync(kFullWarp, moved)) return;
-    const i32 thread = ptx::thread_index();  // afresh: this branch is rare
+    const i32 thread = ptx::thread_index();  // read again, as this branch is rare
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -100,8 +100,8 @@ struct Softmax {
       const float reference = max[m][half][threadIdx.x] == kMinusInfinity ? 0.0f : max[m][half][threadIdx.x];
       float added = 0.0f;
       const float bias = kShift - reference - kScoreZero * scale;
-      // Of logits beyond 2^27, which quantized rows do not have (row_scale.cuh), the maximum as it is rounded, downwards, is so far
-      // below its own exponent that P would overflow.
+      // Maxima are rounded downwards. Beyond 2^27, which logits of quantized rows do not reach (row_scale.cuh), that is so much
+      // that P would overflow.
       auto capped = [](float x) { return is_quantized(kElement) ? x : ptx::min_or_nan(x, 0.0f); };
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
@@ -125,7 +125,7 @@ struct Softmax {
       }
   }
 
-  // Outputs then lie `contrast` times as far from the mean value. Here, because `store_output` has no register to spare.
+  // Applies the output scale. Here, as `store_output` has no register to spare.
   SPARGE_DEVICE void spread(float inverse_contrast) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -134,7 +134,7 @@ struct Softmax {
   }
 };
 
-// Sums with a tile of pseudo-keys, half row by half row: the main loop has no register to spare.
+// Scores of a tile of pooled keys, half row by half row: the main loop has no register to spare.
 SPARGE_DEVICE void pool_scores(Scores& s, const PoolColumn* columns, const ScoreScale& scale) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
@@ -153,8 +153,8 @@ SPARGE_DEVICE void pool_scores(Scores& s, const PoolColumn* columns, const Score
     }
 }
 
-// Past the last key, and above the causal diagonal: minus infinity. Comparing constants with one bound a row keeps this
-// rare branch from costing the main loop registers.
+// Minus infinity past the last key and above the causal diagonal. Comparing constants with one bound a row keeps this rare branch
+// from costing the main loop registers.
 SPARGE_DEVICE void mask_scores(Scores& s, const Work& work, i32 block, i32 keys, bool causal) {
   const i32 first_row_end = work.first_query + first_row() + 1 - block * kKeyBlock;  // keys that the first row may see
 #pragma unroll

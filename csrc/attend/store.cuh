@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // From unnormalised sums to the caller's layout: O = v_mean + contrast * v_scale * acc / l, 0 where no key was seen. Partial
-// results know no contrast.
+// results have no output scale.
 #pragma once
 
 #include "../ptx/convert.cuh"
@@ -40,7 +40,7 @@ struct Value {
   }
 };
 
-// The output row of one query, by its token, and its row of partial results where those are asked for.
+// Output row of one query, by its token, and its row of partial results where those are asked for.
 struct RowStore {
   const AttendParams& p;
   const Work& work;
@@ -88,7 +88,7 @@ struct RowStore {
   }
 };
 
-// What a log-sum-exp takes of a query beside its softmax.
+// What a log-sum-exp needs of a query beside its softmax.
 struct QueryFacts {
   float dot_mean = 0.0f;   // q . k_mean
   float sharpness = 1.0f;  // see row_scale.cuh

@@ -6,27 +6,27 @@
 
 namespace sparge::attend {
 
-// Query blocks at the ends of every head that come before all others. Text stands at an end and is dense: where the last head
-// began with its text, the call ended with it, alone on a few SMs. H200, with text of 226 and 256 tokens: attend 17 and 8 %
-// faster at 10 % density (CogVideoX-2B, Mochi), 9 and 2 % at 20 %; without text, and with 4 or 16 of them, as fast.
+// Query blocks at the ends of every head that come before all others. Text stands at an end and is dense: else the last head's
+// text would end the call, alone on a few SMs. docs/experiments.md, "Attend, all kernels".
 constexpr i32 kEnds = 8;
 
 struct Work {
   i32 b, head, block, first_query, queries;
-  i32 head_at, kv_at;  // of all (batch, head) and (batch, kv head)
-  i32 first_tile;      // of this head: 2^31 tiles are 16 TB of K
-  i32 first_pool;      // of its tiles of pseudo-keys
-  i32 walk_start;      // of its slots
+  i32 head_at, kv_at;  // places among all (batch, head) and (batch, kv head)
+  i32 first_tile;      // of this head; 2^31 tiles are 16 TB of K
+  i32 first_pool;      // first tile of its pooled keys
+  i32 walk_start;      // of its token order in slot_token
 
   float pvthreshd;
-  float log2_gain;  // of pooled terms; minus infinity: there are none
+  float log2_gain;  // log2 of the pool weight; minus infinity: nothing is pooled
 
-  // For shared memory, which constructs nothing.
+  // Shared memory constructs nothing.
   Work() = default;
 
   SPARGE_DEVICE Work(const AttendParams& p, i32 turn) { read(p, turn); }
 
-  // Query blocks fastest, so that neighbours share K and V in L2, and from both ends inwards: a long list must not start last.
+  // Query blocks are fastest, so that neighbours share K and V in L2, and go from both ends inwards: a long list must not start
+  // last. `turn` is the number of the work item.
   SPARGE_DEVICE void read(const AttendParams& p, i32 turn) {
     const Problem& problem = p.problem;
     const i32 query_blocks = problem.query_blocks(), ends = smaller(kEnds, query_blocks);
@@ -51,7 +51,7 @@ struct Work {
 
   SPARGE_DEVICE bool pools() const { return log2_gain != kMinusInfinity; }
 
-  // Of row `row` of the query block; -1: none.
+  // Token of row `row` of the query block; -1: none.
   SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(walk_start, first_query + row); }
 
   // Key blocks from here on hold no keys, or keys that some row must not see, so that no mean can stand for them.

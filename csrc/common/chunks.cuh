@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight neighbouring channels of a token as one load that nobody waits for: a thread keeps several in flight, and unpacks
-// them when it needs numbers. (Rows, in rows.cuh, unpacks inside the branch that loads: one load at a time.)
+// Eight neighbouring channels of a token as one load. A thread keeps several in flight, and unpacks them when it needs numbers.
+// (Rows, in rows.cuh, unpacks inside the branch that loads: one load at a time.)
 #pragma once
 
 #include "../ptx/address.cuh"
@@ -13,7 +13,7 @@ struct alignas(16) Chunk {
   u32 word[kLaneChannels / 2];
 };
 
-// kOther: a type, strides or a head dim that 16-byte loads of 16-bit numbers do not fit. kAny: one code for all, decided load by
+// kOther: type, strides or head dim do not fit 16-byte loads of 16-bit numbers. kAny: one code for all, which decides load by
 // load, where registers are scarce.
 enum class Source : i32 { kBf16, kFp16, kOther, kAny };
 
@@ -23,7 +23,7 @@ struct Chunks {
   static constexpr bool kAsks = kSource == Source::kOther || kSource == Source::kAny;
 
   const char* base;
-  i64 token_bytes;  // below 2^32 unless kOther: one multiplication an address
+  i64 token_bytes;  // below 2^32 unless kOther, for one multiplication an address
   i32 channels;
   DType dtype;
   bool vectorized;

@@ -7,15 +7,15 @@
 
 namespace sparge {
 
-// Rows and blocks whose largest magnitude is not above it count as zeros.
+// Rows and blocks whose largest magnitude is at most this count as zeros.
 constexpr float kLeastAmax = kZeroScale * kKeyLevels;
 
 // NaN where the largest magnitude is NaN or infinite.
 SPARGE_DEVICE float int8_scale(float amax) { return (amax > kLeastAmax ? amax / kKeyLevels : kZeroScale) + (amax - amax); }
 SPARGE_DEVICE float int8_inverse_scale(float amax) { return amax > kLeastAmax ? kKeyLevels / amax : 1.0f; }
 
-// Four neighbouring values. Adding 1.5 x 2^23 rounds to the nearest even, as the conversion to an integer does, which has a
-// quarter of the throughput; the low byte is the level.
+// Four neighbouring values. Adding 1.5 x 2^23 rounds to the nearest even, like the conversion to an integer, which has a quarter
+// of the throughput. The low byte is the level.
 SPARGE_DEVICE u32 pack_int8(const float* x, float inverse_scale) {
   u32 level[4];
 #pragma unroll

@@ -6,8 +6,7 @@
 
 namespace sparge {
 
-// 32 bits hold the pairs below any row of 33 million tokens.
-// Pairs of all rows 0..row with `count` keys, when row r sees the first r + 1 of them.
+// Pairs of all rows 0..row with `count` keys, when row r sees the first r + 1 of them. 32 bits are enough up to row 33 million.
 SPARGE_DEVICE i32 causal_prefix(i32 row, i32 count) {
   if (row < 0) return 0;
   const i32 growing = smaller(row + 1, count);

@@ -36,14 +36,13 @@ SPARGE_DEVICE float lane_min(float value) {
   return value;
 }
 
-// Two sums over two lanes whose numbers differ in the bit `step`, one for each: the lane with that bit has the second.
+// Two sums over two lanes that differ in the bit `step`. The lane with that bit gets the second.
 SPARGE_DEVICE float lane_sum_of_two(float first, float second, i32 lane, int step) {
   const bool upper = lane & step;
   return (upper ? second : first) + __shfl_xor_sync(kFullWarp, upper ? first : second, step);
 }
 
-// Eight sums over eight lanes whose numbers differ in the bits kFirst, 2 kFirst and 4 kFirst, one for each of these lanes: seven
-// shuffles instead of 24.
+// Eight sums over eight lanes that differ in bits kFirst, 2 kFirst and 4 kFirst. Each lane gets one: 7 shuffles instead of 24.
 template <int kFirst>
 SPARGE_DEVICE float lane_sum_of_eight(const float (&x)[8], i32 lane) {
   float four[4], two[2];
@@ -54,7 +53,7 @@ SPARGE_DEVICE float lane_sum_of_eight(const float (&x)[8], i32 lane) {
   return lane_sum_of_two(two[0], two[1], lane, 4 * kFirst);
 }
 
-// Which of the eight sums that is.
+// Which of the eight sums a lane gets.
 template <int kFirst>
 SPARGE_DEVICE i32 lane_channel(i32 lane) {
   return (lane & kFirst ? 4 : 0) + (lane & 2 * kFirst ? 2 : 0) + (lane & 4 * kFirst ? 1 : 0);

@@ -25,8 +25,8 @@ constexpr int kMapBits = 32;
 // so one V scale serves both, and its smallest normal is 2^-23 of the largest.
 constexpr float kValueLevels = 448.0f;
 constexpr float kKeyLevels = 127.0f;
-// Scale of a row or block of zeros, and least scale of any: small, so that the offset of INT8 scores (attend/constants.cuh) rounds
-// away, and not so small that the steps of logits become zero (attend/row_scale.cuh).
+// Scale of a row or block of zeros, and least scale of any. So small that the offset of INT8 scores (attend/constants.cuh) rounds
+// away, but not so small that the steps of logits become zero (attend/row_scale.cuh).
 constexpr float kZeroScale = 0x1p-80f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Addresses that the compilers would otherwise add up from their parts at every load.
+// Addresses that the compilers would else add up from their parts at every load.
 #pragma once
 
 #include "../common/types.cuh"

@@ -40,7 +40,7 @@ SPARGE_DEVICE u32 fma_fp16(u32 a, u32 b, u32 c) {
   return pair;
 }
 
-// Of both halves of a pair: infinities times zero are NaN, and what else there is stays as it is.
+// For both halves of a pair: x * 0 + x is NaN for infinities, else x.
 SPARGE_DEVICE u32 nan_if_infinite_bf16(u32 pair) {
   u32 result;
   asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(result) : "r"(pair), "r"(0));
@@ -48,7 +48,7 @@ SPARGE_DEVICE u32 nan_if_infinite_bf16(u32 pair) {
 }
 SPARGE_DEVICE u32 nan_if_infinite_fp16(u32 pair) { return fma_fp16(pair, 0, pair); }
 
-// Of both halves of a pair; a NaN loses against a number.
+// For both halves of a pair. A NaN loses against a number.
 #define SPARGE_PAIRWISE(name, instruction)                         \
   SPARGE_DEVICE u32 name(u32 a, u32 b) {                           \
     u32 pair;                                                      \

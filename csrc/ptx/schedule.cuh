@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the compilers compute and keep values that later code needs: both move work towards its use, and past barriers and waits.
+// Tell the compilers where to compute values that later code needs: both move work towards its use, past barriers and waits.
 #pragma once
 
 #include "cp_async.cuh"
@@ -13,7 +13,7 @@ SPARGE_DEVICE void compute_here(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i]));
 }
 
-// ptxas keeps stores, and so what decides about this one, before a wait or barrier that follows.
+// Keeps the computation of both numbers before a wait or barrier that follows, as ptxas does not move the store past it.
 SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
   asm volatile(
       "{\n"
@@ -25,7 +25,7 @@ SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
       : "memory");
 }
 
-// Of global memory. The load begins where it stands, and nothing waits for it before its value is used.
+// From global memory. The load starts where it stands, and nothing waits for it before its value is used.
 SPARGE_DEVICE u16 load_ahead(const u16* at) {
   u16 value;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(at));

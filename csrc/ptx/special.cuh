@@ -6,8 +6,8 @@
 
 namespace sparge::ptx {
 
-// threadIdx.x, but volatile: what is computed from it is not kept in registers across the kernel. Without its range,
-// division by a power of two would be a signed one, with more values on the way.
+// threadIdx.x, but volatile: what is computed from it is not kept in registers across the kernel. Its range spares a signed
+// division by a power of two, which takes more values.
 SPARGE_DEVICE i32 thread_index() {
   i32 index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -45,7 +45,7 @@ SPARGE_DEVICE float rsqrt_approx(float x) {
   return y;
 }
 
-// Within 2^-22, absolute between .5 and 2, relative elsewhere.
+// Errs by at most 2^-22, absolute between 0.5 and 2, relative elsewhere.
 SPARGE_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -16,7 +16,7 @@ SPARGE_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// No instruction: tells the compiler that the registers change here, for it does not know that products are asynchronous.
+// No instruction: tells the compiler, which does not know that products are asynchronous, that the registers change here.
 template <int kCount>
 SPARGE_DEVICE void in_flight(float (&registers)[kCount]) {
 #pragma unroll

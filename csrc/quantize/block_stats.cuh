@@ -16,15 +16,15 @@ constexpr int kTokensPerPass = 16;
 constexpr int kThreads = kTokenLanes * kTokensPerPass;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPasses = kKeyBlock / kTokensPerPass;
-// 64 registers a thread, which hold a key tile: what else lives as long as it is in shared memory. Three blocks of 256 threads
-// take 18 % longer (H200); sm_89 gets them with E4M3 tiles of 128 channels, where ptxas spills 32 bytes at 64 registers.
+// 64 registers a thread hold a key tile; what else lives as long is in shared memory. On sm_89 ptxas spills with so few for E4M3
+// tiles of 128 channels. docs/experiments.md, "Registers of quantize".
 constexpr bool kNeedsRegisters = kArch == 89 && kHeadDim == 128 && kElement == Element::kInt8E4M3;
 constexpr int kBlocksPerSm = (kNeedsRegisters ? 768 : 1024) / kThreads;
 
-// Whether a run's next keys and values are on their way before the statistics of a block: elsewhere ptxas spills.
+// Whether loads of a run's next keys and values start before the statistics of a block. Elsewhere ptxas spills.
 constexpr bool kLoadsEarly = kArch == 90 && is_quantized(kElement);
 
-// Made where it is used: registers hold what is on its way from one block to the next.
+// Made where it is used: registers hold the loads of the next block.
 struct Thread {
   i32 index = ptx::thread_index();
   i32 lane = index % kWarpSize;
@@ -33,7 +33,7 @@ struct Thread {
   i32 channel = (index % kTokenLanes) * kLaneChannels;
 };
 
-// As Problem::walk_start, without divisions in the usual case. (In Problem itself it moves instructions of attend's loop.)
+// As Problem::walk_start, without divisions in the usual case. Inside Problem it would change the order of attend's loop.
 SPARGE_DEVICE i32 walk_start_of_keys(const Problem& problem, i32 kv) {
   if (problem.heads != problem.kv_heads) return problem.walk_start(kv);
   return problem.head_walk ? larger(0, smaller(problem.head_walk[kv], problem.walks - 1)) * problem.keys : 0;
@@ -42,16 +42,15 @@ SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
   return walk_start_of_keys(problem, problem.heads == problem.kv_heads ? head : problem.kv_head(head));
 }
 
-// What a thread block knows of its head and its run: blocks of the head that it takes one after another, the last first. What
-// they share it finds once, and (kLoadsEarly) what the next one reads is on its way while the statistics of one are finished. In
-// shared memory, for registers hold the blocks.
+// What a thread block knows of its head and of its run: the blocks of the head that it takes one after another, the last first.
+// In shared memory, as registers hold the blocks.
 struct Run {
   const char* base;  // of the tensor's rows
-  i32 head_at;       // of the head among those of all batches
+  i32 head_at;       // the head's place among those of all batches
   i32 blocks;        // of the head
   i32 first;         // block of the run
-  i32 start;         // of the head's walk
-  i32 length;        // of keys
+  i32 start;         // of the head's token order in slot_token
+  i32 length;        // number of keys
   bool whole;        // see KeySlots
 
   SPARGE_DEVICE i32 at(i32 block) const { return head_at * blocks + block; }
@@ -65,8 +64,8 @@ struct Run {
   }
 };
 
-// The tokens of a key block, and how many there are. They come first in the block; key lengths that cut into an order's grid
-// would leave holes, and Run::whole tells so of the block entered last.
+// The tokens of a key block, and how many there are. They come first in the block. Key lengths that cut into the grid of a token
+// order would leave holes; Run::whole is false then, for the block entered last.
 struct KeySlots {
   const Problem& problem;
   Run& run;
@@ -74,7 +73,7 @@ struct KeySlots {
 
   SPARGE_DEVICE KeySlots(const Problem& p, Run& shared) : problem(p), run(shared) {}
 
-  // All threads; those that read `whole` of the block before have done so. Whether the run has the block.
+  // By all threads, after the last read of `whole`. Returns whether the run has the block.
   SPARGE_DEVICE bool enter(i32 next) {
     block = next;
     if (block < run.first) return false;
@@ -92,8 +91,8 @@ struct KeySlots {
     return true;
   }
 
-  // A thread's tokens of the block, zeros where it does not exist. All are looked up together: a condition for each makes one
-  // wait for another.
+  // A thread's tokens of the block; zeros where the block does not exist. One condition for all of them: with one each, a lookup
+  // would wait for the one before.
   template <Source kSource, typename PlaceOf>
   SPARGE_DEVICE void load(Chunk (&chunk)[kPasses], const Chunks<kSource>& rows, bool exists, i32 channel,
                           PlaceOf&& place_of) const {
@@ -113,14 +112,14 @@ struct KeySlots {
   SPARGE_DEVICE i32 token(i32 place) const { return problem.key_token(run.start, block * kKeyBlock + place, run.length); }
 };
 
-// 0 times their sum: 0, or NaN where one of a chunk's numbers is not finite.
+// Adds 0 times x: zero stays 0, or becomes NaN where x is not finite.
 SPARGE_DEVICE void trace(float& zero, float x) { zero = __fmaf_rn(x, 0.0f, zero); }
 
-// Of one thread. `finite` is for 16 bits, where nothing else says so of keys or values that a row drops.
+// By one thread, for 16 bits: nothing else tells of keys or values that a row drops.
 SPARGE_DEVICE void note_finite(const QuantizeParams& p, const Run& run, i32 block, bool values, bool finite) {
   p.finite[(static_cast<i64>(run.head_at) * 2 + values) * run.blocks + block] = finite;
 }
-// Numbers that are not negative are ordered as their bits are, and NaN is above them all.
+// Bits of numbers that are not negative are ordered as the numbers are, and those of NaN are above them all.
 SPARGE_DEVICE void note_reach(const QuantizeParams& p, const Run& run, float reach) {
   atomicMax(p.reach + run.head_at, __float_as_uint(reach));
 }
@@ -147,7 +146,7 @@ struct alignas(16) SumsSmem {
 
 static_assert(kTokenLanes == kWarpSize / 2 || kTokenLanes == kWarpSize / 4, "two or four lanes have the same channels");
 
-// What a warp's threads add for their channels: of those that have the same, each keeps a share.
+// Adds over the threads of a warp that have the same channels; each of these keeps a share of the sums.
 SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, const float (&x)[kLaneChannels]) {
   float four[4], two[2];
   float* at = &sums[thread.warp][thread.channel + (thread.lane & kTokenLanes ? 4 : 0)];
@@ -163,7 +162,7 @@ SPARGE_DEVICE void store_sums(ChannelSums<kWarps>& sums, const Thread& thread, c
   }
 }
 
-// What one warp finishes alone, without a barrier: each lane has neighbouring channels.
+// Channels of a lane where one warp finishes a statistic alone, without a barrier: neighbouring ones.
 constexpr int kLaneShare = kHeadDim / kWarpSize;
 
 template <int kParts>
@@ -191,7 +190,7 @@ SPARGE_DEVICE float similarity(const SumsSmem& smem, i32 lane, i32 count) {
   return squares * inverse * inverse;
 }
 
-// What stands for the similarity where no threshold asks for it: a block whose mean is no number is never dropped.
+// Similarity where no threshold asks for one: 1, or NaN for a block whose mean is no number, which is never dropped.
 SPARGE_DEVICE float similarity_of_finite(const float (&mean)[kLaneShare]) {
   float difference = 0.0f;
 #pragma unroll

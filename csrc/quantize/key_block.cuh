@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of 64 keys: of each a swizzled tile of INT8 (one scale a block) or 16-bit keys, its mean and self-similarity.
+// Blocks of 64 keys: a swizzled tile of INT8 (one scale a block) or 16-bit keys, the block's mean and its self-similarity.
 #pragma once
 
 #include "../common/int8.cuh"
@@ -11,15 +11,15 @@ namespace sparge::quantize {
 struct KeySmem {
   SumsSmem sums;
   float amax[kWarps];
-  // Near the block's keys, so that squares around it may be subtracted: the mean of the head's keys, where that is known and
-  // taken from each, else the block's first key. Here, because registers hold the tile.
-  // Of the block at hand and of the one before, whose statistics may still be on their way.
+  // A point near the block's keys, so that squares around it lose little: the mean of the head's keys where it is subtracted from
+  // each, else the block's first key. In shared memory, as registers hold the tile. In 16 bits there are two: of the block at
+  // hand and of the one before, whose statistics may still be computed.
   alignas(16) float origin[is_quantized(kElement) ? 1 : 2][kHeadDim];
   alignas(16) ChannelSums<kWarps> squares;
 };
 
-// Of one warp's lanes, which then have the mean of neighbouring channels. A thread block's room is free for the next when its
-// last warp ends: each statistic is of another warp.
+// Mean of a lane's neighbouring channels, by one warp. Each statistic has a warp of its own: a thread block's room is free for
+// the next when its last warp ends.
 SPARGE_DEVICE void key_mean(const KeySmem& smem, i32 lane, i32 count, float (&mean)[kLaneShare]) {
   const float inverse = inverse_count(count);
   over_parts(smem.sums.rows, lane, mean);
@@ -65,10 +65,10 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
   }
 }
 
-// What a token takes of the origin: nothing where there is no token, and zeros were read. One operation, not two.
+// Factor of the origin: 0 where there is no token and zeros were read. So a subtraction is one operation.
 SPARGE_DEVICE float one_if(bool inside) { return inside ? 1.0f : 0.0f; }
 
-// Into x: the block's keys, from the mean on where they are quantized; their sums, squares and largest level into shared memory.
+// x: the block's keys, less the mean where they are quantized. Their sums, squares and largest magnitude go to shared memory.
 // False where one of this thread's 16-bit keys is not finite.
 template <Source kSource>
 SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 block, i32 count,
@@ -189,7 +189,7 @@ SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>&
 #pragma unroll
         for (int i = 0; i < kLaneChannels; ++i) smem.origin[origin_of(slots.block)][thread.channel + i] = x[i];
       }
-    __syncthreads();  // and the statistics of the block before have read what is overwritten now
+    __syncthreads();  // the statistics of the block before have read what is overwritten now
     float x[kPasses][kLaneChannels];
     const bool finite = sum_keys(p, rows, smem, slots.block, count, chunk, x);
     if constexpr (is_quantized(kElement)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pseudo-keys: the mean of each block as one row of a K tile, one column of a V tile. 64 blocks make a tile, which looks
-// like a tile of keys to attend, but each pseudo-key has a scale of its own: block means differ more than keys of a block.
+// Pooled keys: the mean of each block as one row of a K tile and one column of a V tile. 64 blocks make a tile, which looks
+// like a tile of keys to attend. But each pooled key has a scale of its own, as block means differ more than keys of a block.
 #pragma once
 
 #include "../common/int8.cuh"
@@ -14,8 +14,8 @@ SPARGE_DEVICE u16 sixteen_bits(float x) {
   return static_cast<u16>(kElement == Element::kBf16 ? ptx::pack_bf16(x, 0.0f) : ptx::pack_fp16(x, 0.0f));
 }
 
-// A warp's lanes hold neighbouring channels of the block's mean key. The last block clears the rows after it: what a scale of
-// 0 multiplies must be a number.
+// Mean key of a block, from a warp whose lanes hold neighbouring channels. The last block clears the rows after it: a scale of 0
+// must multiply numbers.
 SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare]) {
   const i64 tile_at = run.pool_tile_at(block);
   const i32 row = block % kKeyBlock, channel = lane * kLaneShare;
@@ -47,13 +47,13 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i
   if (lane == 0) p.pool_columns[tile_at * kKeyBlock + row].scale = scale;
 }
 
-// Of one thread.
+// By one thread.
 SPARGE_DEVICE void pool_bias(const QuantizeParams& p, const Run& run, i32 block, i32 count) {
   p.pool_columns[run.pool_tile_at(block) * kKeyBlock + block % kKeyBlock].bias = log2f(static_cast<float>(count));
 }
 
-// Likewise of the block's mean value, in units of v_scale. The last block clears the columns after it: what a probability of
-// 0 multiplies must be a number.
+// Mean value of a block likewise, in units of v_scale. The last block clears the columns after it: a probability of 0 must
+// multiply numbers.
 SPARGE_DEVICE void pool_value(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare]) {
   constexpr int kBytes = value_bytes(kElement), kRowBytes = kKeyBlock * kBytes;
   u8* tile = p.pool_v + run.pool_tile_at(block) * (kHeadDim * kRowBytes);

@@ -6,12 +6,12 @@
 
 namespace sparge::quantize {
 
-// Of the block at hand and of the one before, whose statistics may still be on their way.
+// Sums of the block at hand and of the one before, whose statistics may still be computed.
 struct QuerySmem {
   SumsSmem sums[2];
 };
 
-// Of a warp each.
+// Each statistic by one warp.
 SPARGE_DEVICE void query_statistics(const QuantizeParams& p, const SumsSmem& smem, i32 block_at, i32 count) {
   const Thread thread;
   if (thread.warp == 0) {

@@ -11,8 +11,8 @@ constexpr int kValueBytes = value_bytes(kElement);
 constexpr int kValueRowBytes = kKeyBlock * kValueBytes;
 constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 
-// Four lanes of a warp hold neighbouring channels, eight of them tokens: then the transposed words of a warp hit 32 banks.
-// A thread has the four tokens of neighbouring positions in a row of the tile.
+// A warp has 4 lanes of neighbouring channels by 8 of tokens, so that its transposed words hit 32 banks. A thread has the four
+// tokens at neighbouring positions in a row of the tile.
 struct ValueThread {
   static constexpr int kChannelLanes = 4, kLaneGroups = kWarpSize / kChannelLanes;
   static constexpr int kChannelWarps = kTokenLanes / kChannelLanes;
@@ -25,7 +25,7 @@ struct ValueThread {
 };
 constexpr int kTokenHalves = kWarps / ValueThread::kChannelWarps;
 
-// Where a 16-byte chunk of the tile waits in shared memory: the chunks of a 128-byte line are mixed by the channel lane too.
+// Place of a 16-byte chunk of the tile in shared memory: the channel lane, too, permutes the chunks of a 128-byte line.
 SPARGE_DEVICE u32 staged(u32 tile_byte) {
   const u32 row = tile_byte / kValueRowBytes;
   return tile_byte ^ ((row >> 3 & 1) * 64 + (row >> 4 & 1) * 32);
@@ -33,7 +33,7 @@ SPARGE_DEVICE u32 staged(u32 tile_byte) {
 
 struct alignas(16) ValueSmem {
   u8 tile[kValueTileBytes];
-  alignas(16) float shift[kHeadDim];  // minus the mean, in units of v_scale: as another mean, off by its last bit
+  alignas(16) float shift[kHeadDim];  // minus the mean in units of v_scale, as rounded: a mean off by its last bit
   alignas(16) float inverse_scale[kHeadDim];
   alignas(16) float scale[kHeadDim];
   alignas(16) ChannelSums<kTokenHalves> sums;
@@ -54,8 +54,8 @@ SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
   *reinterpret_cast<Vec8*>(at) = {pack(x[0], x[1]), pack(x[2], x[3])};
 }
 
-// Of two warps: the mean of each channel, in the caller's units and as a pseudo-key's value; its square and the variance,
-// summed over channels in the caller's units.
+// By two warps. The first stores the mean of each channel, in the caller's units and as a pooled key's value; the second its
+// square and the variance, each summed over channels in the caller's units.
 SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& smem, const Run& run, i32 block, i32 count) {
   const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
   if (warp > 1) return;
@@ -96,14 +96,14 @@ struct Fullness {
   static constexpr bool full = kFull;
 };
 
-// The block's values, in units of v_scale from the mean on where they are quantized, into the tile; and their sums. False where
-// one of this thread's 16-bit values is not finite.
+// Stores the block's values in the tile (where quantized, less the mean and in units of v_scale), and their sums. False where one
+// of this thread's 16-bit values is not finite.
 template <Source kSource>
 SPARGE_DEVICE bool transpose(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses],
                              i32 count) {
   const ValueThread thread;
-  const i32 first_key = key_at(thread.position);  // of four: key_at moves bits, so that it can be taken in parts
-  // Likewise the rows of a thread's eight channels differ in bits that neither the row of the first nor the byte has.
+  const i32 first_key = key_at(thread.position);  // of four; key_at moves bits, so key_at(a + b) is key_at(a) + key_at(b) here
+  // Likewise the rows of a thread's eight channels differ in bits that neither the first row nor the byte has.
   const i32 byte = thread.position * kValueBytes;
   const u32 first_row = staged(tile_offset<kValueRowBytes>(thread.channel, byte / 16) + byte % 16);
   float sums[kLaneChannels] = {}, squares[kLaneChannels] = {}, zero = 0.0f;
@@ -145,7 +145,7 @@ SPARGE_DEVICE bool transpose(const QuantizeParams& p, const Chunks<kSource>& row
   else
     channels(Fullness<false>{});
   if (p.pool_v) {
-    // Each lane keeps one of the eight channels that eight lanes add.
+    // Eight lanes add their eight channels; each keeps one of them.
     const i32 own = thread.channel + lane_channel<ValueThread::kChannelLanes>(thread.lane);
     smem.sums[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(sums, thread.lane);
     smem.squares[thread.half][own] = lane_sum_of_eight<ValueThread::kChannelLanes>(squares, thread.lane);
@@ -179,7 +179,7 @@ SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource
   while (slots.block >= run.first) {
     const i32 count = slots.count;
     if constexpr (!kEarly) load(true);
-    __syncthreads();  // the tile and the sums of the block before are read
+    __syncthreads();  // the tile and the sums of the block before have been read
     const bool finite = transpose(p, rows, smem, chunk, count);
     const bool more = slots.enter(slots.block - 1);
     if constexpr (kEarly) load(more);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores that rank key blocks by the error which pooling them would make (sparge/reference/choose.py has the maths).
+// Scores that rank key blocks by the error that pooling them would make (sparge/reference/choose.py has the maths).
 //
 // With s the variance of a block's logits, V_j its mean value and o the pooled estimate of the output:
 //   log mass + s / 2 + log(sqrt((s / 2)^2 |V_j - o|^2 + s / 64 * variance of V in the block))
@@ -14,10 +14,10 @@
 
 namespace sparge::route {
 
-constexpr float kLeastError = 1e-30f;  // squared: the logarithm of an error of 0 stays a number, below all others
+constexpr float kLeastError = 1e-30f;  // squared; so that the logarithm of an error of 0 is a number, below all others
 
-// weights[j] = mass that a row gives block j, in whole steps of pool_outputs and in units of the largest; comes back as 1 / their
-// sum. One warp a row.
+// weights[j]: mass that a row gives block j, in units of the largest, up to whole steps of pool_outputs. Returns 1 / their sum.
+// One warp a row.
 SPARGE_DEVICE float share_mass(const float* log_mass, float* weights, const u8* standing, i32 seen, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
   const i32 padded = ceil_div(key_blocks, kKeyStep) * kKeyStep;
@@ -40,14 +40,14 @@ SPARGE_DEVICE float share_mass(const float* log_mass, float* weights, const u8* 
   return total > 0.0f ? 1.0f / total : 0.0f;
 }
 
-// What every key block is multiplied with, where the query means were.
+// Vectors that every key block is multiplied with. They lie where the query means were.
 struct ErrorVectors {
   PairVectors outputs, squared_means;
 };
 static_assert(sizeof(ErrorVectors) <= sizeof(Vectors) && sizeof(Sums) <= sizeof(Vectors), "they lie where Vectors lies");
 
-// From the partial sums in both, of which `vectors` may lie where `one` does. norm[r]: what row r's sums are to be multiplied
-// with, then the square of its output.
+// Makes the vectors from the partial sums in `one` and `other`; they may lie where `one` does. norm[r]: factor on row r's sums,
+// then the square of its output.
 SPARGE_DEVICE void set_vectors(const RouteParams& p, const Sums& one, const Sums& other, ErrorVectors& vectors, float* norm,
                                const Place& place) {
   const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -90,8 +90,8 @@ SPARGE_DEVICE void set_vectors(const RouteParams& p, const Sums& one, const Sums
   if (lane == 0) norm[warp] = squares;
 }
 
-// scores hold the log mass, and become the scores by error; `means` held the query means. `spare` has room for as many numbers as
-// there are scores, and for Sums.
+// scores: log mass, then scores by error. `means` held the query means. `spare` has room for as many numbers as there are scores,
+// and for Sums.
 SPARGE_DEVICE void score_error(const RouteParams& p, Vectors& means, float* norm, float* scores, float* spare, const u8* standing,
                                const Place& place, const i32* seen) {
   const i32 key_blocks = p.problem.key_blocks(), warp = threadIdx.x / kWarpSize;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention over block means alone would give: sums of V means by each row's share of the mass.
+// Output of attention over block means alone: sums of V means by each row's share of the mass.
 #pragma once
 
 #include "pairs.cuh"
 
 namespace sparge::route {
 
-constexpr int kKeyGroups = 4;  // of warps, which take turns at steps of kKeyStep key blocks
+constexpr int kKeyGroups = 4;  // groups of warps that share out steps of kKeyStep key blocks
 constexpr int kChannelGroups = kWarps / kKeyGroups;
 constexpr int kKeyStep = 16;
-constexpr int kTiles = kHeadDim / kChannelGroups / kTileColumns;  // that a warp multiplies with the weights it has split once
+constexpr int kTiles = kHeadDim / kChannelGroups / kTileColumns;  // of a warp, which splits its weights once for all of them
 constexpr int kLaneWords = kTiles / 2;                            // of a lane's neighbouring channels of a key block
 
-// Sums of two groups of warps. Neighbouring rows are four banks apart: eight lanes of a store, two rows of four, hit all of them.
+// Sums of two groups of warps. Rows are four banks apart, so that eight lanes of a store, two rows of four, hit all banks.
 struct Sums {
   static constexpr int kPitch = kHeadDim + 4;
   alignas(16) float of_group[2][kMaxRows * kPitch];
@@ -27,8 +27,8 @@ SPARGE_DEVICE void load_channels(u32 (&words)[kLaneWords], const u16* at) {
   }
 }
 
-// Partial sums of weights[r][j] V_j, weights `pitch` apart: two groups add up in `one`, two in `other`, where weights may lie.
-// Tile t has channel t of every kTiles, so that a lane loads neighbours.
+// Partial sums of weights[r][j] V_j; rows of weights are `pitch` apart. Two groups store in `one`, two in `other`, where weights
+// may lie. Tile t has channel t of every kTiles, so that a lane loads neighbours.
 SPARGE_DEVICE void pool_outputs(const u16* values, const float* weights, i32 pitch, Sums& one, Sums& other, i32 rows,
                                 i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, group = lane / 4, quad = lane % 4;
@@ -39,7 +39,7 @@ SPARGE_DEVICE void pool_outputs(const u16* values, const float* weights, i32 pit
   for (int h = 0; h < 2; ++h) row[h] = weights + smaller(8 * h + group, rows - 1) * pitch + 2 * quad;
   float sum[kTiles][4] = {};
   u32 x[2][4][kLaneWords];
-  // A lane's key blocks of a step: two and two, as its weights are.
+  // A lane's key blocks of a step are two and two, like its weights.
   auto load = [&](u32(&four)[4][kLaneWords], i32 start) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of up to 16 vectors with the bf16 columns of a head, on tensor cores. Each number of a vector is the sum of two bf16
-// numbers: what is left out is 2^-16 of it, next to the 2^-8 that columns are off. (product.cuh multiplies float32 columns.)
+// numbers, which leaves out 2^-16 of it; columns are off by 2^-8. (product.cuh multiplies float32 columns.)
 #pragma once
 
 #include "../ptx/convert.cuh"
@@ -17,14 +17,14 @@ struct SplitPair {
         low(ptx::pack_bf16(even - __uint_as_float(high << 16), odd - __uint_as_float(high & 0xFFFF0000u))) {}
 };
 
-// 16 vectors in the order of the first operand of products: a lane reads the eight numbers of a product as one. It has eight
-// neighbouring channels of every 32, four for each of two products, as it has them of a column.
+// 16 vectors in the order of the products' first operand: a lane reads the eight numbers of a product as one. It has eight
+// neighbouring channels of every 32, four for each of two products, as it has of a column.
 struct PairVectors {
   static constexpr int kPitch = 4 * kWarpSize + 16;  // from the words of one product to those of the next
   alignas(16) u32 high[kHeadDim / 16 * kPitch];
   alignas(16) u32 low[kHeadDim / 16 * kPitch];
 
-  // Of a channel and the one after it.
+  // Sets a channel and the one after it.
   SPARGE_DEVICE void set(i32 row, i32 channel, const SplitPair& parts) {
     const i32 product = channel / 32 * 2 + channel % 8 / 4, lane = row % 8 * 4 + channel % 32 / 8;
     const i32 at = product * kPitch + 4 * lane + channel % 4 / 2 * 2 + row / 8;

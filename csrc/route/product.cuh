@@ -10,23 +10,23 @@
 namespace sparge::route {
 
 constexpr int kMaxRows = 16;      // query blocks that share a product, and each read of the K means from the L2
-constexpr int kWarps = kMaxRows;  // each selects for one query block
+constexpr int kWarps = kMaxRows;  // a warp selects for one query block
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kBlocksPerSm = 1024 / kThreads;  // 64 registers a thread: every phase waits for latencies, so warps count most
-constexpr int kColumnTiles = kHeadDim == 128 ? 2 : 1;  // that share each read of the vectors
+constexpr int kBlocksPerSm = 1024 / kThreads;          // 64 registers a thread, for many warps: every phase waits for latencies
+constexpr int kColumnTiles = kHeadDim == 128 ? 2 : 1;  // tiles that share each read of the vectors
 constexpr int kTileColumns = 8;
 constexpr int kColumns = kTileColumns * kColumnTiles;
 constexpr int kLaneColumns = 2 * kColumnTiles;
-constexpr int kSteps = (kArch < 100 ? 4 : 2) / kColumnTiles;  // of 16 channels at once; ptxas spills with more on later ones
+constexpr int kSteps = (kArch < 100 ? 4 : 2) / kColumnTiles;  // of 16 channels, unrolled; with more ptxas spills from sm_100 on
 
-// 16 vectors, split, in the order of the first operand of products: a lane reads the four numbers of a product as one. Where
-// threads write neighbouring channels of a vector, two share a bank.
+// 16 vectors, split, in the order of the products' first operand: a lane reads the four numbers of a product as one. Threads that
+// write neighbouring channels of a vector share a bank two by two.
 struct Vectors {
   static constexpr int kPitch = 4 * kWarpSize + 16;  // from the numbers of one product to those of the next
   alignas(16) u32 high[kHeadDim / 8 * kPitch];
   alignas(16) u32 low[kHeadDim / 8 * kPitch];
 
-  // Of a lane's four neighbouring channels of every sixteen, two for each of two products.
+  // A lane has four neighbouring channels of every sixteen, two for each of two products.
   SPARGE_DEVICE static i32 place(i32 row, i32 channel) {
     const i32 product = channel / 16 * 2 + channel % 4 / 2, lane = row % 8 * 4 + channel % 16 / 4;
     return product * kPitch + 4 * lane + channel % 2 * 2 + row / 8;
@@ -37,15 +37,15 @@ struct Vectors {
   }
 };
 
-// A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row. A lane has neighbouring
-// columns of the product, two of each tile.
+// A warp's share of a product: 16 rows of vectors with kColumns columns, each head_dim numbers in a row. A lane's results are
+// neighbouring columns, two of each tile.
 struct Share {
   i32 first_column;
   i32 group = threadIdx.x % kWarpSize / 4, quad = threadIdx.x % 4;
 
   SPARGE_DEVICE i32 row(i32 h) const { return 8 * h + group; }
   SPARGE_DEVICE i32 column() const { return first_column + kLaneColumns * quad; }
-  // The one whose channels the lane multiplies.
+  // The column whose channels the lane multiplies.
   SPARGE_DEVICE i32 operand_column(i32 tile) const { return first_column + group / 2 * kLaneColumns + 2 * tile + group % 2; }
 };
 
@@ -77,14 +77,14 @@ SPARGE_DEVICE void multiply(Products& sum, const Share& share, const Vectors& ve
   }
 }
 
-// A lane's numbers of its columns: what comes behind the last is that of the last.
+// A lane's numbers of its columns; the last one stands for columns after it.
 template <typename T>
 SPARGE_DEVICE void load_columns(T (&facts)[kLaneColumns], const T* of_head, const Share& share, i32 key_blocks) {
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) facts[i] = of_head[smaller(share.column() + i, key_blocks - 1)];
 }
 
-// `body(share)` for all columns, spread over the warps.
+// Calls `body(share)` for all columns, spread over the warps.
 template <typename Body>
 SPARGE_DEVICE void over_shares(i32 key_blocks, Body&& body) {
   for (i32 first = threadIdx.x / kWarpSize * kColumns; first < key_blocks; first += kWarps * kColumns) body(Share{first});
@@ -95,7 +95,7 @@ struct alignas(sizeof(float) * kLaneColumns) Columns {
   float at[kLaneColumns];
 };
 
-// `use(h, columns)` of the rows of `scores` that exist. They hold whole lanes' columns.
+// Calls `use(h, columns)` for the rows of `scores` that exist. They have room for the columns of whole lanes.
 template <typename Use>
 SPARGE_DEVICE void each_row(const Share& share, float* scores, i32 pitch, i32 rows, i32 key_blocks, Use&& use) {
   if (share.column() >= key_blocks) return;

@@ -10,7 +10,7 @@ namespace sparge::route {
 struct Row {
   i32 b, head, block, first_query, queries;
   i32 seen;      // key blocks before this one hold keys that the row may see
-  i32 diagonal;  // from this one on they are kept for the causal diagonal, if seen
+  i32 diagonal;  // key blocks from this one on are kept for the causal diagonal, if seen
 
   SPARGE_DEVICE Row(const RouteParams& p, i32 b_, i32 head_, i32 block_)
       : b(b_),
@@ -70,8 +70,8 @@ SPARGE_DEVICE void note_standing(u8* standing, const Rules& rules, i32 key_block
   for (int j = threadIdx.x; j < key_blocks; j += kThreads) standing[j] = rules.standing(j);
 }
 
-// Writes the map words, the count and the pair counters of `row`. `keep(j, valid)` runs on whole warps, ascending: `valid` says
-// that there is a key block j, and comes back as whether the row sees keys of it, which are keys(j).
+// Writes the map words, the count and the pair counters of `row`. `keep(j, valid)` runs on whole warps, ascending. `valid` says
+// that key block j exists, and is set to whether the row sees any of its keys(j) keys.
 template <typename Keys, typename Keep>
 SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, Keep&& keep) {
   const i32 key_blocks = p.problem.key_blocks(), words = p.problem.map_words();
@@ -111,7 +111,7 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, 
   }
 }
 
-// The valid blocks, with a mask those of them that it names.
+// Keeps the valid blocks; with a mask, those that it names.
 SPARGE_DEVICE void map_without_scores(const RouteParams& p, const Row& row, const Rules& rules) {
   const u8* mask = p.block_mask;
   if (mask) mask += row.b * p.mask_stride[0] + row.head * p.mask_stride[1] + row.block * p.mask_stride[2];
@@ -122,7 +122,7 @@ SPARGE_DEVICE void map_without_scores(const RouteParams& p, const Row& row, cons
   });
 }
 
-// A row's scores become keys: kUnseen, kForced or sortable.
+// Turns a row's scores into keys: kUnseen, kForced or sortable.
 SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row, i32 key_blocks) {
   const i32 lane = threadIdx.x % kWarpSize;
   u32 lowest = 0xFFFFFFFFu, highest = 0, number = 0, seen = 0;
@@ -140,13 +140,13 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
   return {__reduce_min_sync(kFullWarp, lowest), __reduce_max_sync(kFullWarp, highest), number, warp_sum(seen) - number};
 }
 
-// By top-k.
+// Number of key blocks that top-k keeps.
 SPARGE_DEVICE i32 asked_blocks(const RouteParams& p, i32 head) {
   const float key_blocks = static_cast<float>(p.problem.key_blocks());
   return larger(p.floor, p.thresholds ? static_cast<i32>(p.thresholds[head].selection * key_blocks) : p.topk_blocks);
 }
 
-// A mask decides, or as many blocks are asked for as there are.
+// Whether a mask decides, or as many blocks are asked for as there are.
 SPARGE_DEVICE bool scores_nothing(const RouteParams& p, i32 head) {
   return p.select == Select::kMask || (p.select == Select::kTopK && asked_blocks(p, head) >= p.problem.key_blocks());
 }
@@ -166,7 +166,7 @@ SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, 
   return p.floor > 1 ? lower(cut, cut_at(keys, key_blocks, range, range.number, p.floor, Unit{}, list)) : cut;
 }
 
-// scores: of this row, one a key block. `list` has room for 32.
+// scores: this row's, one a key block. `list` has room for 32.
 SPARGE_DEVICE void map_from_scores(const RouteParams& p, const Row& row, bool dense, float* scores, const u8* standing,
                                    u32* list) {
   const i32 lane = threadIdx.x % kWarpSize, key_blocks = p.problem.key_blocks();

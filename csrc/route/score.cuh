@@ -6,11 +6,11 @@
 
 namespace sparge::route {
 
-// What stands of a key block for all rows: its keys, 0 where none can be seen, and whether it is attended to unasked.
+// Standing of a key block for all rows: number of its keys, 0 where none can be seen, and a bit where it is forced.
 constexpr u32 kStandsForced = 0x80;
 SPARGE_DEVICE i32 keys_in(u8 standing) { return standing & (kStandsForced - 1); }
 
-// What a row's keys say of a key block: nothing to see, attended to unasked, or its rank.
+// Key of a key block in a row: nothing to see, forced, or its rank.
 constexpr u32 kUnseen = 0, kForced = 1, kLeastRanked = 2;
 
 // Order-preserving map of float32 to u32; every number maps to a rank.
@@ -28,7 +28,7 @@ SPARGE_DEVICE void load_means(Vectors& q_mean, const RouteParams& p, i64 q_at, i
   }
 }
 
-// scores[r * score_pitch + j]: natural log of the block's mass, up to a constant a row. Where blocks are weighed, one of n
+// scores[r * score_pitch + j]: natural log of the block's mass, up to a constant a row. Without upstream's semantics a block of n
 // keys counts n / 64.
 SPARGE_DEVICE void score_mass(const RouteParams& p, const Vectors& q_mean, float* scores, const u8* standing, i32 kv_at,
                               i32 rows) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keep the largest scores whose inclusive cumulative weight stays within a target: with weight 1 that is top-k, with
-// weight softmax it is the cumulative-mass rule. No sort: one warp a row narrows the range in which the threshold lies, by
-// value, three probes a pass, until 32 keys are left, one a lane.
+// Keeps the largest scores whose inclusive cumulative weight stays within a target. With weight 1 that is top-k, with weight
+// softmax the cumulative-mass rule. No sort: one warp a row narrows the range in which the threshold lies, by value, three probes
+// a pass, until 32 keys are left, one a lane.
 //
 // Weights are integers (mass in units of 2^-31 of the largest), so sums are exact and their order never matters.
 #pragma once
@@ -24,8 +24,8 @@ struct Mass {
   SPARGE_DEVICE u64 operator()(u32 key) const { return static_cast<u64>(expf(unsortable(key) - highest) * kMassUnit); }
 };
 
-// Keys above `threshold` are kept, and the first `ties` keys equal to it in ascending order of index: none where all are kept, as
-// then the threshold lies below them.
+// Kept are keys above `threshold`, and the first `ties` keys equal to it, in ascending order of index. Where all are kept, ties
+// is 0 and the threshold lies below them.
 struct Cut {
   u32 threshold;
   u64 ties;
@@ -37,12 +37,12 @@ SPARGE_DEVICE Cut lower(const Cut& a, const Cut& b) {
   return a.ties > b.ties ? a : b;
 }
 
-// What the ranked keys span, and how many are forced beside them.
+// Range and number of the ranked keys, and number of the forced ones.
 struct Range {
   u32 lowest, highest, number, forced;
 };
 
-// Of the ranked keys.
+// Mass of the ranked keys.
 SPARGE_DEVICE u64 total_mass(const u32* keys, i32 count, const Mass& mass) {
   u64 sum = 0;
 #pragma unroll 4
@@ -57,7 +57,7 @@ struct Totals {
   u32 number[kProbes];
 };
 
-// Of the keys from each of `least` on, which ascend.
+// Totals of the keys that are at least least[i]; these ascend.
 template <typename Weight>
 SPARGE_DEVICE Totals totals_from(const u32* keys, i32 count, const u32 (&least)[kProbes], const Weight& weight) {
   Totals totals = {};
@@ -83,8 +83,8 @@ SPARGE_DEVICE Totals totals_from(const u32* keys, i32 count, const u32 (&least)[
   return totals;
 }
 
-// The threshold among the at most 32 keys in low .. top, how many equal it and the weight above it: `above` is that of the keys
-// above top. `list` is this warp's.
+// The threshold among the at most 32 keys in low .. top, the number of keys `equal` to it, and the weight `above` it, which comes
+// in as that of the keys above top. `list` is this warp's.
 template <typename Weight>
 SPARGE_DEVICE u32 cut_among(const u32* keys, i32 count, u32 low, u32 top, u64 target, const Weight& weight, u32* list, u64& above,
                             u32& equal) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which head a turn of thread blocks takes: those ranked by error first, as they take two to three times as long. The others
-// fill what they leave of the last wave.
+// Order in which thread blocks take heads: those ranked by error first, as they take longer. The others fill what these leave of
+// the last wave.
 #pragma once
 
 #include "../common/config.cuh"
@@ -12,7 +12,7 @@ struct Turn {
   i32 b, head;
 };
 
-// Counts over whole warps; every warp finds the same.
+// By whole warps, of which each finds the same.
 SPARGE_DEVICE Turn turn_at(const RouteParams& p, i32 index) {
   const i32 heads = p.problem.heads, lane = threadIdx.x % kWarpSize;
   if (!p.k_variance || !p.thresholds) return {index / heads, index % heads};
@@ -34,12 +34,12 @@ SPARGE_DEVICE Turn turn_at(const RouteParams& p, i32 index) {
   }
 }
 
-// The query blocks of a thread block, and where their head lies among those of all batches.
+// The query blocks of a thread block, and the place of their head among those of all batches.
 struct Place {
   i32 b, head, first, rows, head_at, kv_at;
 };
 
-// Over a whole warp.
+// By a whole warp.
 SPARGE_DEVICE Place place_at(const RouteParams& p, i32 turn, i32 first) {
   const Problem& problem = p.problem;
   const Turn at = turn_at(p, turn);

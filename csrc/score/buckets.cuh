@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The key blocks of a query block in the order in which densities drop them: first what every density drops, then bucket by
-// bucket what only the less dense ones do. So what a density drops is a beginning of the list, and no block counts twice.
+// bucket what only less dense ones drop. So what a density drops is a beginning of the list, and no block counts twice.
 //
-// Places of a bucket are filled up to a multiple of eight with its last block again, at a bias of minus infinity.
+// A bucket is filled up to a multiple of eight places with its last block, at a bias of minus infinity.
 #pragma once
 
 #include "../common/reduce.cuh"
@@ -10,11 +10,11 @@
 
 namespace sparge::score {
 
-constexpr int kStep = 8;  // places at once in every product
+constexpr int kStep = 8;  // places in a product
 
 struct Buckets {
-  i32 ends[kMostDensities];     // of density t: where its dropped blocks end in the list; that of the last density is 0
-  i32 dropped[kMostDensities];  // how many of them hold a key
+  i32 ends[kMostDensities];     // end of density t's dropped blocks in the list; 0 for the last density
+  i32 dropped[kMostDensities];  // number of them that hold a key
 };
 
 // Blocks of a word that density t is the last to drop. Denser ones keep what less dense ones keep.
@@ -25,7 +25,7 @@ SPARGE_DEVICE u32 bucket_word(const ScoreParams& p, const u32* maps, i32 stride,
   return next & ~maps[t * stride + word] & all;
 }
 
-// `dropped` stands after the next barrier, all else after this.
+// `dropped` is valid after the next barrier, all else on return.
 SPARGE_DEVICE void list_buckets(const ScoreParams& p, const Place& place, const Shared& shared, Buckets& buckets) {
   const i32 pooling = p.densities - 1, words = ceil_div(p.key_blocks, kMapBits), stride = p.blocks * words;
   const u32* maps =

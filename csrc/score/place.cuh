@@ -8,12 +8,12 @@
 namespace sparge::score {
 
 constexpr int kMaxRows = 16;          // of a thread block: those of one product on tensor cores
-constexpr int kWarps = kHeadDim / 8;  // each has eight channels of the pooled values
+constexpr int kWarps = kHeadDim / 8;  // a warp has eight channels of the pooled values
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = kHeadDim == 128 ? 1 : 3;
 constexpr int kMostDensities = 32;  // bits of `ends`
 
-// Some rows of one sampled query block, for one router.
+// Some rows of one measured query block, for one router.
 struct Place {
   i32 b, head, head_at, router, block;
   i32 first, rows;  // of the head
@@ -35,13 +35,13 @@ SPARGE_DEVICE Place place_at(const ScoreParams& p, i32 index) {
           smaller(p.rows_per_cta, rows_a_block - first)};
 }
 
-// The queries of a thread block as the tensor cores take them: of every eight channels the four numbers of a lane side by side,
-// in two parts. A lane's channels are those of two of the four numbers that it loads of a mean, in every sixteen.
+// The queries of a thread block as the tensor cores take them, in two parts: for every eight channels a lane's four numbers lie
+// side by side. Of every sixteen channels of a mean a lane loads four, of which a product takes two.
 struct Queries {
   alignas(16) u32 high[kHeadDim / 8][kWarpSize][4];
   alignas(16) u32 low[kHeadDim / 8][kWarpSize][4];
 
-  // row: of the operand.
+  // `row` is one of the operand.
   SPARGE_DEVICE void set(i32 row, i32 channel, float x) {
     const i32 step = channel / 16 * 2 + channel % 4 / 2, lane = row % 8 * 4 + channel % 16 / 4, i = row / 8 + channel % 2 * 2;
     const Split parts = split(x);
@@ -51,11 +51,11 @@ struct Queries {
 
 // Dynamic shared memory; sparge/launch_score.py counts it.
 struct Shared {
-  // Queries until the logits stand; then the pooled values of each density and row.
+  // Queries until all logits are known; then the pooled values of each density and row.
   Queries* queries;
   float* pooled;
-  float* weights;  // logits, then weights: lines of two rows, whose numbers alternate, as a lane needs both; or of a lone one
-  float* bias;     // of each place in the list: log2 of the keys of its block
+  float* weights;  // logits, then weights: lines of two rows, whose numbers alternate, as a lane needs both, or of a lone row
+  float* bias;     // for each place in the list: log2 of the number of keys of its block
   u16* list;       // key blocks, see buckets.cuh
   i32 pitch;       // places of a line
   i32 lines;       // row r is in line r or r - lines, and in row r or r - lines + 8 of an operand
@@ -72,9 +72,9 @@ struct Shared {
   }
 
   SPARGE_DEVICE i32 width() const { return alone ? 1 : 2; }
-  // The last one for those past it, of which nothing is used.
+  // The last line stands for those past it, of which nothing is used.
   SPARGE_DEVICE float* line(i32 index) const { return weights + width() * smaller(index, lines - 1) * pitch; }
-  // `width` numbers apart.
+  // A row, whose numbers are `width` apart.
   SPARGE_DEVICE float* row(i32 row) const { return row < lines ? line(row) : line(row - lines) + 1; }
   // Which row has row 8 h + i of an operand.
   SPARGE_DEVICE i32 row_of(i32 h, i32 i) const { return i < lines ? h * lines + i : kMaxRows; }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each density pools, of every row of a thread block: logits of the listed key blocks' mean keys, weights around the row's
-// largest, and sums of weights and of weighted mean values from the start of the list to the end of each bucket.
+// What each density pools, for every row of a thread block: logits of the listed key blocks' mean keys, weights relative to the
+// row's largest, and sums of weights and of weighted mean values from the start of the list to the end of each bucket.
 //
-// Logits are as exact as float32 (two TF32 a number); weights are rounded to TF32, and their sums are of what was rounded. Mean
-// values are bf16.
+// Logits are as exact as float32 (two TF32 a number). Weights are rounded to TF32 before they are summed. Mean values are bf16.
 #pragma once
 
 #include "buckets.cuh"
@@ -11,7 +10,7 @@
 
 namespace sparge::score {
 
-constexpr float kLeastLogit = -1e30f;  // finite: what minus infinity is taken from
+constexpr float kLeastLogit = -1e30f;  // finite, so that minus infinity less it is no NaN
 
 struct Masses {
   float most[kMaxRows];  // the largest logit of a row, log2 units
@@ -30,7 +29,7 @@ SPARGE_DEVICE void load_queries(const ScoreParams& p, const Place& place, const 
   }
 }
 
-// A warp takes eight places at a time. Loads of the next eight are on their way during the products.
+// A warp takes eight places at a time. Loads of the next eight start before their products.
 SPARGE_DEVICE void find_logits(const ScoreParams& p, const Place& place, const Shared& shared, i32 end) {
   constexpr int kChunks = kHeadDim / 16;
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4;
@@ -109,7 +108,7 @@ SPARGE_DEVICE Vec16 lone(const float* weights) {
 // lane: 2 quad and the one after it.
 template <bool kAlone>
 SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const Shared& shared, const Buckets& buckets) {
-  constexpr int kAhead = 8;  // steps whose values are on their way
+  constexpr int kAhead = 8;  // steps whose values are being loaded
   const i32 lane = threadIdx.x % kWarpSize, group = lane / 4, quad = lane % 4, first = threadIdx.x / kWarpSize * 8;
   const i32 end = buckets.ends[0];
   const u16* values = p.v_block_mean + place.kv_at(p) * p.key_blocks * kHeadDim + first + group;

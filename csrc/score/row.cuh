@@ -12,11 +12,11 @@ constexpr float kLeastSum = 1e-30f;           // below every sum of weights but 
 
 SPARGE_DEVICE i32 channel(int i) { return threadIdx.x % kWarpSize + i * kWarpSize; }
 
-// How the pieces of a row add up from the first on, in units of the largest exponential so far. Each lane knows one piece, so
-// that nothing waits for exponentials piece by piece.
+// Factors that add up the pieces of a row from the first on, in units of the largest exponential so far. Each lane knows one
+// piece, so that nothing waits for exponentials piece by piece.
 struct Pieces {
-  float before, own;  // what the sums so far and those of the piece are multiplied by
-  float sum, most;    // of the piece, times `own`; of all up to it
+  float before, own;  // factors on the sums so far and on those of the piece
+  float sum, most;    // sum of the piece times `own`; maximum of all up to it
 
   SPARGE_DEVICE Pieces(const ScoreParams& p, i64 first) {
     const i32 lane = threadIdx.x % kWarpSize;
@@ -65,7 +65,7 @@ struct Sums {
 struct Row {
   i32 b, head;
   i64 exact_stride;            // between the pieces
-  i64 first_exact, own_exact;  // the first piece of the first router, which says what is true, and of the own one
+  i64 first_exact, own_exact;  // first piece of the first router, which gives the true output, and of the own router
   i32 row;
 
   SPARGE_DEVICE Row(const ScoreParams& p, const Place& place, i32 index)
@@ -76,7 +76,7 @@ struct Row {
   }
 };
 
-// |dense - o|^2: the part of a lane.
+// A lane's part of |dense - o|^2.
 SPARGE_DEVICE float rounding_of(const ScoreParams& p, const Row& row, const Values& truth) {
   if (!p.dense.data) return 0.0f;
   const i64 first = row.b * p.dense.batch_stride + row.head * p.dense.head_stride + row.row * p.dense.token_stride;
@@ -89,7 +89,7 @@ SPARGE_DEVICE float rounding_of(const ScoreParams& p, const Row& row, const Valu
   return sum;
 }
 
-// index: of the row in its thread block.
+// index: the row's in its thread block.
 SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Shared& shared, const Buckets& buckets,
                              const Masses& masses, i32 index) {
   const Row row(p, place, index);

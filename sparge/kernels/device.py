@@ -67,7 +67,7 @@ def capabilities(device: torch.device | str | int) -> Capability:
         return _unusable(f"The device {device} could not be examined: {error}")
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (.4 s).
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.4 s).
 capabilities._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

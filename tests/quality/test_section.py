@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's section on quality is made from the results file, and from nothing else."""
+"""The section on quality of docs/benchmarks.md is made from the results file alone."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def cells(text: str, mode: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:]] for line in lines if line[0].strip() == mode]
 
 
-def test_the_readme_holds_what_the_rows_say(tmp_path: Path) -> None:
+def test_the_page_holds_what_the_rows_say(tmp_path: Path) -> None:
     rows = read(RESULTS)
-    text = figures.README.read_text(encoding="utf-8")
-    assert figures.readme(rows) == text, "run: python -m benchmarks.quality.figures"
+    text = figures.PAGE.read_text(encoding="utf-8")
+    assert figures.page(rows) == text, "run: python -m benchmarks.quality.figures"
     for name, pixels in figures.shown(rows).items():
         # Another zlib packs other bytes, another torch rounds an edge differently.
         write_png(tmp_path / name, pixels)
@@ -69,7 +69,7 @@ def test_each_table_holds_its_figures() -> None:
     assert not cells(text, "ours manual")
     assert "some GPU: drop, ours auto; emulation: sol; commit c1)" in text
     assert "commit c1, c2)" in text, "of the clips"
-    assert text.count("](benchmarks/results/quality_") == 2
+    assert text.count("](../benchmarks/results/quality_") == 2
     assert "scene 0" not in text and "5x10x9" not in text
 
 
@@ -124,16 +124,16 @@ def test_a_target_has_a_row_of_its_own(tmp_path: Path) -> None:
 
 
 def test_section_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme, results = tmp_path / "README.md", tmp_path / "rows.json"
-    readme.write_text(f"before\n{BEGIN}old\n{END}\nafter\n", encoding="utf-8")
+    page, results = tmp_path / "benchmarks.md", tmp_path / "rows.json"
+    page.write_text(f"before\n{BEGIN}old\n{END}\nafter\n", encoding="utf-8")
     write(results, ROWS)
-    monkeypatch.setattr(figures, "README", readme)
+    monkeypatch.setattr(figures, "PAGE", page)
     monkeypatch.setattr(figures, "RESULTS", results)
     figures.main(["--results", str(results)])
-    text = readme.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     assert text.startswith(f"before\n{BEGIN}") and text.endswith(f"{END}\nafter\n")
     assert section(ROWS) in text and "old" not in text
-    assert figures.readme(ROWS) == text, "once is enough"
+    assert figures.page(ROWS) == text, "once is enough"
     shown = figures.shown(ROWS)
     assert list(shown) == [CALLS.picture, CLIPS.picture] and not COMFYUI.picture
     for name, pixels in shown.items():

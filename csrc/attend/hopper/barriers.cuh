@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The barriers of the stages and of the items' queries, as their first users expect them. By one thread.
+// Barriers of the stages and of the work items' queries, as their first users expect them. By one thread.
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"

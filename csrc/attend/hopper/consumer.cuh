@@ -12,18 +12,18 @@
 namespace sparge::hopper {
 
 using Sums = float[kSums];
-using ValueSums = float[kValueSums];  // of values, then of probabilities
+using ValueSums = float[kValueSums];  // sums of values, then of probabilities
 
 // What a warpgroup carries from step to step of a work item.
 struct Item {
-  PerRow scale[kStepBlocks];  // of the scores that wait: from sums of products of levels to log2 units
+  PerRow scale[kStepBlocks];  // of the scores that wait: factor from sums of products of levels to log2 units
   PerRow query_scale;
   Softmax softmax;
   Levels levels[kStepBlocks];  // scores, then probabilities
   Probabilities probabilities;
-  PerRow alpha;     // by which the step whose maxima were taken last shrinks what was before
-  ValueSums fresh;  // of one step
-  Sums out = {};    // of the steps before it
+  PerRow alpha;     // factor on earlier sums, from the step whose maxima were taken last
+  ValueSums fresh;  // sums of one step
+  Sums out = {};    // sums of the steps before it
 
   SPARGE_DEVICE explicit Item(const Queries& queries) : softmax(queries) {
 #pragma unroll
@@ -52,7 +52,7 @@ struct Consumer {
 
   SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.stage_at(ring.at).full[kKeys], ring.parity); }
 
-  // Every lane speaks for its own reads: racecheck does not see what __syncwarp orders before the arrival of one lane.
+  // Every lane arrives for its own reads (docs/experiments.md, "Who frees a stage").
   SPARGE_DEVICE void release(u32 at) const { ptx::mbarrier_arrive(smem.stage_at(at).free[kKeys]); }
 
   SPARGE_DEVICE void attend_item() {
@@ -97,9 +97,9 @@ struct Consumer {
     ++items.count;
   }
 
-  // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers
-  // are free, and its maximum is found among the exponentials of the block after. Nothing is in flight where the loop closes:
-  // ptxas would wait for each product. `next` was read, as all that a branch needs, before the products are waited for.
+  // From the maxima of one step to those of the next. Scores of a block of the next step start as soon as their registers are
+  // free. Its maximum is found among the exponentials of the block after it. Nothing is in flight where the loop closes, else
+  // ptxas would wait for each product. `next` is read before the products are waited for, like all that a branch needs.
   SPARGE_DEVICE void advance(Item& item, u32 before, const Head& next) {
     const u32 skips = skipped(before);
     Exponents x;
@@ -115,8 +115,8 @@ struct Consumer {
       complete<false>(item, x, before, next, skips);
   }
 
-  // The rest of a step, from the complete scores of the next step's first block on: code of its own for a masked step, so
-  // that all others may take their maxima as integers.
+  // The rest of a step, from the complete scores of the next step's first block on. Masked steps have code of their own, so that
+  // all others may take their maxima as integers.
   template <bool kMasked>
   SPARGE_DEVICE void complete(Item& item, Exponents& x, u32 before, const Head& next, u32 skips) {
     PerRow block_most[kStepBlocks];
@@ -151,7 +151,7 @@ struct Consumer {
     release(at);
   }
 
-  // Scores of a block of the ring's step are complete.
+  // Once the scores of a block of the ring's step are complete.
   SPARGE_DEVICE void mask(Item& item, int block, bool masked) const {
     ptx::in_flight(item.levels[block]);
     if (!masked) return;
@@ -176,7 +176,7 @@ struct Consumer {
     ptx::compute_here(block_most);
   }
 
-  // Computes the values before the wait that follows; left to itself ptxas finds maxima only when the values' products are
+  // Makes ptxas compute the values before the wait that follows. Else it finds maxima only when the values' products are
   // complete. Nothing reads what a NaN would store.
   SPARGE_DEVICE void settle(const PerRow& values) const { ptx::store_if_nan(smem.never_read, values[0], values[1]); }
 
@@ -202,8 +202,8 @@ struct Consumer {
     return votes;
   }
 
-  // The zero of scores, not of integers: 16 loads a step, all lanes from the same 16 bytes, where moves would be 64. Registers
-  // must be written before the fence, each by an instruction of its own.
+  // Fills the scores with kScoreZero, by 16 loads a step, all lanes from the same 16 bytes, instead of 64 moves. Each register
+  // must be written before the fence, by an instruction of its own.
   SPARGE_DEVICE void start_from_zero(Levels& levels) const {
     static_assert(kScores % 4 == 0, "a load fills four registers");
 #pragma unroll
@@ -236,7 +236,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Takes the sums of one step in; alpha is what it shrinks those before it by.
+  // Adds the sums of one step to those before it, which alpha shrinks.
   SPARGE_DEVICE static void promote(Item& item, const PerRow& alpha) {
     ptx::in_flight(item.fresh);
 #pragma unroll

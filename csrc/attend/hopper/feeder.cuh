@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps beside the producer read the queries of the next work item, as swizzled tiles of INT8 or 16-bit rows, and lay down
-// what else the consumers need of the item. The consumers find all of it in shared memory: an item that began with the latency of
-// the memory, and of what it takes to find its rows, cost them two steps.
+// The warps beside the producer put the queries of the next work item into shared memory, as swizzled tiles of INT8 or 16-bit
+// rows, and what else the consumers need of it. Else an item would begin with the latencies of finding and loading its rows.
 #pragma once
 
 #include "../../common/chunks.cuh"
@@ -22,7 +21,7 @@ struct Feeder {
 
   SPARGE_DEVICE Feeder(const AttendParams& params, Smem& s) : p(params), smem(s) {}
 
-  // Asked for anew wherever it is used: 24 registers keep nothing.
+  // Read again wherever it is used: 24 registers keep nothing.
   SPARGE_DEVICE static i32 thread() { return ptx::thread_index() % kGroupThreads - kWarpSize; }
 
   SPARGE_DEVICE void run() {
@@ -49,16 +48,16 @@ struct Feeder {
   }
 
  private:
-  // One code for all types: of each its own, the compiler keeps more in registers than there are.
+  // One code for all types: with one for each, the compiler keeps more in registers than there are.
   using AnyChunks = Chunks<Source::kAny>;
 
   static constexpr int kFeederWarps = kGroupWarps - 1;
   static constexpr int kRowLanes = kHeadDim / kLaneChannels;
-  static constexpr int kRows = kWarpSize / kRowLanes;  // that a warp reads by one load
+  static constexpr int kRows = kWarpSize / kRowLanes;  // rows that a warp reads by one load
 
-  // Work items are handed out one by one, for their lists differ in length, and as soon as the consumers left the item before
-  // the last: so the queries of the next are read while they are at the last. Each thread block asks once more than it gets
-  // items, so whoever asks last leaves the counter at zero for the next launch.
+  // Takes the next work item as soon as the consumers have left the item before the last, so that its queries are read while they
+  // are at the last. One by one, as lists differ in length. Each thread block asks once more than it gets items, so whoever asks
+  // last leaves the counter at zero for the next launch.
   SPARGE_DEVICE void ask(Queries& queries, u32 free_parity) const {
     ptx::mbarrier_wait(queries.free, free_parity);
     if (thread() != 0) return;
@@ -130,7 +129,7 @@ struct Feeder {
     }
   }
 
-  // A few rows at a time and their numbers unpacked twice: the producer's warpgroup has 24 registers a thread.
+  // Takes a few rows at a time and unpacks their numbers twice: the producer's warpgroup has 24 registers a thread.
   SPARGE_DEVICE void quantize(const AnyChunks& rows, Queries& queries, u8* tile) const {
 #pragma unroll 1
     for (i32 row = first_row(); row < kQueryBlock; row += kRows * kFeederWarps) {
@@ -158,7 +157,7 @@ struct Feeder {
     bound_scales(queries);
   }
 
-  // Of the rows that this warp has quantized, a lane each.
+  // For the rows that this warp has quantized, a lane each.
   SPARGE_DEVICE void bound_scales(Queries& queries) const {
     const attend::ScaleBounds bounds(p, queries.work.kv_at);
     const i32 warp = thread() / kWarpSize;

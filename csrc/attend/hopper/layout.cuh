@@ -11,7 +11,7 @@ namespace sparge::hopper {
 
 using attend::Work;
 
-// Warpgroups 0 and 1 compute 64 query rows each; of the third one warp fills the pipeline, the others read queries.
+// Warpgroups 0 and 1 compute 64 query rows each. In the third one warp fills the pipeline, the others read queries.
 enum WarpgroupRole { kUpperRows = 0, kLowerRows = 1, kProducer = 2 };
 constexpr int kGroupThreads = 128;
 constexpr int kGroupWarps = kGroupThreads / kWarpSize;
@@ -26,7 +26,7 @@ constexpr bool kSixteenBits = !is_quantized(kElement);
 constexpr int kStepPseudoKeys = kStepBlocks * kKeyBlock;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
-constexpr int kScores = 4 * kKeyTiles;  // of a thread and key block
+constexpr int kScores = 4 * kKeyTiles;  // of a key block in a thread
 constexpr int kSums = 4 * kChannelTiles;
 constexpr int kOnesChannels = kSixteenBits ? 0 : 8;  // as few as a product may have
 constexpr int kValueSums = kSums + kOnesChannels / 2;
@@ -36,18 +36,18 @@ constexpr int kValueRowBytes = kKeyBlock * value_bytes(kElement);
 constexpr int kBlockValueSteps = kValueRowBytes / kProductBytes;
 constexpr int kValueSteps = kStepBlocks * kBlockValueSteps;
 
-constexpr int kSwizzleBytes = 1024;                   // after which the tensor cores' swizzle repeats
+constexpr int kSwizzleBytes = 1024;                   // period of the tensor cores' swizzle
 constexpr int kTileBytes = kKeyBlock * kKeyRowBytes;  // of K and of V
 static_assert(key_bytes(kElement) == value_bytes(kElement), "K and V tiles have one size");
 constexpr int kKeyPartBytes = kTileBytes / kKeyParts;
 constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
 constexpr int kQueryTileBytes = kGroupRows * kKeyRowBytes;
-constexpr int kItems = 2;  // whose queries are in shared memory: one at work, one that is being read
+constexpr int kItems = 2;  // work items whose queries are in shared memory: one at work, one that is being read
 constexpr int kFeederThreads = (kGroupWarps - 1) * kWarpSize;
 static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two bits");
 
-// What of a stage arrives and is given back by itself. 16-bit tiles leave room for two stages at head_dim 128: K of a step must be
-// on its way while V of the step two before is still in use.
+// Parts of a stage that arrive and are given back each by itself. 16-bit tiles leave room for two stages at head_dim 128, so
+// copies of K of a step must start while V of the step two before is still in use.
 constexpr int kTransfers = kSixteenBits ? 2 : 1;
 constexpr int kTransferBytes = kStepBytes / kTransfers;
 enum Transfer { kKeys = 0, kValues = kTransfers - 1 };
@@ -60,25 +60,24 @@ static_assert(kGroupThreads * (kProducerRegisters + kConsumerGroups * kConsumerR
 
 // What the main loop reads of every step.
 struct alignas(16) Head {
-  float k_scale[kStepBlocks];  // times a query's scale: from sums of products of levels to log2 units
+  float k_scale[kStepBlocks];  // times a query's scale: factor from sums of products of levels to log2 units
   i32 masked;                  // some of its pairs do not exist, or it is pooled
-  i32 last;                    // of its item
+  i32 last;                    // it is the last one of its work item
 };
 static_assert(sizeof(Head) == 16, "the consumers read it by one load");
 
 // What the consumers must know about a pipeline step. They read the rest where it lies: they have no registers for it.
 struct Step {
   Head head;
-  i32 turn;                // which work item; -1: there is no more
+  i32 turn;                // number of the work item; -1: there is no more
   i32 block[kStepBlocks];  // [0] = -1: the item's list is empty; [1] = -1: only one block
   i32 keys[kStepBlocks];   // that the blocks really have
   float pvthreshd;
   i32 first_query;
-  i32 pooled;  // pseudo-keys of 128 blocks; they have no keys
+  i32 pooled;  // pooled keys of 128 blocks, instead of keys
 };
 
-// V with eight more channels that are all ones and that the bulk copies leave alone: the products of values sum the rows of P
-// as well.
+// V with eight more channels of ones, which bulk copies leave alone: the products of values also sum the rows of P.
 struct ValueTileAndOnes {
   static constexpr int kOnesBytes = 8 * kKeyBlock;
   u8 v[kTileBytes];
@@ -107,17 +106,17 @@ struct alignas(kSwizzleBytes) Stage {
   PoolColumn columns[kStepPseudoKeys];
   Step step;
   u32 votes[kConsumerGroups][kGroupWarps];  // a bit a block: the PV filter may leave it out
-  // full: one arrival of each producer lane, and the bytes; free: one of each consumer thread. The ring's parity starts at 0, so a
+  // full: an arrival of each producer lane, and the bytes. free: one of each consumer thread. The ring's parity starts at 0, so a
   // fresh `free` counts as completed.
   u64 full[kTransfers], free[kTransfers];
-  const u8* values[kStepBlocks];  // where they come from, if that is apart; [0] null: there are none
+  const u8* values[kStepBlocks];  // source of V, where it arrives by itself; [0] null: there is none
 };
 
 // All that consumers need of a work item and its 128 query rows, in the order of the block. 16-bit operands have no scales and
 // no means, 8-bit ones no `zero_if_finite`: nobody writes or reads them.
 struct Queries {
   Work work;
-  i32 turn;                      // which work item; -1: there is no more, and nothing else is set
+  i32 turn;                      // number of the work item; -1: there is no more, and nothing else is set
   float scale[kQueryBlock];      // INT8 level of each row, bounded
   float sharpness[kQueryBlock];  // see attend/row_scale.cuh
   float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
@@ -125,8 +124,8 @@ struct Queries {
   float zero_if_finite;          // 16 bits: NaN where a key or a value of the head is not finite
   i32 token[kQueryBlock];        // -1: none
   alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
-  // asked: by the feeder's first thread, once `work` is there; ready: by each feeder thread; free: by each consumer thread. The
-  // parity starts at 0, as in the ring of stages.
+  // Arrivals at asked: the feeder's first thread, once `work` is there; at ready: each feeder thread; at free: each consumer
+  // thread. The parity starts at 0, as in the ring of stages.
   u64 asked, ready, free;
 
   SPARGE_DEVICE attend::Value value(i32 channel) const {
@@ -141,8 +140,8 @@ struct Queries {
   }
 };
 
-// Where the lanes of a warp exchange what they store: eight rows of four channel tiles, of 16 bits. The rows of the fragments' two
-// halves take turns, so that one __syncwarp an exchange is enough.
+// Where the lanes of a warp exchange what they store: eight rows of four channel tiles, of 16 bits. The rows of the fragments'
+// two halves alternate between two buffers, so that one __syncwarp an exchange is enough.
 struct alignas(16) Exchange {
   static constexpr u32 kTiles = 4, kRows = 8, kRowBytes = 16;
   u8 half[2][kTiles * kRows * kRowBytes];
@@ -152,9 +151,9 @@ struct alignas(16) Exchange {
 };
 
 static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
-// More hide no more latency. At head_dim 128 five would fit: dense calls are 1.8 % slower with them (attend_hopper.cu, Tried).
+// More hide no more latency. At head_dim 128 five would fit, but are slower (docs/experiments.md, "Number of stages").
 constexpr int kMostStages = kHeadDim == 64 ? 8 : 3;
-// Less the queries, the exchanges and what follows them.
+// Room for stages: shared memory less the queries, the exchanges and what follows them.
 constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
 constexpr int kStageBytes =
     227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries)) - kConsumerWarps * sizeof(Exchange);
@@ -171,13 +170,13 @@ struct alignas(kSwizzleBytes) Smem {
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
 
-  // Offsets in bytes, so that a stage is an addition away: no product a step.
+  // Offset in bytes, so that the address of a stage takes an addition and no product.
   SPARGE_DEVICE Stage& stage_at(u32 offset) { return *reinterpret_cast<Stage*>(reinterpret_cast<u8*>(stage) + offset); }
 };
 static_assert(sizeof(Smem) <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");
 
-// A value that is the same in all lanes: the shuffle tells the compiler so, which then branches for the whole warp and
-// keeps addresses of stages in uniform registers.
+// A value that is the same in all lanes. The shuffle tells the compiler so, which then branches for the whole warp and keeps
+// addresses of stages in uniform registers.
 SPARGE_DEVICE i32 uniform(i32 value) { return __shfl_sync(kFullWarp, value, 0); }
 
 // A position in the ring of stages, as Smem::stage_at takes it, and the parity of the barriers' phase there.
@@ -196,7 +195,7 @@ struct Ring {
   SPARGE_DEVICE u32 parity_before() const { return at == 0 ? parity ^ 1 : parity; }
 };
 
-// Which of the two items' queries, and the parity of their barriers' phase.
+// Which of the two work items' queries, and the parity of their barriers' phase.
 struct ItemTurn {
   u32 count = 0;
 

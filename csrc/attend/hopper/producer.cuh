@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One warp walks the block map rows of its work items and keeps the pipeline full, two key blocks a step.
+// One warp reads the block map rows of its work items and keeps the pipeline full, two key blocks a step.
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
@@ -14,15 +14,15 @@ struct Producer {
   Smem& smem;
   const i32 lane;
   Ring ring;
-  bool started = false;  // there is a step before the ring's
+  bool started = false;  // whether there is a step before the ring's
 
   SPARGE_DEVICE Producer(const AttendParams& params, Smem& s) : p(params), smem(s), lane(threadIdx.x % kWarpSize) {}
 
-  // Products of levels times this and both scales are logits in log2 units. The producer takes it into the scales of the keys:
-  // one product a step, where each of 256 threads would make it.
+  // Factor from products of levels, times both scales, to logits in log2 units. The producer multiplies it into the scales of the
+  // keys, once a step, instead of each of 256 threads.
   SPARGE_DEVICE float log2_scale() const { return p.scale * kLog2E; }
 
-  // The feeder hands out the work items, one ahead.
+  // The feeder hands out work items, one ahead.
   SPARGE_DEVICE void run() {
     for (ItemTurn items;; ++items.count) {
       const Queries& queries = smem.queries[items.place()];
@@ -34,7 +34,7 @@ struct Producer {
     push_mark(-1);
   }
 
-  // The set bits of a row in ascending order. 32 lanes hold 32 words of the map, and the scales of one word's blocks. A
+  // Takes the set bits of a row in ascending order. 32 lanes hold 32 words of the map, and the scales of one word's blocks. A
   // complete step waits until the next block shows that it is not the last.
   SPARGE_DEVICE void walk(const Work& work, i32 turn) {
     const i32 words = p.problem.map_words(), key_blocks = p.problem.key_blocks();
@@ -97,14 +97,14 @@ struct Producer {
     step.keys[1] = place == 0 ? 0 : facts.keys;
   }
 
-  // Of this lane's block of a word of the map.
+  // For this lane's block of a word of the map.
   SPARGE_DEVICE Facts facts_of(const Work& work, i32 word, i32 key_blocks) const {
     const i32 block = word * kMapBits + lane;
     if (block >= key_blocks) return {0.0f, 0};
     return {kSixteenBits ? 1.0f : p.k_scale[work.first_tile + block], p.key_counts[work.first_tile + block]};
   }
 
-  // Two tiles of pseudo-keys: their place in the head, and in lanes 0 to 3 the bits of those that take part.
+  // Two tiles of pooled keys: their place in the head, and in lanes 0 to 3 the bits of those that take part.
   struct Pair {
     i32 index;
     u32 open;
@@ -122,7 +122,7 @@ struct Producer {
     return {-1, 0};
   }
 
-  // The PV filter lets pseudo-keys pass.
+  // The PV filter lets pooled keys pass.
   SPARGE_DEVICE void push_pooled(const Work& work, i32 turn, const Pair& pair, bool last) {
     const i64 first = work.first_pool + kStepBlocks * pair.index;
     const i64 second = kStepBlocks * pair.index + 1 < p.problem.pool_tiles() ? first + 1 : first;
@@ -150,7 +150,7 @@ struct Producer {
     fill(stage, p.pool_k, p.pool_v, first, second);
   }
 
-  // A missing second block is the first once more: masked, but finite.
+  // A missing second block is the first once more: masked, but with finite numbers.
   SPARGE_DEVICE void push(const Work& work, Step step) {
     const i32 last_key = step.block[1] * kKeyBlock + kKeyBlock - 1;
     step.head.masked = step.keys[0] < kKeyBlock || step.keys[1] < kKeyBlock || (p.causal && last_key > work.first_query);
@@ -183,8 +183,7 @@ struct Producer {
   // A fresh barrier counts as free: the phase before its first has completed.
   SPARGE_DEVICE void wait_free() const { ptx::mbarrier_wait(smem.stage_at(ring.at).free[kKeys], ring.parity ^ 1); }
 
-  // Every lane arrives, as it may have written columns: one arrival after __syncwarp would do, but racecheck does not see what
-  // that orders, and reports a race.
+  // Every lane arrives, as it may have written columns. One arrival after __syncwarp would do, but racecheck would report a race.
   SPARGE_DEVICE void fill(Stage& stage, const u8* keys, const u8* values, i64 first, i64 second) {
     u64& full = stage.full[kKeys];
     if (lane != 0) {
@@ -205,7 +204,7 @@ struct Producer {
     ring.advance();
   }
 
-  // Values of the step before the ring's: its stage is given back after the one that the ring's keys wait for.
+  // Values of the step before the ring's, as its stage is given back after the one that the ring's keys wait for.
   SPARGE_DEVICE void copy_values_before() {
     if (started) {
       Stage& stage = smem.stage_at(ring.before());

@@ -17,9 +17,9 @@ using attend::kNoRow;
 using attend::kScoreZero;
 using attend::kShift;
 
-// Maximum of a row that met no key yet, -FLT_MAX. Finite, so that the difference of two such maxima is 0 and not a NaN, and
-// below every finite logit; scores that do not exist remain minus infinity, whose exponent less this maximum is minus infinity
-// too. So neither the exponents nor alpha ask whether there was a key. What leaves the kernel says minus infinity (reported).
+// Maximum of a row that met no key yet, -FLT_MAX: below every finite logit, and finite, so that the difference of two such maxima
+// is 0 and not a NaN. Scores that do not exist are minus infinity, also less this maximum. So neither the exponents nor alpha ask
+// whether there was a key. Outside the kernel it is minus infinity (reported).
 constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
 
 using Levels = i32[kScores];
@@ -28,7 +28,7 @@ using Probabilities = u32[kValueSteps][4];
 // Score (key tile j, row half, column c) of this thread.
 SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
 
-// Past the last key, above the causal diagonal and in a missing second block: minus infinity.
+// Minus infinity past the last key, above the causal diagonal and in a missing second block.
 SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, int block, bool causal) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -64,7 +64,7 @@ SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, con
 
 struct Softmax {
   PerRow most;      // log2 units, kNoKey before the first key
-  PerRow sum = {};  // of the probabilities as they were rounded
+  PerRow sum = {};  // of the rounded probabilities
 
   SPARGE_DEVICE explicit Softmax(const Queries& queries) {
 #pragma unroll
@@ -99,8 +99,8 @@ struct Softmax {
     return fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
   }
 
-  // Positive floats are ordered as their bits are, and of integers Hopper compares three by one instruction. Only for scores
-  // that neither a mask nor a pooled term changed: those are kScoreZero plus a sum of products of levels.
+  // Bits of positive floats are ordered as the floats are, and Hopper compares three integers by one instruction. Only for scores
+  // that neither a mask nor pooling changed: those are kScoreZero plus a sum of products of levels.
   SPARGE_DEVICE static float largest_positive(const Levels& levels, int half) {
     static_assert(kHeadDim * kKeyLevels * kKeyLevels < kScoreZero, "no sum of products may make a score negative");
     auto level = [&](int i) { return levels[at(i / 2, half, i % 2)]; };
@@ -112,8 +112,8 @@ struct Softmax {
     return __int_as_float(larger(most(first, second, third), level(15)));
   }
 
-  // Bit: this warp finds that block of the step negligible. A row that met no key yet finds so only what has none for it
-  // either. Also takes the maxima over all columns.
+  // Blocks of the step that this warp finds negligible, a bit each. To a row that met no key yet, only a block without any key
+  // for it is negligible. Also makes the maxima those over all columns.
   SPARGE_DEVICE u32 negligible(PerRow (&block_most)[kStepBlocks], float pvthreshd) const {
     bool vote[kStepBlocks] = {true, true};
 #pragma unroll
@@ -129,8 +129,7 @@ struct Softmax {
     return __all_sync(kFullWarp, vote[0]) | __all_sync(kFullWarp, vote[1]) << 1;
   }
 
-  // From the maxima of this thread's columns to that of the row over both blocks. The PV filter asks block by block, and does this
-  // itself.
+  // From the maxima of this thread's columns to that of the row over both blocks. `negligible` does it for the PV filter.
   SPARGE_DEVICE static void over_columns(PerRow (&block_most)[kStepBlocks]) {
     if constexpr (!kPvFilter) {
 #pragma unroll
@@ -139,7 +138,7 @@ struct Softmax {
     }
   }
 
-  // Takes the step's maxima in; alpha is what earlier sums shrink by.
+  // Raises the running maxima to the step's; alpha is the factor on earlier sums.
   SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -150,13 +149,13 @@ struct Softmax {
     }
   }
 
-  // Scores of one block to the exponents of its probabilities, which frees the registers of the scores.
+  // From the scores of one block to the exponents of its probabilities. Frees the registers of the scores.
   SPARGE_DEVICE void exponents(Exponents& x, const Levels& levels, const PerRow& scale) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float bias = kShift - most[half] - kScoreZero * scale[half];
       const float fixed_scale = scale[half] * kFixedUnit;
-      // From the rounded bias, so that its rounding is that of both kinds of tiles and cancels in the softmax.
+      // From the rounded bias: both kinds of tiles then share its rounding, which cancels in the softmax.
       const float fixed_bias = bias * kFixedUnit + kFixedShift * kFixedUnit;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
@@ -169,8 +168,8 @@ struct Softmax {
     }
   }
 
-  // Exponents of one block to probabilities, packed as the A operand: two key tiles side by side fill a register. What the PV
-  // filter skips becomes zeros without a branch, which would part the exponentials from what fills the gaps between them.
+  // From the exponents of one block to probabilities, packed as the A operand: two key tiles side by side fill a register. What
+  // the PV filter skips becomes zeros without a branch: a branch would part the exponentials from what fills their gaps.
   SPARGE_DEVICE static void exponentials(Probabilities& p, const Exponents& x, int block, bool skip) {
     const u32 kept = kPvFilter && skip ? 0 : ~0u;
 #pragma unroll
@@ -181,7 +180,7 @@ struct Softmax {
           if (is_fixed(tile)) return ptx::e4m3_from_fp16(fixed_exp2(x.fixed[tile][half]));
           return ptx::pack_e4m3(ptx::exp2_approx(x.exact[tile][half][0]), ptx::exp2_approx(x.exact[tile][half][1]));
         };
-        const u32 upper = pack(j + 1) << 16;  // first: see attend_hopper.cu, how ptxas orders the loop
+        const u32 upper = pack(j + 1) << 16;  // first: docs/experiments.md, "How ptxas orders the loop of attend on Hopper"
         p[block * kBlockValueSteps + j / 4][j % 4 + half] = kept & (pack(j) | upper);
       }
     }

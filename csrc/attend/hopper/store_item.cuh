@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a consumer thread holds at the end of a work item, written out: an item has `out`, sums of channels, and `softmax`.
+// Writes out what a consumer thread holds at the end of a work item: an item has `out`, sums of channels, and `softmax`.
 #pragma once
 
 #include "../../ptx/stmatrix.cuh"
@@ -31,7 +31,7 @@ SPARGE_DEVICE void store_rows(const AttendParams& p, const Item& item, const Que
   }
 }
 
-// Four lanes have pairs of channels of a row each; they exchange them, four tiles at a time, until each has 16 neighbouring bytes.
+// Four lanes share a row and have pairs of its channels. They exchange them, four tiles at a time: 16 neighbouring bytes a lane.
 template <DType kType, typename Item>
 SPARGE_DEVICE void store_whole_rows(const AttendParams& p, const Item& item, const Queries& of, Exchange& exchange) {
   const i32 lane = ptx::thread_index() % kWarpSize, quad = lane % 4, row = first_row_anew();
@@ -43,7 +43,7 @@ SPARGE_DEVICE void store_whole_rows(const AttendParams& p, const Item& item, con
   for (int half = 0; half < 2; ++half) store_facts(p, item, of, half, row + 8 * half);
 #pragma unroll
   for (int first = 0; first < kChannelTiles; first += Exchange::kTiles) {
-    attend::Value low[Exchange::kTiles], high[Exchange::kTiles];  // of both rows: the exchange lets no load pass
+    attend::Value low[Exchange::kTiles], high[Exchange::kTiles];  // loaded once for both rows: no load moves past the exchange
 #pragma unroll
     for (int i = 0; i < Exchange::kTiles; ++i) {
       const i32 channel = 8 * (first + i) + 2 * quad;

@@ -16,8 +16,8 @@ struct Item {
   Softmax softmax;
   Scores scores;  // then probabilities
   Probabilities probabilities;
-  PerRow alpha;           // by which the last step shrinks what was before
-  float out[kSums] = {};  // of the steps before it
+  PerRow alpha;           // factor on earlier sums, from the last step
+  float out[kSums] = {};  // sums of the steps before it
 
   SPARGE_DEVICE explicit Item(const Queries& queries) : softmax(queries) {}
 };
@@ -36,7 +36,7 @@ struct Consumer {
 
   SPARGE_DEVICE static bool leads() { return threadIdx.x % kGroupThreads == 0; }
 
-  // The warpgroups start their products in turns, so that the softmax of one runs beside the products of the other.
+  // The warpgroups start their products alternately, so that the softmax of one runs beside the products of the other.
   SPARGE_DEVICE void await_turn() const { ptx::barrier_sync<kConsumerGroups * kGroupThreads>(kBarrierTurn + group); }
   SPARGE_DEVICE void pass_turn() const {
     ptx::barrier_arrive<kConsumerGroups * kGroupThreads>(kBarrierTurn + kConsumerGroups - 1 - group);
@@ -52,7 +52,7 @@ struct Consumer {
     ptx::mbarrier_wait(smem.stage_at(place.at).full[part], place.parity);
   }
 
-  // Every lane speaks for its own reads: racecheck does not see what __syncwarp orders before the arrival of one lane.
+  // Every lane arrives for its own reads (docs/experiments.md, "Who frees a stage").
   SPARGE_DEVICE void release(const Ring& place, Transfer part) const { ptx::mbarrier_arrive(smem.stage_at(place.at).free[part]); }
 
   SPARGE_DEVICE void attend_item() {
@@ -101,8 +101,8 @@ struct Consumer {
     ring.advance();
   }
 
-  // The scores of a step and the values of the step before it in flight together, from probabilities to those of the next step.
-  // The other warpgroup's softmax runs beside these products.
+  // From the probabilities of one step to those of the next. Scores of a step and values of the step before it are in flight
+  // together. The other warpgroup's softmax runs beside these products.
   SPARGE_DEVICE void advance(Item& item, const Ring& before, const Head& head) {
     await_turn();
     ptx::wgmma_fence();
@@ -111,7 +111,7 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait<1>();
     soften(item, head);
-    // Left to itself ptxas begins the softmax when the values' products are complete. Nothing reads what a NaN would store.
+    // Else ptxas begins the softmax only when the values' products are complete. Nothing reads what a NaN would store.
     ptx::store_if_nan(smem.never_read, item.softmax.sum[0], item.softmax.sum[1]);
     ptx::wgmma_wait<0>();
     ptx::in_flight(item.out);
@@ -121,7 +121,7 @@ struct Consumer {
     pack(item.probabilities, item.scores);
   }
 
-  // Scores of the ring's step are complete, and become probabilities.
+  // Turns the complete scores of the ring's step into probabilities.
   SPARGE_DEVICE void soften(Item& item, const Head& head) {
     ptx::in_flight(item.scores);
     Stage& stage = smem.stage_at(ring.at);
@@ -143,7 +143,7 @@ struct Consumer {
     item.softmax.exponentials(item.scores, log2_scale, item.alpha);
   }
 
-  // From the maxima of this thread's columns to those of the rows; the PV filter alone asks block by block.
+  // From the maxima of this thread's columns to those of the rows. Only the PV filter needs them block by block.
   SPARGE_DEVICE static void over_columns(PerRow (&block_most)[kStepBlocks]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -174,7 +174,7 @@ struct Consumer {
     return block_pairs(p.causal, first_row, p.problem.rows_from(first_row), step.block[block] * kKeyBlock, step.keys[block]);
   }
 
-  // 128 keys by one product each: their tiles lie one after another.
+  // A product takes 128 keys: their tiles lie one after another.
   SPARGE_DEVICE void start_scores(Item& item) const {
     constexpr int kPartSteps = kQuerySteps / kKeyParts;
     constexpr u32 kQueryPart = kQueryTileBytes / kKeyParts / ptx::kDescriptorUnit;

@@ -13,8 +13,8 @@ namespace sparge::hopper16 {
 
 using namespace hopper;
 
-// Maximum of a row that met no key yet, -FLT_MAX. Finite, so that the difference of two such maxima is 0 and not a NaN, and below
-// every finite logit. What leaves the kernel says minus infinity (reported).
+// Maximum of a row that met no key yet, -FLT_MAX: below every finite logit, and finite, so that the difference of two such maxima
+// is 0 and not a NaN. Outside the kernel it is minus infinity (reported).
 constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
 
 constexpr int kStepTiles = kStepBlocks * kKeyTiles;
@@ -24,7 +24,7 @@ using Probabilities = u32[kValueSteps][4];
 // Score (key tile j, row half, column c) of this thread.
 SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
 
-// Past the last key, above the causal diagonal and in a missing second block: minus infinity.
+// Minus infinity past the last key, above the causal diagonal and in a missing second block.
 SPARGE_DEVICE void mask_scores(Scores& scores, const Step& step, bool causal) {
 #pragma unroll
   for (int block = 0; block < kStepBlocks; ++block)
@@ -58,8 +58,8 @@ SPARGE_DEVICE void pool_scores(Scores& scores, const PoolColumn* of_step, float 
   }
 }
 
-// Power of two by which the logits of a row are scaled down to below 2^25, 1 where they are: float32 would round larger maxima by
-// so much that exponents overflow. Neighbouring scores stay half an octave apart and more.
+// Power of two that scales the logits of a row to below 2^25; 1 where they are. float32 would round larger maxima by so much that
+// exponents overflow. Neighbouring scores stay at least half an octave apart.
 SPARGE_DEVICE float flattening(float most) {
   constexpr u32 kExponent = 0x7F800000, kOne = 0x3F800000, kLimit = 24;
   return __uint_as_float(smaller(kOne, kOne + kOne + (kLimit << 23) - (__float_as_uint(most) & kExponent)));
@@ -89,8 +89,8 @@ struct Softmax {
     return fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
   }
 
-  // Bit: this thread's rows find that block of the step negligible. A row that met no key yet finds so only what has none for it
-  // either.
+  // Blocks of the step that this thread's rows find negligible, a bit each. To a row that met no key yet, only a block without
+  // any key for it is negligible.
   SPARGE_DEVICE u32 negligible(const PerRow (&block_most)[kStepBlocks], float pvthreshd) const {
     u32 vote = 3;
 #pragma unroll
@@ -105,7 +105,7 @@ struct Softmax {
     return vote;
   }
 
-  // Takes the step's maxima in; alpha is what earlier sums shrink by.
+  // Raises the running maxima to the step's; alpha is the factor on earlier sums.
   SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
