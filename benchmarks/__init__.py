@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One script a question; see results/ for what was measured."""
+"""Benchmarks: one script a question; see results/ for what was measured."""

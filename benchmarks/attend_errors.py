@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far Hopper's attend kernel and the portable one are from float32, on the same calls.
+"""Errors of Hopper's attend kernel and of the portable one against float32, on the same calls.
 
     python -m benchmarks.attend_errors [--shapes mochi,cogx2b] [--out FILE]
 
@@ -9,8 +9,8 @@ operands, the same ones, and give float32. On this GPU ptxas emulates mma.sync o
 precision with float32 sums, so these are the portable kernel's errors, but not its times.
 
 Data are those that `benchmarks.attention` times, whose values drift along the tokens, and noise, in
-which no error averages out. A sparse call is compared over the blocks that it kept; one with
-budgets over all keys, as its callers see it.
+which no error averages out. A sparse call is compared over the blocks that it kept; one with head
+settings over all keys, as its callers see it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 @contextmanager
 def portable_attend() -> Iterator[None]:
-    """Calls launch the mma.sync kernel, also where wgmma would serve."""
+    """Context in which calls launch the mma.sync kernel, also where wgmma would serve."""
     path = AttendPath("attend", "mma.sync: asked for by a benchmark")
     with mock.patch.object(launch, "attend_path", lambda *_: path):
         yield

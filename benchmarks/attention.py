@@ -4,20 +4,20 @@
     python -m benchmarks.attention [--shapes mochi,cogx2b] [--densities 1,.5] [--seconds 180]
                                    [--out FILE]
 
-One JSON object for each shape, peer or mode of ours, and asked density: density (reached), ms
-(every stage of a call, of calls in a row that are queued before the GPU comes to them: without the
-host's time, which it may wait for in a lone short call), repeats (the median is of),
-dense_equivalent_tflops, executed_tflops, rel_l1, rel_l2, extra_mib (peak beyond inputs and result),
-gpu, torch, commit; of ours also stages (ms of means, quantize, route and attend, from calls of
-their own), before_attend_ms (the first three together, with no event between), pooled_heads (the
-share that add pseudo-keys) and drop_rel_l2. A peer that is absent, and a case for which no time was
-left, has `absent`: why.
+One JSON object for each shape, peer or mode of ours, and asked density. Its fields: density
+(reached); ms (every stage of a call, in a row of calls that are queued before the GPU comes to
+them: without the host's time, which it may wait for in a lone short call); repeats (the median is
+of); dense_equivalent_tflops, executed_tflops, rel_l1, rel_l2; extra_mib (peak beyond inputs and
+result); gpu, torch, commit. Rows of ours also have stages (ms of means, quantize, route and attend,
+from calls of their own), before_attend_ms (the first three together, with no event between),
+pooled_heads (the share that add pseudo-keys) and drop_rel_l2. A peer that is absent, and a case for
+which no time was left, has `absent`: why.
 
-Errors are against float32 attention on sampled query blocks: of a dense row or a peer over all
-keys, of a sparse row of ours over the blocks that it kept, so that they speak of arithmetic;
+Errors are against float32 attention on sampled query blocks. A dense row or a peer is compared over
+all keys, a sparse row of ours over the blocks that it kept, so that errors speak of arithmetic.
 drop_rel_l2 is the distance to dense attention, which on the synthetic data says little about a
-model. Rows with budgets are measured against all keys, too: half of their heads pool what they
-drop.
+model. Rows with head settings are measured against all keys, too: half of their heads pool what
+they drop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
 from .stages import before_attend_ms, stage_ms
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
-#: The shapes that have bars come first, then the others by their work.
+#: Order of the shapes: those that have bars come first, then the others by their work.
 ORDER = ("mochi", "cogx2b", "flux1k", "cogx5b", "wan480", "wan720", "hunyuan")
 OTHER_STAGES = ("means", "quantize", "route")
 LONG_MS = 50  # a call of that length is sampled once for its stages
@@ -56,8 +56,11 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device | str) -> list[Case]:
-    """What is timed of ours. The budgets pool half of the heads' dropped blocks in cube order, or,
-    below density 1, spread densities tenfold between heads that take three walks."""
+    """Modes of ours that are timed.
+
+    Head settings (`budgets`) pool half of the heads' dropped blocks in cube order, or, below
+    density 1, spread densities tenfold between heads that take three token orders.
+    """
     policy = SparsePolicy(topk=density)
     by_name = {case.name: case for case in cases(shape.grid, shape.heads, density, device)}
     found = [
@@ -73,7 +76,7 @@ def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device |
 
 
 def with_extra_memory(work: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """The result, and the MiB that the call held at its peak beyond it."""
+    """Returns the result, and the MiB that the call held at its peak beyond it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -145,7 +148,7 @@ def bench(
 
 
 def specs(arch: str, head_dims: set[int]) -> list[KernelSpec]:
-    """The kernels behind `modes`."""
+    """Specs of the kernels behind `modes`."""
     inputs = torch.bfloat16  # as `draw` makes them
     elements = (
         *(native_element(arch, sixteen_bit, inputs) for sixteen_bit in (False, True)),

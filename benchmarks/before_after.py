@@ -40,19 +40,19 @@ WAYS = ("8 bits", "16 bits", "budgets")
 
 
 def load_base(folder: Path) -> ModuleType:
-    """The other version, which keeps ops and kernels of its own."""
+    """Loads the other version, which keeps ops and kernels of its own."""
     sys.path.insert(0, str(folder.resolve().parent))
     return importlib.import_module(folder.name)
 
 
 def _grid(library: ModuleType, shape: Shape) -> Any:
-    """The shape's token grid as one of the library's; a field that it lacks is left out."""
+    """Token grid of the shape as one of the library's; a field that it lacks is left out."""
     known = {part.name for part in fields(library.TokenGrid)}
     return library.TokenGrid(**{k: v for k, v in vars(shape.grid).items() if k in known})
 
 
 def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) -> Callable:
-    """A call of `library`, without arguments."""
+    """Makes a call of `library`, without arguments."""
     precision = library.Precision.SIXTEEN_BIT if way == "16 bits" else library.Precision.INT8
     policy = library.SparsePolicy(topk=density, precision=precision)
     options: dict[str, Any] = {}

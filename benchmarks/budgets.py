@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What token orders, budgets per head and calibration cost, in one process.
+"""Cost of token orders, head settings and measuring, in one process.
 
     python -m benchmarks.budgets [--shapes mochi,cogx2b] [--density .2] [--out FILE]
 
@@ -7,7 +7,7 @@ The rows go to benchmarks/results/h200_budgets.jsonl on an H200, and to new_budg
 on other GPUs. No table is made of them.
 
 One JSON object a line. Of calls: shape, case, density (reached), ms (every stage), over_raster (of
-ms, against as much density in raster order), gpu, commit. Of calibration: shape, case, blocks, ms
+ms, against as much density in raster order), gpu, commit. Of measuring: shape, case, blocks, ms
 (from the first launch to the end of the last: the host's time where that is longer), dense_ms
 (PyTorch's own attention), share_of_dense_call, peak_mib (beyond what stays allocated).
 """
@@ -53,8 +53,9 @@ class Case:
 
 
 def ranked_share(order: TokenOrder, density: float) -> float:
-    """Of all key blocks, that a query block ranks in where a call keeps `density` of its pairs, as
-    nearly as whole steps can: text, which is exact, is part of what is kept, as in auto budget."""
+    """Share of all key blocks that a query block ranks in where a call keeps `density` of its
+    pairs, as nearly as whole steps can. Text, which is exact, is part of what is kept, as in auto
+    budget."""
     kept = Workload(order).density(range(1, order.key_blocks + 1))
     nearest = kept[np.abs(kept - density).argmin()]
     asked = 1 + int(np.flatnonzero(kept == nearest)[-1])  # makes whole steps in raster order, too
@@ -62,9 +63,9 @@ def ranked_share(order: TokenOrder, density: float) -> float:
 
 
 def cases(grid: TokenGrid, heads: int, density: float, device: torch.device | str) -> list[Case]:
-    """From uniform mass routing in raster order, text exact, to all that calibration may choose:
-    densities spread tenfold, half of the heads pooled and ranked by error, a walk each. `density`
-    is that of the call, text included."""
+    """Cases from uniform mass routing in raster order, text exact, to all that calibration may
+    choose: densities spread tenfold, half of the heads pooled and ranked by error, a token order
+    each. `density` is that of the call, text included."""
     order = sparge.grid_order(grid).on(device)
     density = ranked_share(order, density)
     uniform = torch.full((heads,), density, device=device)
@@ -119,7 +120,7 @@ def reached(case: Case, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
 def in_turns(
     works: Mapping[str, Callable[[], object]], ms_of: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """The median over as many rounds as there are works."""
+    """Median of each work over as many rounds as there are works."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for _, name in in_rounds(list(works), len(works)):
         found[name].append(ms_of(works[name]))
@@ -156,7 +157,7 @@ def time_calibration(name: str) -> Iterator[dict[str, Any]]:
 
 
 def results(gpu: str) -> Path:
-    """Where the rows of a GPU go: other results there are of an H200."""
+    """File of the rows of a GPU: other results there are of an H200."""
     kind = "h200" if gpu == "NVIDIA H200" else "new"
     return ROOT / "benchmarks" / "results" / f"{kind}_budgets.jsonl"
 

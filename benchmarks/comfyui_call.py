@@ -8,21 +8,21 @@ COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --limit-gib 12 16 24
 
 The models have random weights, and the sampler is ComfyUI's own: Euler at cfg 1, one model call a
 step. start_percent is 0, so that every call that can be is sparse; in an auto mode the first one is
-dense and measured. Such a short run would save on walks through the tokens, or stay dense: here
-every walk is measured however short the run is, as in runs with the usual share of dense steps.
-Another --start-percent makes a user's run of it, in which the node decides how much it measures,
-and whether that pays: compare run_seconds, with --repeats 19 and --again.
+dense and measured. Such a short run would save on token orders, or stay dense: here every order is
+measured however short the run is, as in runs with the usual share of dense steps. Another
+--start-percent makes a user's run of it, in which the node decides how much it measures, and
+whether that pays: compare run_seconds, with --repeats 19 and --again.
 
 seconds_per_call is the median of all calls but the first. In an auto mode calibration_s is what
-samples of the heads took in each of the calls, choosing_s what choosing for them did (both are part
-of `seconds`), and calibration_share_of_dense_call the first call's part over seconds_per_call
+measurements of the heads took in each of the calls, choosing_s what choosing for them did (both are
+part of `seconds`), and calibration_share_of_dense_call the first call's part over seconds_per_call
 without the node. With --mode "auto quality" the density is what the target error needs: topk has no
 effect, and with random weights a target may need every pair.
 
 With --residual each run is followed by two from its profile, in which just that share of the
-measured heads has the residual: with random weights measuring gives it to nine of ten heads of
-Mochi and hardly to one of Wan. In the first of the two they have it in every second sparse step, as
-the node leaves it out of the others; in the second in all steps, which the node never does.
+measured heads has pooled keys: with random weights measuring says nothing about who would. In the
+first of the two they have them in every second sparse step, as the node leaves them out of the
+others; in the second in all steps, which the node never does.
 
 With --again each run is made twice, and its figures are those of the second; first_run_seconds
 tells what the first one in a process costs more. The memory cache is emptied before each, as
@@ -53,7 +53,7 @@ from benchmarks.timing import ROOT, commit
 
 
 def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
-    """One line without the node, then one for each run with it."""
+    """Writes one line without the node, then one for each run with it."""
     patcher = build(model, host.device, args.dtype)
     dense: Sampled | None = None
     measured: Any = None
@@ -79,7 +79,7 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
 
 
 def timed(sampled: list[Sampled], dense: Sampled | None) -> dict[str, Any]:
-    """Of the last one. dense: the run without the node, if this is another."""
+    """Figures of the last sampled run. dense: the run without the node, if this is another."""
     last = sampled[-1]
     line: dict[str, Any] = {
         "seconds_per_call": round(per_call(last), 4),
@@ -99,7 +99,8 @@ def per_call(run: Sampled) -> float:
 
 
 def measure_limits(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
-    """Peaks in as much memory as a limit leaves beside the held rest; dense needs all but some."""
+    """Writes peaks in as much memory as a limit leaves beside the held rest; dense needs all but
+    some."""
     patcher = build(model, host.device, args.dtype)
     host.sample(model, patcher, None, 1)
     needed = torch.cuda.max_memory_reserved(host.device) / GIB

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measuring the heads takes in a run of the node, and choosing for them."""
+"""Costs of measuring the heads in a run of the node, and of choosing for them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ Seconds = Callable[[], float]
 
 
 class HeadCosts:
-    """Notes it by model call, once for all runs of a process: `begin` starts a run.
+    """Notes of these costs by model call, made once for all runs of a process: `begin` starts a
+    run.
 
-    A sample of calibration only queues work, so it lies between two events of the GPU: its time is
-    the host's where that is longer. Choices wait for the GPU, so they are timed by the clock, after
-    the GPU has finished what came before.
+    A measurement only queues work, so it lies between two events of the GPU: its time is the host's
+    where that is longer. Choices wait for the GPU, so they are timed by the clock, after the GPU
+    has finished what came before.
     """
 
     def __init__(self, device: torch.device, calibration: type, choices: type) -> None:
-        """The pack's own `Calibration` and `StepChoices`."""
+        """Takes the pack's own `Calibration` and `StepChoices`."""
         self._device = device
         self._call: Callable[[], int] = lambda: 0
         self._samples: list[tuple[int, Seconds]] = []
         self._choices: list[tuple[int, Seconds]] = []
         self._watch(calibration, "sample", lambda: self._samples, waits=False)
-        for name in ("__init__", "choose_anew", "at"):  # what heads get is worked out by `at`
+        for name in ("__init__", "choose_anew", "at"):  # head settings are worked out by `at`
             self._watch(choices, name, lambda: self._choices, waits=True)
 
     def begin(self, call: Callable[[], int]) -> None:
-        """call: says the number of the model call that is under way, or comes next."""
+        """Starts a run. call: says the number of the model call that is under way, or comes
+        next.
+        """
         self._call, self._samples, self._choices = call, [], []
 
     def of_calls(self, calls: int) -> dict[str, list[float]]:
@@ -72,7 +75,7 @@ class Stopwatch:
 
 
 class GpuWatch:
-    """Of the current stream."""
+    """Stopwatch of the current stream."""
 
     def __init__(self) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -36,7 +36,7 @@ class Sampled:
 
     seconds: list[float]
     heads: dict[str, list[float]]
-    """As in `HeadCosts.of_calls`."""
+    """Seconds of the work on heads, as in `HeadCosts.of_calls`."""
     first_call: Tensor
     latent: Tensor
     held_gib: float
@@ -63,7 +63,7 @@ class CallTimer:
 
 
 class NodeLines(logging.Handler):
-    """What the node writes into the log."""
+    """Lines that the node writes into the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -74,7 +74,7 @@ class NodeLines(logging.Handler):
 
 
 class Host:
-    """comfyui: folder of a checkout."""
+    """ComfyUI of the folder `comfyui`, a checkout."""
 
     def __init__(self, comfyui: str) -> None:
         # This pack's root holds a package `nodes` too; ComfyUI's must be found.
@@ -107,7 +107,8 @@ class Host:
         logging.getLogger("sparge").addHandler(self.log)
 
     def warm_up_seconds(self) -> float:
-        """Until this GPU's kernels are compiled and loaded, which a first run would wait for."""
+        """Seconds until this GPU's kernels are compiled and loaded, which a first run would wait
+        for."""
         warmup = sys.modules[f"{self.node.__module__.rpartition('.')[0]}.warmup"]
         started = time.perf_counter()
         failure = warmup.warm_up(self.device, logging.info).wait(lambda: None)
@@ -115,19 +116,23 @@ class Host:
         return time.perf_counter() - started
 
     def measure_in_any_case(self) -> None:
-        """As runs with the usual share of dense steps do: one without dense steps saves on walks,
-        and its sparse calls with them; one of few steps may not pay for measuring."""
+        """Makes runs measure in any case, as those with the usual share of dense steps do.
+
+        A run without dense steps saves on token orders, and its sparse calls with them; one of few
+        steps may not pay for measuring.
+        """
         costs = vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])
         costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
     def residual_share(self) -> float:
-        """Of the measured heads of the last `sample`; 0 where there are none."""
+        """Share of the measured heads of the last `sample` that have pooled keys; 0 where there are
+        none."""
         uses = self.last.of_heads("residual") > 0
         return round(float(uses.float().mean()), 4) if uses.numel() else 0.0
 
     def profile_with_residual(self, profile: Any, share: float, *, every_step: bool) -> Any:
-        """What a run measured, for the node's input `profile`, with the residual in this share of
-        the measured heads."""
+        """Profile of what a run measured, for the node's input `profile`, with pooled keys in this
+        share of the measured heads."""
         named = sys.modules[f"{self._pack}.nodes.profiles"].NamedProfile
         asked = profile_with_residual(profile, share, every_step=every_step)
         return named("benchmark", asked)
@@ -135,7 +140,7 @@ class Host:
     def sample(
         self, model: VideoModel, patcher: Any, widgets: dict[str, Any] | None, calls: int
     ) -> Sampled:
-        """``calls`` steps of Euler at cfg 1, which is one model call a step."""
+        """Samples ``calls`` steps of Euler at cfg 1, which is one model call a step."""
         import comfy.sample
         from comfy.patcher_extension import WrappersMP
 
@@ -164,8 +169,8 @@ class Host:
         return Sampled(timer.seconds, heads, timer.first_call, out, held, peak_gib(self.device))
 
     def report(self, may_stay_dense: bool = False) -> dict[str, Any]:
-        """What the node said about the last run. Raises AssertionError when nothing was sparse that
-        should have been."""
+        """Returns what the node said about the last run. Raises AssertionError when nothing was
+        sparse that should have been."""
         line = self.log.lines[-1] if self.log.lines else ""
         match = REPORT.search(line)
         if not match and may_stay_dense and "NOTHING WAS SPARSE" in line:
@@ -179,7 +184,7 @@ class Host:
         }
 
     def forget(self) -> None:
-        """Gives the memory of models nobody holds any more back to the driver."""
+        """Gives the memory of models that nobody holds any more back to the driver."""
         import comfy.model_management
 
         comfy.model_management.unload_all_models()

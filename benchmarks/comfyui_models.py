@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class VideoModel:
-    """What it takes to build a model and to sample one clip with it.
+    """Facts that it takes to build a model and to sample one clip with it.
 
     Attributes:
         shape: of the clip, width x height x frames, and the model's size.
@@ -132,7 +132,8 @@ _FLUX = VideoModel(
 
 MODELS = {model.name: model for model in (_MOCHI, _COGVIDEOX, _WAN, _FLUX)}
 
-#: Seconds on a CPU, to try the benchmark itself. ComfyUI's Mochi asserts an MLP 12288 wide.
+#: Sizes that take seconds on a CPU, to try the benchmark itself. ComfyUI's Mochi asserts an MLP
+#: 12288 wide.
 _TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "mochi": {
         "depth": 2,
@@ -161,13 +162,14 @@ def tiny(model: VideoModel) -> VideoModel:
 
 
 def with_depth(model: VideoModel, blocks: int) -> VideoModel:
-    """The same clip through fewer blocks: as much memory for activations, less for weights."""
+    """Same clip through fewer blocks: as much memory for activations, less for weights."""
     clip = model.shape.split(",")[0]
     return model.changed(f"{clip}, {blocks} blocks", **{model.depth: blocks})
 
 
 def build(model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A ComfyUI ModelPatcher that lives on ``device``; weights keep activations near unit size."""
+    """Builds a ComfyUI ModelPatcher that lives on ``device``; weights keep activations near unit
+    size."""
     import comfy.model_patcher
     import comfy.supported_models
 

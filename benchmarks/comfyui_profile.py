@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that have the residual by decree: random weights say nothing about who would."""
+"""Profiles whose heads have pooled keys by decree: random weights say nothing about who would."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def profile_with_residual(profile: Profile, share: float, *, every_step: bool) -> Profile:
-    """The profile with the residual in this share of its measured heads, and in no others.
+    """Profile with pooled keys in this share of its measured heads, and in no others.
 
-    every_step: also in each second step, out of which the node leaves it.
+    every_step: also in each second step, out of which the node leaves them.
     """
 
     def asked(found: Alternating) -> Alternating:
@@ -28,11 +28,14 @@ def profile_with_residual(profile: Profile, share: float, *, every_step: bool) -
 
 
 def with_residual(choices: HeadChoices, share: float) -> HeadChoices:
-    """Gain 1 in this share of the measured heads, evenly spread over layers and heads, 0 in the
-    others, which alone keep their background; heads whose gain changes lose their contrast.
-    Densities, routers and walks are as they were."""
+    """Choices with pool weight 1 in this share of the measured heads, evenly spread over layers and
+    heads, and 0 in the others.
+
+    Those alone keep their background. Heads whose pool weight changes lose their output scale.
+    Densities, routers and token orders are as they were.
+    """
     heads = int(choices.measured.sum()) * choices.heads
-    # Just above: the product of a share like .3 may lie below the whole number that is meant.
+    # Just above: the product of a share like 0.3 may lie below the whole number that is meant.
     places = (torch.arange(heads + 1, dtype=torch.float64) * share + 1e-9).floor()
     gain = torch.zeros_like(choices.gain)
     gain[choices.measured] = places.diff().to(gain.dtype).view(-1, choices.heads)

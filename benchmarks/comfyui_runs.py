@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling runs that `benchmarks.comfyui_call` makes of a model: without the node and with."""
+"""Sampling runs that `benchmarks.comfyui_call` makes of a model: without the node and with."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ AUTO_QUALITY = "auto quality"
 class NodeRun:
     name: str
     widgets: dict[str, Any] | None = None
-    """None without the node."""
+    """Widgets of the node; None without the node."""
     residual: float | None = None
-    """Share of heads with the residual, in a run from a profile of the one that measured."""
+    """Share of heads with pooled keys, in a run from a profile of the one that measured."""
     every_step: bool = False
-    """Those heads have it in every step, not in every second one."""
+    """Whether those heads have pooled keys in every step, not in every second one."""
     may_stay_dense: bool = False
     """Random weights may need every pair for a target error."""
 
 
 def node_runs(args: argparse.Namespace, *, profiles: bool) -> Iterator[NodeRun]:
-    """First the one without the node. profiles: with those that --residual asks for."""
+    """Yields the runs, first the one without the node. profiles: with those that --residual asks
+    for."""
     yield NodeRun("default")
     for run in _measured(args):
         yield run
@@ -40,7 +41,8 @@ def _with_residual(run: NodeRun, share: float) -> Iterator[NodeRun]:
 
 
 def _measured(args: argparse.Namespace) -> Iterator[NodeRun]:
-    """As a rule every step is sparse: the share of dense steps is the user's choice."""
+    """Yields the measured runs. As a rule every step is sparse: the share of dense steps is the
+    user's choice."""
     common = {
         "mode": args.mode,
         "pvthreshd": args.pvthreshd,

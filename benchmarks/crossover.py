@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From how many tokens and below what density a sparse call is faster than PyTorch's dense one.
+"""Crossover: tokens from which, and densities below which, sparse calls are faster than dense.
 
     python -m benchmarks.crossover [--seconds 150] [--out FILE]  # measures on this GPU, then fits
     python -m benchmarks.crossover --fit FILE                    # writes sparge/plan/rates.json
 
-One JSON object for each size, case and asked density: tokens, heads, head_dim, case, density
-(reached), pv_filter, pooled (share of the heads that add pseudo-keys; null: no budgets), ms (of the
-GPU), host_ms (until the host is back), held_out (a model's shape: the fit is judged by it, not made
-from it; missing otherwise), gpu, arch, torch, commit. The dense cases are PyTorch's
-kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash first). A call waits
-in the queue while the GPU multiplies matrices, as it does in a model, so that ms holds nothing of
-the host's and is at a model's clocks. Before a size is timed, calls that drop nothing are compared
-with float32.
+The dense calls are PyTorch's. One JSON object for each size, case and asked density: tokens, heads,
+head_dim, case, density (reached), pv_filter, pooled (share of the heads that add pseudo-keys; null:
+no head settings), ms (of the GPU), host_ms (until the host is back), held_out (a model's shape: the
+fit is judged by it, not made from it; missing otherwise), gpu, arch, torch, commit. The dense cases
+are PyTorch's kernels; torch_takes is the one that it takes by itself (ComfyUI asks for flash
+first). A call waits in the queue while the GPU multiplies matrices, as it does in a model, so that
+ms holds nothing of the host's and is at a model's clocks. Before a size is timed, calls that drop
+nothing are compared with float32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .timing import ROOT, Allowance, commit, gpu_name, read_rows, require_kernel
 
 DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
 HEADS, HEAD_DIMS = (24, 40), (64, 128)
-#: Flux at 1024 x 1024 among sizes that grow twofold.
+#: Grids: Flux at 1024 x 1024 among sizes that grow twofold.
 GRIDS = (
     *(TokenGrid(frames, 32, 32) for frames in (1, 2, 4)),
     SHAPES["flux1k"].grid,
@@ -62,15 +62,15 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds, medians."""
+    """Medians in milliseconds."""
 
     ms: float
     host_ms: float
 
 
 def measure(work: Callable[[], object], seconds: float, load: ModelLoad | None) -> Times:
-    """Of as many calls as fit, 3 to 9, each after the load. Without one, on a machine without a
-    GPU, both are the host's."""
+    """Times 3 to 9 calls, as many as fit, each after the load. Without a load, on a machine without
+    a GPU, both times are the host's."""
     work()
     repeats = _repeats(work, seconds, load)
     host, events = [], []
@@ -104,7 +104,7 @@ def _repeats(work: Callable[[], object], seconds: float, load: ModelLoad | None)
 
 
 def shapes(grids: tuple[TokenGrid, ...], all_heads: tuple[int, ...]) -> list[Shape]:
-    """The small ones, where the crossover is, come first."""
+    """Shapes to time. The small ones, where the crossover is, come first."""
     return [
         Shape(f"{grid.tokens} x {heads} x {head_dim}", heads, grid.tokens, head_dim, grid)
         for grid in grids
@@ -114,7 +114,8 @@ def shapes(grids: tuple[TokenGrid, ...], all_heads: tuple[int, ...]) -> list[Sha
 
 
 def sparse_cases(shape: Shape, density: float, device: torch.device) -> list[Case]:
-    """As the node calls: in manual mode with and without the PV filter, and in the auto modes."""
+    """Cases as the node calls: in manual mode with and without the PV filter, and in the auto
+    modes."""
     order = cube_order(shape.grid).on(device)
     manual = Case("manual", SparsePolicy(topk=density), order)
     by_name = {case.name: case for case in cases(shape.grid, shape.heads, density, device)}
@@ -150,7 +151,7 @@ def time_dense(
 
 
 def comfyui_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Between heads as models hold them and a result as they expect it."""
+    """Dense attention between heads as models hold them and a result as they expect it."""
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -209,7 +210,7 @@ def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, fact
 
 
 def prepare() -> str:
-    """Compiles what is timed; returns the architecture."""
+    """Compiles the kernels that are timed; returns the architecture."""
     require_kernels()
     arch = capabilities("cuda").arch
     warm("cuda", specs(arch, set(HEAD_DIMS)))

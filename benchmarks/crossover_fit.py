@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of `sparge.plan.worth` from what benchmarks/crossover.py measured.
+"""Fit of the rates of `sparge.plan.worth` to what benchmarks/crossover.py measured.
 
 Least squares of relative errors, for each head_dim and kernel; no rate is below 0. What the host
 takes is the median of all calls: it hardly depends on the size, and a machine's host is not always
@@ -22,16 +22,16 @@ from sparge.plan.worth import RATES_FILE, Call, Estimate, Rates, estimate
 
 Row = Mapping[str, Any]
 
-#: Smaller sizes would only bend the lines: the host takes longer for a sparse call than the GPU for
-#: a dense one. The node asks no rates there.
+#: Fewest tokens of a size that is fitted. Smaller ones would only bend the lines: the host takes
+#: longer for a sparse call than the GPU for a dense one. The node asks no rates there.
 FEWEST_TOKENS = 4096
-#: Sizes whose choice is not obvious: one is at most so many times as fast as the other.
+#: Largest ratio of both times where the choice is not obvious.
 CLOSE = 1.5
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the rates say of one row, and what was measured."""
+    """Choice that the rates make for one row, and what was measured."""
 
     row: Row
     predicted: Estimate
@@ -42,7 +42,7 @@ class Decision:
 
     @property
     def ratio(self) -> float:
-        """Of the sparse call's time to the dense one's."""
+        """Ratio of the sparse call's time to the dense one's."""
         return self.sparse / self.dense
 
     @property
@@ -69,7 +69,7 @@ def terms_of(row: Row) -> dict[str, float]:
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Any]:
-    """What rates.json holds of one kind of GPU."""
+    """Rates as rates.json holds them for one kind of GPU."""
     rows = [row for row in rows if not is_held_out(row)]
     head_dims = sorted({row["head_dim"] for row in rows})
     facts = {name: rows[0][name] for name in ("gpu", "torch", "commit")}
@@ -113,7 +113,7 @@ def host_seconds(rows: Sequence[Row]) -> float:
 
 
 def solve(rows: Sequence[Row]) -> dict[str, float]:
-    """The rates that bring the sums of terms nearest to the GPU's times."""
+    """Rates that bring the sums of terms nearest to the GPU's times."""
     rows = large(rows)
     terms = [terms_of(row) for row in rows]
     names = list(terms[0])
@@ -124,7 +124,7 @@ def solve(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def large(rows: Sequence[Row]) -> list[Row]:
-    """Those that are fitted; in a tiny run all."""
+    """Rows that are fitted; in a tiny run all."""
     fitted = [row for row in rows if not is_held_out(row)]
     return [row for row in fitted if row["tokens"] >= FEWEST_TOKENS] or fitted
 
@@ -134,7 +134,7 @@ def is_held_out(row: Row) -> bool:
 
 
 def least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """With no unknown below 0: the most negative is left out until there is none."""
+    """Least squares with no unknown below 0: the most negative is left out until there is none."""
     sizes = np.abs(matrix).max(0)
     used = sizes > 0
     found = np.zeros(matrix.shape[1])
@@ -153,7 +153,7 @@ def rounded(value: float, digits: int = 4) -> float:
 
 
 def decisions(rows: Sequence[Row], rates: Rates, kernel: str = "cudnn") -> list[Decision]:
-    """Of every sparse row of one head_dim, against a dense kernel."""
+    """Decisions of every sparse row of one head_dim, against a dense kernel."""
     dense = {
         (row["tokens"], row["heads"]): max(row["ms"] / 1000, rates.dense[kernel].host)
         for row in rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a variant's kernels compute beside the base's, on the GPU suite's shapes and data.
+"""Numbers that a variant's kernels compute beside the base's, on the GPU suite's shapes and data.
 
     python -m benchmarks.kernel_numbers CUBINS BASE VARIANT
 

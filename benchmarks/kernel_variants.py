@@ -79,7 +79,7 @@ def overlaid(csrc: Path, overlay: Path | None, to: Path) -> Path:
 
 
 def built(csrc: Path, cubins: Path) -> dict[KernelSpec, Cubin]:
-    """The Hopper attend of each spec, out of the folder of cubins or compiled into it."""
+    """Cubins of the Hopper attend by spec, out of the folder of cubins or compiled into it."""
     store, nvrtc = Store(cubins), NvrtcCompiler(compiler())
     sources = read_sources(HOPPER_ATTEND, csrc)
     specs = [spec for spec in all_specs("sm_90a") if spec.entry == HOPPER_ATTEND]
@@ -90,7 +90,8 @@ def built(csrc: Path, cubins: Path) -> dict[KernelSpec, Cubin]:
 
 
 class Variants:
-    """Which variant the library launches where it would launch the repository's Hopper attend."""
+    """Switch between variants: the library launches one where it would launch the repository's
+    Hopper attend."""
 
     def __init__(self, sources: dict[str, Path], cubins: Path) -> None:
         self._kernels = {
@@ -129,7 +130,7 @@ def require_hopper() -> None:
 
 
 def is_the_same(csrc: Path, base: Path) -> bool:
-    """Whether it changes nothing that the Hopper attend includes."""
+    """Whether an overlay changes nothing that the Hopper attend includes."""
     one, other = (read_sources(HOPPER_ATTEND, folder).hash for folder in (csrc, base))
     return one == other
 
@@ -186,7 +187,8 @@ class Run:
         return [{"kind": "numbers", "variant": name, **row} for row in rows], why
 
     def command(self, name: str) -> list[str]:
-        """Run at the repository's root, where `tests` can be imported."""
+        """Command that compares a variant, run at the repository's root, where `tests` can be
+        imported."""
         folders = (self.cubins, self.sources[BASE], self.sources[name])
         return [sys.executable, "-m", "benchmarks.kernel_numbers", *map(str, folders)]
 
@@ -239,7 +241,7 @@ def summaries(times: dict[str, list[dict[str, float]]]) -> Iterator[Row]:
 
 
 def told(row: Row) -> str:
-    """What a reader at the screen needs of a row; empty for most."""
+    """Line that a reader at the screen needs of a row; empty for most."""
     name = row["variant"]
     if row["kind"] == "failed":
         return f"{name}: FAILED, not timed: {row['why']}"
@@ -271,7 +273,7 @@ def passing(rows: Iterator[Row], names: list[str]) -> Generator[Row, None, list[
 
 
 def rows_of(run: Run, build_only: bool, rounds: int) -> Iterator[Row]:
-    """What fails in one phase is left out of the next."""
+    """Rows of all phases. A variant that fails in one phase is left out of the next."""
     names = yield from passing(run.build(), list(run.sources))
     if build_only or BASE not in names or names == [BASE]:
         return
@@ -281,7 +283,7 @@ def rows_of(run: Run, build_only: bool, rounds: int) -> Iterator[Row]:
 
 
 def check_overlays(parser: argparse.ArgumentParser, overlays: Sequence[Path]) -> None:
-    """Ends with a sentence where they are no folders or share a name."""
+    """Ends with a sentence where overlays are no folders or share a name."""
     for path in overlays:
         if not path.is_dir():
             parser.error(f"{path} is no folder")

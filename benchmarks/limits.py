@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this GPU can do at most, and so what an attention call must take at least.
+"""Limits of this GPU: what it can do at most, and so what an attention call must take at least.
 
     python -m benchmarks.limits [--out FILE]
 
@@ -18,10 +18,10 @@ bound of a call of H heads, N tokens and D channels at a density is
 `pooled` is the share of heads with pseudo-keys, one for each 64 keys. tensor: QK, and P times V.
 exponential: one a pair, all on the MUFU; conversion: P to E4M3. memory: a K and a V tile from the
 L2 for each 128 query rows, and Q read and the result written. preparation: K and V read for their
-means; Q, K, V read and K, V written to quantize them; below density 1 one product of block means
-to route. The four overlap wholly and everything goes at its rate: no kernel reaches it. One that
-takes part of its exponentials elsewhere, as ours does (csrc/attend/hopper/fixed_exp2.cuh), may pass
-where `exponential` is the largest, which it is at head_dim 64.
+means; Q, K, V read and K, V written to quantize them; below density 1 one product of block means to
+route. The four overlap wholly and everything goes at its rate: no kernel reaches it. One that takes
+part of its exponentials elsewhere, as ours does (csrc/attend/hopper/fixed_exp2.cuh), may pass where
+`exponential` is the largest, which it is at head_dim 64.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .shapes import SHAPES, Shape
 
 DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
 BF16_BYTES, QUANTIZED_BYTES = 2, 1
-TENSORS_READ, TENSORS_WRITTEN = 5, 2  # while K and V are prepared: K, V for means, then Q, K, V
+TENSORS_READ, TENSORS_WRITTEN = 5, 2  # to prepare K and V: K, V for means, then Q, K, V
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """A second: operations (two a multiply-add), elements, or bytes."""
+    """Rates a second: operations (two a multiply-add), elements, or bytes."""
 
     int8_ops: float
     e4m3_ops: float
@@ -59,7 +59,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Bound:
-    """Milliseconds."""
+    """Parts of a bound in milliseconds."""
 
     tensor: float
     exponential: float
@@ -74,7 +74,7 @@ class Bound:
 
 
 def bound(shape: Shape, density: float, most: Ceilings, pooled_heads: float = 0.0) -> Bound:
-    """The formula above. `density` and `pooled_heads` are shares, 0 to 1."""
+    """Bound by the formula above. `density` and `pooled_heads` are shares, 0 to 1."""
     pairs = shape.heads * shape.tokens**2 * (density + pooled_heads / KEY_BLOCK)
     product = 2 * shape.head_dim * pairs
     elements = shape.heads * shape.tokens * shape.head_dim
@@ -96,7 +96,7 @@ def bound(shape: Shape, density: float, most: Ceilings, pooled_heads: float = 0.
 
 
 def ceilings(rates: Mapping[str, Mapping[str, float | str]]) -> Ceilings:
-    """The most of each kind; a rate that is a text says why it was not measured.
+    """Largest rate of each kind; a rate that is a text says why it was not measured.
 
     Raises ValueError for a kind of which nothing was measured.
     """
@@ -110,14 +110,14 @@ def ceilings(rates: Mapping[str, Mapping[str, float | str]]) -> Ceilings:
 
 
 def read_ceilings(path: Path) -> Ceilings | None:
-    """Those of a file that this script wrote; None where there is no file."""
+    """Ceilings in a file that this script wrote; None where there is no file."""
     if not path.exists():
         return None
     return ceilings(json.loads(path.read_text(encoding="utf-8"))["rates"])
 
 
 def bounds(most: Ceilings) -> list[dict[str, Any]]:
-    """Of every shape and density, milliseconds rounded to a tenth of a microsecond."""
+    """Bounds of every shape and density, milliseconds rounded to a tenth of a microsecond."""
     rows = []
     for shape in SHAPES.values():
         for density in DENSITIES:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a GPU as busy as a model does between its attention calls.
+"""Load that keeps a GPU as busy as a model does between its attention calls.
 
 There a video model multiplies matrices, at the GPU's power limit, and its attention runs at the
-clocks that leaves. H200, Mochi's shape: cuDNN takes 43.4 ms after products (86abb0a), 35.6 by rates
-from calls before which the GPU slept (2a62f0d). A layer of Wan 480p in ComfyUI (2b6acb2) takes 65.4
-ms by flash and 5.7 by a sparse call at 20 %: 67.1 and 5.9 by the former rates, 60.4 and 4.7 by the
-latter.
+clocks that leaves (docs/experiments.md, Clocks of a model between its attention calls).
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ from torch import Tensor
 SIDE = 8192  # of a square matrix: a product of two takes 1.5 ms of an H200
 #: Before each call: some ms, in which the host queues it.
 PRODUCTS = 4
-#: Loads until clocks have fallen to what they stay at: about 60 ms.
+#: Loads until clocks have fallen to where they stay: about 60 ms.
 WARM_UP = 10
 
 
 @dataclass(frozen=True)
 class ModelLoad:
-    """Call it to queue the products."""
+    """Products of two matrices; call it to queue them."""
 
     left: Tensor
     right: Tensor
@@ -32,7 +29,7 @@ class ModelLoad:
 
     @classmethod
     def on(cls, device: str | torch.device, side: int = SIDE) -> ModelLoad:
-        """Of random numbers: zeros take less power."""
+        """Load of random numbers: zeros take less power."""
         left, right = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
         return cls(left, right, torch.empty_like(left))
 
@@ -41,6 +38,8 @@ class ModelLoad:
             torch.mm(self.left, self.right, out=self.out)
 
     def heat_up(self) -> None:
-        """After a rest the clocks of the first calls would be too high."""
+        """Runs until the GPU is warm. After a rest the clocks of the first calls would be too
+        high.
+        """
         for _ in range(WARM_UP):
             self()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other attention kernels, each behind one function; an absent one says why."""
+"""Peers: other attention kernels, each behind one function; an absent one says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SMALL_TOKENS = 512
 
 @dataclass(frozen=True)
 class Peer:
-    """q, k, v and the result are (B, H, N, D) views of NHD memory, as models hold them."""
+    """One attention kernel. q, k, v and the result are (B, H, N, D) views of NHD memory, as models
+    hold them."""
 
     name: str
     run: Attention
@@ -26,14 +27,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Absent:
-    """A peer that cannot be timed here: nothing is skipped in silence."""
+    """Peer that cannot be timed here: nothing is skipped in silence."""
 
     name: str
     reason: str
 
 
 def peers(density: float, head_dim: int) -> list[Peer | Absent]:
-    """Those that compute attention of that density."""
+    """Peers that compute attention of that density."""
     if density < 1:
         return [_sol_attn(density, head_dim)]
     return [
@@ -45,7 +46,7 @@ def peers(density: float, head_dim: int) -> list[Peer | Absent]:
 
 
 def working(peer: Peer | Absent, head_dim: int) -> Peer | Absent:
-    """The peer when it computes a small call, else why not."""
+    """Returns the peer when it computes a small call, else why not."""
     if isinstance(peer, Absent):
         return peer
     size = (1, SMALL_TOKENS, 2, head_dim)
@@ -111,7 +112,7 @@ def _flash_attention_4() -> Peer | Absent:
 
 
 def _import(name: str) -> Any:
-    """The module, or what its import raised."""
+    """Imports a module; returns it, or what its import raised."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a package that is there may fail in any way

@@ -14,7 +14,7 @@ RGB = 2  # PNG's colour type
 
 
 def write_png(path: Path, pixels: Tensor) -> None:
-    """Write pixels (height, width, 3) uint8."""
+    """Writes pixels (height, width, 3) uint8."""
     height, width, _ = pixels.shape
     unfiltered = torch.zeros(height, 1, dtype=torch.uint8)  # each line names its filter: none
     lines = torch.cat([unfiltered, pixels.cpu().reshape(height, -1)], 1)

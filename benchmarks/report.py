@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and pictures of docs/benchmarks.md, and the README's table of calls, from
-benchmarks/results; a test checks them.
+"""Writes the tables and pictures of docs/benchmarks.md and the README's table of calls.
 
 python -m benchmarks.report [--check]
+
+They are made from benchmarks/results; a test checks them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->\n", "<!-- benchmarks:end -->"
 CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->\n", "<!-- calls:end -->"
-#: Of `benchmarks.attention` and of `benchmarks.limits`.
+#: File of `benchmarks.attention` and of `benchmarks.limits`.
 SPEEDS = "h200.json"
 LIMITS = "h200_limits.json"
 SPEEDS_H100 = "h100.json"
 SAMPLES = "h200_samples.jsonl"
-#: Of `benchmarks.attend_errors`.
+#: File of `benchmarks.attend_errors`.
 ERRORS = "h200_errors.jsonl"
-#: Of `benchmarks.comfyui_call`: on one GPU, second runs there, on others by their number, and as a
-#: user starts them.
+#: Files of `benchmarks.comfyui_call`: on one GPU, second runs there, on others by their number, and
+#: as a user starts them.
 CALLS, AGAIN = "h200_comfyui.jsonl", "h200_comfyui_again.jsonl"
 OTHERS, RUNS = "h200_comfyui_others.jsonl", "h200_comfyui_runs.jsonl"
 CALLS_H100 = "h100_comfyui.jsonl"
@@ -44,14 +45,15 @@ CONFIGS = (
     "topk 0.2, pvthreshd 15",
     "auto budget 0.2, pvthreshd 15",
 )
-#: By `model` of the rows.
+#: Names of the models by `model` of the rows.
 NAMES = {
     "mochi": "Mochi",
     "cogvideox": "CogVideoX-5B",
     "wan": "Wan 14B",
     "flux": "Flux",
 }
-#: Half of the heads by decree, as the node has it and in every step, which it never does.
+#: Pooled keys in half of the heads by decree, as the node has them and in every step, which it
+#: never does.
 WITH_RESIDUAL = tuple(
     f"{CONFIGS[-1]}, residual in 0.5{steps}" for steps in (" of every second step", "")
 )
@@ -62,7 +64,7 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def _other_rows(samples: list[dict[str, Any]]) -> str:
-    """Which samples compared more or fewer rows of a query block than now."""
+    """Sentence on the samples that compared more or fewer rows of a query block than now."""
     steps = {row["tokens"]: row.get("row_step", 2) for row in samples}
     other = [f"{tokens:,}" for tokens, step in steps.items() if step != ROW_STEP]
     return f" (those of {', '.join(other)} tokens compared other rows)" if other else ""
@@ -74,7 +76,7 @@ def _cell(seconds: float | None) -> str:
 
 
 def comfyui(rows: list[dict[str, Any]]) -> str:
-    """Without columns for what was not measured."""
+    """Table of ComfyUI calls, without columns for what was not measured."""
     timed = [row for row in rows if "seconds_per_call" in row]
     seconds = {(row["model"], row["config"]): row["seconds_per_call"] for row in timed}
     shapes = {row["model"]: row["shape"] for row in timed}
@@ -88,7 +90,8 @@ def comfyui(rows: list[dict[str, Any]]) -> str:
 
 
 def _others() -> str:
-    """Seconds of a call of the last of CONFIGS and of the default, from the fastest default on."""
+    """Seconds of a call of the last of CONFIGS and of the default, as text, from the fastest
+    default on."""
     pairs: dict[str, dict[int, dict[str, float]]] = {}
     for row in read(OTHERS):
         of_model = pairs.setdefault(row["model"], {})
@@ -102,7 +105,8 @@ def _others() -> str:
 
 
 def _runs_of_users() -> str:
-    """Seconds of all steps, of the default and of the last of CONFIGS, which may stay dense."""
+    """Seconds of all steps, of the default and of the last of CONFIGS, which may stay dense, as
+    text."""
     steps: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for row in read(RUNS):
         steps.setdefault((row["model"], len(row["seconds"])), {})[row["config"]] = row
@@ -116,8 +120,8 @@ def _runs_of_users() -> str:
 
 
 def measuring(rows: list[dict[str, Any]]) -> str:
-    """What the heads of a model take in real ComfyUI: measured in the first call, which is dense,
-    and chosen for in the next."""
+    """Table of what the heads of a model take in real ComfyUI: measured in the first call, which is
+    dense, and chosen for in the next."""
     default = {row["model"]: row["seconds_per_call"] for row in rows if row["config"] == CONFIGS[0]}
     lines = [
         [
@@ -133,7 +137,8 @@ def measuring(rows: list[dict[str, Any]]) -> str:
 
 
 def _runs(calls: list[dict[str, Any]]) -> str:
-    """The run of each shape, which is that of its first row, and the rows of other runs."""
+    """Sentence on the run of each shape, which is that of its first row, and the rows of other
+    runs."""
     of_shape = {row["shape"]: row["commit"] for row in reversed(calls)}
     commits: dict[str, list[str]] = {}
     for shape in dict.fromkeys(row["shape"] for row in calls):
@@ -153,7 +158,7 @@ def _runs(calls: list[dict[str, Any]]) -> str:
 
 
 def _again(rows: list[dict[str, Any]]) -> str:
-    """What measuring took in a process's second run."""
+    """Sentence on what measuring took in a process's second run."""
     return ", ".join(
         f"a second run of {row['model']}: {_cell(row['calibration_s'][0])} s in all (commit "
         f"{row['commit']})"
@@ -188,12 +193,13 @@ def _about_errors() -> str:
 
 
 def _commits(name: str) -> str:
-    """Those of a file's rows."""
+    """Commits of a file's rows."""
     return ", ".join(dict.fromkeys(row["commit"] for row in read(name)))
 
 
 def _on_an_h100() -> list[str]:
-    """Every shape in one run with the peers, flash-attn-4 among them, and calls of models."""
+    """Section on an H100: every shape in one run with the peers, flash-attn-4 among them, and calls
+    of models."""
     calls = read(SPEEDS_H100)
     shapes = [Speeds.of(calls, shape) for shape in dict.fromkeys(row["shape"] for row in calls)]
     about = (
@@ -319,14 +325,14 @@ def section(
     samples: list[dict[str, Any]],
     again: list[dict[str, Any]],
 ) -> str:
-    """What stands between BEGIN and END. again: second runs of a process."""
+    """Text between BEGIN and END. again: second runs of a process."""
     made = [*_attention_calls(calls, most), *_model_calls(model_calls), *_on_an_h100()]
     made += _measurements(model_calls, samples, again)
     return "\n".join(["", *made, ""])
 
 
 def calls_table(model_calls: list[dict[str, Any]]) -> str:
-    """What stands between CALLS_BEGIN and CALLS_END: a model a line, dense beside sparse."""
+    """Text between CALLS_BEGIN and CALLS_END: a model a line, dense beside sparse."""
     timed = [row for row in model_calls if "seconds_per_call" in row]
     seconds = {(row["model"], row["config"]): row["seconds_per_call"] for row in timed}
     lines = []

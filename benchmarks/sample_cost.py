@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample of calibration takes, by its size and the walks that it measures.
+"""Cost of a measurement of heads, by its size and the token orders that it covers.
 
     python -m benchmarks.sample_cost [--seconds 90] [--out FILE]   # measures on this GPU, then fits
     python -m benchmarks.sample_cost --fit FILE                    # writes sparge/plan/rates.json
 
-One JSON object for each size and number of walks: tokens, heads, head_dim, walks, calls (as many
-query blocks as so many samples measure), row_step (of so many rows one is compared; 2 where it is
-missing), ms (of the GPU, which sleeps until the host has queued the sample: CogVideoX-5B then takes
-1.57 ms, in ComfyUI 1.6, after products as in `model_load` 1.9), host_ms, dense_ms (of a dense call
-of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first four, ms,
-host_ms and gpu; it is one of least squares of relative errors for each head_dim, of the rows with
-calls 1, for the GPU and for the host. The table of samples beside dense calls is printed with it.
+One JSON object for each size and number of token orders: tokens, heads, head_dim, walks (token
+orders), calls (number of usual measurements whose query blocks it covers), row_step (one in so many
+rows is compared; 2 where it is missing), ms (of the GPU, which sleeps until the host has queued the
+measurement: docs/experiments.md, Milliseconds of a measurement), host_ms, dense_ms (of a
+dense call of that size, by each kernel of PyTorch's), gpu, torch, commit. The fit needs the first
+four, ms, host_ms and gpu; it is one of least squares of relative errors for each head_dim, of the
+rows with calls 1, for the GPU and for the host. The table of measurements beside dense calls
+is printed with it.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ Row = Mapping[str, Any]
 MODELS = ("cogx2b", "cogx5b", "wan480", "mochi", "wan720")
 GRIDS = (TokenGrid(4, 32, 32), TokenGrid(8, 32, 32), TokenGrid(16, 32, 32))
 TINY = (TokenGrid(4, 8, 8), TokenGrid(4, 8, 8, prefix=64))
-#: Walks and calls of a sample. What more query blocks cost hardly depends on the walks.
+#: Token orders and calls of a measurement. What more query blocks cost hardly depends on the
+#: orders.
 CASES = ((1, 1), (2, 1), (3, 1), (3, 2))
-HEAD_START = 60.0  # ms, twice of what the host takes for a sample
-FEWEST, MOST = 3, 9  # samples that a median is taken of
+HEAD_START = 60.0  # ms, twice what the host takes for a measurement
+FEWEST, MOST = 3, 9  # measurements that a median is taken of
 
 
 def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[dict[str, Any]]:
@@ -94,7 +96,7 @@ def time_samples(shape: Shape, device: str, allowance: Allowance) -> Iterator[di
 
 
 def _dense_ms(qkv: Sequence[Tensor]) -> dict[str, float]:
-    """Of each of PyTorch's kernels, on a GPU."""
+    """Milliseconds of each of PyTorch's kernels, on a GPU."""
     found = {}
     if qkv[0].is_cuda:
         for name, backend in TORCH_KERNELS.items():
@@ -106,14 +108,14 @@ def _dense_ms(qkv: Sequence[Tensor]) -> dict[str, float]:
 def _median_ms(
     calibration: Calibration, qkv: Sequence[Tensor], dense: Tensor, calls: int, seconds: float
 ) -> tuple[float, float]:
-    """Of the GPU, without one of the host, and of the host."""
+    """Median milliseconds of the GPU, without a GPU of the host, and of the host."""
     on_gpu = dense.is_cuda
     q, k, v = qkv
 
     def sample() -> None:
         calibration.sample(0, q, k, v, dense=dense, calls=calls)
 
-    sample()  # what is compiled and copied there once
+    sample()  # compiles and copies to the device what is made once
     host, spans = [], []
     end = time.monotonic() + seconds
     while len(host) < FEWEST or (len(host) < MOST and time.monotonic() < end):
@@ -147,7 +149,7 @@ def measure_all(sizes: list[Shape], device: str, seconds: float, out: Path, fact
 
 
 def fit(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """By head_dim, as rates.json has them."""
+    """Rates by head_dim, as rates.json has them."""
     found = {}
     for head_dim in sorted({row["head_dim"] for row in rows}):
         fitted = _fitted([row for row in rows if row["head_dim"] == head_dim])
@@ -202,7 +204,7 @@ def _size(row: Row) -> tuple[int, int, int]:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """Replaces the rates of samples of the rows' kind of GPU, whose calls have theirs."""
+    """Replaces the rates of measurements of the rows' kind of GPU, whose calls have theirs."""
     show(rows)
     kinds = json.loads(RATES_FILE.read_text(encoding="utf-8"))
     head_dims = kinds[rows[0]["gpu"]]["head_dims"]

@@ -25,8 +25,8 @@ HEAD = (
 
 
 def samples_table(rows: Sequence[Row]) -> str:
-    """Of the models' shapes, where dense calls were timed, too; flash serves those that a sample is
-    a share of."""
+    """Table of the models' shapes, where dense calls were timed, too; flash serves those that a
+    measurement is a share of."""
     names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
     measured, lines = len(worth_measuring(len(Walk))), []
     for row in rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention calls of real models at usual sizes."""
+"""Attention calls of real models at usual sizes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ STEPS = (1, 2, 5)  # of a logarithmic axis, times powers of ten
 
 
 def pictures(rows: Sequence[Row], most: Ceilings | None) -> dict[str, Tensor]:
-    """(height, width, 3) uint8 by shape."""
+    """Pictures (height, width, 3) uint8 by shape."""
     shown = (Speeds.of(rows, shape) for shape in TITLES)
     return {speeds.shape: picture(speeds, most) for speeds in shown if speeds.cells}
 
@@ -35,8 +35,8 @@ def picture(speeds: Speeds, most: Ceilings | None) -> Tensor:
 
 
 def lines(speeds: Speeds, most: Ceilings | None) -> dict[str, Line]:
-    """The fastest dense peer at every density, for it knows none; ours with everything on, where
-    that was measured; the sparse peer; the limit."""
+    """Lines of a picture: the fastest dense peer at every density, for it knows none; ours with
+    everything on, where that was measured; the sparse peer; the limit."""
     ours = OURS if any(peer == OURS for peer in speeds.peers) else PLAIN
     found: dict[str, Line] = {}
 
@@ -57,7 +57,7 @@ def lines(speeds: Speeds, most: Ceilings | None) -> dict[str, Line]:
 
 
 def ticks(low: float, high: float) -> tuple[float, ...]:
-    """1, 2, 5, 10 ...: from the last at or below `low` to the first at or above `high`."""
+    """Ticks 1, 2, 5, 10 ...: from the last at or below `low` to the first at or above `high`."""
     steps = [step * 10.0**power for power in range(-4, 7) for step in STEPS]
     first = max(step for step in steps if step <= low)
     last = min(step for step in steps if step >= high and step > first)

@@ -17,8 +17,8 @@ from .shapes import Shape
 
 SAMPLED_BLOCKS = 3
 
-#: In raster order; everything on: cube order, half of the heads pooled; densities of heads, too,
-#: which take three walks.
+#: Names of our rows: in raster order; everything on: cube order, half of the heads pooled;
+#: densities of heads, too, which take three token orders.
 OURS, OURS_BUDGETS, OURS_SPREAD = "ours", "ours, budgets", "ours, budgets spread tenfold"
 
 

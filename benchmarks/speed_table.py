@@ -18,7 +18,7 @@ from .speed_rows import OURS_SPREAD as SPREAD
 
 Row = dict[str, Any]
 
-#: The shapes that have tables of their own.
+#: Titles of the shapes that have tables of their own.
 TITLES = {
     "mochi": "Mochi 848x480x163: 24 heads x 128, 44,776 tokens",
     "cogx2b": "CogVideoX-2B 720x480x49: 30 heads x 64, 17,776 tokens",
@@ -28,13 +28,13 @@ SUMMARY_DENSITY = 0.2
 
 
 def asked_density(row: Row) -> float:
-    """Rows before `asked_density` was written were of an even density."""
+    """Asked density of a row; rows before `asked_density` was written were of an even density."""
     return row.get("asked_density") or min(DENSITIES, key=lambda d: abs(d - row["density"]))
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The rows of one shape, by who and how dense."""
+    """Rows of one shape, by who and how dense."""
 
     shape: str
     cells: dict[tuple[str, float], Row]
@@ -64,17 +64,18 @@ class Speeds:
         return bound(SHAPES[self.shape], row["density"], most, pooled).total
 
     def reached(self, peer: str, density: float, most: Ceilings) -> float | None:
-        """The limit's share of the time."""
+        """Share of the time that the limit is."""
         limit, ms = self.limit(peer, density, most), self.ms(peer, density)
         return None if limit is None or ms is None else limit / ms
 
     def attend_rate(self, peer: str, density: float) -> float | None:
-        """Of the attend kernel alone: shares of all pairs that it computes in a millisecond, with
-        a pseudo-key of each block beside them, but nothing that only fills a step. None where what
-        comes before it was not timed.
+        """Rate of the attend kernel alone: shares of all pairs that it computes in a millisecond.
+        None where what comes before it was not timed.
 
-        By calls in a row less that, not by stages timed one by one: a GPU that rested is up to 5 %
-        faster for a while. So is what comes before, which makes rates too low, if anything.
+        A pseudo-key of each block counts beside the pairs, but nothing that only fills a step. The
+        time is that of calls in a row less what comes before attend, not that of stages timed one
+        by one (docs/experiments.md, A GPU that rested). What comes before is timed at rest, which
+        makes rates too low, if anything.
         """
         row = self.cells.get((peer, density))
         before = self.before_attend_ms(peer, density)
@@ -97,7 +98,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
-    """A table for each of TITLES, one for all other shapes, and who is absent."""
+    """Tables for each of TITLES, one for all other shapes, and who is absent."""
     parts = [_shape_table(Speeds.of(rows, shape), title, most) for shape, title in TITLES.items()]
     others = [shape for shape in dict.fromkeys(row["shape"] for row in rows) if shape not in TITLES]
     if others:
@@ -108,8 +109,8 @@ def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
 
 
 def absent(rows: Sequence[Row]) -> list[str]:
-    """Each peer and reason once, with the shapes that it concerns where that is not all, and their
-    densities where others were measured."""
+    """Sentences on absent peers: each peer and reason once, with the shapes that it concerns where
+    that is not all, and their densities where others were measured."""
     everywhere = {row["shape"] for row in rows}
     measured = {(row["shape"], row["peer"]) for row in rows if "absent" not in row}
     places: dict[str, dict[str, None]] = {}
@@ -165,7 +166,7 @@ def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
 
 
 def summary(title: str, shapes: Sequence[Speeds], most: Ceilings | None) -> str:
-    """A table with a line for each shape; without the limits where there are none."""
+    """Table with a line for each shape; without the limits where there are none."""
     lines = []
     for speeds in shapes:
         peer, row = speeds.fastest_dense_peer(), speeds.cells.get((OURS, SUMMARY_DENSITY))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each stage of a call takes, by events around every launch of our kernels."""
+"""Time of each stage of a call, by events around every launch of our kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Watched:
-    """Stands for a kernel: `launched` is called with its stage and the launch, which it makes."""
+    """Substitute for a kernel: `launched` is called with its stage and the launch, which it
+    makes.
+    """
 
     kernel: Any
     stage: str
@@ -69,7 +71,8 @@ def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
 
 def before_attend_ms(work: Callable[[], object], calls: int) -> float:
     """Median milliseconds from the first launch to the first attend, which may be of a group of
-    heads: as `stage_ms`, but without events in between, each of which takes some microseconds."""
+    heads. They are taken as in `stage_ms`, but without events in between, each of which takes some
+    microseconds."""
     start, found = _event(), []
     ends: list[Any] = []
 
@@ -96,7 +99,7 @@ def _event() -> Any:
 
 @contextmanager
 def watched_launches(launched: Launched) -> Iterator[None]:
-    """While it lasts, launches of the library's kernels are made as in `Watched`."""
+    """Context in which launches of the library's kernels are made as in `Watched`."""
     given = launch.get_kernel
 
     def watched(spec: Any, device_index: int) -> Any:

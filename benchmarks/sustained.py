@@ -61,7 +61,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """shape:density, or shape:density:budgets."""
+        """Reads shape:density, or shape:density:budgets."""
         shape, density, *budgets = text.split(":")
         if shape not in SHAPES or budgets not in ([], ["budgets"]):
             raise ValueError(f"{text!r} is no case: write mochi:1 or wan480:.2:budgets.")
@@ -73,8 +73,8 @@ class Case:
 
 
 def attend_launch(work: Callable[[], object]) -> Launch:
-    """What launches attend once more as the call does: its buffers are free by then, but nothing
-    else takes memory in the meantime."""
+    """Launch of attend that can be repeated as the call does it: its buffers are free by then, but
+    nothing else takes memory in the meantime."""
     launches: list[Launch] = []
 
     def note(stage: str, make: Launch) -> None:
@@ -89,7 +89,7 @@ def attend_launch(work: Callable[[], object]) -> Launch:
 
 
 def row_ms(launch: Launch, calls: int, in_the_middle: Callable[[], None] | None = None) -> float:
-    """Milliseconds a call, of so many without a pause."""
+    """Milliseconds a call, of so many calls without a pause."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -115,7 +115,7 @@ def state() -> dict[str, float | None]:
 def measure(
     variants: Variants, names: Sequence[str], case: Case, rounds: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """The row of each variant."""
+    """Yields the row of each variant."""
     shape = SHAPES[case.shape]
     qkv = draw(shape)
     found = next(x for x in modes(shape, case.density, 0.0, "cuda") if x.name == case.mode)
@@ -168,7 +168,7 @@ def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
 
 def parsed(cases: str) -> list[Case]:
-    """Of the command line, which shows a user the sentence of this error alone."""
+    """Cases of the command line, which shows a user the sentence of this error alone."""
     try:
         return [Case.parse(text) for text in cases.split(",")]
     except ValueError as error:

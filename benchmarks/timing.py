@@ -30,7 +30,7 @@ def median_ms(
     work: Callable[[], object], repeats: int = 10, warm_up: int = 3, with_host: bool = False
 ) -> float:
     """Median milliseconds that one call of `work` takes the GPU, of calls in a row on the current
-    stream; `with_host`: and that the GPU waits for the host within a call.
+    stream; `with_host`: also that the GPU waits for the host within a call.
 
     Short calls, in which it would wait, are queued once more while it sleeps. Before long ones it
     does not: the host runs ahead by itself, and a GPU that rested is faster for a while. Waiting
@@ -53,7 +53,7 @@ def median_ms(
 
 
 def _queued(work: Callable[[], object], repeats: int) -> list[tuple[Any, Any]]:
-    """The events around each call."""
+    """Events around each call."""
     spans = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(repeats)
@@ -66,7 +66,8 @@ def _queued(work: Callable[[], object], repeats: int) -> list[tuple[Any, Any]]:
 
 
 def median_within(work: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Median milliseconds and of how many calls: as many as fit, within FEWEST and MOST."""
+    """Median milliseconds, and the number of calls that it is of: as many as fit, within FEWEST and
+    MOST."""
     once = median_ms(work, repeats=1, warm_up=1)
     repeats = min(MOST, max(FEWEST, int(1000 * seconds / once)))
     return median_ms(work, repeats, warm_up=repeats // 5), repeats
@@ -91,7 +92,7 @@ def gpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+" when files differ from it; "unknown" outside git."""
+    """Commit of this checkout, with "+" when files differ from it; "unknown" outside git."""
     try:
         run = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10"]
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
@@ -107,9 +108,8 @@ def require_kernels() -> None:
 
 
 def in_rounds(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): all names in each round, which begins with another one than the last did: a
-    GPU that rested is faster for a while (H200, Mochi in raster order: 5.24 ms where it always came
-    first; 5.6 to 5.9 in calls after others)."""
+    """Pairs (round, name): all names in each round, which begins with another one than the last did
+    (docs/experiments.md, A GPU that rested)."""
     for turn in range(rounds):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
@@ -117,7 +117,7 @@ def in_rounds(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line; in a file called `.json` they are the elements of an array."""
+    """Writes one JSON object a line; in a file called `.json` they are the elements of an array."""
     lines = [json.dumps(row, allow_nan=False) for row in rows]
     array = path.suffix == ".json"
     text = "[\n" + ",\n".join(lines) + "\n]\n" if array else "".join(f"{x}\n" for x in lines)
@@ -126,6 +126,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What `write_rows` wrote."""
+    """Reads what `write_rows` wrote."""
     text = path.read_text(encoding="utf-8")
     return json.loads(text if path.suffix == ".json" else f"[{','.join(text.splitlines())}]")

@@ -21,7 +21,7 @@ OBJECTS = 6
 
 @dataclass(frozen=True)
 class HeadKind:
-    """What a head looks for: how much of q and k is position (per axis) and how much content."""
+    """Kind of head: how much of q and k is position (per axis) and how much content."""
 
     name: str
     axes: tuple[float, float, float]  # weight of the anchor that RoPE turns, for t, y, x

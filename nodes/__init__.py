@@ -9,7 +9,7 @@ from comfy_api.latest import ComfyExtension, io
 
 
 class SpargeExtension(ComfyExtension):
-    """What ComfyUI loads: it asks for the list of nodes once, at start-up."""
+    """Entry point that ComfyUI loads: it asks for the list of nodes once, at start-up."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]] | Any:
         from .sparge_attention import SpargeAttention

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call in ComfyUI's conventions, and the same call in the library's. No copies."""
+"""Attention call in ComfyUI's conventions, and the same call in the library's. No copies."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _KNOWN_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides; k and v may
-    be (B, S, H, D) as well. `odd_shapes` tells others, and only what does without `operands` may be
-    asked of those.
+    """One call: q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides. k
+    and v may be (B, S, H, D) as well.
 
-    The result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
+    `odd_shapes` tells others, and only what does without `operands` may be asked of those. The
+    result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
     """
 
     q: Tensor
@@ -56,8 +56,8 @@ class AttentionCall:
     skip_output_reshape: bool
     options: dict[str, Any]
     sdpa_order: Sequence[SDPBackend] | None = None
-    """Where PyTorch's attention serves a dense call: in what order it is asked to choose a kernel,
-    empty for its own; None where something else may serve it."""
+    """Order in which PyTorch is asked to choose a kernel where its attention serves a dense call,
+    empty for its own order; None where something else may serve it."""
     mask: Tensor | None = None
 
     @cached_property
@@ -66,12 +66,15 @@ class AttentionCall:
 
     @property
     def odd_shapes(self) -> str | None:
-        """Why the call cannot be but dense, whatever else is known of it; None for a usual one."""
+        """Reason why the call cannot be but dense, whatever else is known of it; None for a usual
+        one."""
         return self._views if isinstance(self._views, str) else None
 
     @property
     def operands(self) -> Operands:
-        """Raises sparge.Unsupported where there are `odd_shapes`."""
+        """Returns q, k and v as operands. Raises sparge.Unsupported where there are
+        `odd_shapes`.
+        """
         if isinstance(self._views, str):
             raise Unsupported(self._views)
         return self._views
@@ -97,7 +100,8 @@ class AttentionCall:
 
     @property
     def key_mask(self) -> Tensor | None:
-        """The mask, where it is one row of keys for all heads and queries of a batch entry."""
+        """Mask of the call where it is one row of keys for all heads and queries of a batch entry,
+        else None."""
         if self.mask is None or not 2 <= self.mask.ndim <= 4:
             return None
         entries, *same, keys = self.mask.shape if self.mask.ndim > 2 else (1, *self.mask.shape)
@@ -123,11 +127,11 @@ class AttentionCall:
 
     @property
     def shares_keys(self) -> bool:
-        """Several heads read the same keys and values (GQA)."""
+        """Whether several heads read the same keys and values (GQA)."""
         return self.operands.k.shape[1] != self.operands.q.shape[1]
 
     def dense_kernel(self) -> str:
-        """The kernel that PyTorch would take for a dense call; "" when that is not known."""
+        """Kernel that PyTorch would take for a dense call; "" when that is not known."""
         if self.sdpa_order is None or self.shares_keys:
             return ""
         q, k, v = self.heads_first()
@@ -142,8 +146,8 @@ class AttentionCall:
         return self.operands.q, self.operands.k, self.operands.v
 
     def result_heads_first(self, out: Tensor) -> Tensor:
-        """A view (B, H, S, D) of a result of this call. Raises sparge.Unsupported for one of
-        another shape, which a node that serves the dense calls may give."""
+        """View (B, H, S, D) of a result of this call. Raises sparge.Unsupported for one of another
+        shape, which a node that serves the dense calls may give."""
         out = out.as_subclass(Tensor)  # as in `Operands.of`
         batch, heads, tokens, head_dim = self.operands.q.shape
         of_heads = (batch, heads, tokens, head_dim)
@@ -161,7 +165,7 @@ class AttentionCall:
         order: TokenOrder | None = None,
         budget: HeadBudget | None = None,
     ) -> Tensor:
-        """Raises sparge.Unsupported when the library cannot serve the call."""
+        """Computes the call sparse. Raises sparge.Unsupported when the library cannot serve it."""
         out = attention(
             *self.heads_first(),
             policy,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many transformer blocks a model has, and which of them ComfyUI says that a call is of."""
+"""Numbers of a model's transformer blocks, and the one that ComfyUI says a call is of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
+#: Place of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
 Place = tuple[str, int, int]
 
-#: A model has one of these lists, or the first two.
+#: Attributes that hold the blocks: a model has one of these lists, or the first two.
 _BLOCK_LISTS = (
     "double_blocks",
     "single_blocks",
@@ -19,8 +19,8 @@ _BLOCK_LISTS = (
     "visual_transformer_blocks",
     "layers",
 )
-#: Blocks that run before those of the lists above and that ComfyUI gives no number, with the input
-#: without which they do not run.
+#: Blocks that run before those of the lists above and that ComfyUI gives no number, each with the
+#: input without which it does not run.
 _REFINERS: Mapping[str, str | None] = {
     "context_refiner": None,
     "noise_refiner": None,
@@ -31,13 +31,13 @@ _REFINERS: Mapping[str, str | None] = {
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Blocks of a model.
+    """Transformer blocks of a model.
 
     Attributes:
         total: blocks that have numbers, from 0; None where the model has no list known here.
-        double: those before the single-stream ones, which models number from 0 again.
-        refiners: blocks that run before them and have none.
-        places: the number of each block of a U-Net.
+        double: blocks before the single-stream ones, which models number from 0 again.
+        refiners: blocks that run before them and have no number.
+        places: number of each block of a U-Net.
     """
 
     total: int | None = None
@@ -47,7 +47,7 @@ class BlockCounts:
 
     @classmethod
     def of(cls, model: Any, extras: Mapping[str, Any]) -> BlockCounts:
-        """extras: what the model is given beside latent and text."""
+        """Counts the blocks of a model. extras: what the model is given beside latent and text."""
         places: dict[Place, int] = {}
         for place in _places(model):
             places.setdefault(place, len(places))
@@ -67,9 +67,9 @@ class BlockCounts:
         )
 
     def published(self, options: Mapping[str, Any]) -> int | None:
-        """The number of the running block, where ComfyUI says it in transformer_options."""
+        """Number of the running block, where ComfyUI says it in transformer_options."""
         index, place = options.get("block_index"), options.get("block")
-        if isinstance(place, tuple):  # of a U-Net, whose index starts again in each module
+        if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
             return self.places.get((*place[:2], index or 0))
         if not isinstance(index, int):
             return None
@@ -77,7 +77,7 @@ class BlockCounts:
 
 
 def _places(model: Any) -> Iterator[Place]:
-    """Places of a U-Net's blocks, in the order they run."""
+    """Yields the places of a U-Net's blocks, in the order they run."""
     sides = {
         "input": getattr(model, "input_blocks", None) or (),
         "middle": [getattr(model, "middle_block", None) or ()],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of the widget dense_blocks: "0-2, -1" means the first three blocks and the last."""
+"""Text of the widget dense_blocks: "0-2, -1" means the first three layers and the last."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ _SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
 
 @dataclass(frozen=True)
 class BlockSpans:
-    """Inclusive spans of block numbers; a negative number counts from the last block."""
+    """Inclusive spans of layer numbers; a negative number counts from the last layer."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> BlockSpans:
-        """Raises ValueError, with what is accepted, for text that is not a list of blocks.
+        """Reads the widget's text. Raises ValueError, with what is accepted, for text that is not a
+        list of layers.
 
-        ComfyUI makes the text "None" of null in an API graph: no block.
+        ComfyUI makes the text "None" of null in an API graph: no layer.
         """
         spans = []
         if text.strip() == "None":
@@ -42,7 +43,7 @@ class BlockSpans:
         return cls(tuple(spans))
 
     def contains(self, block: int, total: int | None) -> bool:
-        """Whether block is listed; without a total, spans counted from the end match nothing."""
+        """Whether a layer is listed. Without a total, spans counted from the end match nothing."""
         return any(
             self._absolute(first, total) <= block <= self._absolute(last, total)
             for first, last in self.spans
@@ -50,7 +51,7 @@ class BlockSpans:
         )
 
     def missing(self, total: int) -> list[int]:
-        """Numbers that stand in the text and that none of `total` blocks has."""
+        """Numbers that stand in the text and that none of `total` layers has."""
         return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
 
     @property

@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
-#: What a closure may hold that leads everywhere.
+#: Types that lead everywhere from a closure, so they are not searched.
 _NOT_WALKED = (type, ModuleType, torch.nn.Module)
 
 
 def leads_to(override: Callable[..., Any], is_target: Callable[[Any], bool]) -> bool:
-    """Whether calling ``override`` can reach a target: it keeps one in a closure, a partial, a
-    bound method, or an attribute of an object that these hold. Nothing but is_target is called."""
+    """Whether calling ``override`` can reach a target.
+
+    It does when it keeps one in a closure, a partial, a bound method, or an attribute of an object
+    that these hold. Nothing but is_target is called.
+    """
     seen: set[int] = set()
     pending: list[Any] = [override]
     while pending:
@@ -49,5 +52,5 @@ def _held_by(item: Any) -> list[Any]:
 
 
 def _is_plain_state(value: Any) -> bool:
-    """An object of a pack's own, as opposed to data or a model."""
+    """Whether a value is an object of a pack's own, as opposed to data or a model."""
     return hasattr(value, "__dict__") and not isinstance(value, _NOT_WALKED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse or dense: one pure function from what is known about a call to a reason for the user."""
+"""Decision between sparse and dense: one pure function from facts about a call to a reason."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ MASK = "attention mask"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
 FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
 
-#: A step often falls exactly on the edge (20 steps, start_percent 0.2), where the float32 schedule
-#: and the float64 edge differ in the last bits: this share is above that, below a step.
+#: Relative distance within which two noise levels are the same. A step often falls exactly on the
+#: edge (20 steps, start_percent 0.2), where the float32 schedule and the float64 edge differ in the
+#: last bits: this is above that, below a step.
 SAME_SIGMA = 1e-5
 
 
 @dataclass(frozen=True)
 class SigmaWindow:
-    """Noise levels between which attention may be sparse; sigma falls while sampling."""
+    """Range of noise levels in which attention may be sparse; sigma falls while sampling."""
 
     start: float
     end: float
@@ -47,17 +48,18 @@ class SigmaWindow:
     def is_last_dense(self, sigma: float, schedule: Sequence[float]) -> bool:
         """Whether sigma is before the window and no step of the schedule lies between.
 
-        By noise level and not by counting passes: right wherever a sampler evaluates the model.
+        It goes by noise level and not by counting passes: right wherever a sampler evaluates the
+        model.
         """
-        if self.start < self.end:  # nothing is in the window
+        if self.start < self.end:  # no step is in the window
             return False
         below = sigma * (1 - SAME_SIGMA)
         later = any(level < below and self._is_before(level) for level in schedule)
         return self._is_before(sigma) and not later
 
     def place(self, sigma: float, schedule: Sequence[float]) -> Place | None:
-        """Of the step at a noise level, or of the next one in the schedule; None where no step of
-        the schedule is in the window."""
+        """Place of the step at a noise level, or of the next one in the schedule; None where no
+        step of the schedule is in the window."""
         inside = [x for x in schedule if not self._is_before(x) and not self._is_after(x)]
         if not inside:
             return None
@@ -65,13 +67,13 @@ class SigmaWindow:
         return Place(min(above, len(inside) - 1), len(inside))
 
     def dense_steps(self, schedule: Sequence[float]) -> int:
-        """How many steps are dense, at least: those outside the window, and where none comes before
-        it, the one that is measured."""
+        """Number of steps that are dense, at least: those outside the window, and where none comes
+        before it, the one that is measured."""
         before, after = (sum(map(is_out, schedule)) for is_out in (self._is_before, self._is_after))
         return max(1, before) + after
 
     def sparse_steps(self, schedule: Sequence[float]) -> int | None:
-        """The others, where the schedule is known."""
+        """Number of the other steps, where the schedule is known."""
         return max(0, len(schedule) - self.dense_steps(schedule)) if schedule else None
 
     def _is_before(self, sigma: float) -> bool:
@@ -83,13 +85,13 @@ class SigmaWindow:
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What one attention call shows without reading a tensor. Lengths count tokens."""
+    """Facts that one attention call shows without reading a tensor. Lengths count tokens."""
 
     query_tokens: int
     key_tokens: int
     has_mask: bool = False
     masks_keys: bool = False
-    """Its mask may be padding: a row of keys for each batch entry."""
+    """Whether its mask may be padding: a row of keys for each batch entry."""
     refuses_low_precision: bool = False
     unknown_options: tuple[str, ...] = ()
 
@@ -114,18 +116,18 @@ class Kind(enum.Enum):
 
     SELF = enum.auto()
     PART = enum.auto()
-    """Some queries of a self-attention, maybe with further keys."""
+    """Attention of some queries of a self-attention, maybe with further keys."""
     CROSS = enum.auto()
 
 
 def dense_reason(
     call: CallFacts, block: int, run_reason: str | None, layout: TokenLayout, settings: Settings
 ) -> str | None:
-    """Why this call stays dense, or None for a sparse one.
+    """Reason why this call stays dense, or None for a sparse one.
 
-    block is the number of the running transformer block; run_reason holds for every call of the
-    forward pass (the device cannot, or the step is outside the window). What the arithmetic cannot
-    serve (head_dim, strides, gradients) the library refuses itself, with a reason.
+    block: number of the running layer. run_reason: holds for every call of the forward pass (the
+    device cannot, or the step is outside the window). What the arithmetic cannot serve (head_dim,
+    strides, gradients) the library refuses itself, with a reason.
     """
     kind = call.kind(layout, settings)
     if kind is Kind.CROSS:

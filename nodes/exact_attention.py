@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact attention by the faster one of PyTorch's kernels, where it is known which one that is.
 
-ComfyUI asks PyTorch for flash attention first. On an H200 cuDNN's takes .59 instead of 1.04 ms for
-the prompt of Wan (32,760 x 512 tokens, 40 heads), a fiftieth of a call whose self-attention is
-sparse, and for its self-attention 37 instead of 61 ms, which is more than measuring its heads takes
-(3.7 ms). So cross-attention takes it in passes that may be sparse, and self-attention in calls that
-are measured. All other dense calls are ComfyUI's own.
+ComfyUI asks PyTorch for flash attention first. Cross-attention takes the faster kernel in passes
+that may be sparse, and self-attention in calls that are measured. All other dense calls are
+ComfyUI's own (docs/experiments.md, Which kernel of PyTorch serves an exact call).
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from .attention_call import AttentionCall, Dense
 
 
 class ExactResult:
-    """What exact attention gives in a call, computed once however often it is asked for."""
+    """Result of exact attention in a call, computed once however often it is asked for."""
 
     def __init__(self, call: AttentionCall, own: Dense) -> None:
-        """own: by whatever serves ComfyUI's dense calls."""
+        """own: computes the call by whatever serves ComfyUI's dense calls."""
         self._call, self._compute_own = call, own
         self._out: Tensor | None = None
         self.by_faster = False
@@ -41,7 +39,7 @@ class ExactResult:
         return self._out
 
     def fastest(self) -> Tensor:
-        """By a faster kernel, where one is known."""
+        """Returns the result by a faster kernel, where one is known."""
         if self._out is None:
             self._out = by_faster_kernel(self._call)
             self.by_faster = self._out is not None
@@ -49,8 +47,8 @@ class ExactResult:
 
 
 def by_faster_kernel(call: AttentionCall) -> Tensor | None:
-    """What a call without a mask gives, in its layout; None where no kernel of PyTorch's is known
-    to be faster than the one that ComfyUI would have."""
+    """Result of a call without a mask, in its layout; None where no kernel of PyTorch's is known to
+    be faster than the one that ComfyUI would have."""
     rates = known_rates(call)
     if rates is None or call.facts.unknown_options:
         return None

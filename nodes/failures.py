@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of this pack where the model would run without it: dense, counted, and in the log.
+"""Errors of this pack where the model would run without it.
 
-What a model sends is not in our hands, so a shape that nobody thought of must not cost a user the
-picture. Nor must it go unseen: whoever reads the log finds the error with its traceback.
+The call is dense, counted, and in the log. What a model sends is not in our hands, so a shape that
+nobody thought of must not cost a user the picture. Nor must it go unseen: whoever reads the log
+finds the error with its traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Failures:
         self._lock = threading.Lock()
 
     def tell(self, outcome: str, error: Exception) -> None:
-        """outcome: what became of it, for the user."""
+        """Logs an error. outcome: what became of the call, for the user."""
         text = f"{outcome}, because of an error of this node: {type(error).__name__}: {error}"
         with self._lock:
             if text in self._told:
@@ -42,7 +43,7 @@ class Failures:
 
     @contextmanager
     def caught(self, outcome: str) -> Iterator[None]:
-        """Around work that the model can do without."""
+        """Context around work that the model can do without."""
         try:
             yield
         except MEANT_FOR_COMFYUI:

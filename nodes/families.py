@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the models do not publish: the token grid, where text stands, and how many blocks they have.
+"""Model families: facts that models do not publish.
 
-To add a family, add a row to FAMILIES under the class name of its diffusion model. A model without
-a row works too; its tokens are then all alike to the policy, and the end-of-run line says so.
+They are the token grid, where text stands, and how many layers they have. To add a family, add a
+row to FAMILIES under the class name of its diffusion model. A model without a row works too; its
+tokens are then all alike to the policy, and the end-of-run line says so.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from . import off_grid, unlisted_models
 from .block_numbers import BlockCounts
 from .off_grid import ModelInputs, OffGrid, Patch, no_branches, two_calls
 
-#: Said of sparse calls of a known model whose tokens are not those of its clip.
+#: Remark on sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
     "some calls have other tokens than the clip and its text (an image of another size?): those "
     "stay in the order they come, which errs more"
 )
-#: Said of sparse calls of some of the queries.
+#: Remark on sparse calls of some of the queries.
 FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
 
 
 class TextPosition(enum.Enum):
-    """Where the self-attention sequence holds the tokens that are not on the video grid."""
+    """Place of the tokens that are not on the video grid, in the self-attention sequence."""
 
     FIRST = "first"
     LAST = "last"
@@ -41,7 +42,8 @@ def _num_heads(model: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Family:
-    """name is for the user; patch gives latent cells per token along (time, height, width)."""
+    """Facts of one family. name is for the user; patch gives latent cells per token along (time,
+    height, width)."""
 
     name: str
     text: TextPosition
@@ -50,13 +52,14 @@ class Family:
     """Tokens that stand beside the grid, from the model and its inputs."""
     heads: Callable[[Any], int | None] = _num_heads
     left_out_key: str | None = None
-    """Entry of transformer_options that names blocks whose self-attention the model leaves out."""
+    """Entry of transformer_options that names layers whose self-attention the model leaves out."""
     branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] = no_branches
-    """Other sequences that attend to themselves in the same blocks."""
+    """Other sequences that attend to themselves in the same layers."""
     calls: Callable[[ModelInputs], int] = two_calls
-    """Most self-attention calls under one block number."""
+    """Most self-attention calls under one layer number."""
     frame_by_frame: bool = False
-    """Each frame of the grid attends on its own, to the whole grid and to what belongs to it."""
+    """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
+    it."""
 
 
 def _spatial(model: Any) -> Patch:
@@ -68,7 +71,8 @@ def _spatial_and_temporal(model: Any) -> Patch:
 
 
 def _as_published(model: Any) -> Patch:
-    """A sequence of three numbers, or of two in the image variant of a video model."""
+    """Patch that the model publishes: a sequence of three numbers, or of two in the image variant
+    of a video model."""
     time, height, width = [1, *model.patch_size][-3:]
     return (time, height, width)
 
@@ -83,7 +87,7 @@ def _heads_of_first_block(model: Any) -> int | None:
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
 
-#: By class name, so that nothing here imports a model; subclasses inherit their parent's row.
+#: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
     "AsymmDiTJoint": Family("Mochi", _LAST, _spatial, off_grid.mochi),
     "CogVideoXTransformer3DModel": Family(
@@ -116,13 +120,13 @@ _UNCOUNTED_ROWS = 256
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """What is known about the tokens of one forward pass.
+    """Facts about the tokens of one forward pass.
 
     Attributes:
         family: the model's name for the user.
         text: position of the tokens off the grid; None for a model without a row in FAMILIES.
         grid: tokens along (time, height, width); None when it is not known.
-        counts: blocks of the model.
+        counts: transformer blocks of the model.
         tokens: the whole self-attention sequence, as far as it is known; None without a grid.
         heads: attention heads; None when they are not known before a call.
         left_out_key: as in `Family`.
@@ -133,7 +137,7 @@ class TokenLayout:
         context: tokens of text that the model is given.
         masked: the model is given a mask of them, so that fewer may be real.
         remark: what sparse runs of a model without a row say; "" with one.
-        layers: self-attentions of a model whose `blocks` are not known, about.
+        layers: about how many self-attentions a model has whose `blocks` are not known.
     """
 
     family: str
@@ -166,15 +170,18 @@ class TokenLayout:
 
     @property
     def rows(self) -> int:
-        """Rows of tables that hold one for each self-attention layer, as `row` numbers them."""
+        """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
+        them."""
         if not self.blocks:
             return _UNCOUNTED_ROWS
         return self.calls * self.blocks + self.counts.refiners
 
     def row(self, block: int, earlier_calls: int) -> int:
-        """Row of a self-attention call in `block` after `earlier_calls` others there. Each further
-        call has a row of its own: the control blocks of Wan VACE call under the number of the block
-        that they steer. The row is `rows` or more when there is no room for it."""
+        """Row of a self-attention call in `block` after `earlier_calls` others there.
+
+        Each further call has a row of its own: the control blocks of Wan VACE call under the number
+        of the block that they steer. The row is `rows` or more when there is no room for it.
+        """
         if self.blocks and earlier_calls >= self.calls:
             return self.rows
         return block + earlier_calls * (self.blocks or 0)
@@ -193,8 +200,8 @@ class TokenLayout:
         return () if self.tokens is None else (self.tokens, *self.branches)
 
     def sequence(self, tokens: int) -> TokenGrid | None:
-        """Where the tokens of a self-attention lie. Of more or fewer than are expected the grid is
-        known all the same, where no text stands around it."""
+        """Sequence of a self-attention over so many tokens. Of more or fewer than are expected the
+        grid is known all the same, where no text stands around it."""
         if self.tokens is None:
             return None
         for known in (self.tokens, *self.branches):
@@ -202,7 +209,7 @@ class TokenLayout:
                 return known
         without_text = self.tokens.tokens - self.tokens.prefix
         if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
-            return replace(self.tokens, prefix=tokens - without_text)  # that of its padding
+            return replace(self.tokens, prefix=tokens - without_text)  # prefix of its padding
         if self.text is not TextPosition.NONE:
             return None
         further = tokens - self.tokens.tokens
@@ -213,7 +220,8 @@ class TokenLayout:
         return replace(kept, tail=kept.tail + further) if further >= 0 else None
 
     def exact_tokens(self, tokens: int, references: int = 0) -> tuple[int, int]:
-        """(prefix, suffix) of a self-attention over ``tokens`` tokens that must stay exact.
+        """Numbers (prefix, suffix) of tokens that must stay exact in a self-attention over
+        ``tokens`` tokens.
 
         references counts image tokens that a model appends after the grid (Flux edits).
         """

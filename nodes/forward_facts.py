@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for one forward pass of the model, worked out once before it: no sync per call."""
+"""Facts that hold for one forward pass, worked out once before it: no sync per call."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Forward:
     device: torch.device
     layout: TokenLayout
     policy: SparsePolicy
-    """As this device runs it, without the text."""
+    """Policy as this device runs it, without the text."""
     unusable: str | None
-    """Why no call on this device can be sparse."""
+    """Reason why no call on this device can be sparse."""
     outside: str | None
-    """Why this step shall not be sparse."""
+    """Reason why this step shall not be sparse."""
     orders: dict[int, TokenOrder]
     """Orders of manual mode, by number of tokens."""
     heads: SessionPass | None
@@ -51,12 +51,12 @@ class Forward:
     record: PassRecord
     layers: LayerCounter
     beside: frozenset[int] = frozenset()
-    """Tokens of what is sampled beside the clip (sound), alone."""
+    """Numbers of tokens of what is sampled beside the clip (sound), alone."""
     _handing_on: bool = field(default=False, repr=False)
     _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
         default_factory=dict, repr=False
     )
-    """Results by the id of a mask, with the mask itself: what has an id must live."""
+    """Real tokens by the id of a mask, with the mask itself: what has an id must live."""
 
     @classmethod
     def begin(
@@ -70,8 +70,8 @@ class Forward:
         extras: Mapping[str, Any],
         which: int = 0,
     ) -> Forward:
-        """x is the latent of this pass and sigma its noise levels; which: as in `Run`; the rest are
-        apply_model's."""
+        """Begins a pass. x is its latent and sigma its noise levels; which: as in `Run`; the rest
+        are apply_model's."""
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
         run.tally.add_forward(layout.family, layout.grid)
@@ -119,13 +119,13 @@ class Forward:
         )
 
     def end(self) -> None:
-        """The host has queued the pass, which the GPU may still be computing."""
+        """Ends the pass for the host, which has queued it; the GPU may still be computing it."""
         self.run.tally.end_forward(may_be_sparse=self.unusable is not None or self.outside is None)
         if self.heads is not None:
             self.heads.end()
 
     def attend(self, call: AttentionCall, dense: Dense) -> Tensor:
-        """The call's result, sparse when nothing speaks against it, else from dense()."""
+        """Result of a call, sparse when nothing speaks against it, else from dense()."""
         if self._handing_on:
             return dense()
         facts = call.facts
@@ -134,7 +134,7 @@ class Forward:
         tokens = self._tokens(facts, kind)
         if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
             layer = self.layers.next(options, tokens)
-        else:  # of several in a block
+        else:  # one of several calls in a layer
             layer = self.layers.peek(options)
         if self._is_of_clip(facts, kind):
             self.run.tally.reach()
@@ -146,7 +146,7 @@ class Forward:
     def _among_real(
         self, real: RealTokens, call: AttentionCall, kind: Kind, layer: Layer, dense: Dense
     ) -> Tensor:
-        """The result of a call with padding."""
+        """Result of a call with padding."""
         given: list[Tensor] = []
 
         def of_real_ones() -> Tensor:
@@ -166,7 +166,7 @@ class Forward:
         dense: Dense,
         why: str | None = None,
     ) -> Tensor:
-        """why: it has to be dense, beside what is looked at here."""
+        """Computes a call. why: reason to be dense, beside what is looked at here."""
         tokens = self._tokens(facts, kind)
         exact = ExactResult(call, partial(self._hand_on, dense))  # measuring takes the result too
         try:
@@ -213,7 +213,8 @@ class Forward:
         return keys >= self.layout.grid_tokens or kind is Kind.SELF
 
     def _cross(self, call: AttentionCall) -> Tensor | None:
-        """In passes that may be sparse by a faster kernel than ComfyUI's, where one is known."""
+        """Result of cross-attention by a faster kernel than ComfyUI's, in passes that may be sparse
+        and where one is known; else None."""
         out = None
         may_be = self.unusable is None and self.outside is None
         if may_be and not call.has_mask and call.odd_shapes is None:
@@ -223,11 +224,11 @@ class Forward:
         return out
 
     def _why_dense(self, call: AttentionCall, facts: CallFacts, layer: Layer) -> str | None:
-        """Whatever its heads are like."""
+        """Reason why a call is dense whatever its heads are like, or None."""
         everywhere = self.unusable
         if everywhere is None and call.q.device != self.device:
             everywhere = f"tensors on {call.q.device} in a forward pass on {self.device}"
-        step = self.outside if self.heads is None else None  # which a dense call is measured in
+        step = self.outside if self.heads is None else None  # a dense call is measured in it
         of_run, settings = everywhere or step, self.run.settings
         reason = dense_reason(facts, layer.block, of_run, self.layout, settings)
         return reason or call.odd_shapes
@@ -235,7 +236,9 @@ class Forward:
     def _plan(
         self, call: AttentionCall, facts: CallFacts, layer: Layer, exact: ExactResult
     ) -> Plan | str | None:
-        """Why the call is dense, or in auto modes how it is sparse; None in manual mode."""
+        """Plan of a sparse call in auto modes, or the reason why it is dense; None in manual
+        mode.
+        """
         reason = self._why_dense(call, facts, layer)
         if reason is not None:
             return reason
@@ -261,7 +264,8 @@ class Forward:
         return self._real[key][1]
 
     def _slower(self, call: AttentionCall, facts: CallFacts) -> str | None:
-        """Why a call of manual mode would be slower sparse. What cdf keeps is not known."""
+        """Reason why a call of manual mode would be slower sparse, or None. What cdf keeps is not
+        known."""
         if self.run.settings.select_by != "topk":
             return None
         text = sum(self._exact_tokens(call, facts.query_tokens)) / facts.query_tokens
@@ -304,7 +308,7 @@ class Forward:
         return out
 
     def _hand_on(self, dense: Dense) -> Tensor:
-        """Runs the dense path; should it lead back here, that inner call goes straight on."""
+        """Runs the dense path. Should it lead back here, that inner call goes straight on."""
         self._handing_on = True
         try:
             return dense()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the node takes part in a model's attention: three entries on a clone, gone with the clone."""
+"""Hook of the node into a model's attention: three entries on a clone, gone with the clone."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ from .whole_graph import is_traced_whole
 
 logger = logging.getLogger("sparge")
 
-#: Our name for wrappers on a model patcher: a second node replaces the first one's.
+#: Name of our wrappers on a model patcher: a second node replaces the first one's.
 WRAPPER_KEY = "sparge_attention"
-#: Entries of transformer_options. Class instances, because ComfyUI copies dicts and lists in there.
+#: Keys of transformer_options. Their values are class instances, because ComfyUI copies dicts and
+#: lists in there.
 RUN_KEY = "sparge_run"
 FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
-#: The callback key of ComfyUI's own block-sparse node.
+#: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
 
-#: What becomes of errors of ours around a pass.
+#: Outcome of errors of ours around a pass.
 NO_PASS = "a pass of the model was computed dense"
 NO_END = "a step was not prepared"
 
@@ -58,15 +59,15 @@ Override = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Mark:
-    """Whose an override is, and what it was put over."""
+    """Owner of an override, and what it was put over."""
 
     hook: Hook
     previous: Override | None
 
 
 class Hook:
-    """One execution of the node. A run's state is in the run's options; what stays here is the
-    result of the last one."""
+    """Hook of one execution of the node. A run's state is in the run's options; what stays here is
+    the result of the last one."""
 
     def __init__(
         self, settings: Settings, node_id: str | None, profile: NamedProfile | None = None
@@ -76,7 +77,9 @@ class Hook:
         self.profile = profile
         self.last: RunResult | None = None
         self.last_shape: tuple[int, ...] | None = None
-        """Of the latent that the last run gave; None where it gave none, or several in one."""
+        """Shape of the latent that the last run gave; None where it gave none, or several in
+        one.
+        """
         self._on_top: Override | None = None
 
     def show(self, text: str) -> None:
@@ -97,7 +100,7 @@ class Hook:
             model.add_wrapper_with_key(point, WRAPPER_KEY, wrapper)
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around a whole sampling run: makes its state, and reports however it ends."""
+        """Wraps a whole sampling run: makes its state, and reports however it ends."""
         guider = executor.class_obj
         options = guider.model_options["transformer_options"]
         found = options.get(OVERRIDE_KEY)
@@ -141,7 +144,7 @@ class Hook:
             run.end()
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around all forward passes of one evaluation of the model: conditionings, batched or not,
+        """Wraps all forward passes of one evaluation of the model: conditionings, batched or not,
         and context windows."""
         run = executor.class_obj.model_options["transformer_options"].get(RUN_KEY)
         if run is not None and run.owner is self:
@@ -159,7 +162,7 @@ class Hook:
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Around each forward pass: hands the override what is known about the pass."""
+        """Wraps each forward pass: hands the override what is known about the pass."""
         options = transformer_options or {}
         run = options.get(RUN_KEY)
         if run is None or run.owner is not self:
@@ -185,14 +188,15 @@ class Hook:
         return warm_up(device, self.show) if capabilities(device).usable else None
 
     def _await_kernels(self, run: Run, device: torch.device) -> None:
-        """So that whether a call is sparse never depends on how fast a compiler was."""
+        """Waits for the kernels, so that whether a call is sparse never depends on how fast a
+        compiler was."""
         warmup = self.prepare_kernels(device)
         failure = warmup.wait(raise_if_interrupted) if warmup else None
         if failure is not None:
             run.give_up(device, failure)
 
     def _reinstalled(self, found: Override | None) -> Override:
-        """What this run shall use: an override that overwrote ours becomes our dense path.
+        """Override that this run shall use: one that overwrote ours becomes our dense path.
 
         One that calls ours instead stays outside, as its author meant it.
         """
@@ -215,7 +219,7 @@ class Hook:
         return self.profile.usable_for(fingerprint, self.settings.aim)
 
     def _report(self, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> None:
-        self.last = None  # should this report fail, the one before must not pass for it
+        self.last = None  # if this report fails, the one before must not pass for it
         try:
             self.last = RunResult.of(run, fingerprint, stopped)
             report.publish(self.last, self.node_id)
@@ -224,7 +228,7 @@ class Hook:
 
 
 def hook_of(model: Any) -> Hook | None:
-    """The hook that takes part in the sampling of ``model``, if our node was used on it."""
+    """Returns the hook that takes part in the sampling of ``model``, if our node was used on it."""
     for wrapper in model.get_wrappers(OUTER_SAMPLE, WRAPPER_KEY):
         owner = getattr(wrapper, "__self__", None)
         if isinstance(owner, Hook):
@@ -233,7 +237,7 @@ def hook_of(model: Any) -> Hook | None:
 
 
 def make_override(hook: Hook, previous: Override | None) -> Override:
-    """The function that ComfyUI calls in place of its attention backend ``func``."""
+    """Makes the function that ComfyUI calls in place of its attention backend ``func``."""
 
     def override(
         func: Override, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything this pack asks of the running ComfyUI besides the node API."""
+"""Requests of this pack to the running ComfyUI, all but the node API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREDICT_NOISE = "predict_noise"
 
 
 def step_sigmas(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
-    """The noise level of each step, from the arguments of CFGGuider.outer_sample: (noise, latent,
+    """Noise level of each step, from the arguments of CFGGuider.outer_sample: (noise, latent,
     sampler, sigmas, ...). Empty when they hold no sigmas. May wait for the GPU."""
     sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
     return sigmas[:-1].tolist() if isinstance(sigmas, torch.Tensor) else []
@@ -44,14 +44,15 @@ def show_on_node(node_id: str | None, text: str) -> None:
 
 
 def untracked_allocations() -> AbstractContextManager[None]:
-    """Around work inside an attention call that other calls do without: ComfyUI's compiler, where
-    there is one, records the allocations of a forward pass and expects the same in the next."""
+    """Context around work inside an attention call that other calls do without. ComfyUI's compiler,
+    where there is one, records the allocations of a forward pass and expects the same in the next.
+    """
     prefetch = sys.modules.get("comfy.model_prefetch")
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
 def sdpa_order(backend: object) -> Sequence[SDPBackend] | None:
-    """In what order ComfyUI asks PyTorch to choose a kernel, empty for PyTorch's own; None where
+    """Order in which ComfyUI asks PyTorch to choose a kernel, empty for PyTorch's own; None where
     its attention function `backend` is not PyTorch's."""
     if getattr(backend, "__name__", "") != "attention_pytorch":
         return None
@@ -59,7 +60,7 @@ def sdpa_order(backend: object) -> Sequence[SDPBackend] | None:
 
 
 def profile_folder() -> Path:
-    """Where profiles of measured heads are kept; it may not exist yet."""
+    """Folder of the profiles of measured heads; it may not exist yet."""
     import folder_paths
 
     return Path(folder_paths.models_dir) / "sparge_profiles"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers the attention calls of a forward pass by transformer block.
+"""Numbers the attention calls of a forward pass by layer (transformer block).
 
 Where ComfyUI says which block runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls are
 counted, one self-attention over the grid a block. A block whose call does not come would shift all
@@ -18,25 +18,27 @@ import torch
 from .families import TextPosition, TokenLayout
 from .whole_graph import is_traced_whole
 
-#: Entry of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
+#: Key of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"
 
-#: The block of a call that no list of blocks means.
+#: Block number of a call that no list of blocks means.
 UNNUMBERED = -1
 
-#: A replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
+#: Replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
 Patch = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a call is of."""
+    """Layer that a call is of."""
 
     block: int
     row: int
-    """As in `TokenLayout.row`."""
+    """Row of the layer, as in `TokenLayout.row`."""
     beside: bool = False
-    """It is not the self-attention of a block, but text's or sound's, as far as is known."""
+    """Whether it is not the self-attention of a block, but text's or sound's, as far as is
+    known.
+    """
 
 
 @dataclass
@@ -45,13 +47,13 @@ class LayerCounter:
 
     layout: TokenLayout
     calls: int = 0
-    """Counted so far: the number of the running block, in models that publish none."""
+    """Calls counted so far: the number of the running block, in models that publish none."""
     _of_block: dict[int, int] = field(default_factory=dict, repr=False)
-    _refiners: int = field(default=0, repr=False)  # whose calls came
+    _refiners: int = field(default=0, repr=False)  # refiners whose calls came
     _shortened: int | None = field(default=None, repr=False)
 
     def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
-        """Of a self-attention call over so many tokens."""
+        """Layer of a self-attention call over so many tokens, which is counted."""
         published = self.layout.counts.published(options) is not None
         if not published and self._refiners < self.layout.counts.refiners:
             return self._refiner()
@@ -65,7 +67,7 @@ class LayerCounter:
         return layer
 
     def peek(self, options: Mapping[str, Any]) -> Layer:
-        """Of a call that is not to be counted: the block's own came before, if any did."""
+        """Layer of a call that is not to be counted: the block's own came before, if any did."""
         running = self._layer(options, self.calls - 1 if self._of_block else self.calls)
         return replace(running, beside=self.layout.counts.published(options) is None)
 
@@ -83,12 +85,15 @@ class LayerCounter:
         return (options.get(key) if key else None) or ()
 
     def at(self, block: int) -> None:
-        """What runs next is this block."""
+        """Sets the block that runs next."""
         self.calls = block
 
     def _counts(self, tokens: int, published: bool) -> bool:
-        """Not text or sound alone. LTXV drops tokens of guides that are smaller than the clip: all
-        blocks then have as many as the first, whose video comes before its sound."""
+        """Whether a call is counted: not one of text or sound alone.
+
+        LTXV drops tokens of guides that are smaller than the clip: all blocks then have as many as
+        the first, whose video comes before its sound.
+        """
         if tokens >= self.layout.grid_tokens:
             return True
         alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
@@ -100,14 +105,14 @@ class LayerCounter:
 
 
 class ReplacedBlocks:
-    """Replacements of blocks that tell the counter which block they stand for; one for each, kept
-    over a run, for new function objects would make compiled models recompile."""
+    """Replacements of blocks that tell the counter which block they stand for. There is one for
+    each, kept over a run, for new function objects would make compiled models recompile."""
 
     def __init__(self) -> None:
         self._telling: dict[tuple[Any, int], tuple[Patch, Patch]] = {}
 
     def told(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options of a pass, with such replacements in place of the given ones."""
+        """Options of a pass, with such replacements in place of the given ones."""
         patches = options.get("patches_replace") or {}
         if not patches.get("dit"):
             return options

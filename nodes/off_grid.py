@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands beside the video grid in a self-attention sequence: text, and reference images.
+"""Tokens beside the video grid in a self-attention sequence: text, and reference images.
 
 Text is before or after the grid and always exact. A reference of the grid's own frame size is more
 frames of the grid. One of another size is exact before the grid, and after it keeps its tokens in
@@ -32,7 +32,7 @@ class OffGrid:
     tail: int = 0
     """Tokens behind the frames that lie on no grid of theirs."""
     loose_frames: int = 0
-    """The last frames of the grid, of which the model may leave tokens out."""
+    """Last frames of the grid, of which the model may leave tokens out."""
 
     def around(self, grid: tuple[int, int, int]) -> TokenGrid:
         frames, height, width = grid
@@ -44,7 +44,7 @@ class OffGrid:
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """What the model is given: its token grid and patch, text (batch, tokens, width), the rest."""
+    """Inputs of the model: its token grid and patch, text (batch, tokens, width), the rest."""
 
     grid: tuple[int, int, int]
     patch: Patch
@@ -56,7 +56,7 @@ class ModelInputs:
         return length(self.context)
 
     def length(self, name: str) -> int:
-        """Tokens of a further input (batch, tokens, width), 0 when it is not given."""
+        """Number of tokens of a further input (batch, tokens, width), 0 when it is not given."""
         return length(self.extras.get(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class ModelInputs:
         return (time, height, width)
 
     def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> OffGrid:
-        """With text, then latents before the clip and others behind it."""
+        """Tokens off the grid: text, then latents before the clip and others behind it."""
         if any(size[1:] != self.grid[1:] for size in first):
             before, first = before + sum(map(math.prod, first)), ()
         fitting = 0
@@ -103,12 +103,12 @@ def text_first(model: Any, inputs: ModelInputs) -> OffGrid:
 
 
 def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
-    """The prompt's real tokens, without its padding."""
+    """Mochi: the prompt's real tokens, without its padding."""
     return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))
 
 
 def wan(model: Any, inputs: ModelInputs) -> OffGrid:
-    """No text; a reference frame before the clip, further latents behind it."""
+    """Wan: no text; a reference frame before the clip, further latents behind it."""
     has_place = getattr(model, "ref_conv", None) is not None
     first = inputs.latents("reference_latent", padded=False) if has_place else []
     last = [*inputs.latents("time_dim_concat"), *inputs.latents("context_latents")]
@@ -116,19 +116,19 @@ def wan(model: Any, inputs: ModelInputs) -> OffGrid:
 
 
 def wan_of_time(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Further frames behind the clip alone."""
+    """Wan with further frames behind the clip alone."""
     return inputs.around((), inputs.latents("time_dim_concat"))
 
 
 def wan_humo(model: Any, inputs: ModelInputs) -> OffGrid:
-    """The reference behind the clip."""
+    """Wan HuMo: the reference behind the clip."""
     last = inputs.latents("time_dim_concat")
     return inputs.around((), [*last, *inputs.latents("reference_latent", padded=False)])
 
 
 def wan_sound_to_video(model: Any, inputs: ModelInputs) -> OffGrid:
-    """The reference behind the clip, then what came before it: the last frame as it is, the frames
-    before that at a half and at a quarter of the size."""
+    """Wan sound to video: the reference behind the clip, then what came before it. Its last frame
+    is as it is, the frames before that are at a half and at a quarter of the size."""
     beside = wan_humo(model, inputs)
     cells = inputs.shape("reference_motion")[-2:]
     if not cells:
@@ -142,14 +142,14 @@ def wan_sound_to_video(model: Any, inputs: ModelInputs) -> OffGrid:
 
 
 def wan_scail(model: Any, inputs: ModelInputs) -> OffGrid:
-    """References before the clip, all in one latent, and poses behind it, as a rule of half its
-    size."""
+    """Wan SCAIL: references before the clip, all in one latent, and poses behind it, as a rule of
+    half its size."""
     last = [*inputs.latents("time_dim_concat"), *inputs.latents("pose_latents")]
     return inputs.around(inputs.latents("reference_latent"), last)
 
 
 def ltx(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Guides are the last frames of the latent; of small ones the model leaves tokens out."""
+    """LTX: guides are the last frames of the latent; of small ones the model leaves tokens out."""
     shape = inputs.shape("keyframe_idxs")  # (batch, axes, tokens, ends)
     guides = shape[2] if len(shape) > 2 else 0
     frames, height, width = inputs.grid
@@ -157,13 +157,13 @@ def ltx(model: Any, inputs: ModelInputs) -> OffGrid:
 
 
 def hunyuan(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Up to three text encoders before the clip, then a reference."""
+    """Hunyuan: up to three text encoders before the clip, then a reference."""
     text = inputs.text + inputs.length("txt_byt5") + inputs.length("clip_fea")
     return inputs.around(inputs.latents("ref_latent"), (), before=text)
 
 
 def flux(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Text first; the images to edit last."""
+    """Flux: text first; the images to edit last."""
     return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
 
 
@@ -172,7 +172,7 @@ def no_branches(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
 
 
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
-    """Wan Animate 2's, of the poses' own frames."""
+    """Branch of Wan Animate 2: sequences of the poses' own frames."""
     return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
 
 
@@ -182,11 +182,11 @@ def two_calls(inputs: ModelInputs) -> int:
 
 
 def vace_calls(inputs: ModelInputs) -> int:
-    """The block's own, and one for each control."""
+    """Number of calls of a Wan VACE block: its own, and one for each control."""
     shape = inputs.shape("vace_context")  # (batch, controls, channels, time, height, width)
     return max(2, 1 + shape[1]) if len(shape) > 1 else 2
 
 
 def length(value: Any) -> int:
-    """Tokens of (batch, tokens, width)."""
+    """Number of tokens of (batch, tokens, width)."""
     return value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else 0

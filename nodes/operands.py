@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q, k and v of a call as views (B, H, N, D), from the shapes that ComfyUI's backends take.
+"""Views (B, H, N, D) of q, k and v of a call, from the shapes that ComfyUI's backends take.
 
 Models send what those happen to accept: SD3's v has heads of its own where q and k are flat. What
 else somebody's model or node may send is nothing to guess at: such a call stays dense.
@@ -23,7 +23,7 @@ class Operands:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, heads: int, skip_reshape: bool) -> Operands | str:
-        """As in `AttentionCall`; or why there are no such views, for the user.
+        """Makes the views, as in `AttentionCall`; or returns why there are none, for the user.
 
         The views are plain tensors: a GGUF loader's class, which changes new_empty, clone and
         shape, passes from the weights of a norm to q and k when DynamicVRAM loads the model.
@@ -42,7 +42,7 @@ class Operands:
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of q (B, N, H*D), and k and v flat or with heads as a dimension of their own."""
+    """Splits q (B, N, H*D), and k and v flat or with heads as a dimension of their own."""
     if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not (q.numel() and k.numel()):
         return None
     head_dim = q.shape[-1] // heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's picture: density by block and step on the left, error by block on the right."""
+"""Picture of the report: density by layer and step on the left, error by layer on the right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Colour = tuple[float, float, float]
 
 PAPER, INK, FAINT = (1.0, 1.0, 1.0), (0.15, 0.15, 0.18), (0.88, 0.88, 0.90)
 PREDICTED, PROBED = (0.35, 0.55, 0.85), (0.85, 0.30, 0.15)
-#: From nothing computed to everything: bright is fast, dark is dense.
+#: Colours from nothing computed to everything: bright is fast, dark is dense.
 SCALE = torch.tensor(
     [[0.99, 0.91, 0.55], [0.55, 0.82, 0.50], [0.16, 0.55, 0.57], [0.20, 0.22, 0.46]]
 )
@@ -64,7 +64,7 @@ def draw(result: RunResult) -> Tensor:
 
 
 def message(text: str) -> Tensor:
-    """A picture that says why there is none."""
+    """Picture that says why there is none."""
     lines = textwrap.wrap(text, LINE_LENGTH)
     points = write(max(lines, key=len)).shape[1]
     canvas = Canvas(48 + LINE_HEIGHT * len(lines), points + 32)
@@ -104,7 +104,7 @@ def _scale(canvas: Canvas, top: int) -> None:
 
 
 def _errors(canvas: Canvas, result: RunResult, tall: int, left: int) -> None:
-    """Mean over the heads of each block, by loudness, and over shapes."""
+    """Draws the mean error over the heads of each layer, by head weight, and over shapes."""
     predicted, probed = _by_layer(result, "predicted"), _by_layer(result, "probed")
     most = max([*predicted.values(), *probed.values()], default=0.0)
     if not most:
@@ -136,7 +136,7 @@ def _by_layer(result: RunResult, name: str) -> dict[int, float]:
 
 
 def _colours(density: Tensor) -> Tensor:
-    """(..., 3) for densities (...)."""
+    """Colours (..., 3) for densities (...)."""
     place = density.clamp(0, 1) * (len(SCALE) - 1)
     below = place.long().clamp(max=len(SCALE) - 2)
     return torch.lerp(SCALE[below], SCALE[below + 1], (place - below).unsqueeze(-1))

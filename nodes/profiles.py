@@ -21,14 +21,14 @@ from ..sparge.calibrate import (
 )
 from ..sparge.calibrate.fingerprint import SAMPLE
 
-#: Norm weights that tell a model from its finetunes, spread over its depth; as many patched weights
-#: tell LoRAs apart.
+#: Number of norm weights that tell a model from its finetunes, spread over its depth; as many
+#: patched weights tell LoRAs apart.
 NORMS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class NamedProfile:
-    """What the node SpargeProfileLoad hands on: a profile, or why there is none."""
+    """Output of the node SpargeProfileLoad: a profile, or why there is none."""
 
     name: str
     profile: Profile | None
@@ -42,7 +42,7 @@ class NamedProfile:
             return cls(name, None, str(error))
 
     def usable_for(self, model: Fingerprint | None, aim: Aim | None) -> tuple[Profile | None, str]:
-        """The profile if it may be used, and what the user has to know, if anything."""
+        """Returns the profile if it may be used, and what the user has to know, if anything."""
         if aim is None or model is None:
             return None, f"the profile {self.name} has no effect in manual mode"
         if self.profile is None:
@@ -60,7 +60,8 @@ class NamedProfile:
 
 
 def fingerprint_of(model_patcher: Any) -> Fingerprint:
-    """Of the model as loaded, and of what is patched onto its weights (LoRA). Waits for the GPU."""
+    """Fingerprint of the model as loaded, and of what is patched onto its weights (LoRA). Waits for
+    the GPU."""
     network = model_patcher.model.diffusion_model
     network = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
     norms = {
@@ -94,7 +95,8 @@ def _mark_of(patches: Mapping[Any, Sequence[Any]]) -> torch.Tensor:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those of a patch, whose values ComfyUI nests in tuples and in adapters' `weights`."""
+    """Yields the tensors of a patch, whose values ComfyUI nests in tuples and in adapters'
+    `weights`."""
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
             yield value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pvthreshd where it makes calls faster; elsewhere it would only make them less exact."""
+"""PV filter (`pvthreshd`) where it makes calls faster; elsewhere it would only cost exactness."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..sparge import SparsePolicy, capabilities
 from ..sparge.kernels import pv_filter_saves
 from ..sparge.policy import PV_FILTER_OFF
 
-#: In the end-of-run line, where the user asked for the filter.
+#: Remark of the end-of-run line, where the user asked for the filter.
 LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
 
 
 def fitted(policy: SparsePolicy, device: torch.device) -> SparsePolicy:
-    """The policy as this device shall run it; as it is where there are no kernels."""
+    """Policy as this device shall run it; unchanged where there are no kernels."""
     arch = capabilities(device).arch
     if not policy.pv_filter or not arch or pv_filter_saves(arch):
         return policy

@@ -18,20 +18,23 @@ from .attention_call import AttentionCall
 from .decision import MASK
 from .families import TokenLayout
 
-#: Why a masked call is dense whose batch entries have other numbers of real tokens.
+#: Reason of a dense masked call whose batch entries have different numbers of real tokens.
 UNEVEN = "attention mask (the prompts of a batch are padded differently)"
 
 
 @dataclass(frozen=True, eq=False)
 class RealTokens:
-    """Of a call with a padding mask. index (entries, real tokens) and rest (entries, others) int64:
-    their places in the sequence; one entry stands for a whole batch."""
+    """Real tokens of a call with a padding mask.
+
+    index (entries, real tokens) and rest (entries, others), int64: their places in the sequence.
+    One entry stands for a whole batch.
+    """
 
     index: Tensor
     rest: Tensor
 
     def call(self, call: AttentionCall) -> AttentionCall:
-        """The same attention among the real tokens, (B, H, S, D) in and out."""
+        """Same attention among the real tokens alone, (B, H, S, D) in and out."""
         q, k, v = (_take(x, self.index) for x in call.heads_first())
         return replace(
             call, q=q, k=k, v=v, has_mask=False, mask=None, skip_reshape=True,
@@ -39,11 +42,11 @@ class RealTokens:
         )  # fmt: skip
 
     def rows(self, call: AttentionCall, out: Tensor) -> Tensor:
-        """What a result of `call` gives the real tokens, as `self.call` has it."""
+        """Rows of the real tokens in a result of `call`, as `self.call` has it."""
         return _take(call.result_heads_first(out), self.index)
 
     def whole(self, call: AttentionCall, real: AttentionCall, out: Tensor) -> Tensor:
-        """The result of `call`, from that of its real tokens."""
+        """Result of `call`, from that of its real tokens."""
         q, _, _ = call.heads_first()
         batch, heads, tokens, head_dim = q.shape
         result = q.new_empty(batch, tokens, heads, head_dim)
@@ -61,8 +64,8 @@ class RealTokens:
 
 
 def real_tokens(mask: Tensor, layout: TokenLayout) -> RealTokens | str | None:
-    """Of a mask that is one row of keys for each batch entry: None where all tokens are real, or
-    why the call stays dense. Waits for the mask's device once."""
+    """Real tokens of a mask that is one row of keys for each batch entry: None where all tokens are
+    real, or why the call stays dense. Waits for the mask's device once."""
     row = mask.reshape(-1, mask.shape[-1]).cpu()
     try:
         padding = key_padding(row)
@@ -87,7 +90,7 @@ def real_tokens(mask: Tensor, layout: TokenLayout) -> RealTokens | str | None:
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
-    """(B, H, n, D) of (B, H, N, D)."""
+    """Takes rows: (B, H, n, D) of (B, H, N, D)."""
     if places.shape[0] == 1:
         return x.index_select(2, places[0])
     entry = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
@@ -95,7 +98,7 @@ def _take(x: Tensor, places: Tensor) -> Tensor:
 
 
 def _put(result: Tensor, places: Tensor, rows: Tensor) -> None:
-    """result (B, N, H, D), rows (B, H, n, D)."""
+    """Writes rows (B, H, n, D) into result (B, N, H, D)."""
     rows = rows.transpose(1, 2).to(result.dtype)
     if places.shape[0] == 1:
         result[:, places[0]] = rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a run, in one line: on the node and in the log, always. And in more lines."""
+"""Report of a run: one line, on the node and in the log, always; and more lines."""
 
 from __future__ import annotations
 
@@ -66,12 +66,13 @@ def summary(result: RunResult) -> str:
 
 
 def details(result: RunResult) -> str:
-    """The line, and below it what was measured of each layer."""
+    """Line of the report, and below it what was measured of each layer."""
     return "\n".join([summary(result), *_asked(result), *_steps(result), *_layers(result)])
 
 
 def _steps(result: RunResult) -> Iterator[str]:
-    """Means over the layers that ran in a step; 100 % where all were dense, - where none ran."""
+    """Lines of the steps: means over the layers that ran; 100 % where all were dense, - where none
+    ran."""
     if result.by_step.numel():
         means = result.by_step.nanmean(0).tolist()
         shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in means)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a run when it is over: numbers on the CPU, nothing of the model."""
+"""Result of a run when it is over: numbers on the CPU, nothing of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..sparge.calibrate import Fingerprint, Profile, mean_error
 from ..sparge.tune import Densities, MeasuredShape
 from .run_state import Run
 
-#: Sparse calls came before, so nothing tells whose doing it is.
+#: Remark where sparse calls came before, so that nothing tells whose doing it is.
 NOT_FINITE_LATER = (
     "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
     "see whether the model gives them by itself"
@@ -22,7 +22,7 @@ NOT_FINITE_LATER = (
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
-    """One run, as the report and the end-of-run line tell it."""
+    """Facts of one run, as the report and the end-of-run line tell it."""
 
     family: str
     tokens: int
@@ -31,36 +31,36 @@ class RunResult:
     dense: int
     cross: int
     faster_dense: int
-    """Of the dense ones, and below of cross-attention, by a faster kernel than ComfyUI's choice."""
+    """Dense calls by a faster kernel than ComfyUI's choice; below likewise of cross-attention."""
     faster_cross: int
     forwards: int
     density: float
     layers: Tensor
-    """(layers,) int64: number of each with self-attention."""
+    """(layers,) int64: number of each layer with self-attention."""
     by_step: Tensor
-    """(layers, steps) float32: their share of attention that was computed, 1 where it was dense,
-    NaN in steps without it."""
+    """(layers, steps) float32: share of attention that was computed, 1 where it was dense, NaN in
+    steps without any."""
     reasons: Mapping[str, int]
-    """Of dense self-attention calls, the most frequent first."""
+    """Reasons of dense self-attention calls, the most frequent first."""
     notes: tuple[str, ...]
     filter_left_out: bool
-    """Some sparse call ran without the PV filter that was asked for."""
+    """Whether some sparse call ran without the PV filter that was asked for."""
     asked: str
-    """What was asked of measured heads, "" in manual mode."""
+    """Aim of measured heads, "" in manual mode."""
     shapes: tuple[MeasuredShape, ...]
     profile: Profile | None
-    """What this run measured, and can be saved."""
+    """Profile that this run measured, and that can be saved."""
     from_profile: bool
-    """Choices of some shape came from a profile."""
+    """Whether choices of some shape came from a profile."""
     profile_name: str = ""
     steps: int = 0
-    """Of the schedule; 0 where that is not known."""
+    """Number of steps of the schedule; 0 where that is not known."""
     stopped_early: bool = False
-    """By an error or the user, before a pass that may be sparse was over."""
+    """Whether an error or the user stopped it before a pass that may be sparse was over."""
     missing: str = ""
     """"clip" or "picture" where its self-attention never came, although other attention did."""
     grid_tokens: int = 0
-    """Of the clip, where they are known."""
+    """Number of tokens of the clip, where they are known."""
 
     @classmethod
     def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
@@ -105,7 +105,8 @@ class RunResult:
         return joined[~joined.isnan()]
 
     def mean_error(self, name: str) -> float | None:
-        """By loudness, over the heads of all shapes and layers whose error is known, if any."""
+        """Mean by head weight, over the heads of all shapes and layers whose error is known, if
+        any."""
         return mean_error(self._joined(name), self._joined("loudness"))
 
     def _joined(self, name: str) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one sampling run knows and counts. It is made when the run starts and dropped at its end."""
+"""State of one sampling run. It is made when the run starts and dropped at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tally:
     cross: int = 0
     faster_cross: int = 0
     faster_dense: int = 0
-    """Of those by another kernel than ComfyUI's choice."""
+    """Dense calls by another kernel than ComfyUI's choice."""
     forwards: int = 0
     tokens: int = 0
     family: str = ""
@@ -41,9 +41,9 @@ class Tally:
     finished: int = 0
     """Forward passes that came to their end."""
     may_have_been_sparse: bool = False
-    """One of them may have been, or nothing may in the whole run."""
+    """Whether one of them may have been sparse, or nothing may in the whole run."""
     grid_tokens: int = 0
-    """The most that a clip had in a pass; 0 where that was never known."""
+    """Most tokens that a clip had in a pass; 0 where that was never known."""
     reasons: Counter[str] = field(default_factory=Counter)
     _grid: tuple[int, int, int] | None = field(default=None, repr=False)
     _reached: bool = field(default=False, repr=False)
@@ -59,13 +59,13 @@ class Tally:
 
     @property
     def missing(self) -> str:
-        """As in `RunResult`."""
+        """Missing self-attention, as in `RunResult`."""
         if self._grid is None or self._reached or not self.finished or self.calls == 0:
             return ""
         return "clip" if self._grid[0] > 1 else "picture"
 
     def add_forward(self, family: str, grid: tuple[int, int, int] | None) -> None:
-        """grid: tokens of the clip along (time, height, width)."""
+        """Counts a forward pass. grid: tokens of the clip along (time, height, width)."""
         with self._lock:
             self.forwards += 1
             self.family = family
@@ -78,7 +78,7 @@ class Tally:
             self.may_have_been_sparse |= may_be_sparse
 
     def reach(self) -> None:
-        """A call of the clip's self-attention came."""
+        """Notes that a call of the clip's self-attention came."""
         self._reached = True
 
     def add_sparse(self, tokens: int, filter_left_out: bool) -> None:
@@ -113,13 +113,13 @@ class Run:
         device: torch.device | None = None,
         profile_name: str = "",
     ) -> None:
-        """schedule: the noise level of each step, as far as it is known. model, device: what is
-        sampled, and where. profile_name: as the user knows it."""
+        """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
+        what is sampled, and where. profile_name: as the user knows it."""
         self.owner = owner
         self.settings = settings
         self.profile_name = profile_name
         self.asked = settings.policy()
-        """On any device; `pv_filter.fitted` makes it one's own."""
+        """Policy for any device; `pv_filter.fitted` makes it one's own."""
         self.window = sigma_window(settings, model_sampling)
         self.schedule = schedule
         self.tally = Tally()
@@ -143,21 +143,22 @@ class Run:
         self._model, self._device = model, device
         self._step = 0
         self._evaluated = False
-        self._of_step: set[int] = set()  # conditionings, where nobody counts evaluations
+        self._of_step: set[int] = set()  # conditionings of a step, where nobody counts evaluations
         self._grids: set[TokenGrid] = set()
         self._unusable: dict[torch.device, str] = {}
         self._lock = threading.Lock()
 
     def begin_evaluation(self) -> None:
-        """Of the model, which counts as a step whatever passes ComfyUI splits it into: those follow
-        from the free memory, and the result must not."""
+        """Begins an evaluation of the model. It counts as a step whatever passes ComfyUI splits it
+        into: those follow from the free memory, and the result must not."""
         with self._lock:
             self._step += self._evaluated
             self._evaluated = True
 
     def which(self, model: object, device: torch.device) -> int:
-        """0 for a pass of what is sampled, wherever it was copied to (multi-GPU); else a number for
-        another model, which a guider runs beside it on its device (DualModelGuider)."""
+        """Number of the model that a pass is of: 0 for what is sampled, wherever it was copied to
+        (multi-GPU); else a number for another model, which a guider runs beside it on its device
+        (DualModelGuider)."""
         if self._model is None or model is self._model or device != self._device:
             return 0
         apart = "" if self.heads is None else ", and its heads are measured apart"
@@ -165,13 +166,13 @@ class Run:
             "the guider runs a second model as well: it follows the settings of this node, "
             f"whatever nodes it went through{apart}"
         )
-        return id(model)  # of objects that outlive the run
+        return id(model)  # id of objects that outlive the run
 
     def begin_pass(
         self, conditioning: Conditioning, rows: int, device: torch.device, may_be_sparse: bool
     ) -> PassRecord:
-        """Call it before the forward pass, never inside an attention call: ComfyUI may be recording
-        allocations there, and these outlive the call.
+        """Begins a forward pass. Call it before the pass, never inside an attention call: ComfyUI
+        may be recording allocations there, and these outlive the call.
 
         A pack that samples past ComfyUI's guiders begins no evaluation: there, a step is over when
         one of its conditionings comes again.
@@ -186,7 +187,7 @@ class Run:
             return self.records[-1]
 
     def order(self, grid: TokenGrid, step: int, device: torch.device) -> TokenOrder:
-        """The order that a step of manual mode takes; copied to the device once a run."""
+        """Token order that a step of manual mode takes; copied to the device once a run."""
         with self._lock:
             self._grids.add(grid)
         return unmeasured_order(grid, step % TURNS).on(device)
@@ -200,21 +201,21 @@ class Run:
             self.heads.end()
 
     def unusable(self, device: torch.device) -> str | None:
-        """Why attention on this device stays dense for the whole run, or None."""
+        """Reason why attention on this device stays dense for the whole run, or None."""
         with self._lock:
             if device in self._unusable:
                 return self._unusable[device]
         return unusable_reason(device)
 
     def give_up(self, device: torch.device, reason: str) -> None:
-        """Keep the rest of the run dense on this device."""
+        """Keeps the rest of the run dense on this device."""
         with self._lock:
             self._unusable.setdefault(device, reason)
 
 
 def _notes() -> tuple[list[str], Callable[[str], None]]:
-    """Remarks for the report, and what adds one, once. It does not hold the run: the run's tables
-    hold it, and would stay on their devices until the cycle is found."""
+    """Remarks for the report, and a function that adds one, once. It does not hold the run: the
+    run's tables hold it, and would stay on their devices until the cycle is found."""
     notes: list[str] = []
     lock = threading.Lock()
 
@@ -227,7 +228,7 @@ def _notes() -> tuple[list[str], Callable[[str], None]]:
 
 
 def unusable_reason(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this device, or None when they can."""
+    """Reason why the kernels cannot run on this device, or None when they can."""
     if not speed_matters():
         return None
     capability = capabilities(device)
@@ -235,7 +236,7 @@ def unusable_reason(device: torch.device) -> str | None:
 
 
 def sigma_window(settings: Settings, model_sampling: Any) -> SigmaWindow:
-    """Percent to sigma, with the model sampling that is in force when sampling starts.
+    """Turns percent into sigma, with the model sampling that is in force when sampling starts.
 
     The edges 0 and 1 are open: model samplings disagree about the sigma they give them.
     """

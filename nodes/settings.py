@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The widgets of SpargeAttention as one frozen value, and their defaults."""
+"""Widgets of SpargeAttention as one frozen value, and their defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .blocks import BlockSpans
 
 @dataclass(frozen=True)
 class Settings:
-    """Field names and order are the widgets' names and order, which saved graphs rely on."""
+    """Values of the widgets. Field names and order are the widgets' names and order, which saved
+    graphs rely on."""
 
     mode: str = "manual"
     topk: float = 0.5
@@ -28,8 +29,8 @@ class Settings:
     quality: str = "balanced"
 
     def __post_init__(self) -> None:
-        """Raises ValueError when the node runs, not steps later: what comes through a link instead
-        of a widget, the server has not looked at."""
+        """Checks the values when the node runs, not steps later: what comes through a link instead
+        of a widget, the server has not looked at. Raises ValueError."""
         for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {options}.")
@@ -41,7 +42,7 @@ class Settings:
 
     @cached_property
     def aim(self) -> Aim | None:
-        """What measured heads shall reach; None in manual mode."""
+        """Aim for measured heads; None in manual mode."""
         return aim_of(self.mode, self.quality, self.topk)
 
     @cached_property
@@ -49,7 +50,7 @@ class Settings:
         return BlockSpans.parse(self.dense_blocks)
 
     def policy(self) -> SparsePolicy:
-        """Without the text, which calls have in different places."""
+        """Policy without the text, which calls have in different places."""
         return SparsePolicy(
             # A measured head keeps a share of the blocks, never one of the mass.
             select_by="topk" if self.aim else self.select_by,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node SpargeAttention: its widgets, and the clone of the model that it returns."""
+"""Node SpargeAttention: its widgets, and the clone of the model that it returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .sparge_profile_load import ProfileSocket
 
 DEFAULT = Settings()
 
-#: What a node that somebody adds now starts with. Not the default of Settings, which an API graph
-#: without `mode` gets: it was written when there was nothing but manual, and has to stay that.
+#: Mode that a node starts with which somebody adds now. Not the default of Settings, which an API
+#: graph without `mode` gets: it was written when there was nothing but manual, and has to stay
+#: that.
 MODE_OF_NEW_NODES = AUTO_QUALITY
 
 
@@ -107,8 +108,8 @@ class SpargeAttention(io.ComfyNode):
 
 
 def _widget(kind: Any, name: str, **options: Any) -> Any:
-    """Optional to the server, so that a graph saved before the widget existed, or an API graph that
-    names only a few, still runs; execute() has the same defaults."""
+    """Makes a widget that is optional to the server, so that a graph saved before it existed, or an
+    API graph that names only a few, still runs; execute() has the same defaults."""
     options.setdefault("default", getattr(DEFAULT, name))
     return kind.Input(name, optional=True, **options)
 

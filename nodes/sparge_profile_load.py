@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node SpargeProfileLoad: a profile by its name."""
+"""Node SpargeProfileLoad: a profile by its name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .profiles import NamedProfile
 
 logger = logging.getLogger("sparge")
 
-#: What flows from this node to SpargeAttention: a NamedProfile.
+#: Type of what flows from this node to SpargeAttention: a NamedProfile.
 ProfileSocket = io.Custom("SPARGE_PROFILE")
 
 
 class SpargeProfileLoad(io.ComfyNode):
-    """A graph that names a profile this machine lacks still runs: that run measures."""
+    """Loads a profile. A graph that names a profile this machine lacks still runs: that run
+    measures."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -52,7 +53,7 @@ class SpargeProfileLoad(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, name: str = "") -> str:
-        """So that a file that was written since is read again."""
+        """Changes with the file, so that one that was written since is read again."""
         try:
             return str(profile_path(profile_folder(), name).stat().st_mtime_ns)
         except (ProfileError, OSError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node SpargeReport: what the last run did, as text and picture, and its profile on disk."""
+"""Node SpargeReport: what the last run did, as text and picture, and its profile on disk."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ NOT_SAVED_OF_ANOTHER = "No profile was saved, for it would be of another run tha
 
 class SpargeReport(io.ComfyNode):
     """Finds the run through the model: the patched model carries the hook of its Sparge Attention
-    node, and the hook keeps the result of its last run. The latent is passed through only so that
-    ComfyUI runs this node after the sampler. Where two samplers use one patched model, the one that
-    ran last is reported."""
+    node, and the hook keeps the result of its last run.
+
+    The latent is passed through only so that ComfyUI runs this node after the sampler. Where two
+    samplers use one patched model, the one that ran last is reported.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -85,7 +87,8 @@ class SpargeReport(io.ComfyNode):
 
 
 def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
-    """ComfyUI keeps latents of earlier prompts, and then runs this node alone."""
+    """Remark when the latent is of another run: ComfyUI keeps latents of earlier prompts, and then
+    runs this node alone."""
     samples = latent.get("samples") if isinstance(latent, dict) else None
     given = getattr(samples, "shape", None)
     if shape is None or given is None or len(given) != len(shape) or tuple(given) == shape:
@@ -102,7 +105,8 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def _save(result: RunResult, name: str) -> str:
-    """What became of it; a name that cannot be used must not cost the user a finished clip."""
+    """Saves the profile and says what became of it. A name that cannot be used must not cost the
+    user a finished clip."""
     try:
         path = profile_path(profile_folder(), name)
         if result.profile is None:

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
-#: What a user is shown where the name of a class would tell nothing.
+#: Name that a user is shown where the name of a class would tell nothing.
 NAMELESS = "This model"
 
 _IN_ORDER = "tokens stay in the order they come"
-#: Said of sparse runs of a model without a row. Where it is not known what is among its tokens:
+#: Remark on sparse runs of a model without a row, where it is not known what is among its tokens.
 UNKNOWN_MODEL = (
     f"the pack does not know this model: {_IN_ORDER}, and text, should there be some among them, "
     "is not kept exact"
 )
-#: Where its self-attention has text beside the picture:
+#: Remark where its self-attention has text beside the picture.
 UNKNOWN_TEXT = (
     "the pack does not know where this model has what: text among its tokens is not kept exact, "
     f"and {_IN_ORDER}"
 )
-#: Where text is in its cross-attention alone:
+#: Remark where text is in its cross-attention alone.
 UNKNOWN_ORDER = f"the pack does not know where this model has what: {_IN_ORDER}"
 
 #: Names for the user, by class name; subclasses inherit their parent's.
@@ -61,12 +61,12 @@ _NO_TEXT = {
 
 
 def name_of(class_names: Iterable[str]) -> str:
-    """For the user; class_names: the model's own, then its parents'."""
+    """Name for the user; class_names: the model's own, then its parents'."""
     return next((_NAMES[name] for name in class_names if name in _NAMES), NAMELESS)
 
 
 def remark_of(name: str) -> str:
-    """What the end-of-run line says of sparse runs of a model of that name."""
+    """Remark that the end-of-run line makes on sparse runs of a model of that name."""
     if name in _NO_TEXT:
         return UNKNOWN_ORDER
     return UNKNOWN_TEXT if name in _TEXT_AMONG_TOKENS else UNKNOWN_MODEL

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a run had nothing to make sparse, and what its user can do: for the line and the picture."""
+"""Reasons why a run had nothing to make sparse, and what its user can do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE_STEP_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 
 
 def why_nothing(result: RunResult) -> str:
-    """Of a run without a sparse call; "" where the reasons of its dense calls say it."""
+    """Reason for a run without a sparse call; "" where the reasons of its dense calls say it."""
     if result.sparse:
         return ""
     if result.stopped_early:
@@ -42,7 +42,9 @@ def why_nothing(result: RunResult) -> str:
 
 
 def advice(result: RunResult) -> str:
-    """What to change, where the reasons of dense calls would send the user the wrong way."""
+    """Change that a user can make, where the reasons of dense calls would send them the wrong
+    way.
+    """
     if result.sparse or result.steps != 1 or result.stopped_early:
         return ""
     waits = any(why.startswith("before start_percent") for why in result.reasons)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that this machine lacks are compiled while ComfyUI still loads the model."""
+"""Warm-up: kernels that this machine lacks are compiled while ComfyUI still loads the model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ Show = Callable[[str], None]
 
 #: Seconds between two looks at the Cancel button while a run waits.
 _POLL_SECONDS = 0.1
-#: Loading from the disk takes less; only a compilation is worth telling the user about.
+#: Seconds that loading from the disk stays below; only a compilation is worth telling the user
+#: about.
 _WORTH_TELLING_SECONDS = 1.0
 
 
 def node_specs(arch: str) -> list[kernels.KernelSpec]:
-    """The kernels that the node can reach: those of the 8-bit precision, for both head_dims; with
-    the PV filter where `pv_filter.fitted` lets it be."""
+    """Kernels that the node can reach: those of the 8-bit precision, for both head_dims; with the
+    PV filter where `pv_filter.fitted` lets it be."""
     element = _element(arch)
     return [
         spec
@@ -39,7 +40,7 @@ def node_specs(arch: str) -> list[kernels.KernelSpec]:
 
 
 def node_path(arch: str) -> str:
-    """Which attend kernel serves the node, and why."""
+    """Name of the attend kernel that serves the node, and why."""
     return attend_path(arch, _element(arch)).reason
 
 
@@ -90,8 +91,9 @@ class Warmup:
 
     @property
     def may_go_better(self) -> bool:
-        """It failed, and not for what stays as it is: a GPU that is too old, code that the compiler
-        refuses. Memory may be free again by now, and a disk."""
+        """Whether a second try may go better: it failed, and not for what stays as it is, a GPU
+        that is too old or code that the compiler refuses. Memory may be free again by now, and a
+        disk."""
         if self._error is None or isinstance(self._error, Unsupported):
             return False
         return not (isinstance(self._error, KernelBuildError) and self._error.log)
@@ -102,8 +104,8 @@ _lock = threading.Lock()
 
 
 def warm_up(device: torch.device, show: Show) -> Warmup:
-    """The warm-up of a device, started by whoever asks first in this process, and once more after
-    one that failed and may not fail again."""
+    """Warm-up of a device, started by whoever asks first in this process, and once more after one
+    that failed and may not fail again."""
     with _lock:
         kept = _warmups.get(device)
         if kept is None or kept.may_go_better:

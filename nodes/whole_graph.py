@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile(fullgraph=True): a graph of the whole model, in which this node has no place.
+"""Graphs of the whole model by torch.compile(fullgraph=True), in which this node has no place.
 
 What the node does in a call depends on the step and on what was measured, so it is no part of a
 graph: elsewhere torch.compile leaves it out. With fullgraph it may not, and ends the run instead.
@@ -26,7 +26,8 @@ def has_been_traced() -> bool:
 # In a trace it runs as it is, and the trace takes the answer for a constant.
 @torch.compiler.assume_constant_result
 def _no_break_allowed() -> bool:
-    """False where this version of torch does not tell: then the trace ends in torch's own error."""
+    """Whether the trace allows no break; False where this version of torch does not tell: then the
+    trace ends in torch's own error."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what kind an argument is. A caller who gives another reads a sentence, not a traceback."""
+"""Checks of a caller's arguments: a value of the wrong kind raises a sentence, not a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _SHOWN = (str, bool, int, float, np.generic, type(None))
 
 
 def shown(value: object) -> str:
-    """What was given, for a message: short values themselves, of others the type."""
+    """Text that shows what was given, for a message: short values themselves, of others the
+    type.
+    """
     if isinstance(value, _SHOWN):
         return repr(value)
     kind = type(value)
@@ -32,14 +34,16 @@ def check_tensor(name: str, value: object, give: str) -> None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as Python's own. Raises ValueError for what is neither True nor False."""
+    """Returns `value` as Python's own bool. Raises ValueError for what is neither True nor
+    False.
+    """
     if not isinstance(value, (bool, np.bool_, torch.SymBool)):
         raise ValueError(f"{name} is {shown(value)}; it takes True or False.")
     return cast("bool", _plain(value))
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """`value` as Python's own number. Raises ValueError for anything but a whole number from
+    """Returns `value` as Python's own int. Raises ValueError for anything but a whole number from
     `least` (to `most`)."""
     number = isinstance(value, _WHOLE) and not isinstance(value, bool)
     if not number or value < least or (most is not None and value > most):
@@ -49,12 +53,14 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
 
 
 def number(name: str, value: Any, give: str = "a number") -> float:
-    """`value` as Python's own number. Raises ValueError for what is none; True is none."""
+    """Returns `value` as Python's own float. Raises ValueError for what is no number; True is
+    none.
+    """
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise ValueError(f"{name} is {shown(value)}; give {give}.")
     return cast("float", _plain(value))
 
 
 def _plain(value: object) -> object:
-    """Numbers of NumPy as Python's; a size that torch.compile traces stays what it is."""
+    """Turns numbers of NumPy into Python's; a size that torch.compile traces stays what it is."""
     return value.item() if isinstance(value, np.generic) else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums in torch's own operations, in the types in which they are written down."""
+"""Context for sums in torch's own operations, in the types in which they are written down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def as_written(device: torch.device) -> AbstractContextManager[object]:
-    """Around float32 arithmetic on `device`: a caller's autocast has no say in it."""
+    """Context around float32 arithmetic on `device`, in which a caller's autocast has no say."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public calls."""
+"""Public calls: `attention`, `make_plan`, `attention_partials`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def attention(
     Args:
         q: (B, H, Nq, D) in layout "HND", (B, Nq, H, D) in "NHD"; bf16, fp16 or fp32 (read as
             bf16); any strides with a contiguous last dimension; D up to 128.
-        k, v: the same with Hkv heads, H a multiple of Hkv; dtypes may differ from q's.
+        k, v: as q, with Hkv heads, H a multiple of Hkv; dtypes may differ from q's.
         policy: what to keep and how to compute; the default keeps half of the key blocks.
         out_layout: layout of the result, ``layout`` when None.
         is_causal: query i sees keys 0..i, element by element, of as many keys as queries.
@@ -118,13 +118,13 @@ def attention(
         plan: from ``make_plan``; replaces routing.
         order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
             and its exact tokens replace the policy's. q, k, v and the result stay as they come.
-        budget: density, pooled residual or background, contrast, and router of each head; replaces
-            the policy's density.
+        budget: settings of each head: density, pooled keys or background, output scale, and router;
+            replaces the policy's density.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
         return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys. With
-            8-bit operands on sm_90a it is that of the weights as rounded to E4M3, as is the result:
-            off by 1e-3 as a rule, by .06 at most where one weight makes the row.
+            8-bit operands on sm_90a it is that of the weights as rounded to E4M3, as is the result
+            (docs/experiments.md, Log-sum-exp of 8-bit operands).
 
     Returns:
         The result; rows that see no key are 0 (log-sum-exp -inf). A NaN or an infinity makes NaN:
@@ -173,7 +173,8 @@ def make_plan(
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
 ) -> BlockPlan:
-    """Routing alone: the plan ``attention`` would use with these arguments. Raises as it does."""
+    """Routes alone: returns the plan ``attention`` would use with these arguments. Raises as it
+    does."""
     call = make_call(
         q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None, causal=causal
     )
@@ -236,7 +237,7 @@ def _counters_of(stats: AttentionStats, device: torch.device) -> Tensor:
 
 
 def _empty_output(call: Call, dtype: torch.dtype, out_layout: str) -> Tensor:
-    """(B, H, Nq, D) view of memory in ``out_layout``."""
+    """Empty (B, H, Nq, D) view of memory in ``out_layout``."""
     batch, heads, queries, channels = call.q.shape
     if out_layout == "HND":
         return torch.empty(batch, heads, queries, channels, dtype=dtype, device=call.q.device)

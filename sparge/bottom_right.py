@@ -20,7 +20,7 @@ from .policy import SparsePolicy
 
 
 def run_bottom_right(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    """`pipeline.run` of a call whose queries and keys differ in number."""
+    """Runs `pipeline.run` on the parts of a call whose queries and keys differ in number."""
     if call.q.shape[2] > call.k.shape[2]:
         _run_last_queries(call, out, lse, counters)
     else:
@@ -55,7 +55,8 @@ def _run_merged(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | 
         run(part, outs[-1], sums[-1], counters)
     of_both = torch.logaddexp(*sums)
     unseen = of_both == -torch.inf
-    # By the sum: a NaN in either part comes out, and rows that see no key have the weight 0.
+    # Weighted by the sum: a NaN in either part comes out, and rows that see no key have the weight
+    # 0.
     shares = [
         (each - of_both).masked_fill(unseen, -torch.inf).exp_().unsqueeze(-1) for each in sums
     ]
@@ -66,7 +67,7 @@ def _run_merged(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | 
 
 
 def _rectangle(call: Call) -> Call:
-    """All queries over the keys before theirs."""
+    """Part of the call in which all queries see the keys before theirs."""
     end = call.k.shape[2] - call.q.shape[2]
     mask = call.block_mask
     return replace(
@@ -80,11 +81,11 @@ def _rectangle(call: Call) -> Call:
 
 
 def _triangle(call: Call) -> Call:
-    """All queries over their own keys."""
+    """Part of the call in which all queries see their own keys."""
     first = call.k.shape[2] - call.q.shape[2]
     mask = call.block_mask
     policy = _later(call, first)
-    if policy.attention_sink:  # key 0 is of the other part
+    if policy.attention_sink:  # key 0 belongs to the other part
         policy = replace(policy, attention_sink=False)
     return replace(
         call,
@@ -97,7 +98,7 @@ def _triangle(call: Call) -> Call:
 
 
 def _later(call: Call, first: int) -> SparsePolicy:
-    """The policy for what follows `first` tokens of the sequence."""
+    """Policy for what follows `first` tokens of the sequence."""
     policy = call.policy
     if policy.exact_prefix:
         policy = replace(policy, exact_prefix=max(0, policy.exact_prefix - first))

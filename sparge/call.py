@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One validated attention call, and the part of it that some heads are."""
+"""Validated attention call, and the part of it that some heads are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .workspace import CallShape
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """q (B, H, Nq, D), k and v (B, Hkv, Nk, D); v is None where only a plan is made."""
+    """One call: q (B, H, Nq, D), k and v (B, Hkv, Nk, D); v is None where only a plan is made."""
 
     q: Tensor
     k: Tensor
@@ -45,7 +45,8 @@ class Call:
     budget: HeadBudget | None
     thresholds: Tensor | None
     bottom_right: bool = False
-    """What `is_causal` means: the last query sees the last key. Else the first sees the first."""
+    """Meaning of `is_causal`: True when the last query sees the last key, else the first sees the
+    first."""
 
     @property
     def shape(self) -> CallShape:
@@ -66,13 +67,13 @@ class Call:
 
     @property
     def routes(self) -> bool:
-        """Whether there is room for query statistics: a given plan or mask replaces them."""
+        """Whether there is room for query statistics, which a given plan or mask replaces."""
         return self.plan is None and self.block_mask is None
 
     @property
     def scores(self) -> bool:
-        """Whether route asks what blocks are like: not where top-k keeps all, as far as the host
-        knows, which does not read thresholds of heads."""
+        """Whether route asks what blocks are like. It does not where top-k keeps all, as far as the
+        host knows, which does not read thresholds of heads."""
         policy = self.policy
         keeps_all = (
             self.thresholds is None
@@ -89,7 +90,9 @@ class Call:
         return self.scores and (isinstance(threshold, Tensor) or float(threshold) >= 0)
 
     def heads(self, first: int, last: int) -> Call:
-        """The kv heads first .. last - 1 and the query heads that read them."""
+        """Part of the call with the KV heads first .. last - 1 and the query heads that read
+        them.
+        """
         group = self.shape.heads // self.shape.kv_heads
         kv, query = slice(first, last), slice(first * group, last * group)
         return replace(
@@ -105,7 +108,7 @@ class Call:
 
 
 def element_of(precision: Precision, q: Tensor, *others: Tensor) -> Element:
-    """The operand types that ``precision`` means on q's device, for k and v of these dtypes."""
+    """Operand types that ``precision`` means on q's device, for k and v of these dtypes."""
     if precision is Precision.INT8_FP16:
         return Element.INT8_FP16
     sixteen_bit = precision is Precision.SIXTEEN_BIT
@@ -128,7 +131,8 @@ def make_call(
     budget: HeadBudget | None = None,
     causal: Alignment | None = None,
 ) -> Call:
-    """Raises Unsupported or ValueError, with a sentence for the user, before anything runs."""
+    """Validates arguments. Raises Unsupported or ValueError, with a sentence for the user, before
+    anything runs."""
     policy = SparsePolicy() if policy is None else policy
     _check_kinds(policy, plan, order, budget)
     q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a causal query sees where there are more keys than queries, or fewer.
+"""Meaning of causal where there are more keys than queries, or fewer.
 
 Two meanings are in use, and they differ by the whole past of a sequence: with a cache of 600 keys
 one query sees key 0 alone, or all of them. So the caller says which.
@@ -15,7 +15,7 @@ from .argument import shown
 from .errors import Unsupported
 from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
 
-#: "top-left": query i sees keys 0..i. "bottom-right": the last query sees the last key.
+#: Alignments. "top-left": query i sees keys 0..i. "bottom-right": the last query sees the last key.
 Alignment = Literal["top-left", "bottom-right"]
 
 
@@ -49,8 +49,8 @@ def check_bottom_right(
     block_mask: Tensor | None,
     plan: BlockPlan | None,
 ) -> None:
-    """Raises Unsupported for what has no one meaning there, or no parts that blocks can be cut
-    into."""
+    """Raises Unsupported for arguments that have no one meaning there, or no parts that blocks can
+    be cut into."""
     if key_lengths is not None or (plan is not None and plan.key_lengths is not None):
         raise Unsupported(
             "key_lengths and causal='bottom-right' do not go together: the last query may belong "

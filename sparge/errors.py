@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library raises on purpose; every other exception is a bug or the machine's."""
+"""Errors that the library raises on purpose; every other exception is a bug or the machine's."""
 
 from __future__ import annotations
 
 
 class Unsupported(ValueError):
-    """The call cannot be served here; ``reason`` is a sentence written for the user.
+    """Error of a call that cannot be served here; ``reason`` is a sentence written for the user.
 
     Callers with a dense path catch this type. The ComfyUI nodes, which do not know what a model
     will send, catch others as well, and report those as errors.
@@ -18,7 +18,8 @@ class Unsupported(ValueError):
 
 
 class KernelBuildError(RuntimeError):
-    """A kernel cannot be built; ``log`` is what NVRTC said, empty where there is no NVRTC."""
+    """Error of a kernel that cannot be built; ``log`` is what NVRTC said, empty where there is no
+    NVRTC."""
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(f"{message}\n{log}" if log else message)

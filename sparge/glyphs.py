@@ -62,8 +62,8 @@ GLYPHS = _read(_STRIPS)
 
 
 def write(text: str, zoom: int = 1) -> Tensor:
-    """(zoom * 7, width) bool: the text in capitals, a point between letters; a character without
-    a glyph, as names of files may have, is left blank."""
+    """(zoom * 7, width) bool: the text in capitals, a point between letters. A character without a
+    glyph, as names of files may have, is left blank."""
     gap = torch.zeros(HEIGHT, 1, dtype=torch.bool, device="cpu")
     parts = [part for letter in text.upper() for part in (_glyph(letter), gap)]
     points = torch.cat(parts[:-1] or [gap], 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call's kernels, built before the first is launched.
+"""Builds a call's kernels before the first is launched.
 
 Targets differ in operand types and in the layout of the workspace, so a call that began on one
 cannot end on the next.
@@ -17,7 +17,7 @@ _built: set[Hashable] = set()
 
 
 def build_kernels(call: Call, arch: str) -> None:
-    """For ``arch``, the target of the moment, or the next one whose kernels compile.
+    """Builds kernels for ``arch``, the target of the moment, or the next one whose kernels compile.
 
     A set is looked into where that was done before. Raises KernelBuildError as `warm` does.
     """
@@ -29,7 +29,7 @@ def build_kernels(call: Call, arch: str) -> None:
 
 
 def _specs_of(call: Call, arch: str) -> Iterable[KernelSpec]:
-    """Those of a call like this, with or without a plan of its own."""
+    """Specs of a call like this, with or without a plan of its own."""
     entries = ["means", "quantize", "route"]
     if call.v is not None:
         entries.append(attend_path(arch, call.element).entry)

@@ -35,7 +35,7 @@ _CHUNK = 16  # bytes of a vector load
 
 @dataclass(frozen=True, eq=False)
 class OrderFacts:
-    """What kernels read of a `TokenOrder`, on their device; all None without one."""
+    """Tensors of a `TokenOrder` that kernels read, on their device; all None without one."""
 
     slot_tokens: Tensor | None = None
     slot_counts: Tensor | None = None
@@ -63,8 +63,8 @@ def means(
     element: Element,
     ordered: bool = False,
 ) -> Tensor:
-    """Launch 1 alone. k and v (B, Hkv, N, D); returns (3, B, Hkv, head_dim) float32: mean of K,
-    mean and scale of V; without V the first of them, (1, ...).
+    """Launch 1 alone: (3, B, Hkv, head_dim) float32, mean of K, mean and scale of V, of k and v (B,
+    Hkv, N, D). Without V the first of them, (1, ...).
 
     ordered: for calls with a token order (`mean_stride`).
     """
@@ -90,12 +90,12 @@ def quantize(
     with_similarity: bool = True,
     with_query_means: bool = True,
 ) -> Tensor:
-    """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
+    """Launches 1 and 2 on q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
-    means: those that `means` found, which saves launch 1.
+    means: result of `means`, which saves launch 1.
     with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
-        or NaN where a block's mean is no number (such keys have none, or their sum overflows):
-        that fails every threshold, as the similarity of keys that are no numbers does.
+        or NaN where a block's mean is no number (such keys have none, or their sum overflows): that
+        fails every threshold, as the similarity of keys that are no numbers does.
     with_query_means: False where route keeps every block: what a workspace with_queries has room
         for stays unwritten then, and Q unread.
     """
@@ -295,7 +295,7 @@ def attend(
 
 
 def resident_blocks(device: torch.device) -> int:
-    """Multiprocessors: each block of a persistent kernel has one to itself."""
+    """Number of multiprocessors: each block of a persistent kernel has one to itself."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -330,7 +330,7 @@ def _launch_means(
 
 
 def _means_slices(head_dim: int, arch: str) -> int:
-    """Thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
+    """Number of thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
     return 4 if ARCHS[arch].path == HOPPER_PATH else head_dim // 32
 
 
@@ -347,7 +347,7 @@ def queue(
     capability = capabilities(device)
     if not capability.usable:
         raise Unsupported(capability.reason)
-    use(capability.arch, device)  # also of traced calls, whose kernels nobody asked for before
+    use(capability.arch, device)  # also for traced calls, whose kernels nobody asked for before
     spec = KernelSpec(entry, capability.arch, shape.head_dim, element, pv_filter)
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
@@ -371,7 +371,7 @@ def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = N
 
 
 def view_of(tensor: Tensor | None) -> TensorView:
-    """(B, H, N, D) with any strides but a contiguous last dimension."""
+    """View of (B, H, N, D) with any strides but a contiguous last dimension."""
     if tensor is None:
         return TensorView()
     data, size = tensor.data_ptr(), tensor.element_size()

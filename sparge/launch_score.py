@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the parameter block of the kernel that scores calibration's candidates, and queues it."""
+"""Launch of the kernel that scores calibration's candidates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .launch import queue, view_of
 from .plan.blocks import block_count
 from .workspace import CallShape, layout_of
 
-_MOST_ROWS = 16  # that a thread block takes
-_STEP = 8  # places in the list of dropped key blocks to whose multiples each bucket is filled up
+_MOST_ROWS = 16  # rows that a thread block takes at most
+_STEP = 8  # each bucket is filled to multiples of it in the list of dropped key blocks
 _STATIC_SHARED = 2432  # bytes that the kernel declares itself
 
 
@@ -34,8 +34,8 @@ def score(
     """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``q`` and ``dense`` in any strides but
     a contiguous last dimension.
 
-    exact: sums, maxima and sums of weights, as in partial results.
-    shape, element: of the call that quantized into ``workspace``.
+    exact: sums, maxima and sums of weights, as in partial results. shape, element: of the call that
+    quantized into ``workspace``.
     """
     exact_out, exact_max, exact_sum = exact
     batch, heads, routers, pieces, rows, channels = exact_out.shape
@@ -81,10 +81,8 @@ def score(
 
 
 def shared_bytes(shape: CallShape, pooling: int, rows: int) -> int:
-    """Dynamic shared memory of a thread block of so many rows; ``Shared`` of csrc/score/place.cuh.
-
-    pooling: densities that drop something.
-    """
+    """Bytes of dynamic shared memory of a thread block of so many rows; ``Shared`` of
+    csrc/score/place.cuh."""
     room = _room(shape.key_blocks, pooling)
     queries = 2 * _MOST_ROWS * shape.head_dim
     weights = min(rows, 2) * block_count(rows, 2) * (block_count(room, 16) * 16 + 8)
@@ -96,7 +94,7 @@ def _room(key_blocks: int, pooling: int) -> int:
 
 
 def _rows_per_cta(shape: CallShape, pooling: int, rows: int, device: torch.device) -> int:
-    """As many of a query block's rows as fit in shared memory, in groups of about one size."""
+    """Most rows of a query block that fit in shared memory, in groups of about one size."""
     limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_SHARED
     for most in range(min(_MOST_ROWS, rows), 0, -1):
         if shared_bytes(shape, pooling, most) <= limit:

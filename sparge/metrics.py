@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far one tensor is from another: sums in float64, results as Python floats."""
+"""Distances of one tensor from another: sums in float64, results as Python floats."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call where no kernel runs: the reference with the same meaning, slow."""
+"""Call where no kernel runs: the reference with the same meaning, slow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_plan(call: Call) -> BlockPlan:
 
 
 def attend(call: Call) -> tuple[reference.Attended, BlockPlan]:
-    """A call without order and budget, and the plan that was used."""
+    """Attends in a call without order and head settings; returns the plan that was used as well."""
     assert call.v is not None  # None only where a plan alone is made
     options = {"block_mask": call.block_mask, "plan": call.plan, **_pairs(call)}
     with as_written(call.q.device):
@@ -30,7 +30,9 @@ def attend(call: Call) -> tuple[reference.Attended, BlockPlan]:
 
 
 def _attend_in_order(call: Call) -> tuple[reference.Attended, reference.Choice]:
-    """A call with an order or a budget, and the blocks that it chose."""
+    """Attends in a call with an order or head settings; returns the blocks that it chose as
+    well.
+    """
     assert call.v is not None
     with as_written(call.q.device):
         return reference.budgeted_attention(
@@ -39,7 +41,7 @@ def _attend_in_order(call: Call) -> tuple[reference.Attended, reference.Choice]:
 
 
 def _pairs(call: Call) -> dict[str, Any]:
-    """Which queries see which keys, and by what scale."""
+    """Arguments that say which queries see which keys, and by what scale."""
     return {
         "is_causal": call.is_causal,
         "scale": call.scale,
@@ -48,7 +50,8 @@ def _pairs(call: Call) -> dict[str, Any]:
 
 
 def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    """Writes what the kernels would write, and adds to the counters of `AttentionStats`."""
+    """Writes the results that the kernels would write, and adds to the counters of
+    `AttentionStats`."""
     if call.order is None and call.budget is None:
         attended, plan = attend(call)
         kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.visited_blocks()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages as torch.library ops, so that torch.compile sees tensors in and tensors out.
+"""Stages as torch.library ops, so that torch.compile sees tensors in and tensors out.
 
 A process may hold several copies of the library: an installed one and that of a node pack. Each has
 ops of its own, because copies differ in version, and in the classes of what they raise.
@@ -17,7 +17,8 @@ from .kernels import Element
 from .route_rules import RouteRules
 from .workspace import CallShape, WorkspaceLayout
 
-#: "sparge" for the installed library; ComfyUI names a pack after its path, which may hold anything.
+#: Namespace of the ops: "sparge" for the installed library; ComfyUI names a pack after its path,
+#: which may hold anything.
 NAMESPACE = "sparge"
 if __package__ != NAMESPACE:
     NAMESPACE += "_" + re.sub(r"\W", "_", __package__ or "", flags=re.ASCII)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding masks as what attention takes: the real keys first, and how many they are.
+"""Padding masks turned into what attention takes: the real keys first, and how many they are.
 
 padding = sparge.key_padding(mask)              # waits for the GPU once a mask
 k, v, key_lengths = padding.apply(k, v)
@@ -18,17 +18,17 @@ from .errors import Unsupported
 from .validate import as_heads_first
 from .weak_cache import WeakTensorCache
 
-#: An additive mask hides a key by this or less: no logit makes up for it.
+#: Additive mask values at or below this hide a key: no logit makes up for it.
 HIDDEN = -1e4
 _KEPT = 64  # masks whose padding is remembered
 
 
 @dataclass(frozen=True, eq=False)
 class KeyPadding:
-    """Which keys of (B, N) are real. Where all of them are, both tensors are None."""
+    """Real keys of a padding mask (B, N). Where all keys are real, both tensors are None."""
 
     tokens: int
-    """N: keys of each batch entry, real or not."""
+    """Number N of keys of each batch entry, real or not."""
     key_lengths: Tensor | None = None
     """(B,) int32: real keys of each entry, to be given to attention."""
     index: Tensor | None = None
@@ -38,9 +38,10 @@ class KeyPadding:
     def apply(
         self, k: Tensor, v: Tensor, layout: str = "HND"
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k, v and key_lengths for attention, k and v with the real keys first. Copies them only
-        where there are holes; keys have other places then, so causal calls and token orders do not
-        take them.
+        """Returns k, v and key_lengths for attention, k and v with the real keys first.
+
+        They are copied only where there are holes; keys have other places then, so causal calls and
+        token orders do not take them.
 
         Raises:
             ValueError: the mask is of another number of keys, or of other batch entries.
@@ -68,8 +69,9 @@ class KeyPadding:
 
 
 def key_padding(mask: Tensor) -> KeyPadding:
-    """What `mask` says of keys: (B, N), not torch's (Nq, Nk), or (B, 1, 1, N), or (B, H, Nq, N)
-    with equal rows; bool, True for real keys, or floating point to be added to logits, 0 for them.
+    """Reads the real keys off `mask`: (B, N), not torch's (Nq, Nk), or (B, 1, 1, N), or (B, H, Nq,
+    N) with equal rows; bool, True for real keys, or floating point to be added to logits, 0 for
+    them.
 
     The first call of a mask waits for its device, later ones with the same object do not. A mask of
     torch.inference_mode() must not be changed in place afterwards: nothing tells of that.
@@ -89,7 +91,7 @@ def key_padding(mask: Tensor) -> KeyPadding:
     return found
 
 
-#: Or why the mask is more than padding.
+#: Padding of each mask, or the reason why it is more than padding.
 _paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
 
 
@@ -111,7 +113,7 @@ def _read(mask: Tensor) -> KeyPadding | str:
         (real == first).all(),
         lengths.max(),
     ])  # fmt: skip
-    same, only_padding, weighed, all_real, in_front, most = facts.tolist()  # the one wait
+    same, only_padding, weighed, all_real, in_front, most = facts.tolist()  # the only wait
     if not only_padding:
         return (
             f"The mask has values other than 0 (a real key) and {HIDDEN:g} or less (a hidden one): "
@@ -138,7 +140,7 @@ def _read(mask: Tensor) -> KeyPadding | str:
 
 
 def _rows(mask: Tensor) -> Tensor:
-    """(B, H, Nq, N) of a mask, dimensions that it is expanded along cut to 1."""
+    """(B, H, Nq, N) view of a mask, dimensions that it is expanded along cut to 1."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"mask is {mask.dtype}; give bool (True for real keys, say mask != 0) or floating "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call through its stages: quantize, route, attend. Heads go in groups where memory is short."""
+"""Call through its stages: quantize, route, attend. Heads go in groups where memory is short."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .route_rules import Select
 from .stats import Counter
 from .workspace import layout_of
 
-#: Workspace a call may take, as a share of q + k + v; beyond it heads are served in groups.
+#: Workspace that a call may take, as a share of q + k + v; beyond it heads are served in groups.
 MEMORY_SHARE = 0.55
-#: Never split for less than this many bytes: padding alone outgrows the share in tiny calls.
+#: Least bytes for which a call is split: padding alone outgrows the share in tiny calls.
 MEMORY_FLOOR = 1 << 20
 
 
@@ -31,8 +31,9 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
 
 
 def has_kernels(call: Call) -> bool:
-    """Where another target could take over, they are built here: before the first launch. Not while
-    torch.compile traces: such a call goes by the target of the moment."""
+    """Whether kernels serve the call. Where another target could take over they are built here,
+    before the first launch; not while torch.compile traces: such a call goes by the target of the
+    moment."""
     capability = capabilities(call.q.device)
     if capability.fallback and not torch.compiler.is_compiling():
         build_kernels(call, capability.arch)
@@ -42,7 +43,9 @@ def has_kernels(call: Call) -> bool:
 def _run_in_head_groups(
     call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
 ) -> None:
-    """All heads at once when the workspace stays within MEMORY_SHARE and fits, else in groups."""
+    """Runs all heads at once when the workspace stays within MEMORY_SHARE and fits, else in
+    groups.
+    """
     shape = call.shape
     kv_heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     step = min(kv_heads, max(1, kv_heads * _memory_limit(call) // _memory_needed(call)))
@@ -139,7 +142,9 @@ def quantize(call: Call) -> Tensor:
 
 
 def _slots(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(walks, slots) tokens, (key_blocks,) counts and (heads,) walks, None what there is not."""
+    """(orders, slots) tokens, (key_blocks,) counts and (heads,) orders; None for what there is
+    not.
+    """
     order, budget = call.order, call.budget
     if order is None:
         return None, None, None
@@ -178,5 +183,6 @@ def route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tenso
 
 
 def _scalar(value: float | Tensor) -> float:
-    """Per-head values travel in ``thresholds``; their scalar is not read then."""
+    """Number of a threshold. Per-head values travel in ``thresholds``; their number is not read
+    then."""
     return 1.0 if isinstance(value, Tensor) else float(value)

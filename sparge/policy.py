@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller asks of sparse attention, as one frozen value."""
+"""Policy of a caller for sparse attention, as one frozen value."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PerHead = float | Tensor
 
 INT32_MAX = 2**31 - 1  # kernels count in 32 bits
 
-#: At and above this many log2 units nothing is small enough to skip, so the filter is compiled out.
+#: Log2 units at and above which nothing is small enough to skip, so the filter is compiled out.
 PV_FILTER_OFF = 50.0
 
 
-#: What thresholds take that are numbers.
+#: Ranges of thresholds that are numbers.
 _RANGES = {
     "topk": (0.0, 1.0),
     "cdfthreshd": (0.0, 1.0),
@@ -44,13 +44,13 @@ class Precision(enum.Enum):
 
 
 def operand_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Of 16-bit products of tensors of these dtypes: fp16 has not the range of the others."""
+    """Dtype of 16-bit products of tensors of these dtypes: fp16 has not the range of the others."""
     return torch.float16 if all(dtype == torch.float16 for dtype in dtypes) else torch.bfloat16
 
 
 @dataclass(frozen=True)
 class SparsePolicy:
-    """Which key blocks each query block attends to, and with what arithmetic.
+    """Rules for which key blocks each query block attends to, and with what arithmetic.
 
     A query block is 128 queries, a key block 64 keys. ``topk``, ``cdfthreshd``, ``simthreshd1`` and
     ``pvthreshd`` take one number, or a float tensor of shape ``(heads,)``.
@@ -77,7 +77,7 @@ class SparsePolicy:
     exact_prefix: int = 0
     """Tokens at the start of the sequence (text) that attend and are attended to densely."""
     exact_suffix: int = 0
-    """The same at the end of the sequence."""
+    """Tokens at the end of the sequence that attend and are attended to densely."""
     smooth_k: bool = True
     """Subtract the mean key before quantizing; exact, since softmax ignores a shared shift."""
     precision: Precision = Precision.INT8
@@ -98,7 +98,7 @@ class SparsePolicy:
         check_kind("precision", self.precision, Precision, f"one of {kinds}")
 
     def _set(self, name: str, value: object) -> None:
-        """NumPy's numbers become Python's."""
+        """Sets a field; NumPy's numbers become Python's."""
         if value is not getattr(self, name):
             object.__setattr__(self, name, value)
 
@@ -113,19 +113,20 @@ class SparsePolicy:
 
     @property
     def per_head(self) -> dict[str, Tensor]:
-        """The thresholds that are tensors, by name."""
+        """Thresholds that are tensors, by name."""
         values = {name: getattr(self, name) for name in _RANGES}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def of_tokens(self, tokens: int) -> SparsePolicy:
-        """The same for a call of so many tokens: what protects more of them protects all."""
+        """Policy for a call of so many tokens: what protects more of them protects all."""
         if max(self.exact_prefix, self.exact_suffix) <= INT32_MAX:
             return self
         ends = {name: min(getattr(self, name), tokens) for name in ("exact_prefix", "exact_suffix")}
         return replace(self, **ends)
 
     def head_thresholds(self, heads: int, device: torch.device) -> Tensor | None:
-        """`threshold_table` of this policy, without pooling; None when all are scalars.
+        """Returns `threshold_table` of this policy, without pooling; None when all thresholds are
+        numbers.
 
         Raises:
             ValueError: a per-head tensor does not have one value per query head.
@@ -141,7 +142,7 @@ class SparsePolicy:
 
 
 def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> PerHead:
-    """Ranges of numbers only: reading a tensor's values would synchronise with the GPU."""
+    """Checks the range of a number. Reading a tensor's values would synchronise with the GPU."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             raise ValueError(f"{name} is a {value.dtype} tensor; give floating point values.")

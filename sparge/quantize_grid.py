@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How blocks are shared out over the thread blocks of the quantize kernel."""
+"""Distribution of blocks over the thread blocks of the quantize kernel."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .workspace import CallShape
 LONGEST_RUN = 8
 #: Least number of thread blocks a multiprocessor, or nearly so: runs that leave fewer cost time.
 LEAST_THREAD_BLOCKS = 32
-LONGEST_AXIS = 65535  # of a grid, but for the first
+LONGEST_AXIS = 65535  # limit of a grid's axes, but for the first
 
 
 @dataclass(frozen=True)
 class QuantizeGrid:
-    """What a launch asks for, and what the kernel is told of it."""
+    """Grid of a launch, and the numbers that the kernel is told of it."""
 
     heads: int
-    """Of keys, in all batches: the first axis."""
+    """Key heads in all batches: the first axis."""
     turns: int
-    """Runs of key, value and query blocks of each: the second."""
+    """Runs of key, value and query blocks of each head: the second axis."""
     key_run: int
     """Key or value blocks that a thread block takes."""
     query_run: int
-    """Query blocks, likewise: half as many, as they are twice as long."""
+    """Query blocks that a thread block takes: half as many, as they are twice as long."""
     key_runs: int
-    """Of a head."""
+    """Runs of key blocks of a head."""
 
     @classmethod
     def of(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference as one torch.library op: what it computes depends on the data, which torch.compile
-could not trace."""
+"""Reference as one torch.library op.
+
+What it computes depends on the data, which torch.compile could not trace.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _SCHEMA = (
 
 
 def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    """`on_reference.run`, in one node of a traced graph where there is no order and no budget."""
+    """Runs `on_reference.run` as one node of a traced graph, where there is no order and no head
+    settings."""
     if call.order is not None or call.budget is not None:
         on_reference.run(call, out, lse, counters)
         return
@@ -117,7 +120,8 @@ def _fake(*_: object) -> None:
 
 
 def _number(value: PerHead) -> float:
-    """Per-head values travel in ``thresholds``; their number is not read then."""
+    """Number of a threshold. Per-head values travel in ``thresholds``; their number is not read
+    then."""
     return 1.0 if isinstance(value, Tensor) else float(value)
 
 

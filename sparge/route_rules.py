@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the route kernel is told beside its tensors."""
+"""Rules that the route kernel is told beside its tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Select(enum.IntEnum):
-    """What decides among the blocks that nothing forces; as in ``csrc/params.cuh``."""
+    """Selection among the blocks that nothing forces; as in ``csrc/params.cuh``."""
 
     TOPK = 0
     CDF = 1
@@ -17,7 +17,7 @@ class Select(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RouteRules:
-    """The scalars of a policy as route reads them; ``select`` is a ``Select``."""
+    """Scalars of a policy as route reads them; ``select`` is a ``Select``."""
 
     select: int
     topk_blocks: int
@@ -31,5 +31,5 @@ class RouteRules:
     exact_suffix: int
     floor: int = 1
     upstream: bool = True
-    """Its semantics: without an order and a budget. Else a block's mass counts its keys, and top-k
-    makes whole steps of attend."""
+    """Upstream's semantics: without an order and head settings. Else a block's mass counts its
+    keys, and top-k makes whole steps of attend."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the route kernel keeps in shared memory."""
+"""Shared memory of the route kernel."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .kernels import capabilities
 from .kernels.spec import ARCHS
 from .workspace import CallShape
 
-MAX_ROWS = 16  # query blocks that a thread block takes
-STATIC_BYTES = 20736  # that the kernel declares itself, at head_dim 128
+MAX_ROWS = 16  # query blocks that a thread block takes at most
+STATIC_BYTES = 20736  # declared by the kernel itself, at head_dim 128
 PADDING = 16  # numbers behind those of each product
 
 
 @dataclass(frozen=True)
 class RouteShared:
-    """What a launch asks for beside what the kernel declares."""
+    """Shared memory that a launch asks for, beside what the kernel declares."""
 
     rows: int
     """Query blocks that share a thread block, and each read of the K means: as many as fit."""
     pitch: int
-    """Numbers from the scores of one query block to those of the next."""
+    """Distance, in numbers, from the scores of one query block to those of the next."""
     nbytes: int
 
     @classmethod
     def of(cls, shape: CallShape, with_pools: bool, device: torch.device) -> RouteShared:
-        """Raises Unsupported where not even the scores of one query block fit."""
+        """Fits as many query blocks as shared memory holds. Raises Unsupported where not even the
+        scores of one fit."""
         limit = ARCHS[capabilities(device).arch].shared_limit - STATIC_BYTES
         pitch = score_pitch(shape.key_blocks)
         numbers = 2 * pitch if with_pools else pitch  # room to score errors, beside the scores

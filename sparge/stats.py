@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Counter(IntEnum):
-    """Places in the counters: of query-key pairs, and of pairs of a query and a key block."""
+    """Indices of the counters: of query-key pairs, and of pairs of a query and a key block."""
 
     KEPT = 0
     VALID = 1
@@ -19,7 +19,7 @@ class Counter(IntEnum):
 
 
 class AttentionStats:
-    """What was kept and skipped, over all calls that were given this object.
+    """Counts of what was kept and skipped, over all calls that were given this object.
 
     ``counters`` is an int64 tensor on ``device``, a number for each `Counter`. Make it once,
     outside the attention calls; reading a property synchronises with the device. ``calls`` counts
@@ -38,8 +38,8 @@ class AttentionStats:
     def density(self) -> float:
         """Kept pairs over valid pairs, forced blocks included; 1.0 before any call.
 
-        Under a causal mask ``topk`` = t gives 2 t - t^2, .75 at .5, and more for what is forced: it
-        is a share of all key blocks, and early queries see fewer than that.
+        Under a causal mask ``topk`` = t gives 2 t - t^2, 0.75 at 0.5, and more for what is forced:
+        it is a share of all key blocks, and early queries see fewer than that.
         """
         counts = self.counters.tolist()
         valid = counts[Counter.VALID]
@@ -47,7 +47,7 @@ class AttentionStats:
 
     @property
     def blocks_kept(self) -> int:
-        """Key blocks that query blocks attended to, over all heads and batch entries; blocks behind
+        """Key blocks that query blocks attended to, over all heads and batch entries. Blocks behind
         a key length or the diagonal are not among them."""
         return int(self.counters[Counter.KEPT_BLOCKS])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thresholds of all heads in one tensor, as route and attend read them."""
+"""Table of the thresholds of all heads in one tensor, as route and attend read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ SELECTION = COLUMNS.index("selection")
 
 def threshold_table(heads: int, device: torch.device, **columns: float | Tensor) -> Tensor:
     """(heads, fields) float32; a number or a (heads,) tensor for each field of `HeadThresholds`.
-    What stands for dropped blocks, and ranking by it, is `OFF` where it is not given."""
+
+    Substitutes for dropped blocks, and ranking by error, are `OFF` where they are not given.
+    """
     table = torch.empty(heads, len(COLUMNS), dtype=torch.float32, device=device)
     for index, name in enumerate(COLUMNS):
         value = columns[name] if name in columns else OFF[name]

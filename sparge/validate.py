@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that looks at a caller's arguments. Everything below it trusts them."""
+"""Checks of a caller's arguments, in this one place. Everything below it trusts them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 
 MAX_HEAD_DIM = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Kernels count the pairs of a query block in 32 bits.
+#: Most tokens of a call: kernels count the pairs of a query block in 32 bits.
 MOST_TOKENS = 2**32 // QUERY_BLOCK - 1
 LAYOUTS = {"HND": "(B, H, N, D)", "NHD": "(B, N, H, D)"}
 
 
 def as_heads_first(name: str, tensor: Tensor, layout: str) -> Tensor:
-    """A (B, H, N, D) view. Raises ValueError for a wrong rank or layout name."""
+    """Returns a (B, H, N, D) view. Raises ValueError for a wrong rank or layout name."""
     check_layout("layout", layout)
     check_tensor(name, tensor, LAYOUTS[layout])
     if tensor.dim() != 4:
@@ -37,7 +37,7 @@ def check_layout(name: str, layout: str) -> None:
 
 
 def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
-    """q (B, H, Nq, D) against k or v (B, Hkv, Nk, D)."""
+    """Checks q (B, H, Nq, D) against k or v (B, Hkv, Nk, D)."""
     for label, tensor in (("q", q), (name, k)):
         if tensor.dtype not in DTYPES:
             raise Unsupported(
@@ -67,7 +67,8 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
 
 
 def check_values(k: Tensor, v: Tensor) -> None:
-    """Torch's own attention takes values of another width, so that is no mistake of the caller."""
+    """Checks v against k. Torch's own attention takes values of another width, so that is
+    Unsupported and no mistake of the caller."""
     if v.shape[:-1] == k.shape[:-1] and v.shape[-1] != k.shape[-1]:
         raise Unsupported(
             f"v has head_dim {v.shape[-1]} and k {k.shape[-1]}: they must be equal here."
@@ -116,13 +117,13 @@ def check_output_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-#: Below it the scale of two all-zero blocks (2^-64 each) underflows to 0, and 0 times a masked
-#: score is NaN.
+#: Least scale: below it the scale of two all-zero blocks (2^-64 each) underflows to 0, and 0 times
+#: a masked score is NaN.
 LEAST_SCALE = 2.0**-20
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The softmax scale of a call."""
+    """Returns the softmax scale of a call."""
     if scale is None:
         return head_dim**-0.5
     given = number("scale", scale, "a number (the softmax scale), or None for head_dim ** -0.5")
@@ -135,7 +136,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_inference(*tensors: Tensor) -> None:
-    """Of everything that a caller may want a derivative of."""
+    """Checks that no gradient is wanted, of everything that a caller may want a derivative of."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise Unsupported(
             "Sparse attention has no backward pass: run under torch.no_grad() or "

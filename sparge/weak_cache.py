@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found out of a tensor, for as long as the tensor lives and is not changed."""
+"""Facts found out about a tensor, for as long as the tensor lives and is not changed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class _Entry(NamedTuple, Generic[Found]):
 
 
 class WeakTensorCache(Generic[Found]):
-    """Keyed by the object, not by values: a tensor has no hash of those. Holds at most `size`."""
+    """Cache keyed by the object, not by values: a tensor has no hash of those. Holds at most
+    `size`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._entries: OrderedDict[int, _Entry[Found]] = OrderedDict()
-        # Again by the same thread: a tensor may die, and tell of it, in the middle of a change.
+        # Reentrant: a tensor may die, and tell of it, in the middle of a change by the same thread.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -58,6 +59,7 @@ class WeakTensorCache(Generic[Found]):
 
 
 def _state(tensor: Tensor) -> tuple[object, ...]:
-    """Differs after a change in place; but tensors of inference mode do not count theirs."""
+    """State that differs after a change in place; but tensors of inference mode do not count
+    theirs."""
     version = None if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

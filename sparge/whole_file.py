@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-#: Ends the name of a file that is being written; what was killed leaves one behind.
+#: End of the name of a file that is being written; what was killed leaves one behind.
 UNFINISHED = ".part"
-#: Everybody may read, as far as the umask lets them.
+#: Mode of new files: everybody may read, as far as the umask lets them.
 _MODE = 0o644
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` once it is complete, links included.
+    """Yields a new file that takes the place of `path` once it is complete, links included.
 
     Nothing is left where the body raises. Raises OSError where the folder cannot be written, and
     PermissionError on Windows while somebody has `path` open.
@@ -36,6 +36,6 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """All of `data`, as in `written_whole`."""
+    """Writes all of `data`, as in `written_whole`."""
     with written_whole(path) as file:
         file.write(data)

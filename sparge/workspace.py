@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One allocation a call: where each intermediate of the pipeline lies in it."""
+"""Layout of the one allocation of a call: where each intermediate of the pipeline lies in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class CallShape:
-    """The sizes of one attention call; ``channels`` is the caller's head dim, up to 128.
+    """Sizes of one attention call; ``channels`` is the caller's head dim, up to 128.
 
     ``queries`` and ``keys`` count slots: those of the token order where there is one, else tokens.
     """
@@ -33,19 +33,19 @@ class CallShape:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, slots: int | None = None) -> CallShape:
-        """From q (B, H, Nq, D) and k (B, Hkv, Nk, D); ``slots`` of a token order."""
+        """Makes the sizes of q (B, H, Nq, D) and k (B, Hkv, Nk, D); ``slots`` of a token order."""
         queries, keys = (q.shape[2], k.shape[2]) if slots is None else (slots, slots)
         return cls(q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
 
     def sizes(self) -> list[int]:
-        """The arguments of CallShape, for an op's schema."""
+        """Arguments of CallShape, for an op's schema."""
         return [
             self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.channels
         ]  # fmt: skip
 
     @property
     def head_dim(self) -> int:
-        """The kernels' head dim: ``channels`` padded up."""
+        """Head dim of the kernels: ``channels`` padded up."""
         return next(size for size in HEAD_DIMS if self.channels <= size)
 
     @property
@@ -62,12 +62,12 @@ class CallShape:
 
     @property
     def list_words(self) -> int:
-        """Of what a query block attends to in csrc/attend/block_list.cuh."""
+        """Words of the list of what a query block attends to, in csrc/attend/block_list.cuh."""
         return self.map_words + block_count(self.pool_tiles, WORD_BITS) + 1
 
     @property
     def pool_tiles(self) -> int:
-        """Tiles of 64 pseudo-keys, one pseudo-key a key block."""
+        """Number of tiles of 64 pseudo-keys, one pseudo-key a key block."""
         return block_count(self.key_blocks, KEY_BLOCK)
 
 
@@ -89,8 +89,8 @@ class Field:
 class WorkspaceLayout:
     """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
 
-    A plan needs no values, a call with a given plan no query statistics, one without a budget no
-    variances and pseudo-keys: those fields are absent.
+    A plan needs no values, a call with a given plan no query statistics, one without head settings
+    no variances and pseudo-keys: those fields are absent.
     """
 
     def __init__(
@@ -152,12 +152,12 @@ class WorkspaceLayout:
         return self._end
 
     def addresses(self, workspace: Tensor) -> dict[str, int]:
-        """Device addresses of the fields."""
+        """Device addresses of the fields, by name."""
         start = workspace.data_ptr()
         return {name: start + field.offset for name, field in self.fields.items()}
 
     def view(self, workspace: Tensor, name: str) -> Tensor:
-        """The field as a tensor: for tests and diagnosis."""
+        """Returns the field as a tensor, for tests and diagnosis."""
         return self.fields[name].of(workspace)
 
     def means(self, workspace: Tensor) -> Tensor:
@@ -173,7 +173,8 @@ def layout_of(
     with_queries: bool,
     with_pools: bool,
 ) -> WorkspaceLayout:
-    """Kept: a call asks for it four times, and to make one takes a tenth of the host's time."""
+    """Layout of the workspace of a call. Kept, for a call asks for it four times
+    (docs/experiments.md, Layouts kept in a cache)."""
     # torch.compile warns of caches, and sizes that are symbols have no hash.
     traced = torch.compiler.is_compiling() or not all(isinstance(n, int) for n in shape.sizes())
     make = _new_layout if traced else _kept_layout

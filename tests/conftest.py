@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test may use: the gpu marker, and inputs that are random but repeatable."""
+"""Fixtures that every test may use: the gpu marker, and inputs that are random but repeatable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def no_gpu_reason() -> str:
-    """Why this machine cannot run the tests marked gpu; empty where it can."""
+    """Reason why this machine cannot run the tests marked gpu; empty where it can."""
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU; this torch is built for AMD"
     if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For tests of tiny tensors: more threads would only wait for each other."""
+    """One thread, for tests of tiny tensors: more threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

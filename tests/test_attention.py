@@ -21,7 +21,7 @@ SPARSE = SparsePolicy(topk=0.4)
 
 
 def test_this_machine_runs_the_reference(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other tests of this file are about; the GPU has a suite of its own."""
+    """The other tests of this file are about the reference; the GPU has a suite of its own."""
     capability = sparge.capabilities(torch.device("cpu"))
     assert not capability.usable
     assert capability.reason
@@ -199,7 +199,7 @@ def test_stats_on_another_device_are_refused(make_qkv) -> None:
 
 @pytest.mark.parametrize("pools", [True, False])
 def test_a_budget_that_does_not_pool_drops(make_qkv, pools: bool) -> None:
-    """As kernels do, for which nothing is prepared then."""
+    """Kernels do the same, for which nothing is prepared then."""
     q, k, v = make_qkv(1, 2, 2000, 64)
     plain = sparge.HeadBudget.uniform(2, 0.3)
     ones = torch.ones(2)

@@ -21,7 +21,7 @@ def test_only_within_the_block_calls_take_the_portable_kernel() -> None:
 
 
 def test_each_mode_is_measured_with_both() -> None:
-    """On the CPU they are the same reference, whose errors are those of 8 bits."""
+    """Both are the same reference on the CPU, whose errors are those of 8 bits."""
     rows = list(measure_all(Shape("small", 2, GRID.tokens, 64, GRID), "cpu", (1.0, 0.5)))
     assert [(row["data"], row["asked_density"], row["mode"]) for row in rows] == [
         (data, density, mode)

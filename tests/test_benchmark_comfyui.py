@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `benchmarks.comfyui_call` asks of ComfyUI and makes of the times, without ComfyUI."""
+"""Requests of `benchmarks.comfyui_call` to ComfyUI, and its use of the times, without ComfyUI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparge.calibrate import Alternating, Fingerprint, HeadChoices, Profile, Tab
 
 
 def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> HeadChoices:
-    """As random weights give them, but that not one head has the residual."""
+    """Choices as random weights give them, but that not one head has pooled keys."""
     measured = torch.ones(layers, dtype=torch.bool)
     measured[list(dense_layers)] = False
     shape = (layers, heads)

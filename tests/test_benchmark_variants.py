@@ -151,7 +151,7 @@ def test_no_call_compared_is_a_failure(
 def test_the_base_is_no_variant(
     scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So an overlay that is laid out otherwise than csrc does not pass as equal."""
+    """An overlay that is laid out otherwise than csrc so does not pass as equal."""
     (tmp_path / "nested" / "csrc").mkdir(parents=True)
     (tmp_path / "nested" / "csrc" / f"{HOPPER_ATTEND}.cu").write_text("// elsewhere\n")
     out = ["--out", str(tmp_path / "out.jsonl")]
@@ -210,7 +210,7 @@ def test_a_command_line_without_sense(
 
 
 def test_the_comparing_process_finds_the_gpu_suite(tmp_path: Path) -> None:
-    """Without a GPU it gets as far as loading the kernels, past all imports."""
+    """It gets as far as loading the kernels without a GPU, past all imports."""
     run = Run({BASE: tmp_path / "no csrc", "variant": tmp_path}, tmp_path)
     rows, why = run._compare("variant")
     assert rows == [] and "csrc has no attend_hopper.cu" in why

@@ -23,7 +23,7 @@ from sparge.stats import Counter
 @pytest.mark.parametrize("policy", [SparsePolicy(topk=0.5), SparsePolicy(select_by="cdf")])
 @pytest.mark.parametrize("given", ["nothing", "stats", "lengths", "mask", "plan", "per head"])
 def test_the_reference_is_one_graph_too(make_qkv, policy: SparsePolicy, given: str) -> None:
-    """Where no kernel runs, the same code compiles with the same result."""
+    """The same code compiles with the same result where no kernel runs."""
     torch._dynamo.reset()
     q, k, v = make_qkv(2, 3, 300, 64, dtype=torch.float16)
     options: dict[str, Any] = {"out_layout": "NHD", "return_lse": True}
@@ -141,7 +141,8 @@ def test_who_asks_for_similarities(make_qkv, threshold: Any, asks: bool) -> None
     ],
 )
 def test_who_needs_scores(make_qkv, policy: SparsePolicy, scores: bool) -> None:
-    """Not who keeps every block, as far as the host knows: a budget has the last word."""
+    """A call that keeps every block does not, as far as the host knows: head settings have the last
+    word."""
     policy = replace(policy, simthreshd1=0.5)
     q, k, v = make_qkv(1, 2, 300, 64)
     given = (q, k, v, policy, "HND", False, None, None)

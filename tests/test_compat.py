@@ -261,7 +261,7 @@ class TestHopperMask:
 
     @pytest.mark.parametrize("tokens", [512, 300, 129])
     def test_rows_that_agree_are_taken_exactly(self, make_qkv, generator, tokens: int) -> None:
-        """As RadialAttn makes them: a mask of 128 x 128 blocks, split one way or the other."""
+        """RadialAttn makes such masks: of 128 x 128 blocks, split one way or the other."""
         q, k, v = make_qkv(1, 2, tokens, 64)
         square = torch.rand(1, 2, 4, 4, generator=generator) < 0.4
         square[:, :, 0, 0] = True

@@ -261,7 +261,9 @@ class Layers(nn.Module):
 
 
 def upstreams_file(layers: int, heads: int = 2) -> dict[str, Tensor]:
-    """What upstream saves: Parameters of bf16 on whatever device, one tensor (heads,) a part."""
+    """File that upstream saves: Parameters of bf16 on whatever device, one tensor (heads,) a
+    part.
+    """
     return {
         f"transformer_blocks.{layer}.attn1.inner_attention.{part}": nn.Parameter(
             torch.full((heads,), layer / 16, dtype=torch.bfloat16), requires_grad=False

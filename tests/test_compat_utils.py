@@ -72,7 +72,7 @@ class TestBlockMap:
         assert kept[..., best].all()
 
     def test_hopper_blocks_make_a_mask_too(self, make_qkv) -> None:
-        """What packages do where the GPU is an H100."""
+        """Packages make them where the GPU is an H100."""
         q, k, v = make_qkv(1, 2, 700, 64)
         wide = block_map(q, k, BLKQ=64, BLKK=128, **TOPK)
         out, sparsity = block_sparse(q, k, v, wide, return_sparsity=True)

@@ -22,7 +22,7 @@ from sparge.kernels import Capability
 
 
 def read_png(path: Path) -> torch.Tensor:
-    """What `write_png` writes: 8-bit RGB, unfiltered, one IDAT."""
+    """Reads what `write_png` writes: 8-bit RGB, unfiltered, one IDAT."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = {}, 8

@@ -99,7 +99,7 @@ def test_named_targets_modules_and_files_exist(name: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

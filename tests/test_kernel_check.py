@@ -20,7 +20,8 @@ FP16, E4M3 = int(Element.INT8_FP16), int(Element.INT8_E4M3)
 
 
 class Gpu:
-    """What happens on it, in order: (entry, target) that is loaded, (op, element) that is launched.
+    """GPU that notes what happens on it, in order: (entry, target) that is loaded, (op, element)
+    that is launched.
 
     It has every kernel but the ``missing`` (entry, target).
     """
@@ -125,7 +126,7 @@ def test_only_kernels_of_the_call_are_asked_for(gpu: Gpu, make_qkv) -> None:
 
 
 def test_a_target_that_calls_use_stays(gpu: Gpu, make_qkv) -> None:
-    """What began on it could not end on another: operand types and layouts differ."""
+    """A call that began on it could not end on another: operand types and layouts differ."""
     gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
     sixteen_bit = SparsePolicy(precision=Precision.SIXTEEN_BIT)
     sparge.attention(*make_qkv())

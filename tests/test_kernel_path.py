@@ -40,7 +40,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def routed(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each route launch is told, by name."""
+    """Arguments that each route launch is told, by name."""
     told: list[dict[str, Any]] = []
     names = inspect.signature(ops._route)
 
@@ -59,7 +59,7 @@ def routed(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
 def test_upstreams_semantics_are_of_plain_calls_alone(
     make_qkv, routed: list[dict[str, Any]], given: str
 ) -> None:
-    """With an order or a budget a block's mass counts its keys, and lists have whole steps."""
+    """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
     options: dict[str, Any] = {}
     if given in ("order", "both"):
         options["order"] = grid_order(GRID)

@@ -36,7 +36,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @dataclass(frozen=True)
 class Way:
-    """How a call chooses its blocks."""
+    """Way in which a call chooses its blocks."""
 
     topk: float = 0.15
     causal: bool = False

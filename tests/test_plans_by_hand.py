@@ -150,7 +150,7 @@ class TestOrders:
             replace(order, **changed)
 
     def test_those_of_other_tokens_are_served(self, make_qkv) -> None:
-        """As parallel attention makes them, whose sequence comes in another order."""
+        """Parallel attention makes them, whose sequence comes in another order."""
         order = cube_order(GRID)
         places = torch.randperm(GRID.tokens, generator=torch.Generator().manual_seed(3))
         inverse = places.argsort()

@@ -86,7 +86,7 @@ except BaseException as error:
 
 
 def python(code: str, *arguments: str, path: tuple[Path, ...] = (ROOT, SHIM)) -> str:
-    """What `code` prints, in a process that finds these folders and no GPU."""
+    """Output of `code`, in a process that finds these folders and no GPU."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),

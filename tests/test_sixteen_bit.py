@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 16-bit products are of where q, k and v differ."""
+"""Types of 16-bit products where q, k and v differ."""
 
 from __future__ import annotations
 

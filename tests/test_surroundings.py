@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch is told around a call: autocast, default dtypes and devices, derivatives, compiling.
-None of it changes a result without a word."""
+"""Surroundings of a call: autocast, default dtypes and devices, derivatives, compiling.
+
+None of them changes a result without a word.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def test_nothing_around_changes_what_is_measured(make_qkv, around: Callable[[], 
 
 
 class TestDerivatives:
-    """Of everything that a result depends on."""
+    """Derivatives of everything that a result depends on."""
 
     def test_forward_mode(self, make_qkv) -> None:
         q, k, v = make_qkv(1, 2, 130, 64, dtype=torch.float32)
@@ -175,7 +177,7 @@ class TestDerivatives:
 
 class TestUnsupported:
     def test_compiled_code_catches_it(self, make_qkv) -> None:
-        """In one graph: who has a dense path takes it there as elsewhere."""
+        """One graph holds it: a caller with a dense path takes it there as elsewhere."""
         torch._dynamo.reset()
         q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=300)
 

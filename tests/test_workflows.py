@@ -133,7 +133,8 @@ def test_our_node_is_between_the_loader_and_the_sampler(graph: dict[str, Any]) -
 
 
 def test_a_mochi_graph_shows_the_report() -> None:
-    """Between sampler and decoder, so that it comes after the one and is seen before the other."""
+    """It is between sampler and decoder, so that it comes after the one and is seen before the
+    other."""
     graph = json.loads((ROOT / "workflows" / "mochi_t2v_848x480_85f.json").read_text("utf-8"))
     types = {node["id"]: node["type"] for node in graph["nodes"]}
     links = {(types[s], types[t], kind) for _, s, _, t, _, kind in graph["links"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the intermediates of a call lie."""
+"""Places of the intermediates of a call."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this GPU does at most of one kind of work: small kernels, and PyTorch's own products."""
+"""Ceilings of this GPU: the most of one kind of work that small kernels and PyTorch reach."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small kernels of this folder: compiled by NVRTC, launched through the driver."""
+"""Small kernels of this folder: compiled by NVRTC, launched through the driver."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ REGION_IN_L2, REGION_IN_MEMORY = 16 * MIB, 4096 * MIB
 EXP2_FIXED_POINT = 0.641186  # x = 2^-x
 INT8_ONES, E4M3_ONES = 0x01010101, 0x38383838
 
-#: By kind and by name: a rate a second, or why there is none.
+#: Rates a second by kind and by name, or why there is none.
 Rates = dict[str, dict[str, float | str]]
 
 
@@ -50,7 +50,8 @@ class TilesParams(Structure):
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A 64 x 32 bytes, of registers or of shared memory; B `columns` x 32 bytes, shared memory."""
+    """Product of A, 64 x 32 bytes in registers or in shared memory, and B, `columns` x 32 bytes in
+    shared memory."""
 
     e4m3: bool
     columns: int
@@ -107,7 +108,8 @@ def product_rate(shape: ProductShape) -> float:
 
 
 def special_rate(kind: int, elements: int = 1) -> float:
-    """Elements a second: 0 exponentials, 1 integers to float32, 2 float32 to E4M3 (4 a step)."""
+    """Elements a second of one kind: 0 exponentials, 1 integers to float32, 2 float32 to E4M3 (4 a
+    step)."""
     kernel = load("special", SPECIAL_KIND=kind)
     grid = (blocks("special"), 1, 1)
     last = torch.zeros(grid[0], kernel.info.threads, device="cuda")
@@ -168,7 +170,7 @@ def library_rates(size: int = 8192) -> Rates:
 
 
 def rates() -> Rates:
-    """Everything, by kind and by name."""
+    """All rates, by kind and by name."""
     found = library_rates()
     for shape in PRODUCT_SHAPES:
         found[shape.kind][shape.name] = product_rate(shape)
@@ -187,7 +189,7 @@ def rates() -> Rates:
 
 
 def reason_against() -> str:
-    """Why this GPU's ceilings cannot be measured; "" where they can."""
+    """Reason why this GPU's ceilings cannot be measured; "" where they can."""
     arch = capabilities("cuda").arch
     return "" if arch == ARCH else f"these kernels are for {ARCH}, and this GPU takes {arch}."
 

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    # The reference is many small operations: on a busy machine a second thread made its calibration
-    # 28 times slower, on an idle one it gains little.
+    # The reference is many small operations (docs/experiments.md, Threads of the reference on a
+    # CPU).
     torch.set_num_threads(1)
     main()

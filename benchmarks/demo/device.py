@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the demo runs, said in a sentence, and how long a call takes there."""
+"""Device that the demo runs on, said in a sentence, and how long a call takes there."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def choose_device() -> tuple[torch.device, str]:
 
 
 def timed(call: Callable[[], Tensor], device: torch.device, repeats: int) -> tuple[Tensor, float]:
-    """The result and the milliseconds of a call; on a GPU the median of repeats after a first, with
-    what it waits for the host: some calls are whole runs of a model."""
+    """Returns the result and the milliseconds of a call; on a GPU the median of repeats after a
+    first, with what it waits for the host: some calls are whole runs of a model."""
     if device.type == "cpu":
         start = time.perf_counter()
         return call(), 1000 * (time.perf_counter() - start)

@@ -22,7 +22,7 @@ SHARES = (1.0, 0.5, 0.3, 0.2, 0.1)
 PVTHRESHD = 15.0  # the node's default
 SHOWN_SHARE = 0.3
 ERROR_GAIN = 8
-REPEATS = 10  # timed calls on a GPU; the median counts
+REPEATS = 10  # timed calls on a GPU, whose median counts
 TILE = 320  # pixels a picture panel is at least scaled up to
 KEPT, DROPPED, MARGIN = (255, 176, 0), (24, 28, 44), 8
 
@@ -35,7 +35,7 @@ class Size:
     head_dim: int
 
 
-# Mochi at 848 x 480 with 163 frames, and what a CPU does in well under a minute.
+# Sizes: Mochi at 848 x 480 with 163 frames, and what a CPU does in well under a minute.
 GPU_SIZE = Size((28, 30, 53), 256, 24, 128)
 CPU_SIZE = Size((6, 20, 32), 64, 6, 64)
 
@@ -159,7 +159,8 @@ def _middle_frame(out: Tensor, head: int, example: VideoLike) -> Tensor:
 
 
 def _map_panel(kept: Tensor) -> Tensor:
-    """A key block is half as long as a query block: twice the lines make the panel square."""
+    """Panel of a block map. A key block is half as long as a query block: twice the lines make it
+    square."""
     colors = torch.tensor([DROPPED, KEPT], dtype=torch.uint8)
     zoom = max(1, TILE // kept.shape[1])
     return _zoomed(colors[kept.cpu().long()], 2 * zoom, zoom)

@@ -21,7 +21,7 @@ from sparge.glyphs import write
 
 GPU_SIZE = FULL_GRID
 CPU_SIZE = (9, 16, 14)  # 2,016 tokens: not two minutes of one core, most of it our reference
-#: What is compared; the last one's difference from dense is shown.
+#: Modes and densities that are compared; the last one's difference from dense is shown.
 COMPARED = (("ours auto", 0.5), ("drop", 0.2), ("ours auto", 0.2))
 TITLES = {"ours auto": "sparge, auto", "drop": "plain drop"}
 SHOWN_FRAMES = 3
@@ -44,7 +44,7 @@ class Row:
 def run(
     size: tuple[int, int, int], device: torch.device, weights: Path, seed: int, out: Path
 ) -> list[Row]:
-    """The first row is the dense one; the pictures go into the folder `out`."""
+    """Makes the rows, the dense one first; the pictures go into the folder `out`."""
     dense = sample_dense(load_dit(weights, device), size, seed)
     frames, rows, columns = dense.clip.shape[:3]
     print(
@@ -76,7 +76,7 @@ def run(
 
 
 def _caption(row: Row, device: torch.device) -> str:
-    """Seconds of the reference would read as a speed."""
+    """Caption of a row. On a CPU no seconds: those of the reference would read as a speed."""
     took = f", {row.seconds:.2f} s" if device.type == "cuda" else ""
     return f"{row.density:.0%} of pairs{took}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far sparse attention is from dense on real activations, mode by mode and density by density.
+"""Distance of sparse attention from dense on real activations, mode by mode and density by density.
 
 python -m benchmarks.quality --help
 """

@@ -132,7 +132,7 @@ def _judge_clips(data: DataSet, modes: list[Mode], options: argparse.Namespace) 
 
 
 def _attending(mode: Mode, options: argparse.Namespace) -> tuple[Attending, str]:
-    """What samples clips in a mode, and how rows call it."""
+    """Returns what samples clips in a mode, and how rows call it."""
     if options.kernels and not library.why_not(mode):
         return end_to_end.in_library, library.where(options.device)
     return end_to_end.emulated, EMULATION

@@ -33,10 +33,10 @@ def attend_at_once(
     *,
     scale: float,
 ) -> Partial:
-    """By slot: over the blocks `kept`, over `pooled` as pseudo-keys counted gain (H,) times, and
-    what is not kept as the mean key, counted background (H,) times.
+    """Attention by slot over the blocks `kept`, over `pooled` as pseudo-keys counted gain (H,)
+    times, and over what is not kept as the mean key, counted background (H,) times.
 
-    Both maps are (B, H, nq, nk) bool. Of an 8-bit packing, not causal.
+    Both maps are (B, H, nq, nk) bool. The packing is an 8-bit one, not causal.
     """
     operands = packed.operands
     group = operands.heads // operands.kv_heads
@@ -63,7 +63,7 @@ def attend_at_once(
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """Keys, and a pseudo-key a block, of one KV head for one query head."""
+    """Keys of one KV head, and a pseudo-key a block, for one query head."""
 
     k: Tensor  # (nk, 64, D) levels
     v: Tensor  # (nk, 64, D) levels
@@ -101,7 +101,8 @@ class _Head:
     def attend(
         self, q: Tensor, factors: Tensor, kept: Tensor, pooled: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q (nq, 128, D), factors (nq, 128, 1), maps (nq, nk): rows of sums, maxima, row sums."""
+        """Attends from q (nq, 128, D), factors (nq, 128, 1), maps (nq, nk): rows of sums, maxima,
+        row sums."""
         parts = [
             self._attend(*part)
             for part in zip(

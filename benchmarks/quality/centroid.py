@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual of Sol-Attn and ComfyUI's `sol_attn`: one pooled term for a whole query block."""
+"""Pooled term of Sol-Attn and ComfyUI's `sol_attn`: one for a whole query block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def centroids(packed: Packed, dropped: Tensor, *, scale: float) -> Partial:
 
 
 def _tail(packed: Packed, dropped: Tensor, scale: float) -> Partial:
-    """One row a query block: (B, H, nq, D) and (B, H, nq)."""
+    """Term with one row a query block: (B, H, nq, D) and (B, H, nq)."""
     operands = packed.operands
     group = operands.heads // operands.kv_heads
     keys = operands.key_counts.float().log2()[:, None, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention calls to judge modes by, and those that calibration may see."""
+"""Attention calls to judge modes by, and those that calibration may see."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DataSet:
 
 
 def load(options: Namespace) -> DataSet:
-    """The data that the command line asks for.
+    """Loads the data that the command line asks for.
 
     Raises:
         WeightsMissingError: the weights are not there; the message says what to do.
@@ -85,7 +85,7 @@ def _dit(options: Namespace) -> DataSet:
 def _calls(
     layers: Iterator[Layer], is_causal: bool, wanted: Collection[int], depth: int
 ) -> Iterator[Call]:
-    """Those of `wanted`, or all layers where it is empty."""
+    """Calls of the layers `wanted`, or of all where it is empty."""
     place = 0
     for index, layer in enumerate(layers):
         if not wanted or index in wanted:

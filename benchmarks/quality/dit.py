@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small video DiT sampled with dense attention: its clip, and what its layers were asked."""
+"""Small video DiT sampled with dense attention: its clip, and what its layers were asked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900 --pla
 
 @dataclass(frozen=True, eq=False)
 class DenseRun:
-    """One scene's clip."""
+    """Dense run of one scene: its clip and calls."""
 
     model: VideoDiT
     grid: TokenGrid
@@ -44,16 +44,16 @@ class DenseRun:
     calibrated: list[Call]
     """The calls of CALIBRATED_STEP."""
     judged: list[Call]
-    """Those of the steps asked for."""
+    """Calls of the steps asked for."""
 
     def finished(self, attention: Attention = dense) -> Tensor:
-        """The clip (frames, rows, columns, 3) whose steps after the dense ones run so."""
+        """Clip (frames, rows, columns, 3) whose steps after the dense ones run with `attention`."""
         sigmas = flow.sampling_sigmas(STEPS)[DENSE_STEPS:]
         return to_clips(euler(self.model, self.begun, self.text, sigmas, attention=attention))[0]
 
 
 def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
-    """In bf16 on a GPU, in float32 elsewhere.
+    """Loads the model, in bf16 on a GPU, in float32 elsewhere.
 
     Raises:
         WeightsMissingError: the weights are not there; the message says what to do.
@@ -74,7 +74,7 @@ def sample_dense(
     layers: Collection[int] = (),
     judged_steps: Collection[int] = (),
 ) -> DenseRun:
-    """Sample the scene of `seed`; calls are those of `layers`, or of all where it is empty.
+    """Samples the scene of `seed`; calls are those of `layers`, or of all where it is empty.
 
     judged_steps: whose calls to keep for judging, 263 MB a step at the full grid.
     """
@@ -105,11 +105,11 @@ def sample_dense(
 
 
 def named(grid: TokenGrid, what: str) -> str:
-    """Of a data set; the model's own size goes without saying."""
+    """Name of a data set; the model's own size goes without saying."""
     size = (grid.frames, grid.height, grid.width)
     return f"dit {what}" if size == FULL_GRID else f"dit {what} {'x'.join(map(str, size))}"
 
 
 def of_model(data: str, called: str) -> str:
-    """The name of a data set that other weights than the shipped ones made."""
+    """Name of a data set that other weights than the shipped ones made."""
     return called + data.removeprefix("dit")

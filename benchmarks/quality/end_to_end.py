@@ -23,7 +23,8 @@ from benchmarks.tiny_video_dit.model import Attention
 from sparge.reference.packed import pack_qkv, scatter
 from sparge.tune import Aim
 
-#: Attention of a model in a mode with these budgets, and a function that says its mean density.
+#: Attention of a model in a mode with these head settings, and a function that says its mean
+#: density.
 Attending = Callable[[DenseRun, Mode, Budgets], tuple[Attention, Callable[[], float]]]
 
 
@@ -35,18 +36,18 @@ class Clips:
         self.name = named(runs[0].grid, f"clips {runs[0].seed}-{runs[-1].seed}")
 
     def row(self, mode: Mode, density: float, attending: Attending) -> Row:
-        """At a mean density."""
+        """Row at a mean density."""
         named = {"data": self.name, "mode": mode.name, "asked_density": density}
         return named | self._sampled(mode, Aim("budget", density), attending)
 
     def target_row(self, target: float, attending: Attending) -> Row:
-        """At the density that a mean error of the heads takes, as mode auto quality does."""
+        """Row at the density that a mean error of the heads takes, as mode auto quality does."""
         named = {"data": self.name, "mode": AUTO_QUALITY, "target": target}
         return named | self._sampled(BY_NAME["ours auto"], Aim("quality", target), attending)
 
     def _sampled(self, mode: Mode, aim: Aim, attending: Attending) -> Row:
-        """PSNR of the clips in decibels and mean density of the sparse steps, means over clips; of
-        measured heads also how near they came to what was expected of them."""
+        """Row of sampled clips: PSNR in decibels and mean density of the sparse steps, means over
+        clips; of measured heads also how near they came to what was expected of them."""
         found, densities, heads = [], [], []
         for index, run in enumerate(self.runs):
             budgets = self._budgets(index, mode, aim, judged=True)
@@ -60,11 +61,11 @@ class Clips:
         return figures | judged
 
     def budgets(self, index: int, mode: Mode, density: float) -> Budgets:
-        """For one of the clips."""
+        """Head settings for one of the clips at a mean density."""
         return self.budgets_for(index, mode, Aim("budget", density))
 
     def budgets_for(self, index: int, mode: Mode, aim: Aim) -> Budgets:
-        """For one of the clips."""
+        """Head settings for one of the clips and an aim."""
         return self._budgets(index, mode, aim, judged=False)
 
     def _budgets(self, index: int, mode: Mode, aim: Aim, *, judged: bool) -> Budgets:

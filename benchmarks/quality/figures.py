@@ -4,9 +4,9 @@
 python -m benchmarks.quality.figures
 python -m benchmarks.quality.figures --out DIR --error "dino clip 0" --psnr "dit clips 0-1"
 
-From the rows that `benchmarks.quality` wrote; where a mode has rows of several places, those of a
-GPU's kernels count. The first form rewrites the page's section and the pictures beside the rows;
-the second draws any data.
+They come from the rows that `benchmarks.quality` wrote; where a mode has rows of several places,
+those of a GPU's kernels count. The first form rewrites the page's section and the pictures beside
+the rows; the second draws any data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DENSITY_TICKS = (0, 10, 20, 30, 40, 50, 60)
 ERROR_TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DECIBEL_TICKS = tuple(float(level) for level in range(0, 101, 5))
 ACROSS = "density, % of query-key pairs"
-#: By the rows' field: title, ticks, whether they are spaced by their logarithms.
+#: Title, ticks, and whether they are spaced by their logarithms, by the rows' field.
 UP = {
     "rel_l2": ("relative L2 error", ERROR_TICKS, True),
     "psnr": ("PSNR, dB", DECIBEL_TICKS, False),
@@ -73,13 +73,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def page(rows: list[Row]) -> str:
-    """The page's text with the section that these rows make."""
+    """Text of the page with the section that these rows make."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return before + BEGIN + section(rows) + END + rest.split(END)[1]
 
 
 def shown(rows: list[Row]) -> dict[str, Tensor]:
-    """The page's pictures by file name."""
+    """Pictures of the page by file name."""
     return {
         part.picture: picture(found, part.field)
         for part in PARTS
@@ -88,7 +88,7 @@ def shown(rows: list[Row]) -> dict[str, Tensor]:
 
 
 def picture(rows: list[Row], field: str) -> Tensor:
-    """(height, width, 3) uint8, of rows of one data set."""
+    """(height, width, 3) uint8: the picture of the rows of one data set."""
     drawn = lines(rows, field)
     title, ticks, logarithmic = UP[field]
     up = Axis(title, _around(drawn.values(), ticks), logarithmic)
@@ -109,7 +109,7 @@ def lines(rows: Iterable[Row], field: str) -> dict[str, Line]:
 
 
 def _around(drawn: Iterable[Line], ticks: tuple[float, ...]) -> tuple[float, ...]:
-    """The ticks that the lines lie between."""
+    """Ticks that the lines lie between."""
     values = [value for line in drawn for _, value in line.points]
     below = [tick for tick in ticks if tick <= min(values)]
     above = [tick for tick in ticks if tick >= max(values)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the heads of sampled clips erred by, beside what was expected and what plain drop makes."""
+"""Errors of the heads of sampled clips, beside what was expected and what plain drop makes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class JudgedHeads:
 
     found: Tensor
     expected: Tensor
-    """As the choices expect them."""
+    """Errors that the choices expect."""
     dropped: Tensor
-    """Of upstream's drop of the same tensors, at each head's own density."""
+    """Errors of upstream's drop of the same tensors, at each head's own density."""
     loudness: Tensor
-    """No error, but what each counts in a mean."""
+    """Head weights: no error, but what each counts in a mean."""
 
     @classmethod
     def of_clips(cls, runs: Sequence[JudgedHeads]) -> JudgedHeads:
@@ -32,10 +32,13 @@ class JudgedHeads:
         return cls(*(torch.cat([getattr(run, name) for run in runs]) for name in names))
 
     def shares(self) -> Shares:
-        """Of single calls and of heads (their means over the steps of a clip), those whose errors
-        are as expected, within PREDICTED_WITHIN; of heads those no worse than drop by more than
-        noise; how the worst one compares with drop, in one clip and in the mean of all; and the
-        mean error by loudness, which is what targets are of, of all clips and of the worst."""
+        """Shares that sum the errors up.
+
+        Of single calls and of heads (their means over the steps of a clip): those whose errors are
+        as expected, within PREDICTED_WITHIN. Of heads: those no worse than drop by more than noise,
+        and how the worst one compares with drop, in one clip and in the mean of all. The mean error
+        by head weight, which is what targets are of, of all clips and of the worst.
+        """
         found, expected, dropped = (x.mean(1) for x in (self.found, self.expected, self.dropped))
         to_drop = found / dropped
         of_clips = (self.found * self.loudness).sum((1, 2, 3)) / self.loudness.sum((1, 2, 3))

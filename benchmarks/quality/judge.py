@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call, its sampled query blocks, and how far from float32 a result is on them."""
+"""Judge of one attention call: its sampled query blocks, and errors against float32 on them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PERCENTILE = 0.95
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An attention call of a network, batch 1, quantized in both orders."""
+    """Attention call of a network, batch 1, quantized in both orders."""
 
     layer: Layer
     is_causal: bool
     element: Element = ELEMENT
     place: int = 0
-    """Of the layer among those judged, from 0: which budgets are the call's."""
+    """Number of the layer among those judged, from 0, which tells the call's head settings."""
     _walked: dict[int, Packed] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -47,7 +47,9 @@ class Call:
         return self.walked(0)
 
     def walked(self, walk: int) -> Packed:
-        """In one of the walks of `grid_order`; raster where the tokens have no grid."""
+        """Packing in one of the token orders of `grid_order`; raster where the tokens have no
+        grid.
+        """
         if self.layer.grid is None:
             return self.raster
         if walk not in self._walked:
@@ -89,9 +91,9 @@ class Sample:
 
     @classmethod
     def holding(cls, packed: Packed, tokens: Tensor) -> Sample:
-        """The query blocks of a packing with an order that hold `tokens`, and those alone as rows,
-        in the order given."""
-        assert packed.order is not None  # walks are ways through a grid
+        """Sample of the query blocks of a packing with an order that hold `tokens`, and those alone
+        as rows, in the order given."""
+        assert packed.order is not None  # token orders need a grid
         slots = packed.order.token_slot[tokens].long()
         blocks = torch.zeros(len(packed.query_counts), dtype=torch.bool, device=slots.device)
         blocks[slots // QUERY_BLOCK] = True
@@ -118,7 +120,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class HeadError:
-    """One head of one call against float32, over the sampled rows."""
+    """Error of one head of one call against float32, over the sampled rows."""
 
     name: str
     density: float
@@ -130,7 +132,7 @@ class HeadError:
 
 
 def head_errors(name: str, value: Tensor, truth: Tensor, density: Tensor) -> list[HeadError]:
-    """value and truth (heads, rows, D); density (heads,)."""
+    """Errors of value against truth, both (heads, rows, D); density (heads,)."""
     return [
         HeadError(
             f"{name} head {head}",

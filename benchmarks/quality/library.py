@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes through `sparge.attention`: the kernels on a GPU, the reference elsewhere."""
+"""Modes through `sparge.attention`: the kernels on a GPU, the reference elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparge.plan import HeadBudget, TokenGrid, TokenOrder, grid_order, unmeasure
 
 
 def why_not(mode: Mode) -> str:
-    """Why `sparge.attention` cannot run this mode; empty where it can."""
+    """Reason why `sparge.attention` cannot run this mode; empty where it can."""
     if mode.centroid:
         return "one pooled term a query block is a peer's method, which the library does not have"
     return ""
 
 
 def where(device: torch.device) -> str:
-    """What `sparge.attention` runs there: the GPU's name for the kernels, or the reference."""
+    """Place where `sparge.attention` runs: the GPU's name for the kernels, or the reference."""
     if sparge.capabilities(device).usable:
         return torch.cuda.get_device_name(device)
     return REFERENCE
@@ -43,8 +43,8 @@ def attend_call(
 def order_of(
     mode: Mode, grid: TokenGrid | None, device: torch.device, turn: int = 0
 ) -> TokenOrder | None:
-    """All walks where each head has its own, else the walk of the turn, cubes in the first, or the
-    order that the tokens come in."""
+    """All token orders where each head has its own, else the order of the variant, cubes in the
+    first, or the order that the tokens come in."""
     if grid is None or not mode.cubes:
         return None
     return (grid_order if mode.measured else unmeasured_order)(grid, turn).on(device)

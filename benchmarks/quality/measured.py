@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets per head by the library's own calibration, and the query blocks that it has seen."""
+"""Head settings by the library's own calibration, and the query blocks that it has seen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Measured:
 
     @classmethod
     def on(cls, calls: Iterable[Call], layers: int, blocks_a_call: int) -> Measured:
-        """Measure some query blocks of each call; all calls have one shape.
+        """Measures some query blocks of each call; all calls have one shape.
 
         Raises:
             ValueError: there is no call of some layer.
@@ -50,7 +50,7 @@ class Measured:
         return cls(calibration, seen)
 
     def budgets(self, mean_density: float, device: torch.device | str = "cpu") -> list[HeadBudget]:
-        """Of each layer, by place; all of them were measured."""
+        """Head settings of each layer, by place; all of them were measured."""
         return _budgets(self.choices(mean_density), device)
 
     def choices(self, mean_density: float) -> HeadChoices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods compared, all in the same 8-bit arithmetic: what each keeps, and what stands for the
+"""Methods compared, all in the same 8-bit arithmetic: what each keeps, and its substitute for the
 rest."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparge.reference.partial import Partial
 from sparge.reference.pooled import attend_packed, with_contrast
 from sparge.reference.route import route
 
-ELEMENT = Element.INT8_E4M3  # what the native kernels of Ada, Hopper and Blackwell compute in
+ELEMENT = Element.INT8_E4M3  # compute type of the native kernels of Ada, Hopper and Blackwell
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Mode:
     centroid: bool = False
     """One pooled term a query block, from its mean query, for all that it drops."""
     measured: bool = False
-    """What a head keeps and how it makes up for the rest as calibration chose, under the mean
+    """Whether calibration chose what a head keeps and how it makes up for the rest, under the mean
     density."""
     upstream: bool = False
     """Routing as upstream has it: a ragged last block weighs as much as a whole one."""
@@ -44,12 +44,12 @@ class Mode:
 
     @property
     def turns(self) -> int:
-        """In how many ways the steps of a sampling run go through the tokens."""
+        """Number of variants of the token order that the steps of a sampling run take in turn."""
         return TURNS if self.cubes and not self.centroid else 1
 
     def rules(self, budget: HeadBudget, is_causal: bool) -> tuple[SparsePolicy, HeadBudget | None]:
-        """What attention is given for `budget`: a policy says what it can say of that, as in mode
-        manual of the node."""
+        """Arguments that attention is given for `budget`: a policy says what it can say of that, as
+        in mode manual of the node."""
         policy = SparsePolicy(attention_sink=self.text_sink and is_causal)
         if self.measured or self.gain > 0:
             return policy, budget
@@ -62,18 +62,18 @@ MODES = (
     # Sol-Attn (arXiv 2607.24027) orders tokens along a space-filling curve. ComfyUI's port leaves
     # that out; with cubes it is the harder one to beat.
     Mode("sol", cubes=True, centroid=True),
-    # What the library does without a measurement.
+    # Mode of the library without a measurement.
     Mode("ours manual", cubes=True, text_sink=True),
     Mode("ours auto", cubes=True, measured=True, text_sink=True),
 )
-#: The same residual and router in every head, asked for by name: right for encoders, ruinous for
+#: Pooled keys and router the same in every head, asked for by name: right for encoders, ruinous for
 #: flat heads.
 RESIDUAL = Mode("ours residual", cubes=True, gain=1.0, router=Router.ERROR, text_sink=True)
 BY_NAME = {mode.name: mode for mode in (*MODES, RESIDUAL)}
 
 
 def uniform(mode: Mode, heads: int, share: float) -> HeadBudget:
-    """The budget of a mode that treats all heads alike."""
+    """Head settings of a mode that treats all heads alike."""
     return HeadBudget.uniform(heads, share, mode.gain, mode.router)
 
 
@@ -86,10 +86,10 @@ def attend(
     query_blocks: Tensor | None = None,
     at_once: bool = False,
 ) -> tuple[Tensor, Choice]:
-    """The attention of a mode by slot, (B, H, Nq, D) float32, and what it chose everywhere.
+    """Attention of a mode by slot, (B, H, Nq, D) float32, and what it chose everywhere.
 
-    query_blocks: (nq,) bool, those to compute; the rows of others hold nothing of meaning.
-    at_once: in few large products, which is quicker for all query blocks; not for causal.
+    query_blocks: (nq,) bool, those to compute; the rows of others hold nothing of meaning. at_once:
+    in few large products, which is quicker for all query blocks; not for causal.
     """
     scale = packed.operands.head_dim**-0.5
     choice = choose(mode, packed, budget, is_causal)
@@ -119,7 +119,7 @@ def attend(
 
 
 def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> Choice:
-    """The blocks that a mode keeps and pools."""
+    """Blocks that a mode keeps and pools."""
     scale, (policy, own) = packed.operands.head_dim**-0.5, mode.rules(budget, is_causal)
     choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
     if not mode.upstream:
@@ -134,10 +134,10 @@ def reached_density(choice: Choice) -> Tensor:
 
 
 def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> float:
-    """The largest share of key blocks a query block whose density does not exceed `density`.
+    """Largest share of key blocks a query block whose density does not exceed `density`.
 
-    They differ: forced blocks come on top, and under causal the early query blocks see few keys.
-    A density that forced blocks alone exceed gives the least share there is.
+    They differ: forced blocks come on top, and under causal the early query blocks see few keys. A
+    density that forced blocks alone exceed gives the least share there is.
     """
     blocks, heads = packed.operands.key_counts.shape[1], packed.operands.heads
 

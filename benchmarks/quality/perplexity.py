@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a language model predicts a text whose every layer attends in one of the modes."""
+"""Perplexity of a language model on a text, with every layer attending in one of the modes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def perplexity(
 
 
 def attention_of(mode: Mode, budgets: Sequence[HeadBudget], densities: list[Tensor]) -> Attention:
-    """Adds the density of each head (heads,) to `densities`, layer by layer."""
+    """Attention in a mode, which adds the density of each head (heads,) to `densities`, layer by
+    layer."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packed = pack_qkv(q, k, v, element=ELEMENT)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results file: a JSON object a line, one for each data set, mode, place, and mean density or
-target error that was asked for."""
+"""Results file: a JSON object a line for each data set, mode, place, and asked density or
+target.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ ASKED = ("asked_density", "target")  # a row has one of them, which is part of i
 DIGITS = 6
 EMULATION, REFERENCE = "emulation", "reference"  # values of `where` that are no GPU
 
-#: The fields are those of `summary` in judge.py or of `JudgedHeads.shares`, KEY and one of ASKED,
+#: Row: the fields of `summary` in judge.py or of `JudgedHeads.shares`, KEY and one of ASKED,
 #: commit, and perplexities for a text.
 Row = dict[str, Any]
 
 
 def read(path: Path = RESULTS) -> list[Row]:
-    """The rows; none where there is no file."""
+    """Reads the rows; none where there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -42,7 +43,7 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 def of_densities(rows: Iterable[Row]) -> list[Row]:
-    """Those that say what a mean density gives."""
+    """Rows that say what a mean density gives."""
     return [row for row in rows if "asked_density" in row]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section on quality of docs/benchmarks.md, from benchmarks/results/quality.json alone."""
+"""Section on quality of docs/benchmarks.md, from benchmarks/results/quality.json alone."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from benchmarks.quality.study import DROP_NOISE, PREDICTED_WITHIN
 from benchmarks.quality.targets import TARGETS
 
 BEGIN, END = "<!-- quality:begin -->\n", "<!-- quality:end -->"
-#: How data are named that have rows of targets.
+#: Beginning of the names of data that have rows of targets.
 CLIPS = "dit clips "
-#: In this order in tables and pictures.
+#: Titles of the modes, in their order in tables and pictures.
 MODES = {
     "drop": "`drop` is SpargeAttn's rule: a top-k of block means, and the rest is gone",
     "sol": "`sol` adds one term a query block for the rest, as Sol-Attn does",
     "ours manual": "`ours manual` is this node with mode manual",
     "ours auto": "`ours auto` is mode auto budget",
 }
-SMALL_GRID = re.compile(r" \d+x\d+x\d+$")  # how a name says that the clips were not of full size
+SMALL_GRID = re.compile(r" \d+x\d+x\d+$")  # ends names of clips not of full size
 
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of data: a table, and a picture where it has a file name."""
+    """Part of the section on one kind of data: a table, and a picture where it has a file name."""
 
     begins: str
-    """How the rows' data are named."""
+    """Beginning of the names of the rows' data."""
     field: str
     title: str
-    """Of the picture's vertical axis."""
+    """Title of the picture's vertical axis."""
     about: str
     """{layers} becomes which share of them was judged."""
     digits: int
@@ -96,13 +96,13 @@ PARTS = (
 
 
 def chosen(rows: Iterable[Row], part: Part) -> list[Row]:
-    """The rows of mean densities of the part's data set. Where a mode ran in several places, only
-    those of a GPU's kernels."""
+    """Rows of mean densities of the part's data set. Where a mode ran in several places, only those
+    of a GPU's kernels."""
     return best_places(_latest(of_densities(rows), part.begins))
 
 
 def _latest(rows: Iterable[Row], begins: str) -> list[Row]:
-    """The rows of the data so named; of several, of those that entered the file last."""
+    """Rows of the data so named; of several, those that entered the file last."""
     rows = list(rows)
     names = [row["data"] for row in rows if row["data"].startswith(begins)]
     names = [name for name in names if not SMALL_GRID.search(name)]
@@ -120,7 +120,7 @@ def by_kernels(row: Row) -> bool:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """What stands between BEGIN and END; a sentence where nothing was measured."""
+    """Text between BEGIN and END; a sentence where nothing was measured."""
     parts = [(part, found) for part in PARTS if (found := chosen(rows, part))]
     of_clips = _targets(_latest(of_targets(rows), CLIPS))
     if not parts and not of_clips:
@@ -149,7 +149,7 @@ def _table(part: Part, rows: list[Row]) -> str:
 
 
 def _about(part: Part, rows: list[Row]) -> str:
-    """Raises ValueError where rows of one table are of different layers."""
+    """Sentence about a part. Raises ValueError where rows of one table are of different layers."""
     if "{layers}" not in part.about:
         return part.about
     counts = {row["layers"] for row in rows}
@@ -160,7 +160,7 @@ def _about(part: Part, rows: list[Row]) -> str:
 
 
 def _targets(rows: list[Row]) -> list[str]:
-    """A table of the node's own targets, none where no row has one."""
+    """Table of the node's own targets, none where no row has one."""
     found = {row["target"]: row for row in sorted(rows, key=by_kernels)}
     shown = {name: found[target] for name, target in TARGETS.items() if target in found}
     if not shown:
@@ -195,7 +195,7 @@ def _percent(share: float) -> str:
 
 
 def _places(rows: list[Row]) -> str:
-    """Where each mode ran, and at which commits."""
+    """Places and commits at which each mode ran."""
     modes: dict[str, list[str]] = {}
     for row in rows:
         if row["mode"] in MODES:

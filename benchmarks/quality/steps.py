@@ -49,11 +49,12 @@ class TunedHeads:
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []
-        """The same as the choices expect it."""
+        """(heads,) float64 for each call of the last run: errors that the choices expect."""
         self.dropped: list[Tensor] = []
-        """The same of upstream's drop of the same tensors, at each head's own density."""
+        """(heads,) float64 for each call: errors of upstream's drop of the same tensors, at each
+        head's own density."""
         self.loudness: list[Tensor] = []
-        """What the error of each counts, as the choices have it."""
+        """(heads,) for each call: head weights of the choices."""
 
     def begin_step(self, step: int) -> None:
         if step == 0:
@@ -101,11 +102,11 @@ class TunedHeads:
             self.loudness.append(plan.table.now.loudness[layer].double())
 
     def _judgement(self) -> tuple[list[Tensor], ...]:
-        """In the order of `JudgedHeads`."""
+        """Tensors in the order of `JudgedHeads`."""
         return self.found, self.expected, self.dropped, self.loudness
 
     def judged_heads(self) -> JudgedHeads:
-        """Of the last run, one clip."""
+        """Judged heads of the last run, one clip."""
         of_calls = (torch.stack(judged) for judged in self._judgement())
         return JudgedHeads(*(x.unflatten(0, (1, SPARSE_STEPS, -1)) for x in of_calls))
 
@@ -117,7 +118,7 @@ def _relative(out: Tensor, exact: Tensor) -> Tensor:
 
 
 def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
-    """What upstream's drop makes of a call with as many blocks as a budget keeps."""
+    """Result of upstream's drop in a call, with as many blocks as the head settings keep."""
     zeros = torch.zeros_like(budget.gain)
     blocks = block_count(k.shape[2], KEY_BLOCK)
     asked = (budget.density * blocks).long().clamp(min=budget.floor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set under every mode: samples, budgets, rows of results."""
+"""Study of a data set under every mode: samples, head settings, rows of results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DROP_NOISE = 1.1  # two samples of query blocks rank a head's candidates this we
 
 
 class Study:
-    """The calls of a data set with their samples, and what calibration measured."""
+    """Calls of a data set with their samples, and what calibration measured."""
 
     def __init__(
         self, data: DataSet, modes: Iterable[Mode], blocks: int, calibration_blocks: int, seed: int
@@ -49,7 +49,8 @@ class Study:
         }
 
     def budgets(self, mode: Mode, density: float) -> list[HeadBudget]:
-        """One a call: measured ones share the mean density among all heads of all calls."""
+        """Head settings for each call; measured ones share the mean density among all heads of all
+        calls."""
         calls = self.data.judged
         if not mode.measured:
             first = calls[0]
@@ -60,7 +61,7 @@ class Study:
         return [by_place[call.place] for call in calls]
 
     def row(self, mode: Mode, density: float, run: Attend) -> Row:
-        """Errors on the judged blocks, which calibration has not seen."""
+        """Row of errors on the judged blocks, which calibration has not seen."""
         errors = self._errors(mode, self.budgets(mode, density), run)
         named = {
             "data": self.data.name,
@@ -104,7 +105,7 @@ class Study:
         }
 
     def perplexity(self, mode: Mode, density: float) -> Row:
-        """Of the text, every layer in this mode; the fields to add to its row."""
+        """Perplexity of the text, every layer in this mode; the fields to add to its row."""
         if self.data.text is None:
             raise ValueError(f"{self.data.name} is no text; perplexity is one of smollm.")
         model, tokens = self.data.text
@@ -123,7 +124,7 @@ class Study:
 
 
 def emulated(mode: Mode, call: Call, budget: HeadBudget, judged: Sample) -> tuple[Tensor, Tensor]:
-    """An `Attend` in the reference's emulation of the kernels."""
+    """Computes an `Attend` in the reference's emulation of the kernels."""
     if budget.walk is None:
         packed = call.packed(mode.cubes)
         out, choice = attend(

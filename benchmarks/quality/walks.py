@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets whose heads walk through the tokens in different ways, one walk at a time."""
+"""Head settings whose heads take different token orders, one order at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from sparge.plan.budget import HeadBudget
 
 
 def by_walk(budget: HeadBudget) -> list[tuple[int, HeadBudget]]:
-    """The walks that heads take, from the least, each with the budget as if all heads took it."""
+    """Token orders that heads take, from the least, each with the head settings as if all heads
+    took it."""
     plain = replace(budget, walk=None)
     return [(walk, plain) for walk in _walks(budget)]
 
 
 def of_heads(budget: HeadBudget, values: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Of each head, along `dim`, the value for its own walk; values in the order of `by_walk`."""
+    """Values of each head for its own token order, along `dim`; values in the order of
+    `by_walk`.
+    """
     assert budget.walk is not None
     places = torch.searchsorted(torch.tensor(_walks(budget)), budget.walk.cpu().long())
     parts = [values[place].select(dim, head) for head, place in enumerate(places.tolist())]

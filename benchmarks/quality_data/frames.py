@@ -20,7 +20,7 @@ Clip = NDArray[np.uint8]
 
 
 class NoDecoderError(RuntimeError):
-    """The message is the sentence that a user reads."""
+    """Error that no decoder is installed; the message is the sentence that a user reads."""
 
 
 def read_video(path: Path, frames: int) -> Clip:

@@ -36,7 +36,7 @@ class Gguf:
 
 
 def read_gguf(data: Bytes) -> Gguf:
-    """Everything in the file, dequantized.
+    """Reads everything in the file, dequantized.
 
     Raises:
         ValueError: not GGUF 3, or a tensor of another type than F32, F16, Q4_1 and Q8_0.
@@ -117,17 +117,19 @@ def _f16(raw: Bytes) -> Floats:
 
 
 def _q8_0(raw: Bytes) -> Floats:
-    """Scale (F16), 32 signed bytes."""
+    """Decodes Q8_0: scale (F16), 32 signed bytes."""
     return _f16(raw[:, :2].copy()) * raw[:, 2:].view(np.int8)
 
 
 def _q4_1(raw: Bytes) -> Floats:
-    """Scale and least value (F16), 16 bytes: elements 0-15 in the low halves, 16-31 in the high."""
+    """Decodes Q4_1: scale and least value (F16), 16 bytes, elements 0-15 in the low halves, 16-31
+    in the high."""
     scale, least = _f16(raw[:, :2].copy()), _f16(raw[:, 2:4].copy())
     return scale * np.concatenate([raw[:, 4:] & 15, raw[:, 4:] >> 4], 1) + least
 
 
-#: GGML type: bytes a group, elements a group, decoder of (groups, bytes) to (groups, elements).
+#: Layout by GGML type: bytes a group, elements a group, decoder of (groups, bytes) to (groups,
+#: elements).
 TYPES: dict[int, tuple[int, int, Callable[[Bytes], Floats]]] = {
     0: (4, 1, _f32),
     1: (2, 1, _f16),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every data set hands out: attention calls of a trained network."""
+"""Layers that every data set hands out: attention calls of a trained network."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ class Layer(NamedTuple):
     k: Tensor
     v: Tensor
     grid: TokenGrid | None
-    """Where the tokens lie; None for a text."""
+    """Token grid; None for a text."""

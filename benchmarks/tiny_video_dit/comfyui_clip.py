@@ -135,7 +135,7 @@ def sample(model: Any, size: Size, seed: int) -> Tensor:
 
 
 class Drop:
-    """An override of ComfyUI's attention: upstream's rule in the sparse steps' self-attention."""
+    """Override of ComfyUI's attention: upstream's rule in the sparse steps' self-attention."""
 
     def __init__(self, density: float, device: torch.device) -> None:
         self.policy = sparge.SparsePolicy(topk=density)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clips a training step sees: small ones first, where a second buys most steps, then the size
-that is judged. Grids count tokens (frames, rows, columns); a token is 1 x 4 x 8 pixels.
+"""Curriculum: which clips a training step sees.
 
-All sizes show the same world at the same scale, smaller ones less of it, so what is learnt carries
-over. None divides by the kernels' blocks or cubes: neither do real videos.
+Small clips come first, where a second buys most steps, then the size that is judged. Grids count
+tokens (frames, rows, columns); a token is 1 x 4 x 8 pixels. All sizes show the same world at the
+same scale, smaller ones less of it, so what is learnt carries over. None divides by the kernels'
+blocks or cubes: neither do real videos.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: What ComfyUI's empty latent of 480 x 544 with 81 frames gives: 21,420 tokens, clips of
-#: 240 x 136 pixels with 21 frames.
+#: Grid of ComfyUI's empty latent of 480 x 544 with 81 frames: 21,420 tokens, clips of 240 x 136
+#: pixels with 21 frames.
 FULL_GRID = (21, 34, 30)
 WARM_UP = 0.015  # of the training
 PEAK_RATE = 1.5e-3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's quickest self-attention for each shape of the training, measured on this GPU.
+"""Quickest self-attention of torch for each shape of the training, measured on this GPU.
 
 cuDNN's kernels are often well ahead on Hopper, yet some versions of torch try them last, and not
 every shape has a plan there.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 TIMESTEPS = 1000
 SAMPLING_SHIFT = 8.0  # ComfyUI's default for Wan 2.1; spends most steps where little is decided yet
-#: Below the sampler's, because pictures sharpen between sigma .3 and .8: 36 % of the training
-#: instead of 28 %.
+#: Below the sampler's, because pictures sharpen in the middle (docs/experiments.md, Noise levels of
+#: training).
 TRAINING_SHIFT = 5.0
 
 

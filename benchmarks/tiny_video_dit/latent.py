@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 ROWS, COLUMNS = 2, 4  # pixels a latent place
-#: Brightness and colour differences of random clips deviate by .16 each (measured): the gain makes
-#: that about 1, which is what the flow's noise has.
+#: Middle and factor of brightness and colour differences, which make their deviation about 1, as
+#: the flow's noise has (docs/experiments.md, Gain of the latent).
 GREY, GAIN = 0.49, 6.0
 
 #: Y, Cb, Cr of red, green, blue (ITU-R BT.601, full range).

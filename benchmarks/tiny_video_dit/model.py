@@ -161,7 +161,9 @@ class Projections(nn.Module):
         self.norm_q, self.norm_k = Scale(width), Scale(width)
 
     def qkv(self, tokens: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, heads, tokens, HEAD_DIM) each; the norm spans all heads, as in Wan."""
+        """(batch, heads, tokens, HEAD_DIM) each of q, k and v; the norm spans all heads, as in
+        Wan.
+        """
         q, k, v = self.norm_q(self.q(tokens)), self.norm_k(self.k(source)), self.v(source)
         q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in (q, k, v))
         return q, k, v
@@ -205,7 +207,8 @@ def waves(timestep: Tensor) -> Tensor:
 
 
 def rotary(grid: tuple[int, int, int], device: torch.device) -> Tensor:
-    """(tokens, HEAD_DIM / 2) complex64: 22 pairs turn with the frame, 21 with row and column."""
+    """(tokens, HEAD_DIM / 2) complex64 rotations: 22 pairs turn with the frame, 21 with row and
+    column."""
     pairs = HEAD_DIM // 2
     spatial = pairs // 3
     axes = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
@@ -218,7 +221,7 @@ def rotary(grid: tuple[int, int, int], device: torch.device) -> Tensor:
 
 
 def rotated(heads: Tensor, turns: Tensor) -> Tensor:
-    """Neighbouring channels are the parts of one complex number."""
+    """Rotates heads: neighbouring channels are the parts of one complex number."""
     pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(heads.dtype)
 

@@ -52,7 +52,7 @@ def sample(
     guidance: float = 1.0,
     attention: Attention = dense,
 ) -> Tensor:
-    """The model's own latents (see latent.py), float32, made from noise by Euler steps.
+    """Latents of the model itself (see latent.py), float32, made from noise by Euler steps.
 
     Args:
         model: a VideoDiT, or what is called like one.
@@ -73,7 +73,7 @@ def euler(
     guidance: float = 1.0,
     attention: Attention = dense,
 ) -> Tensor:
-    """`sample` from a latent at sigmas[0] to one at the last of `sigmas`."""
+    """Runs `sample` from a latent at sigmas[0] to one at the last of `sigmas`."""
     weights = next(model.parameters())
     latent, text = latent.to(weights.device).float(), text.to(weights)
     empty = torch.zeros_like(text)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clip shows, as numbers: a textured ground under a moving camera, and objects that move,
-turn and hide each other. The same numbers, projected by fixed random signs, are the text.
+"""Scenes that clips show, as numbers.
 
-Lengths are pixels, times are units of TIME_UNIT frames, angles radians; the origin is the middle of
-the picture at time zero.
+A scene is a textured ground under a moving camera, and objects that move, turn and hide each other.
+The same numbers, projected by fixed random signs, are the text. Lengths are pixels, times are units
+of TIME_UNIT frames, angles radians; the origin is the middle of the picture at time zero.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def draw_scenes(count: int, size: tuple[int, int, int], generator: torch.Generat
     most = 1 + (OBJECTS - 1) * area
     room = min(1.0, rows / FULL_ROWS) ** 0.5
     velocity = normal(OBJECTS, 2, deviation=60.0)
-    # In the picture half way through, so that it comes and goes rather than being away.
+    # Placed in the picture half way through, so that it comes and goes rather than being away.
     middle = (uniform(OBJECTS, 2) - 0.5) * _pair(0.85 * columns, 0.85 * rows, device)
     half_way = (frames - 1) / 2 / TIME_UNIT
     radius = 10.0 * 3.2 ** uniform(OBJECTS) * room

@@ -39,7 +39,7 @@ VALIDATION_CLIPS = 16
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """What the model is given and the flow it should answer."""
+    """Input that the model is given, and the flow it should answer."""
 
     latent: Tensor
     timestep: Tensor
@@ -96,7 +96,9 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch, clips: int = VALIDATION_CLIPS) -> float:
-        """Of the averaged weights, on scenes of the batch's size that training does not see."""
+        """Loss of the averaged weights, on scenes of the batch's size that training does not
+        see.
+        """
         self.state.working.copy_(self.state.average)
         seeds = range(VALIDATION_SEED, VALIDATION_SEED + math.ceil(clips / batch.clips))
         examples = (draw_example(batch, seed, self.device) for seed in seeds)
@@ -111,7 +113,9 @@ def train_for(
     planned_seconds: float,
     log: Callable[[dict[str, float | str]], None],
 ) -> None:
-    """Steps until this many seconds have passed. Raises FloatingPointError if the loss does."""
+    """Makes steps until this many seconds have passed. Raises FloatingPointError if the loss
+    does.
+    """
     counters = trainer.state.counters
     before, started, logged = counters.seconds, time.monotonic(), time.monotonic()
     while (elapsed := time.monotonic() - started) < seconds:

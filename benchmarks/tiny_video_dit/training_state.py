@@ -28,7 +28,8 @@ class Counters:
 
 
 class TrainingState:
-    """Takes over the parameters of `model`: they become views of one bf16 vector."""
+    """Training state that takes over the parameters of `model`: they become views of one bf16
+    vector."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         parameters = dict(model.named_parameters())
@@ -58,7 +59,7 @@ class TrainingState:
         }
 
     def joined(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The inverse of `named`, float32. Raises ValueError where the parameters are others."""
+        """Inverse of `named`, float32. Raises ValueError where the parameters are others."""
         got = {name: tensor.shape for name, tensor in tensors.items()}
         if got != self.shapes:
             differing = sorted(set(got.items()) ^ set(self.shapes.items()))[:3]
@@ -68,7 +69,9 @@ class TrainingState:
 
     @torch.no_grad()
     def update(self, rate: float) -> Tensor:
-        """One AdamW step with the collected gradients, which it clears; returns their norm."""
+        """Makes one AdamW step with the collected gradients, which it clears; returns their
+        norm.
+        """
         self.counters.step += 1
         step = self.counters.step
         gradient = self.gradient.float()

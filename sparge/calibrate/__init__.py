@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each head measured in dense calls, then sparse as far as the asked quality allows."""
+"""Measures each head in exact calls, then chooses how sparse it may be for the asked quality."""
 
 from .aim import Aim
 from .alternating import Alternating

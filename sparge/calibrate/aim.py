@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of measured heads: a mean error, or a mean density over all of them."""
+"""Goal of a run with measured heads: a mean error, or a mean density over all heads and steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .offers import Offers
 
 @dataclass(frozen=True)
 class Aim:
-    """A target for the mean error of the heads in each sparse step, or else a mean density over all
+    """Target for the mean error of the heads in each sparse step, or else a mean density over all
     heads and steps."""
 
     kind: str
-    """As profiles call it: "quality" or "budget"."""
+    """Name of the aim in profiles: "quality" or "budget"."""
     value: float
 
     @property
@@ -28,16 +28,18 @@ class Aim:
 
     @property
     def falls(self) -> bool:
-        """Whether early steps may keep more than late ones: a target holds in all of them."""
+        """Whether early steps may keep more than late ones. A target holds in each step, so it does
+        not fall."""
         return self.kind == "budget"
 
     def freeze(
         self, offers: Offers, steps: int, wanted: range, drift: Tensor | None = None
     ) -> tuple[Alternating, list[Alternating]]:
-        """The choices over all of so many sparse steps, and those of each wanted one where they
-        differ.
+        """Returns the choices as if all `steps` sparse steps were alike, and where steps differ
+        those of each wanted one.
 
-        drift: as in `Offers.freeze`."""
+        drift: as in `Offers.freeze`.
+        """
         if not self.falls:
             return Alternating(partial(self._meet, offers, drift)), []
         return offers.freeze_steps(self.value, steps, wanted=wanted, drift=drift)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands best for dropped blocks among all that costs the same: budgets choose between costs.
+"""Best substitute for dropped blocks among those of equal cost.
 
-All backgrounds cost nothing, like plain dropping, and all gains of the residual the same.
+All backgrounds cost nothing, like plain dropping, and all pool weights (`gain`) cost the same. So
+the later choice of head settings is between costs alone.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ Indices = NDArray[np.int64]
 
 
 class Group(enum.IntEnum):
-    """Places along the last axis of `best_kinds`."""
+    """Indices along the last axis of what `best_kinds` returns."""
 
     FREE = 0
     """Plain dropping or a background."""
     POOLED = 1
-    """Missing where there is no gain above 0."""
+    """Pooled keys. Missing where there is no pool weight above 0."""
 
 
 def best_kinds(errors: Iterable[Array], kinds: Sequence[Kind]) -> tuple[Array, Indices]:
-    """Of each kind its errors, of one shape, to (*shape, groups), twice: the least error of all
-    kinds that pool nothing, then of those that pool, where there are such; and the places of those
-    kinds. Errors of one kind after another stay in the cache, which takes a third of the time.
+    """Returns the least errors and the indices of the kinds that make them, each (*shape, groups).
 
-    The earlier of equal kinds is taken, so plain dropping wins a tie. Where no error is finite the
-    first kind is taken, with an infinite one.
+    errors: an array of `shape` for each kind, one after another, so that they stay in the cache.
+    The first group holds the kinds without pooled keys, the second, where there is one, those with
+    them. The earlier of equal kinds is taken, so plain dropping wins a tie. Where no error is
+    finite the first kind is taken, with an infinite error.
     """
     found: dict[bool, tuple[Array, Indices]] = {}
     for place, (of_kind, kind) in enumerate(zip(errors, kinds, strict=True)):
@@ -41,7 +42,7 @@ def best_kinds(errors: Iterable[Array], kinds: Sequence[Kind]) -> tuple[Array, I
         if pools not in found:
             found[pools] = np.full(of_kind.shape, np.inf), np.full(of_kind.shape, place)
         least, best = found[pools]
-        better = of_kind < least  # never so of NaN
+        better = of_kind < least  # never true of NaN
         np.copyto(least, of_kind, where=better)
         np.copyto(best, place, where=better)
     groups = [found[pools] for pools in (False, True) if pools in found]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring the heads of a model while it runs dense, and deciding what each of them may drop.
+"""Measures the heads of a model while it runs dense, to decide what each of them may drop.
 
     calibration = Calibration.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
     calibration.sample(layer, q, k, v)              # in dense calls; never waits for the GPU
     choices = calibration.offers().freeze(mean_density=0.2)  # between two steps; waits for the GPU
     budget = choices.budget(layer, "cuda")
 
-One calibration is for one conditioning and one token count.
+One calibration is for one conditioning and one token count. Output scale here is `contrast`, pool
+weight `gain`, head weight `loudness`, token order `walk`, variant `turn`, head settings `budget`.
 """
 
 from __future__ import annotations
@@ -28,49 +29,48 @@ from .side_by_side import side_by_side
 from .spread import ROW_STEP, spread_places
 from .workload import Workload
 
-#: Query blocks of every head that one sample measures in each walk. A run with guidance samples
-#: cond and uncond, which makes 8. Of 8 blocks, 91 % of DINOv2 video heads predict the error of
-#: others within a factor of 1.5, of 4 85 %; and choose better (.0766 instead of .0782 at 10 %;
-#: clips of the small video DiT .7 dB better at 10 % and 1.2 at 20 %, as good as with 16 or 40).
+#: Query blocks of every head that one measurement looks at in each token order. A run with guidance
+#: measures cond and uncond, so twice as many (docs/experiments.md, Query blocks of a measurement).
 BLOCKS_A_CALL = 4
-#: Relative L2 error of 8-bit attention that drops nothing (median head of DINOv2 video: .0054),
-#: where no sample knew what dense attention gave. Heads of the small video DiT have .002 to .031.
+#: Relative L2 error of 8-bit attention that drops nothing, where no measurement knew what dense
+#: attention gave (docs/experiments.md, Error of 8 bits alone).
 ROUNDING = 0.005
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Sums over the query blocks sampled so far; make it with `begin`."""
+    """Sums over the query blocks measured so far; made by `begin`."""
 
     workload: Workload
     candidates: CandidateSet
     query_blocks: list[int] = field(repr=False)
-    """Those worth a sample."""
+    """Query blocks worth a measurement."""
     blocks_a_call: int
     row_step: int
     measure: Measure
     log_gains: Tensor = field(repr=False)
-    """(gains,) float32, natural: of the candidates, on the device."""
+    """(gains,) float32 on the device: natural logarithms of the candidates' pool weights."""
     log_backgrounds: Tensor = field(repr=False)
-    """(backgrounds,) float32, likewise."""
+    """(backgrounds,) float32 on the device: natural logarithms of the candidates' backgrounds."""
     measured_walks: range
-    """Of the workload's order, those that there are sums of."""
+    """Token orders of the workload that there are sums of."""
     squared_error: Tensor
-    """(layers, heads, measured walks, routers, densities, kinds) float32, summed over rows and
+    """(layers, heads, measured orders, routers, densities, kinds) float32, summed over rows and
     channels: the largest tensors that are kept, of few terms."""
     towards_mean: Tensor
-    """The same shape: products of errors with what the exact output lacks of the mean value."""
+    """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
     squared_norm: Tensor
-    """(2, layers, heads, measured walks) float64, of the exact output and of that lack."""
+    """(2, layers, heads, measured orders) float64: squared norm of the exact output, and of that
+    lack."""
     squared_rounding: Tensor
     """(2, layers, heads) float64, of what was compared with dense attention: squared norm, and
     squared distance from it."""
     samples: list[int] = field(repr=False)
-    """Query blocks sampled of each layer, in each walk."""
+    """Number of query blocks measured of each layer, in each token order."""
     visited: int = field(repr=False)
     walks: list[range] = field(repr=False)
-    """Walks measured of each layer: the first alone where heads share keys, since those have to
-    share a walk."""
+    """Token orders measured of each layer. The first alone where heads share keys, since those have
+    to share an order."""
 
     @classmethod
     def begin(
@@ -87,19 +87,21 @@ class Calibration:
         measure: Measure = reference_measure,
         device: torch.device | str = "cpu",
     ) -> Calibration:
-        """Allocates all that calibration keeps, so call it where sampling or a forward starts.
+        """Returns an empty calibration. Allocates all that it keeps, so call it where sampling or a
+        forward pass starts.
 
-        blocks_a_call: query blocks (of every head) that one `sample` measures.
-        row_step: of so many rows of them one is compared, as `spread_rows` has them.
-        visited: query blocks that another one has sampled; this goes on with those after them.
-        walks: of the workload's order, those to measure and to choose from; `worth_measuring` where
-            none are given.
+        blocks_a_call: query blocks of every head that one `sample` measures.
+        row_step: one in so many rows of them is compared, as in `spread_rows`.
+        visited: number of query blocks that an earlier calibration has measured; this one goes on
+            after those.
+        walks: token orders of the workload that are measured and chosen from; `worth_measuring`
+            where None.
 
         Raises:
             ValueError: no query block of the workload may drop anything.
         """
         candidates = candidates or CandidateSet()
-        if workload.is_causal:  # the mean value of all keys is of later ones too
+        if workload.is_causal:  # the mean value of all keys holds later ones too
             candidates = replace(candidates, backgrounds=(), contrasts=(1.0, 1.0))
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
@@ -128,7 +130,8 @@ class Calibration:
         )
 
     def anew(self) -> Calibration:
-        """One like this that knows nothing yet, and looks at other query blocks. Allocates."""
+        """Returns an empty calibration of the same kind that goes on with other query blocks.
+        Allocates."""
         like = Calibration.begin(
             layers=len(self.samples),
             heads=self.squared_norm.shape[2],
@@ -145,8 +148,11 @@ class Calibration:
         return like
 
     def fill_from(self, earlier: Calibration) -> None:
-        """Takes from one of the same kind what is not known here: layers that were not sampled, or
-        gave something not finite, and rounding, which only dense calls tell. Waits for the GPU."""
+        """Copies from `earlier`, of the same kind, what is not known here. Waits for the GPU.
+
+        Not known are layers that were not measured or gave something not finite, and rounding,
+        which only dense calls tell.
+        """
         sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
         finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
         for layer, (known, walks) in enumerate(zip(earlier.samples, earlier.walks, strict=True)):
@@ -158,8 +164,8 @@ class Calibration:
         self.squared_rounding.copy_(earlier.squared_rounding)
 
     def measure_one_walk(self) -> None:
-        """The first. Call it before any `sample`: walks that were measured in different calls do
-        not compare."""
+        """Restricts measurements to the first token order. Call it before any `sample`: orders
+        measured in different calls do not compare."""
         assert not any(self.samples)
         self.walks[:] = [self.measured_walks[:1]] * len(self.walks)
 
@@ -175,18 +181,15 @@ class Calibration:
         dense: Tensor | None = None,
         calls: int = 1,
     ) -> None:
-        """Measure all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
+        """Measures all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
 
-        dense: (B, H, N, D), what dense attention gave; it tells how far off a head is that drops
-        nothing.
-        calls: as many query blocks as so many samples measure.
+        dense: (B, H, N, D), the dense result; it tells the error of a head that drops nothing.
+        calls: number of usual measurements whose query blocks this one covers.
 
-        Other blocks in every call and layer, evenly spread, the same in every run. Batch entries
-        count as one. Errors are against the same arithmetic with nothing dropped. All walks of the
-        workload's order, or some of them, are measured in the same call: the error
-        of a head can halve from one step to the next, so walks measured in different steps do not
-        compare. (Choosing the walk from the keys alone costs a third and leaves smaller errors in
-        calls, but clips of the small DiT 1.1 dB further from dense ones.)
+        Every call and layer looks at other query blocks, evenly spread and the same in every run.
+        Batch entries count as one. Errors are against the same arithmetic with nothing dropped. All
+        token orders that are measured are measured in the same call, because the error of a head
+        can halve from one step to the next (docs/experiments.md, Choosing an order by the keys).
         """
         blocks = self.next_query_blocks(layer, calls)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -210,22 +213,23 @@ class Calibration:
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
-        """Query blocks that the next `sample` of `layer` measures, on the host."""
-        # Neighbouring layers look at other blocks.
+        """Query blocks that the next `sample` of `layer` measures; computed on the host."""
+        # Neighbouring layers look at other query blocks.
         first = self.visited + self.samples[layer] + layer
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
     def _add(self, layer: int, measured: Measured, *, with_rounding: bool) -> None:
         empty, of_layer = ~measured.occupied, self.walks[layer]
-        walks = slice(len(of_layer))  # all of the measured ones, or the first
+        walks = slice(len(of_layer))  # all of the measured orders, or the first
         found = measured.distances
         for of_kinds, sums in (
             (squared_errors, self.squared_error),
             (towards_mean, self.towards_mean),
         ):
             of_rows = of_kinds(found, self.log_gains, self.log_backgrounds)
-            # First in float32: as float64 these would not fit in the memory of a sample.
+            # Summed in float32 first: as float64 the rows would not fit in the memory of a
+            # measurement.
             of_blocks = of_rows.masked_fill_(empty.unsqueeze(-1), 0).sum(-2)
             del of_rows
             of_heads = of_blocks.sum((3, 5), dtype=torch.float64)
@@ -237,16 +241,15 @@ class Calibration:
             self.squared_rounding[:, layer].add_(squares[::2, 0])
 
     def relative_errors(self) -> NDArray[np.float64]:
-        """The first of `errors_and_contrasts`."""
+        """Relative errors, the first array of `errors_and_contrasts`."""
         return self.errors_and_contrasts()[0]
 
     def errors_and_contrasts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(layers, heads, measured walks, routers, densities, kinds), twice: relative L2 errors
-        with the contrasts, and those.
+        """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
 
-        The root of the ratio of sums rather than a mean of ratios: both choose equally well, and
-        with 16 query blocks the sums predict the error within a factor of 1.5 for 95 % of DINOv2
-        video heads, the ratios for 91 %. Waits for the GPU.
+        Both are (layers, heads, measured orders, routers, densities, kinds). An error is the root
+        of the ratio of sums, which predicts better than a mean of ratios (docs/experiments.md, Sums
+        or ratios).
         """
         norms, far = self.squared_norm.cpu().numpy()[..., None, None, None]
         error, towards = (x.cpu().numpy() for x in (self.squared_error, self.towards_mean))
@@ -256,7 +259,7 @@ class Calibration:
             limits = self.candidates.contrasts
             contrasts, squares = best_contrasts(made, lacking, far[layers], limits)
             own = norms[layers]
-            with np.errstate(invalid="ignore"):  # what is not finite stays so, and is not measured
+            with np.errstate(invalid="ignore"):  # stays so, and is not measured
                 shares = np.divide(squares, own, out=np.zeros_like(squares), where=own != 0)
                 return np.sqrt(shares), contrasts
 
@@ -264,7 +267,7 @@ class Calibration:
         return errors, contrasts
 
     def rounding(self) -> NDArray[np.float64]:
-        """(layers, heads): relative L2 error that 8 bits alone make. Waits for the GPU."""
+        """(layers, heads) relative L2 error that 8 bits alone make. Waits for the GPU."""
         norms, squares = self.squared_rounding.cpu().numpy()
         with np.errstate(invalid="ignore"):
             measured = np.sqrt(
@@ -273,15 +276,15 @@ class Calibration:
         return np.where((norms != 0) & np.isfinite(measured), measured, ROUNDING)
 
     def norms(self) -> NDArray[np.float64]:
-        """(layers, heads): norm of the exact output, of as many query blocks each. Waits for the
-        GPU."""
-        squares = self.squared_norm[0].cpu().numpy().max(-1)  # 0 in walks that were not measured
+        """(layers, heads) norm of the exact output, over equally many query blocks each. Waits for
+        the GPU."""
+        squares = self.squared_norm[0].cpu().numpy().max(-1)  # 0 in orders that were not measured
         return np.sqrt(squares / np.maximum(self.samples, 1)[:, None])
 
     def offers(self) -> Offers:
-        """What the heads can be given, as far as it is known so far. Waits for the GPU.
+        """Returns the offers of all heads, from what is known so far. Waits for the GPU.
 
-        Layers that were not sampled, or gave something not finite, are not measured.
+        Layers that were not measured, or gave something not finite, get no offer.
 
         Raises:
             ValueError: no layer was measured.
@@ -298,8 +301,6 @@ class Calibration:
 
 
 def worth_measuring(walks: int) -> range:
-    """Of so many walks through a grid cubes and rows: on the small video DiT squares of a frame
-    bring nothing beside them (clips 0-3, H200, in dB, with squares and without, of budgets 10 / 20
-    / 30 / 50 %: 28.7 / 32.9 / 36.0 / 43.0 and 28.6 / 32.9 / 36.4 / 43.5; cubes alone 27.9 / 32.5 /
-    36.6 / 41.5), and on DINOv2 video all heads take cubes."""
+    """Token orders worth measuring, of so many through a grid: cubes and rows. Squares of a frame
+    bring nothing beside them (docs/experiments.md, Orders worth measuring)."""
     return range(walks) if walks < 3 else range(0, walks, walks - 1)

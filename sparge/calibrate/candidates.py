@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a head may be sparse, and the ranks of key blocks that each of them keeps."""
+"""Ways in which a head may be sparse, and the ranks of key blocks that each of them keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..plan.budget import Router
 
 @dataclass(frozen=True)
 class Kind:
-    """What makes up for the key blocks that a head drops: one of the two or, plain, neither."""
+    """Substitute for the key blocks that a head drops: pooled keys or the background, or neither
+    (plain)."""
 
     gain: float
     background: float
@@ -25,12 +26,9 @@ class Kind:
 class CandidateSet:
     """Every density with every kind and router; axes of errors are (routers, densities, kinds).
 
-    The defaults: between seven densities the error is interpolated, which on DINOv2 video heads
-    costs 1 % against nineteen measured ones. Kinds cost little to measure; of the gains 0.25 and
-    0.5 are for heads that full pooling ruins, 1.2 for those whose logits vary inside a block.
-    Routing by mass is not among them: it costs half of the measurement, and choosing between both
-    by few samples is worse than the error score for all (small DiT at 20 %: .1127 instead of .1162
-    six steps later; DINOv2 video .0395 instead of .0404).
+    Errors between the measured densities are interpolated. Kinds cost little to measure: pool
+    weights (`gains`) 0.25 and 0.5 are for heads that full pooling ruins, 1.2 for those whose logits
+    vary inside a block. Routing by mass is not offered (docs/experiments.md, Candidates).
     """
 
     densities: tuple[float, ...] = (0.03, 0.075, 0.15, 0.25, 0.4, 0.6, 1.0)
@@ -43,7 +41,7 @@ class CandidateSet:
     floor: int = 1
     """Ranked key blocks that are kept whatever the density; as in `HeadBudget`."""
     contrasts: tuple[float, float] = (0.5, 2.0)
-    """The least and the greatest that a head may get; both 1: none does."""
+    """Least and greatest output scale that a head may get; both 1: no head gets one."""
 
     def __post_init__(self) -> None:
         if not _ascends(self.densities) or self.densities[0] <= 0 or self.densities[-1] != 1:
@@ -65,7 +63,7 @@ class CandidateSet:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Plain dropping, the backgrounds, the gains."""
+        """Kinds in order: plain dropping, the backgrounds, the pool weights."""
         backgrounds = (Kind(0.0, background) for background in self.backgrounds)
         return Kind(0.0, 0.0), *backgrounds, *(Kind(gain, 0.0) for gain in self.gains[1:])
 
@@ -74,13 +72,13 @@ class CandidateSet:
         return len(self.routers), len(self.densities), len(self.kinds)
 
     def kept_ranks(self, key_blocks: int) -> list[int]:
-        """Ranked blocks that each density asks for of `key_blocks`, in float32 as attention counts;
-        it keeps as many more as make `whole_steps`."""
+        """Ranked blocks that each density asks for, of `key_blocks`, in float32 as attention
+        counts. Attention keeps as many more as make `whole_steps`."""
         shares = torch.tensor(self.densities, dtype=torch.float32, device="cpu")
         return (shares * key_blocks).long().clamp(min=self.floor).tolist()
 
     def buckets(self, rank: Tensor, valid: Tensor) -> Tensor:
-        """(..., nk) int64: of each block the first density that keeps it; -1 for invalid blocks.
+        """(..., nk) int64: for each block the first density that keeps it; -1 for invalid blocks.
 
         rank (..., nk) int: place among the ranked blocks, negative for forced ones; valid (..., nk)
         bool. Both as in `sparge.reference.choose.Choice`.

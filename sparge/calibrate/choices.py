@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calibration decided for the heads of all layers."""
+"""Choices of calibration: the settings of the heads of all layers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from .loudness import mean_error
 
 @dataclass(frozen=True, eq=False)
 class HeadChoices:
-    """All (layers, heads), on the CPU; rows of layers that were not measured hold density 1.
+    """Head settings, each (layers, heads) on the CPU. Rows of layers that were not measured hold
+    density 1.
 
     density, gain, background, contrast float32, router, walk int32: as in `HeadBudget`; a head has
-    a gain or a background or neither. error float32: the relative L2 error of the attention output
-    that these are expected to make. loudness float32: what that counts in a mean over heads; 1 in
-    the mean, 0 in layers that were not measured.
+    pooled keys or a background or neither. error float32: expected relative L2 error of the
+    attention output. loudness float32: the head weight in means over heads; 1 in the mean, 0 in
+    layers that were not measured.
     """
 
     density: Tensor
@@ -35,7 +36,7 @@ class HeadChoices:
     error: Tensor
     loudness: Tensor
     measured: Tensor
-    """(layers,) bool."""
+    """(layers,) bool: whether the layer was measured."""
     floor: int = 1
 
     @property
@@ -48,7 +49,9 @@ class HeadChoices:
 
     @property
     def mean_error(self) -> float:
-        """What a target is of; NaN where no head counts."""
+        """Mean error over heads, each by its weight: what a target is of. NaN where no head
+        counts.
+        """
         error = mean_error(self.error, self.loudness)
         return math.nan if error is None else error
 
@@ -59,15 +62,16 @@ class HeadChoices:
         *,
         before: LayerBudgets | None = None,
     ) -> LayerBudgets:
-        """What each layer may keep, values of its own, all uploaded at once.
+        """Returns the head settings of each layer, uploaded all at once.
 
-        Layers are of one structure, with walks in all of them or, where all heads take the first,
-        in none: what a call allocates depends on it, and ComfyUI wants that to stay the same from
-        step to step. Backgrounds and contrasts are in all or, where no head has one, in none: not
-        every call can have them, and torch.compile would trace either kind.
+        Layers have one structure: token orders in all of them or, where all heads take the first,
+        in none; backgrounds and output scales in all or, where no head has one, in none. What a
+        call allocates depends on that structure, and ComfyUI wants it to stay the same from step to
+        step. Not every call can have backgrounds and output scales, and torch.compile would trace
+        either kind.
 
-        policy: as `LayerBudgets` takes it. before: budgets of the step before, whose structure
-        these keep.
+        policy: as in `LayerBudgets`. before: head settings of the step before, whose structure is
+        kept.
         """
         names = ("density", "gain", "router", *OPTIONAL)
         uploaded: dict[str, Any] = {
@@ -84,5 +88,5 @@ class HeadChoices:
         return LayerBudgets(of_all, self.measured.tolist(), policy)
 
     def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
-        """Of one layer."""
+        """Returns the head settings of one layer; None where it was not measured."""
         return self.budgets(device)[layer]

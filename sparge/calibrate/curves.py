@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error over density, made robust to few samples and read between the measured densities.
+"""Error over density, made robust to few query blocks and read between measured densities.
 
-Errors are float64 arrays (layers, heads, ..., densities, kinds), the last density being 1; what is
+Errors are float64 arrays (layers, heads, ..., densities, kinds), the last density being 1. What is
 read between densities is of one kind.
 """
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-#: Query blocks of a head that weigh as much as the shape all heads of its layer have in common. On
-#: DINOv2 video heads 1 leaves 3 % less error than 0 from one or two query blocks, as much from 16.
+#: Query blocks of a head that weigh as much as the shape shared by all heads of its layer
+#: (docs/experiments.md, Shape shared by a layer's heads).
 SHARED_SHAPE_WEIGHT = 1.0
 LEAST = 1e-6  # keeps the logarithm of an error of 0 a number, far below the 8-bit error of 4e-3
 
@@ -52,20 +52,21 @@ def fall(errors: Array) -> Array:
 
 
 def places_between(densities: Array, wanted: Array) -> tuple[NDArray[np.int64], Array]:
-    """Of each wanted density the place of the measured one below it, which is never the last, and
-    how much of the way to the next lies before it; as in `logs_between`."""
+    """Indices of the measured densities below each wanted one, never the last, and how much of the
+    way to the next lies before it; as in `logs_between`."""
     left = np.minimum(np.searchsorted(densities, wanted, side="right") - 1, len(densities) - 2)
     gap = densities[left + 1] - densities[left]
     return left, np.divide(wanted - densities[left], gap, out=np.ones_like(gap), where=gap > 0)
 
 
 def logs_between(errors: Array, densities: Array, wanted: Array) -> Array:
-    """Natural logarithms of errors (..., densities) at the `wanted` densities, none below the first
-    measured one; both ascend, and of measured ones that are equal the last counts. -inf for an
-    error of 0.
+    """Natural logarithms of errors (..., densities) at the `wanted` densities. -inf for an error of
+    0.
 
-    Straight in the logarithm, as errors of attention fall about exponentially with density; up to
-    density 1, where the error may be 0, straight in the error.
+    Both lists of densities ascend. No wanted density is below the first measured one, and of
+    measured ones that are equal the last counts. The logarithm is interpolated linearly, as errors
+    fall about exponentially with density; up to density 1, where the error may be 0, the error
+    itself.
     """
     last = len(densities) - 1
     left, share = places_between(densities, wanted)

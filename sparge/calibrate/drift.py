@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the errors of heads have grown since they were measured, and are expected to grow on."""
+"""Drift: how much the errors of heads have grown since they were measured, and will grow."""
 
 from __future__ import annotations
 
@@ -9,54 +9,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: How much of the way that errors went between two choices they are expected to go on: on the small
-#: DiT most rise or fall all the run long. Within a factor of 1.5 are then 93 % of its heads, 92 %
-#: without; half of the way follows the noise.
+#: Share of the way that errors went between two choices which they are expected to go on
+#: (docs/experiments.md, Trend).
 TREND = 0.25
-#: How much of what is found in the walk that a head takes, in logarithms, the other walks are taken
-#: to share. With all of it a head whose walk no longer suits it never leaves that before it is
-#: measured again: at a target of .1 one of the small DiT erred 1.4 times as much as by plain drop,
-#: with half of it none more than 1.05 times (clips 0-7, H200, four choices a run). Clips are as
-#: near to dense ones; with nothing up to .4 dB further off.
+#: Share of the drift found in the token order that a head takes which its other orders are taken to
+#: have, in logarithms (docs/experiments.md, Drift in other orders).
 SHARED = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What the drift of each head was found in."""
+    """Steps and token orders that the drift of each head was found in."""
 
     walks: Tensor
-    """(layers, steps, heads): those that the heads took since the last choice."""
+    """(layers, steps, heads): token orders that the heads took since the last choice."""
     visited: Tensor
-    """(layers, steps) bool: the steps that were looked at."""
+    """(layers, steps) bool: the steps that were probed."""
     middle: Tensor
-    """(layers,): of those, counted from the last choice."""
+    """(layers,): mean of the probed steps, counted from the last choice."""
 
     def taken(self, walks: Tensor) -> Tensor:
-        """(layers, heads, walks) bool: which of these each head took there."""
+        """(layers, heads, orders) bool: which of these each head took in those steps."""
         took = self.walks.unsqueeze(-1) == walks
         return (took & self.visited[:, :, None, None]).any(1)
 
 
 class Drift:
-    """Since one measurement of walks `walks`."""
+    """Growth of errors since one measurement of the token orders `walks`."""
 
     def __init__(self, walks: Sequence[int]) -> None:
         self._walks = torch.tensor(walks, device="cpu")
         self.grown: Tensor | None = None
-        """(layers, heads, walks) float64: as found last, or guessed from another walk."""
+        """(layers, heads, orders) float64: growth as found last, or guessed from another token
+        order."""
         self.ahead: Tensor | None = None
-        """The same as expected until the next choice; None before anything was found."""
+        """(layers, heads, orders) float64: growth expected until the next choice; None before
+        anything was found."""
 
     def find(self, times: Tensor, seen: Seen, steps: int) -> None:
-        """times: (layers, heads) float64, how many times as large as expected the errors that were
-        seen are. steps: from the last choice to this one, and to the next."""
+        """Takes note of errors that were seen.
+
+        times: (layers, heads) float64, errors seen over errors expected. steps: from the last
+        choice to this one, and to the next.
+        """
         taken, middle = seen.taken(self._walks), seen.middle.double()[:, None, None]
         grown, ahead = self.grown, self.ahead
         since = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
         if grown is None or ahead is None:
             grown = ahead = torch.ones(taken.shape, dtype=torch.float64, device="cpu")
-            since = middle + 1  # the step before the first was measured
+            since = middle + 1  # the step before the first one was measured
         to_come = steps + (steps - 1) / 2 - middle  # to the middle of the next ones
         found = times.double().unsqueeze(-1) * _of_taken(ahead, taken)
         way = found / _of_taken(grown, taken)
@@ -66,5 +67,5 @@ class Drift:
 
 
 def _of_taken(values: Tensor, taken: Tensor) -> Tensor:
-    """(layers, heads, 1): of the walks that each head takes, their mean."""
+    """(layers, heads, 1): mean over the token orders that each head takes."""
     return (values * taken).sum(-1, keepdim=True) / taken.sum(-1, keepdim=True)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact attention of a few query rows over all keys: a call of too few thread blocks for a GPU, so
-the keys are cut into parts that are attended to side by side."""
+"""Exact attention of a few query rows over all keys.
+
+Such a call has too few thread blocks for a GPU, so the keys are cut into parts that are attended to
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,20 @@ ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-#: Over fewer keys flash serves: cuDNN builds a plan for a new shape, for which the GPU waits. H200,
-#: 256 rows, first call in s and later ones in ms: Flux at 1024 x 1024 cuDNN .76 and .21, flash .04
-#: and .12; CogVideoX .34 and .19, .02 and .24; Mochi .44 to .53 and .33 to .59, .001 and .50; Wan
-#: .04 and .36, .001 and .61. Of a run's hundreds of probes each would be slower in long calls.
+#: Fewer keys are served by flash: cuDNN builds a plan for a new shape, for which the GPU waits. In
+#: longer calls flash would be slower in each of a run's hundreds of probes (docs/experiments.md,
+#: Exact attention of few rows).
 FEWEST_KEYS_FOR_CUDNN = 20_000
 #: Query rows that a thread block of cuDNN's attention takes.
 TILE_ROWS = 128
-#: H200, 256 rows: of Mochi's 24 heads .58 ms in one part, .33 in two, .34 in four; of Wan's 40
-#: heads .44 ms in one, .35 in three.
+#: Parts beyond which nothing is gained (docs/experiments.md, Parts of the keys).
 MOST_PARTS = 4
-#: Of the time in one part: more is not worth the merging, which takes .05 ms.
+#: Share of the time in one part: more is not worth the merging.
 WORTH = 0.7
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """(B, H, rows, D) float32, of q (B, H, rows, D) over k, v (B, Hkv, N, D)."""
+    """(B, H, rows, D) float32: q (B, H, rows, D) attending to k, v (B, Hkv, N, D)."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     if q.is_cuda and k.shape[2] < FEWEST_KEYS_FOR_CUDNN:
         return attend_one_by_one(q, k, v, scale)
@@ -49,8 +50,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 
 def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """As `attend_rows`, without cuDNN: how flash splits the keys depends on the size of the batch,
-    and the result must not."""
+    """Computes `attend_rows` without cuDNN, an entry at a time: how flash splits the keys depends
+    on the size of the batch, and the result must not."""
     entries, gqa = zip(q.split(1), k.split(1), v.split(1), strict=True), k.shape[1] != q.shape[1]
     with sdpa_kernel(ORDER[1:], set_priority=True):
         outs = [scaled_dot_product_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries]
@@ -58,8 +59,9 @@ def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> T
 
 
 def part_count(tiles: int, keys: int, sms: int) -> int:
-    """Into how many equal parts the keys are cut, for so many tiles of query rows of one batch
-    entry: ComfyUI may compute entries together or apart, and the result must not depend on it."""
+    """Number of equal parts that the keys are cut into, for so many tiles of query rows of one
+    batch entry. ComfyUI may compute entries together or apart, and the result must not depend on
+    it."""
 
     def time(parts: int) -> float:
         return block_count(tiles * parts, sms) / parts
@@ -69,8 +71,9 @@ def part_count(tiles: int, keys: int, sms: int) -> int:
 
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scale: float | None, parts: int) -> Tensor:
-    """As `attend_rows`, with as many key and value heads as query heads and keys of a multiple of
-    `parts`. On a GPU by cuDNN; PyTorch's public call does not tell the sums of weights."""
+    """Computes `attend_rows` in parts, for as many key and value heads as query heads and a number
+    of keys that is a multiple of `parts`. A GPU takes cuDNN, because PyTorch's public call does not
+    tell the sums of weights."""
     q_parts = q.unsqueeze(1).expand(-1, parts, -1, -1, -1).flatten(0, 1)
     k_parts, v_parts = (x.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1) for x in (k, v))
     aten = torch.ops.aten

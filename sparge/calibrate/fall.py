@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mean density over sampling steps: the first sparse steps get more of it, the last ones less.
+"""Mean density over sampling steps: the first sparse steps get more of it, the last ones less.
 
-What an early step gets wrong the later ones build on: of the sixteen sparse steps of the small
-video DiT, each alone at 10 % density, the first leaves 45 dB, the tenth 52 dB.
+Later steps build on what an early step gets wrong (docs/experiments.md, Density over the sampling
+steps).
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 def fall_of(mean: float) -> float:
     """Share of a mean density that the first sparse step gets more and the last one less.
 
-    Straight through .6 at 10 %, .3 at 30 % and 0 at 50 %, the best or nearly so of {0, .3, .6, .8}
-    for clips of the small video DiT (six, H200), which come .3 dB closer to dense ones at 10 % and
-    .7 dB at 30 %. The denser a call, the less another block of it is worth.
+    Linear between 0.6 at 10 %, 0.3 at 30 % and 0 at 50 %, which were the best or nearly so. The
+    denser a call, the less another block of it is worth.
     """
     return max(0.0, 0.75 * (1 - 2 * mean))
 
 
 def step_means(mean: float, steps: int, least: float = 0.0) -> list[float]:
-    """The mean densities of so many sparse steps, whose mean is `mean`; one where all are equal.
+    """Densities of the sparse steps, whose mean is `mean`; a single one where all are equal.
 
     least: share that is kept whatever is chosen; only what is above it can fall.
     """

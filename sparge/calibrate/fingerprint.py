@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a profile was measured on the model at hand."""
+"""Fingerprint of a model: tells whether a profile was measured on the model at hand."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 SAMPLE = 64  # values kept of each norm: enough to tell models apart, a few KB in all
-#: Relative distance of norms below which they are the same weights in another dtype: bf16 rounds by
-#: 2^-9 = .002, fp8 checkpoints keep their norms in 16 bits.
+#: Largest relative distance of norms between the same weights in different dtypes: bf16 rounds by
+#: 2^-9 = 0.002, fp8 checkpoints keep their norms in 16 bits.
 SAME_NORMS = 0.005
 
 
 class Fit(enum.Enum):
     FITS = "fits"
     DIFFERENT_WEIGHTS = "different weights"
-    """The same architecture, other norms: a finetune or a merged LoRA. Usable, with a warning."""
+    """Same architecture, other norms: a finetune or a merged LoRA. Usable, with a warning."""
     OTHER_MODEL = "other model"
-    """Not usable."""
+    """Another architecture. Not usable."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     fit: Fit
     sentence: str
-    """What a user reads."""
+    """Sentence that a user reads."""
 
     @property
     def usable(self) -> bool:
@@ -40,13 +40,14 @@ class Fingerprint:
     """An architecture and samples of a few of its norm weights."""
 
     architecture: str
-    """The class name of the model, such as "WanModel"."""
+    """Class name of the model, such as "WanModel"."""
     norms: Mapping[str, Tensor]
-    """Of each norm by name, (up to 64,) float32 on the CPU."""
+    """Samples of each norm by name, (up to 64,) float32 on the CPU."""
 
     @classmethod
     def of(cls, architecture: str, weights: Mapping[str, Tensor]) -> Fingerprint:
-        """From a few small norm weights of the model; reads them, so it waits for the GPU."""
+        """Makes a fingerprint from a few small norm weights of the model. It reads them, so it
+        waits for the GPU."""
         return cls(
             architecture,
             {

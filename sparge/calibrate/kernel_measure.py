@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration's measurement on the GPU, in groups of heads that bound the memory.
+"""Measurement on the GPU, in groups of heads that bound the memory.
 
-Of each group: keys and values quantized, the sampled query blocks routed for every candidate in one
-launch, attended to in one, bucket by bucket, and scored in one, which also pools what is dropped.
-Routers and buckets are dimensions here, not loops; see `scoring`.
+For each group keys and values are quantized, the measured query blocks are routed for every
+candidate in one launch, attended to in one, bucket by bucket, and scored in one, which also pools
+what is dropped. Routers and buckets are dimensions here, not loops; see `scoring`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from .pieces import Pieces, piece_counts
 from .sampled_rows import SampledBlocks, SampledRows
 from .scoring import Distances
 
-#: Bytes that a sample may take, of the 100 MB that calibration may: the sums of all layers, twice
-#: where heads are measured again, are 12 MB for the largest models, and 18 for Mochi, whose prompts
-#: have their own; its groups of whole heads then take 70.
+#: Bytes that one measurement may take, of the 100 MB that measuring may; the sums of all layers
+#: take the rest (docs/experiments.md, Memory of a measurement).
 _SAMPLE_BYTES = 83_000_000
 
 
 def kernel_measure(sample: Sample) -> Measured:
-    """A `Measure` on the library's own kernels; causal samples take the reference.
+    """Computes a `Measure` on the library's own kernels; causal measurements take the reference.
 
     Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts have
     float32 mean keys and bf16 mean values: rounding their few keys is no part of what candidates
@@ -56,20 +55,23 @@ def kernel_measure(sample: Sample) -> Measured:
 
 
 def measure_for(device: torch.device | str) -> Measure:
-    """The `Measure` that runs on `device`: the kernels where they can, else the reference."""
+    """Returns the `Measure` that runs on `device`: the kernels where they can, else the
+    reference.
+    """
     return kernel_measure if capabilities(device).usable else reference_measure
 
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What is the same for all walks and groups of heads."""
+    """Facts shared by all token orders and groups of heads."""
 
     blocks: SampledBlocks
     pieces: Pieces
     means: Tensor
-    """(3, B, Hkv, channels) float32, of `ops.means`."""
+    """(3, B, Hkv, channels) float32: the result of `ops.means`."""
     similar: Tensor
-    """(B x H x candidates x S,) float32: of each routed query block, in any group, the same."""
+    """(B x H x candidates x S,) float32: self-similarity of each routed query block, the same in
+    any group."""
 
     @classmethod
     def of(cls, sample: Sample) -> _Facts:
@@ -85,7 +87,7 @@ class _Facts:
 
 
 def _room_for_distances(sample: Sample) -> Tensor:
-    """As `Distances.packed` has them, of rows (walks, B, H, S x rows a block)."""
+    """Empty tensor for what `Distances.packed` gives, for rows (orders, B, H, S x rows a block)."""
     batch, heads, *_ = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     rows = (len(sample.walks), batch, heads, _compared(sample))
@@ -94,18 +96,18 @@ def _room_for_distances(sample: Sample) -> Tensor:
 
 
 def _candidates(sample: Sample) -> int:
-    """Of a head, but those of the last density, which drop nothing."""
+    """Number of candidates a head, without those of the last density, which drop nothing."""
     routers, densities, _ = sample.candidates.shape
     return routers * (densities - 1)
 
 
 def _compared(sample: Sample) -> int:
-    """Rows of a head in one walk."""
+    """Number of compared rows a head in one token order."""
     return len(sample.query_blocks) * QUERY_BLOCK // sample.row_step
 
 
 def _head_groups(sample: Sample) -> Iterator[slice]:
-    """KV heads, in groups of about one size."""
+    """KV heads in groups of about one size."""
     kv_heads = sample.k.shape[1]
     of_all, of_one = _bytes_of_all_heads(sample), _bytes_a_kv_head(sample)
     groups = block_count(kv_heads, max(1, (_SAMPLE_BYTES - of_all) // of_one))
@@ -114,7 +116,7 @@ def _head_groups(sample: Sample) -> Iterator[slice]:
 
 
 def _bytes_of_all_heads(sample: Sample) -> int:
-    """Rows of a walk, and what is found of all walks."""
+    """Bytes of the rows of one token order, and of what is found of all orders."""
     batch, heads, _, channels = sample.q.shape
     routers, densities, _ = sample.candidates.shape
     sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
@@ -128,7 +130,7 @@ def _bytes_of_all_heads(sample: Sample) -> int:
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
-    """Of the workspace and attend."""
+    """Bytes of the workspace and of attend for each KV head."""
     batch, heads, _, channels = sample.q.shape
     routers, *_ = sample.candidates.shape
     rows = batch * heads // sample.k.shape[1] * _compared(sample)
@@ -139,13 +141,13 @@ def _bytes_a_kv_head(sample: Sample) -> int:
 
 
 def _is_one_view(sample: Sample) -> bool:
-    """Whether the queries of all pieces are one copy, see `_Group._exact`."""
+    """Whether the queries of all pieces are one copy (`_Group._exact`)."""
     return len(sample.q) == 1 and sample.q.shape[1] == sample.k.shape[1]
 
 
 def _routed_shape(sample: Sample) -> CallShape:
-    """Of a call whose queries are the sampled blocks and whose heads are the candidates of each
-    head."""
+    """Shape of a call whose queries are the measured blocks and whose heads are the candidates of
+    each head."""
     batch, heads, _, channels = sample.q.shape
     queries, slots = len(sample.query_blocks) * QUERY_BLOCK, sample.workload.order.slots
     candidates = heads * _candidates(sample)
@@ -162,10 +164,10 @@ def _element(sample: Sample) -> Element:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Some heads of a sample, in its first walk."""
+    """Some heads of a measurement, in its first token order."""
 
     sample: Sample
-    facts: _Facts  # of all heads
+    facts: _Facts  # facts that hold for all heads
     rows: SampledRows
     kv_heads: slice
     heads: slice
@@ -241,7 +243,7 @@ class _Group:
             True,
             sample.candidates.floor,
             False,
-            None,  # the sampled blocks are no slots of the order
+            None,  # the measured blocks are no slots of the order
             sample.workload.order.keys_exact,
             None,
             self.rows.means.flatten(1, 2).contiguous(),
@@ -250,15 +252,15 @@ class _Group:
         return kept.unflatten(1, (-1, routers, densities - 1))
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
-        """Each sampled block attends to each piece of its key blocks, as heads of their own: a
-        batch entry for each KV head, so that one copy of the queries serves all pieces."""
+        """Attends from each measured block to each piece of its key blocks, as heads of their own.
+        Each KV head is a batch entry, so that one copy of the queries serves all pieces."""
         sample = self.sample
         batch, heads, routers, count, blocks, words = pieces.shape
         kv_heads, slots = sample.k.shape[1], self.facts.blocks.compared
         by_kv = (batch * kv_heads, heads // kv_heads * routers * count)
         q = self.rows.q.unsqueeze(2).expand(-1, -1, routers * count, -1, -1)
         q = q.reshape(*by_kv, *q.shape[-2:])
-        # What is not asked for goes where nobody reads it.
+        # Outputs that nobody asks for go where nobody reads them.
         out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)
         sums = torch.empty(*pieces.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
         row_max = sums.new_empty(sums.shape[:-1])

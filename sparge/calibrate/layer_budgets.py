@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budgets of a step, each made when its layer asks: before a pass the GPU waits for the host,
-in it the host has time. They are views of one budget of all heads: making them allocates nothing.
+"""Head settings of one step, made when each layer asks.
+
+Before a pass the GPU waits for the host, in the pass the host has time. They are views of one
+budget of all heads, so making them allocates nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from ..policy import SparsePolicy
 
 
 class LayerBudgets:
-    """By layer; None for those that were not measured, which have to stay dense."""
+    """Head settings by layer; None for layers that were not measured, which stay dense."""
 
     def __init__(
         self, of_all: HeadBudget, measured: Sequence[bool], policy: SparsePolicy | None = None
     ) -> None:
-        """of_all: of the heads of all layers, one layer after the other. policy: of the calls; with
-        it their tables are made here, all at once: one by one they take seven launches a layer."""
+        """of_all: settings of the heads of all layers, one layer after the other. policy: of the
+        calls; with it their tables are made here all at once, because single ones take seven
+        launches a layer."""
         self.of_all, self.measured = of_all, measured
         self._heads = of_all.heads // len(measured)
         self._policy = policy

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact and pooled parts of some query blocks, bucket by bucket, and how far they lie from exact
-attention: what calibration scores."""
+"""Exact and pooled parts of some query blocks, and their distance from exact attention.
+
+Parts are taken bucket by bucket; the distances are what calibration scores.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,18 @@ from .workload import Workload
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What a sample of S query blocks says of every candidate."""
+    """Result of measuring S query blocks under every candidate."""
 
     distances: Distances
-    """Of rows (walks, B, H, S, rows a block)."""
+    """Distances of rows (orders, B, H, S, rows a block)."""
     occupied: Tensor
-    """(S, rows a block) bool: the row is a query, in every walk; others hold nothing of meaning."""
+    """(S, rows a block) bool: the row is a query, in every token order. Other rows hold nothing of
+    meaning."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What to measure: q (B, H, N, D) over k, v (B, Hkv, N, D), on some query blocks."""
+    """One measurement: q (B, H, N, D) over k, v (B, Hkv, N, D), on some query blocks."""
 
     q: Tensor
     k: Tensor
@@ -47,15 +50,15 @@ class Sample:
     scale: float
     key_lengths: Tensor | None
     walks: range = range(1)
-    """Those of the workload's order to measure; the first is one of them."""
+    """Token orders of the workload to measure; the first is one of them."""
     row_step: int = 1
-    """Of so many rows of a query block one is compared, as `spread_rows` has them."""
+    """One in so many rows of a query block is compared, as in `spread_rows`."""
     dense: Tensor | None = None
-    """(B, H, N, D), in the caller's token order: what dense attention gave, with which the first
-    walk is compared."""
+    """(B, H, N, D) dense result in the caller's token order, with which the first order is
+    compared."""
 
     def of_heads(self, heads: slice) -> Sample:
-        """The same of some KV heads and the query heads that read them."""
+        """Same measurement of some KV heads and the query heads that read them."""
         group = self.q.shape[1] // self.k.shape[1]
         query = slice(heads.start * group, heads.stop * group)
         dense = None if self.dense is None else self.dense[:, query]
@@ -65,17 +68,20 @@ class Sample:
 
 
 def stacked(of_walks: Iterable[Distances]) -> Distances:
-    """What was found of rows (B, H, S, rows) of each walk, of all of them; walks may be measured
-    while this takes them, and nothing else of one is alive in the next."""
+    """Stacks what was found of rows (B, H, S, rows) in each token order.
+
+    Orders may be measured while this takes them, so that nothing else of one is alive in the next.
+    """
     return Distances.of_packed(torch.stack(list(map(Distances.packed, of_walks)), -5))
 
 
-#: Attention that says how far its parts lie from the whole; must not synchronise with the GPU.
+#: Measures how far the parts of attention lie from the whole; must not synchronise with the GPU.
 Measure = Callable[[Sample], Measured]
 
 
 def reference_measure(sample: Sample) -> Measured:
-    """A `Measure` in the reference's arithmetic, for tests and for machines without kernels."""
+    """Computes a `Measure` in the reference's arithmetic, for tests and for machines without
+    kernels."""
     device = sample.q.device
     workloads = [sample.workload.walk(walk, device) for walk in sample.walks]
     compared = [sample.dense, *[None] * (len(sample.walks) - 1)]
@@ -88,7 +94,7 @@ def reference_measure(sample: Sample) -> Measured:
 
 
 def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
-    """Of rows (B, H, S, rows), and which of them are queries."""
+    """Distances of rows (B, H, S, rows), and which rows are queries."""
     order = None if sample.workload.is_causal else sample.workload.order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
@@ -99,7 +105,7 @@ def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
 
 
 def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
-    """(B, H, S, rows, D) float32; those of empty slots are of some token."""
+    """(B, H, S, rows, D) float32 dense results; those of empty slots belong to some token."""
     if sample.dense is None:
         return None
     rows = sample.dense
@@ -109,7 +115,7 @@ def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
 
 
 def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
-    """Of each router the buckets (B, H, nq, nk), -1 in query blocks that are not sampled."""
+    """Buckets (B, H, nq, nk) for each router, -1 in query blocks that are not measured."""
     workload, candidates = sample.workload, sample.candidates
     by_router: list[Tensor] = []
     for router in candidates.routers:
@@ -129,7 +135,7 @@ def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
 
 
 def _background(sample: Sample, packed: Packed, buckets: Sequence[Tensor]) -> Background:
-    """Of rows (B, H, S, 128)."""
+    """Background of rows (B, H, S, 128)."""
     operands, blocks = packed.operands, list(sample.query_blocks)
     mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
     of_blocks = torch.stack([every[:, :, blocks] for every in buckets])
@@ -141,7 +147,7 @@ def _background(sample: Sample, packed: Packed, buckets: Sequence[Tensor]) -> Ba
 def _bucket_partials(
     sample: Sample, packed: Packed, buckets: Sequence[Tensor]
 ) -> list[list[tuple[Partial, Partial]]]:
-    """Of each router and bucket the exact and the pooled part (B, H, S, 128, D)."""
+    """Exact and pooled part (B, H, S, 128, D) for each router and bucket."""
     workload, scale, count = sample.workload, sample.scale, len(sample.candidates.densities)
     by_router: list[list[tuple[Partial, Partial]]] = []
     for sampled in buckets:
@@ -160,7 +166,7 @@ def _rows(part: Partial, sample: Sample) -> Partial:
 
 
 def _by_block(rows: Tensor, sample: Sample) -> Tensor:
-    """(..., N, D) to (..., S, rows a block, D)."""
+    """Reshapes (..., N, D) to (..., S, rows a block, D)."""
     firsts = [block * QUERY_BLOCK for block in sample.query_blocks]
     blocks = [rows[..., first : first + QUERY_BLOCK, :] for first in firsts]
     whole = torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)

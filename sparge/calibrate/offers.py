@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the heads of a model can be given, and what each of them gets.
+"""Offers to the heads of a model, and the choice of what each of them gets.
 
     offers = calibration.offers()                              # waits for the GPU
     choices = offers.freeze(mean_density=0.2)
     anew = offers.freeze(mean_density=0.2, drift=drift)        # some steps later
     no_residual = offers.freeze(mean_density=0.2, dropping=True)
 
-What does not change with the drift is worked out once.
-
-A target is the mean error of the heads, each counted by its loudness. A target for every head by
-itself, as design and issue first had it, keeps nearly everything of flat heads whose errors hardly
-show, and lets sharp ones err as much as those. Clips of three small DiTs (as in `alternating.py`,
-before there was a contrast; density and dB):
-
-    every head, target .06, residual in all steps      .33 34.0   .43 30.9   .47 30.7
-    the mean, target .08                               .22 33.7   .32 35.7   .34 36.3
-    the mean, target .05                               .34 38.5   .45 39.5   .47 39.8
-
-So quality at a target is the budget that is expected to leave that error.
+What does not change with the drift is worked out once. A target is the mean error of the heads,
+each by its weight: quality at a target is the density that is expected to leave that error. A
+target for every head by itself would keep nearly everything of flat heads whose errors hardly show
+(docs/experiments.md, What a target is of).
 """
 
 from __future__ import annotations
@@ -46,39 +38,43 @@ from .workload import RESIDUAL_COST, Workload
 
 logger = logging.getLogger("sparge")
 
-#: Of one density that a head may get to the next: steps of .002 at 3 %, .015 at 20 %.
+#: Ratio of a density that a head may get to the one before: steps of 0.002 at 3 %, 0.015 at 20 %.
 DENSITY_RATIO = 1.08
 
 
 @dataclass(frozen=True, eq=False)
 class Offers:
-    """Make it with `of`. Candidates are all walks with all routers and densities, the blocks beyond
-    which are dropped or pooled, as suits the head best: see `best_kinds`."""
+    """Errors and costs of all candidates; made by `of`.
+
+    Candidates are all token orders with all routers and densities. Blocks beyond a density are
+    dropped or pooled, as suits the head best (`best_kinds`).
+    """
 
     walks: list[int]
-    """Those that some layer measured."""
+    """Token orders that some layer measured."""
     densities: list[float]
     candidates: CandidateSet
     measured: Tensor
-    """(layers,) bool; those that are not get no budget and do not count in the mean."""
+    """(layers,) bool. Layers that are not measured get no head settings and do not count in the
+    mean."""
     errors: budgets.Array = field(repr=False)
-    """(heads of measured layers, candidates), by dropping."""
+    """(heads of measured layers, candidates): errors by dropping."""
     rounding: budgets.Array = field(repr=False)
-    """(heads of measured layers,): errors by rounding, whatever they are given."""
+    """(heads of measured layers,): errors by rounding, whatever the head gets."""
     loudness: budgets.Array = field(repr=False)
-    """(heads of measured layers,): what the error of each counts, mean 1."""
+    """(heads of measured layers,): head weights, mean 1."""
     kinds: budgets.Indices = field(repr=False)
-    """(heads of measured layers, candidates): of each the place among `CandidateSet.kinds`."""
+    """(heads of measured layers, candidates): index of each into `CandidateSet.kinds`."""
     groups: NDArray[np.int64] = field(repr=False)
     """(candidates,): `Group` of each."""
     costs: budgets.Array = field(repr=False)
-    """(candidates,)."""
+    """(candidates,): costs, shares of dense attention."""
     kept: budgets.Array = field(repr=False)
     """(candidates,): shares of pairs."""
     contrasts: budgets.Array = field(repr=False)
-    """(heads of measured layers, walks, routers, measured densities, kinds)."""
+    """(heads of measured layers, orders, routers, measured densities, kinds): output scales."""
     places: tuple[budgets.Indices, budgets.Array] = field(repr=False)
-    """Of `densities` among the measured ones: `curves.places_between`."""
+    """Places of `densities` among the measured ones, as in `curves.places_between`."""
 
     @classmethod
     def of(
@@ -92,12 +88,14 @@ class Offers:
         samples: Sequence[int],
         walks: Sequence[range],
     ) -> Offers:
-        """As in `Calibration`: its relative errors and contrasts, its rounding, its norms, and of
-        each layer its samples and the walks that they measured: all that there are errors of, or
-        the first.
+        """Makes offers from measurements, with arrays as in `Calibration`.
+
+        errors, contrasts: its relative errors and output scales. rounding, norms: as there.
+        samples: of each layer the number of measurements. walks: of each layer the token orders
+        that they measured, all that there are errors of or the first.
 
         Raises:
-            ValueError: no layer was sampled and gave finite errors.
+            ValueError: no layer was measured and gave finite errors.
         """
         measured = (np.asarray(samples) > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
         if not measured.any():
@@ -108,7 +106,7 @@ class Offers:
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
         of_walks, contrasts = (x[measured][:, :, : len(in_some)] for x in (errors, contrasts))
         sampled = np.asarray(samples)[measured]
-        everything = kept >= 1  # rounding found errors there, and would decide between walks
+        everything = kept >= 1  # rounding made the errors there, and would decide between orders
         known_walks = [np.isin(in_some, of_layer) for of_layer in of_layers]
         unknown = ~np.reshape(known_walks, (len(of_layers), 1, len(in_some), 1, 1))
 
@@ -123,7 +121,8 @@ class Offers:
 
             return best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
 
-        # Here rather than in each choice: a drift is of a head and walk, and leaves the best ones.
+        # Here rather than in each choice: a drift is per head and order, so the best candidates
+        # stay the best.
         logs, best = side_by_side(best_of, len(of_layers))
         errors = np.exp(logs)
         shape = errors.shape[2:]
@@ -154,15 +153,14 @@ class Offers:
         drift: Tensor | None = None,
         dropping: bool = False,
     ) -> HeadChoices:
-        """The candidates of least summed error at a mean density over all measured heads, that
-        density being given or the least that brings the heads' mean error to a `target`.
+        """Returns the candidates of least summed error at a mean density over all measured heads.
+        That density is given, or is the least that brings the heads' mean error to a `target`.
 
         Half of the target is left to what is dropped where rounding alone leaves less or misses it:
         keeping everything would gain little there, and cost all.
 
-        drift: (layers, heads, walks) float64 on the CPU, how many times as large as measured the
-        errors by dropping of each head have become since, in each of `walks`.
-        dropping: without the residual, in all heads.
+        drift: (layers, heads, orders) float64 on the CPU, errors by dropping over those measured,
+        in each token order of `walks`. dropping: without pooled keys, in all heads.
 
         Raises:
             ValueError: not exactly one of the two is given.
@@ -192,8 +190,11 @@ class Offers:
         wanted: range | None = None,
         drift: Tensor | None = None,
     ) -> tuple[Alternating, list[Alternating]]:
-        """`freeze` at a mean density over so many sparse steps: the choices as if all were alike,
-        and where they are not (`step_means`) those of each, or of the wanted ones."""
+        """Freezes at a mean density over `steps` sparse steps.
+
+        Returns the choices as if all steps were alike, and where they are not (`step_means`) those
+        of each step, or of the wanted ones.
+        """
         errors = self._errors(drift)
         means = step_means(mean_density, steps, float(self.kept.min()))
         wanted = range(steps) if wanted is None else range(wanted.start, min(wanted.stop, steps))
@@ -208,7 +209,8 @@ class Offers:
     def _hulls(
         self, errors: budgets.Array, dropping: bool, mean_density: float
     ) -> budgets.HullSteps:
-        """Says so where a run keeps more than the mean density that was asked of it."""
+        """Hull steps, with a remark in the log where a run keeps more than the mean density that
+        was asked."""
         allowed = self._allowed(dropping)
         weighted, kept = errors[:, allowed] * self.loudness[:, None], self.kept[allowed]
         hulls = budgets.HullSteps.of(weighted, self.costs[allowed], kept)
@@ -225,7 +227,7 @@ class Offers:
         return self._choices(self._allowed(dropping)[hulls.climb(mean)], errors)
 
     def _allowed(self, dropping: bool) -> budgets.Indices:
-        """The candidates of a kind of step."""
+        """Indices of the candidates that a kind of step allows."""
         return (
             np.flatnonzero(self.groups == Group.FREE) if dropping else np.arange(len(self.groups))
         )
@@ -233,7 +235,7 @@ class Offers:
     def _errors(self, drift: Tensor | None) -> budgets.Array:
         if drift is None:
             return self.errors
-        times = drift[self.measured].numpy().reshape(-1, 1)  # of each head and walk
+        times = drift[self.measured].numpy().reshape(-1, 1)  # of each head and order
         return (self.errors.reshape(len(times), -1) * times).reshape(self.errors.shape)
 
     def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
@@ -269,7 +271,7 @@ class Offers:
 
 @functools.lru_cache(maxsize=64)
 def _say_denser(asked: str, kept: str) -> None:
-    """Once, although a run chooses several times."""
+    """Logs it once, although a run chooses several times."""
     logger.warning(
         "A mean density of %s is asked for; text, floors and the least dense candidates already "
         "keep %s.",
@@ -281,13 +283,13 @@ def _say_denser(asked: str, kept: str) -> None:
 def _kept(
     workload: Workload, candidates: CandidateSet, densities: Sequence[float]
 ) -> budgets.Array:
-    """The share of pairs that each density really keeps, forced blocks included."""
+    """Share of pairs that each density really keeps, forced blocks included."""
     shares = CandidateSet(tuple(densities), floor=candidates.floor)
     return workload.density(shares.kept_ranks(workload.key_blocks))
 
 
 def _densities(candidates: CandidateSet) -> list[float]:
-    """The measured densities and those between, all of which a head may get."""
+    """Densities that a head may get: the measured ones and those between."""
     steps = np.arange(0, np.log(1 / candidates.densities[0]), np.log(DENSITY_RATIO))
     between = candidates.densities[0] * np.exp(steps)
     return np.unique(np.concatenate([between, candidates.densities]).round(6)).tolist()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buckets of key blocks that densities add one after the other, cut into pieces of about one
-length, each of which one thread block attends to."""
+"""Pieces of about one length of the buckets of key blocks that densities add one after the other.
+
+One thread block attends to each piece.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,15 @@ from torch import Tensor
 
 from ..plan.blocks import WORD_BITS
 
-#: Share of the key blocks in the longest piece of a bucket. A group of 6 heads is a tenth of a
-#: millisecond of work, and an SM must not walk alone for twice as long. On Hopper it is given two
-#: pieces at once: with .2, in 8 pieces a row, the last one ends at 2.1 times the mean; with .1, in
-#: 14, at 1.4 times (a simulation that gives the 167 us measured with 5 heads and .2).
+#: Share of the key blocks in the longest piece of a bucket. No multiprocessor may work alone for
+#: long (docs/experiments.md, Length of a piece).
 LONGEST_PIECE = 0.1
 #: Bits in `ScoreParams.ends`.
 MOST_PIECES = 32
 
 
 def piece_counts(densities: Sequence[float]) -> list[int]:
-    """Into how many pieces the bucket of each density is cut: an odd number, but of the last."""
+    """Number of pieces that the bucket of each density is cut into: odd for all but the last."""
     widths = [after - before for before, after in pairwise((0.0, *densities))]
     *counts, last = (math.ceil(width / LONGEST_PIECE - 1e-6) for width in widths)
     return [*(count | 1 for count in counts), last]
@@ -33,19 +33,19 @@ def piece_counts(densities: Sequence[float]) -> list[int]:
 @dataclass(frozen=True, eq=False)
 class Pieces:
     ends: int
-    """A bit for each piece that is the last of its density's bucket."""
+    """Word with a bit for each piece that is the last of its density's bucket."""
     counts: list[int]
-    """Of each density's bucket."""
+    """Number of pieces of each density's bucket."""
     bits: Tensor
-    """(pieces, 1) int32: those of its bucket's words that a piece has."""
+    """(pieces, 1) int32: the bits of its bucket's words that a piece has."""
     every: Tensor
     """(B, 1, 1, S x words) int32: the map of every block, which the last density keeps."""
     none: Tensor
-    """The same of no block."""
+    """Map of no block, of the same shape."""
 
     @classmethod
     def of(cls, densities: Sequence[float], every_block: Tensor, query_blocks: int) -> Pieces:
-        """every_block (B, words) int32."""
+        """Makes pieces for `every_block` (B, words) int32."""
         counts = piece_counts(densities)
         if sum(counts) > MOST_PIECES:
             raise ValueError(f"{len(densities)} densities are more than kernels score at once.")
@@ -62,14 +62,14 @@ class Pieces:
         )
 
     def cut(self, kept: Tensor) -> Tensor:
-        """What each density adds: (B, H, routers, pieces, S, words) int32 of the maps `kept`
+        """Cuts what each density adds: (B, H, routers, pieces, S, words) int32 of the maps `kept`
         (B, H, routers, densities - 1, S, words).
 
-        A bucket is where two maps differ, whichever comes first: maps in a row, back and forth
+        A bucket is where two maps differ, whichever comes first. So maps in a row, back and forth
         between those of a bucket in several pieces, differ from their neighbours by all pieces.
         """
         batch, heads, routers, _, blocks, words = kept.shape
-        flat = kept.flatten(4).flatten(0, 2)  # of more than four dimensions, cat copies one by one
+        flat = kept.flatten(4).flatten(0, 2)  # of more than four dimensions cat copies one by one
 
         def for_heads(one: Tensor) -> Tensor:
             return one.expand(-1, heads * routers, -1, -1).flatten(0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether heads still are as true as measured, seen in the sparse calls themselves.
+"""Probes: whether heads still are as true as measured, seen in the sparse calls themselves.
 
 probe = Probe.begin(layers=48, heads=24, workload=workload, device="cuda")
 probe.expect(choices)                         # between two steps, whenever those change
@@ -23,39 +23,37 @@ from .exact_rows import attend_rows
 from .spread import ROW_STEP, spread_places, spread_rows
 from .workload import Workload
 
-#: Query blocks of every head that one sample compares. One block of a head is a coin toss; of eight
-#: measured ones 89 to 94 % of DINOv2 video heads predict their error within a factor of 1.5. Two
-#: samples come before a choice: on the small video DiT twice four blocks in two steps, which cut
-#: the tokens differently, expect the errors of 93 % of the heads, eight in one step 91 %.
+#: Query blocks of every head that one probe compares (docs/experiments.md, Probed query blocks).
 BLOCKS_A_SAMPLE = 4
-#: What one drift may be at least and at most: a sample may be of odd blocks.
+#: Least and greatest drift that is believed: a probe may meet odd blocks.
 DRIFT_LIMITS = (0.2, 5.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Sums over the probed query blocks; make it with `begin`."""
+    """Sums over the probed query blocks; made by `begin`."""
 
     tokens: Tensor = field(repr=False)
-    """(probed blocks, rows a block) int64: the tokens of the query blocks that may drop something,
-    those by which a block is compared."""
+    """(probed blocks, rows a block) int64: tokens by which a block is compared, of the query blocks
+    that may drop something."""
     empty: Tensor = field(repr=False)
-    """The same shape, bool: the slot holds no token."""
+    """(probed blocks, rows a block) bool: the slot holds no token."""
     weights: Tensor = field(repr=False)
-    """(2, layers, heads) float64, of `squares` in `totals`: 1, and the squared relative error that
-    the choices in force should leave."""
+    """(2, layers, heads) float64, weights of `squares` in `totals`: 1, and the squared relative
+    error that the choices in force should leave."""
     squares: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error, found and expected, since the last `drift`."""
     totals: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error and squared norm over the whole run."""
     samples: list[int] = field(repr=False)
-    """Of each layer."""
+    """Number of probes of each layer."""
 
     @classmethod
     def begin(
         cls, *, layers: int, heads: int, workload: Workload, device: torch.device | str
     ) -> Probe:
-        """Allocates all that probing keeps, so call it where sampling or a forward starts."""
+        """Returns an empty probe. Allocates all that it keeps, so call it where sampling or a
+        forward pass starts."""
         if workload.is_causal:
             raise ValueError("Causal attention is not probed: compare it with dense attention.")
         slots = workload.order.slot_token.cpu().long()
@@ -68,7 +66,7 @@ class Probe:
         return cls(tokens.clamp(min=0), tokens == EMPTY, weights, sums, sums.clone(), [0] * layers)
 
     def expect(self, choices: HeadChoices) -> None:
-        """From now on calls obey these."""
+        """Sets the choices that calls obey from now on."""
         self.weights[1].copy_(choices.error.double().square())
 
     def sample(
@@ -82,15 +80,15 @@ class Probe:
         visit: int,
         scale: float | None = None,
     ) -> None:
-        """Compare rows of `out` (B, H, N, D), which a sparse call gave, with exact attention of
-        q (B, H, N, D) over all of k, v (B, Hkv, N, D), all in the caller's token order.
+        """Compares rows of `out` (B, H, N, D), which a sparse call gave, with exact attention of q
+        (B, H, N, D) over all of k, v (B, Hkv, N, D), all in the caller's token order.
 
         visit: number of the step among those that probe the layer. Each compares other query
         blocks, evenly spread, the same in every run, and the same ones however the batch entries of
         a step are split into calls.
         """
         count = len(self.tokens)
-        # From the middle of the visit: not the blocks that calibration began with.
+        # From the middle, not with the blocks that calibration began with.
         first = count // 2 + visit * BLOCKS_A_SAMPLE + layer
         blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
         tokens = torch.cat([self.tokens[block] for block in blocks])
@@ -104,11 +102,11 @@ class Probe:
         self.samples[layer] += len(blocks)
 
     def drift(self) -> Tensor:
-        """(layers, heads) float64 on the CPU: how many times as large as expected the errors since
-        the last drift were, within DRIFT_LIMITS; 1 where nothing was probed.
+        """(layers, heads) float64 on the CPU: errors since the last drift over those expected,
+        within DRIFT_LIMITS; 1 where nothing was probed.
 
-        Of whole errors, rounding included: where rounding makes most of what is expected, nothing
-        can be told of the rest, and this stays near 1.
+        Errors are whole ones, rounding included. Where rounding makes most of what is expected,
+        nothing can be told of the rest, and this stays near 1.
         """
         found, expected = self.squares.cpu()
         drift = (found / expected).sqrt()

@@ -21,7 +21,7 @@ from .profile_tables import checked_choices, checked_norm, tensors_of
 METADATA_KEY = "sparge_profile"
 LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
 NORM = (
-    "norm."  # starts the names of norm tensors; choices are "0.pooling.density", "1.dropping.gain"
+    "norm."  # begins the names of norm tensors; choices are "0.pooling.density", "1.dropping.gain"
 )
 
 
@@ -32,24 +32,25 @@ class Profile:
     fingerprint: Fingerprint
     choices: Mapping[Table, Alternating]
     mode: str
-    """"quality" or "budget": what `asked` is, a target error or a mean density."""
+    """Meaning of `asked`: "quality" for a target error, "budget" for a mean density."""
     asked: float
     created: str = ""
-    """When, as ISO 8601."""
+    """Date and time in ISO 8601."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Whatever else a reader may want to know: model file, sampler, steps."""
+    """Further facts for a reader: model file, sampler, steps."""
 
     def fits(self, model: Fingerprint) -> Verdict:
         """Whether this profile holds for `model`; the verdict's sentence is for the user."""
         return model.compare(self.fingerprint)
 
     def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, Alternating] | None:
-        """What fits a call of so many layers and heads best, and what it was measured for.
+        """Returns the choices that fit a call of so many layers and heads best, and the table they
+        were measured for.
 
         Choices are shares, so those of one text length hold for others: of the same grid the
         nearest one is taken, first of all the same. Where one of the grids is not known, as in
-        files of version 1, the count of tokens has to be the same; where `wanted` has no grid there
-        is one walk, so that choices must not take others.
+        files of version 1, the count of tokens has to be the same. Where `wanted` has no grid there
+        is one token order, so choices must not take others.
         """
         fits = {
             table: choices
@@ -70,7 +71,7 @@ class Profile:
         return None
 
     def save(self, path: Path) -> None:
-        """Write to `path` at once or not at all.
+        """Writes to `path` at once or not at all.
 
         Raises:
             ProfileError: the file cannot be written.
@@ -98,7 +99,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read `path`, believing nothing in it.
+        """Reads `path`, believing nothing in it.
 
         Raises:
             ProfileError: there is no such file, or it is no profile; the message says why.

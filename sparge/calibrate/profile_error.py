@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a profile."""
+"""Error of a profile that cannot be read or written."""
 
 
 class ProfileError(ValueError):

@@ -14,23 +14,23 @@ from ..plan.grid import TokenGrid
 from .profile_error import ProfileError
 
 VERSION = 5
-#: JSON has a way to write them, and no file or screen takes them.
+#: Halves of characters: JSON has a way to write them, and no file or screen takes them.
 HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")
 MODES = ("quality", "budget")
 FIRST_KEYS: dict[str, Any] = {"conditioning": str, "tokens": int, "floor": int}
 WITH_GRID = FIRST_KEYS | {"grid": (dict, type(None))}
-#: Of a table, by version: files of the first one do not say where the tokens lie.
+#: Keys of a table by version: files of the first one do not say where the tokens lie.
 TABLE_KEYS: dict[int, dict[str, Any]] = {1: FIRST_KEYS} | dict.fromkeys((2, 3, 4, 5), WITH_GRID)
 GRID_KEYS: dict[str, Any] = {part.name: int for part in fields(TokenGrid)}
 
 
 class Table(NamedTuple):
-    """What one set of choices was measured for."""
+    """Conditions that one set of choices was measured for."""
 
     conditioning: str
     tokens: int
     grid: TokenGrid | None = None
-    """None where nobody knew it, as in all files of version 1."""
+    """Token grid; None where nobody knew it, as in all files of version 1."""
 
     @property
     def text(self) -> int:
@@ -38,7 +38,7 @@ class Table(NamedTuple):
         return 0 if self.grid is None else self.grid.prefix + self.grid.suffix
 
     def differs_in_text_by(self, other: Table) -> int | None:
-        """So many tokens; None where the rest differs too, or where it is not known."""
+        """Difference in text tokens; None where the rest differs too, or where it is not known."""
         ours, theirs = self.grid, other.grid
         if ours is None or theirs is None or self.conditioning != other.conditioning:
             return None
@@ -57,10 +57,10 @@ class Header:
     created: str
     notes: dict[str, str]
     version: int = VERSION
-    """As read; what is written is of the last."""
+    """Version that was read. What is written has the last version."""
 
     def to_json(self) -> str:
-        """Raises ProfileError for what `from_json` would refuse."""
+        """Returns the header as JSON. Raises ProfileError for what `from_json` would refuse."""
         content = {
             "version": VERSION,
             "architecture": self.architecture,
@@ -83,7 +83,8 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """Raises ProfileError for what is no header of this version or an earlier one."""
+        """Reads a header. Raises ProfileError for what is no header of this version or an earlier
+        one."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -149,11 +150,12 @@ def _check(content: Any) -> None:
 
 
 def _table(row: dict[str, Any]) -> Table:
-    """Of a row whose keys and kinds are checked. Raises ProfileError for sizes that no grid has."""
+    """Makes the table of a row whose keys and kinds are checked. Raises ProfileError for sizes that
+    no grid has."""
     table, sizes = Table(row["conditioning"], row["tokens"]), row.get("grid")
     if sizes is None:
         return table
-    sizes = {"tail": 0, **sizes} if isinstance(sizes, dict) else sizes  # which earlier files lack
+    sizes = {"tail": 0, **sizes} if isinstance(sizes, dict) else sizes  # earlier files lack it
     _check_keys("grid", sizes, GRID_KEYS)
     try:
         grid = TokenGrid(**sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile's name, as a user types it, to a file in the profile folder and nowhere else."""
+"""Path of a profile by the name that a user types: in the profile folder and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSED = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]')
 
 
 def profile_path(folder: Path, name: str) -> Path:
-    """The file of the profile `name` in `folder`, with or without its suffix.
+    """Returns the file of the profile `name` in `folder`, given with or without its suffix.
 
     Raises:
         ProfileError: the name could leave the folder, or is none that every system can have.

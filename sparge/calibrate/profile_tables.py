@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a profile, and what makes them acceptable."""
+"""Tensors of a profile, and what makes them acceptable."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .profile_error import ProfileError
 #: Name and dtype of each tensor, and the least and greatest value in it.
 TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
-    "gain": (torch.float32, 0.0, 100.0),  # a gain past the keys of a block is no residual any more
+    "gain": (torch.float32, 0.0, 100.0),  # beyond the keys of a block a pool weight pools nothing
     "background": (torch.float32, 0.0, 1e6),
     "contrast": (torch.float32, 1e-3, 1e3),
     "router": (torch.int32, min(Router), max(Router)),
-    "walk": (torch.int32, 0, len(Walk) - 1),  # an index into the walks of the order
+    "walk": (torch.int32, 0, len(Walk) - 1),  # index into the token orders
     "error": (torch.float32, 0.0, 1e6),
     "loudness": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }
 
 
-#: The version that a tensor came with, and what heads of earlier files have instead.
+#: First version that has the tensor, and what heads of earlier files have instead.
 LATER = {"loudness": (3, 1.0), "background": (4, 0.0), "contrast": (5, 1.0)}
-#: Of the kinds of steps, attributes of `Alternating`; each has all of these tensors.
+#: Kinds of steps, attributes of `Alternating`; each has all of these tensors.
 KIND_NAMES = ("pooling", "dropping")
 
 
 def tensors_of(choices: Alternating) -> dict[str, Tensor]:
-    """Copies, as kinds may share what safetensors wants apart."""
+    """Copies of the tensors: kinds may share what safetensors wants apart."""
     return {
         f"{kind}.{name}": getattr(getattr(choices, kind), name).to("cpu", copy=True).contiguous()
         for kind in KIND_NAMES
@@ -68,7 +68,7 @@ def checked_choices(
 
 
 def _add(tensors: dict[str, Tensor], prefix: str, name: str, value: float) -> None:
-    """What no file of an earlier version has, of every head that it has."""
+    """Adds a tensor that no file of an earlier version has, with one value for all of its heads."""
     if (density := tensors.get(prefix + "density")) is not None:
         tensors[prefix + name] = torch.full_like(density, value, dtype=torch.float32)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample on the GPU knows before it touches keys: its query rows, and the key blocks there
-are. Made once for all groups of heads."""
+"""Query rows and key blocks of a measurement on the GPU, before it touches keys.
+
+They are made once for all groups of heads.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,30 @@ _ROUTER = COLUMNS.index("router")
 
 @dataclass(frozen=True, eq=False)
 class SampledBlocks:
-    """What is the same in all walks but `places`."""
+    """Facts that are the same in all token orders but `places`."""
 
     places: Tensor
-    """(walks, S x 128, 1) int64: the token of each slot, some token where it is empty."""
+    """(orders, S x 128, 1) int64: the token of each slot, some token where it is empty."""
     occupied: Tensor
-    """(S, 128) bool."""
+    """(S, 128) bool: the slot holds a token."""
     empty: Tensor
-    """(S x 128, 1) bool."""
+    """(S x 128, 1) bool: the slot holds none."""
     queries: Tensor
-    """(S, 1) int64: of each block."""
+    """(S, 1) int64: number of queries in each block."""
     every_block: Tensor
     """(B, words) int32: the key blocks that hold a key, packed."""
     thresholds: Tensor
     """(H, routers x (densities - 1), fields) float32: `HeadThresholds` that route as each
     candidate."""
     rows: Tensor
-    """(rows a block,) int64: those of a block that are compared."""
+    """(rows a block,) int64: rows of a block that are compared."""
     compared: Tensor | None
-    """(1, S x 128) int32: which of the compared rows each slot is, `EMPTY` between them; None where
-    all are compared."""
+    """(1, S x 128) int32: number of each slot among the compared rows, `EMPTY` between them; None
+    where all are compared."""
 
     @classmethod
     def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
-        """On the device of the sample; never waits for it."""
+        """Makes them on the device of the measurement; never waits for it."""
         batch, heads, *_ = sample.q.shape
         tokens = _tokens(order, sample.query_blocks)
         occupied = tokens[0] != EMPTY
@@ -65,23 +67,23 @@ class SampledBlocks:
         )
 
     def compared_of(self, values: Tensor, dim: int) -> Tensor:
-        """Those rows of values that are (S x 128) along `dim`."""
+        """Rows that are compared, of values that are (S x 128) along `dim`."""
         by_block = values.unflatten(dim, self.occupied.shape)
         return by_block.index_select(dim + 1, self.rows).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """The sampled query blocks in one walk."""
+    """Measured query blocks in one token order."""
 
     q: Tensor
-    """(B, H, S x rows a block, D): those compared; 0 in empty slots."""
+    """(B, H, S x rows a block, D): compared queries; 0 in empty slots."""
     means: Tensor
-    """(B, H, candidates, S, channels) float32: of the queries of each block, for each candidate
-    once, padded as the kernels' are."""
+    """(B, H, candidates, S, channels) float32: mean query of each block, once for each candidate,
+    padded as the kernels' are."""
     dense: Tensor | None
-    """(B, H, S x rows a block, D): what dense attention gave to those compared, in empty slots to
-    some token; in the first walk, where it is known."""
+    """(B, H, S x rows a block, D): dense results of the compared rows, of some token in empty
+    slots; in the first token order, where it is known."""
 
     @classmethod
     def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
@@ -107,8 +109,8 @@ class SampledRows:
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
-    """(walks, S, 128) int32, -1 in empty slots. Selected one by one: an index tensor would come
-    from the host and wait."""
+    """(orders, S, 128) int32 tokens, -1 in empty slots. Selected one by one: an index tensor would
+    come from the host and wait."""
     slots, missing = order.slot_tokens, -order.slots % QUERY_BLOCK
     if missing:
         slots = pad(slots, (0, missing), value=EMPTY)
@@ -124,7 +126,7 @@ def _compared(tokens: Tensor, rows: Tensor) -> Tensor:
 
 
 def _thresholds(candidates: CandidateSet) -> Tensor:
-    """(routers x (densities - 1), fields), on the CPU: one copy is cheaper than a launch a
+    """(routers x (densities - 1), fields) on the CPU: one copy is cheaper than a launch for each
     number."""
     *densities, _ = candidates.densities
     table = threshold_table(

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of every candidate from the parts of one exact pass.
+"""Error of every candidate from the parts of one exact pass.
 
-With the first t buckets of blocks exact and the others pooled with gain g, attention gives
+With the first t buckets of blocks exact and the others pooled with pool weight g, attention gives
 (A + g R) / (a + g r): A, a the sums over exact keys, R, r those over pseudo-keys. That is a mix of
 the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a + g r), so that
 
     |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
-and three products a row and density serve all gains. A background is a pooled part as well: m, the
-mean value of all keys, at logit 0, counted 64 times for each dropped block. A contrast c then makes
-c y + (1 - c) m of an output y, so that
+and three products a row and density serve all pool weights. A background is a pooled part as well:
+m, the mean value of all keys, at logit 0, counted 64 times for each dropped block. An output scale
+c then makes c y + (1 - c) m of an output y, so that
 
     |c y + (1 - c) m - o|^2 = c^2 |y - o|^2 + 2 c (1 - c) <y - o, m - o> + (1 - c)^2 |m - o|^2
 
 and <p - o, m - o> is one more product of all rows. The outputs y_u of pieces of the kept keys make
 e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o, p_t - o, m - o and o are all that
-is needed of the channels: few operations for a group of heads, the rest for all heads together. On
-a GPU it is the number of operations that counts here, which each have little to do, and the memory
-of what has channels; so routers, densities and pieces are dimensions. Around o, because products
-around 0 would lose a small e - o in rounding.
+is needed of the channels.
+
+On a GPU the number of operations counts here, and the memory of what has channels. So routers,
+densities and pieces are dimensions, few operations serve a group of heads, and the rest serves all
+heads together. Vectors are taken around o, because products around 0 would lose a small e - o in
+rounding.
 """
 
 from __future__ import annotations
@@ -34,21 +36,22 @@ from torch import Tensor
 from ..plan.blocks import KEY_BLOCK
 from ..reference.partial import Partial
 
-LOG_2 = math.log(2)  # natural logs of a unit of row_max
+LOG_2 = math.log(2)  # turns a unit of row_max into natural logs
 _LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose values sum to 0
 
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """How far the outputs of each density lie from the true one, o; all float32.
+    """Squared distances of each density's outputs from the true one, o; all float32.
 
-    near |e - o|^2 (routers, densities, ...); between <e - o, p - o>, far |p - o|^2 and advantage
-    ln(a / r) (routers, densities - 1, ...), because the last density drops nothing; of the same
-    shape background_between <e - o, m - o> and background_advantage ln(a / (64 dropped blocks)),
-    inf where attention adds no background: to rows that drop nothing or keep nothing, and
-    background_pooled <p - o, m - o>; norm |o|^2,
-    rounding |dense - o|^2, 0 where what dense attention gave is not known, and background_far
-    |m - o|^2 (...).
+    near: (routers, densities, ...), |e - o|^2.
+    between, far, advantage: (routers, densities - 1, ...), <e - o, p - o>, |p - o|^2 and ln(a / r);
+        the last density drops nothing.
+    background_between, background_pooled, background_advantage: of the same shape, <e - o, m - o>,
+        <p - o, m - o> and ln(a / (64 dropped blocks)). The last is inf where attention adds no
+        background: to rows that drop nothing or keep nothing.
+    norm, rounding, background_far: (...), |o|^2, |dense - o|^2 and |m - o|^2; rounding is 0 where
+        the dense result is not known.
     """
 
     near: Tensor
@@ -64,18 +67,19 @@ class Distances:
 
     @staticmethod
     def packed_fields(densities: int) -> int:
-        """Numbers of a row and router in `packed`."""
+        """Number of values a row and router has in `packed`."""
         return sum(_field_counts(densities))
 
     @classmethod
     def of_packed(cls, packed: Tensor) -> Distances:
-        """What `packed` gave."""
+        """Reads what `packed` gave."""
         densities = (packed.shape[1] + 3) // 7
         *of_routers, of_rows = packed.split(_field_counts(densities), 1)
         return cls(*of_routers, *of_rows[0])
 
     def packed(self) -> Tensor:
-        """(routers, `packed_fields`, ...): a copy, where fields are views of what is far larger."""
+        """(routers, `packed_fields`, ...): a copy, because fields are views of something far
+        larger."""
         of_routers = (self.near, self.between, self.far, self.advantage)
         of_background = (
             self.background_between,
@@ -89,7 +93,7 @@ class Distances:
 
 @dataclass(frozen=True, eq=False)
 class Background:
-    """What a background may add.
+    """Values that a background may add.
 
     mean: m, the mean value of all keys; broadcasts to (..., D).
     dropped: key blocks that each density but the last drops, of those that hold keys; broadcasts to
@@ -102,13 +106,13 @@ class Background:
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """Of each row the products of all pairs of vectors: of each piece y_u - o, of each density but
-    the last p_t - o, then m - o and o; all float32.
+    """Products of all pairs of vectors in each row, float32.
 
-    gram (routers, ..., n, n), n = pieces + densities + 1; exact_logs (routers, ..., pieces):
-    natural logs of sums of exponentials, -inf where there is no key; pooled_max and pooled_sum
-    (routers, densities - 1, ...): as in `Partial`; dropped: as in `Background`; rounding (...): as
-    in `Distances`.
+    The vectors: y_u - o of each piece, p_t - o of each density but the last, m - o, and o. gram:
+    (routers, ..., n, n), n = pieces + densities + 1. exact_logs: (routers, ..., pieces), natural
+    logs of sums of exponentials, -inf where there is no key. pooled_max, pooled_sum: (routers,
+    densities - 1, ...), as in `Partial`. dropped: as in `Background`. rounding: (...), as in
+    `Distances`.
     """
 
     gram: Tensor
@@ -126,12 +130,12 @@ def products(
     unit: Tensor | float = 1.0,
     dense: Tensor | None = None,
 ) -> Products:
-    """Of the exact buckets, in pieces (routers, pieces, ..., D), and of all that each density pools
-    (routers, densities - 1, ..., D).
+    """Products for the exact buckets, in pieces (routers, pieces, ..., D), and for what each
+    density pools (routers, densities - 1, ..., D).
 
-    What is true is the exact output, as the first router splits it. `pooled.unnormalised` may be of
-    any float type and counts in `unit`s, which broadcast to (...). dense (..., D): what dense
-    attention gave.
+    The true output is the exact one, as the first router splits it. `pooled.unnormalised` may be of
+    any float type and counts in `unit`s, which broadcast to (...). dense: (..., D), the dense
+    result.
     """
     values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
     pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
@@ -144,7 +148,7 @@ def products(
     exact_logs = vectors.new_empty(*values.shape[:-1])
     row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
     torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
-    shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN: no key
+    shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN where there is no key
     truth = vectors[..., count + 1 :, :]
     torch.bmm(
         shares.flatten(0, -2).unsqueeze(1),
@@ -161,16 +165,17 @@ def products(
 
 
 def distances(found: Products, pieces: Sequence[int]) -> Distances:
-    """pieces: into how many the bucket of each density was cut."""
+    """Distances from products. pieces: number of pieces that the bucket of each density was cut
+    into."""
     gram = found.gram
-    # Places of the first p_t - o, of m - o and of o.
+    # Indices of the first p_t - o, of m - o and of o.
     first, mean, last = sum(pieces), gram.shape[-1] - 2, gram.shape[-1] - 1
     kept = _running(found.exact_logs, pieces)
     weights = torch.zeros_like(gram[..., : len(pieces), :])
     shares = weights[..., :first]
     torch.sub(found.exact_logs.unsqueeze(-2), kept.unsqueeze(-1), out=shares)
     shares.masked_fill_(_later(pieces, gram.device), -torch.inf)
-    shares.exp_().nan_to_num_(0.0)  # NaN: no key
+    shares.exp_().nan_to_num_(0.0)  # NaN where there is no key
     # 0, but -1 where there is no key so far: e = 0
     torch.sum(shares, -1, out=weights[..., last]).sub_(1)
     errors = weights @ gram
@@ -198,7 +203,8 @@ def bucket_distances(
     background: Background,
     dense: Tensor | None = None,
 ) -> Distances:
-    """Of each router the exact and the pooled part of each bucket; dense as in `products`."""
+    """Distances for each router from the exact and the pooled part of each bucket; dense as in
+    `products`."""
     exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
     pooled = []
     for parts in by_router:
@@ -209,7 +215,8 @@ def bucket_distances(
 
 
 def squared_errors(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
-    """(routers, densities, ..., kinds) float32: squared distance of each row's output from truth.
+    """(routers, densities, ..., kinds) float32: squared distance of each row's output from the
+    truth.
 
     log_gains (gains,) and log_backgrounds (backgrounds,) float32, natural; the first gain is -inf,
     plain dropping. Rows that neither part reaches give 0, as attention does.
@@ -230,8 +237,8 @@ def squared_errors(measured: Distances, log_gains: Tensor, log_backgrounds: Tens
 
 
 def towards_mean(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
-    """Of the outputs y that `squared_errors` has the errors of <y - o, m - o>, of the same shape; 0
-    where nothing is dropped."""
+    """Products <y - o, m - o> for the outputs y of `squared_errors`, of the same shape; 0 where
+    nothing is dropped."""
     of_background = torch.cat([log_gains[:1], log_backgrounds])
     count, gains = len(of_background), len(log_gains) - 1
     found = measured.near.new_zeros(*measured.near.shape, count + gains)
@@ -249,7 +256,8 @@ def towards_mean(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor
 def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) -> None:
     """Squared errors of mixes whose second part leads by `lead`, which this overwrites.
 
-    By lerps, since these are the largest tensors of a sample: one of shares, one beside `out`.
+    Computed by lerps, since these are the largest tensors of a measurement: one of shares beside
+    `out`.
     """
     rest = _rest(lead)
     torch.lerp(near, between, rest, out=out)
@@ -257,13 +265,14 @@ def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) 
 
 
 def _rest(lead: Tensor) -> Tensor:
-    """What the second part, which leads by `lead`, has of a mix; in its place. 0 where there is
-    neither part (NaN), so that both outputs are 0."""
+    """Share of the second part, which leads by `lead`, in a mix; computed in its place. 0 where
+    there is neither part (NaN), so that both outputs are 0."""
     return lead.sigmoid_().nan_to_num_(0.0)
 
 
 def _field_counts(densities: int) -> list[int]:
-    """Of `Distances.packed`: of each field that routers have, and of all that rows have."""
+    """Widths of the fields of `Distances.packed`: of each that routers have, and of all that rows
+    have."""
     return [densities, *[densities - 1] * 6, 3]
 
 
@@ -273,7 +282,8 @@ def _stacked(parts: Sequence[Partial]) -> Partial:
 
 
 def _running(logs: Tensor, pieces: Sequence[int]) -> Tensor:
-    """(routers, ..., densities): of logs (routers, ..., pieces) those of all that a density keeps.
+    """(routers, ..., densities): logs of all that a density keeps, from logs (routers, ...,
+    pieces).
 
     Shares are of what is kept: it may be all there is to a row although its weight beside later
     pieces underflows.
@@ -283,6 +293,6 @@ def _running(logs: Tensor, pieces: Sequence[int]) -> Tensor:
 
 
 def _later(pieces: Sequence[int], device: torch.device) -> Tensor:
-    """(densities, pieces) bool: the piece is of a later density."""
+    """(densities, pieces) bool: whether the piece belongs to a later density."""
     later = torch.ones(sum(pieces), sum(pieces), dtype=torch.bool, device=device).triu_(1)
     return torch.stack([later[end - 1] for end in accumulate(pieces)])

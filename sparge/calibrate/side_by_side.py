@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on the layers of a model, which know nothing of each other, in threads: NumPy leaves the
-interpreter to others while it computes."""
+"""Work on the layers of a model in threads.
+
+Layers know nothing of each other, and NumPy leaves the interpreter to others while it computes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: More gain little: each slice costs 1.5 ms of Python, one after the other, and the offers of 40
-#: layers of 40 heads take 62 ms in two or four slices, 97 in twenty.
+#: Threads beyond which little is gained (docs/experiments.md, Threads over layers).
 MOST_THREADS = 4
 
 
 def side_by_side(
     work: Callable[[slice], tuple[NDArray[Any], ...]], layers: int
 ) -> tuple[NDArray[Any], ...]:
-    """What `work` gives of slices of so many layers, which is the first axis of each array."""
+    """Results of `work` on slices of the layers, joined along the first axis of each array."""
     threads = max(1, min(MOST_THREADS, os.cpu_count() or 1, layers))
     edges = np.linspace(0, layers, threads + 1).round().astype(int).tolist()
     with ThreadPoolExecutor(threads) as pool:

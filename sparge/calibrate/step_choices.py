@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the heads of one attention shape get in each sparse step: chosen where the first one begins,
-and a few times anew, from the errors that the steps before have left or what was measured again.
+"""Choices for the heads of one attention shape in each sparse step.
+
+Heads are chosen where the first sparse step begins, and a few times anew: from the errors that the
+steps before have left, or from what was measured again.
 """
 
 from __future__ import annotations
@@ -18,62 +20,44 @@ from .choices import HeadChoices
 from .drift import Drift, Seen
 from .offers import Offers
 
-#: Times that heads are chosen in a run, after equal numbers of steps.
+#: Choices in a run, after equal numbers of steps.
 CHOICES_A_RUN = 6
-#: Before which of them, counted from 1, heads are measured again.
+#: Numbers of the choices, from 1, before which heads are measured again.
 MEASURED_CHOICES = (3, 5)
-#: Steps between two choices, at least.
+#: Least number of steps between two choices.
 LEAST_STEPS = 3
-#: The same where nobody knows how many steps will come.
+#: Steps between two choices where nobody knows how many steps will come.
 UNKNOWN_STEPS = 8
-#: Where no choice goes by them, one in so many layers is probed between two choices: a probe takes
-#: .36 ms of a call of Wan 480p, whose own attention takes 5.5 ms a layer.
+#: One in so many layers is probed between two choices that do not go by probes: a probe is dear
+#: beside a layer's attention (docs/experiments.md, Cost of a probe).
 REPORTED_LAYERS = 4
-#: Past what was expected of it by this factor a head of a profile has drifted; below, it may be the
-#: luck of the sample.
+#: Factor past what was expected by which a head of a profile has drifted; below it, the luck of the
+#: probe may explain the error.
 TOLERANCE = 1.5
-#: How much denser such a head gets. Around 20 % density this takes away a factor of 1.6 of the
-#: error (DINOv2: .038 at 20 %, .023 at 30 %), as much as TOLERANCE lets pass.
+#: Factor by which such a head gets denser; takes away about as much error as TOLERANCE lets pass
+#: (docs/experiments.md, Heads of a profile that drifted).
 DENSER = 1.5
 
 
 def interval_of(steps: int) -> int:
-    """From one choice to the next, in a run of so many sparse steps."""
+    """Steps from one choice to the next, in a run of so many sparse steps."""
     return max(LEAST_STEPS, -(-steps // CHOICES_A_RUN))
 
 
 def later_choices(steps: int) -> int:
-    """How many come after the first one. The last step alone gets none: clips 0-7 come no closer to
-    dense ones by it (H200; of their heads .02 more are as expected), and the probes before it take
-    longer than those for the report."""
+    """Number of choices after the first one. The last step alone gets none (docs/experiments.md,
+    Choosing anew and measuring again)."""
     return len(range(interval_of(steps), steps - 1, interval_of(steps)))
 
 
 class StepChoices:
-    """Of one run; steps are numbers of sparse ones.
+    """Choices of one run; steps are numbers of sparse ones.
 
-    Errors drift while a clip takes shape: on the small video DiT those of a head halve or double
-    between the dense step that measured it and the last sparse one. One factor, the drift, corrects
-    all candidates of a head and walk, as if what was measured of them kept its shape. It mostly
-    does for some steps. Not for a whole run: heads of the small DiT that first do best with cubes
-    do two to five times as well with rows in the end. So the steps before the third and the fifth
-    choice are measured once more, as the dense one was. Clips 0-2 of three small DiTs at 10 / 20 /
-    30 / 50 % density, in dB, and the share of calls whose error is within a factor of 1.5 of what
-    was expected (H200, variants of a4052fb), with the third choice alone and with both:
-
-        30.4 34.1 37.1 44.4 (.87)   28.0 31.6 35.0 40.2 (.92)   28.0 31.5 34.9 40.4 (.92)
-        30.4 34.0 37.2 44.7 (.90)   28.2 31.7 35.1 40.3 (.92)   28.2 31.8 35.2 40.9 (.93)
-
-    Clips of 5,720 tokens come .1, 1.2 and 1.4 dB closer to dense ones at 10, 20 and 50 % by both
-    measurements, those of 2,016 tokens -.2, .2 and 1.6 dB (means over the three models, four and
-    six clips); without them heads err up to 1.66 and 1.29 times as much as by plain drop, with them
-    1.08 and 1.31.
-
-    Before all choices from the second on, or before the second and the fourth: 0 to .8 dB worse at
-    10 and 20 % (variants of e6e58a8, with other rows of the query blocks; see `spread_rows`). Four
-    choices, measured after half of the run, instead of six after a third: clips no nearer, heads
-    further from what is expected. Heads that leave their walk late (when measured again, or for one
-    that errs 1.3 or 1.6 times less): clips no nearer.
+    Errors drift while a clip takes shape. One factor, the drift, corrects all candidates of a head
+    and token order, as if what was measured of them kept its shape. It mostly does for some steps,
+    not for a whole run: heads that first do best with cubes do far better with rows in the end. So
+    the steps before the third and the fifth choice are measured once more, as the dense one was
+    (docs/experiments.md, Choosing anew and measuring again).
     """
 
     def __init__(
@@ -85,56 +69,60 @@ class StepChoices:
         profile: Alternating | None = None,
         again: int = len(MEASURED_CHOICES),
     ) -> None:
-        """From one of the two. steps: how many will be sparse, where that is known. again: times
-        that heads may be measured again.
+        """Starts from either a calibration or a profile.
+
+        steps: number of sparse steps, where that is known. again: times that heads may be measured
+        again.
 
         Waits for the GPU. Raises ValueError when nothing was measured.
         """
         assert (calibration is None) != (profile is None)
         self.given: list[HeadChoices] = []
-        """Those of each step so far."""
+        """Choices of each step so far."""
         self.interval = UNKNOWN_STEPS
         """Steps from one choice to the next; one more after the last choice, if that leaves one."""
         if steps is not None:
             self.interval = interval_of(steps)
         self.again: Calibration | None = None
-        """What sparse calls of the running step are measured into: of one conditioning as many
-        query blocks as before of two."""
-        self._found: Calibration | None = None  # the same of a step that is over
+        """Calibration that sparse calls of the running step are measured into; of one conditioning
+        as many query blocks as before of two."""
+        self._found: Calibration | None = None  # the same for a step that is over
         self._aim, self._steps = aim, steps
         self._end = sys.maxsize if steps is None else max(1, steps)
         self._calibration = calibration
         self._chosen = 0  # step of the last choice
-        self._number = 1  # of that choice
-        self._since: dict[int, HeadChoices] = {}  # given from there on, by step
+        self._number = 1  # number of that choice
+        self._since: dict[int, HeadChoices] = {}  # choices given since, by step
         self._measured_choices = MEASURED_CHOICES[:again] if calibration is not None else ()
-        self._of_steps: list[Alternating] = []  # from there on, where those differ
+        self._of_steps: list[Alternating] = []  # choices from there on, where steps differ
         if profile is not None:
             self._now = profile
         elif calibration is not None:
             self._choose_from_new(calibration.offers())
         self.first = self._now
-        """As if all steps were alike: what a profile keeps."""
+        """Choices as if all steps were alike, which a profile keeps."""
 
     def _choose_from_new(self, offers: Offers) -> None:
         self._offers, self._drift = offers, Drift(offers.walks)
         self._choose()
 
     def _choose(self) -> None:
-        """For the steps until the next choice."""
+        """Chooses for the steps until the next choice."""
         wanted = range(self._chosen, self._next_choice())
         self._now, self._of_steps = self._aim.freeze(
             self._offers, self._steps or 1, wanted, self._drift.ahead
         )
 
     def _next_choice(self) -> int:
-        """Its step, or the number of steps where none follows; as in `later_choices`."""
+        """Step of the next choice, or the number of steps where none follows; as in
+        `later_choices`."""
         following = self._chosen + self.interval
         return following if following < self._end - 1 else self._end
 
     @property
     def _measured_step(self) -> int | None:
-        """The last step before the next choice, where heads are measured for that."""
+        """Last step before the next choice, where heads are measured again for that; None where
+        they are not."""
         following = self._next_choice()
         measured = following < self._end and self._number + 1 in self._measured_choices
         return following - 1 if measured else None
@@ -144,11 +132,11 @@ class StepChoices:
         return self._next_choice() <= step < self._end
 
     def visit(self, layer: int, step: int) -> int | None:
-        """The number of the visit that a probe pays to a layer in a step, None where it pays none.
+        """Number of the visit that a probe pays to a layer in a step; None where it pays none.
 
-        Two before a choice that goes by them, in two steps in a row: one of each kind
-        (`Alternating`), which cut the tokens differently, too; other layers in other pairs of
-        steps. Else one, for the report, to one in REPORTED_LAYERS layers, by turns.
+        Before a choice that goes by them there are two, in two steps in a row: one of each kind
+        (`Alternating`), which cut the tokens differently, too. Other layers have other pairs of
+        steps. Else one probe visits one in REPORTED_LAYERS layers by turns, for the report.
         """
         following = self._next_choice()
         steps = following - self._chosen
@@ -164,8 +152,11 @@ class StepChoices:
         return earlier + 1 - before % 2 if layer % (steps // 2) == before // 2 else None
 
     def choose_anew(self, step: int, drift: Tensor) -> None:
-        """For this step and those after it, from what was measured again, if anything was since the
-        last choice. drift: as in `Probe.drift`. Waits for the GPU."""
+        """Chooses for this step and those after it, from what was measured again, if anything was
+        since the last choice. Waits for the GPU.
+
+        drift: as in `Probe.drift`.
+        """
         seen, steps = self._seen(), step - self._chosen
         self._chosen, self._number, self._since = step, self._number + 1, {}
         measured, self.again, self._found = self.again or self._found, None, None
@@ -181,7 +172,7 @@ class StepChoices:
 
             def denser(now: HeadChoices) -> HeadChoices:
                 more = (now.density * DENSER).clamp(max=1)
-                left = (1 - more) / (1 - now.density).clamp(min=1e-6)  # of what was dropped
+                left = (1 - more) / (1 - now.density).clamp(min=1e-6)  # share of what was dropped
                 return replace(
                     now,
                     density=torch.where(off, more, now.density),
@@ -191,7 +182,7 @@ class StepChoices:
             self._now = self._now.each(denser)
 
     def at(self, step: int) -> HeadChoices:
-        """Of the next step, which begins. Allocates where it is one to be measured."""
+        """Choices of the next step, which begins. Allocates where it is one to be measured."""
         if step != self._measured_step:
             self.again, self._found = None, self.again or self._found
         elif self._calibration is not None and self.again is None:
@@ -202,21 +193,19 @@ class StepChoices:
 
     def prepare(self, step: int) -> None:
         """Works out what `at` will give for the next step, unless that depends on what comes until
-        then: call it while the GPU has work left. With only what its own step gets left to do, and
-        layers in threads, a first choice holds CogVideoX-5B up for .106 s instead of .165, Flux for
-        .083 instead of .132, a later one for .037 and .009 instead of .070 and .027 (host of an
-        H200, beside other work; b6593ad and b65bba0)."""
+        then. Call it while the GPU has work left (docs/experiments.md, Host time of a choice)."""
         if step < self._end and not self.is_due(step):
             self._of(step)
 
     def _of(self, step: int) -> HeadChoices:
-        """As the next one that is given."""
+        """Choices of a step, as the next one that is given."""
         place = min(step - self._chosen, len(self._of_steps) - 1)
         now = self._of_steps[place] if self._of_steps else self._now
         return now.in_turn(len(self.given))
 
     def _seen(self) -> Seen:
-        """By probes since the last choice; layers that none visited count as seen in all steps."""
+        """Steps that probes saw since the last choice; layers that none visited count as seen in
+        all steps."""
         given = self._since or {self._chosen: self._now.pooling}
         walks = torch.stack([choices.walk for choices in given.values()], 1)
         of_layers = (

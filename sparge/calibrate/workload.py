@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a density costs in a call: forced blocks, dense rows, the floor and the residual count."""
+"""Cost of a density in a call: forced blocks, dense rows, the floor and the pooled keys count."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..plan.blocks import KEY_BLOCK, block_pairs, touches_diagonal, whole_steps
 from ..plan.grid import TokenOrder, raster_order
 from ..policy import SparsePolicy
 
-#: One pseudo-key for 64 keys: a head that pools works this share of dense attention on top.
+#: Share of dense attention that pooled keys cost a head: one pseudo-key for 64 keys.
 RESIDUAL_COST = 1 / KEY_BLOCK
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The blocks of one call in which tokens attend to each other."""
+    """Blocks of one call in which tokens attend to each other."""
 
     order: TokenOrder
     is_causal: bool = False
     sink: bool = False
-    """The first key block is never dropped, as with `SparsePolicy.attention_sink`."""
+    """Whether the first key block is never dropped, as with `SparsePolicy.attention_sink`."""
 
     @classmethod
     def of_tokens(cls, tokens: int, is_causal: bool = False, sink: bool = False) -> Workload:
-        """Tokens in the order they come."""
+        """Workload of tokens in the order they come."""
         return cls(raster_order(tokens), is_causal, sink)
 
     def walk(self, index: int, device: torch.device) -> Workload:
-        """This with one walk of its order, on `device`: copied there once for all walks."""
+        """Workload with one token order alone, on `device`; copied there once for all orders."""
         return replace(self, order=self.order.on(device).walk(index))
 
     @property
@@ -42,16 +42,16 @@ class Workload:
         return self.order.key_blocks
 
     def policy(self) -> SparsePolicy:
-        """What the call's policy says of blocks that are always kept."""
+        """Policy of the call, with the blocks that are always kept."""
         return SparsePolicy(attention_sink=self.sink)
 
     def sparse_query_blocks(self) -> list[int]:
-        """Those whose queries may drop something, so those worth a sample."""
+        """Query blocks whose queries may drop something, so those worth a measurement."""
         return (~self.order.queries_exact.cpu()).nonzero().flatten().tolist()
 
     def density(self, asked_ranks: Sequence[int]) -> NDArray[np.float64]:
-        """(len(asked_ranks),): share of query-key pairs kept where so many ranked blocks a row are
-        asked for, in `whole_steps`.
+        """(len(asked_ranks),): share of query-key pairs kept where a row asks for so many ranked
+        blocks, in `whole_steps`.
 
         Where a row's ranked blocks differ in size, because a segment's last one is ragged, each
         counts as their mean.
@@ -66,8 +66,8 @@ class Workload:
         self,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], int]:
         """(query blocks,) each: pairs that are always kept, their blocks, blocks that are ranked,
-        pairs of one of these; and the number of all pairs. The GPU waits for densities where heads
-        are chosen."""
+        pairs of one of these; and the number of all pairs. Kept, because the GPU waits for
+        densities where heads are chosen."""
         pairs, forced = self._pairs(), self._forced()
         forced &= pairs > 0
         ranked = (pairs > 0) & ~forced
@@ -76,14 +76,14 @@ class Workload:
         return (pairs * forced).sum(1), forced.sum(1), blocks, mean, int(pairs.sum())
 
     def _pairs(self) -> NDArray[np.int64]:
-        """(query blocks, key blocks): the query-key pairs of each block."""
+        """(query blocks, key blocks): query-key pairs of each block."""
         counts = self.order.block_counts.cpu()
         if self.is_causal:
             return block_pairs(self.order.tokens, counts.unsqueeze(0), True)[0].numpy()
         return torch.outer(self.order.query_counts().cpu().long(), counts.long()).numpy()
 
     def _forced(self) -> NDArray[np.bool_]:
-        """(query blocks, key blocks): kept whatever the density."""
+        """(query blocks, key blocks): whether a block is kept whatever the density."""
         forced = self.order.queries_exact.cpu().unsqueeze(1) | self.order.keys_exact.cpu()
         forced[:, 0] |= self.sink
         if self.is_causal:

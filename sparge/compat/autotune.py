@@ -25,7 +25,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: What is saved of each module: tensors (H,). simthreshd2 is upstream's and has no effect.
+#: Tensors (H,) that are saved of each module. simthreshd2 is upstream's and has no effect.
 SAVED = ("is_sparse", "cdfthreshd", "simthreshd1", "simthreshd2", "pvthreshd")
 #: Parts of a parameter's name that wrappers put there: torch.compile, DataParallel.
 WRAPPERS = ("_orig_mod", "module")

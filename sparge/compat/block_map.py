@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a policy keeps, for blocks of any size: the library's kernels have one size.
+"""Block maps of a policy for blocks of any size: the library's kernels have one size.
 
 Plain torch on the tensors' device, by the rules of stage route, from float32 block statistics.
 """
@@ -58,7 +58,8 @@ def choose_blocks(
 
 
 def int8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """x (B, H, N, D) as INT8 levels of its shape and a scale (B, H, ceil(N / block)) of each block.
+    """Levels and scales: x (B, H, N, D) as INT8 levels of its shape, and a scale (B, H, ceil(N /
+    block)) of each block.
 
     Levels times scale give x; a block of zeros has scale 0.
     """
@@ -91,7 +92,7 @@ def _seen(
     is_causal: bool,
     device: torch.device,
 ) -> Tensor:
-    """(nq, nk): some query of the block sees some key of the block."""
+    """(nq, nk): whether some query of the block sees some key of the block."""
     rows = torch.arange(1, block_count(queries, query_block) + 1, device=device) * query_block
     first_key = torch.arange(block_count(keys, key_block), device=device) * key_block
     last_row = rows.clamp(max=queries) - 1 if is_causal else torch.full_like(rows, keys)

@@ -72,7 +72,8 @@ def spas_sage2_attn_meansim_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Result:
-    """The same, keeping the best blocks up to a cumulative mass of `cdfthreshd`."""
+    """Attention that keeps the best blocks up to a cumulative mass of `cdfthreshd`; otherwise as
+    `spas_sage2_attn_meansim_topk_cuda`."""
     return spas_sage2_attn_meansim_topk_cuda(
         q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1, cdfthreshd, None,
         pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
@@ -184,5 +185,5 @@ def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
 
 
 def _threshold(value: PerHead) -> PerHead:
-    """Integer tensors were accepted upstream."""
+    """Turns integer tensors, which upstream accepted, into floating point."""
     return value.float() if isinstance(value, Tensor) else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for the sparsest thresholds of each head within an error bound, all heads at once.
+"""Search for the sparsest thresholds of each head within an error bound, all heads at once.
 
 Thresholds are per head, so one sparse call tries another value on every head. A call of a layer is
 searched by bisecting `cdfthreshd` for each of a few `simthreshd1`, then `pvthreshd`.
@@ -30,7 +30,7 @@ LEAST_SPARSITY = 0.1
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a sparse output may differ from the exact one, by head."""
+    """Largest difference between a sparse output and the exact one, by head."""
 
     sim_rule: str
     l1: float
@@ -54,7 +54,7 @@ class Bounds:
             )
 
     def met(self, out: Tensor, exact: Tensor) -> Tensor:
-        """(H,) bool: the head is close enough before the PV filter."""
+        """(H,) bool: whether the head is close enough before the PV filter."""
         if self.sim_rule == "cosine":
             product = _head_sums(out * exact.float())
             lengths = (_head_sums(out.float() ** 2) * _head_sums(exact.float() ** 2)).sqrt()
@@ -67,7 +67,7 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What was found for each of `SIMILARITIES` and each head, over all calls so far; (S, H)."""
+    """Thresholds found for each of `SIMILARITIES` and each head, over all calls so far; (S, H)."""
 
     cdf_steps: Tensor  # int64, places in CDF_GRID
     pv_steps: Tensor  # int64, places in PV_GRID
@@ -81,7 +81,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Thresholds:
-    """What each head gets; all (H,)."""
+    """Thresholds of each head; all (H,)."""
 
     is_sparse: Tensor
     cdfthreshd: Tensor
@@ -91,7 +91,7 @@ class Thresholds:
 
     @classmethod
     def best(cls, found: Found, calls: int) -> Thresholds:
-        """The sparsest of what `calls` calls found; dense where that does not skip enough."""
+        """Sparsest of what `calls` calls found; dense where that does not skip enough."""
         cdfthreshd, pvthreshd = _at(CDF_GRID, found.cdf_steps), _at(PV_GRID, found.pv_steps)
         sparsity = (found.sparsity / calls).masked_fill(cdfthreshd >= 1, 0)
         sparsity, row = sparsity.max(0)
@@ -137,7 +137,7 @@ class Layer:
         self, similarity: float, bounds: Bounds, least_cdf: Tensor, least_pv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         def policy(cdf_steps: Tensor, pvthreshd: Tensor | float) -> SparsePolicy:
-            """As calls that are not tuned have it: the first key block is kept."""
+            """Policy as calls that are not tuned have it: the first key block is kept."""
             cdfthreshd = _at(CDF_GRID, cdf_steps)
             return meansim_policy(None, cdfthreshd, similarity, pvthreshd, True, self.smooth_k)
 
@@ -171,7 +171,9 @@ def _at(grid: tuple[float, ...], places: Tensor) -> Tensor:
 
 
 def _least(enough: Callable[[Tensor], Tensor], least: Tensor, most: int) -> Tensor:
-    """(H,): by head the smallest of `least`..`most` that `enough` says yes to, else `most`."""
+    """(H,): for each head the smallest of `least`..`most` that `enough` says yes to, else
+    `most`.
+    """
     low, high = least, torch.full_like(least, most)
     for _ in range(most.bit_length()):
         middle = (low + high) // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's package has and this library cannot: its compiled kernels and what feeds them."""
+"""Parts of upstream's package that this library cannot have: its kernels and what feeds them."""
 
 from __future__ import annotations
 

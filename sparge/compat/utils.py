@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's helpers: block maps by its rules, thresholds by head, and how far two outputs are."""
+"""Upstream's helpers: block maps by its rules, thresholds by head, and distances of two outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def hyperparameter_check(
     H: int,  # noqa: N803
     device: torch.device | str,
 ) -> Tensor:
-    """`hyper` as a tensor (H,) on `device`: one number for all heads, or what it is by head."""
+    """Returns `hyper` as a tensor (H,) on `device`: one number for all heads, or what it is by
+    head."""
     if isinstance(hyper, Tensor) and hyper.shape == (H,):
         return hyper.to(device)
     if isinstance(hyper, (int, float)) or (isinstance(hyper, Tensor) and hyper.dim() == 0):
@@ -98,7 +99,7 @@ def get_block_map_meansim_fuse_quant(
     return_lut: bool = False,
     attention_sink: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The map of q and k - km, and both in INT8: (map, q levels, q scale, k levels, k scale).
+    """Map of q and k - km, and both in INT8: (map, q levels, q scale, k levels, k scale).
 
     Levels have the shape of q and k, scales one float32 for each block (B, H, blocks).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a kernel's description to a launched kernel: spec, compile, cache, load, launch.
+"""Kernels from description to launch: spec, compile, cache, load, launch.
 
 Importing this touches neither the driver nor NVRTC.
 """

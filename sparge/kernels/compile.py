@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a spec and its sources to a cubin: the one list of options, for NVRTC and for nvcc."""
+"""Compilation of a spec and its sources to a cubin: the one list of options, for NVRTC and for
+nvcc."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _NVRTC_NO_CACHE = "--no-cache"
 
 
 def options(spec: KernelSpec) -> list[str]:
-    """What both compilers are told."""
+    """Options that both compilers are told."""
     return [f"--gpu-architecture={spec.arch}", *_OPTIONS, *spec.defines]
 
 

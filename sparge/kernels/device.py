@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device can run, and if nothing, why: one sentence for the user."""
+"""Capabilities of a device: what it can run, and if nothing, why, in one sentence for the user."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _lock = threading.RLock()
 
 
 def capabilities(device: torch.device | str | int) -> Capability:
-    """What the kernels can do on ``device``. Never raises; asked once per CUDA device."""
+    """Returns what the kernels can do on ``device``. Never raises; asked once per CUDA device."""
     try:
         place = as_device(device)
         if place.type != "cuda":

@@ -78,7 +78,8 @@ def _read(path: Path, in_cache: bool) -> bytes:
 
 
 def _note_use(path: Path) -> None:
-    """What is used has no old date, at most once a day: ``stale`` goes by it."""
+    """Dates an entry that is used, at most once a day: ``stale`` goes by it, so that none in use is
+    old."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > DAY:
             os.utime(path)

@@ -33,7 +33,8 @@ def _base() -> Path | None:
 
 
 def _absolute(variable: str) -> Path | None:
-    """Its folder; a relative one would be another for every working folder."""
+    """Folder that an environment variable names; a relative one would be another for every working
+    folder."""
     path = Path(os.environ.get(variable, ""))
     return path if path.is_absolute() else None
 
@@ -55,13 +56,13 @@ def _home_of_account() -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Where it is missing. Raises OSError."""
+    """Makes ``folder`` where it is missing. Raises OSError."""
     folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
 
 
 def distrust(folder: Path) -> str:
-    """Why other users could put code of theirs into ``folder``: the start of a sentence, empty
-    where they cannot, and where there is no folder yet.
+    """Reason why other users could put code of theirs into ``folder``: the start of a sentence,
+    empty where they cannot, and where there is no folder yet.
 
     On Windows always empty: it has no such modes, and closes a user's folders to others.
     """
@@ -80,7 +81,9 @@ def distrust(folder: Path) -> str:
 
 
 def distrust_file(status: os.stat_result) -> str:
-    """The same of a file that is open, so that nobody can put another in its place."""
+    """Reason as `distrust` gives it for an open file, so that nobody can put another in its
+    place.
+    """
     if not hasattr(os, "geteuid"):
         return ""
     if status.st_uid != os.geteuid():

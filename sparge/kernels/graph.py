@@ -27,7 +27,7 @@ from .store import Store
 
 @dataclass(frozen=True)
 class Job:
-    """What to build, from which sources, with what, into which folder."""
+    """Job of a build: what to build, from which sources, with what, into which folder."""
 
     specs: tuple[KernelSpec, ...]
     csrc: Path
@@ -65,7 +65,7 @@ def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
 
 
 def run_in_process(job: Job, workers: int, say: Callable[[str], None]) -> bool:
-    """The same without ninja, in threads."""
+    """Builds what is missing without ninja, in threads; True when every kernel succeeded."""
     store, sources = Store(job.out), job.sources()
 
     def build(spec: KernelSpec) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a spec to a kernel that can be launched, once per process and device."""
+"""Loader: makes a spec a kernel that can be launched, once per process and device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("sparge")
 Progress = Callable[[int, int, str], None]
 SpecsOf = Callable[[str], Iterable[KernelSpec]]
 
-#: What a driver says to a file that is not what it seems to be.
+#: Errors of a driver that is given a file that is not what it seems to be.
 _REFUSALS = {
     f"CUDA_ERROR_{name}"
     for name in ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_SOURCE", "NOT_FOUND")

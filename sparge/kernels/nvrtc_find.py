@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where NVIDIA's run-time compiler may lie: torch brings it, or a wheel, or a CUDA toolkit."""
+"""Places where NVIDIA's run-time compiler may lie: torch brings it, or a wheel, or a CUDA
+toolkit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _WINDOWS = sys.platform == "win32"
 
 
 def _library_pattern(platform: str) -> re.Pattern[str]:
-    """Of a file name; group 1 is the CUDA major version. Twins named ``.alt.`` are left out."""
+    """Pattern of a file name; group 1 is the CUDA major version. Twins named ``.alt.`` are left
+    out."""
     windows = platform == "win32"
     return re.compile(r"nvrtc64_(\d+)\d_0\.dll" if windows else r"libnvrtc\.so\.(\d+)")
 

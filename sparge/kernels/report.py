@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the assembler says a kernel uses, read from its ``-v`` text."""
+"""Resources that a kernel uses as the assembler says, read from its ``-v`` text."""
 
 from __future__ import annotations
 

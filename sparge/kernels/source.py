@@ -86,6 +86,7 @@ def _read(root: Path, name: str, reader: str, headers: dict[str, str]) -> str:
 
 
 def _resolve(root: Path, includer: str, spelled: str) -> str:
-    """As a compiler does with ``-I root``: beside the including file first, then from root."""
+    """Path of an include as a compiler with ``-I root`` finds it: beside the including file first,
+    then from root."""
     beside = posixpath.normpath(posixpath.join(posixpath.dirname(includer), spelled))
     return beside if (root / beside).is_file() else posixpath.normpath(spelled)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be built: the architectures, and one frozen value per specialised kernel."""
+"""Specs of what can be built: the architectures, and one frozen value per specialised kernel."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
 
 @dataclass(frozen=True)
 class AttendPath:
-    """Which attend kernel runs, and why, for the reader of a log."""
+    """Attend kernel that runs, and the reason, for the reader of a log."""
 
     entry: str
     reason: str
@@ -150,7 +150,7 @@ class AttendPath:
 
 
 def attend_path(arch: str, element: Element) -> AttendPath:
-    """The one place that chooses between the ``mma.sync`` family and the warpgroup kernel."""
+    """Chooses between the ``mma.sync`` family and the warpgroup kernel; no other place does."""
     target = ARCHS[arch]
     if target.path != HOPPER_PATH:
         lacks = "is built without wgmma" if target.number == 90 else "has no wgmma instruction"
@@ -185,7 +185,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
 
 
 def native_specs(arch: str) -> list[KernelSpec]:
-    """The part of ``all_specs`` that a user's call can reach: what is worth compiling ahead."""
+    """Specs of ``all_specs`` that a user's call can reach: what is worth compiling ahead."""
     reached = (native_element(arch, False, None), Element.BF16, Element.FP16)
     return [
         spec

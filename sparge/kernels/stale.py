@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nobody needs any more leaves a cache: old entries, and files that were never finished."""
+"""Removal from a cache of what nobody needs any more: old entries, and unfinished files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _stem(name: str) -> str:
 
 
 def _dates(folder: Path) -> dict[str, float]:
-    """When each file of ``folder`` was written or, an entry, last used."""
+    """Time when each file of ``folder`` was written or, an entry, last used."""
     dates = {}
     try:
         for path in folder.iterdir():

@@ -30,7 +30,7 @@ _FORMAT = "2"
 
 
 def prebuilt_folder() -> Path:
-    """Where a release may ship cubins: beside csrc. It need not exist."""
+    """Folder where a release may ship cubins: beside csrc. It need not exist."""
     return find_csrc().parent / "prebuilt"
 
 
@@ -56,7 +56,7 @@ class Store:
         return cls(cache_folder(), prebuilt_folder())
 
     def path(self, spec: KernelSpec, sources: Sources, compiler: Compiler) -> Path | None:
-        """Where this cubin is kept in the cache."""
+        """Path of this cubin in the cache."""
         if self.cache is None:
             return None
         return self.cache / f"{entry_stem(spec, sources)}.{compiler.label}.cubin"
@@ -125,7 +125,7 @@ class Store:
         self._memory[f"{entry_stem(spec, sources)}.{compiler.label}"] = cubin
 
     def _tidy(self, csrc: Path) -> None:
-        """Once: what this pack, with the sources in ``csrc``, has no use for."""
+        """Removes once what this pack, with the sources in ``csrc``, has no use for."""
         with self._once:
             tidied, self._tidied = self._tidied, True
         if self.cache is not None and not tidied and not self._refused():

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..argument import check_tensor, flag, whole_number
 
-QUERY_BLOCK = 128  # queries a row of the block map stands for, on every GPU
-KEY_BLOCK = 64  # keys one bit of it stands for
+QUERY_BLOCK = 128  # queries that a row of the block map stands for, on every GPU
+KEY_BLOCK = 64  # keys that one bit of it stands for
 STEP_BLOCKS = 2  # key blocks that attend takes at once on Hopper
 WORD_BITS = 32
 
@@ -22,18 +22,23 @@ Counts = TypeVar("Counts", Tensor, NDArray[np.int64])
 
 
 def block_count(tokens: int, block: int) -> int:
-    """Blocks of `block` tokens that cover `tokens`, the last one possibly partial."""
+    """Number of blocks of `block` tokens that cover `tokens`, the last one possibly partial."""
     return -(-tokens // block)
 
 
 def whole_steps(ranked: Counts, forced: Counts) -> Counts:
-    """Ranked blocks that a list keeps where `ranked` are asked for: as many more as make whole
-    steps of attend with the `forced` ones. Half a step takes as long as a whole one."""
+    """Ranked blocks that a list keeps where `ranked` are asked for.
+
+    They are as many more as make whole steps of attend with the `forced` ones: half a step takes as
+    long as a whole one.
+    """
     return ranked + -(ranked + forced) % STEP_BLOCKS
 
 
 def pack(kept: Tensor) -> Tensor:
-    """(..., nk) bool to (..., ceil(nk / 32)) int32: bit b of word w is key block 32 w + b."""
+    """Packs (..., nk) bool into (..., ceil(nk / 32)) int32: bit b of word w is key block 32 w +
+    b.
+    """
     words = block_count(kept.shape[-1], WORD_BITS)
     padded = torch.nn.functional.pad(kept, (0, words * WORD_BITS - kept.shape[-1]))
     bits = padded.unflatten(-1, (words, WORD_BITS)).to(torch.int32)
@@ -41,14 +46,14 @@ def pack(kept: Tensor) -> Tensor:
 
 
 def unpack(block_map: Tensor, key_blocks: int) -> Tensor:
-    """The inverse of `pack`: (..., words) int32 to (..., key_blocks) bool."""
+    """Inverse of `pack`: (..., words) int32 to (..., key_blocks) bool."""
     bits = (block_map.unsqueeze(-1) >> _bit_positions(block_map)) & 1
     return bits.flatten(-2)[..., :key_blocks].bool()
 
 
 def touches_diagonal(blocks: Tensor) -> Tensor:
-    """(nq, nk) bool for a map `blocks` (..., nq, nk), to be combined with validity: the block's
-    last key is not before its first query."""
+    """(nq, nk) bool for a map `blocks` (..., nq, nk): the block's last key is not before its first
+    query. To be combined with validity."""
     query_blocks, key_blocks = blocks.shape[-2:]
     first_query = torch.arange(query_blocks, device=blocks.device) * QUERY_BLOCK
     last_key = (torch.arange(key_blocks, device=blocks.device) + 1) * KEY_BLOCK - 1
@@ -56,7 +61,7 @@ def touches_diagonal(blocks: Tensor) -> Tensor:
 
 
 def block_pairs(n_queries: int, key_counts: Tensor, is_causal: bool) -> Tensor:
-    """Query-key pairs inside each block: (B, nq, nk) int64.
+    """(B, nq, nk) int64: query-key pairs inside each block.
 
     `key_counts` (B, nk) holds the keys each key block really has. Causal counts a pair only when
     its key is not after its query (both counted from 0: top-left alignment).
@@ -94,11 +99,11 @@ def _bit_positions(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Which key blocks each query block of each head attends to; made once, usable many times.
+    """Key blocks that each query block of each head attends to; made once, usable many times.
 
     block_map: (B, H, ceil(Nq / 128), ceil(ceil(Nk / 64) / 32)) int32, laid out as by `pack`.
-    counts: (B, H, ceil(Nq / 128)) int32, set bits of each row.
-    key_lengths: (B,) int32, or None where every key is valid.
+    counts: (B, H, ceil(Nq / 128)) int32, set bits of each row. key_lengths: (B,) int32, or None
+    where every key is valid.
     """
 
     block_map: Tensor
@@ -113,12 +118,12 @@ class BlockPlan:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
         object.__setattr__(self, "is_causal", flag("is_causal", self.is_causal))
         self._check_tensors()
-        for name in ("block_map", "counts"):  # kernels read them where they lie
+        for name in ("block_map", "counts"):  # kernels read them in place
             object.__setattr__(self, name, getattr(self, name).contiguous())
 
     def _check_tensors(self) -> None:
-        """Kernels take types and sizes for granted. Stray bits do no harm, so values are not read:
-        that would synchronise."""
+        """Checks types and sizes, which kernels take for granted. Stray bits do no harm, so values
+        are not read: that would synchronise."""
         words = block_count(self.key_blocks, WORD_BITS)
         sizes = {"block_map": (self.query_blocks, words), "counts": (self.query_blocks,)}
         for name in sizes:
@@ -148,8 +153,8 @@ class BlockPlan:
         is_causal: bool = False,
         key_lengths: Tensor | None = None,
     ) -> BlockPlan:
-        """A plan from a map (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps. Blocks without a
-        query-key pair, behind the key length or the diagonal, are left out of it."""
+        """Makes a plan from a map (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps. Blocks
+        without a query-key pair, behind the key length or the diagonal, are left out of it."""
         check_tensor("kept", kept, "bool of shape (B, H, query blocks, key blocks)")
         expected = (block_count(n_queries, QUERY_BLOCK), block_count(n_keys, KEY_BLOCK))
         if kept.dim() != 4 or tuple(kept.shape[2:]) != expected:
@@ -186,7 +191,7 @@ class BlockPlan:
         return self.block_map.device
 
     def kept(self) -> Tensor:
-        """The map as (B, H, query_blocks, key_blocks) bool."""
+        """(B, H, query_blocks, key_blocks) bool: the map."""
         return unpack(self.block_map, self.key_blocks)
 
     def key_counts(self) -> Tensor:
@@ -209,12 +214,13 @@ class BlockPlan:
         return pairs.sum((-2, -1)).unsqueeze(1).expand(self.batch, self.heads)
 
     def density(self) -> float:
-        """Kept over valid query-key pairs, over all heads (1 when there are none). Synchronises."""
+        """Share of valid query-key pairs that are kept, over all heads (1 when there are none).
+        Synchronises."""
         valid = int(self.valid_pairs().sum())
         return int(self.kept_pairs().sum()) / valid if valid else 1.0
 
     def heads_slice(self, heads: slice) -> BlockPlan:
-        """The plan of some of the query heads."""
+        """Plan of some of the query heads."""
         return BlockPlan(
             self.block_map[:, heads],
             self.counts[:, heads],

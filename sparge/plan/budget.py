@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each head may keep and how it makes up for what it drops: measured, never assumed."""
+"""Head settings: what a head may keep and how it makes up for what it drops.
+
+They are measured, never assumed.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from ..policy import INT32_MAX, SparsePolicy
 from ..thresholds import SELECTION, threshold_table
 from .recording import being_recorded
 
-#: Tables that a budget keeps: one for each pair of simthreshd1 and pvthreshd.
+#: Number of kept tables of head settings: one for each pair of simthreshd1 and pvthreshd.
 KEPT_TABLES = 16
 TableKey = tuple[float, float]
 
 
 class Router(enum.IntEnum):
-    """What a head ranks key blocks by."""
+    """Quantity that a head ranks key blocks by."""
 
     MASS = 0
-    """The share of attention that pooled queries and keys give the block."""
+    """Share of attention that pooled queries and keys give the block."""
     ERROR = 1
-    """The error that the block's pooled term would make in its place."""
+    """Error that pooled keys would make in the block's place."""
 
 
-#: Fields of a budget that may be None: their types, and what heads then have.
+#: Fields of head settings that may be None: their types, and what heads then have.
 OPTIONAL = {
     "walk": (torch.int32, 0),
     "background": (torch.float32, 0.0),
@@ -41,29 +44,30 @@ OPTIONAL = {
 
 @dataclass(frozen=True, eq=False)
 class HeadBudget:
-    """One value per query head; replaces the density of a `SparsePolicy`.
+    """Head settings: one value per query head; replaces the density of a `SparsePolicy`.
 
-    density: (heads,) float32, 0..1: share of all key blocks that a query block ranks in
-        (`select_by="topk"`; it keeps one more where that and the blocks that are always kept are an
-        odd number: on Hopper two take as long as one), or the share of the ranking weight it keeps
-        (`"cdf"`).
-    gain: (heads,) float32 >= 0: factor of the pooled term that stands for dropped blocks; 0 is
-        plain dropping and costs nothing.
+    density: (heads,) float32, 0..1. With `select_by="topk"` the share of all key blocks that a
+        query block ranks in; it keeps one more where that and the blocks that are always kept are
+        an odd number, because on Hopper two take as long as one. With `"cdf"` the share of the
+        ranking weight that it keeps.
+    gain: (heads,) float32 >= 0: pool weight, the factor of the pooled keys that stand for dropped
+        blocks; 0 is plain dropping and costs nothing.
     router: (heads,) int32, values of `Router`.
     background: (heads,) float32 >= 0: how often the background term counts the keys that a query
         block drops, 64 for each dropped key block; None: no head has one. That term is a single
         pseudo-key, the mean key with the mean value of all keys. It takes no time, and keeps what
-        is dropped from leaving its weight to what is kept: of plain dropping's error 44 to 57 % are
-        left (three small DiTs, 10 % in every head, the best value for each, 3,672 tokens,
-        emulated). With 8-bit operands and `smooth_k`, not causal: the mean would tell of later
-        keys.
-    contrast: (heads,) float32 > 0: factor of the output's distance from the mean value of all keys,
-        in query blocks that drop something; None: 1 for all. Pooled terms draw outputs towards that
-        mean, plain dropping draws them apart. It takes no time. With 8-bit operands, not causal.
+        is dropped from leaving its weight to what is kept (docs/experiments.md, Background). With
+        8-bit operands and `smooth_k`, not causal: the mean would tell of later keys.
+    contrast: (heads,) float32 > 0: output scale, the factor of the output's distance from the mean
+        value of all keys, in query blocks that drop something; None: 1 for all. Pooled keys draw
+        outputs towards that mean, plain dropping draws them apart. It takes no time. With 8-bit
+        operands, not causal.
     floor: ranked key blocks that every query block keeps, whatever its density.
-    pools: whether any gain is above 0 or any router `ERROR`: with False kernels prepare neither.
-    walk: (heads,) int32, index of the walk of the call's order that each head takes, the last where
-        there are fewer; None: the first. Heads that share keys take that of the first of them.
+    pools: whether any pool weight is above 0 or any router `ERROR`: with False kernels prepare
+        neither.
+    walk: (heads,) int32, index of the token order that each head takes among those of the call, the
+        last where there are fewer; None: the first. Heads that share keys take the order of the
+        first of them.
 
     Values are not checked: reading them would synchronise with the GPU.
     """
@@ -76,12 +80,12 @@ class HeadBudget:
     walk: Tensor | None = None
     background: Tensor | None = None
     contrast: Tensor | None = None
-    # Not given, so that `replace` makes new ones: tables are of these values.
+    # Not given, so that `replace` makes new ones: tables hold these values.
     _tables: OrderedDict[TableKey, Tensor] = field(
         default_factory=OrderedDict, init=False, repr=False
     )
     _held: set[TableKey] = field(default_factory=set, init=False, repr=False)
-    """Those of `_tables` that are never forgotten, for others read them where they lie."""
+    """Keys of `_tables` that are never forgotten, because recorded calls read them in place."""
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
@@ -98,7 +102,7 @@ class HeadBudget:
                     f"{name} is on {value.device} and density on {self.device}: put all values of "
                     "a budget on one device."
                 )
-        if self.walk is not None:  # kernels read it where it lies
+        if self.walk is not None:  # kernels read it in place
             object.__setattr__(self, "walk", self.walk.contiguous())
         for name, value in (
             ("floor", whole_number("floor", self.floor, 1, INT32_MAX)),
@@ -115,30 +119,30 @@ class HeadBudget:
         return self.density.device
 
     def on(self, device: torch.device | str) -> HeadBudget:
-        """The same values on `device`."""
+        """Same values on `device`."""
         return self._each(lambda values: values.to(device))
 
     def heads_slice(self, heads: slice) -> HeadBudget:
-        """The budget of some of the query heads."""
+        """Settings of some of the query heads."""
         return self._each(lambda values: values[heads])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadBudget:
-        """With all values changed."""
+        """Settings with all values changed."""
         return replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The values of heads, by name."""
+        """Values of heads, by name."""
         values = {name: getattr(self, name) for name in ("density", "gain", "router", *OPTIONAL)}
         return {name: value for name, value in values.items() if value is not None}
 
     def table(self, policy: SparsePolicy, hold: bool = False) -> Tensor:
-        """`threshold_table` of this budget with the other thresholds of `policy`.
+        """Returns `threshold_table` of these settings with the other thresholds of `policy`.
 
-        Kept for policies whose thresholds are numbers, so that a call launches nothing to make it:
-        ask for it before attention is recorded. Of more than `KEPT_TABLES` policies those that were
-        asked for last are kept, and for good those with `hold` and those that CUDA graphs were
-        captured with.
+        Tables are kept for policies whose thresholds are numbers, so that a call launches nothing
+        to make one: ask for it before attention is recorded. Of more than `KEPT_TABLES` policies
+        those that were asked for last are kept, and for good those with `hold` and those that CUDA
+        graphs were captured with.
         """
         key = _table_key(policy)
         if key is None:
@@ -154,7 +158,7 @@ class HeadBudget:
         return table
 
     def keep_table(self, policy: SparsePolicy, table: Tensor) -> None:
-        """One that was made elsewhere, equal to that of `table`; it is held."""
+        """Keeps a table that was made elsewhere, equal to what `table` returns; it is held."""
         if key := _table_key(policy):
             self._tables[key] = table
             self._held.add(key)
@@ -178,12 +182,15 @@ class HeadBudget:
         )
 
     def set_density(self, density: Tensor) -> None:
-        """Other densities (heads,) from the next call on, of this budget and of no other made from
-        or with it; but budgets of `LayerBudgets` share tables with the one that they are parts of.
-        Tables change in place, for recorded calls read them. None is kept where thresholds of the
-        policy are tensors: record such calls anew. Never synchronises."""
+        """Sets other densities (heads,) from the next call on, of these settings alone.
+
+        They are shared with no others made from or with these; but budgets of `LayerBudgets` share
+        tables with the one that they are parts of. Tables change in place, for recorded calls read
+        them. None is kept where thresholds of the policy are tensors: record such calls anew. Never
+        synchronises.
+        """
         own = torch.empty_like(self.density).copy_(density)
-        with torch.inference_mode():  # as tables may have been made there
+        with torch.inference_mode():  # tables may have been made in that mode
             for table in list(self._tables.values()):
                 table[:, SELECTION] = own
         object.__setattr__(self, "density", own)
@@ -197,7 +204,7 @@ class HeadBudget:
         router: Router = Router.MASS,
         device: torch.device | str = "cpu",
     ) -> HeadBudget:
-        """The same for every head."""
+        """Same settings for every head."""
         heads = whole_number("heads", heads, 1)
         density, gain = number("density", density), number("gain", gain)
         if not (0 <= density <= 1 and 0 <= gain < math.inf):
@@ -216,7 +223,7 @@ class HeadBudget:
 
 
 def _table_key(policy: SparsePolicy) -> TableKey | None:
-    """None where a threshold is a tensor, whose values may change."""
+    """Key of the policy's table; None where a threshold is a tensor, whose values may change."""
     similarity, negligible = policy.simthreshd1, policy.pvthreshd
     if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
         return None

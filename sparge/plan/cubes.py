@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cube order: tokens of a 3-D grid in a sequence whose every 64 lie close together.
+"""Cube order: tokens of a 3-D grid in a sequence whose every 64 lie close together.
 
-Two axes are split into near-equal parts. That leaves columns along the third, the longest one in
-turn 0; a serpentine walks through all of them, slab by slab, and every 64 tokens along it make a
-block of about 4 x 4 x 4 (8 x 8 in a single frame). The cuts need no padding: a block that a column
-cannot fill goes on in the neighbouring column.
+Two axes are split into near-equal parts. That leaves columns along the third axis, the longest one
+in variant (`turn`) 0. A serpentine runs through all columns, slab by slab, and every 64 tokens
+along it make a block of about 4 x 4 x 4 (8 x 8 in a single frame). The cuts need no padding: a
+block that a column cannot fill goes on in the neighbouring column.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ LEAST_COLUMN = 8  # tokens: two cubes
 def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the cube order, from 0.
 
-    turn: columns along the longest, then the second, then the shortest axis; not along one so short
-    that most blocks would lie in two columns. Turns that are left over in flat grids begin at the
-    other end, where blocks are the same if columns hold whole numbers of them. (To begin a third of
-    a block later in a turn leaves blocks at the ends of columns less compact, and clips of the
-    small video DiT .4 dB further off; and tokens of both ends would share a query block.)
+    turn: number of the variant. Columns go along the longest, then the second, then the shortest
+    axis; not along one so short that most blocks would lie in two columns. Variants that are left
+    over in flat grids begin at the other end, where blocks are the same if columns hold whole
+    numbers of them (docs/experiments.md, Variants of cubes).
     """
     sizes = (frames, height, width)
     axes = sorted(range(3), key=lambda axis: (sizes[axis], axis), reverse=True)
@@ -36,7 +35,7 @@ def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[n
 
 
 def _along(travel: int, sizes: tuple[int, int, int]) -> NDArray[np.int32]:
-    """With columns along the axis `travel`."""
+    """Ranks with columns along the axis `travel`."""
     outer, inner = (axis for axis in range(3) if axis != travel)
     parts = _column_parts(sizes[outer], sizes[inner])
     rows = _Split.of(sizes[outer], parts[0])
@@ -59,7 +58,7 @@ def _along(travel: int, sizes: tuple[int, int, int]) -> NDArray[np.int32]:
 
 
 def _column_parts(outer: int, inner: int) -> tuple[int, int]:
-    """Parts of the two split axes: those whose blocks have the least squared extent."""
+    """Number of parts of the two split axes: those whose blocks have the least squared extent."""
     rows = np.arange(1, outer + 1)[:, None]
     columns = np.arange(1, inner + 1)[None]
     length = KEY_BLOCK * rows * columns / (outer * inner)
@@ -69,11 +68,11 @@ def _column_parts(outer: int, inner: int) -> tuple[int, int]:
 
 
 class _Split(NamedTuple):
-    """One axis in near-equal parts."""
+    """One axis cut into near-equal parts."""
 
-    part: NDArray[np.int64]  # of each index, the part it is in
-    offset: NDArray[np.int64]  # of each index, its place in that part
-    size: NDArray[np.int64]  # of each part
+    part: NDArray[np.int64]  # number of the part that each index is in
+    offset: NDArray[np.int64]  # place of each index in its part
+    size: NDArray[np.int64]  # size of each part
 
     @classmethod
     def of(cls, length: int, parts: int) -> _Split:

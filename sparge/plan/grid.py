@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each token of a video or an image lies, and the order in which attention visits them."""
+"""Token grids: where each token of a video or an image lies, and orders of the tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMPTY = -1  # the token of a slot that holds none
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of one sequence: `prefix` text, a grid in raster order, a `tail`, `suffix` text.
+    """Tokens of one sequence: `prefix` text, a grid in raster order, a `tail`, `suffix` text.
 
     An image is one frame. Raises ValueError for sizes that no grid has.
     """
@@ -40,7 +40,7 @@ class TokenGrid:
     """Frames at the start that form a segment of their own, whose keys are never dropped."""
     tail: int = 0
     """Tokens after the grid that lie on no part of it, such as an image of another size. They form
-    a segment of their own in the order they come, and are dropped as those of the grid are."""
+    a segment of their own in the order they come, and may be dropped as those of the grid are."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -69,15 +69,16 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens first_token .. first_token + tokens - 1, from key block `first_block` on."""
+    """Segment of an order: tokens first_token .. first_token + tokens - 1, from key block
+    `first_block` on."""
 
     first_block: int
     first_token: int
     tokens: int
     keys_exact: bool
-    """No query block drops a key block of it."""
+    """Whether its key blocks are never dropped."""
     queries_exact: bool
-    """Its queries drop nothing."""
+    """Whether its queries drop nothing."""
 
     @property
     def key_blocks(self) -> int:
@@ -86,18 +87,20 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """A sequence in slots: 64 to a key block, 128 to a query block, some empty at segment ends.
+    """Tokens of a sequence in slots: 64 to a key block, 128 to a query block, some empty at segment
+    ends.
 
-    Inside a key block the tokens come first and the empty slots last. There may be several walks,
-    of which each head takes one (`HeadBudget.walk`), the first by default. They put other tokens
-    into the slots; which slots are empty and which blocks exact is the same for all.
+    Inside a key block the tokens come first and the empty slots last. There may be several orders
+    (`walk`), of which each head takes one (`HeadBudget.walk`), the first by default. They put other
+    tokens into the slots; which slots are empty and which blocks exact is the same for all.
     """
 
     slot_tokens: Tensor
-    """(walks, slots) int32, slots = 64 x key blocks: the token in each slot, -1 where it is
-    empty."""
+    """(orders, slots) int32, slots = 64 x key blocks: the token in each slot, -1 where it is
+    empty.
+    """
     token_slots: Tensor
-    """(walks, tokens) int32, the slot of each token."""
+    """(orders, tokens) int32: the slot of each token."""
     block_counts: Tensor
     """(key_blocks,) int32, tokens in each key block: 1 to 64."""
     keys_exact: Tensor
@@ -105,7 +108,7 @@ class TokenOrder:
     queries_exact: Tensor
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
     segments: tuple[Segment, ...]
-    # Not given, so that `replace` makes new ones: copies are of these blocks.
+    # Not given, so that `replace` makes new ones: copies hold these blocks.
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,12 +123,12 @@ class TokenOrder:
 
     @property
     def slot_token(self) -> Tensor:
-        """(slots,) of the first walk."""
+        """(slots,): the token in each slot of the first order."""
         return self.slot_tokens[0]
 
     @property
     def token_slot(self) -> Tensor:
-        """(tokens,) of the first walk."""
+        """(tokens,): the slot of each token in the first order."""
         return self.token_slots[0]
 
     @property
@@ -149,9 +152,9 @@ class TokenOrder:
         return block_count(self.slots, QUERY_BLOCK)
 
     def on(self, device: torch.device | str) -> TokenOrder:
-        """This order on `device`: copied there once, so call it before attention is recorded.
+        """Copy of this order on `device`, made once: call it before attention is recorded.
 
-        Of all orders together the last few copies are kept (`order_copies.KEPT`), and all that CUDA
+        The last few copies of all orders together are kept (`order_copies.KEPT`), and all that CUDA
         graphs were captured with.
         """
         device = torch.device(device)
@@ -170,19 +173,19 @@ class TokenOrder:
             if not torch.compiler.is_compiling():
                 order_copies.remember(self, device)
         if being_recorded(device):
-            order_copies.keep_for_good(self, device)  # what is recorded reads it where it lies
+            order_copies.keep_for_good(self, device)  # recorded calls read it in place
         return copy
 
     def forget_copy(self, device: torch.device) -> None:
-        """The one that `on` made there, if any."""
+        """Forgets the copy that `on` made there, if any."""
         self._copies.pop(device, None)
 
     def forget_copies(self) -> None:
-        """Those that `on` made, for orders are kept and a device's memory is dear."""
+        """Forgets the copies that `on` made: orders are kept, and a device's memory is dear."""
         self._copies.clear()
 
     def walk(self, index: int) -> TokenOrder:
-        """This order with one of its walks alone; copies nothing."""
+        """Order that keeps one of the token orders alone; copies nothing."""
         only = slice(index, index + 1)
         return replace(
             self,
@@ -203,33 +206,35 @@ class TokenOrder:
         return (token != EMPTY) & (token < key_lengths.to(token.device).unsqueeze(-1))
 
     def key_counts(self, key_lengths: Tensor | None, batch: int) -> Tensor:
-        """(B, key_blocks) int32: valid keys of each key block. They are its first ones, because
-        key lengths cut nothing but the suffix."""
+        """(B, key_blocks) int32: valid keys of each key block. They are its first ones, because key
+        lengths cut nothing but the suffix."""
         valid = self.valid_slots(key_lengths, batch)
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 
 def cube_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
-    """The packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
+    """Packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
 
-    turn: below `TURNS`; sampling steps that take other turns make errors that do not add up.
+    turn: variant, below `TURNS`. Sampling steps that take other variants make errors that do not
+    add up.
     """
     return _walk_order(grid, (Walk.CUBES,), turn)
 
 
 def unmeasured_order(grid: TokenGrid, turn: int) -> TokenOrder:
-    """The order that steps of that turn take where no head is measured, on the CPU."""
+    """Order that sampling steps of variant `turn` take where no head is measured, on the CPU."""
     return _walk_order(grid, (unmeasured_walk(turn),), turn)
 
 
 def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
-    """All walks through `grid`, cubes first, on the CPU; segments and turns as in `cube_order`."""
+    """All token orders of `grid`, cubes first, on the CPU; segments and variants as in
+    `cube_order`."""
     return _walk_order(grid, walks_of(grid.frames), turn)
 
 
-@lru_cache(maxsize=32 * TURNS)  # a run uses one grid a conditioning, a context window or two
+@lru_cache(maxsize=32 * TURNS)  # a run uses a grid a conditioning, a context window or two
 def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrder:
-    """The order of `grid` with these walks, on the CPU."""
+    """Order of `grid` with these token orders (`walks`), on the CPU."""
     frame, lead = grid.frame_tokens, grid.lead_frames
     walked = [lead * frame, (grid.frames - lead) * frame]
     tokens = [grid.prefix, *walked, grid.tail, grid.suffix]
@@ -247,7 +252,8 @@ def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrd
 def _token_slot(
     grid: TokenGrid, walk: Walk, segments: list[Segment], turn: int
 ) -> NDArray[np.int32]:
-    """(tokens,): segments of whole frames are walked through, others stay as they come."""
+    """(tokens,): slot of each token. Segments of whole frames are ordered, others stay as they
+    come."""
     parts = []
     end_of_grid = grid.prefix + grid.frames * grid.frame_tokens
     for segment in segments:
@@ -262,7 +268,7 @@ def _token_slot(
 
 @lru_cache(maxsize=32)
 def raster_order(tokens: int) -> TokenOrder:
-    """Tokens in the order they come: slot = token."""
+    """Order in which tokens stay as they come: slot = token."""
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
     slots = np.arange(tokens, dtype=np.int32)[None]
@@ -270,7 +276,7 @@ def raster_order(tokens: int) -> TokenOrder:
 
 
 def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> TokenOrder:
-    """token_slots (walks, tokens).
+    """Makes an order from token_slots (orders, tokens).
 
     Computed in NumPy: orders are kept, and what torch makes here would follow the default device of
     whoever asks first.
@@ -302,6 +308,6 @@ def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> Tok
 
 
 def _real_tensor(array: NDArray[Any]) -> Tensor:
-    """On the CPU, of the array's type: `torch.from_numpy` makes a fake one in a `FakeTensorMode`,
-    which the next caller would be given."""
+    """Tensor on the CPU, of the array's type. `torch.from_numpy` makes a fake one in a
+    `FakeTensorMode`, which the next caller would be given."""
     return torch.from_dlpack(array)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels take for granted of a token order, looked at where one is made."""
+"""Checks of what kernels take for granted of a token order, made where an order is made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TAKE = "a token order is made by cube_order or grid_order"
 
 
 def check_tensors(of_tokens: dict[str, Tensor], of_blocks: dict[str, Tensor]) -> None:
-    """Types, sizes, devices and strides; values as well where that waits for no device.
+    """Checks types, sizes, devices and strides, and values where that waits for no device.
 
-    of_tokens: slot_tokens (walks, slots) and token_slots (walks, tokens), int32.
+    of_tokens: slot_tokens (orders, slots) and token_slots (orders, tokens), int32.
     of_blocks: block_counts (key blocks,) int32, keys_exact (key blocks,) and queries_exact (query
         blocks,) bool.
     """
@@ -53,10 +53,11 @@ def check_tensors(of_tokens: dict[str, Tensor], of_blocks: dict[str, Tensor]) ->
 
 
 def _check_values(slot_tokens: Tensor, token_slots: Tensor, counts: Tensor) -> None:
-    """In NumPy: torch would answer as the caller's modes say, which may be with fake tensors."""
+    """Checks values in NumPy: torch would answer as the caller's modes say, which may be with fake
+    tensors."""
     slot_token, token_slot, count = map(np.from_dlpack, (slot_tokens, token_slots, counts))
     slots, tokens = slot_token.shape[1], token_slot.shape[1]
-    filled = (np.arange(KEY_BLOCK) < count[:, None]).ravel()  # in every walk the same slots
+    filled = (np.arange(KEY_BLOCK) < count[:, None]).ravel()  # the same slots in every order
     in_range = bool(((token_slot >= 0) & (token_slot < slots)).all())
     if (
         not in_range

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which copies of token orders on other devices are kept: the last few of all orders together."""
+"""Copies of token orders on other devices: the last few of all orders together are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-#: Four grids in all turns. The copy of a long video's order has 2 MB.
+#: Number of kept copies: four grids in all variants. The copy of a long video's order has 2 MB.
 KEPT = 12
 
 
@@ -23,7 +23,8 @@ _lock = threading.Lock()
 
 
 def remember(order: HasCopies, device: torch.device) -> None:
-    """`order` has a new copy on `device`; the oldest one is forgotten where there are too many."""
+    """Notes that `order` has a new copy on `device`; the oldest one is forgotten where there are
+    too many."""
     with _lock:
         _drop(order, device)
         _kept.append((weakref.ref(order), device))
@@ -34,7 +35,7 @@ def remember(order: HasCopies, device: torch.device) -> None:
 
 
 def keep_for_good(order: HasCopies, device: torch.device) -> None:
-    """The copy of `order` on `device` lives as long as the order."""
+    """Lets the copy of `order` on `device` live as long as the order."""
     with _lock:
         _drop(order, device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call is being recorded: what recorded calls read must stay where it lies."""
+"""Whether a call is being recorded: what recorded calls read must stay in place."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample of calibration costs, and how many walks it may measure: from sizes alone, nothing
-is timed, so that the choices of a run are the same in every one.
+"""Cost of a measurement of heads, and how many token orders it may measure.
 
-With H heads of one batch entry, N tokens, and so many walks:
+It follows from sizes alone, nothing is timed, so that the choices of a run are the same in every
+one. With H heads of one batch entry, N tokens, and so many token orders (`walks`):
 
     sample = once + walks (launch + token H N)
 
-on the GPU; of the host likewise, and where that takes longer than the dense call and the GPU, the
-GPU waits. The rates are beside those of calls in rates.json, from
-`python -m benchmarks.sample_cost --fit`.
+on the GPU, and likewise on the host. Where the host takes longer than the dense call and the GPU,
+the GPU waits. The rates are beside those of calls in rates.json, from `python -m
+benchmarks.sample_cost --fit`.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Of the attention time of all dense calls, that measuring heads may take: what is measured is to
+#: Share of the attention time of all dense calls that measuring heads may take: measuring is to
 #: make a run faster, and where few steps are dense or they are short it would eat up the gain.
 SHARE = 0.02
 #: Seconds that measuring may take in any case, in all layers and conditionings of one text length
-#: together: nobody notices them in a run, but clips of the small video DiT lie up to .7 dB further
-#: from dense ones where only one walk is measured.
+#: together: nobody notices them in a run (docs/experiments.md, Measuring one order alone).
 ALWAYS = 0.1
-#: Seconds that a faster exact kernel of the measured calls has to save in a run: cuDNN takes .04 to
-#: .08 s to plan a new shape, once a process, and up to .9 s to read its libraries from a disk.
+#: Seconds that a faster exact kernel of the measured calls has to save in a run
+#: (docs/experiments.md, Planning time of cuDNN).
 WORTH_A_PLAN = 0.1
-#: What the query blocks of a second sample add to one, as a share of it: keys and values are
+#: Share of a measurement that the query blocks of a second one add to it: keys and values are
 #: prepared once.
 MORE_BLOCKS = 0.5
-#: Samples, where nothing limits them.
+#: Number of measurements where nothing limits them.
 UNLIMITED = sys.maxsize
-#: Samples that one among the sparse steps counts for (`StepChoices`): of cond alone, as many query
-#: blocks as of cond and uncond before.
+#: Measurements that one among the sparse steps counts for (`StepChoices`): of cond alone, as many
+#: query blocks as of cond and uncond before.
 AGAIN_CALLS = 2
 
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
-#: waits: .083 s (Flux) and .106 s (CogVideoX-5B) on the host of an H200, beside other work; here
-#: and below at b6593ad, but Wan's at b65bba0.
+#: waits (docs/experiments.md, Host time of a choice).
 CHOOSING = 6e-5
-#: The same at a later choice: .008 to .010 and .035 to .040 s.
+#: Seconds a head at a later choice.
 CHOOSING_ANEW = 1.5e-5
-#: Seconds of a probe: .017 s in the 57 layers of Flux, .014 in the 40 of Wan 480p.
+#: Seconds of a probe (docs/experiments.md, Cost of a probe).
 PROBE = 3e-4
-#: Of each layer, before a later choice.
+#: Probes of each layer before a later choice.
 PROBES_A_CHOICE = 2
 
 
 @dataclass(frozen=True)
 class SampleRates:
-    """Seconds, of one kind of GPU and one head_dim: each is a part of the formula above."""
+    """Rates in seconds, of one kind of GPU and one head_dim: each is a part of the formula
+    above.
+    """
 
     once: float
     launch: float
     token: float
     host: SampleRates | None = None
-    """Of the host, which queues some hundred launches for a sample: Flux's take it 4 ms, the GPU
-    .5."""
+    """Rates of the host, which queues some hundred launches for a measurement and may take longer
+    than the GPU (docs/experiments.md, Host time of a measurement)."""
 
     @classmethod
     def read(cls, fields: Mapping[str, Any] | None) -> SampleRates | None:
@@ -68,10 +68,10 @@ class SampleRates:
         return cls(**{**fields, "host": cls.read(fields.get("host"))})
 
     def seconds(self, rows: int, walks: int, calls: int = 1, dense: float = math.inf) -> float:
-        """What a sample makes a dense call longer.
+        """Seconds by which a measurement makes a dense call longer.
 
-        rows: heads times tokens. calls: as many query blocks as so many samples measure. dense:
-        seconds of the call, in which the GPU does not wait for the host.
+        rows: heads times tokens. calls: number of usual measurements whose query blocks it covers.
+        dense: seconds of the call, in which the GPU does not wait for the host.
         """
         terms = sample_terms(rows, walks)
         alone = sum(getattr(self, name) * times for name, times in terms.items())
@@ -81,10 +81,10 @@ class SampleRates:
 
 @dataclass(frozen=True)
 class Afforded:
-    """What the dense calls of a run afford."""
+    """Extent of measuring that the dense calls of a run afford."""
 
     walks: int
-    """That each sample measures."""
+    """Token orders that each measurement covers."""
     again: int
     """Times that heads can be measured once more among the sparse steps."""
     pays: bool = True
@@ -94,7 +94,7 @@ class Afforded:
 
 
 def sample_terms(rows: int, walks: int) -> dict[str, float]:
-    """What each of `SampleRates` is multiplied by."""
+    """Factor of each rate of `SampleRates`."""
     return {"once": 1.0, "launch": walks, "token": walks * rows}
 
 
@@ -110,18 +110,22 @@ def affordable(
     calls: int = 1,
     shorter: float = 0.0,
 ) -> Afforded:
-    """As many of `most` walks as keep a sample within SHARE of the dense calls that its
-    conditioning makes in its layer and what its own is shorter than they, or else all samples of
-    the run within ALWAYS; but at least one, which may take more than either. Then as many samples
-    among the sparse steps as are within the same with the first ones.
+    """Returns what a run affords to measure.
 
-    Walks are what to save on. A sample's cost grows with them as with nothing else; fewer query
-    blocks predict worse, and a walk that is not measured is one that no head takes, no more.
+    Token orders come first: as many of `most` as keep a measurement within SHARE of the dense calls
+    that its conditioning makes in its layer, plus what its own is shorter than they, or else all
+    measurements of the run within ALWAYS; but at least one, which may take more than either. Then
+    come as many measurements among the sparse steps as are within the same together with the first
+    ones.
 
-    dense: seconds of each of those calls. steps: how many they are. shorter: by so many the
-    measured one is where a faster kernel serves it, if that saves more than WORTH_A_PLAN in the
-    run. samples: the first ones of the run, in all layers and conditionings. rows and calls: as in
-    `SampleRates.seconds`.
+    Token orders are what to save on. A measurement's cost grows with them as with nothing else;
+    fewer query blocks predict worse, and an order that is not measured is one that no head takes,
+    no more.
+
+    dense: seconds of each of those calls. steps: how many they are. shorter: seconds by which the
+    measured one is shorter where a faster kernel serves it, if that saves more than WORTH_A_PLAN in
+    the run. samples: the first measurements of the run, in all layers and conditionings. rows and
+    calls: as in `SampleRates.seconds`.
     """
     faster = shorter * samples > WORTH_A_PLAN
     allowed = max(SHARE * steps * dense + faster * shorter, ALWAYS / samples)
@@ -148,7 +152,7 @@ def pays(
     """Whether the least that a run can measure, and its choices from it, take no longer than its
     sparse steps save.
 
-    heads: of all layers. samples: those of one step, in all layers and conditionings. saved:
+    heads: of all layers. samples: measurements of one step, in all layers and conditionings. saved:
     seconds by each of its calls. later: choices after the first one. rows, calls and dense: as in
     `SampleRates.seconds`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a sparse call is faster than a dense one: from sizes alone, nothing is timed.
+"""Estimate whether a sparse call is faster than a dense one, from sizes alone; nothing is timed.
 
 With H heads of all batch entries, N tokens, and a share of the pairs that is kept:
 
@@ -8,11 +8,11 @@ With H heads of all batch entries, N tokens, and a share of the pairs that is ke
              [+ pool_token H N + pair pooled H N^2 / 64]
     dense  = launch + pair H N^2
 
-filter_pair: with the PV filter; the last line: with budgets of which a share of the heads, pooled,
-adds pseudo-keys. Routing does not show beside the rest. A call that the host takes longer to launch
-takes as long as the host. The rates are in rates.json, which `python -m benchmarks.crossover --fit`
-writes from measurements; where nothing was measured (another kind of GPU, another head_dim) there
-is no opinion.
+filter_pair: with the PV filter; the last line: with head settings of which a share of the heads,
+pooled, adds pseudo-keys. Routing does not show beside the rest. A call that the host takes longer
+to launch takes as long as the host. The rates are in rates.json, which `python -m
+benchmarks.crossover --fit` writes from measurements; where nothing was measured (another kind of
+GPU, another head_dim) there is no opinion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .sample_cost import SampleRates
 
 RATES_FILE = Path(__file__).with_name("rates.json")
 
-#: The GPU whose proportions stand for those of kinds that were not measured.
+#: GPU whose proportions stand for those of kinds that were not measured.
 STAND_IN = "NVIDIA H200"
 
 #: PyTorch's kernels of which there are rates.
@@ -43,15 +43,15 @@ TORCH_KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_
 
 @dataclass(frozen=True)
 class Call:
-    """What the time of an attention call depends on, beside the share that it keeps."""
+    """Facts that the time of an attention call depends on, beside the share that it keeps."""
 
     tokens: int
     heads: int
-    """Of all batch entries together."""
+    """Heads of all batch entries together."""
     head_dim: int
     pv_filter: bool = False
     pooled: float | None = None
-    """Share of the heads that add pseudo-keys, in a call with budgets; None without."""
+    """Share of the heads that add pseudo-keys, in a call with head settings; None without."""
 
     @property
     def rows(self) -> int:
@@ -62,7 +62,7 @@ class Call:
         return self.rows * self.tokens
 
     def sparse_terms(self, density: float) -> dict[str, float]:
-        """What each rate of `SparseRates` is multiplied by."""
+        """Factor of each rate of `SparseRates`."""
         budgets = self.pooled is not None
         kept = density * self.pairs
         return {
@@ -74,17 +74,17 @@ class Call:
         }
 
     def dense_terms(self) -> dict[str, float]:
-        """What each rate of `DenseRates` is multiplied by."""
+        """Factor of each rate of `DenseRates`."""
         return {"launch": 1.0, "pair": self.pairs}
 
 
 @dataclass(frozen=True)
 class SparseRates:
-    """Seconds: each is a part of the formula above."""
+    """Rates of sparse calls in seconds: each is a part of the formula above."""
 
     host: float
     host_budgets: float
-    """The host's part of a call with budgets."""
+    """Seconds of the host in a call with head settings."""
     launch: float
     token: float
     pair: float
@@ -101,7 +101,7 @@ class SparseRates:
         return max(self.host_of(call), self.gpu(call, density))
 
     def density_within(self, call: Call, seconds: float) -> float:
-        """The largest share that a call can keep in that time; below 0 where none."""
+        """Largest share that a call can keep in that time; below 0 where none."""
         if seconds < self.host_of(call):
             return -1.0
         none, all_pairs = (self.gpu(call, share) for share in (0.0, 1.0))
@@ -110,7 +110,7 @@ class SparseRates:
 
 @dataclass(frozen=True)
 class DenseRates:
-    """Of one of PyTorch's kernels, as SparseRates."""
+    """Rates of one of PyTorch's kernels in seconds, as in `SparseRates`."""
 
     host: float
     launch: float
@@ -123,20 +123,22 @@ class DenseRates:
         return self.seconds_of(call.pairs)
 
     def seconds_of(self, pairs: int) -> float:
-        """Of a call in which so many pairs of a query and a key are computed."""
+        """Seconds of a call in which so many pairs of a query and a key are computed."""
         return max(self.host, self.launch + self.pair * pairs)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one kind of GPU and one head_dim. margin: share by which sparse has to be faster, the
-    misfit of the formula."""
+    """Rates of one kind of GPU and one head_dim.
+
+    margin: share by which sparse has to be faster, the misfit of the formula.
+    """
 
     sparse: SparseRates
     dense: Mapping[str, DenseRates]
     margin: float
     sample: SampleRates | None = None
-    """Of calibration; None where that was not measured."""
+    """Rates of measurements; None where that was not measured."""
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Rates:
@@ -145,19 +147,22 @@ class Rates:
         return cls(SparseRates(**fields["sparse"]), dense, fields["margin"], sample)
 
     def dense_seconds(self, call: Call, kernel: str = "") -> float:
-        """kernel: the one of PyTorch's that would serve; else the fastest is assumed."""
+        """Seconds of a dense call. kernel: the one of PyTorch's that would serve; else the fastest
+        is assumed."""
         known = self.dense.get(kernel)
         return min(each.seconds(call) for each in ([known] if known else self.dense.values()))
 
     def fastest_seconds(self, call: Call, kernel: str) -> float:
-        """By a faster one than `kernel`, where `faster_kernel` has it."""
+        """Seconds of a dense call by a faster kernel than `kernel`, where `faster_kernel` has
+        one.
+        """
         return self.dense_seconds(call, faster_kernel(call.pairs, self, kernel) or kernel)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, and the density below which a sparse call is faster for sure: 0 where none is,
-    above 1 where even a call that drops nothing is."""
+    """Estimated seconds, and the density below which a sparse call is faster for sure: 0 where none
+    is, above 1 where even a call that drops nothing is."""
 
     sparse: float
     dense: float
@@ -165,15 +170,15 @@ class Estimate:
 
 
 def estimate(call: Call, density: float, rates: Rates, dense_kernel: str = "") -> Estimate:
-    """dense_kernel: as in `Rates.dense_seconds`."""
+    """Estimates a call. dense_kernel: as in `Rates.dense_seconds`."""
     dense = rates.dense_seconds(call, dense_kernel)
     break_even = rates.sparse.density_within(call, dense / (1 + rates.margin))
     return Estimate(rates.sparse.seconds(call, density), dense, max(0.0, break_even))
 
 
 def faster_kernel(pairs: int, rates: Rates, kernel: str) -> str | None:
-    """The fastest of PyTorch's kernels for a dense call of so many pairs of a query and a key, if
-    it is faster for sure than `kernel`."""
+    """Fastest of PyTorch's kernels for a dense call of so many pairs of a query and a key, if it is
+    faster for sure than `kernel`."""
     if kernel not in rates.dense:
         return None
     seconds = {name: each.seconds_of(pairs) for name, each in rates.dense.items()}
@@ -182,12 +187,13 @@ def faster_kernel(pairs: int, rates: Rates, kernel: str) -> str | None:
 
 
 def rates_for(gpu: str, head_dim: int) -> Rates | None:
-    """None where nothing was measured. gpu: its name, for GPUs of one architecture differ."""
+    """Rates of a GPU by its name, for GPUs of one architecture differ; None where nothing was
+    measured."""
     return _all_rates().get((gpu, head_dim))
 
 
 def torch_kernel(q: Tensor, k: Tensor, v: Tensor, order: Sequence[SDPBackend] = ()) -> str:
-    """The kernel that PyTorch's attention takes for these (B, H, N, D); "" when it is another.
+    """Kernel that PyTorch's attention takes for these (B, H, N, D); "" when it is another.
 
     order: that of `sdpa_kernel`, where the caller sets one.
     """
@@ -201,8 +207,8 @@ def torch_kernel(q: Tensor, k: Tensor, v: Tensor, order: Sequence[SDPBackend] = 
 
 
 def density_with_exact(topk: float, exact: float) -> float:
-    """The share of pairs kept where query blocks rank in `topk` of all key blocks, and a share of
-    the tokens (text) attends and is attended to densely."""
+    """Share of pairs kept where query blocks rank in `topk` of all key blocks, and a share `exact`
+    of the tokens (text) attends and is attended to densely."""
     return exact + (1 - exact) * min(1.0, exact + topk)
 
 
@@ -211,9 +217,11 @@ def _sum(rates: SparseRates | DenseRates, terms: Mapping[str, float]) -> float:
 
 
 def proportions_for(gpu: str, head_dim: int) -> Rates | None:
-    """The GPU's own rates, or else those of `STAND_IN`: not for how long anything takes, but for
-    what one thing takes beside another, and only where that need not be exact. Whether sparse beats
-    dense does need to be. None for other devices."""
+    """The GPU's own rates, or else those of `STAND_IN`; None for other devices.
+
+    They say what one thing takes beside another, not how long anything takes, and only where that
+    need not be exact. Whether sparse beats dense does need to be.
+    """
     return (rates_for(gpu, head_dim) or rates_for(STAND_IN, head_dim)) if gpu else None
 
 

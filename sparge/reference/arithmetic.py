@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each kernel element type stores its operands."""
+"""Formats in which each kernel element type stores its operands."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Arithmetic:
     quantized_qk: bool
     """INT8 Q and K around mean(K), and V around mean(V) scaled by channel; else plain casts."""
     dtype: torch.dtype
-    """What P and V are rounded to (and Q and K too, when they are not quantized)."""
+    """Dtype that P and V are rounded to (and Q and K too, when they are not quantized)."""
     p_peak: float = 1.0
-    """What the largest P is stored as: E4M3 uses its whole range."""
+    """Stored value of the largest P: E4M3 uses its whole range."""
 
     def round(self, values: Tensor) -> Tensor:
-        """Float32 values to the nearest ones that `dtype` has; E4M3 saturates."""
+        """Rounds float32 values to the nearest ones that `dtype` has; E4M3 saturates."""
         if self.dtype == torch.float8_e4m3fn:
             values = values.clamp(-E4M3_MAX, E4M3_MAX)
         return values.to(self.dtype)

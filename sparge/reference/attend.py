@@ -28,14 +28,20 @@ PV_GROUP = 64  # query rows that agree before the PV filter skips a block for th
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """In what the softmaxes of the attend kernels differ; the defaults are those of mma.sync."""
+    """Differences between the softmaxes of the attend kernels; the defaults are those of
+    mma.sync.
+    """
 
     step_blocks: int = 1
     """Kept blocks after which the running maximum is taken; P is rounded relative to it."""
     sums_rounded: bool = False
-    """The row sums are of P as it was rounded: the tensor cores add them beside the values."""
+    """Whether the row sums are of P as it was rounded: the tensor cores add them beside the
+    values.
+    """
     fixed_exp2: bool = False
-    """P of some keys of a step is computed in fixed point (`sparge.reference.fixed_exp2`)."""
+    """Whether P of some keys of a step is computed in fixed point
+    (`sparge.reference.fixed_exp2`).
+    """
 
     def weigh(self, x: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
         """P = 2^x as it is stored, in units of 1 / p_peak, and its sums; x is (..., keys)."""
@@ -51,19 +57,19 @@ class OnlineSoftmax:
 
 
 PORTABLE_SOFTMAX = OnlineSoftmax()
-#: Of the sm_90a kernels, of 8-bit and of 16-bit operands.
+#: Softmaxes of the sm_90a kernels, of 8-bit and of 16-bit operands.
 HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True, fixed_exp2=True)
 HOPPER_SOFTMAX_16 = OnlineSoftmax(step_blocks=2)
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What attention gives, in float32, all (B, H, Nq) or (B, H, Nq, D).
+    """Result of attention, in float32, all (B, H, Nq) or (B, H, Nq, D).
 
     out: 0 for rows that see no key. lse: natural log-sum-exp of the true logits, -inf for them.
     row_max: m, largest centred logit in log2 units. row_sum: l, sum over pairs of exp2(s - m).
-    unnormalised: sum over pairs of exp2(s - m) v, so that out = unnormalised / l.
-    pv_skipped: (B, H) int64, query-key pairs whose exp and PV the filter left out.
+    unnormalised: sum over pairs of exp2(s - m) v, so that out = unnormalised / l. pv_skipped: (B,
+    H) int64, query-key pairs whose exp and PV the filter left out.
     """
 
     out: Tensor
@@ -126,7 +132,7 @@ def attend(
 
 
 def log_sum_exp(quantized: Quantized, row_max: Tensor, row_sum: Tensor, scale: float) -> Tensor:
-    """(B, H, Nq), natural, of the true logits; -inf for rows that see no key."""
+    """(B, H, Nq): natural log-sum-exp of the true logits; -inf for rows that see no key."""
     lse = (row_max + row_sum.log2()) / LOG2_E + quantized.q_dot_kbar * scale
     return torch.where(row_sum == 0, NO_LOGIT, lse)
 
@@ -199,7 +205,9 @@ class Head:
         return acc * self.v_scale + row_sum.unsqueeze(-1) * self.vbar, final, row_sum, skipped
 
     def _visible(self, rows: int, first_row: int, blocks: Tensor) -> Tensor:
-        """(R or 1, n, 64): the pair exists, for its key is valid and not after its query."""
+        """(R or 1, n, 64): whether the pair exists, for its key is valid and not after its
+        query.
+        """
         keys = blocks.unsqueeze(-1) * KEY_BLOCK + torch.arange(KEY_BLOCK, device=blocks.device)
         visible = (keys < self.keys).unsqueeze(0)
         if self.is_causal:

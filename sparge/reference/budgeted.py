@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All stages together, in a token order and with a budget per head."""
+"""All stages together, in a token order and with head settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def budgeted_attention(
     element: Element | None = None,
 ) -> tuple[Attended, Choice]:
     """Sparse attention of q (B, H, Nq, D) over k, v (B, Hkv, Nk, D), rows in the caller's order,
-    and the blocks (of the token order, of each head's walk) that it chose.
+    and the blocks (in the token order of each head) that it chose.
 
     Raises:
         Unsupported: causal attention in a token order, which has no past and future.
@@ -99,11 +99,11 @@ def budgeted_attention(
 def bucket_partials(
     packed: Packed, buckets: Tensor, count: int, *, scale: float, is_causal: bool = False
 ) -> list[tuple[Partial, Partial]]:
-    """The exact and the pooled part of each bucket of blocks, 0 .. count - 1.
+    """Exact and pooled part of each bucket of blocks, 0 .. count - 1.
 
     `buckets` (B, H, nq, nk) int: the bucket of each block, any other number for none. With the
-    first t buckets exact and gain g, the output is that of all exact parts before t together with
-    all pooled parts from t on, `weighted(g)`. Rows are slots where `packed` has an order.
+    first t buckets exact and pool weight g, the output is that of all exact parts before t together
+    with all pooled parts from t on, `weighted(g)`. Rows are slots where `packed` has an order.
     """
     nothing = torch.zeros_like(buckets, dtype=torch.bool)
     parts: list[tuple[Partial, Partial]] = []
@@ -117,7 +117,8 @@ def bucket_partials(
 
 
 def _by_head(by_walk: Sequence[OfHeads], head_walk: Tensor) -> OfHeads:
-    """Of each head what its walk gave, the last for a number beyond; all fields are (B, H, ...)."""
+    """Selects for each head what its token order gave, the last one for a number beyond; all fields
+    are (B, H, ...)."""
     walk = head_walk.long().clamp(0, len(by_walk) - 1)
     heads = torch.arange(len(walk), device=walk.device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage route with a budget per head: which blocks are exact, which are pooled, in what rank."""
+"""Stage route with head settings: which blocks are exact, which are pooled, in what rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .scores import BlockFacts, log_mass, log_scores
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What becomes of each (query block, key block); all (B, H, nq, nk)."""
+    """Fate of each (query block, key block); all (B, H, nq, nk)."""
 
     kept: Tensor  # bool: computed exactly
     pooled: Tensor  # bool: stands in the softmax as one pseudo-key
@@ -43,20 +43,19 @@ class Choice:
 
 
 def mass_scores(packed: Packed, scale: float) -> Tensor:
-    """`log_mass` of all blocks: (B, H, nq, nk)."""
+    """(B, H, nq, nk): `log_mass` of all blocks."""
     return log_mass(_facts(packed), scale)
 
 
 def error_scores(packed: Packed, scale: float, valid: Tensor) -> Tensor:
-    """The second of `log_scores`, of all blocks: (B, H, nq, nk)."""
+    """(B, H, nq, nk): the second of `log_scores`, of all blocks."""
     return log_scores(_facts(packed), scale, valid)[1]
 
 
 def _facts(packed: Packed) -> BlockFacts:
-    """As they are kept between quantize and route: what every query block reads of each key block
-    for `log_scores` alone, in bf16. With 16-bit operands, whose values are not taken around their
-    mean, distances between mean values are then off by 4 % (RMS) where it is 100 times their
-    deviation."""
+    """Facts about blocks as they are kept between quantize and route, in bf16: for `log_scores`
+    alone, every query block reads them of each key block (docs/experiments.md, Precision of block
+    statistics)."""
     operands = packed.operands
     return BlockFacts(
         operands.q_block_mean,
@@ -76,12 +75,13 @@ def choose_blocks(
     scale: float,
     is_causal: bool = False,
 ) -> Choice:
-    """The blocks that `budget` and the rules of `policy` (all but its density) choose; without a
-    budget the policy's density counts, by mass and without a residual.
+    """Chooses blocks by `budget` and the rules of `policy` (all but its density). Without a budget
+    the policy's density counts, by mass and without pooled keys.
 
     Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
-    come on top of the budget. With an order or a budget top-k makes `whole_steps`. An order says
-    itself which tokens are exact; without one the policy's `exact_prefix` and `exact_suffix` do.
+    come on top of the density. With an order or head settings top-k makes `whole_steps`. An order
+    says itself which tokens are exact; without one the policy's `exact_prefix` and `exact_suffix`
+    do.
     """
     operands, device = packed.operands, packed.operands.key_counts.device
     valid = valid_blocks(operands, is_causal).expand(-1, operands.heads, -1, -1)
@@ -109,7 +109,9 @@ def choose_blocks(
 
 
 def poolable(packed: Packed, blocks: Tensor, is_causal: bool) -> Tensor:
-    """Those of `blocks` that a mean can stand for: under causal, rows must not see them in part."""
+    """Subset of `blocks` that a mean can stand for: under causal, rows must not see them in
+    part.
+    """
     if not is_causal:
         return blocks
     return blocks & ~touches_diagonal(blocks)
@@ -146,7 +148,9 @@ def _forced(
 
 
 def _kept_ranks(scores: Tensor, policy: SparsePolicy, budget: HeadBudget) -> Tensor:
-    """How many ranked blocks are asked for, broadcastable to the scores: at least the floor."""
+    """Number of ranked blocks that are asked for, broadcastable to the scores: at least the
+    floor.
+    """
     share = budget.density.to(scores.device)[:, None, None]
     if policy.select_by == "topk":
         return (share * scores.shape[-1]).long().clamp(min=budget.floor)

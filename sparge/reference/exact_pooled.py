@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a pooled residual, without quantization and without packing.
+"""Attention with pooled keys, without quantization and without packing.
 
 An order is nothing but the block that each token belongs to: tokens stay where they are.
 """
@@ -34,12 +34,14 @@ def exact_pooled_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, H, Nq, D) over k, v (B, Hkv, Nk, D), every operation in `dtype`.
 
-    kept (B, H, nq, nk) bool: blocks whose keys take part. pooled, of the same shape: blocks that
-    take part as one key, the mean of theirs, with the weight of n keys times gain (one number, or
-    (H,)). background (one number, or (H,)): how often the keys that no kept block holds count once
-    more, all as the mean key with the mean value; 64 keys a block. contrast (likewise): factor of
-    the distance from the mean value, where any block is dropped. means (B, Hkv, D): those, where
-    they are not to be the means of all keys.
+    kept: (B, H, nq, nk) bool, blocks whose keys take part.
+    pooled: (B, H, nq, nk) bool, blocks that take part as one key, the mean of theirs, with the
+        weight of n keys times the pool weight `gain` (one number, or (H,)).
+    background: one number, or (H,): how often the keys that no kept block holds count once more,
+        all as the mean key with the mean value; 64 keys a block.
+    contrast: one number, or (H,): output scale, the factor of the distance from the mean value,
+        where any block is dropped.
+    means: (B, Hkv, D) mean key and mean value, where they are not to be the means of all keys.
 
     Returns out (B, H, Nq, D) and the natural log-sum-exp (B, H, Nq); a row that sees no key gives 0
     and -inf.
@@ -100,7 +102,7 @@ def exact_pooled_attention(
 def _blocks(
     order: TokenOrder | None, n_queries: int, n_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The query block of each query and the key block of each key."""
+    """Numbers of the query block of each query and of the key block of each key."""
     if order is not None:
         slot = order.on(device).token_slot.long()
         return slot // QUERY_BLOCK, slot // KEY_BLOCK
@@ -111,6 +113,6 @@ def _blocks(
 
 
 def _block_means(rows: Tensor, block: Tensor, counts: Tensor) -> Tensor:
-    """(nk, D) mean of the rows (N, D) of each block, 0 for an empty block."""
+    """(nk, D): mean of the rows (N, D) of each block, 0 for an empty block."""
     sums = rows.new_zeros(counts.shape[0], rows.shape[1]).index_add_(0, block, rows)
     return sums / counts.clamp(min=1).unsqueeze(-1)

@@ -2,11 +2,10 @@
 """2^x in fixed point, as the sm_90a attend kernel computes most of its P before rounding to E4M3.
 
 x is rounded to 64ths of an octave. Between two powers of two a straight line through both stands
-for 2^x: too large by 0 to 6.1 %. Half an octave on, the line errs otherwise; the mean of both, the
-second shrunk by 2^-1/2, errs by -1.0 to +.5 % around its own mean, which a shift of x takes away.
-Rounding x adds .54 % either way. Over an octave the mean error is .003 % before E4M3 and -.07 %
-after it, which is what E4M3 does to 2^x itself; the rms error .55 % before and 2.71 % after (2.66 %
-where 2^x itself is rounded).
+for 2^x, and is too large. Half an octave on, the line errs otherwise; so the mean of both is taken,
+the second shrunk by 2^-1/2, and a shift of x takes its mean error away. Over an octave the mean
+error before E4M3 is 0.003 %, the rms error 0.55 %; next to E4M3's own rounding that is small
+(docs/experiments.md, Error of P in fixed point).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SCALE = 2.0**-15  # of a line, where half precision begins: the sum of two is 2
 _ROOT_HALF = 0.70703125  # 2^-.5 in half precision
 
 _TILE = 8  # neighbouring keys
-#: Tiles of each 64 keys, a bit each; of the others 2^x itself is rounded.
+#: Tiles of each 64 keys that are computed so, a bit each; of the others 2^x itself is rounded.
 FIXED_TILES = 0x5B
 
 
@@ -36,7 +35,7 @@ def fixed_exp2(x: Tensor) -> Tensor:
 
 
 def is_fixed(keys: int, device: torch.device) -> Tensor:
-    """(keys,) bool: of those of a step, in order, the ones whose P is computed in fixed point."""
+    """(keys,) bool: whether P of a key of a step, in order, is computed in fixed point."""
     tile = torch.arange(keys, device=device) % KEY_BLOCK // _TILE
     return (FIXED_TILES >> tile & 1).bool()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages means and quantize over a token order: operands by slot, and what blocks are like inside.
+"""Stages means and quantize over a token order: operands by slot, and statistics of blocks.
 
 Within a segment of an order only the end is ragged, so each segment is quantized like a sequence of
 its own, around the means and value scales of all of them.
@@ -39,7 +39,7 @@ class Packed:
 
     @property
     def occupied(self) -> Tensor:
-        """(Nq,) bool: the row is a query and not an empty slot."""
+        """(Nq,) bool: whether the row is a query and not an empty slot."""
         if self.order is not None:
             return self.order.slot_token != EMPTY
         return torch.ones(
@@ -100,7 +100,7 @@ def pack_qkv(
 
 
 def sampled_mean(k: Tensor, key_lengths: Tensor | None, stride: int) -> Tensor:
-    """(B, Hkv, D) float32 of k (B, Hkv, N, D), as 16-bit values; stride as `mean_stride`."""
+    """(B, Hkv, D) float32: mean of k (B, Hkv, N, D), as 16-bit values; stride as `mean_stride`."""
     keys = k.bfloat16() if k.dtype == torch.float32 else k
     token = torch.arange(k.shape[2], device=k.device)
     counts = (token // KEY_BLOCK % stride == 0).expand(k.shape[0], -1)

@@ -26,13 +26,13 @@ class Partial:
     row_sum: Tensor
 
     def weighted(self, gain: Tensor | float) -> Partial:
-        """Every key counted `gain` times; broadcasts against (..., R)."""
+        """Part with every key counted `gain` times; broadcasts against (..., R)."""
         gain = torch.as_tensor(gain, dtype=torch.float32, device=self.row_sum.device)
         gain = gain.expand_as(self.row_sum)
         return Partial(self.unnormalised * gain.unsqueeze(-1), self.row_max, self.row_sum * gain)
 
     def plus(self, other: Partial) -> Partial:
-        """Both parts together."""
+        """Both parts put together."""
         top = torch.maximum(self.row_max, other.row_max)
         mine, others = _shrink(self.row_max, top), _shrink(other.row_max, top)
         return Partial(
@@ -48,12 +48,13 @@ class Partial:
 
 
 def combine(parts: Iterable[Partial]) -> Partial:
-    """All parts, over disjoint keys, together."""
+    """All parts, over disjoint keys, put together."""
     return reduce(Partial.plus, parts)
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """Rows without any logit yet subtract 0 rather than -inf, which would give NaN."""
+    """Maximum that is safe to subtract: rows without any logit yet have 0 rather than -inf, which
+    would give NaN."""
     return maximum.masked_fill(maximum == NO_LOGIT, 0)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage attend with a pooled residual, in the arithmetic of the kernels.
+"""Stage attend with pooled keys, in the arithmetic of the kernels.
 
 A dropped block takes part in the softmax as one pseudo-key: its mean key, with the weight of all
-its keys times the gain of the head, and its mean value (design, section 3). Pseudo-keys come last,
-in tiles of 64, and no filter leaves them out. Or one stands for all that is dropped: the background
+its keys times the pool weight (`gain`) of the head, and its mean value. Pseudo-keys come last, in
+tiles of 64, and no filter leaves them out. Or one stands for all that is dropped: the background
 term.
 """
 
@@ -43,11 +43,14 @@ def attend_packed(
 ) -> Attended:
     """Attention over the blocks `kept` (B, H, nq, nk) bool, by slot where `packed` has an order.
 
-    `pooled`, of the same shape, names the dropped blocks that stand as pseudo-keys, each key
-    counted `gain` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
-    `softmax`. `background` (one number, or (H,)) counts the keys of all blocks that are not kept
-    as the mean key with the mean value (`with_background`). `contrast` (likewise) is of `out` alone
-    (`with_contrast`). Rows of empty slots hold nothing of meaning.
+    pooled: (B, H, nq, nk) bool, the dropped blocks that stand as pseudo-keys, each key counted
+        `gain` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
+        `softmax`.
+    background: one number, or (H,): counts the keys of all blocks that are not kept as the mean key
+        with the mean value (`with_background`).
+    contrast: one number, or (H,): output scale of `out` alone (`with_contrast`).
+
+    Rows of empty slots hold nothing of meaning.
     """
     operands = packed.operands
     shape, device = operands.q_levels.shape, operands.q_levels.device
@@ -91,10 +94,13 @@ def attend_packed(
 def with_background(
     part: Partial, operands: Quantized, kept: Tensor, background: Tensor | float
 ) -> Partial:
-    """`part` (B, H, Nq, D) over the blocks `kept` (B, H, nq, nk), and one more pseudo-key for all
-    others that hold keys: the mean key, whose logit is 0 around itself, with the mean value,
-    counted `background` ((H,) or one number) times 64 keys a block. Maxima stay those of the keys,
-    and rows that met none stay empty."""
+    """Adds one more pseudo-key to `part` (B, H, Nq, D) over the blocks `kept` (B, H, nq, nk), for
+    all others that hold keys.
+
+    It is the mean key, whose logit is 0 around itself, with the mean value, counted `background`
+    ((H,) or one number) times 64 keys a block. Maxima stay those of the keys, and rows that met
+    none stay empty.
+    """
     count = torch.as_tensor(background, dtype=torch.float32, device=kept.device)
     count = count.nan_to_num(0.0).clamp(min=0)
     if not count.any():
@@ -110,8 +116,8 @@ def with_background(
 def with_contrast(
     out: Tensor, row_sum: Tensor, operands: Quantized, kept: Tensor, contrast: Tensor | float
 ) -> Tensor:
-    """out (B, H, Nq, D), its distance from the mean value times `contrast` ((H,) or one number) in
-    query blocks that drop something; rows that met no key (row_sum 0) stay 0."""
+    """Scales the distance of out (B, H, Nq, D) from the mean value by `contrast` ((H,) or one
+    number), in query blocks that drop something. Rows that met no key (row_sum 0) stay 0."""
     factor = torch.as_tensor(contrast, dtype=torch.float32, device=kept.device)
     if (factor == 1).all():
         return out
@@ -122,12 +128,12 @@ def with_contrast(
 
 
 def _dropped(operands: Quantized, kept: Tensor) -> Tensor:
-    """(B, H, nq): blocks that hold keys and are not kept."""
+    """(B, H, nq): number of blocks that hold keys and are not kept."""
     return ((operands.key_counts > 0)[:, None, None] & ~kept).sum(-1)
 
 
 def _mean_value(operands: Quantized) -> Tensor:
-    """(B, H, 1, D)."""
+    """(B, H, 1, D): mean value."""
     return operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1).unsqueeze(2)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages means and quantize: what the attend stage multiplies, and the block statistics."""
+"""Stages means and quantize: operands of the attend stage, and the block statistics."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Quantized:
         return self.q_levels.shape[3]
 
     def row_factors(self, b: int, h: int, rows: slice, scale: float) -> Tensor:
-        """(rows,) of query head h: levels of Q and K times it and the K scale are logits, in log2
-        units."""
+        """(rows,) factors of query head h: levels of Q and K times it and the K scale are logits,
+        in log2 units."""
         factors = self.q_scale[b, h, rows] * (scale * LOG2_E)
         finite = self.finite[b, h * self.kv_heads // self.heads]
         return torch.where(finite, factors, torch.nan)
@@ -143,7 +143,7 @@ def quantize_qkv(
 
 
 def _quantize_queries(q: Tensor, arithmetic: Arithmetic, kbar: Tensor) -> dict[str, Tensor]:
-    """One head (Nq, D)."""
+    """Quantizes the queries of one head (Nq, D)."""
     rows = q.float()
     counts = count_rows(q.shape[0], q.device)
     mean, similarity = _block_statistics(_blocked(rows, QUERY_BLOCK), counts)
@@ -166,7 +166,7 @@ def _quantize_queries(q: Tensor, arithmetic: Arithmetic, kbar: Tensor) -> dict[s
 def _quantize_keys(
     k: Tensor, counts: Tensor, arithmetic: Arithmetic, smooth: bool, kbar: Tensor | None
 ) -> dict[str, Tensor]:
-    """One head (Nk, D); counts (nk,) valid keys of each block."""
+    """Quantizes the keys of one head (Nk, D); counts (nk,) valid keys of each block."""
     valid = _valid_rows(counts, k.shape[0])
     rows = torch.where(valid, k, 0).float()
     if kbar is None:
@@ -198,7 +198,7 @@ def _quantize_values(
     vbar: Tensor | None,
     v_scale: Tensor | None,
 ) -> dict[str, Tensor]:
-    """One head (Nk, D)."""
+    """Quantizes the values of one head (Nk, D)."""
     valid = _valid_rows(counts, v.shape[0])
     rows = torch.where(valid, v, 0).float()
     plain = not arithmetic.quantized_qk
@@ -217,7 +217,7 @@ def _quantize_values(
 
 
 def count_rows(n_queries: int, device: torch.device) -> Tensor:
-    """(nq,) rows of each query block."""
+    """(nq,): number of rows of each query block."""
     starts = torch.arange(block_count(n_queries, QUERY_BLOCK), device=device) * QUERY_BLOCK
     return (n_queries - starts).clamp(max=QUERY_BLOCK)
 

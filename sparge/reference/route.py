@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage route: which key blocks each query block keeps. Sorting here, since it need not be fast."""
+"""Stage route: which key blocks each query block keeps. It sorts, since it need not be fast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def route(
     is_causal: bool = False,
     block_mask: Tensor | None = None,
 ) -> BlockPlan:
-    """The plan `policy` makes of the block statistics, or of `block_mask` (B, H, nq, nk) alone."""
+    """Makes the plan of `policy` from the block statistics, or from `block_mask` (B, H, nq, nk)
+    alone."""
     valid = valid_blocks(quantized, is_causal)
     if block_mask is not None:
         kept = block_mask.bool() & valid
@@ -65,7 +66,7 @@ def rank_blocks(scores: Tensor) -> Tensor:
 
 
 def kept_ranks(scores: Tensor, policy: SparsePolicy, heads: int) -> Tensor:
-    """How many ranked blocks to keep, broadcastable to the scores."""
+    """Number of ranked blocks to keep, broadcastable to the scores."""
     if policy.select_by == "topk":
         return _share_of(policy.topk, scores.shape[-1], heads, scores.device)
     threshold = per_head(policy.cdfthreshd, heads, scores.device)[:, None, None]
@@ -76,7 +77,7 @@ def kept_ranks(scores: Tensor, policy: SparsePolicy, heads: int) -> Tensor:
 
 
 def _share_of(share: PerHead, key_blocks: int, heads: int, device: torch.device) -> Tensor:
-    """max(1, int(share * key_blocks)) of each head, (H, 1, 1)."""
+    """(H, 1, 1): max(1, int(share * key_blocks)) of each head."""
     if not isinstance(share, Tensor):
         count = max(1, int(share * key_blocks))
         return torch.full((heads, 1, 1), count, device=device)
@@ -119,7 +120,8 @@ def exact_query_blocks(quantized: Quantized, policy: SparsePolicy) -> Tensor:
 def _holds_exact(
     starts: Tensor, counts: Tensor, length: Tensor | int, policy: SparsePolicy
 ) -> Tensor:
-    """The suffix ends at the last valid token: for keys that is the batch entry's key length."""
+    """Whether each block holds an exact token. The suffix ends at the last valid token: for keys
+    that is the batch entry's key length."""
     return (starts < policy.exact_prefix) | (starts + counts > length - policy.exact_suffix)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads of one attention shape on one device: measured while dense, frozen, probed."""
+"""Heads of one attention shape on one device: measured while dense, frozen, probed.
+
+`walk` and `turn` are a token order and its variant.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,8 @@ Untracked = Callable[[], AbstractContextManager[None]]
 
 
 class HeadTable:
-    """Made where a forward pass starts; its methods say which of them may wait for the GPU."""
+    """Table of heads, made where a forward pass starts; its methods say which of them may wait for
+    the GPU."""
 
     def __init__(
         self,
@@ -67,7 +71,9 @@ class HeadTable:
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self.from_profile = False
-        """Choices are those of a profile: what they were measured on may be another model."""
+        """Whether choices are those of a profile: what they were measured on may be another
+        model.
+        """
         self.one_walk = False
         """Heads were measured in one way through the tokens: more would have cost too much."""
         self._afford: Afford | None = None if even_if_slower else afford  # until it is asked
@@ -76,31 +82,31 @@ class HeadTable:
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
         self._orders = [order.on(device) for order in shape.orders()]
-        # Known before steps begin: there the GPU would wait for it.
+        # Worked out before steps begin: there the GPU would wait for it.
         by_rank = self._workload.density(range(self._workload.key_blocks + 1))
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._calibration: Calibration | None = None
         self._schedule = SampleSchedule()
         self._again = UNLIMITED if even_if_slower else 0  # times that heads are measured again
         self._by_faster_kernel = False  # whether measured calls are served by one
-        self._place_again: int | None = None  # in the batch of the running pass, of what is
-        self._batch_entries = 1  # of the running pass
-        self._finite: Tensor | None = None  # (2, rows) bool: no NaN in dense results, no inf
+        self._place_again: int | None = None  # index in the batch of the pass
+        self._batch_entries = 1  # entries in that batch
+        self._finite: Tensor | None = None  # (2, rows) bool: dense results hold no NaN, no inf
         self.not_finite: dict[int, str] = {}
-        """Rows whose dense results were not, with the reason why they stay dense."""
+        """Rows whose dense results were not finite, with the reason why they stay dense."""
         self._called: set[int] = set()  # rows of dense calls
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._budgets: LayerBudgets | None = None
         self._steps: StepChoices | None = None
-        self._first: PassFacts | None = None  # of the first sparse pass
-        self._step = -1  # of the sparse ones, that the budgets are of
+        self._first: PassFacts | None = None  # facts of the first sparse pass
+        self._step = -1  # number of the sparse step that the head settings are of
         self.sparse_rows: set[int] = set()
-        """Those whose calls are sparse, in some pass at least."""
-        self._kept: list[float] = []  # by row: share of pairs that its densities keep
+        """Rows whose calls are sparse, in some pass at least."""
+        self._kept: list[float] = []  # share of pairs that the densities of each row keep
 
     def begin_pass(self, facts: PassFacts) -> None:
-        """Where a pass begins. Waits for the GPU where choices are made."""
+        """Begins a pass. Waits for the GPU where choices are made."""
         may_be_sparse = facts.why_dense is None
         self._batch_entries = len(facts.conditioning)
         if self.choices is None and self.why_dense is None:
@@ -116,16 +122,16 @@ class HeadTable:
             self._place_again = facts.conditioning.index(COND) if found else None
 
     def end_pass(self) -> None:
-        """While the GPU still computes the pass. Never waits."""
+        """Works ahead while the GPU still computes the pass. Never waits."""
         if self._steps is not None and self._first is not None:
             self._steps.prepare(self._step + 1)
 
     def order(self, step: int) -> TokenOrder | None:
-        """The order of tokens in which the calls of a step are sparse."""
+        """Token order in which the calls of a step are sparse."""
         return self._orders[step % TURNS] if self._orders else None
 
     def _prepare(self) -> None:
-        """What the samples of this pass add to."""
+        """Prepares what the measurements of this pass add to."""
         if self._calibration is not None or not self._schedule.measuring:
             return
         try:
@@ -157,7 +163,7 @@ class HeadTable:
             self._settle(self._calibration, self._afford, call, least)
         if self.why_dense is not None:
             return
-        # What is raised here has nothing to do with measuring.
+        # Errors raised here have nothing to do with measuring.
         out = exact.fastest() if self._by_faster_kernel else exact.own()
         try:
             with self._untracked():
@@ -177,8 +183,8 @@ class HeadTable:
             self._schedule.measured()
 
     def _look_for_nan(self, row: int, dense: Tensor) -> None:
-        """In what dense attention gave: a layer behind it is not measured, and its user should know
-        whose fault it is. Never waits."""
+        """Looks for NaN and inf in a dense result. A layer behind one is not measured, and its user
+        should know whose fault it is. Never waits."""
         assert self._finite is not None
         extremes = torch.stack(torch.aminmax(dense))
         self._finite[0, row] &= ~extremes.isnan().any()
@@ -200,8 +206,8 @@ class HeadTable:
     def _entries(
         self, operands: tuple[Tensor, ...], places: Sequence[int]
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Those of some entries of the batch: they count one by one, as if ComfyUI had not put them
-        into one batch. A batch that others made counts as one."""
+        """Yields the operands of some entries of the batch: they count one by one, as if ComfyUI
+        had not put them into one batch. A batch that others made counts as one."""
         rows, others = divmod(operands[0].shape[0], self._batch_entries)
         if others:
             yield operands
@@ -210,8 +216,8 @@ class HeadTable:
             yield tuple(x[place * rows : (place + 1) * rows] for x in operands)
 
     def _freeze(self, place: Place | None) -> None:
-        """From what was measured so far. Waits for the GPU."""
-        assert self._calibration is not None  # without it nothing was measured
+        """Chooses from what was measured so far. Waits for the GPU."""
+        assert self._calibration is not None  # without one nothing was measured
         steps = place.steps - place.index if place else None
         self._find_not_finite()
         try:
@@ -223,7 +229,7 @@ class HeadTable:
         self._calibration = None
 
     def _find_not_finite(self) -> None:
-        """Waits for the GPU."""
+        """Finds the rows that were not finite. Waits for the GPU."""
         assert self._finite is not None
         no_nan, no_inf = self._finite.tolist()
         for row in range(self.rows):
@@ -231,7 +237,7 @@ class HeadTable:
                 self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
 
     def use_profile(self, choices: Alternating) -> None:
-        """Instead of measuring."""
+        """Takes the choices of a profile instead of measuring."""
         self.from_profile = True
         self._use(StepChoices(self._aim, None, profile=choices))
 
@@ -243,9 +249,9 @@ class HeadTable:
         )
 
     def _begin_step(self, steps: StepChoices, facts: PassFacts) -> None:
-        """The budgets of the step of this pass. Passes that were dense to be measured have no part
-        in the mean. Waits for the GPU where choices are made anew or, as the noise level of the
-        pass did, where steps differ."""
+        """Takes the head settings of the step of this pass. Passes that were dense to be measured
+        have no part in the mean. Waits for the GPU where choices are made anew or, as the noise
+        level of the pass did, where steps differ."""
         assert self.probe is not None
         self._first = self._first or facts
         if (step := _steps_between(self._first, facts)) <= self._step:
@@ -259,7 +265,7 @@ class HeadTable:
             self.probe.expect(now)
 
     def budget(self, row: int) -> HeadBudget | str:
-        """What the heads of a layer may keep, or why it has to stay dense."""
+        """Settings of the heads of a layer, or the reason why it has to stay dense."""
         if row in self.not_finite:
             return self.not_finite[row]
         budgets = self._budgets if row < self.rows else None
@@ -268,7 +274,7 @@ class HeadTable:
         return budget or self.refusal(row) or unknown
 
     def _give(self, choices: HeadChoices) -> None:
-        """Budgets for the calls from now on."""
+        """Sets head settings for the calls from now on."""
         self._budgets = choices.budgets(self.device, self._policy, before=self._budgets)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
@@ -277,7 +283,7 @@ class HeadTable:
         return _mean([choices.error for choices in self._given()])
 
     def _given(self) -> list[HeadChoices]:
-        """The choices that steps have had so far; those of the first before it."""
+        """Choices that steps have had so far; those of the first before it."""
         assert self._steps is not None
         return self._steps.given or [self._steps.first.pooling]
 
@@ -307,7 +313,7 @@ class HeadTable:
         return slower_reason(call, kept, self._policy.pv_filter, pooled)
 
     def refusal(self, row: int) -> str | None:
-        """Why a layer cannot be measured whatever comes, or None."""
+        """Reason why a layer cannot be measured whatever comes, or None."""
         return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
 
     def probe_call(self, row: int, call: Call, out: Tensor) -> None:
@@ -336,7 +342,7 @@ class HeadTable:
 
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
-        included; NaN for rows that are not measured. The mean over the steps so far."""
+        included, the mean over the steps so far; NaN for rows that are not measured."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
         measured = self._budgets.measured if self._budgets is not None else ()
         rows = [row for row, known in enumerate(measured) if known]
@@ -348,17 +354,18 @@ class HeadTable:
         return kept
 
     def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:
-        """The share of pairs that each density really keeps, on the CPU as these are."""
+        """Share of pairs that each density really keeps, on the CPU as these are."""
         return self._kept_by_rank[(asked * self._workload.key_blocks).long().clamp(min=floor)]
 
 
 def _mean(of_steps: list[Tensor]) -> Tensor:
-    """float32; of equal values that value, however many there are."""
+    """Mean in float32; of equal values that value, however many there are."""
     return torch.stack(of_steps).double().mean(0).float()
 
 
 def _steps_between(first: PassFacts, now: PassFacts) -> int:
-    """By noise level where that is known: a step may evaluate the model more than once."""
+    """Number of steps between two passes, by noise level where that is known: a step may evaluate
+    the model more than once."""
     if first.place is None or now.place is None:
         return now.step - first.step
     return now.place.index - first.place.index

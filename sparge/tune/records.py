@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each forward pass did, layer by layer: the material of the report."""
+"""Record of each forward pass, layer by layer: the material of the report."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..stats import AttentionStats, Counter
 
 @dataclass(eq=False)
 class PassRecord:
-    """Made where a pass begins, because its counters outlive the calls that add to them."""
+    """Record of one pass, made where it begins, because its counters outlive the calls that add to
+    them."""
 
     step: int
     rows: int
     stats: AttentionStats | None
-    """None in a pass that cannot be sparse."""
+    """Counters of the pass; None in a pass that cannot be sparse."""
     pairs: Tensor | None
     """(rows, counters) int64 on the device of the pass, as in `AttentionStats`."""
     dense: set[int] = field(default_factory=set)
-    """Rows of blocks whose self-attention was dense."""
+    """Rows of layers whose self-attention was dense."""
 
     @classmethod
     def begin(cls, step: int, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
@@ -44,13 +45,13 @@ class Densities:
     """Shares of the attention that was computed."""
 
     overall: float
-    """Of all sparse calls; 1 when there were none."""
+    """Share in all sparse calls; 1 when there were none."""
     by_step: Tensor
     """(rows, steps) float32: 1 where calls were dense, NaN where none was made."""
 
     @classmethod
     def of(cls, records: Sequence[PassRecord]) -> Densities:
-        """Waits for the devices."""
+        """Sums up records. Waits for the devices."""
         steps = max((record.step for record in records), default=-1) + 1
         rows = max((record.rows for record in records), default=0)
         pairs = torch.zeros(2, rows, steps, dtype=torch.int64)

@@ -79,9 +79,11 @@ class HeadTables:
         device: torch.device,
         facts: PassFacts,
     ) -> HeadTable | None:
-        """Remembers a shape that no pass expected, so that the next one has a table for it. A pass
-        that is to be measured itself gets one now, inside its first call: where one step alone is
-        dense, the next would have to be dense as well."""
+        """Remembers a shape that no pass expected, so that the next one has a table for it.
+
+        A pass that is to be measured itself gets one now, inside its first call: where one step
+        alone is dense, the next would have to be dense as well.
+        """
         with self._lock:
             self._met.add((device, facts.which, shape))
         if facts.why_dense is not None and not facts.is_last_dense:
@@ -92,7 +94,7 @@ class HeadTables:
         return table
 
     def count_layers(self, device: torch.device, which: int, calls: Mapping[Shape, int]) -> None:
-        """Where a pass ends: calls of each shape in it, one a layer."""
+        """Counts calls of each shape where a pass ends, one a layer."""
         with self._lock:
             for shape, count in calls.items():
                 key = device, which, shape
@@ -104,7 +106,7 @@ class HeadTables:
 
     @property
     def frozen_of_sampled(self) -> list[HeadTable]:
-        """Those of the model that is sampled, and of no other beside it."""
+        """Tables of the model that is sampled, and of no other beside it."""
         return [
             table
             for (_, which, _), table in self._tables.items()

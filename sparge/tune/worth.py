@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Never slower: a call that dense attention would serve faster stays dense."""
+"""Rule that a run is never slower: a call that dense attention would serve faster stays dense."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..plan.sample_cost import Afforded
 from ..plan.worth import Rates, estimate, proportions_for, rates_for
 from .call import Call
 
-#: Debugging aid: with the value 1 speed does not matter. A device without kernels runs the slow
-#: reference, not dense, and no call is dense for being slower.
+#: Environment variable for debugging: with the value 1 speed does not matter. A device without
+#: kernels runs the slow reference, not dense, and no call is dense for being slower.
 REFERENCE_VARIABLE = "SPARGE_REFERENCE"
-#: What the rates were measured with; dense attention in float32 is slower by far.
+#: Dtypes that the rates were measured with; dense attention in float32 is slower by far.
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)
 #: The rates do not hold for shorter calls.
 FEWEST_TOKENS = 4096
@@ -31,8 +31,8 @@ def speed_matters() -> bool:
 
 
 def gpu_name(device: torch.device) -> str:
-    """As rates name it; with its target where that is not the GPU's best, which was measured. Empty
-    for other devices."""
+    """Name of a GPU in rates, with its target where that is not the GPU's best, which was measured.
+    Empty for other devices."""
     if device.type != "cuda":
         return ""
     name, capability = torch.cuda.get_device_name(device), capabilities(device)
@@ -43,7 +43,8 @@ def slower_reason(call: Call, density: float, pv_filter: bool, pooled: float | N
     """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster, or
     nothing is known. The text holds nothing that differs between layers: the report counts it.
 
-    pooled: share of the heads that use the residual; None without budgets.
+    The text holds nothing that differs between layers: the report counts it. pooled: share of the
+    heads that use pooled keys; None without head settings.
     """
     rates = known_rates(call)
     if rates is None:
@@ -71,12 +72,12 @@ def affordable(
     dense_steps: int,
     sparse_steps: int | None,
 ) -> Afforded:
-    """How much of a run is measured, one of its samples in this dense call: all, with `most` walks,
-    where nothing is known.
+    """Returns how much of a run is measured, one of its measurements in this dense call: all, with
+    `most` token orders, where nothing is known.
 
-    It is a matter of what a sample takes beside a dense call. On GPUs without rates of their own
-    that is taken to be as on an H200 (`proportions_for`); so `sample_cost.ALWAYS` is there as much
-    longer as dense calls are.
+    It is a matter of what a measurement takes beside a dense call. On GPUs without rates of their
+    own that is taken to be as on an H200 (`proportions_for`); so `sample_cost.ALWAYS` is there as
+    much longer as dense calls are.
 
     conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
     `SampleRates.seconds`. least: share of pairs that no call goes below. dense_steps and
@@ -84,7 +85,7 @@ def affordable(
     """
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
-    if rates is None or rates.sample is None or call.shares_keys:  # those measure one walk anyway
+    if rates is None or rates.sample is None or call.shares_keys:  # they measure one order anyway
         return Afforded(most, again=sample_cost.UNLIMITED)
     sizes = _of_one_entry(call)
     kernel, samples = call.dense_kernel(), layers * conditionings

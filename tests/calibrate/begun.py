@@ -46,7 +46,8 @@ def attend(
 
 
 def share_of_pairs(kept: Tensor, workload: Workload) -> float:
-    """As a mean density is meant: ranked blocks of different sizes count as their mean."""
+    """Share of pairs as a mean density means it: ranked blocks of different sizes count as their
+    mean."""
     order = workload.order
     keys = order.block_counts.float()
     keys[~order.keys_exact] = keys[~order.keys_exact].mean()

@@ -54,7 +54,7 @@ def metadata_of(path: Path) -> str:
 
 
 def drawn(generator: torch.Generator) -> Profile:
-    """Of two conditionings, one with a grid."""
+    """Profile of two conditionings, one with a grid."""
     model = Fingerprint.of("WanModel", {"norm.q": torch.randn(200, generator=generator)})
     tables = {
         Table("cond", 18444): choices(generator),

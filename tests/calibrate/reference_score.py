@@ -45,7 +45,7 @@ def score_by_reference(
 def _background(
     q: Tensor, workspace: Tensor, layout: WorkspaceLayout, dropped: Tensor
 ) -> Background:
-    """Of rows (B, H, S x rows)."""
+    """Background of rows (B, H, S x rows)."""
     mean = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
     filled = layout.view(workspace, "key_counts")[:, :1, None, None, None] > 0
     blocks = (dropped & filled).sum(-1).movedim((2, 3), (0, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of each group the best kind, found one by one."""
+"""Best kind of each group, found one by one."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def least_error(errors: np.ndarray, costs: np.ndarray, total: float) -> float:
 
 @pytest.mark.parametrize("attempt", range(5))
 def test_water_filling_leaves_the_least_error(seed: int, attempt: int) -> None:
-    """At the densities that whole steps reach, no choice of all 6^4 is better."""
+    """No choice of all 6^4 is better at the densities that whole steps reach."""
     random = np.random.default_rng([seed, attempt])
     costs = random.permutation([0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
     errors = random.random((4, 6)) * np.exp(-3 * costs)
@@ -96,7 +96,9 @@ def test_too_little_for_all_gives_the_cheapest() -> None:
 
 
 def test_an_error_takes_the_least_density_that_leaves_it(seed: int) -> None:
-    """Of those that water-filling stops at; between two of them the denser one."""
+    """It is one of the densities that water-filling stops at; between two of them the denser
+    one.
+    """
     random = np.random.default_rng(seed)
     costs = np.linspace(0.05, 1, 12)
     errors = random.random((40, 12)) * np.exp(-3 * costs)
@@ -137,7 +139,7 @@ def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray])
 
 
 def test_hulls_are_those_of_each_head_walked_alone(seed: int) -> None:
-    """Also where errors and falls are equal, and where costs are."""
+    """Equal errors, falls and costs are among them."""
     random = np.random.default_rng(seed)
     costs = np.linspace(0.05, 1, 20)[random.integers(0, 20, 30)]
     errors = random.integers(0, 9, (50, 30)) / 8
@@ -179,7 +181,7 @@ def test_what_is_left_goes_to_the_next_steps_that_fit(seed: int, pools: float) -
 
 
 def test_steps_of_a_head_follow_each_other() -> None:
-    """Also where its candidates lie on a line, and where some were not measured."""
+    """So do those of candidates on a line, and where some were not measured."""
     costs = np.linspace(0.05, 1, 20)
     errors = np.stack([1 - costs, np.where(costs < 0.3, np.inf, 1 / costs), 0.5 / costs, 0 * costs])
     steps = HullSteps.of(errors, costs, costs)

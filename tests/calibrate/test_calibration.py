@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to budgets, judged by the attention that the budgets then give."""
+"""Calibration from measurements to head settings, judged by the attention that those give."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
 
 
 def test_keeping_everything_drops_nothing(qkv) -> None:
-    """What rounding leaves there must not decide between walks."""
+    """Rounding leaves errors there, which must not decide between token orders."""
     calibration = begin()
     calibration.sample(0, *qkv)
     calibration.squared_error.add_(1e-9 * calibration.squared_norm[0, ..., None, None, None])

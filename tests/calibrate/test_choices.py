@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What budgets share with the choices they come from, and which places samples take."""
+"""Facts that head settings share with the choices they come from, and places that measurements
+take."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_places_are_visited_once_before_any_comes_again() -> None:
 
 
 def test_budgets_keep_the_structure_of_those_before() -> None:
-    """Of one step to the next: what a call allocates depends on it."""
+    """What a call allocates depends on the structure, which stays from one step to the next."""
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
     plain = HeadChoices(none + 0.5, none, none, none + 1, ints, ints, none, none, measured)

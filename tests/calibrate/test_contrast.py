@@ -12,7 +12,7 @@ LIMITS = (0.5, 2.0)
 
 
 def sums_of(out: Array, truth: Array, mean: Array) -> tuple[Array, Array, Array]:
-    """Of rows (candidates, rows, channels), (rows, channels) and (channels,)."""
+    """Sums of rows (candidates, rows, channels), (rows, channels) and (channels,)."""
     error, lack = out - truth, mean - truth
     return (error**2).sum((1, 2)), (error * lack).sum((1, 2)), np.asarray((lack**2).sum())
 

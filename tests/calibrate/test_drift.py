@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What probes find in one walk of a head, and what is expected of all of them."""
+"""Drift that probes find in one token order of a head, and what is expected of all orders."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ WALKS = [CUBES, ROWS]
 
 
 def of_head(values: torch.Tensor | None) -> list[float]:
-    """Of each walk."""
+    """Values of the head, one for each token order."""
     assert values is not None
     return values[0, 0].tolist()
 
 
 def seen(*walks: int, visited: list[bool] | None = None) -> Seen:
-    """Of one head of one layer, by step; all were visited where it is not said."""
+    """Facts about one head of one layer, by step; all steps were visited where it is not said."""
     looked_at = torch.tensor([visited or [True] * len(walks)])
     middle = torch.tensor([float(looked_at[0].nonzero().float().mean())])
     return Seen(torch.tensor(walks, dtype=torch.int32).view(1, -1, 1), looked_at, middle)
 
 
 def find(drift: Drift, times: float, walk: int) -> None:
-    """In three steps of one walk."""
+    """Finds drift in three steps of one token order."""
     drift.find(torch.tensor([[times]]), seen(*[walk] * 3), 3)
 
 
@@ -79,6 +79,6 @@ def test_what_was_seen_late_has_less_way_to_come():
     early, late = Drift(WALKS), Drift(WALKS)
     early.find(torch.tensor([[4.0]]), seen(*[ROWS] * 4, visited=[True, True, False, False]), 4)
     late.find(torch.tensor([[4.0]]), seen(*[ROWS] * 4, visited=[False, False, True, True]), 4)
-    # Samples are of .5 and 2.5, measured was at -1, and the middle of the next steps is 5.5.
+    # Samples are of 0.5 and 2.5, measured was at -1, and the middle of the next steps is 5.5.
     assert of_head(early.ahead)[1] == pytest.approx(4 ** (1 + TREND * 5 / 1.5))
     assert of_head(late.ahead)[1] == pytest.approx(4 ** (1 + TREND * 3 / 3.5))

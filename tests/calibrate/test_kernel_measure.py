@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kernel_measure` does around the kernels, with the reference in their place: on a CPU."""
+"""Work of `kernel_measure` around the kernels, with the reference in their place: on a CPU."""
 
 from __future__ import annotations
 
@@ -302,8 +302,10 @@ def test_calibration_stays_below_100_megabytes(
     most_groups: int,
     calls: int,
 ) -> None:
-    """What the layout of a sample and the sums of a run take; the rest are views and single
-    rows. Mochi's prompts have a table each; a table has two rows a block (`TokenLayout.rows`)."""
+    """Counts the layout of a measurement and the sums of a run; the rest are views and single rows.
+
+    Mochi's prompts have a table each; a table has two rows a block (`TokenLayout.rows`).
+    """
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_E4M3)
     q = torch.empty(1, heads, grid.tokens, head_dim, dtype=torch.bfloat16, device="meta")
     workload = Workload(grid_order(grid))
@@ -325,8 +327,8 @@ def test_calibration_stays_below_100_megabytes(
 
 
 def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
-    """What is found of all rows, and what `squared_errors` makes of it: all kinds, and two more
-    tensors of those with backgrounds."""
+    """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all kinds, and
+    two more tensors of those with backgrounds."""
     batch, heads, *_ = sample.q.shape
     _, densities, kinds = candidates.shape
     rows = batch * heads * len(sample.walks) * module._compared(sample)

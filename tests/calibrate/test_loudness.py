@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors count beside each other."""
+"""Head weights: what errors count beside each other."""
 
 from __future__ import annotations
 

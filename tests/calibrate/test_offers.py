@@ -125,7 +125,7 @@ def offers_of(candidates: CandidateSet) -> Offers:
 
 
 def drawn_contrasts(candidates: CandidateSet) -> budgets.Array:
-    """The same, but 1 where nothing is dropped."""
+    """Drawn output scales, 1 where nothing is dropped."""
     drawn = np.random.default_rng(8).random((LAYERS, HEADS, WALKS, *candidates.shape))
     drawn[..., -1, :] = 0.5
     return 0.5 + drawn

@@ -198,7 +198,7 @@ def table(grid: TokenGrid) -> Table:
 
 @pytest.fixture
 def of_texts(profile: Profile, generator: torch.Generator) -> Profile:
-    """Of one grid with 7 and 20 tokens of text, of a wider one with 5."""
+    """Profile of one grid with 7 and 20 tokens of text, and of a wider one with 5."""
     grids = (replace(GRID, suffix=7), GRID, TokenGrid(4, 8, 12, suffix=5))
     return replace(profile, choices={table(grid): choices(generator) for grid in grids})
 
@@ -304,7 +304,7 @@ def test_whoever_shares_the_folder_may_read(
 
 @pytest.mark.parametrize("place", ["architecture", "created", "conditioning", "notes", "key"])
 def test_halves_of_characters_are_refused(profile: Profile, tmp_path: Path, place: str) -> None:
-    """What a report could not show. JSON has an escape for them, which every reader takes."""
+    """A report could not show them. JSON has an escape for them, which every reader takes."""
     path = profile_path(tmp_path, "a")
     profile.save(path)
     header, tensors = json.loads(metadata_of(path)), load_file(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 8 bits alone make of a head's error, and what that leaves to dropping."""
+"""Error that 8 bits alone make in a head, and what that leaves to dropping."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_rounding_is_part_of_the_error(qkv) -> None:
 
 
 def by_dropping(calibration: Calibration, choices: HeadChoices) -> Tensor:
-    """What of the expected errors is no rounding."""
+    """Part of the expected errors that is no rounding."""
     rounding = torch.from_numpy(calibration.rounding())
     return (choices.error.double().square() - rounding.square()).clamp(min=0).sqrt()
 
 
 @pytest.fixture
 def dense(qkv) -> Tensor:
-    """As if 8 bits made errors of .02, .1 and .3 in the three heads."""
+    """Dense results as if 8 bits made errors of 0.02, 0.1 and 0.3 in the three heads."""
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), Workload(cube_order(GRID)))
     return exact[None] * torch.tensor([1.02, 1.1, 1.3])[:, None, None]
 
@@ -60,7 +60,7 @@ def test_rounding_is_part_of_what_a_target_allows(qkv, dense) -> None:
 
 
 def test_half_of_a_target_that_rounding_misses_may_be_dropped(qkv, dense) -> None:
-    """That is no reason to keep everything."""
+    """A missed target is no reason to keep everything."""
     calibration = begin()
     calibration.sample(0, *qkv, dense=dense)
     offers = calibration.offers()

@@ -110,7 +110,7 @@ def test_kept_keys_far_below_the_dropped_ones() -> None:
 
 @pytest.mark.parametrize("height", [-500.0, 500.0])
 def test_kept_keys_far_from_the_mean_one(height: float) -> None:
-    """Of a background beside them all there is, or nothing."""
+    """A background beside them is all there is, or nothing."""
     kept, dropped = (part(torch.full((1, 2), height), torch.full((2, 3), x)) for x in (1.0, 7.0))
     background = Background(torch.full((3,), 5.0), torch.ones(1, 1, 1))
     found = errors([(kept, kept), (dropped, dropped)], [0.0], background, [1.0])
@@ -219,7 +219,7 @@ def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
 
 def test_small_errors_beside_large_values(generator: torch.Generator) -> None:
     """All values lie 100 times further from 0 than from each other, so that their products around
-    0 would be wrong by .01."""
+    0 would be wrong by 0.01."""
 
     def some() -> Partial:
         logits = torch.randn(6, 9, generator=generator)
@@ -238,6 +238,6 @@ EMPTY = torch.zeros(6, 0), torch.zeros(0, 4)
 
 
 def stacked(parts: list[Partial]) -> Partial:
-    """Of one router."""
+    """Partials of one router."""
     each = zip(*((x.unnormalised, x.row_max, x.row_sum) for x in parts), strict=True)
     return Partial(*(torch.stack(x)[None] for x in each))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When heads are chosen in a run, and from what."""
+"""Times at which heads are chosen in a run, and what they are chosen from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choices_of(density: float, error: float) -> HeadChoices:
 
 
 def alternating_of(density: float, error: float) -> Alternating:
-    """Of two objects that are equal."""
+    """Choices for both kinds of steps that are equal, in two objects."""
     return Alternating.of(choices_of(density, error), choices_of(density, error))
 
 
@@ -99,7 +99,8 @@ def test_heads_are_chosen_anew_after_each_sixth_but_not_for_one_step(freezes, st
 
 
 def test_what_the_next_step_gets_is_worked_out_ahead():
-    """In the kind of step that comes; not where heads are chosen anew, nor past the end."""
+    """Worked out for the kind of step that comes; not where heads are chosen anew, nor past the
+    end."""
     worked_out: list[tuple[int | None, bool]] = []
 
     def noting(step: int | None) -> Alternating:
@@ -140,15 +141,15 @@ def test_what_the_next_step_gets_is_worked_out_ahead():
 
 
 def visits(choices: StepChoices, steps: range, layer: int = 0) -> list[tuple[int, int]]:
-    """Of a layer: steps and numbers."""
+    """Visits of a layer: steps and numbers."""
     found = [(step, choices.visit(layer, step)) for step in steps]
     return [(step, number) for step, number in found if number is not None]
 
 
 @pytest.mark.parametrize(("steps", "groups"), [(16, 1), (20, 2), (25, 2), (32, 3), (40, 3)])
 def test_layers_are_probed_twice_before_a_choice_that_goes_by_it(freezes, steps, groups):
-    """In a step of either kind, each in another turn. And once after the last choice, for the
-    report: layers whose turn it is."""
+    """The probes are in a step of either kind, each in another variant. One more comes after the
+    last choice, for the report, to layers whose turn it is."""
     choices = made("budget", 0.6, steps, calibration=freezes)
     sixth = choices.interval
     assert sixth // 2 == groups
@@ -278,7 +279,7 @@ def test_steps_that_run_take_turns(freezes, aim, steps):
 
 
 def test_drift_is_of_the_walks_that_probes_saw(freezes):
-    """Of six steps layers 0 and 1 are seen in the last two and the two before."""
+    """Layers 0 and 1 are seen in the last two of six steps, and the two before."""
     freezes.walks = [0, 1, 2]
     choices = made("budget", 0.6, 32, calibration=freezes)
     for step in range(6):
@@ -310,7 +311,7 @@ def test_steps_before_the_third_and_the_fifth_choice_are_measured(freezes, steps
 
 @pytest.mark.parametrize("due", [6, 7])
 def test_what_was_measured_again_replaces_the_drift(freezes, due):
-    """Also where the sampler left out the step of the choice."""
+    """It does also where the sampler left out the step of the choice."""
     choices, two = made("budget", 0.6, 16, calibration=freezes), torch.full((LAYERS, HEADS), 2.0)
     for step in (0, 3, 5, due, 10):
         if choices.is_due(step):

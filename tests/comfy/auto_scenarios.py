@@ -142,7 +142,7 @@ def auto_cancelled() -> dict[str, Any]:
 
 
 def report(model: Any, save_profile: str = "") -> dict[str, Any]:
-    """What SpargeReport gives out."""
+    """Output of SpargeReport."""
     node = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeReport"]
     latent = {"samples": torch.zeros(1)}
     passed, text, picture = node.execute(model, latent, save_profile).args
@@ -156,7 +156,7 @@ def report(model: Any, save_profile: str = "") -> dict[str, Any]:
 
 
 def errors_in(profile: Any) -> dict[str, list[float]]:
-    """What the heads of a profile are expected to err in either kind of step."""
+    """Errors that the heads of a profile are expected to make in either kind of step."""
     return {
         kind: torch.cat(
             [getattr(each, kind).error[each.pooling.measured].flatten() for each in choices]

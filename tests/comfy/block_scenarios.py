@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block the node takes a call for, and which block it is. Each returns plain JSON values."""
+"""Blocks that the node takes calls for, and those that they are. Each scenario returns plain JSON
+values."""
 
 from __future__ import annotations
 

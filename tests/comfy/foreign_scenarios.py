@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other people's models and nodes do: shapes, replacements, fullgraph, NaN. ComfyUI's process.
+"""Scenarios of other people's models and nodes: shapes, replacements, fullgraph, NaN. ComfyUI's
+process.
 
-Each scenario returns plain JSON values."""
+Each scenario returns plain JSON values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ assert other_models.OTHERS.keys() <= models.FAMILIES.keys()
 
 
 def foreign(name: str, steps: int = 4, **widgets: Any) -> dict[str, Any]:
-    """With the widgets' defaults but these, beside the dense result."""
+    """Runs with the widgets' defaults but these, beside the dense result."""
     model = models.build(name)
     dense = sample(model, name, steps=steps)
     with reports() as found, library_calls() as calls:
@@ -97,7 +99,7 @@ def not_finite(value: float, **widgets: Any) -> dict[str, Any]:
 
 
 def stopped_in_the_first_step(by: str) -> dict[str, Any]:
-    """By an error of the model, or by the user."""
+    """Stops the run by an error of the model, or by the user."""
     patched = patch(models.build("wan"))
     interrupted = comfy.model_management.InterruptProcessingException
 

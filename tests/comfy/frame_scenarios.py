@@ -18,7 +18,8 @@ AUTO: dict[str, Any] = {"mode": "auto quality", "quality": "fast"}
 
 
 def beside_the_clip(name: str) -> dict[str, Any]:
-    """With everything kept, and in an auto mode: what the library is asked for, and how far off."""
+    """Runs with everything kept, and in an auto mode: what the library is asked for, and how far
+    off."""
     model = models.build(name)
     dense = sample(model, name)
     found: dict[str, Any] = {}

@@ -31,7 +31,8 @@ def write_gguf(path: Path, family: str, architecture: str, quantization: str) ->
 
 
 def load_gguf(checkout: str, file_name: str, dynamic_vram: bool) -> Any:
-    """With DynamicVRAM, ComfyUI makes the file's tensors the model's parameters; else it copies."""
+    """Loads a GGUF file. With DynamicVRAM, ComfyUI makes its tensors the model's parameters; else
+    it copies."""
     if "UnetLoaderGGUF" not in comfy_nodes.NODE_CLASS_MAPPINGS:
         assert asyncio.run(comfy_nodes.load_custom_node(checkout))
     loader = comfy_nodes.NODE_CLASS_MAPPINGS["UnetLoaderGGUF"]()

@@ -16,7 +16,7 @@ TEXT_DIM = 64
 
 @dataclass(frozen=True)
 class Tiny:
-    """What it takes to build and sample a tiny model.
+    """Facts that it takes to build and sample a tiny model.
 
     Attributes:
         config: the model's own.

@@ -143,7 +143,7 @@ def cancelled() -> dict[str, Any]:
 
 
 def library_raises(kind: str) -> dict[str, Any]:
-    """What becomes of an error inside the library."""
+    """Raises an error inside the library; returns what becomes of it."""
     sparge = pack("sparge")
     errors = {
         "unsupported": lambda: sparge.Unsupported("the test allows nothing"),
@@ -172,7 +172,7 @@ def library_raises(kind: str) -> dict[str, Any]:
 
 
 def without_a_gpu() -> dict[str, Any]:
-    """As users without an NVIDIA GPU run it: nothing is sparse, the picture is the same."""
+    """Runs as users without an NVIDIA GPU do: nothing is sparse, the picture is the same."""
     model = models.build("wan")
     allowed = os.environ.pop("SPARGE_REFERENCE")
     try:

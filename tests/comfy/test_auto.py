@@ -162,8 +162,8 @@ def test_a_profile_is_saved_and_spares_the_measuring(profiles):
 
 
 def expected_in(errors, steps):
-    """Of each head, the mean over so many sparse steps: the first with the residual, and every
-    second one after it."""
+    """Mean over so many sparse steps for each head: the first with pooled keys, and every second
+    one after it."""
     pooling = -(-steps // 2)
     kinds = zip(errors["pooling"], errors["dropping"], strict=True)
     of_heads = [(pooling * one + (steps - pooling) * other) / steps for one, other in kinds]

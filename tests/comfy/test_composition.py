@@ -8,7 +8,7 @@ import pytest
 BLOCKS = 2
 STEPS, SPARSE = 4, 3 * BLOCKS
 DENSE_AND_CROSS = BLOCKS + STEPS * BLOCKS
-EIGHT_BIT = 0.004  # half of the blocks dropped is .03
+EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-#: Relative error of the latent with every block kept, in 8 bits: at most .0019 (Mochi) here.
+#: Relative error of the latent with every block kept, in 8 bits: at most 0.0019 (Mochi) here.
 EIGHT_BIT = 0.004
 
 #: 4 steps, of which start_percent 0.2 leaves the first dense.
@@ -78,4 +78,4 @@ def test_dense_blocks_work_where_the_model_publishes_no_block_number(comfyui, na
 def test_weight_types(comfyui, dtype):
     report = comfyui.run("run", dtype=dtype)
     assert report["sparse"] == SPARSE_STEPS * 2
-    assert report["error"] < 0.03  # bf16 rounding of the latent itself is .01
+    assert report["error"] < 0.03  # bf16 rounding of the latent itself is 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-EIGHT_BIT = 0.004  # half of the blocks dropped is .03
+EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 STEPS, SPARSE_STEPS = 4, 3
 
 # name: (self-attentions a pass, their tokens, shown name, whether text is among the tokens)
@@ -32,7 +32,7 @@ def test_models_without_a_row_are_sparse(comfyui, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_dense_step_is_enough_to_measure_them(comfyui, name):
-    """As a new node drops in, with a distilled model's few steps."""
+    """A new node is dropped into a distilled model's few steps."""
     calls, _, _, _ = MODELS[name]
     got = comfyui.run("foreign", name=name, mode="auto quality", quality="high")
     assert got["reasons"] == {"before start_percent 0.2": calls}
@@ -99,6 +99,6 @@ def test_a_run_of_one_step(comfyui, mode):
 
 
 def test_null_names_no_block(comfyui):
-    """As ComfyUI hands on null of an API graph."""
+    """ComfyUI hands on null of an API graph so."""
     got = comfyui.run("foreign", name="wan", dense_blocks="None", topk=1.0)
     assert got["sparse"] == 2 * SPARSE_STEPS

@@ -41,7 +41,7 @@ def test_frames_beside_the_clip(comfyui, name):
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_model_that_attends_frame_by_frame(comfyui, cached):
-    """With its cache the pose branch runs once, in the dense step. Its calls are those of the
+    """The pose branch runs once with its cache, in the dense step. Its calls are those of the
     clip's frames, of the pose branch, and of text and image in both."""
     got = comfyui.run("frame_by_frame", cached=cached)
     poses = 0 if cached else 1
@@ -82,7 +82,7 @@ def test_perturbed_attention_guidance_shifts_no_layer(comfyui):
 
 
 def test_merged_tokens_are_no_text(comfyui):
-    """Of the 8 self-attentions of the U-Net 3 are as large as the latent."""
+    """The U-Net has 8 self-attentions, of which 3 are as large as the latent."""
     got = comfyui.run("merged_tokens")
     report = got["manual"]["report"]
     assert report["sparse"] == SPARSE_STEPS * 8 and report["reasons"] == {WINDOW: 8}

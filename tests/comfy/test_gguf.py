@@ -11,7 +11,7 @@ import pytest
 
 CHECKOUT = os.environ.get("COMFYUI_GGUF", "")
 SPARSE_STEPS = 3  # of 4; start_percent 0.2 leaves the first dense
-EIGHT_BIT = 0.004  # half of the blocks dropped is .02
+EIGHT_BIT = 0.004  # half of the blocks dropped is 0.02
 
 
 def missing() -> str:
@@ -48,4 +48,4 @@ def test_gguf_weights(comfyui, family, architecture, quantization, blocks, dynam
     assert ("GGMLTensor" in got["delivered"]) == dynamic_vram
     assert got["received"] == ["Tensor"]
     assert got["error_all"] < EIGHT_BIT < got["error_half"]
-    assert got["quantization_effect"] > 2e-3  # the weights are those of the file: Q8_0 is .01
+    assert got["quantization_effect"] > 2e-3  # the weights are those of the file: Q8_0 is 0.01

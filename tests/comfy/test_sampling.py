@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 BLOCKS = 2  # of the tiny Wan, which batches cond and uncond in one forward pass
-EIGHT_BIT = 0.004  # half of the blocks dropped is .03
+EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_graph_from_before_the_auto_modes_runs_manual(server, left_out):
 
 
 def outputs_of(server, node: str) -> dict[str, Any]:
-    """What the nodes of the run with that node gave out; history comes a moment after the end."""
+    """Outputs of the nodes of the run with that node; history comes a moment after the end."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         for run in server.get("/history").values():

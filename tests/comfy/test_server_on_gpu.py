@@ -49,7 +49,7 @@ def env(no_toolchain: dict[str, str], tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module", params=MEMORY)
 def server(request, start_server, base: Path, env: dict[str, str]) -> Any:
     """One that has computed before: the first run of a process gives other bits than its repeats,
-    without our node too (by .04 of the tiny Wan's latent on an H200)."""
+    without our node too (by 0.04 of the tiny Wan's latent on an H200)."""
     started = start_server(base, env, MEMORY[request.param])
     started.run_graph(without_the_node(from_file(FAMILIES[0])))
     yield started

@@ -64,7 +64,7 @@ def test_the_numbers_are_comfyuis(compared, part, tolerance) -> None:
 
 @pytest.fixture(scope="module")
 def rows(compared, comfyui_env, folder):
-    """Of the weights that `compared` wrote, by mode."""
+    """Rows of the weights that `compared` wrote, by mode."""
     weights, out = folder / "tiny_video_dit.safetensors", folder / "rows.json"
     grid = ["--grid", *map(str, SIZE), "--densities", str(DENSITY)]
     command = ["-m", "benchmarks.tiny_video_dit.comfyui_clip", "--weights", str(weights)]

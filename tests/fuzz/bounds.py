@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a call may be from `tests.fuzz.oracle`, derived from the steps of its roundings.
+"""Bounds on the distance of a call from `tests.fuzz.oracle`, derived from the steps of its
+roundings.
 
 A logit s_j = scale q.k_j is off by d_j, a weight p_j by a relative e_j and a value by dv_j. Then
 
@@ -43,7 +44,7 @@ class Arithmetic:
     sums_rounded: bool = False
     """Row sums are of the rounded P."""
     float_unit: float = 2.0**-23
-    """Of sums in the tensor cores."""
+    """Unit of sums in the tensor cores."""
 
     @classmethod
     def of(cls, setting: Setting) -> Arithmetic:
@@ -82,11 +83,11 @@ def _has_e4m3(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Confidence:
-    """Of one in 10^9 that a test of `rows` rows fails by chance.
+    """Confidence of one in 10^9 that a test of `rows` rows fails by chance.
 
     A sum of independent roundings exceeds sqrt(2 x) deviations with a chance of 2 exp(-x), as
-    rounding errors are sub-Gaussian with their variance; its square summed over channels exceeds
-    (1 + sqrt(2 x))^2 times what is expected with exp(-x), as no direction has more than all of it.
+    rounding errors are sub-Gaussian with their variance; its square summed over channels exceeds (1
+    + sqrt(2 x))^2 times what is expected with exp(-x), as no direction has more than all of it.
     """
 
     rows: int
@@ -152,7 +153,7 @@ def _deviation(setting: Setting, keys: Tensor, q_step: Tensor, k_step: Tensor) -
 
 
 def _reach(setting: Setting, deviation: Tensor) -> Tensor:
-    """Of errors with these deviations the largest."""
+    """Largest of errors with these deviations."""
     if setting.case.data in STRUCTURED:
         return deviation
     return Confidence(deviation.numel()).deviations * deviation

@@ -25,7 +25,7 @@ from tests.fuzz.routing import Routing
 
 @dataclass
 class Outcome:
-    """What a case showed: `faults` are sentences; the rest is for whoever judges the bounds."""
+    """Outcome of a case: `faults` are sentences; the rest is for whoever judges the bounds."""
 
     faults: list[str] = field(default_factory=list)
     ratio: float | None = None
@@ -195,7 +195,7 @@ def routed() -> Iterator[list[Tensor]]:
 
 
 def _pairs(setting: Setting, kept: Tensor) -> tuple[int, int]:
-    """Of a query and a key: all, and those of kept blocks."""
+    """Numbers of pairs of a query and a key: all, and those of kept blocks."""
     return int(setting.pairs(torch.ones_like(kept)).sum()), int(setting.pairs(kept).sum())
 
 

@@ -6,5 +6,5 @@ import pytest
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, one_thread: None) -> str:
-    """Where a test runs: the reference on the CPU, kernels on a GPU."""
+    """Device that a test runs on: the reference on the CPU, kernels on a GPU."""
     return request.param

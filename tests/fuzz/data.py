@@ -63,9 +63,11 @@ def draw_values(kind: str, sizes: Sizes, generator: torch.Generator) -> dict[str
 
 
 def _drift(noise: Tensor, generator: torch.Generator, clusters: bool) -> Tensor:
-    """Tokens that lie together are alike, and each head has a mean of its own: blocks differ. In
-    clusters every 64 tokens scatter by another amount, .03 to 3: by their mass, by how far they are
-    from the rest and by how they scatter, blocks then rank differently."""
+    """Drift along the tokens: those that lie together are alike. Each head has a mean of its own.
+
+    So blocks differ. In clusters every 64 tokens scatter by another amount, 0.03 to 3: by their
+    mass, by how far they are from the rest and by how they scatter, blocks then rank differently.
+    """
     batch, heads, tokens, channels = noise.shape
     run = 64 if clusters else 32
     knots = torch.randn(batch, heads, -(-tokens // run), channels, generator=generator)
@@ -110,7 +112,7 @@ def lay_out(
 
 
 def poison_beyond(x: Tensor, lengths: Sequence[int], value: float) -> None:
-    """In place: keys of x (B, H, N, D) at and beyond its length hold `value`, as nobody may read
+    """Fills keys of x (B, H, N, D) at and beyond its length with `value`, in place: nobody may read
     them."""
     for entry, length in enumerate(lengths):
         x[entry, :, max(0, length) :] = value

@@ -74,7 +74,7 @@ class Case:
         return self.options.get("budget")
 
     def describe(self) -> str:
-        """For whoever has to find out what went wrong."""
+        """Description for whoever has to find out what went wrong."""
         tensors = ", ".join(
             f"{name} {str(x.dtype)[6:]} {tuple(self.heads_first(name).shape)} strides {x.stride()}"
             for name, x in (("q", self.q), ("k", self.k), ("v", self.v))

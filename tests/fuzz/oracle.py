@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call must give, in float64 and from the maths alone: softmax over exactly the kept keys,
-and what the documentation says of pooled keys, background, contrast and the PV filter.
+"""Oracle of a call in float64, from the maths alone.
 
-Which blocks are kept is given; `tests.fuzz.routing` judges that. Nothing of `sparge.reference` is
-used.
+It has softmax over exactly the kept keys, and what the documentation says of pooled keys,
+background, output scale (`contrast`) and the PV filter. Which blocks are kept is given;
+`tests.fuzz.routing` judges that. Nothing of `sparge.reference` is used.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Routing:
         return least, most
 
     def _scores(self, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """What blocks are ranked by, at least and at most."""
+        """Scores that blocks are ranked by, at least and at most."""
         setting, case, budget = self.setting, self.case, self.case.budget
         share = 1 / self.counts.clamp(min=1).unsqueeze(-1)
         keys = self._centred_keys()

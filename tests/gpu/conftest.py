@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU tests share."""
+"""Fixtures that the GPU tests share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels a test runs: operand types, attend entry and its softmax."""
+    """Kernels that a test runs: operand types, attend entry and its softmax."""
 
     element: Element
     entry: str = "attend"
@@ -86,7 +86,7 @@ def assert_same_lse(lse: Tensor, emulated: Tensor, kernels: Kernels, tolerance: 
 
     Where the tensor cores sum P as it was rounded, a weight that rounds the other way moves a row
     that it dominates: E4M3 has three bits, so by up to an eighth of the weight. An H200 reached
-    .026, and beyond 1e-3 one row in two hundred. They add with 13 bits, which lost 1e-3 at most.
+    0.026, and beyond 1e-3 one row in two hundred. They add with 13 bits, which lost 1e-3 at most.
     """
     seen = emulated.isfinite()
     assert torch.equal(lse.isfinite(), seen)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers may pass, by the kernels: long text, mixed dtypes, padding masks, autocast."""
+"""Arguments that callers may pass, by the kernels: long text, mixed dtypes, padding masks,
+autocast."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_blocks_without_a_pair_do_not_count(make_qkv, is_causal: bool) -> None:
 
 
 def test_many_queries_of_one_key_head(generator: torch.Generator) -> None:
-    """More runs of query blocks than a grid's second axis has places."""
+    """There are more runs of query blocks than a grid's second axis has places."""
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of free memory")
     q = torch.zeros(1, 64, 540_000, 64, dtype=torch.bfloat16, device="cuda")

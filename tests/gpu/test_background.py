@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where terms of the mean have no say, and where all. `test_budgets.py` compares them."""
+"""Cases where terms of the mean have no say, and where they have all. `test_budgets.py` compares
+them."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
 
 
 def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> None:
-    """Where the workspace of all heads at once alone takes 130."""
+    """The workspace of all heads at once alone takes 130 there."""
     grid = TokenGrid(13, 30, 45, prefix=226)
     case = Case("large", heads=24, kv_heads=24, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)

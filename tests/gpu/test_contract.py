@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call promises beside its numbers: launches, synchronisations, memory, streams, graphs."""
+"""Contract of a call beside its numbers: launches, synchronisations, memory, streams, graphs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def e4m3() -> bool:
 def rounding() -> float:
     """Relative L2 error of noise attended to by noise, where no error averages out.
 
-    P and V each lose up to 2^-4 in E4M3 (an H200 reached .040) and 2^-11 in FP16; INT8 scores .02.
+    P and V each lose up to 2^-4 in E4M3 (an H200 reached 0.040) and 2^-11 in FP16; INT8 scores
+    lose 0.02.
     """
     return 0.06 if e4m3() else 0.03
 
@@ -132,7 +133,7 @@ def test_the_path_that_was_asked_for_runs(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tokens", [17776, 44776, 119056])
 def test_extra_memory(tokens: int, head_dim: int) -> None:
-    """At most .55 x (q + k + v) beyond the output."""
+    """It is at most 0.55 x (q + k + v) beyond the output."""
     q, k, v = (
         torch.randn(1, tokens, 4, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         for _ in range(3)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On Hopper, where the compiler refuses what only sm_90a has: the kernels of sm_90 serve a call."""
+"""Fallback on Hopper, where the compiler refuses what only sm_90a has: kernels of sm_90 serve a
+call."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def without_wgmma(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
-    """What is launched on a Hopper GPU of which nothing is known yet."""
+    """Launches on a Hopper GPU of which nothing is known yet."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only Hopper has a target of its own and a plain one")
     launched: list[KernelSpec] = []

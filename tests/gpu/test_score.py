@@ -132,7 +132,7 @@ def test_score(
 
 
 def test_few_rows_a_thread_block(generator: torch.Generator) -> None:
-    """Where the weights of 16 do not fit, and the kernel's thread blocks have fewer."""
+    """The weights of 16 do not fit there, and the kernel's thread blocks have fewer."""
     given = inputs(128, 5000, 16, generator, torch.bfloat16)
     assert shared_bytes(given.shape, len(DROPPED), 16) > 227 * 1024
     check(given)

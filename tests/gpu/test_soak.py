@@ -95,8 +95,11 @@ def each_its_own(device: torch.device | str) -> HeadBudget:
 
 
 def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[Tensor]:
-    """What a run over one grid makes the library do: dense calls that are sampled, a choice, sparse
-    calls in all turns that are probed. Returns the outputs that do not hang on the choice."""
+    """Work that a run over one grid makes the library do: dense calls that are measured, a choice,
+    sparse calls in all variants that are probed.
+
+    Returns the outputs that do not hang on the choice.
+    """
     q, k, v = (x[:, :, : grid.tokens, :head_dim] for x in inputs)
     workload, device = Workload(grid_order(grid)), q.device
     calibration = Calibration.begin(
@@ -140,7 +143,8 @@ def test_ten_thousand_calls_leak_nothing(generator: torch.Generator) -> None:
 
 
 def test_runs_over_many_grids_leak_nothing(generator: torch.Generator) -> None:
-    """More orders than are kept, each with its copy on the GPU: what goes takes its copy along."""
+    """There are more orders than are kept, each with its copy on the GPU: what goes takes its copy
+    along."""
     most = max(grid.tokens for grid in GRIDS)
     inputs = [draw((1, HEADS, most, 128), generator) for _ in range(3)]
     kept_orders = grids._walk_order

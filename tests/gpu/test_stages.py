@@ -65,7 +65,7 @@ def unswizzle(tiles: Tensor, row_bytes: int) -> Tensor:
 
 
 def key_rows(tiles: Tensor, row_bytes: int) -> Tensor:
-    """Likewise of tiles of K: undoes csrc/common/key_tile.cuh."""
+    """Rows of tiles of K: undoes csrc/common/key_tile.cuh."""
     parts = 2 if row_bytes == 256 and capabilities("cuda").arch == "sm_90a" else 1
     halves = tiles.unflatten(-1, (parts, -1)).unbind(-2)
     return torch.cat([unswizzle(half, row_bytes // parts) for half in halves], -1)
@@ -178,7 +178,7 @@ def test_blocks_without_a_mean_pass_no_threshold(
 
 @pytest.mark.parametrize("case", CASES)
 def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
-    """Of some heads of all, as calibration takes them."""
+    """Some heads of all are taken, as calibration takes them."""
     q, k, v = make_qkv(case, generator)
     lengths, element = lengths_of(case), Element.INT8_FP16
     found = means(k, v, lengths, True, element)
@@ -202,7 +202,7 @@ def test_given_means_are_those_found(case: Case, generator: torch.Generator, poi
 def test_mean_key_of_a_sample(
     case: Case, generator: torch.Generator, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a token order of many tokens; values keep the mean and scale of all."""
+    """It is taken in a token order of many tokens; values keep the mean and scale of all."""
     _, k, v = make_qkv(case, generator)
     lengths, element, d = lengths_of(case), Element.INT8_E4M3, case.head_dim
     of_all = means(k, v, lengths, True, element, ordered=True)
@@ -314,8 +314,8 @@ def check_routing(plan, q, k, v, policy, element, case, lengths) -> None:
 def test_hopper_errs_hardly_more_than_mma_sync(
     kernels: Kernels, head_dim: int, topk: float, generator: torch.Generator, force
 ) -> None:
-    """Of noise, where no error averages out: emulated, fixed point and steps of two blocks add .6
-    to .9 % in 8 bits, steps alone .3 to 1.6 % in 16. Drifting 8-bit data err less than there."""
+    """No error averages out in noise: emulated, fixed point and steps of two blocks add 0.6 to 0.9
+    % in 8 bits, steps alone 0.3 to 1.6 % in 16. Drifting 8-bit data err less than there."""
     size = (1, 4, 2048, head_dim)
     q, k, v = (torch.randn(size, generator=generator).bfloat16().cuda() for _ in range(3))
     policy = with_element(SparsePolicy(topk=topk), kernels.element)
@@ -334,8 +334,8 @@ def test_hopper_errs_hardly_more_than_mma_sync(
 def test_hopper_errs_no_more_than_mma_sync_where_values_drift(
     head_dim: int, topk: float, force
 ) -> None:
-    """Of what the speed bars are measured with: row sums of P as it was rounded, which only wgmma
-    adds, gain more than fixed point loses. Emulated, errors are .5 to 2.8 % smaller."""
+    """The data are those of the speed bars: row sums of P as it was rounded, which only wgmma adds,
+    gain more than fixed point loses. Emulated, errors are 0.5 to 2.8 % smaller."""
     qkv = draw(Shape("drift", 4, 4096, head_dim, TokenGrid(4, 32, 32)))
     policy = SparsePolicy(topk=topk)
     plan = make_plan(*qkv[:2], policy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lists are filled up to whole steps of attend, where no budget is given."""
+"""Lists that are filled up to whole steps of attend, where no head settings are given."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def ninja() -> Path:
 
 
 def _edges(capfd) -> list[str]:
-    """Which kernels ninja ran an edge for."""
+    """Kernels that ninja ran an edge for."""
     lines = capfd.readouterr().out.splitlines()
     return sorted(line.split("] ")[1] for line in lines if line.startswith("["))
 
@@ -134,7 +134,7 @@ def test_nothing_is_written_through_a_link(name, kind, job, ninja, ran, tmp_path
 
 @posix
 def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path):
-    """From the folder of the graph upwards."""
+    """Folders are looked at from the folder of the graph upwards."""
     cache = tmp_path / "cache"
     assert graph.run_ninja(ninja, job, 2)
     (usual,) = ran

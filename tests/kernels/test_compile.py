@@ -45,7 +45,7 @@ def test_a_kernel_that_does_not_compile_brings_the_log(compiler, csrc):
 
 
 def test_the_drivers_cache_is_left_out_where_nvrtc_would_use_it(compiler, csrc, monkeypatch):
-    """What NVRTC 12.9 and later find there comes without a report."""
+    """NVRTC 12.9 and later find kernels there that come without a report."""
     told: list[list[str]] = []
     build = compiler.nvrtc.compile
 

@@ -40,7 +40,7 @@ class Kept:
         return self.path.with_suffix(".json")
 
     def write(self, image: bytes | None = None, **facts: Any) -> None:
-        """With a checksum that fits, unless it is given."""
+        """Writes an entry with a checksum that fits, unless it is given."""
         image = self.image if image is None else image
         told = json.loads(self.beside.read_text())
         self.path.write_bytes(image)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the user's cache lies, and which folders other users could put code into."""
+"""Location of the user's cache, and folders that other users could put code into."""
 
 from __future__ import annotations
 

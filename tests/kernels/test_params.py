@@ -59,7 +59,7 @@ def _compile(compiler, claims: list[str]) -> None:
 
 
 def _headers(csrc) -> dict[str, str]:
-    """What ``params.cuh`` includes, as any entry reaches it."""
+    """Headers that ``params.cuh`` includes, as any entry reaches it."""
     headers = read_sources(next(iter(PARAMS)), csrc).headers
     assert HEADER in headers
     return headers

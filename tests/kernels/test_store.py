@@ -201,7 +201,7 @@ def test_what_nobody_needs_leaves_the_cache(tmp_path, csrc, counting):
 
 
 def test_what_is_used_is_never_old(tmp_path, csrc, counting):
-    """By another installation, say, whose sources are not these."""
+    """Another installation may use it, say, whose sources are not these."""
     cache, others = tmp_path / "cache", tmp_path / "others"
     shutil.copytree(csrc, others)
     (others / "means.cu").write_text((csrc / "means.cu").read_text() + "// older\n")

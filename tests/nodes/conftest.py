@@ -111,7 +111,7 @@ class Flow:
 
 
 class Patcher:
-    """As much of a ModelPatcher as a node that patches attention sees."""
+    """Part of a ModelPatcher that a node sees which patches attention."""
 
     def __init__(self, diffusion_model: Any = None) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
@@ -149,7 +149,7 @@ class Patcher:
 
 
 class Executor:
-    """What a wrapper is handed: calls on, and knows whom it wraps."""
+    """Executor that a wrapper is handed: calls on, and knows whom it wraps."""
 
     def __init__(self, class_obj: Any, function: Any) -> None:
         self.class_obj = class_obj

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where dense steps are few or short, fewer walks are measured: the same ones in all layers, and
-however ComfyUI batches."""
+"""Fewer token orders are measured where dense steps are few or short: the same ones in all layers,
+and however ComfyUI batches."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
 
 
 class WanModel(torch.nn.LayerNorm):
-    """Its name and sizes are all that the node sees of it."""
+    """Model of which the node sees its name and sizes alone."""
 
     patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(2)
 
@@ -272,7 +272,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
 def test_only_measured_calls_go_by_a_faster_kernel(
     sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, margin, faster
 ):
-    """Of two dense steps the second is measured."""
+    """The second of two dense steps is measured."""
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode="auto budget", topk=0.5, min_tokens=TOKENS)[0]

@@ -81,7 +81,9 @@ def test_the_result_has_the_dtype_of_q(calls, everything, load_pack, generator, 
 
 
 class LoaderTensor(torch.Tensor):
-    """As a GGUF loader's class, which allocates its own kind and takes a copy for a waste."""
+    """Tensor like a GGUF loader's class, which allocates its own kind and takes a copy for a
+    waste.
+    """
 
     def new_empty(self, *args, **kwargs):
         raise AssertionError("the library allocates plain tensors")

@@ -20,7 +20,7 @@ DENSE_THEN_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5]
 
 
 class WanModel(torch.nn.Module):
-    """As much of Wan as the node sees; its name makes it one."""
+    """Part of Wan that the node sees; its name makes it one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
 def test_a_shape_nobody_expected_costs_no_step(
     patch, session, step, runs, calls, dense, conditionings
 ):
-    """It is met in the dense steps: in the last of them it is measured, or in the first step where
-    there are none."""
+    """The shape is met in the dense steps: in the last of them it is measured, or in the first step
+    where there are none."""
     patched = patch(torch.nn.Module(), start_percent=0.2 if dense else 0.0)
     session(patched).sample(step, [*dense, 0.5, 0.4, 0.3], conditionings)
     ((run, _),) = runs
@@ -240,7 +240,9 @@ def test_evaluations_between_steps_are_placed_by_noise_level(patch, session, num
 def test_a_layer_that_was_skipped_when_it_should_be_measured(
     patch, session, step, runs, comes_again
 ):
-    """By a cache in the last three dense passes: it delays the first sparse pass by one."""
+    """A cache skips it in the last three dense passes, which delays the first sparse pass by
+    one.
+    """
     passes = itertools.count()
 
     def cached(attend):

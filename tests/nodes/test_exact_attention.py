@@ -53,7 +53,7 @@ def test_what_else_serves_or_is_asked_stays(cross):
 def test_only_in_passes_that_may_be_sparse(
     patcher, load_pack, session, generator, runs, monkeypatch
 ):
-    """Of three steps the first is dense."""
+    """The first of three steps is dense."""
     served = []
 
     def faster(call):

@@ -42,7 +42,7 @@ def refusing(load_pack, monkeypatch):
 
 @pytest.fixture
 def warmed(load_pack):
-    """Why the kernels cannot be used, once the warm-up is over."""
+    """Reason why the kernels cannot be used, once the warm-up is over."""
     return lambda: load_pack("nodes.warmup").warm_up(GPU, print).wait(lambda: None)
 
 

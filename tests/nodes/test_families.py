@@ -247,7 +247,7 @@ def test_what_stands_beside_the_grid(families, case):
 
 
 def test_the_grid_is_known_in_a_sequence_of_other_tokens(families):
-    """Where no text stands around it; those that nobody expected come last."""
+    """It is known where no text stands around it; tokens that nobody expected come last."""
     wan = families.token_layout(model("WanModel", patch_size=(1, 2, 2)), VIDEO)
     assert wan.sequence(320) is wan.tokens
     assert wan.sequence(361) == replace(wan.tokens, tail=41)

@@ -15,7 +15,7 @@ WINDOW = "before start_percent 0.2"
 
 
 class WanAnimate2Model(torch.nn.LayerNorm):
-    """By name such a model; nothing of it runs."""
+    """Model that is such a one by its name; nothing of it runs."""
 
     patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(2)
 

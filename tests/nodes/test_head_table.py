@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a table measures of conditionings whose tensors differ."""
+"""Measurements of a table of conditionings whose tensors differ."""
 
 from __future__ import annotations
 

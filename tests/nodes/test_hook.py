@@ -47,7 +47,7 @@ def step(generator):
 
 @pytest.fixture
 def instant_library(load_pack, monkeypatch):
-    """In place of the reference, where only who is called counts."""
+    """Library in place of the reference, where only who is called counts."""
     monkeypatch.setattr(
         load_pack("nodes.attention_call"), "attention", lambda q, k, v, policy, **kwargs: q
     )
@@ -202,7 +202,7 @@ def test_nothing_outlives_a_run(patch, patcher, session, step, published):
 
 def test_an_error_passes_through_and_is_reported(patch, patcher, session, published):
     class Cancelled(BaseException):
-        """Like ComfyUI's own, which is not an Exception."""
+        """Exception like ComfyUI's own, which is not an Exception."""
 
     def cancel(attend):
         raise Cancelled
@@ -227,7 +227,7 @@ def test_a_failing_report_does_not_hide_the_result(
 
 
 def test_two_runs_at_once_do_not_mix(patch, patcher, session, step, published):
-    """As two GPUs of one run, or a sampler inside a sampler."""
+    """They run as two GPUs of one run do, or a sampler inside a sampler."""
     patched = patch(patcher, topk=0.5)
     expected = session(patched).sample(step, [0.5] * 5)
     published.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block an attention call is of, in models that say so and in models that do not."""
+"""Block that an attention call is of, in models that say so and in models that do not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_models_that_publish_their_block_are_asked(counter):
 
 
 def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
-    """As the control blocks of Wan VACE."""
+    """The control blocks of Wan VACE make such calls."""
     wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
     layers = [
         wan.next(
@@ -130,7 +130,8 @@ def test_a_model_may_say_its_block_alone(counter):
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, numbered):
-    """Those of Z-Image, whose layers say their numbers, and of OmniGen 2, whose layers do not."""
+    """They are those of Z-Image, whose layers say their numbers, and of OmniGen 2, whose layers do
+    not."""
     lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2, "ref_image_refiner": [0] * 2}
     found = counter("NextDiT", layers=[0] * 30, **lists)
     assert found.layout.rows == 2 * 30 + 4, "without a reference its refiner does not run"

@@ -10,7 +10,7 @@ import torch
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 TOKENS, HEADS, DIM = 256, 2, 64
-#: Everything kept; half of the blocks dropped is .3 of noise.
+#: Everything kept; half of the blocks dropped is 0.3 of noise.
 EIGHT_BIT = 0.02
 
 FLAT = torch.randn(3, 2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ REASON = "attention mask"
 
 
 class HunyuanVideo(torch.nn.LayerNorm):
-    """By name a model with text before its grid; nothing of it runs."""
+    """Model with text before its grid, by its name; nothing of it runs."""
 
     patch_size, num_heads, double_blocks, single_blocks = [1, 2, 2], HEADS, range(2), range(1)
 
@@ -41,7 +41,7 @@ def qkv(generator):
 
 @pytest.fixture
 def asked(load_pack, monkeypatch):
-    """What the library is asked for: (tokens, tokens of each segment)."""
+    """Requests to the library: (tokens, tokens of each segment)."""
     calls = load_pack("nodes.attention_call")
     library, seen = calls.attention, []
 

@@ -17,7 +17,7 @@ def passes(load_pack) -> Any:
 
 
 def count(record: Any, row: int, kept: int, valid: int) -> None:
-    """As a call adds to what it is given."""
+    """Adds to the counters as a call does."""
     record.stats_of(row).counters += torch.tensor([kept, valid, 0, 1])
 
 

@@ -15,7 +15,7 @@ LATENT = (4, 16, 16)
 
 
 class WanModel(torch.nn.Module):
-    """As much of Wan as the node sees; its name makes it one."""
+    """Part of Wan that the node sees; its name makes it one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ def test_heads_of_two_shapes_count_by_loudness(measured, report, picture):
 
 
 def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
-    """As a profile may have it."""
+    """A profile may have such heads."""
     (shape,) = measured.shapes
     silent = replace(measured, shapes=(replace(shape, loudness=torch.zeros(2, 2)),))
     assert "error" not in report.summary(silent)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of a run are measured, as tables.
+"""Entries of a run that are measured, as tables.
 
 An entry is its conditioning and its step: c, u, d and e are conditionings, b is a batch of c and u;
 c1.5 is between steps 1 and 2, c1' again at step 1.

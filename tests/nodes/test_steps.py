@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes from one sparse step to the next: the order of tokens and the densities."""
+"""Changes from one sparse step to the next: the order of tokens and the densities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEN_SPARSE = [*SIX_SPARSE, 0.15, 0.1, 0.05, 0.02]
 
 
 class Call(NamedTuple):
-    """What a sparse call was given."""
+    """Arguments that a sparse call was given."""
 
     order: object
     density: torch.Tensor | None
@@ -131,7 +131,7 @@ def test_cond_and_uncond_take_the_same_turn(patch, steps_of):
 
 
 def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
-    """Among steps of one kind, between two choices."""
+    """It falls among steps of one kind, between two choices."""
     falling = given(steps_of(patch(mode="auto budget", topk=0.3), SIX_SPARSE))
     means = torch.stack([step.mean() for step in falling])
     for between_choices in means.split(3):
@@ -167,7 +167,7 @@ def saved(load_pack, tmp_path):
 
 
 def kinds(of_steps: list) -> tuple[list, list]:
-    """Of the steps with the residual, and of those without it."""
+    """Steps with pooled keys, and those without."""
     return of_steps[::2], of_steps[1::2]
 
 
@@ -256,7 +256,7 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
     ],
 )
 def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
-    """Of the positive prompt, as often as the dense calls afford it."""
+    """The positive prompt is, as often as the dense calls afford it."""
     calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
     monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
@@ -280,7 +280,7 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
 
 
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):
-    """Not even where heads are measured again in it."""
+    """It does not even where heads are measured again in it."""
     measured = []
     calibration = load_pack("sparge.calibrate").Calibration
     fill = calibration.fill_from
@@ -299,7 +299,7 @@ def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_o
 def test_a_step_is_worked_out_while_the_one_before_is_computed(
     load_pack, patch, steps_of, monkeypatch
 ):
-    """Where a step begins the GPU waits: only steps that are chosen anew are worked out there."""
+    """The GPU waits where a step begins: only steps that are chosen anew are worked out there."""
     calibrate, offers = load_pack("sparge.calibrate"), load_pack("sparge.calibrate.offers").Offers
     at, choices, done = calibrate.StepChoices.at, offers._choices, []
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 
 class Model(torch.nn.LayerNorm):
-    """Its class name and sizes are all that the node sees of it."""
+    """Model of which the node sees its class name and sizes alone."""
 
     patch_size, num_heads, blocks = 2, HEADS, range(1)
 

@@ -11,7 +11,7 @@ TOKENS, HEADS = 128, 2  # of the session's latent in Wan's patches
 
 
 class WanModel(torch.nn.LayerNorm):
-    """By name a model with a row; nothing of it runs."""
+    """Model with a row, by its name; nothing of it runs."""
 
     patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(3)
 
@@ -84,7 +84,7 @@ class Transformer(torch.nn.Module):
 
 
 class UNetModel(torch.nn.Module):
-    """As SDXL's: 70 transformer blocks in lists of resolutions."""
+    """U-Net like SDXL's: 70 transformer blocks in lists of resolutions."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run without a sparse call says, on the node, in the report and in the picture: the reason
-that is true, and nothing that sends its user the wrong way."""
+"""Words of a run without a sparse call, on the node, in the report and in the picture.
+
+They give the reason that is true, and nothing that sends its user the wrong way.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +238,7 @@ def test_a_run_of_one_step_is_told_what_can_help(told, mode, sigmas, start, hint
 
 @pytest.mark.parametrize("null", [None, "None", ""])
 def test_null_names_no_block(load_pack, told, null):
-    """As an API graph may have it: ComfyUI makes text of it."""
+    """An API graph may have null: ComfyUI makes text of it."""
     node = load_pack("nodes.sparge_attention").SpargeAttention
     assert node.validate_inputs(null) is True
     got = told(lambda attend: attend(TOKENS, TOKENS), [0.5], dense_blocks=null)

@@ -76,7 +76,7 @@ def test_any_other_graph_leaves_room(run, compiling):
 
 
 def test_replaced_blocks_may_be_in_that_graph(load_pack):
-    """Of skip-layer guidance, which are told apart for the counter of layers."""
+    """They are those of skip-layer guidance, which are told apart for the counter of layers."""
     torch._dynamo.reset()
     replaced = load_pack("nodes.layer_counter").ReplacedBlocks()
     options = {"patches_replace": {"dit": {("double_block", 1): lambda args, _: args["img"] + 1}}}

@@ -17,7 +17,7 @@ PAIRS = HEADS * TOKENS**2
 
 
 class WanModel(torch.nn.LayerNorm):
-    """Its name and sizes are all that the node sees of it."""
+    """Model of which the node sees its name and sizes alone."""
 
     patch_size, num_heads, blocks = (1, 2, 2), HEADS, range(BLOCKS)
 
@@ -72,7 +72,7 @@ def test_manual_mode_goes_by_topk(break_even, sample):
 
 
 def test_manual_mode_counts_text_as_dense(break_even, load_pack, patcher, session, runs):
-    """Of 326 tokens 70 are text: a query block that ranks in 30 % keeps 62 % of all pairs."""
+    """Text makes 70 of 326 tokens: a query block that ranks in 30 % keeps 62 % of all pairs."""
     flux = type("Flux", (WanModel,), {"patch_size": 2})
     node = load_pack("nodes.sparge_attention").SpargeAttention
     q = torch.randn(1, TOKENS + 70, HEADS * 64, dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a budget per head accepts."""
+"""Values that head settings accept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As many walks as the dense calls afford."""
+"""Token orders that the dense calls of a run afford to measure."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def test_key_blocks_of_two_turns_have_other_borders(grid: tuple[int, int, int], 
 @pytest.mark.parametrize("grid", [(4, 6, 9), (5, 6, 9), (2, 3, 2), (3, 2, 2)], ids=str)
 @pytest.mark.parametrize("turn", range(TURNS))
 def test_rows_of_a_video_never_leap(grid: tuple[int, int, int], turn: int) -> None:
-    """Not where the frame changes, and in later turns not where its last tokens come first; at most
-    along a row."""
+    """They do not where the frame changes, and in later variants not where its last tokens come
+    first; at most along a row."""
     ranks = walk_ranks(Walk.RASTER, *grid, turn)
     frame, row, _ = np.unravel_index(np.argsort(ranks, axis=None), grid)
     to_next = slice(None) if turn else slice(-1)

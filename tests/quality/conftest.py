@@ -34,7 +34,7 @@ def video(generator: torch.Generator) -> Call:
 
 @pytest.fixture
 def text(video: Call) -> Call:
-    """The same tokens without a grid, causal, two query heads to a KV head."""
+    """Same tokens without a grid, causal, two query heads to a KV head."""
     layer = video.layer
     q = torch.cat([layer.q, layer.q.flip(1)], 1)
     return Call(layer._replace(q=q, grid=None), is_causal=True)

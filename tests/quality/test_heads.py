@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the heads of judged clips."""
+"""Figures of the heads of judged clips."""
 
 from __future__ import annotations
 

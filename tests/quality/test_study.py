@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From calls to rows: samples that do not overlap, budgets that hold, figures that add up."""
+"""Path from calls to rows: samples that do not overlap, head settings that hold, figures that add
+up."""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ def compare(call: Call, name: str, device: str, walks: Sequence[int] = ()) -> No
 
 @in_the_library
 def test_the_library_and_the_emulation_agree(call: Call, name: str) -> None:
-    """On a CPU `sparge.attention` is the reference, with FP16 PV; the next test has the kernels."""
+    """`sparge.attention` is the reference on a CPU, with FP16 PV; the next test has the kernels."""
     compare(call, name, "cpu")
 
 

@@ -131,7 +131,7 @@ def test_is_the_online_softmax_of_a_kernel(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_error_is_that_of_rounding_p(make_qkv, element: Element, is_causal: bool) -> None:
-    """With the stored operands as inputs, exact attention differs only by the rounding of P."""
+    """Exact attention with the stored operands as inputs differs only by the rounding of P."""
     x = peaked_case(make_qkv, element)
     plan = route(x, SparsePolicy(topk=0.6), scale=0.2, is_causal=is_causal)
     q = x.q_levels.double() * x.q_scale[..., None]

@@ -178,7 +178,7 @@ def test_error_scores_are_the_formula(make_qkv, order: TokenOrder | None) -> Non
 def test_mass_in_raster_order_is_the_existing_route(
     make_qkv, policy: SparsePolicy, is_causal: bool
 ) -> None:
-    """For full blocks, bit for bit: upstream's semantics stay what they are."""
+    """Full blocks are equal, bit for bit: upstream's semantics stay what they are."""
     q, k, v = make_qkv(2, 4, 700, 16, kv_heads=2, kv_tokens=1024, dtype=torch.float32)
     q, k = (x + x.cumsum(2) / 30 for x in (q, k))
     lengths = torch.tensor([1024, 640], dtype=torch.int32)

@@ -81,7 +81,8 @@ def test_the_source_says_so() -> None:
 
 
 def test_the_place_of_a_key_alone_decides() -> None:
-    """In a step of two blocks, whatever the scores; keys of tiles that are left out are exact."""
+    """It decides in a step of two blocks, whatever the scores; keys of tiles that are left out are
+    exact."""
     places = [bool(FIXED_TILES >> key % 64 // 8 & 1) for key in range(128)]
     assert is_fixed(128, torch.device("cpu")).tolist() == places
     x = torch.linspace(-12, 0, 3 * 128).view(128, 3).T

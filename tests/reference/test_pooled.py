@@ -109,7 +109,7 @@ def test_exact_residual_is_the_definition(make_qkv, case: Case) -> None:
 def test_error_is_that_of_rounding_p(
     make_qkv, case: Case, element: Element, softmax: OnlineSoftmax
 ) -> None:
-    """With the stored operands, pseudo-keys included, only the rounding of P is left."""
+    """Only the rounding of P is left with the stored operands, pseudo-keys included."""
     is_causal = case[1]
     _, packed, choice = make_case(make_qkv, case, element)
     x = packed.operands
@@ -316,7 +316,7 @@ def test_gqa_is_repeating_the_heads(make_qkv) -> None:
 
 
 def test_an_empty_tile_of_pseudo_keys_changes_nothing(make_qkv) -> None:
-    """More than 64 blocks: a tile whose blocks are all kept, then one that is pooled."""
+    """There are more than 64 blocks: a tile whose blocks are all kept, then one that is pooled."""
     q, k, v = make_qkv(1, 1, 100, 16, kv_tokens=70 * 64 + 5)
     packed = pack_qkv(q, k, v, element=Element.FP16)
     kept = (torch.arange(71) < 64).expand(1, 1, 1, 71)

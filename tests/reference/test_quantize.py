@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attend stage reads is as close to the inputs as its formats allow."""
+"""Operands that the attend stage reads are as close to the inputs as their formats allow."""
 
 from __future__ import annotations
 

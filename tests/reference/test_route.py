@@ -117,7 +117,7 @@ def test_upstreams_rule_that_the_block_crossing_the_mass_stays_out(make_qkv) -> 
     x = quantize_qkv(q, k, v)
     unit = torch.zeros(16)
     unit[0] = 1
-    # Scores ln .5, ln .3, ln .2: inclusive masses .5, .8, 1.
+    # Scores ln 0.5, ln 0.3, ln 0.2: inclusive masses 0.5, 0.8, 1.
     scores = torch.tensor([0.2, 0.5, 0.3]).log() / SCALE
     x = replace(
         x,

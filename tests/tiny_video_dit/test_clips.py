@@ -36,7 +36,7 @@ def one(scenes: Scenes, index: int) -> Scenes:
 
 
 def still(scenes: Scenes) -> Scenes:
-    """The same objects, nothing moving."""
+    """Same objects, nothing moving."""
     motions = ("pan", "zoom", "turn", "velocity", "spin")
     return replace(scenes, **{name: torch.zeros_like(getattr(scenes, name)) for name in motions})
 
