@@ -142,8 +142,10 @@ class SparseSteps:
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[TokenOrder | None, HeadBudget]:
-        """Of the next call, which is one of `layer`; the first layer begins a step, and after the
-        last step comes another run."""
+        """Token order and head settings of the next call, which is one of `layer`.
+
+        The first layer begins a step, and after the last step comes another run.
+        """
         if layer == 0:
             self._step = (self._step + 1) % SPARSE_STEPS
             self._budgets.begin_step(self._step)

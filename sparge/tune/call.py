@@ -63,11 +63,11 @@ class Exact(Protocol):
     """The exact result of a call in the host's layout, computed once however often it is asked."""
 
     def own(self) -> Tensor:
-        """By whatever serves the host's exact calls."""
+        """Result of whatever serves the host's exact calls."""
         ...
 
     def fastest(self) -> Tensor:
-        """By a faster kernel, where one is known."""
+        """Result of a faster kernel, where one is known."""
         ...
 
 
@@ -118,7 +118,7 @@ class TensorCall:
         return "" if self.shares_keys else torch_kernel(*self.heads_first(), ())
 
     def exact(self) -> Tensor:
-        """By PyTorch's own attention."""
+        """Result of PyTorch's own attention."""
         q, k, v = self.heads_first()
         out = scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=self.shares_keys)
         return self._heads_first(out)

@@ -19,31 +19,32 @@ class MeasuredShape:
 
     tokens: int
     layers: Tensor
-    """(layers,) int64: number of each that was sparse, in some step at least."""
+    """(layers,) int64: number of each layer that was sparse, in some step at least."""
     density: Tensor
-    """Share of attention that was kept, forced blocks included: as in `HeadTable.density`."""
+    """Share of attention that was kept, forced blocks included, as in `HeadTable.density`."""
     predicted: Tensor
     """Relative L2 error expected when the choices were made, the mean over the steps."""
     probed: Tensor
-    """The one found in sparse calls, against exact attention; NaN where no call was probed."""
+    """Relative L2 error found in sparse calls, against exact attention; NaN where no call was
+    probed."""
     loudness: Tensor
-    """What the error of a head counts in a mean; as in `HeadChoices`."""
+    """Head weights, as in `HeadChoices`."""
     residual: Tensor
-    """Gain of the pooled term for dropped blocks, as first chosen, in the steps that pool; 0 is
-    none. Where steps differ that of their mean density, and so are the walks."""
+    """Pool weights, as first chosen, in the steps that pool; 0 is none. Where steps differ that of
+    their mean density, and so are the token orders."""
     background: Tensor
-    """The same of the mean of all keys for all that is dropped."""
+    """Background weights, likewise."""
     walks: Mapping[Walk, int]
-    """Heads by their walk through the tokens, in the steps that pool; empty where there was no
+    """Number of heads by their token order, in the steps that pool; empty where there was no
     choice."""
     one_walk: bool = False
-    """As in `HeadTable`."""
+    """Whether one token order alone was measured, as in `HeadTable`."""
     rests: bool = True
-    """Every second step is without the residual; not by profiles of the first versions."""
+    """Whether every second step is without pooled keys; not by profiles of the first versions."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
-        """Waits for the GPU."""
+        """Sums up a table. Waits for the GPU."""
         assert table.choices is not None and table.probe is not None
         layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
         tables = (table.density(), table.predicted(), table.probe.relative_errors())

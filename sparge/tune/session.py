@@ -76,8 +76,10 @@ class Session:
     def begin_pass(
         self, layout: Layout, policy: SparsePolicy, device: torch.device, facts: PassFacts
     ) -> SessionPass:
-        """Where a forward pass begins, on each device of its own. Waits for the GPU where heads are
-        chosen. policy: as the device runs it."""
+        """Begins a forward pass on one device. Waits for the GPU where heads are chosen.
+
+        policy: as the device runs it.
+        """
         tables = self.tables.begin(layout, policy, device, facts)
         return SessionPass(self.tables, device, layout, policy, facts, tables)
 

@@ -20,13 +20,13 @@ from .records import PassRecord
 from .shape import Shape
 from .tables import HeadTables
 
-#: Why a call is dense among sparse steps: its pass is dense only to be measured.
+#: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a call shall be sparse."""
+    """Plan of a sparse call: token order and head settings."""
 
     table: HeadTable
     budget: HeadBudget
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(eq=False)
 class SessionPass:
-    """One forward pass's view of the tables."""
+    """View of the tables by one forward pass."""
 
     heads: HeadTables
     device: torch.device
@@ -89,8 +89,11 @@ class SessionPass:
         return out
 
     def plan(self, call: Call, tokens: int, row: int, exact: Exact) -> Plan | str:
-        """How the call of a layer shall be sparse, or why it is dense; a dense call is measured
-        while its table is open, which takes its exact result. Never waits but to make a table."""
+        """Plan of a sparse call of a layer, or the reason why it is dense.
+
+        A dense call is measured while its table is open, which takes its exact result. Never waits
+        but to make a table.
+        """
         grid = self.layout.sequence(tokens)
         shape = Shape(tokens, call.head_count, grid, self.layout.rows)
         self.calls[shape] += 1
@@ -111,7 +114,7 @@ class SessionPass:
         return Plan(table, budget, table.order(self.facts.step))
 
     def end(self) -> None:
-        """Where the pass ends for the host. Never waits."""
+        """Ends the pass for the host. Never waits."""
         self.heads.count_layers(self.device, self.facts.which, self.calls)
         for table in self.tables.values():
             table.end_pass()

@@ -15,23 +15,25 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Shape:
-    """What one set of choices is for: conditionings of one shape share theirs."""
+    """Shape that one set of choices is for: conditionings of one shape share theirs."""
 
     tokens: int
     heads: int
     grid: TokenGrid | None
-    """None where the tokens stay in the order they come."""
+    """Token grid; None where the tokens stay in the order they come."""
     rows: int = 0
     """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
 
     def workload(self) -> Workload:
-        """In the first turn, which stands for all of them."""
+        """Workload in the first variant, which stands for all of them."""
         if self.grid is None:
             return Workload.of_tokens(self.tokens)
         return Workload(grid_order(self.grid))
 
     def orders(self) -> list[TokenOrder]:
-        """Those that steps take in turn; none where the tokens stay in the order they come."""
+        """Token orders that steps take in turn; none where the tokens stay in the order they
+        come.
+        """
         if self.grid is None:
             return []
         return [grid_order(self.grid, turn) for turn in range(TURNS)]
@@ -42,5 +44,5 @@ class Shape:
 
 
 def table_of(shape: Shape) -> Table:
-    """Where a profile holds the choices of a shape."""
+    """Table of a profile that holds the choices of a shape."""
     return Table(SHARED, shape.tokens, shape.grid)

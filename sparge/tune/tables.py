@@ -27,7 +27,7 @@ USUAL_LAYERS = 40
 
 
 class HeadTables:
-    """The tables of one run, by device, model and shape."""
+    """Tables of one run, by device, model and shape."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HeadTables:
     def begin(
         self, layout: Layout, policy: SparsePolicy, device: torch.device, facts: PassFacts
     ) -> dict[Shape, HeadTable]:
-        """By shape, the tables that a pass may need; the rest as in `HeadTable.begin_pass`.
+        """Tables that a pass may need, by shape; the rest as in `HeadTable.begin_pass`.
 
         policy: as the device runs it.
         """

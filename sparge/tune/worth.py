@@ -20,9 +20,9 @@ from .call import Call
 REFERENCE_VARIABLE = "SPARGE_REFERENCE"
 #: Dtypes that the rates were measured with; dense attention in float32 is slower by far.
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)
-#: The rates do not hold for shorter calls.
+#: Fewest tokens that the rates hold for.
 FEWEST_TOKENS = 4096
-#: A density that no user asks for.
+#: Density that no user asks for.
 NO_DENSITY = 0.01
 
 
@@ -121,17 +121,17 @@ def affordable(
 
 
 def known_rates(call: Call) -> Rates | None:
-    """Those that the times of a call follow; None where nothing is known."""
+    """Rates that the times of a call follow; None where nothing is known."""
     return rates_for(gpu_name(call.q.device), call.head_dim) if _rates_hold(call) else None
 
 
 def _rates_hold(call: Call) -> bool:
-    """For calls like this, where there are any."""
+    """Whether rates hold for calls like this, where there are any."""
     measured = call.query_tokens >= FEWEST_TOKENS and call.q.dtype in MEASURED_DTYPES
     return measured and speed_matters()
 
 
 def _of_one_entry(call: Call, pv_filter: bool = False, pooled: float | None = None) -> worth.Call:
-    """ComfyUI computes the entries of a batch together or one by one, as memory allows, and the
-    result must not depend on it."""
+    """Facts of one entry of a batch: a host computes entries together or one by one, as memory
+    allows, and the result must not depend on it."""
     return worth.Call(call.query_tokens, call.head_count, call.head_dim, pv_filter, pooled)

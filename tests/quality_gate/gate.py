@@ -43,11 +43,11 @@ class Gate:
         return GateClips(self.size, self.seeds, weights)
 
     def found(self, clips: GateClips) -> dict[str, Found]:
-        """By aim."""
+        """Means over the clips, by aim."""
         return {str(aim): clips.auto(aim) for aim in self.aims}
 
     def floors(self) -> dict[str, Found]:
-        """By aim, as they are stored."""
+        """Stored floors by aim."""
         stored = json.loads(FLOORS.read_text("utf-8"))[self.name]
         return {aim: Found(**numbers) for aim, numbers in stored.items()}
 
