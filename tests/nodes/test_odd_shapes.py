@@ -164,7 +164,7 @@ def test_an_error_of_ours_is_dense_counted_and_logged(
         monkeypatch.setattr(load_pack("sparge.calibrate").Calibration, "sample", fail)
     results, tally = outcome((Q, K, V), {}, mode)
     assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in results)
-    failed = load_pack("nodes.failures").FAILED
+    failed = load_pack("sparge.tune").FAILED
     assert tally.sparse == 0 and tally.reasons[failed] == dense_after
     (record,) = (x for x in caplog.records if "Please report it" in x.message)
     assert f"{kind.__name__}: no such thing" in record.message and record.exc_info
@@ -183,7 +183,7 @@ def test_an_error_around_a_pass_costs_no_picture(
     assert caplog.text.count("AttributeError: no such model. Please report it") == 1
     assert tally.calls == (0 if where == "begin" else 4)
     if where == "begin":
-        assert any(load_pack("nodes.failures").FAILED in note for note in runs[-1][0].notes)
+        assert any(load_pack("sparge.tune").FAILED in note for note in runs[-1][0].notes)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])

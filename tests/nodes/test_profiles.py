@@ -211,10 +211,10 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, 
     run_once(sigmas=[0.7, 0.6], model=WanModel(), profile=saved)
     ((known, _),) = runs
     assert known.tally.reasons == {}
-    heads = known.heads
-    shape = heads.tables.frozen[0].shape
+    heads = known.heads.tables
+    shape = heads.frozen[0].shape
     unordered = type(shape)(shape.tokens, shape.heads, None)
-    table = type(heads.tables.frozen[0])(
+    table = type(heads.frozen[0])(
         unordered, choices.pooling.layers, heads.aim, known.asked, torch.device("cpu"), None
     )
     heads._use_profile(table)
