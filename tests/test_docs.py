@@ -55,7 +55,9 @@ def test_named_targets_and_files_exist(text: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
     assert set(re.findall(r"`make (\w+)", text)) <= targets
-    for name in re.findall(r"`((?:sparge|nodes|csrc|tests|workflows|benchmarks)/[\w./]+)`", text):
+    for name in re.findall(
+        r"`((?:sparge|nodes|csrc|tools|tests|workflows|benchmarks)/[\w./]+)`", text
+    ):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (ROOT / name).exists(), name
