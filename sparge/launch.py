@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import Unsupported
-from .kernels import Element, KernelSpec, capabilities, get_kernel
+from .kernels import Element, Kernel, KernelSpec, capabilities, get_kernel
 from .kernels.device import use
 from .kernels.params import (
     AttendParams,
@@ -20,12 +20,12 @@ from .kernels.params import (
     RouteParams,
     TensorView,
 )
-from .kernels.spec import ARCHS, HOPPER_ENTRIES, HOPPER_PATH, attend_path
+from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
 from .plan.blocks import block_count
 from .plan.key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
 from .route_rules import RouteRules
-from .route_shared import MAX_ROWS, RouteShared
+from .route_shared import RouteShared
 from .stats import Counter
 from .workspace import CallShape, layout_of
 
@@ -151,7 +151,7 @@ def quantize(
     params.key_run, params.query_run = grid.key_run, grid.query_run
     params.key_runs = grid.key_runs
     size = (grid.heads, grid.turns, 1)
-    queue("quantize", q.device, shape, size, params, element=element)
+    queue(find_kernel("quantize", q.device, shape.head_dim, element), size, params)
     return workspace
 
 
@@ -199,32 +199,22 @@ def route(
         block_map=block_map.data_ptr(),
         counts=counts.data_ptr(),
         counters=_counters(counters),
-        cdfthreshd=rules.cdfthreshd,
-        simthreshd1=rules.simthreshd1,
-        score_scale=rules.scale,
-        select=rules.select,
-        floor=rules.floor,
-        upstream=rules.upstream,
-        topk_blocks=rules.topk_blocks,
-        exact_prefix=rules.exact_prefix,
-        exact_suffix=rules.exact_suffix,
-        causal=rules.causal,
-        attention_sink=rules.attention_sink,
-        keep_diagonal=rules.keep_diagonal,
+        **vars(rules),
     )
+    kernel = find_kernel("route", device, shape.head_dim)
     if block_mask is not None:
         params.block_mask = block_mask.data_ptr()
         for axis, stride in enumerate(block_mask.stride()):
             params.mask_stride[axis] = stride
-        params.rows_per_cta = MAX_ROWS
+        params.rows_per_cta = kernel.sizes.rows
         shared = 0
     else:
-        room = RouteShared.of(shape, with_pools, device)
+        room = RouteShared.of(shape, with_pools, kernel.sizes, shared_room(kernel, device))
         params.rows_per_cta, params.score_pitch = room.rows, room.pitch
         shared = room.nbytes
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
-    queue("route", device, shape, grid, params, extra_shared=shared)
+    queue(kernel, grid, params, shared)
     return block_map, counts
 
 
@@ -291,7 +281,8 @@ def attend(
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4
-    queue(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
+    kernel = find_kernel(entry, q.device, shape.head_dim, element, pv_filter)
+    queue(kernel, (blocks, 1, 1), params, map_bytes)
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -324,34 +315,39 @@ def _launch_means(
         with_values=v is not None,
         k_stride=mean_stride(shape.keys, ordered),
     )
-    slices = _means_slices(shape.head_dim, capabilities(k.device).arch)
-    blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
-    queue("means", k.device, shape, (blocks, 1, 1), params, element=element)
+    kernel = find_kernel("means", k.device, shape.head_dim, element)
+    tensors = 1 if v is None else 2
+    blocks = shape.batch * shape.kv_heads * kernel.sizes.slices * tensors
+    queue(kernel, (blocks, 1, 1), params)
 
 
-def _means_slices(head_dim: int, arch: str) -> int:
-    """Thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
-    return 4 if ARCHS[arch].path == HOPPER_PATH else head_dim // 32
-
-
-def queue(
+def find_kernel(
     entry: str,
     device: torch.device,
-    shape: CallShape,
-    grid: tuple[int, int, int],
-    params: Structure,
+    head_dim: int,
     element: Element = Element.INT8_FP16,
     pv_filter: bool = False,
-    extra_shared: int = 0,
-) -> None:
+) -> Kernel:
+    """Raises Unsupported for a GPU without usable kernels, and as `get_kernel` does."""
     capability = capabilities(device)
     if not capability.usable:
         raise Unsupported(capability.reason)
     use(capability.arch, device)  # also of traced calls, whose kernels nobody asked for before
-    spec = KernelSpec(entry, capability.arch, shape.head_dim, element, pv_filter)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch.cuda.current_stream(index).cuda_stream
-    get_kernel(spec, index).launch(grid, params, extra_shared, stream)
+    spec = KernelSpec(entry, capability.arch, head_dim, element, pv_filter)
+    return get_kernel(spec, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def shared_room(kernel: Kernel, device: torch.device) -> int:
+    """Bytes of dynamic shared memory that a launch may ask for."""
+    return ARCHS[capabilities(device).arch].shared_limit - kernel.static_shared
+
+
+def queue(
+    kernel: Kernel, grid: tuple[int, int, int], params: Structure, extra_shared: int = 0
+) -> None:
+    """On torch's current stream of the kernel's device."""
+    stream = torch.cuda.current_stream(kernel.device_index).cuda_stream
+    kernel.launch(grid, params, extra_shared, stream)
 
 
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:

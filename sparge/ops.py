@@ -160,7 +160,7 @@ def _route(
         topk_blocks=topk_blocks,
         cdfthreshd=cdfthreshd,
         simthreshd1=simthreshd1,
-        scale=scale,
+        score_scale=scale,
         causal=causal,
         attention_sink=attention_sink,
         keep_diagonal=keep_diagonal,

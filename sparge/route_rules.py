@@ -17,13 +17,13 @@ class Select(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RouteRules:
-    """The scalars of a policy as route reads them; ``select`` is a ``Select``."""
+    """The scalars of a policy by their names in `RouteParams`; ``select`` is a ``Select``."""
 
     select: int
     topk_blocks: int
     cdfthreshd: float
     simthreshd1: float
-    scale: float
+    score_scale: float
     causal: bool
     attention_sink: bool
     keep_diagonal: bool

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import importlib
 from ctypes import Structure
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparge import TokenGrid, grid_order
-from sparge.kernels import Capability, Element
-from sparge.kernels.params import MeansParams
+from sparge.kernels import Element
+from sparge.kernels.params import MeansParams, MeansSizes
 from sparge.plan.key_mean import LEAST_KEYS, STRIDE
 
 launch = importlib.import_module("sparge.launch")
@@ -39,14 +40,14 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> dict[str, Structure]:
     """The parameters of every launch, by its entry; nothing is launched."""
     parameters: dict[str, Structure] = {}
 
-    def queue(
-        entry: str, device: object, shape: object, grid: object, params: Structure, **_: object
-    ):
-        parameters[entry] = params
+    def find_kernel(entry: str, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(entry=entry, sizes=MeansSizes(slices=4))
 
-    capability = Capability(True, "", "sm_90a")
+    def queue(kernel: SimpleNamespace, grid: object, params: Structure) -> None:
+        parameters[kernel.entry] = params
+
+    monkeypatch.setattr(launch, "find_kernel", find_kernel)
     monkeypatch.setattr(launch, "queue", queue)
-    monkeypatch.setattr(launch, "capabilities", lambda _: capability)
     monkeypatch.setattr(launch, "resident_blocks", lambda _: 132)
     return parameters
 
