@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from ctypes import Structure
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,38 +20,17 @@ from .kernels.params import (
     TensorView,
 )
 from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
+from .order_facts import NO_ORDER, OrderFacts
 from .plan.blocks import block_count
 from .plan.key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
-from .route_rules import RouteRules
 from .route_shared import RouteShared
+from .stage_rules import AttendRules, QuantizeRules, RouteRules
 from .stats import Counter
 from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-
-
-@dataclass(frozen=True, eq=False)
-class OrderFacts:
-    """What kernels read of a `TokenOrder`, on their device; all None without one."""
-
-    slot_tokens: Tensor | None = None
-    slot_counts: Tensor | None = None
-    head_walk: Tensor | None = None
-    keys_exact: Tensor | None = None
-    queries_exact: Tensor | None = None
-
-    @property
-    def walks(self) -> int:
-        return 1 if self.slot_tokens is None else self.slot_tokens.shape[0]
-
-    @property
-    def slots(self) -> int | None:
-        return None if self.slot_tokens is None else self.slot_tokens.shape[1]
-
-
-NO_ORDER = OrderFacts()
 
 
 def means(
@@ -81,30 +59,21 @@ def quantize(
     k: Tensor,
     v: Tensor | None,
     key_lengths: Tensor | None,
-    smooth_k: bool,
     element: Element,
-    with_queries: bool,
-    with_pools: bool = False,
+    rules: QuantizeRules,
     order: OrderFacts = NO_ORDER,
     means: Tensor | None = None,
-    with_similarity: bool = True,
-    with_query_means: bool = True,
 ) -> Tensor:
     """Launches 1 and 2. q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
     means: those that `means` found, which saves launch 1.
-    with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
-        or NaN where a block's mean is no number (such keys have none, or their sum overflows):
-        that fails every threshold, as the similarity of keys that are no numbers does.
-    with_query_means: False where route keeps every block: what a workspace with_queries has room
-        for stays unwritten then, and Q unread.
     """
     shape = CallShape.of(q, k, order.slots)
-    layout = layout_of(shape, element, v is not None, with_queries, with_pools)
+    layout = layout_of(shape, element, v is not None, rules.with_queries, rules.with_pools)
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
     address = layout.addresses(workspace).get
-    averages = with_queries and with_query_means
+    averages = rules.with_queries and rules.with_query_means
 
     if means is not None:
         layout.means(workspace).copy_(means)
@@ -113,7 +82,7 @@ def quantize(
     elif element.quantized:
         places = (address("reach"), address("k_mean"), address("v_mean"), address("v_scale"))
         ordered = order.slots is not None
-        _launch_means(k, v, key_lengths, smooth_k, element, ordered, *places)
+        _launch_means(k, v, key_lengths, rules.smooth_k, element, ordered, *places)
 
     params = QuantizeParams(
         problem=problem,
@@ -143,7 +112,7 @@ def quantize(
         pool_columns=address("pool_columns"),
         with_queries=averages,
         with_values=v is not None,
-        with_similarity=with_similarity,
+        with_similarity=rules.with_similarity,
     )
     grid = QuantizeGrid.of(
         shape, resident_blocks(q.device), with_values=v is not None, with_queries=averages
@@ -160,13 +129,13 @@ def route(
     shape: CallShape,
     element: Element,
     with_values: bool,
+    with_pools: bool,
+    rules: RouteRules,
     key_lengths: Tensor | None,
     block_mask: Tensor | None,
     thresholds: Tensor | None,
-    rules: RouteRules,
+    order: OrderFacts,
     counters: Tensor | None,
-    with_pools: bool = False,
-    order: OrderFacts = NO_ORDER,
     queries: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32.
@@ -224,25 +193,20 @@ def attend(
     block_map: Tensor,
     shape: CallShape,
     element: Element,
-    with_queries: bool,
+    rules: AttendRules,
     key_lengths: Tensor | None,
     thresholds: Tensor | None,
-    scale: float,
-    pvthreshd: float,
-    pv_filter: bool,
-    causal: bool,
+    order: OrderFacts,
     out: Tensor,
     lse: Tensor | None,
     partials: tuple[Tensor, Tensor, Tensor] | None,
     counters: Tensor | None,
-    with_pools: bool = False,
-    order: OrderFacts = NO_ORDER,
 ) -> None:
     """Launch 4: writes ``out`` (B, H, Nq, D), and what else was asked for.
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = layout_of(shape, element, True, with_queries, with_pools)
+    layout = layout_of(shape, element, True, rules.with_queries, rules.with_pools)
     address = layout.addresses(workspace).get
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
@@ -270,9 +234,9 @@ def attend(
         counters=_counters(counters),
         next_turn=address("next_turn"),
         tokens=q.shape[2],
-        scale=scale,
-        pvthreshd=pvthreshd,
-        causal=causal,
+        scale=rules.scale,
+        pvthreshd=rules.pvthreshd,
+        causal=rules.causal,
     )
     blocks = shape.batch * shape.heads * shape.query_blocks
     entry = attend_path(capabilities(q.device).arch, element).entry
@@ -281,7 +245,7 @@ def attend(
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4
-    kernel = find_kernel(entry, q.device, shape.head_dim, element, pv_filter)
+    kernel = find_kernel(entry, q.device, shape.head_dim, element, rules.pv_filter)
     queue(kernel, (blocks, 1, 1), params, map_bytes)
 
 
