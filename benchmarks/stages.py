@@ -40,6 +40,9 @@ class Watched:
     stage: str
     launched: Launched
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
     def launch(self, *arguments: Any, **named: Any) -> None:
         self.launched(self.stage, partial(self.kernel.launch, *arguments, **named))
 

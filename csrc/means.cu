@@ -23,7 +23,7 @@ SPARGE_CHECK_PARAMS(MeansParams);
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr bool kClustered = ptx::kClusters;
-// Thread blocks that share a head's K or V. sparge/launch.py knows it.
+// Thread blocks that share a head's K or V.
 constexpr int kSlices = kClustered ? 4 : kHeadDim / 32;
 constexpr int kChannels = kHeadDim / kSlices;  // that a thread block answers for
 constexpr int kReadChannels = kClustered ? kHeadDim : kChannels;
@@ -187,6 +187,7 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
 }  // namespace sparge::means
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::means::kThreads, 0};
+extern "C" __device__ const sparge::MeansSizes launch_sizes = {sparge::means::kSlices};
 
 // Grid: (V when with_values, then K) x batch x kv_heads x channel slices, slices fastest: a cluster has those of one tensor.
 extern "C" __global__ void SPARGE_CLUSTER(sparge::means::kSlices)

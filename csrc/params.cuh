@@ -232,4 +232,21 @@ struct ScoreParams {
   i32 rows_per_cta;  // rows that share a thread block: as many as have room for their weights
 };
 
+// Sizes that the host reads back from the cubin before it launches a kernel, as LaunchInfo: `launch_sizes` of its entry file.
+struct MeansSizes {
+  u32 slices;  // thread blocks that share a head's K or V
+};
+
+struct RouteSizes {
+  u32 rows;         // query blocks that a thread block takes at most
+  u32 key_step;     // key blocks to whose multiples a row of scores is filled up
+  u32 spare_bytes;  // least room beside the scores where heads may rank by error
+};
+
+struct ScoreSizes {
+  u32 rows;         // that a thread block takes at most
+  u32 step;         // places in the list of dropped key blocks to whose multiples each bucket is filled up
+  u32 query_bytes;  // of the queries of a thread block
+};
+
 }  // namespace sparge

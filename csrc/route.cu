@@ -27,6 +27,8 @@ SPARGE_CHECK_PARAMS(RouteParams);
 // Dynamic shared memory: where heads may rank by error, spare room of rows_per_cta x score_pitch numbers or of Sums, whichever is
 // more; then rows_per_cta x score_pitch scores; then a byte for each key block.
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kThreads, 0};
+extern "C" __device__ const sparge::RouteSizes launch_sizes = {sparge::route::kMaxRows, sparge::route::kKeyStep,
+                                                               sizeof(sparge::route::Sums)};
 
 // Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/turn.cuh.
 extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::route::kBlocksPerSm)

@@ -24,6 +24,8 @@ SPARGE_CHECK_PARAMS(ScoreParams);
 }  // namespace sparge::score
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::score::kThreads, 0};
+extern "C" __device__ const sparge::ScoreSizes launch_sizes = {sparge::score::kMaxRows, sparge::score::kStep,
+                                                               sizeof(sparge::score::Queries)};
 
 // Grid: (batch, head), router, query block and groups of rows_per_cta rows, groups fastest.
 extern "C" __global__ void __launch_bounds__(sparge::score::kThreads, sparge::score::kBlocksPerSm)

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from ctypes import Structure
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .errors import Unsupported
-from .kernels import Element, KernelSpec, capabilities, get_kernel
+from .kernels import Element, Kernel, KernelSpec, capabilities, get_kernel
 from .kernels.device import use
 from .kernels.params import (
     AttendParams,
@@ -20,39 +19,18 @@ from .kernels.params import (
     RouteParams,
     TensorView,
 )
-from .kernels.spec import ARCHS, HOPPER_ENTRIES, HOPPER_PATH, attend_path
+from .kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
+from .order_facts import NO_ORDER, OrderFacts
 from .plan.blocks import block_count
 from .plan.key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
-from .route_rules import RouteRules
-from .route_shared import MAX_ROWS, RouteShared
+from .route_shared import RouteShared
+from .stage_rules import AttendRules, QuantizeRules, RouteRules
 from .stats import Counter
 from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
-
-
-@dataclass(frozen=True, eq=False)
-class OrderFacts:
-    """Tensors of a `TokenOrder` that kernels read, on their device; all None without one."""
-
-    slot_tokens: Tensor | None = None
-    slot_counts: Tensor | None = None
-    head_walk: Tensor | None = None
-    keys_exact: Tensor | None = None
-    queries_exact: Tensor | None = None
-
-    @property
-    def walks(self) -> int:
-        return 1 if self.slot_tokens is None else self.slot_tokens.shape[0]
-
-    @property
-    def slots(self) -> int | None:
-        return None if self.slot_tokens is None else self.slot_tokens.shape[1]
-
-
-NO_ORDER = OrderFacts()
 
 
 def means(
@@ -81,30 +59,21 @@ def quantize(
     k: Tensor,
     v: Tensor | None,
     key_lengths: Tensor | None,
-    smooth_k: bool,
     element: Element,
-    with_queries: bool,
-    with_pools: bool = False,
+    rules: QuantizeRules,
     order: OrderFacts = NO_ORDER,
     means: Tensor | None = None,
-    with_similarity: bool = True,
-    with_query_means: bool = True,
 ) -> Tensor:
     """Launches 1 and 2 on q (B, H, Nq, D), k and v (B, Hkv, Nk, D); returns the workspace.
 
-    means: result of `means`, which saves launch 1.
-    with_similarity: False where `simthreshd1` is below 0 for every head: similarities are then 1,
-        or NaN where a block's mean is no number (such keys have none, or their sum overflows): that
-        fails every threshold, as the similarity of keys that are no numbers does.
-    with_query_means: False where route keeps every block: what a workspace with_queries has room
-        for stays unwritten then, and Q unread.
+    means: those that `means` found, which saves launch 1.
     """
     shape = CallShape.of(q, k, order.slots)
-    layout = layout_of(shape, element, v is not None, with_queries, with_pools)
+    layout = layout_of(shape, element, v is not None, rules.with_queries, rules.with_pools)
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
     address = layout.addresses(workspace).get
-    averages = with_queries and with_query_means
+    averages = rules.with_queries and rules.with_query_means
 
     if means is not None:
         layout.means(workspace).copy_(means)
@@ -113,7 +82,7 @@ def quantize(
     elif element.quantized:
         places = (address("reach"), address("k_mean"), address("v_mean"), address("v_scale"))
         ordered = order.slots is not None
-        _launch_means(k, v, key_lengths, smooth_k, element, ordered, *places)
+        _launch_means(k, v, key_lengths, rules.smooth_k, element, ordered, *places)
 
     params = QuantizeParams(
         problem=problem,
@@ -143,7 +112,7 @@ def quantize(
         pool_columns=address("pool_columns"),
         with_queries=averages,
         with_values=v is not None,
-        with_similarity=with_similarity,
+        with_similarity=rules.with_similarity,
     )
     grid = QuantizeGrid.of(
         shape, resident_blocks(q.device), with_values=v is not None, with_queries=averages
@@ -151,7 +120,7 @@ def quantize(
     params.key_run, params.query_run = grid.key_run, grid.query_run
     params.key_runs = grid.key_runs
     size = (grid.heads, grid.turns, 1)
-    queue("quantize", q.device, shape, size, params, element=element)
+    queue(find_kernel("quantize", q.device, shape.head_dim, element), size, params)
     return workspace
 
 
@@ -160,13 +129,13 @@ def route(
     shape: CallShape,
     element: Element,
     with_values: bool,
+    with_pools: bool,
+    rules: RouteRules,
     key_lengths: Tensor | None,
     block_mask: Tensor | None,
     thresholds: Tensor | None,
-    rules: RouteRules,
+    order: OrderFacts,
     counters: Tensor | None,
-    with_pools: bool = False,
-    order: OrderFacts = NO_ORDER,
     queries: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32.
@@ -199,32 +168,22 @@ def route(
         block_map=block_map.data_ptr(),
         counts=counts.data_ptr(),
         counters=_counters(counters),
-        cdfthreshd=rules.cdfthreshd,
-        simthreshd1=rules.simthreshd1,
-        score_scale=rules.scale,
-        select=rules.select,
-        floor=rules.floor,
-        upstream=rules.upstream,
-        topk_blocks=rules.topk_blocks,
-        exact_prefix=rules.exact_prefix,
-        exact_suffix=rules.exact_suffix,
-        causal=rules.causal,
-        attention_sink=rules.attention_sink,
-        keep_diagonal=rules.keep_diagonal,
+        **vars(rules),
     )
+    kernel = find_kernel("route", device, shape.head_dim)
     if block_mask is not None:
         params.block_mask = block_mask.data_ptr()
         for axis, stride in enumerate(block_mask.stride()):
             params.mask_stride[axis] = stride
-        params.rows_per_cta = MAX_ROWS
+        params.rows_per_cta = kernel.sizes.rows
         shared = 0
     else:
-        room = RouteShared.of(shape, with_pools, device)
+        room = RouteShared.of(shape, with_pools, kernel.sizes, shared_room(kernel, device))
         params.rows_per_cta, params.score_pitch = room.rows, room.pitch
         shared = room.nbytes
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
-    queue("route", device, shape, grid, params, extra_shared=shared)
+    queue(kernel, grid, params, shared)
     return block_map, counts
 
 
@@ -234,25 +193,20 @@ def attend(
     block_map: Tensor,
     shape: CallShape,
     element: Element,
-    with_queries: bool,
+    rules: AttendRules,
     key_lengths: Tensor | None,
     thresholds: Tensor | None,
-    scale: float,
-    pvthreshd: float,
-    pv_filter: bool,
-    causal: bool,
+    order: OrderFacts,
     out: Tensor,
     lse: Tensor | None,
     partials: tuple[Tensor, Tensor, Tensor] | None,
     counters: Tensor | None,
-    with_pools: bool = False,
-    order: OrderFacts = NO_ORDER,
 ) -> None:
     """Launch 4: writes ``out`` (B, H, Nq, D), and what else was asked for.
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = layout_of(shape, element, True, with_queries, with_pools)
+    layout = layout_of(shape, element, True, rules.with_queries, rules.with_pools)
     address = layout.addresses(workspace).get
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
@@ -280,9 +234,9 @@ def attend(
         counters=_counters(counters),
         next_turn=address("next_turn"),
         tokens=q.shape[2],
-        scale=scale,
-        pvthreshd=pvthreshd,
-        causal=causal,
+        scale=rules.scale,
+        pvthreshd=rules.pvthreshd,
+        causal=rules.causal,
     )
     blocks = shape.batch * shape.heads * shape.query_blocks
     entry = attend_path(capabilities(q.device).arch, element).entry
@@ -291,7 +245,8 @@ def attend(
         blocks = min(blocks, resident_blocks(q.device))
     else:
         map_bytes = shape.list_words * 4
-    queue(entry, q.device, shape, (blocks, 1, 1), params, element, pv_filter, map_bytes)
+    kernel = find_kernel(entry, q.device, shape.head_dim, element, rules.pv_filter)
+    queue(kernel, (blocks, 1, 1), params, map_bytes)
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -324,34 +279,39 @@ def _launch_means(
         with_values=v is not None,
         k_stride=mean_stride(shape.keys, ordered),
     )
-    slices = _means_slices(shape.head_dim, capabilities(k.device).arch)
-    blocks = shape.batch * shape.kv_heads * slices * (1 if v is None else 2)
-    queue("means", k.device, shape, (blocks, 1, 1), params, element=element)
+    kernel = find_kernel("means", k.device, shape.head_dim, element)
+    tensors = 1 if v is None else 2
+    blocks = shape.batch * shape.kv_heads * kernel.sizes.slices * tensors
+    queue(kernel, (blocks, 1, 1), params)
 
 
-def _means_slices(head_dim: int, arch: str) -> int:
-    """Number of thread blocks that share K or V of a head: kSlices of csrc/means.cu."""
-    return 4 if ARCHS[arch].path == HOPPER_PATH else head_dim // 32
-
-
-def queue(
+def find_kernel(
     entry: str,
     device: torch.device,
-    shape: CallShape,
-    grid: tuple[int, int, int],
-    params: Structure,
+    head_dim: int,
     element: Element = Element.INT8_FP16,
     pv_filter: bool = False,
-    extra_shared: int = 0,
-) -> None:
+) -> Kernel:
+    """Raises Unsupported for a GPU without usable kernels, and as `get_kernel` does."""
     capability = capabilities(device)
     if not capability.usable:
         raise Unsupported(capability.reason)
-    use(capability.arch, device)  # also for traced calls, whose kernels nobody asked for before
-    spec = KernelSpec(entry, capability.arch, shape.head_dim, element, pv_filter)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch.cuda.current_stream(index).cuda_stream
-    get_kernel(spec, index).launch(grid, params, extra_shared, stream)
+    use(capability.arch, device)  # also of traced calls, whose kernels nobody asked for before
+    spec = KernelSpec(entry, capability.arch, head_dim, element, pv_filter)
+    return get_kernel(spec, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def shared_room(kernel: Kernel, device: torch.device) -> int:
+    """Bytes of dynamic shared memory that a launch may ask for."""
+    return ARCHS[capabilities(device).arch].shared_limit - kernel.static_shared
+
+
+def queue(
+    kernel: Kernel, grid: tuple[int, int, int], params: Structure, extra_shared: int = 0
+) -> None:
+    """On torch's current stream of the kernel's device."""
+    stream = torch.cuda.current_stream(kernel.device_index).cuda_stream
+    kernel.launch(grid, params, extra_shared, stream)
 
 
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:

@@ -3,20 +3,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .errors import Unsupported
-from .kernels import Element, capabilities
-from .kernels.params import ScoreParams
-from .kernels.spec import ARCHS
-from .launch import queue, view_of
+from .kernels import Element
+from .kernels.params import ScoreParams, ScoreSizes
+from .launch import find_kernel, queue, shared_room, view_of
 from .plan.blocks import block_count
 from .workspace import CallShape, layout_of
-
-_MOST_ROWS = 16  # rows that a thread block takes at most
-_STEP = 8  # each bucket is filled to multiples of it in the list of dropped key blocks
-_STATIC_SHARED = 2432  # bytes that the kernel declares itself
 
 
 def score(
@@ -43,7 +37,10 @@ def score(
     router_stride, field_stride, batch_stride, head_stride, _ = found.stride()
     address = layout_of(shape, element, True, False, True).addresses(workspace).get
     rows_a_block = rows // blocks
-    rows_per_cta = _rows_per_cta(shape, densities - 1, rows_a_block, exact_out.device)
+    device = exact_out.device
+    kernel = find_kernel("score", device, shape.head_dim)
+    room = shared_room(kernel, device)
+    rows_per_cta = _rows_per_cta(shape, densities - 1, rows_a_block, kernel.sizes, room)
     params = ScoreParams(
         exact_out=exact_out.data_ptr(),
         exact_max=exact_max.data_ptr(),
@@ -71,33 +68,35 @@ def score(
         rows=rows,
         channels=channels,
         key_blocks=shape.key_blocks,
-        room=_room(shape.key_blocks, densities - 1),
+        room=_places(shape.key_blocks, densities - 1, kernel.sizes),
         rows_per_cta=rows_per_cta,
     )
     groups = block_count(rows_a_block, rows_per_cta)
     grid = (batch * heads * routers * blocks * groups, 1, 1)
-    shared = shared_bytes(shape, densities - 1, rows_per_cta)
-    queue("score", exact_out.device, shape, grid, params, extra_shared=shared)
+    shared = shared_bytes(shape, densities - 1, rows_per_cta, kernel.sizes)
+    queue(kernel, grid, params, shared)
 
 
-def shared_bytes(shape: CallShape, pooling: int, rows: int) -> int:
-    """Bytes of dynamic shared memory of a thread block of so many rows; ``Shared`` of
-    csrc/score/place.cuh."""
-    room = _room(shape.key_blocks, pooling)
-    queries = 2 * _MOST_ROWS * shape.head_dim
-    weights = min(rows, 2) * block_count(rows, 2) * (block_count(room, 16) * 16 + 8)
-    return 4 * (max(queries, pooling * rows * shape.head_dim) + weights + room) + 2 * room
+def shared_bytes(shape: CallShape, pooling: int, rows: int, sizes: ScoreSizes) -> int:
+    """Dynamic shared memory of a thread block of so many rows; ``Shared`` of csrc/score/place.cuh.
+
+    pooling: densities that drop something.
+    """
+    places = _places(shape.key_blocks, pooling, sizes)
+    weights = min(rows, 2) * block_count(rows, 2) * (block_count(places, 16) * 16 + 8)
+    pooled = 4 * pooling * rows * shape.head_dim
+    return max(sizes.query_bytes, pooled) + 4 * (weights + places) + 2 * places
 
 
-def _room(key_blocks: int, pooling: int) -> int:
-    return key_blocks + pooling * (_STEP - 1)
+def _places(key_blocks: int, pooling: int, sizes: ScoreSizes) -> int:
+    """In the list of dropped key blocks, with what fills up the bucket of each density."""
+    return key_blocks + pooling * (sizes.step - 1)
 
 
-def _rows_per_cta(shape: CallShape, pooling: int, rows: int, device: torch.device) -> int:
-    """Most rows of a query block that fit in shared memory, in groups of about one size."""
-    limit = ARCHS[capabilities(device).arch].shared_limit - _STATIC_SHARED
-    for most in range(min(_MOST_ROWS, rows), 0, -1):
-        if shared_bytes(shape, pooling, most) <= limit:
+def _rows_per_cta(shape: CallShape, pooling: int, rows: int, sizes: ScoreSizes, limit: int) -> int:
+    """As many of a query block's rows as fit in shared memory, in groups of about one size."""
+    for most in range(min(sizes.rows, rows), 0, -1):
+        if shared_bytes(shape, pooling, most, sizes) <= limit:
             return block_count(rows, block_count(rows, most))
     raise Unsupported(
         f"{shape.keys} keys are {shape.key_blocks} key blocks, whose weights do not fit in this "

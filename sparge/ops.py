@@ -14,7 +14,8 @@ from torch import Tensor
 
 from . import launch, launch_score
 from .kernels import Element
-from .route_rules import RouteRules
+from .order_facts import OrderFacts
+from .stage_rules import FLAT_SCHEMA, AttendRules, QuantizeRules, RouteRules
 from .workspace import CallShape, WorkspaceLayout
 
 #: Namespace of the ops: "sparge" for the installed library; ComfyUI names a pack after its path,
@@ -26,23 +27,16 @@ if __package__ != NAMESPACE:
 _SCHEMAS = (
     "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool ordered=False) -> Tensor",
-    "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
-    "bool with_queries, bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None, Tensor? means=None, bool with_similarity=True, "
-    "bool with_query_means=True) -> Tensor",
-    "route(Tensor workspace, SymInt[] shape, int element, bool with_values, Tensor? key_lengths, "
-    "Tensor? block_mask, Tensor? thresholds, int select, SymInt topk_blocks, float cdfthreshd, "
-    "float simthreshd1, float scale, bool causal, bool attention_sink, bool keep_diagonal, "
-    "SymInt exact_prefix, SymInt exact_suffix, Tensor(a!)? counters, bool with_pools=False, "
-    "int floor=1, bool upstream=True, Tensor? slot_counts=None, Tensor? keys_exact=None, "
-    "Tensor? queries_exact=None, Tensor? q_block_mean=None, Tensor? q_similarity=None) "
-    "-> (Tensor, Tensor)",
+    "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, int element, "
+    f"{FLAT_SCHEMA}, Tensor?[] order, Tensor? means=None) -> Tensor",
+    "route(Tensor workspace, SymInt[] shape, int element, bool with_values, bool with_pools, "
+    f"{FLAT_SCHEMA}, Tensor? key_lengths, Tensor? block_mask, Tensor? thresholds, "
+    "Tensor?[] order, Tensor(a!)? counters, Tensor? q_block_mean=None, "
+    "Tensor? q_similarity=None) -> (Tensor, Tensor)",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
-    "bool with_queries, Tensor? key_lengths, Tensor? thresholds, float scale, float pvthreshd, "
-    "bool pv_filter, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, "
-    "Tensor(d!)? partial_max, Tensor(e!)? partial_sum, Tensor(f!)? counters, "
-    "bool with_pools=False, Tensor? slot_tokens=None, Tensor? slot_counts=None, "
-    "Tensor? head_walk=None) -> ()",
+    f"{FLAT_SCHEMA}, Tensor? key_lengths, Tensor? thresholds, Tensor?[] order, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, Tensor(d!)? partial_max, "
+    "Tensor(e!)? partial_sum, Tensor(f!)? counters) -> ()",
     "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor q, Tensor workspace, "
     "SymInt[] shape, int element, Tensor kept, float scale, int ends, Tensor(a!) found, "
     "Tensor? dense=None) -> ()",
@@ -71,32 +65,15 @@ def _quantize(
     k: Tensor,
     v: Tensor | None,
     key_lengths: Tensor | None,
-    smooth_k: bool,
     element: int,
-    with_queries: bool,
-    with_pools: bool = False,
-    slot_tokens: Tensor | None = None,
-    slot_counts: Tensor | None = None,
-    head_walk: Tensor | None = None,
+    numbers: list[int],
+    flags: list[bool],
+    scalars: list[float],
+    order: list[Tensor | None],
     means: Tensor | None = None,
-    with_similarity: bool = True,
-    with_query_means: bool = True,
 ) -> Tensor:
-    order = launch.OrderFacts(slot_tokens, slot_counts, head_walk)
-    return launch.quantize(
-        q,
-        k,
-        v,
-        key_lengths,
-        smooth_k,
-        Element(element),
-        with_queries,
-        with_pools,
-        order,
-        means,
-        with_similarity,
-        with_query_means,
-    )
+    rules = QuantizeRules.of_flat(numbers, flags, scalars)
+    return launch.quantize(q, k, v, key_lengths, Element(element), rules, OrderFacts(*order), means)
 
 
 def _quantize_fake(
@@ -104,23 +81,20 @@ def _quantize_fake(
     k: Tensor,
     v: Tensor | None,
     key_lengths: Tensor | None,
-    smooth_k: bool,
     element: int,
-    with_queries: bool,
-    with_pools: bool = False,
-    slot_tokens: Tensor | None = None,
-    slot_counts: Tensor | None = None,
-    head_walk: Tensor | None = None,
+    numbers: list[int],
+    flags: list[bool],
+    scalars: list[float],
+    order: list[Tensor | None],
     means: Tensor | None = None,
-    with_similarity: bool = True,
-    with_query_means: bool = True,
 ) -> Tensor:
+    rules = QuantizeRules.of_flat(numbers, flags, scalars)
     layout = WorkspaceLayout(
-        CallShape.of(q, k, None if slot_tokens is None else slot_tokens.shape[1]),
+        CallShape.of(q, k, OrderFacts(*order).slots),
         Element(element),
         with_values=v is not None,
-        with_queries=with_queries,
-        with_pools=with_pools,
+        with_queries=rules.with_queries,
+        with_pools=rules.with_pools,
     )
     return q.new_empty(layout.nbytes, dtype=torch.uint8)
 
@@ -130,60 +104,33 @@ def _route(
     shape: list[int],
     element: int,
     with_values: bool,
+    with_pools: bool,
+    numbers: list[int],
+    flags: list[bool],
+    scalars: list[float],
     key_lengths: Tensor | None,
     block_mask: Tensor | None,
     thresholds: Tensor | None,
-    select: int,
-    topk_blocks: int,
-    cdfthreshd: float,
-    simthreshd1: float,
-    scale: float,
-    causal: bool,
-    attention_sink: bool,
-    keep_diagonal: bool,
-    exact_prefix: int,
-    exact_suffix: int,
+    order: list[Tensor | None],
     counters: Tensor | None,
-    with_pools: bool = False,
-    floor: int = 1,
-    upstream: bool = True,
-    slot_counts: Tensor | None = None,
-    keys_exact: Tensor | None = None,
-    queries_exact: Tensor | None = None,
     q_block_mean: Tensor | None = None,
     q_similarity: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     queries = None
     if q_block_mean is not None and q_similarity is not None:
         queries = (q_block_mean, q_similarity)
-    rules = RouteRules(
-        select=select,
-        topk_blocks=topk_blocks,
-        cdfthreshd=cdfthreshd,
-        simthreshd1=simthreshd1,
-        scale=scale,
-        causal=causal,
-        attention_sink=attention_sink,
-        keep_diagonal=keep_diagonal,
-        exact_prefix=exact_prefix,
-        exact_suffix=exact_suffix,
-        floor=floor,
-        upstream=upstream,
-    )
     return launch.route(
         workspace,
         CallShape(*shape),
         Element(element),
         with_values,
+        with_pools,
+        RouteRules.of_flat(numbers, flags, scalars),
         key_lengths,
         block_mask,
         thresholds,
-        rules,
+        OrderFacts(*order),
         counters,
-        with_pools,
-        launch.OrderFacts(
-            slot_counts=slot_counts, keys_exact=keys_exact, queries_exact=queries_exact
-        ),
         queries,
     )
 
@@ -203,23 +150,18 @@ def _attend(
     block_map: Tensor,
     shape: list[int],
     element: int,
-    with_queries: bool,
+    numbers: list[int],
+    flags: list[bool],
+    scalars: list[float],
     key_lengths: Tensor | None,
     thresholds: Tensor | None,
-    scale: float,
-    pvthreshd: float,
-    pv_filter: bool,
-    causal: bool,
+    order: list[Tensor | None],
     out: Tensor,
     lse: Tensor | None,
     partial_out: Tensor | None,
     partial_max: Tensor | None,
     partial_sum: Tensor | None,
     counters: Tensor | None,
-    with_pools: bool = False,
-    slot_tokens: Tensor | None = None,
-    slot_counts: Tensor | None = None,
-    head_walk: Tensor | None = None,
 ) -> None:
     partials = None
     if partial_out is not None and partial_max is not None and partial_sum is not None:
@@ -230,19 +172,14 @@ def _attend(
         block_map,
         CallShape(*shape),
         Element(element),
-        with_queries,
+        AttendRules.of_flat(numbers, flags, scalars),
         key_lengths,
         thresholds,
-        scale,
-        pvthreshd,
-        pv_filter,
-        causal,
+        OrderFacts(*order),
         out,
         lse,
         partials,
         counters,
-        with_pools,
-        launch.OrderFacts(slot_tokens, slot_counts, head_walk),
     )
 
 

@@ -11,8 +11,9 @@ from .call import Call
 from .errors import Unsupported
 from .kernel_check import build_kernels
 from .kernels import capabilities
+from .order_facts import NO_ORDER, OrderFacts
 from .policy import PV_FILTER_OFF
-from .route_rules import Select
+from .stage_rules import AttendRules, QuantizeRules, RouteRules, Select
 from .stats import Counter
 from .workspace import layout_of
 
@@ -103,82 +104,88 @@ def run_kernels(
             counters[Counter.VALID] += call.plan.valid_pairs().sum()
             counters[Counter.KEPT_BLOCKS] += call.plan.visited_blocks().sum()
     pvthreshd = call.policy.pvthreshd
+    rules = AttendRules(
+        with_queries=call.routes,
+        with_pools=call.pools,
+        scale=call.scale,
+        pvthreshd=PV_FILTER_OFF if isinstance(pvthreshd, Tensor) else pvthreshd,
+        pv_filter=call.policy.pv_filter,
+        causal=call.is_causal,
+    )
     ops.attend(
         call.q,
         workspace,
         block_map,
         shape.sizes(),
         int(call.element),
-        call.routes,
+        *rules.flat(),
         call.key_lengths,
         call.thresholds,
-        call.scale,
-        PV_FILTER_OFF if isinstance(pvthreshd, Tensor) else pvthreshd,
-        call.policy.pv_filter,
-        call.is_causal,
+        _slots(call).flat(),
         out,
         lse,
         *(partials or (None, None, None)),
         counters,
-        call.pools,
-        *_slots(call),
     )
 
 
 def quantize(call: Call) -> Tensor:
-    return ops.quantize(
-        call.q,
-        call.k,
-        call.v,
-        call.key_lengths,
-        call.policy.smooth_k,
-        int(call.element),
-        call.routes,
-        call.pools,
-        *_slots(call),
+    rules = QuantizeRules(
+        smooth_k=call.policy.smooth_k,
+        with_queries=call.routes,
+        with_pools=call.pools,
         with_similarity=call.asks_similarity,
         with_query_means=call.scores,
     )
+    tensors = (call.q, call.k, call.v, call.key_lengths)
+    return ops.quantize(*tensors, int(call.element), *rules.flat(), _slots(call).flat())
 
 
-def _slots(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(orders, slots) tokens, (key_blocks,) counts and (heads,) orders; None for what there is
-    not.
-    """
+def _slots(call: Call) -> OrderFacts:
+    """(walks, slots) tokens, (key_blocks,) counts and (heads,) walks."""
     order, budget = call.order, call.budget
     if order is None:
-        return None, None, None
-    return order.slot_tokens, order.block_counts, None if budget is None else budget.walk
+        return NO_ORDER
+    walk = None if budget is None else budget.walk
+    return OrderFacts(order.slot_tokens, order.block_counts, walk)
 
 
 def route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
     policy, shape, order = call.policy, call.shape, call.order
     select = Select.TOPK if policy.select_by == "topk" else Select.CDF
+    rules = RouteRules(
+        select=int(select if call.block_mask is None else Select.MASK),
+        topk_blocks=max(1, int(_scalar(policy.topk) * shape.key_blocks)),
+        cdfthreshd=_scalar(policy.cdfthreshd),
+        simthreshd1=_scalar(policy.simthreshd1),
+        score_scale=call.scale,
+        causal=call.is_causal,
+        attention_sink=policy.attention_sink,
+        keep_diagonal=policy.keep_diagonal,
+        exact_prefix=policy.exact_prefix,
+        exact_suffix=policy.exact_suffix,
+        floor=1 if call.budget is None else call.budget.floor,
+        upstream=call.budget is None and order is None,
+    )
+    facts = NO_ORDER
+    if order is not None:
+        facts = OrderFacts(
+            slot_counts=order.block_counts,
+            keys_exact=order.keys_exact,
+            queries_exact=order.queries_exact,
+        )
     return ops.route(
         workspace,
         shape.sizes(),
         int(call.element),
         call.v is not None,
+        call.pools,
+        *rules.flat(),
         call.key_lengths,
         call.block_mask,
         call.thresholds,
-        int(select if call.block_mask is None else Select.MASK),
-        max(1, int(_scalar(policy.topk) * shape.key_blocks)),
-        _scalar(policy.cdfthreshd),
-        _scalar(policy.simthreshd1),
-        call.scale,
-        call.is_causal,
-        policy.attention_sink,
-        policy.keep_diagonal,
-        policy.exact_prefix,
-        policy.exact_suffix,
+        facts.flat(),
         counters,
-        call.pools,
-        1 if call.budget is None else call.budget.floor,
-        call.budget is None and order is None,
-        None if order is None else order.block_counts,
-        None if order is None else order.keys_exact,
-        None if order is None else order.queries_exact,
     )
 
 

@@ -6,6 +6,9 @@ What it computes depends on the data, which torch.compile could not trace.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,16 +16,40 @@ from . import on_reference
 from .call import Call
 from .ops import NAMESPACE
 from .plan.blocks import BlockPlan
-from .policy import PerHead, Precision, SparsePolicy
+from .policy import Precision, SparsePolicy
+from .stage_rules import FLAT_SCHEMA, Rules
 from .thresholds import COLUMNS
 
 _SCHEMA = (
     "reference(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? block_mask, "
-    "Tensor? block_map, Tensor? counts, Tensor? thresholds, str select_by, float topk, "
-    "float cdfthreshd, float simthreshd1, float pvthreshd, bool attention_sink, "
-    "bool keep_diagonal, SymInt exact_prefix, SymInt exact_suffix, bool smooth_k, str precision, "
-    "float scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counters) -> ()"
+    "Tensor? block_map, Tensor? counts, Tensor? thresholds, str select_by, str precision, "
+    f"{FLAT_SCHEMA}, float scale, bool causal, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counters) -> ()"
 )
+
+
+@dataclass(frozen=True)
+class _PolicyRules(Rules):
+    """The scalars of a policy by their names in `SparsePolicy`."""
+
+    topk: float
+    cdfthreshd: float
+    simthreshd1: float
+    pvthreshd: float
+    attention_sink: bool
+    keep_diagonal: bool
+    exact_prefix: int
+    exact_suffix: int
+    smooth_k: bool
+
+    @classmethod
+    def of(cls, policy: SparsePolicy) -> _PolicyRules:
+        """Per-head values travel in ``thresholds``; their number is not read then."""
+        values: dict[str, Any] = {}
+        for name in cls.__annotations__:
+            value = getattr(policy, name)
+            values[name] = 1.0 if isinstance(value, Tensor) else value
+        return cls(**values)
 
 
 def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
@@ -42,16 +69,8 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
         None if plan is None else plan.counts,
         call.thresholds,
         policy.select_by,
-        _number(policy.topk),
-        _number(policy.cdfthreshd),
-        _number(policy.simthreshd1),
-        _number(policy.pvthreshd),
-        policy.attention_sink,
-        policy.keep_diagonal,
-        policy.exact_prefix,
-        policy.exact_suffix,
-        policy.smooth_k,
         policy.precision.value,
+        *_PolicyRules.of(policy).flat(),
         call.scale,
         call.is_causal,
         out,
@@ -70,42 +89,22 @@ def _reference(
     counts: Tensor | None,
     thresholds: Tensor | None,
     select_by: str,
-    topk: float,
-    cdfthreshd: float,
-    simthreshd1: float,
-    pvthreshd: float,
-    attention_sink: bool,
-    keep_diagonal: bool,
-    exact_prefix: int,
-    exact_suffix: int,
-    smooth_k: bool,
     precision: str,
+    numbers: list[int],
+    flags: list[bool],
+    scalars: list[float],
     scale: float,
     causal: bool,
     out: Tensor,
     lse: Tensor | None,
     counters: Tensor | None,
 ) -> None:
-    numbers: dict[str, PerHead] = {
-        "topk": topk,
-        "cdfthreshd": cdfthreshd,
-        "simthreshd1": simthreshd1,
-        "pvthreshd": pvthreshd,
-    }
+    values: dict[str, Any] = vars(_PolicyRules.of_flat(numbers, flags, scalars)).copy()
     if thresholds is not None:
         by_head = dict(zip(COLUMNS, thresholds.unbind(1), strict=True))
-        numbers["topk" if select_by == "topk" else "cdfthreshd"] = by_head["selection"]
-        numbers |= {name: by_head[name] for name in ("simthreshd1", "pvthreshd")}
-    policy = SparsePolicy(
-        select_by=select_by,
-        attention_sink=attention_sink,
-        keep_diagonal=keep_diagonal,
-        exact_prefix=exact_prefix,
-        exact_suffix=exact_suffix,
-        smooth_k=smooth_k,
-        precision=Precision(precision),
-        **numbers,
-    )
+        values["topk" if select_by == "topk" else "cdfthreshd"] = by_head["selection"]
+        values |= {name: by_head[name] for name in ("simthreshd1", "pvthreshd")}
+    policy = SparsePolicy(select_by=select_by, precision=Precision(precision), **values)
     plan = None
     if block_map is not None and counts is not None:
         plan = BlockPlan(block_map, counts, q.shape[2], k.shape[2], causal, key_lengths)
@@ -117,12 +116,6 @@ def _reference(
 
 def _fake(*_: object) -> None:
     return None
-
-
-def _number(value: PerHead) -> float:
-    """Number of a threshold. Per-head values travel in ``thresholds``; their number is not read
-    then."""
-    return 1.0 if isinstance(value, Tensor) else float(value)
 
 
 def _register() -> torch.library.Library | None:

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory of the route kernel."""
+"""What the route kernel keeps in dynamic shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from .errors import Unsupported
-from .kernels import capabilities
-from .kernels.spec import ARCHS
+from .kernels.params import RouteSizes
+from .plan.blocks import block_count
 from .workspace import CallShape
-
-MAX_ROWS = 16  # query blocks that a thread block takes at most
-STATIC_BYTES = 20736  # declared by the kernel itself, at head_dim 128
-PADDING = 16  # numbers behind those of each product
 
 
 @dataclass(frozen=True)
 class RouteShared:
-    """Shared memory that a launch asks for, beside what the kernel declares."""
+    """What a launch asks for."""
 
     rows: int
     """Query blocks that share a thread block, and each read of the K means: as many as fit."""
@@ -28,13 +22,14 @@ class RouteShared:
     nbytes: int
 
     @classmethod
-    def of(cls, shape: CallShape, with_pools: bool, device: torch.device) -> RouteShared:
-        """Fits as many query blocks as shared memory holds. Raises Unsupported where not even the
-        scores of one fit."""
-        limit = ARCHS[capabilities(device).arch].shared_limit - STATIC_BYTES
-        pitch = score_pitch(shape.key_blocks)
+    def of(cls, shape: CallShape, with_pools: bool, sizes: RouteSizes, limit: int) -> RouteShared:
+        """limit: bytes that a launch may ask for.
+
+        Raises Unsupported where not even the scores of one query block fit.
+        """
+        pitch = score_pitch(shape.key_blocks, sizes)
         numbers = 2 * pitch if with_pools else pitch  # room to score errors, beside the scores
-        rows = min((limit - shape.key_blocks) // (4 * numbers), MAX_ROWS)
+        rows = min((limit - shape.key_blocks) // (4 * numbers), sizes.rows)
         if rows < 1:
             raise Unsupported(
                 f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in "
@@ -42,20 +37,11 @@ class RouteShared:
                 "block_mask."
             )
         scores = 4 * rows * pitch
-        spare = max(scores, vector_bytes(shape.head_dim)) if with_pools else 0
+        spare = max(scores, sizes.spare_bytes) if with_pools else 0
         return cls(rows, pitch, scores + shape.key_blocks + spare)
 
 
-def score_pitch(key_blocks: int) -> int:
-    """Whole steps of sixteen key blocks (kKeyStep of csrc/route/outputs.cuh) plus eight numbers.
-
-    So pairs of numbers in four rows lie in 32 banks, also where 512 key blocks (Wan's 32,760
-    tokens) would put them in eight."""
-    return (key_blocks + 15) // 16 * 16 + 8
-
-
-def vector_bytes(head_dim: int) -> int:
-    """Bytes of the vectors that every key block is multiplied with: one a query block.
-
-    Each is in two parts, of four numbers a lane and eight channels."""
-    return 2 * head_dim // 8 * (4 * 32 + PADDING) * 4
+def score_pitch(key_blocks: int, sizes: RouteSizes) -> int:
+    """Whole steps of key blocks and eight numbers, so that pairs of numbers in four rows lie in 32
+    banks. Of 512 key blocks, the 32,760 tokens of Wan, they would all lie in eight."""
+    return block_count(key_blocks, sizes.key_step) * sizes.key_step + 8

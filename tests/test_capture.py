@@ -55,11 +55,11 @@ def test_the_reference_is_one_graph_too(make_qkv, policy: SparsePolicy, given: s
 def test_the_reference_passes_opcheck(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 150, 32)
     out = torch.empty(1, 150, 2, 32, dtype=q.dtype).transpose(1, 2)
-    of_policy = (None, None, None, None, None, "topk", 0.5, 0.98, -0.1, 15.0)
-    flags = (False, True, 0, 7, True, "int8", 0.2, True)
+    of_policy = (None, None, None, None, None, "topk", "int8")
+    rules = ([0, 7], [False, True, True], [0.5, 0.98, -0.1, 15.0], 0.2, True)
     counters = torch.zeros(len(Counter), dtype=torch.int64)
     results = (out, torch.empty(1, 2, 150), counters)
-    torch.library.opcheck(torch.ops.sparge.reference, (q, k, v, *of_policy, *flags, *results))
+    torch.library.opcheck(torch.ops.sparge.reference, (q, k, v, *of_policy, *rules, *results))
 
 
 @pytest.fixture

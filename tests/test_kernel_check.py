@@ -46,9 +46,7 @@ class Gpu:
     def ops(self) -> SimpleNamespace:
         nothing = torch.empty(0)
 
-        def quantize(
-            q: Any, k: Any, v: Any, lengths: Any, smooth: Any, element: int, *_: Any, **__: Any
-        ):
+        def quantize(q: Any, k: Any, v: Any, lengths: Any, element: int, *_: Any):
             self.launch("quantize", element)
             return nothing
 

@@ -24,6 +24,7 @@ from sparge import (
 )
 from sparge.call import Call
 from sparge.kernels import Capability
+from sparge.stage_rules import RouteRules
 
 GRID = TokenGrid(3, 6, 9)
 HEADS, KV_HEADS = 6, 2
@@ -39,13 +40,14 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def routed(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Arguments that each route launch is told, by name."""
-    told: list[dict[str, Any]] = []
+def routed(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[RouteRules]:
+    """The rules of each route launch."""
+    told: list[RouteRules] = []
     names = inspect.signature(ops._route)
 
-    def route(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        told.append(dict(names.bind(*args, **named).arguments))
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        given = names.bind(*args).arguments
+        told.append(RouteRules.of_flat(given["numbers"], given["flags"], given["scalars"]))
         nothing = torch.zeros(1, dtype=torch.int32)
         return nothing, nothing
 
@@ -57,7 +59,7 @@ def routed(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("given", ["nothing", "order", "budget", "both"])
 def test_upstreams_semantics_are_of_plain_calls_alone(
-    make_qkv, routed: list[dict[str, Any]], given: str
+    make_qkv, routed: list[RouteRules], given: str
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
     options: dict[str, Any] = {}
@@ -68,7 +70,7 @@ def test_upstreams_semantics_are_of_plain_calls_alone(
     q, k, v = make_qkv(1, HEADS, GRID.tokens, 64)
     sparge.attention(q, k, v, SparsePolicy(topk=0.3), **options)
     (told,) = routed
-    assert told["upstream"] is (given == "nothing")
+    assert told.upstream is (given == "nothing")
 
 
 @pytest.mark.parametrize("given", ["policy", "thresholds", "mask", "plan", "budget"])

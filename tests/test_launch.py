@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import importlib
 from ctypes import Structure
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparge import TokenGrid, grid_order
+from sparge import SparsePolicy, TokenGrid, grid_order, ops, pipeline
+from sparge.call import make_call
 from sparge.kernels import Capability, Element
-from sparge.kernels.params import MeansParams
+from sparge.kernels.params import HOPPER_ATTEND, MeansParams, MeansSizes, RouteSizes
+from sparge.order_facts import NO_ORDER, OrderFacts
 from sparge.plan.key_mean import LEAST_KEYS, STRIDE
+from sparge.stage_rules import QuantizeRules, RouteRules, Select
 
 launch = importlib.import_module("sparge.launch")
 
@@ -39,14 +43,19 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> dict[str, Structure]:
     """The parameters of every launch, by its entry; nothing is launched."""
     parameters: dict[str, Structure] = {}
 
-    def queue(
-        entry: str, device: object, shape: object, grid: object, params: Structure, **_: object
-    ):
-        parameters[entry] = params
+    sizes = {"means": MeansSizes(slices=4), "route": RouteSizes(16, 16, 1000)}
+
+    def find_kernel(entry: str, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(entry=entry, sizes=sizes.get(entry), static_shared=20_000)
+
+    def queue(kernel: SimpleNamespace, grid: object, params: Structure, _: int = 0) -> None:
+        parameters[kernel.entry] = params
 
     capability = Capability(True, "", "sm_90a")
+    for name in ("sparge.launch", "sparge.call"):
+        monkeypatch.setattr(importlib.import_module(name), "capabilities", lambda _: capability)
+    monkeypatch.setattr(launch, "find_kernel", find_kernel)
     monkeypatch.setattr(launch, "queue", queue)
-    monkeypatch.setattr(launch, "capabilities", lambda _: capability)
     monkeypatch.setattr(launch, "resident_blocks", lambda _: 132)
     return parameters
 
@@ -79,7 +88,51 @@ def test_quantize_asks_for_the_mean_of_its_order(
 ) -> None:
     order = grid_order(TokenGrid(2, 64, 64))
     assert order.tokens >= LEAST_KEYS
-    facts = launch.OrderFacts(order.slot_tokens, order.block_counts) if ordered else launch.NO_ORDER
+    facts = OrderFacts(order.slot_tokens, order.block_counts) if ordered else NO_ORDER
     q = torch.zeros(1, 1, order.tokens, 64, dtype=torch.bfloat16)
-    launch.quantize(q, q, q, None, True, Element.INT8_E4M3, True, False, facts)
+    launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
     assert means_of(queued).k_stride == (STRIDE if ordered else 1)
+
+
+def test_what_a_policy_says_reaches_the_kernels(
+    queued: dict[str, Structure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the ops' own functions, as on a GPU."""
+    stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
+    monkeypatch.setattr(pipeline, "ops", SimpleNamespace(**stages))
+    policy = SparsePolicy(
+        topk=0.5,
+        cdfthreshd=0.875,
+        simthreshd1=0.25,
+        pvthreshd=15.0,
+        attention_sink=True,
+        keep_diagonal=False,
+        exact_prefix=3,
+        exact_suffix=5,
+        smooth_k=False,
+    )
+    q = torch.zeros(1, 2, 640, 64, dtype=torch.bfloat16)
+    call = make_call(q, q, q, policy, "HND", True, 0.125, None, None, None)
+    pipeline.run_kernels(call, torch.empty_like(q), None, None)
+
+    def told(entry: str, *names: str) -> list[float]:
+        return [getattr(queued[entry], name) for name in names]
+
+    assert told("means", "smooth_k") == [False]
+    flags = ("with_queries", "with_values", "with_similarity")
+    assert told("quantize", *flags) == [True, True, True]
+    assert told("route", "select", "topk_blocks", "floor", "upstream") == [Select.TOPK, 5, 1, True]
+    assert told("route", "cdfthreshd", "simthreshd1", "score_scale") == [0.875, 0.25, 0.125]
+    assert told("route", "causal", "attention_sink", "keep_diagonal") == [True, True, False]
+    assert told("route", "exact_prefix", "exact_suffix", "rows_per_cta") == [3, 5, 16]
+    attended = told(HOPPER_ATTEND, "scale", "pvthreshd", "causal", "tokens")
+    assert attended == [0.125, 15.0, True, 640]
+
+
+def test_rules_are_the_same_after_an_op() -> None:
+    rules = RouteRules(Select.CDF, 7, 0.9, -0.1, 0.2, True, False, True, 3, 4, 2, False)
+    assert RouteRules.of_flat(*rules.flat()) == rules
+    order = OrderFacts(*torch.eye(5).unbind())
+    assert vars(OrderFacts(*order.flat())) == vars(order)
+    with pytest.raises(ValueError, match="zip"):
+        RouteRules.of_flat([1], [True], [0.5])

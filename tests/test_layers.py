@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the tree: nodes -> sparge -> sparge.kernels -> csrc, small files, no local paths."""
+"""The shape of the tree: nodes, tools -> sparge -> sparge.kernels -> csrc, small files, no local
+paths."""
 
 from __future__ import annotations
 
@@ -58,6 +59,14 @@ def test_the_library_knows_no_comfyui() -> None:
 
 def test_nodes_import_the_library_and_comfyui_only() -> None:
     assert offences("nodes", {"sparge", "torch"} | COMFYUI) == []
+
+
+def test_tools_import_the_library_and_nothing_imports_them() -> None:
+    assert offences("tools", {"tools", "sparge", "numpy"}) == []
+    users = [ROOT / "__init__.py", ROOT / "install.py"]
+    users += [path for folder in ("nodes", "sparge") for path in files(".py", under=ROOT / folder)]
+    found = [path for path in users for name in imports(path) if "tools" in name.split(".")[:2]]
+    assert found == []
 
 
 def test_nodes_reach_the_library_by_relative_import() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pip package: the library with its CUDA sources and nothing else; the registry's rules."""
+"""The pip package: the library, its CUDA sources and the tools, nothing else; the registry's
+rules."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-BUILD_INPUTS = ("sparge", "csrc", "nodes", "pyproject.toml", "requirements.txt", "README.md")
+BUILD_INPUTS = (
+    "sparge",
+    "csrc",
+    "tools",
+    "nodes",
+    "pyproject.toml",
+    "requirements.txt",
+    "README.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +52,9 @@ def test_wheel_holds_the_library_and_its_sources(wheel: Path) -> None:
     }
     sources = {
         "sparge/" + p.relative_to(ROOT).as_posix()
-        for p in (ROOT / "csrc").rglob("*")
-        if p.is_file()
+        for folder in ("csrc", "tools")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".cu", ".cuh", ".py")
     }
     assert packed == library | sources
     assert "sparge/csrc/attend.cu" in packed
@@ -78,6 +88,25 @@ def test_installed_library_finds_its_sources(wheel: Path, tmp_path: Path) -> Non
     folder, headers = done.stdout.split()
     assert Path(folder) == tmp_path / "sparge" / "csrc"
     assert int(headers) > 0
+
+
+def test_installed_converter_runs(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+        name = next(n for n in archive.namelist() if n.endswith("/entry_points.txt"))
+        command = re.search(
+            r"^sparge-convert-cogvideox = ([\w.]+):(\w+)$", archive.read(name).decode(), re.M
+        )
+    assert command
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"from {command[1]} import {command[2]}\n"
+        f"sys.exit({command[2]}(['--help']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "SOURCE" in done.stdout
 
 
 def test_requirements_are_plain_lines_without_torch() -> None:

@@ -18,10 +18,11 @@ from torch import Tensor
 from .. import ops
 from ..call import element_of
 from ..kernels import Element, capabilities
+from ..order_facts import OrderFacts
 from ..plan.blocks import QUERY_BLOCK, block_count
 from ..policy import PV_FILTER_OFF, Precision
 from ..reference.partial import Partial
-from ..route_rules import Select
+from ..stage_rules import AttendRules, QuantizeRules, RouteRules, Select
 from ..workspace import CallShape, WorkspaceLayout, layout_of
 from .measure import Measure, Measured, Sample, reference_measure
 from .pieces import Pieces, piece_counts
@@ -201,50 +202,51 @@ class _Group:
 
     def _quantized(self, layout: WorkspaceLayout) -> Tensor:
         sample, order = self.sample, self.sample.workload.order
+        rules = QuantizeRules(
+            smooth_k=True, with_queries=False, with_pools=True, with_similarity=False
+        )
         return ops.quantize(
             sample.q,
             sample.k,
             sample.v,
             sample.key_lengths,
-            True,
             int(layout.element),
-            False,
-            True,
-            order.slot_tokens,
-            order.block_counts,
-            None,
+            *rules.flat(),
+            OrderFacts(order.slot_tokens, order.block_counts).flat(),
             self.facts.means[:, :, self.kv_heads],
-            with_similarity=False,
         )
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
         """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
         sample, shape = self.sample, layout.shape
         routers, densities, _ = sample.candidates.shape
+        rules = RouteRules(
+            select=int(Select.TOPK),
+            topk_blocks=1,
+            cdfthreshd=1.0,
+            simthreshd1=0.0,
+            score_scale=sample.scale,
+            causal=False,
+            attention_sink=sample.workload.sink,
+            keep_diagonal=False,
+            exact_prefix=0,
+            exact_suffix=0,
+            floor=sample.candidates.floor,
+            upstream=False,
+        )
+        # The sampled blocks are no slots of the order.
+        order = OrderFacts(keys_exact=sample.workload.order.keys_exact)
         kept, _ = ops.route(
             workspace,
             shape.sizes(),
             int(layout.element),
             True,
+            True,
+            *rules.flat(),
             sample.key_lengths,
             None,
             self.facts.blocks.thresholds[self.heads].flatten(0, 1),
-            int(Select.TOPK),
-            1,
-            1.0,
-            0.0,
-            sample.scale,
-            False,
-            sample.workload.sink,
-            False,
-            0,
-            0,
-            None,
-            True,
-            sample.candidates.floor,
-            False,
-            None,  # the measured blocks are no slots of the order
-            sample.workload.order.keys_exact,
+            order.flat(),
             None,
             self.rows.means.flatten(1, 2).contiguous(),
             self.facts.similar,
@@ -266,6 +268,14 @@ class _Group:
         row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
         lengths = sample.key_lengths
+        rules = AttendRules(
+            with_queries=False,
+            with_pools=False,
+            scale=sample.scale,
+            pvthreshd=PV_FILTER_OFF,
+            pv_filter=False,
+            causal=False,
+        )
         ops.attend(
             q,
             workspace,
@@ -274,20 +284,15 @@ class _Group:
                 *by_kv, 1, blocks * QUERY_BLOCK, layout.shape.keys, layout.shape.channels
             ).sizes(),
             int(layout.element),
-            False,
+            *rules.flat(),
             None if lengths is None else lengths.repeat_interleave(kv_heads),
             None,
-            sample.scale,
-            PV_FILTER_OFF,
-            False,
-            False,
+            OrderFacts(slots).flat(),
             out,
             None,
             sums.view(*q.shape),
             row_max.view(*q.shape[:-1]),
             row_sum.view(*q.shape[:-1]),
             None,
-            False,
-            slots,
         )
         return Partial(sums, row_max, row_sum)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from ctypes import Structure, sizeof
 from dataclasses import dataclass
 
+from .params import SIZES
 from .report import Report
 from .spec import ARCHS, KernelSpec
 
@@ -17,6 +19,8 @@ _FUNCTION = 2
 _SECTION_BYTES = 64
 _SYMBOL_BYTES = 24
 _MOST_THREADS = 1024  # a block of any GPU
+#: Bytes of a block's shared memory that the driver keeps; cubins from this target on count them.
+_KEPT, _KEPT_FROM = 1024, 90
 
 
 @dataclass(frozen=True)
@@ -44,21 +48,53 @@ def read_launch_info(image: bytes) -> LaunchInfo:
 
     Raises ValueError when the image is no 64-bit ELF file or has no such initialised symbol.
     """
-    for symbol in _symbols(image, b"launch_info"):
+    return LaunchInfo(*struct.unpack("<II", _constant(image, "launch_info", "LaunchInfo", 8)))
+
+
+def read_sizes(image: bytes, entry: str) -> Structure | None:
+    """Its ``launch_sizes``, a struct of `SIZES`; None where the entry has none.
+
+    Raises ValueError as `read_launch_info` does.
+    """
+    kind = SIZES.get(entry)
+    if kind is None:
+        return None
+    data = _constant(image, "launch_sizes", kind.__name__, sizeof(kind))
+    return kind.from_buffer_copy(data)
+
+
+def read_static_shared(image: bytes, entry: str) -> int:
+    """Bytes of shared memory that the kernel declares itself."""
+    for symbol in _symbols(image, f".nv.shared.{entry}".encode()):
+        kept = _KEPT if any(target >= _KEPT_FROM for target in _targets(image)) else 0
+        return max(0, symbol.section.size - kept)
+    return 0
+
+
+def _constant(image: bytes, name: str, kind: str, size: int) -> bytes:
+    for symbol in _symbols(image, name.encode()):
         if symbol.section.kind != _NO_BITS:
-            return LaunchInfo(*_unpack("<II", image, symbol.section.offset + symbol.value))
+            at = symbol.section.offset + symbol.value
+            if at + size > len(image):
+                raise ValueError("the cubin is cut short")
+            return image[at : at + size]
     raise ValueError(
-        "the cubin has no initialised symbol launch_info: its entry file must define "
-        'extern "C" __device__ const LaunchInfo launch_info'
+        f"the cubin has no initialised symbol {name}: its entry file must define "
+        f'extern "C" __device__ const {kind} {name}'
     )
+
+
+def _targets(image: bytes) -> set[int]:
+    """One target, or none that is built for."""
+    # Which of the two bytes it is depends on the ELF's version.
+    return {arch.number for arch in ARCHS.values()}.intersection(_unpack("<BB", image, 0x30))
 
 
 def check_image(image: bytes, spec: KernelSpec) -> None:
     """Raises ValueError for what cannot be the kernel of ``spec``."""
     (machine,) = _unpack("<H", image, 0x12)
-    targets = set(_unpack("<BB", image, 0x30))  # the target is one or the other, by version
-    named = targets.intersection(arch.number for arch in ARCHS.values())
-    if machine != _CUDA or (named and ARCHS[spec.arch].number not in named):
+    targets = _targets(image)
+    if machine != _CUDA or (targets and ARCHS[spec.arch].number not in targets):
         raise ValueError(f"the cubin is not for {spec.arch}")
     if not any(symbol.kind == _FUNCTION for symbol in _symbols(image, spec.entry.encode())):
         raise ValueError(f"the cubin has no kernel {spec.entry}")
@@ -66,6 +102,7 @@ def check_image(image: bytes, spec: KernelSpec) -> None:
     limit = ARCHS[spec.arch].shared_limit
     if not 0 < info.threads <= _MOST_THREADS or info.shared_bytes > limit:
         raise ValueError(f"the cubin asks for what no GPU of {spec.arch} has: {info}")
+    read_sizes(image, spec.entry)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from typing import Any
 
-from .cubin import LaunchInfo, read_launch_info
+from .cubin import LaunchInfo, read_launch_info, read_sizes, read_static_shared
 
 _INVALID_CONTEXT = 201
 _INVALID_HANDLE = 400
@@ -95,13 +96,17 @@ def current(lib: ctypes.CDLL, context: c_void_p) -> Iterator[None]:
 
 
 class Kernel:
-    """A kernel loaded on one device. ``info`` is what its cubin says about a launch.
+    """A kernel loaded on one device. ``info``, ``sizes`` and ``static_shared`` are what its cubin
+    says about a launch.
 
     Raises DriverError when the driver refuses the image.
     """
 
     def __init__(self, image: bytes, entry: str, device_index: int) -> None:
         self.info: LaunchInfo = read_launch_info(image)
+        self.sizes: Any = read_sizes(image, entry)
+        self.static_shared = read_static_shared(image, entry)
+        self.device_index = device_index
         self._lib = lib = library()
         self._context = primary_context(device_index)
         self._module, self._function = c_void_p(), c_void_p()

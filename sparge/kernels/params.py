@@ -205,6 +205,18 @@ class PoolColumn(Structure):
     _fields_ = (("scale", c_float), ("bias", c_float))
 
 
+class MeansSizes(Structure):
+    _fields_ = (("slices", c_uint32),)
+
+
+class RouteSizes(Structure):
+    _fields_ = (("rows", c_uint32), ("key_step", c_uint32), ("spare_bytes", c_uint32))
+
+
+class ScoreSizes(Structure):
+    _fields_ = (("rows", c_uint32), ("step", c_uint32), ("query_bytes", c_uint32))
+
+
 #: Structs that lie in tensors rather than in a parameter block; all their fields are float32.
 IN_TENSORS: tuple[type[Structure], ...] = (HeadThresholds, PoolColumn)
 
@@ -220,4 +232,11 @@ PARAMS: dict[str, type[Structure]] = {
     HOPPER_ATTEND: AttendParams,
     HOPPER_ATTEND_16: AttendParams,
     "score": ScoreParams,
+}
+
+#: What an entry's cubin says beside `LaunchInfo`, where it says more.
+SIZES: dict[str, type[Structure]] = {
+    "means": MeansSizes,
+    "route": RouteSizes,
+    "score": ScoreSizes,
 }

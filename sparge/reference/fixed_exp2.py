@@ -19,8 +19,8 @@ from ..plan.blocks import KEY_BLOCK
 LOW, HIGH = -0.0154, 0.0110
 
 _STEPS = 64  # an octave
-_SHIFT = 13.942620  # of x; makes the steps of all that E4M3 can hold positive
-_SCALE = 2.0**-15  # of a line, where half precision begins: the sum of two is 2^-14 2^(x + _SHIFT)
+SHIFT = 13.942620  # of x; makes the steps of all that E4M3 can hold positive
+_SCALE = 2.0**-15  # of a line, where half precision begins: the sum of two is 2^-14 2^(x + SHIFT)
 _ROOT_HALF = 0.70703125  # 2^-.5 in half precision
 
 _TILE = 8  # neighbouring keys
@@ -30,7 +30,7 @@ FIXED_TILES = 0x5B
 
 def fixed_exp2(x: Tensor) -> Tensor:
     """About 2^x in half precision, 0 or less than 2^-13 where 2^x is below that; x up to 10."""
-    steps = (_STEPS * (x + _SHIFT)).round().clamp(min=0)
+    steps = (_STEPS * (x + SHIFT)).round().clamp(min=0)
     return (_line(steps + _STEPS / 2) * _ROOT_HALF + _line(steps)).half()
 
 

@@ -25,6 +25,7 @@ from sparge.calibrate import (
 from sparge.calibrate.scoring import Distances, squared_errors
 from sparge.calibrate.spread import ROW_STEP
 from sparge.kernels import Element
+from sparge.order_facts import OrderFacts
 from sparge.plan import QUERY_BLOCK, Router, TokenGrid, cube_order, grid_order, pack, unpack
 from sparge.plan.blocks import whole_steps
 from sparge.reference.packed import Packed, pack_qkv
@@ -32,7 +33,7 @@ from sparge.reference.pooled import attend_packed
 from sparge.reference.quantize import count_rows, quantize_qkv
 from sparge.reference.route import rank_blocks
 from sparge.reference.scores import BlockFacts, log_scores
-from sparge.route_rules import Select
+from sparge.stage_rules import AttendRules, QuantizeRules, RouteRules, Select
 from sparge.thresholds import COLUMNS
 from sparge.workspace import CallShape, WorkspaceLayout
 from tests.calibrate.reference_score import score_by_reference
@@ -64,11 +65,13 @@ class Stages:
         k: Tensor,
         v: Tensor,
         key_lengths: Tensor | None,
+        element: int,
         *rest: Any,
-        with_similarity: bool,
     ) -> Tensor:
-        _, _, with_queries, with_pools, slot_tokens, _, head_walk, means = rest
-        assert head_walk is None and not with_similarity and means.shape == (3, *k.shape[:2], 64)
+        *flat, facts, means = rest
+        rules, (slot_tokens, _, head_walk, *_) = QuantizeRules.of_flat(*flat), facts
+        assert element == Element.INT8_FP16 and rules.smooth_k and not rules.with_similarity
+        assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
         (walk,) = (
             index
             for index, tokens in enumerate(self.workload.order.slot_tokens)
@@ -79,8 +82,8 @@ class Stages:
             CallShape.of(q, k, order.slots),
             Element.INT8_FP16,
             with_values=True,
-            with_queries=with_queries,
-            with_pools=with_pools,
+            with_queries=rules.with_queries,
+            with_pools=rules.with_pools,
         )
         workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
         self.held.append(workspace.numel())
@@ -126,10 +129,11 @@ class Stages:
     def route(
         self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        _, block_mask, thresholds, select, _, _, _, scale, causal, sink = rest[:10]
-        with_pools, floor, upstream, _, keys_exact, queries_exact, q_means, q_similarity = rest[14:]
-        assert (block_mask, select, causal, queries_exact) == (None, Select.TOPK, False, None)
-        assert not upstream
+        with_pools, *flat, _, block_mask, thresholds, facts, counters, q_means, q_similarity = rest
+        rules, order = RouteRules.of_flat(*flat), OrderFacts(*facts)
+        assert (rules.select, rules.causal, rules.upstream) == (Select.TOPK, False, False)
+        assert block_mask is order.queries_exact is order.slot_counts is counters is None
+        assert order.keys_exact is not None
         layout = WorkspaceLayout(
             CallShape(*shape),
             Element(element),
@@ -141,7 +145,7 @@ class Stages:
         assert q_means.shape == (*shape[:2], layout.shape.query_blocks, 64)
         assert q_means.is_contiguous() and q_similarity.numel() >= q_means[..., 0].numel()
         assert (q_similarity > -1).all()
-        facts = BlockFacts(
+        means = BlockFacts(
             q_means,
             layout.view(workspace, "k_block_mean"),
             layout.view(workspace, "key_counts")[:, 0],
@@ -149,22 +153,23 @@ class Stages:
             layout.view(workspace, "v_block_mean").float(),
             layout.view(workspace, "v_variance"),
         )
-        valid = (facts.key_counts > 0)[:, None, None]
-        forced = keys_exact.clone()
-        forced[0] |= sink
-        mass, error = log_scores(facts, scale, valid)
+        valid = (means.key_counts > 0)[:, None, None]
+        forced = order.keys_exact.clone()
+        forced[0] |= rules.attention_sink
+        mass, error = log_scores(means, rules.score_scale, valid)
         by_error = thresholds[:, COLUMNS.index("router")] > 0
         scores = torch.where(by_error[:, None, None], error, mass)
         rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
         share = thresholds[:, COLUMNS.index("selection")]
-        asked = (share * scores.shape[-1]).long().clamp(min=floor)[:, None, None]
+        asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
         wanted = whole_steps(asked, (valid & forced).sum(-1, keepdim=True))
         kept = valid & (forced | (rank < wanted))
         return pack(kept), kept.sum(-1, dtype=torch.int32)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
-        shape, _, _, lengths, _, scale, _, _, _, out, _, sums, row_max, row_sum, *order = rest
-        _, _, (slots,) = order
+        shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest
+        rules, (slots,) = AttendRules.of_flat(*flat), facts[0]
+        assert not (rules.with_queries or rules.with_pools or rules.pv_filter or rules.causal)
         every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
         every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
         assert shape[0] == q.shape[0] and shape[2] == 1
@@ -184,7 +189,7 @@ class Stages:
                     query_counts=count_rows(rows.shape[2], rows.device),
                 ),
                 unpack(block_map[heads], packed.operands.key_counts.shape[1]),
-                scale=scale,
+                scale=rules.scale,
             )
             sums[heads] = found.unnormalised[:, :, slots >= 0]
             row_max[heads] = found.row_max[:, :, slots >= 0]

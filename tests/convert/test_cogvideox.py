@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparge.convert import tensor_file
-from sparge.convert.cogvideox import convert, find_shards, main
-from sparge.convert.cogvideox_layout import POSITIONS, PositionGrid, core_name
-from sparge.convert.json_text import ConversionError
+from tools.convert_cogvideox import tensor_file
+from tools.convert_cogvideox.convert import convert, find_shards, main
+from tools.convert_cogvideox.json_text import ConversionError
+from tools.convert_cogvideox.layout import POSITIONS, PositionGrid, core_name
 
 ROOT = Path(__file__).resolve().parents[2]
 ROTARY = {"_class_name": "CogVideoXTransformer3DModel", "use_rotary_positional_embeddings": True}
@@ -269,11 +269,19 @@ def test_failure_while_writing_leaves_the_old_file(
         tensor_file.write_tensors(out, conversion.tensors)
 
 
-def test_command_line(tmp_path: Path, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["-m", "tools.convert_cogvideox"], id="by module"),
+        # Isolated, as Windows' portable Python is: no module is found in the current folder.
+        pytest.param(["-I", "tools/convert_cogvideox"], id="by folder"),
+    ],
+)
+def test_command_line(tmp_path: Path, generator: torch.Generator, command: list[str]) -> None:
     model = write_model(tmp_path / "in", published(generator), ROTARY)
     out = tmp_path / "model.safetensors"
     done = subprocess.run(
-        [sys.executable, "-m", "sparge.convert.cogvideox", str(model), "--out", str(out)],
+        [sys.executable, *command, str(model), "--out", str(out)],
         cwd=ROOT,
         capture_output=True,
         text=True,

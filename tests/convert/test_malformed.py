@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from sparge.convert.cogvideox import main
-from sparge.convert.cogvideox_layout import POSITIONS
-from sparge.convert.tensor_file import HEADER_LIMIT
 from tests.convert.test_cogvideox import ROTARY, SINCOS, published
+from tools.convert_cogvideox.convert import main
+from tools.convert_cogvideox.layout import POSITIONS
+from tools.convert_cogvideox.tensor_file import HEADER_LIMIT
 
 SECONDS = 5.0  # a case takes hundredths; what counts blocks or frames by the billion never ends
 MEMORY = 100 << 20

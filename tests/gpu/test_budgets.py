@@ -11,18 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge import (
-    AttentionStats,
-    HeadBudget,
-    Router,
-    SparsePolicy,
-    TokenGrid,
-    cube_order,
-    route_shared,
-)
+from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
 from sparge import attention as public_attention
 from sparge.call import Call, make_call
 from sparge.kernels import Element
+from sparge.launch import find_kernel
 from sparge.metrics import rel_l2
 from sparge.pipeline import quantize, route
 from sparge.plan.blocks import KEY_BLOCK, unpack
@@ -269,7 +262,8 @@ def test_query_blocks_choose_alone(
         return *route(call, workspace, counters), counters
 
     expected = routed()
-    monkeypatch.setattr(route_shared, "MAX_ROWS", rows)
+    kernel = find_kernel("route", workspace.device, call.shape.head_dim)
+    monkeypatch.setattr(kernel.sizes, "rows", rows)
     for found, wanted in zip(routed(), expected, strict=True):
         assert torch.equal(found, wanted)
 

@@ -26,7 +26,9 @@ from sparge import (
 )
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.metrics import rel_l2
+from sparge.order_facts import NO_ORDER
 from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.stage_rules import AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
 
 pytestmark = pytest.mark.gpu
@@ -239,17 +241,19 @@ def test_ops_pass_opcheck(generator: torch.Generator, native: bool) -> None:
     int8 = int(Element.INT8_FP16)
     torch.library.opcheck(ops.means, (k, v, None, True, int8), test_utils=checks)
     given = {"means": ops.means(k, v, None, True, int8)}
-    quantize = (q, k, v, None, True, int8, True)
-    torch.library.opcheck(ops.quantize, quantize, given, test_utils=checks)
-    torch.library.opcheck(ops.quantize, (*quantize[:5], element, True), test_utils=checks)
-    workspace = ops.quantize(q, k, v, None, True, element, True)
+    order = NO_ORDER.flat()
+    quantize = (*QuantizeRules().flat(), order)
+    torch.library.opcheck(ops.quantize, (q, k, v, None, int8, *quantize), given, test_utils=checks)
+    torch.library.opcheck(ops.quantize, (q, k, v, None, element, *quantize), test_utils=checks)
+    workspace = ops.quantize(q, k, v, None, element, *quantize)
     shape = [1, 4, 4, 300, 300, 128]
-    route = (workspace, shape, element, True, None, None, None, 0, 2, 1.0, -0.1, 0.09)
-    flags = (False, False, True, 0, 0)
+    top_two = RouteRules(int(Select.TOPK), 2, 1.0, -0.1, 0.09, False, False, True, 0, 0).flat()
+    route = (workspace, shape, element, True, False, *top_two, None, None, None, order)
     counters = torch.zeros(len(Counter), dtype=torch.int64, device="cuda")
-    torch.library.opcheck(ops.route, (*route, *flags, counters), test_utils=checks)
-    block_map, _ = ops.route(*route, *flags, None)
-    attend = (q, workspace, block_map, shape, element, True, None, None, 0.09, 50.0, False, False)
+    torch.library.opcheck(ops.route, (*route, counters), test_utils=checks)
+    block_map, _ = ops.route(*route, None)
+    rules = AttendRules(True, False, 0.09, 50.0, pv_filter=False, causal=False).flat()
+    attend = (q, workspace, block_map, shape, element, *rules, None, None, order)
     torch.library.opcheck(
         ops.attend, (*attend, torch.empty_like(q), None, None, None, None, None), test_utils=checks
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from ctypes import Structure
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
+from sparge.kernels.params import QuantizeParams
 
 pytestmark = pytest.mark.gpu
 
@@ -51,10 +53,10 @@ def test_q_is_averaged_for_those_that_score(
     launch = importlib.import_module("sparge.launch")
     queue, averages = launch.queue, []
 
-    def watched(entry: str, *arguments: Any, **named: Any) -> None:
-        if entry == "quantize":
-            averages.append(bool(arguments[3].with_queries))
-        queue(entry, *arguments, **named)
+    def watched(kernel: Any, grid: Any, params: Structure, *shared: int) -> None:
+        if isinstance(params, QuantizeParams):
+            averages.append(bool(params.with_queries))
+        queue(kernel, grid, params, *shared)
 
     monkeypatch.setattr(launch, "queue", watched)
     sparge.attention(*qkv(generator), SparsePolicy(topk=topk))

@@ -15,6 +15,9 @@ import torch
 from sparge import SparsePolicy, ops
 from sparge.attention import attention
 from sparge.call import make_call
+from sparge.order_facts import NO_ORDER
+from sparge.pipeline import quantize, route
+from sparge.stage_rules import AttendRules
 from sparge.stats import AttentionStats
 from sparge.workspace import WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
@@ -94,14 +97,15 @@ def test_attend_leaves_the_workspace_as_it_was(
     policy = with_element(SparsePolicy(topk=0.5), kernels.element)
     call = make_call(q, k, v, policy, "HND", False, None, None, None, None)
     element, sizes = int(call.element), call.shape.sizes()
-    workspace = ops.quantize(q, k, v, None, True, element, True)
-    rules = (0, 1, 1.0, -0.1, call.scale, False, False, False, 0, 0, None)
-    block_map, _ = ops.route(workspace, sizes, element, True, None, None, None, *rules)
+    workspace = quantize(call)
+    block_map, _ = route(call, workspace, None)
     before = workspace.cpu()  # on the host: a kernel that compares would read the gaps too
     outs = [torch.empty_like(q) for _ in range(2)]
+    rules = AttendRules(True, False, call.scale, 50.0, pv_filter=False, causal=False)
+    given = (*rules.flat(), None, None, NO_ORDER.flat())
     for out in outs:
-        tail = (call.scale, 50.0, False, False, out, None, None, None, None, None)
-        ops.attend(q, workspace, block_map, sizes, element, True, None, None, *tail)
+        tail = (out, None, None, None, None, None)
+        ops.attend(q, workspace, block_map, sizes, element, *given, *tail)
     assert torch.equal(*outs)
     assert torch.equal(workspace.cpu(), before)
     layout = WorkspaceLayout(call.shape, call.element, with_values=True, with_queries=True)

@@ -15,6 +15,7 @@ from sparge.kernels import Element
 from sparge.launch import quantize
 from sparge.pipeline import quantize as quantize_call
 from sparge.quantize_grid import QuantizeGrid
+from sparge.stage_rules import QuantizeRules
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import JOBS, Job, element_for, prepare
@@ -68,7 +69,8 @@ def test_without_budgets(
     q, k, v = make_qkv(case, generator)
     values = v if with_values else None
     lengths = lengths_of(case)
-    assert_alike(monkeypatch, lambda: quantize(q, k, values, lengths, True, element, with_queries))
+    rules = QuantizeRules(with_queries=with_queries)
+    assert_alike(monkeypatch, lambda: quantize(q, k, values, lengths, element, rules))
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)

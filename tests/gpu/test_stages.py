@@ -24,6 +24,7 @@ from sparge.policy import Precision
 from sparge.reference.arithmetic import E4M3_MAX
 from sparge.reference.attend import OnlineSoftmax
 from sparge.reference.packed import sampled_mean
+from sparge.stage_rules import QuantizeRules
 from sparge.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
 from tests.gpu.conftest import HOPPER, HOPPER_8BIT, Kernels, assert_same_lse
@@ -73,7 +74,7 @@ def key_rows(tiles: Tensor, row_bytes: int) -> Tensor:
 
 def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Tensor | None):
     layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
-    workspace = quantize(q, k, v, lengths, True, element, True)
+    workspace = quantize(q, k, v, lengths, element, QuantizeRules())
     return {name: layout.view(workspace, name) for name in layout.fields}
 
 
@@ -146,7 +147,7 @@ def test_similarity_that_no_threshold_asks_for(
     q, k, v = make_qkv(case, generator)
     layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
     true, spared = (
-        quantize(q, k, v, lengths_of(case), True, element, True, with_similarity=asked)
+        quantize(q, k, v, lengths_of(case), element, QuantizeRules(with_similarity=asked))
         for asked in (True, False)
     )
     of_levels = {"k_mean", "k_scale", "v_mean", "v_scale"}  # nobody writes those of copied keys
@@ -167,7 +168,7 @@ def test_blocks_without_a_mean_pass_no_threshold(
     q, k, v = make_qkv(Case("three blocks", queries=300, keys=150), generator)
     q[:, :, 130, 3], k[:, :, 70, 5] = value, value
     layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
-    workspace = quantize(q, k, v, None, True, element, True, with_similarity=asked)
+    workspace = quantize(q, k, v, None, element, QuantizeRules(with_similarity=asked))
     for name in ("q_similarity", "k_similarity"):
         nan = layout.view(workspace, name).isnan()
         assert nan[..., 1].all(), name
@@ -190,8 +191,8 @@ def test_given_means_are_those_found(case: Case, generator: torch.Generator, poi
         layout = WorkspaceLayout(
             CallShape.of(*some[:2]), element, with_values=True, with_queries=True
         )
-        given = quantize(*some, lengths, True, element, True, means=found[:, :, heads])
-        alone = quantize(*some, lengths, True, element, True)
+        given = quantize(*some, lengths, element, QuantizeRules(), means=found[:, :, heads])
+        alone = quantize(*some, lengths, element, QuantizeRules())
         assert torch.equal(layout.means(given), found[:, :, heads])
         for name in layout.fields:
             expected, value = (layout.view(x, name).view(torch.uint8) for x in (alone, given))

@@ -10,6 +10,7 @@ import pytest
 
 from sparge.errors import KernelBuildError
 from sparge.kernels.compile import NvccCompiler
+from sparge.kernels.cubin import read_static_shared
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import ARCHS, RELEASE_ARCHS, Element, KernelSpec, all_specs, native_specs
 
@@ -28,6 +29,7 @@ def test_kernel_compiles_and_fits(spec: KernelSpec, pack_cubin):
     assert report is not None
     assert info.threads % WARP == 0 and 0 < info.threads <= 1024
     assert info.shared_bytes + report.static_shared <= ARCHS[spec.arch].shared_limit
+    assert read_static_shared(cubin.image, spec.entry) == report.static_shared
     assert report.registers * info.threads <= 65536
     assert report.notes == ()
     assert report.spills == 0

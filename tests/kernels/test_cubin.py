@@ -3,7 +3,13 @@ from __future__ import annotations
 
 import pytest
 
-from sparge.kernels.cubin import LaunchInfo, read_launch_info
+from sparge.kernels.cubin import (
+    LaunchInfo,
+    read_launch_info,
+    read_sizes,
+    read_static_shared,
+)
+from sparge.kernels.params import SIZES, RouteSizes
 from sparge.kernels.report import Report, parse_report
 
 KERNEL = 'extern "C" __global__ void k(int* p) { *p = 1; }\n'
@@ -46,6 +52,29 @@ def test_a_cubin_without_launch_info_is_refused(build, definition):
     image = build(STRUCT + definition + "\n" + KERNEL).image
     with pytest.raises(ValueError, match="launch_info"):
         read_launch_info(image)
+
+
+def test_sizes_are_read(build):
+    sizes = 'extern "C" __device__ const unsigned launch_sizes[3] = {16, 8, 70000};\n'
+    image = build(sizes + KERNEL).image
+    found = read_sizes(image, "route")
+    assert isinstance(found, RouteSizes)
+    assert (found.rows, found.key_step, found.spare_bytes) == (16, 8, 70000)
+    assert read_sizes(image, "attend") is None
+    without = build(KERNEL).image
+    for entry in SIZES:
+        with pytest.raises(ValueError, match="launch_sizes"):
+            read_sizes(without, entry)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("numbers", [0, 256])
+def test_static_shared_memory_is_read(compiler, arch, numbers):
+    """Of which cubins from sm_90 on count what the driver keeps."""
+    tile = f"__shared__ volatile float tile[{numbers}]; tile[*p] = *p;" if numbers else ""
+    text = KERNEL.replace("*p = 1;", f"{tile} *p = 1;")
+    image = compiler.nvrtc.compile("k.cu", text, {}, [f"--gpu-architecture={arch}"]).image
+    assert read_static_shared(image, "k") == 4 * numbers
 
 
 def test_what_is_no_cubin_is_refused(build):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host and device agree on every field of every parameter block."""
+"""Host and device agree on every field of every struct that both know."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from sparge.kernels.nvrtc import NvrtcError
-from sparge.kernels.params import IN_TENSORS, PARAMS
-from sparge.kernels.source import find_csrc, read_sources
+from sparge.kernels.params import HOPPER_ATTEND, IN_TENSORS, PARAMS, SIZES
+from sparge.kernels.source import read_sources
+from sparge.kernels.spec import Element, KernelSpec
 from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK, STEP_BLOCKS, WORD_BITS
+from sparge.reference.fixed_exp2 import FIXED_TILES, SHIFT
 
 HEADER = "params.cuh"
+ANY_SPEC = KernelSpec("means", "sm_80")
 
 
 def _structs(kind: Any, seen: dict[str, type[Structure]]) -> dict[str, type[Structure]]:
@@ -29,7 +32,7 @@ def _structs(kind: Any, seen: dict[str, type[Structure]]) -> dict[str, type[Stru
 
 
 STRUCTS: dict[str, type[Structure]] = {}
-for _entry in (*PARAMS.values(), *IN_TENSORS):
+for _entry in (*PARAMS.values(), *IN_TENSORS, *SIZES.values()):
     _structs(_entry, STRUCTS)
 
 
@@ -48,21 +51,17 @@ def _claims(struct: type[Structure]) -> list[str]:
     return claims
 
 
-def _compile(compiler, claims: list[str]) -> None:
-    csrc = find_csrc()
-    program = f'#include "{HEADER}"\n' + "".join(
+def _compile(
+    compiler, claims: list[str], header: str = HEADER, spec: KernelSpec = ANY_SPEC
+) -> None:
+    """header: one that the kernel's entry reaches."""
+    program = f'#include "{header}"\n' + "".join(
         f'static_assert({claim}, "{claim}");\n' for claim in claims
     )
-    headers = _headers(csrc)
-    options = ["--gpu-architecture=sm_80", "-std=c++17", "-default-device"]
-    compiler.nvrtc.compile("layout.cu", program, headers, options)
-
-
-def _headers(csrc) -> dict[str, str]:
-    """Headers that ``params.cuh`` includes, as any entry reaches it."""
-    headers = read_sources(next(iter(PARAMS)), csrc).headers
-    assert HEADER in headers
-    return headers
+    headers = read_sources(spec.entry).headers
+    assert header in headers
+    options = [f"--gpu-architecture={spec.arch}", "-std=c++17", "-default-device"]
+    compiler.nvrtc.compile("claims.cu", program, headers, [*options, *spec.defines])
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -80,6 +79,15 @@ def test_blocks_are_of_one_size(compiler):
     _compile(compiler, [f"sparge::{name} == {size}" for name, size in sizes.items()])
     with pytest.raises(NvrtcError):
         _compile(compiler, [f"sparge::kStepBlocks == {STEP_BLOCKS + 1}"])
+
+
+def test_the_emulation_has_the_kernels_fixed_point(compiler):
+    claims = [
+        f"sparge::hopper::kFixedTiles == {FIXED_TILES}",
+        f"sparge::hopper::kFixedShift == float({SHIFT!r})",
+    ]
+    spec = KernelSpec(HOPPER_ATTEND, "sm_90a", element=Element.INT8_E4M3)
+    _compile(compiler, claims, "attend/hopper/fixed_exp2.cuh", spec)
 
 
 def test_nested_structs_are_looked_at():

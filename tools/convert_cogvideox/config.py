@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cogvideox_layout import MOST_TOKENS, PositionGrid
 from .json_text import ConversionError, read_json, shown
+from .layout import MOST_TOKENS, PositionGrid
 
 CONFIG_LIMIT = 1 << 20  # bytes; published ones have one thousand
 CLASS_NAME = "CogVideoXTransformer3DModel"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CogVideoX transformers from their published (diffusers) files to the one file ComfyUI core loads.
 
-    python -m sparge.convert.cogvideox SOURCE [SOURCE ...] --out FILE
+    python tools/convert_cogvideox SOURCE [SOURCE ...] --out FILE
 
 SOURCE is the model's folder, its `transformer` folder, or the safetensors shards themselves. Core
 names the parameters otherwise than diffusers and loads no published file as it is. The VAE needs no
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cogvideox_config import Config
-from .cogvideox_layout import POSITIONS, Layout, core_name
+from .config import Config
 from .json_text import ConversionError, shown
+from .layout import POSITIONS, Layout, core_name
 from .tensor_file import (
     FileTensor,
     NewTensor,
@@ -157,7 +157,7 @@ def _with_positions(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m sparge.convert.cogvideox",
+        prog="convert_cogvideox",
         description="Convert a CogVideoX transformer from its diffusers files for ComfyUI.",
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
@@ -181,7 +181,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _printable(line: str) -> str:
     """Paths may hold bytes that no output takes."""
     return line.encode("utf-8", "backslashreplace").decode()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
