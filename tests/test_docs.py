@@ -98,6 +98,18 @@ def test_named_targets_modules_and_files_exist(name: str) -> None:
         assert (ROOT / file).exists(), file
 
 
+def test_experiments_that_code_refers_to_exist() -> None:
+    titles = re.findall(r"^#+ (.+)$", DOCUMENTS["docs/experiments.md"], re.MULTILINE)
+    known = tuple(title.lower() for title in titles)
+    for folder in ("csrc", "sparge", "nodes", "benchmarks", "tools"):
+        for path in (ROOT / folder).rglob("*.[pc]*"):
+            if path.suffix not in (".py", ".cu", ".cuh"):
+                continue
+            text = re.sub(r"\s*\n\s*(?://|#:?)?\s*", " ", path.read_text(encoding="utf-8"))
+            for title in re.findall(r"docs/experiments\.md[,:] (.{80})", text):
+                assert title.strip('`("').lower().startswith(known), f"{path.name}: {title}"
+
+
 def anchors(text: str) -> set[str]:
     """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
