@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import launch
 from sparge.kernels import Element, capabilities
 from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath, attend_path
+from sparge.stages import launch
 
 from .attention import modes
 from .budgets import Case

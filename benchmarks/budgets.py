@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
-from sparge.calibrate import BLOCKS_A_CALL, Calibration, Workload, measure_for
+from sparge.tune import BLOCKS_A_CALL, Calibration, Workload, measure_for
 
 from .inputs import draw
 from .shapes import SHAPES

@@ -97,7 +97,7 @@ class Host:
         self._pack = self.node.__module__.rsplit(".", 2)[0]
         self.last: Any = None
         """The node's RunResult of the last `sample`; None where it took no part."""
-        calibrate = f"{self._pack}.sparge.calibrate"
+        calibrate = f"{self._pack}.sparge.tune"
         self._costs = HeadCosts(
             self.device,
             sys.modules[f"{calibrate}.calibration"].Calibration,
@@ -121,7 +121,7 @@ class Host:
         A run without dense steps saves on token orders, and its sparse calls with them; one of few
         steps may not pay for measuring.
         """
-        costs = vars(sys.modules[f"{self._pack}.sparge.plan.sample_cost"])
+        costs = vars(sys.modules[f"{self._pack}.sparge.speed.sample_cost"])
         costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
     def residual_share(self) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sparge.calibrate import Alternating, HeadChoices, Profile
+    from sparge.tune import Alternating, HeadChoices, Profile
 
 
 def profile_with_residual(profile: Profile, share: float, *, every_step: bool) -> Profile:

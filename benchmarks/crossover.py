@@ -2,7 +2,7 @@
 """Crossover: tokens from which, and densities below which, sparse calls are faster than dense.
 
     python -m benchmarks.crossover [--seconds 150] [--out FILE]  # measures on this GPU, then fits
-    python -m benchmarks.crossover --fit FILE                    # writes sparge/plan/rates.json
+    python -m benchmarks.crossover --fit FILE                    # writes sparge/speed/rates.json
 
 The dense calls are PyTorch's. One JSON object for each size, case and asked density: tokens, heads,
 head_dim, case, density (reached), pv_filter, pooled (share of the heads that add pseudo-keys; null:
@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import AttentionStats, SparsePolicy, TokenGrid, capabilities, cube_order
 from sparge.kernels import warm
-from sparge.plan.worth import TORCH_KERNELS, torch_kernel
+from sparge.speed.worth import TORCH_KERNELS, torch_kernel
 
 from . import crossover_fit
 from .attention import specs

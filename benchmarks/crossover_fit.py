@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit of the rates of `sparge.plan.worth` to what benchmarks/crossover.py measured.
+"""Fit of the rates of `sparge.speed.worth` to what benchmarks/crossover.py measured.
 
 Least squares of relative errors, for each head_dim and kernel; no rate is below 0. What the host
 takes is the median of all calls: it hardly depends on the size, and a machine's host is not always
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparge.plan.worth import RATES_FILE, Call, Estimate, Rates, estimate
+from sparge.speed.worth import RATES_FILE, Call, Estimate, Rates, estimate
 
 Row = Mapping[str, Any]
 

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from sparge import AttentionStats, capabilities, launch
+from sparge import AttentionStats, capabilities
 from sparge.errors import KernelBuildError
 from sparge.kernels import KernelSpec, all_specs
 from sparge.kernels.compile import NvrtcCompiler
@@ -54,6 +54,7 @@ from sparge.kernels.driver import Kernel
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import HOPPER_ATTEND
 from sparge.kernels.store import Store
+from sparge.stages import launch
 
 from .attention import OURS, OURS_BUDGETS, modes
 from .inputs import draw

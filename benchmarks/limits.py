@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 
 from .shapes import SHAPES, Shape
 

@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from sparge.calibrate.spread import ROW_STEP
+from sparge.tune.spread import ROW_STEP
 
 from .limits import Ceilings, read_ceilings
 from .png import write_png

@@ -2,7 +2,7 @@
 """Cost of a measurement of heads, by its size and the token orders that it covers.
 
     python -m benchmarks.sample_cost [--seconds 90] [--out FILE]   # measures on this GPU, then fits
-    python -m benchmarks.sample_cost --fit FILE                    # writes sparge/plan/rates.json
+    python -m benchmarks.sample_cost --fit FILE                    # writes sparge/speed/rates.json
 
 One JSON object for each size and number of token orders: tokens, heads, head_dim, walks (token
 orders), calls (number of usual measurements whose query blocks it covers), row_step (one in so many
@@ -33,9 +33,9 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import TokenGrid, grid_order
-from sparge.calibrate import Calibration, Workload, measure_for
-from sparge.plan.sample_cost import MORE_BLOCKS, SampleRates, sample_terms
-from sparge.plan.worth import RATES_FILE, TORCH_KERNELS
+from sparge.speed.sample_cost import MORE_BLOCKS, SampleRates, sample_terms
+from sparge.speed.worth import RATES_FILE, TORCH_KERNELS
+from sparge.tune import Calibration, Workload, measure_for
 
 from .crossover import shapes
 from .crossover_fit import FEWEST_TOKENS, least_squares, rounded

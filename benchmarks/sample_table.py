@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparge.calibrate.calibration import worth_measuring
-from sparge.plan.walks import Walk
+from sparge.order.variants import Walk
+from sparge.tune.calibration import worth_measuring
 
 from .shapes import SHAPES
 from .speed_table import table

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparge import BlockPlan, reference
-from sparge.metrics import rel_l1, rel_l2
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from sparge.common.metrics import rel_l1, rel_l2
 
 from .shapes import Shape
 

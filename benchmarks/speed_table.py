@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparge.plan.blocks import KEY_BLOCK, block_count
+from sparge.blocks import KEY_BLOCK, block_count
 
 from .limits import DENSITIES, Ceilings, bound
 from .prose import paragraph

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sparge import launch
 from sparge.kernels.spec import HOPPER_ENTRIES
+from sparge.stages import launch
 
 from .timing import gpu_sleep
 

@@ -9,7 +9,7 @@
 //             chunks swizzled (common/swizzle.cuh), so that a tile is one contiguous copy for every reader. params.cuh has the
 //             layout of the statistics.
 // Strategy    A thread block takes a run of query, key or value blocks of a head one after another, and so finds once what they
-//             share. The host says how many (sparge/quantize_grid.py).
+//             share. The host says how many (sparge/stages/quantize_grid.py).
 //             Loads of a block start before anything is waited for. Where Hopper quantizes, those of the next K or V block start
 //             before the statistics of one.
 //             What only statistics need is finished by single warps at the end, each statistic by another, without barriers.
@@ -41,7 +41,7 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid (sparge/quantize_grid.py): x batch x kv_heads; y work items: runs of key and (with_values) of value blocks, alternately,
+// Grid (sparge/stages/quantize_grid.py): x batch x kv_heads; y work items: runs of key and (with_values) of value blocks, alternately,
 // then (with_queries) runs of query blocks, the heads that share keys one after another. Heads are fastest, the last tokens
 // first: neighbours run at the same time, and what means read last is still in the L2.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..sparge.calibrate import Aim
+from ..sparge.tune import Aim
 
 MANUAL = "manual"
 AUTO_QUALITY = "auto quality"

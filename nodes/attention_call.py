@@ -19,7 +19,7 @@ from ..sparge import (
     Unsupported,
     attention,
 )
-from ..sparge.plan.worth import torch_kernel
+from ..sparge.speed.worth import torch_kernel
 from .decision import CallFacts
 from .operands import Operands
 

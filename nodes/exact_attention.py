@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..sparge.plan.worth import TORCH_KERNELS, faster_kernel, torch_kernel
+from ..sparge.speed.worth import TORCH_KERNELS, faster_kernel, torch_kernel
 from ..sparge.tune.worth import known_rates
 from .attention_call import AttentionCall, Dense
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..sparge import KernelBuildError, SparsePolicy, TokenOrder, Unsupported, capabilities
-from ..sparge.plan.worth import density_with_exact
+from ..sparge.speed.worth import density_with_exact
 from ..sparge.tune import FAILED, PassFacts, PassRecord, Plan, SessionPass
 from ..sparge.tune.worth import slower_reason
 from .attention_call import AttentionCall, Dense

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 
 from ..sparge import capabilities
-from ..sparge.calibrate import Fingerprint, Profile
-from ..sparge.tune import FAILED
+from ..sparge.tune import FAILED, Fingerprint, Profile
 from . import report
 from .attention_call import AttentionCall
 from .chaining import leads_to

@@ -8,8 +8,8 @@ import textwrap
 import torch
 from torch import Tensor
 
-from ..sparge.calibrate import mean_error
-from ..sparge.glyphs import write
+from ..sparge.common.glyphs import write
+from ..sparge.tune import mean_error
 from .result import RunResult
 from .verdict import why_nothing
 

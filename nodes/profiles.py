@@ -11,15 +11,8 @@ from typing import Any
 
 import torch
 
-from ..sparge.calibrate import (
-    Aim,
-    Fingerprint,
-    Fit,
-    Profile,
-    ProfileError,
-    profile_path,
-)
-from ..sparge.calibrate.fingerprint import SAMPLE
+from ..sparge.tune import Aim, Fingerprint, Fit, Profile, ProfileError, profile_path
+from ..sparge.tune.fingerprint import SAMPLE
 
 #: Number of norm weights that tell a model from its finetunes, spread over its depth; as many
 #: patched weights tell LoRAs apart.

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..sparge import Walk
-from ..sparge.calibrate import mean_error
-from ..sparge.tune import MeasuredShape
+from ..sparge.tune import MeasuredShape, mean_error
 from .host import show_on_node
 from .pv_filter import LEFT_OUT
 from .result import RunResult

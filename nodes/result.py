@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sparge.calibrate import Fingerprint, Profile, mean_error
-from ..sparge.tune import Densities, MeasuredShape
+from ..sparge.tune import Densities, Fingerprint, MeasuredShape, Profile, mean_error
 from .run_state import Run
 
 #: Remark where sparse calls came before, so that nothing tells whose doing it is.

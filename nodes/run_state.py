@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
-from ..sparge.calibrate import Profile
-from ..sparge.plan import unmeasured_order
-from ..sparge.tune import PassRecord, Session
+from ..sparge.order.grid import unmeasured_order
+from ..sparge.tune import PassRecord, Profile, Session
 from ..sparge.tune.facts import Conditioning
 from ..sparge.tune.worth import speed_matters
 from .decision import SigmaWindow

@@ -7,7 +7,7 @@ import logging
 
 from comfy_api.latest import io
 
-from ..sparge.calibrate import ProfileError, profile_path
+from ..sparge.tune import ProfileError, profile_path
 from .host import profile_folder
 from .profiles import NamedProfile
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.calibrate import ProfileError, profile_path
+from ..sparge.tune import ProfileError, profile_path
 from . import picture, report
 from .hook import hook_of
 from .host import profile_folder

@@ -5,13 +5,13 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 """
 
 from .attention import Partials, attention, attention_partials, make_plan
+from .blocks import BlockPlan
 from .errors import KernelBuildError, Unsupported
+from .head_settings import HeadBudget, Router
 from .kernels import Capability, capabilities
+from .order.grid import TokenGrid, TokenOrder, cube_order, grid_order
+from .order.variants import TURNS, Walk
 from .padding import KeyPadding, key_padding
-from .plan.blocks import BlockPlan
-from .plan.budget import HeadBudget, Router
-from .plan.grid import TokenGrid, TokenOrder, cube_order, grid_order
-from .plan.walks import TURNS, Walk
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import on_reference
-from .argument import check_kind, flag
-from .bottom_right import run_bottom_right
+from .blocks import BlockPlan
 from .call import Call, make_call
-from .causal import Alignment
+from .checks.argument import check_kind, flag
+from .checks.causal import Alignment
+from .checks.validate import as_heads_first, check_layout, check_output_dtype
 from .errors import Unsupported
-from .pipeline import has_kernels, quantize, route, run, run_kernels
-from .plan.blocks import BlockPlan
-from .plan.budget import HeadBudget
-from .plan.grid import TokenOrder
+from .head_settings import HeadBudget
+from .order.grid import TokenOrder
 from .policy import SparsePolicy
+from .stages import on_reference
+from .stages.bottom_right import run_bottom_right
+from .stages.pipeline import has_kernels, quantize, route, run, run_kernels
 from .stats import AttentionStats
-from .validate import as_heads_first, check_layout, check_output_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,15 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .argument import check_kind, flag
-from .causal import Alignment, check_bottom_right, ends_with_the_keys
-from .errors import Unsupported
-from .kernels import Element, capabilities, native_element
-from .plan.blocks import BlockPlan
-from .plan.budget import HeadBudget
-from .plan.grid import TokenOrder
-from .policy import Precision, SparsePolicy, operand_dtype
-from .validate import (
+from .blocks import BlockPlan
+from .checks.argument import check_kind, flag
+from .checks.causal import Alignment, check_bottom_right, ends_with_the_keys
+from .checks.validate import (
     as_heads_first,
     check_block_mask,
     check_inference,
@@ -25,7 +20,12 @@ from .validate import (
     check_values,
     checked_scale,
 )
-from .workspace import CallShape
+from .errors import Unsupported
+from .head_settings import HeadBudget
+from .kernels import Element, capabilities, native_element
+from .order.grid import TokenOrder
+from .policy import Precision, SparsePolicy, operand_dtype
+from .stages.workspace import CallShape
 
 
 @dataclass(frozen=True, eq=False)

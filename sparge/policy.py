@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .argument import check_kind, flag, number, shown, whole_number
+from .checks.argument import check_kind, flag, number, shown, whole_number
 from .thresholds import check_per_head, threshold_table
 
 #: One number for all heads, or a float tensor with one value per query head.

@@ -23,11 +23,10 @@ from sparge import (
     TokenGrid,
     Unsupported,
     cube_order,
-    ops,
-    pipeline,
 )
 from sparge.call import make_call
 from sparge.kernels.params import RouteParams
+from sparge.stages import ops, pipeline
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)

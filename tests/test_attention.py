@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import Precision, SparsePolicy, reference
-from sparge.metrics import rel_l1
+from sparge.common.metrics import rel_l1
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
 DENSE = SparsePolicy(topk=1.0)

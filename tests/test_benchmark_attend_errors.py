@@ -6,9 +6,10 @@ from __future__ import annotations
 from benchmarks.attend_errors import DATA, measure_all, portable_attend
 from benchmarks.shapes import Shape
 from benchmarks.speed_rows import OURS, OURS_BUDGETS
-from sparge import TokenGrid, launch
+from sparge import TokenGrid
 from sparge.kernels import Element
 from sparge.kernels.spec import HOPPER_ATTEND, attend_path
+from sparge.stages import launch
 
 GRID = TokenGrid(4, 8, 8)
 

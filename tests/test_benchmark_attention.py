@@ -19,8 +19,9 @@ from benchmarks.peers import Absent, Peer, in_a_line, peers, working
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.speed_rows import row
 from benchmarks.timing import Allowance, read_rows, write_rows
-from sparge import TokenGrid, launch
+from sparge import TokenGrid
 from sparge.kernels import Element, KernelSpec, all_specs
+from sparge.stages import launch
 
 TINY = Shape("tiny", 2, 676, 32, TokenGrid(4, 12, 13, prefix=52))
 MODES = [

@@ -11,8 +11,8 @@ import torch
 from benchmarks.budgets import cases, in_turns, ranked_share, results
 from benchmarks.shapes import SHAPES
 from sparge import AttentionStats, TokenGrid, grid_order
-from sparge.calibrate import Workload
-from sparge.metrics import rel_l2
+from sparge.common.metrics import rel_l2
+from sparge.tune import Workload
 
 GRID = TokenGrid(10, 16, 18, suffix=40)
 DENSITY = 0.2

@@ -16,7 +16,7 @@ from benchmarks.comfyui_host import Sampled
 from benchmarks.comfyui_profile import profile_with_residual, with_residual
 from benchmarks.comfyui_runs import NodeRun, node_runs
 from sparge import Router
-from sparge.calibrate import Alternating, Fingerprint, HeadChoices, Profile, Table
+from sparge.tune import Alternating, Fingerprint, HeadChoices, Profile, Table
 
 
 def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> HeadChoices:

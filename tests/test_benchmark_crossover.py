@@ -15,7 +15,7 @@ from benchmarks import crossover, crossover_fit
 from benchmarks.model_load import ModelLoad
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import ROOT, read_rows
-from sparge.plan.worth import RATES_FILE, Call, DenseRates, Rates, SparseRates, estimate
+from sparge.speed.worth import RATES_FILE, Call, DenseRates, Rates, SparseRates, estimate
 
 OURS = ("ours", "ours, PV filter", "ours, budgets", "ours, budgets spread tenfold")
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*_crossover.jsonl"))

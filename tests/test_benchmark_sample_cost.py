@@ -12,8 +12,8 @@ import pytest
 from benchmarks import crossover_fit, sample_cost
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import ROOT, read_rows, write_rows
-from sparge.plan.sample_cost import SampleRates
-from sparge.plan.worth import RATES_FILE, Rates
+from sparge.speed.sample_cost import SampleRates
+from sparge.speed.worth import RATES_FILE, Rates
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*_samples.jsonl"))
 HOST = SampleRates(once=2e-3, launch=1e-3, token=3e-9)

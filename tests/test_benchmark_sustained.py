@@ -15,9 +15,9 @@ import torch
 from benchmarks import sustained
 from benchmarks.kernel_variants import BASE
 from benchmarks.sustained import Case, attend_launch, beside, measure, parsed, rows_of
-from sparge import launch
 from sparge.kernels import KernelSpec
 from sparge.kernels.spec import HOPPER_ATTEND
+from sparge.stages import launch
 
 
 def test_a_case_says_shape_density_and_mode() -> None:

@@ -15,13 +15,13 @@ import torch
 from benchmarks import kernel_numbers, kernel_variants, sustained
 from benchmarks.kernel_variants import BASE, CSRC, Run
 from benchmarks.timing import read_rows
-from sparge import launch
 from sparge.errors import KernelBuildError
 from sparge.kernels import KernelSpec
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.report import Report
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import HOPPER_ATTEND
+from sparge.stages import launch
 
 SPEC = KernelSpec(HOPPER_ATTEND, "sm_90a")
 CALL = '{"case": "a", "equal": true, "most": 0.0, "repeatable": true}'

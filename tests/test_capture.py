@@ -66,10 +66,10 @@ def test_the_reference_passes_opcheck(make_qkv) -> None:
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The calls whose kernels were built."""
     built: list[object] = []
-    module = importlib.import_module("sparge.pipeline")
+    module = importlib.import_module("sparge.stages.pipeline")
     monkeypatch.setattr(module, "build_kernels", lambda call, arch: built.append(call))
     capability = Capability(True, "", "sm_90a", fallback="sm_90")
-    for name in ("sparge.pipeline", "sparge.call"):
+    for name in ("sparge.stages.pipeline", "sparge.call"):
         monkeypatch.setattr(importlib.import_module(name), "capabilities", lambda _: capability)
     torch._dynamo.reset()
     return built

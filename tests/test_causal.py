@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, HeadBudget, Precision, SparsePolicy, compat
-from sparge.metrics import rel_l2
+from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
 DENSE = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
@@ -246,7 +246,7 @@ class TestRefusals:
 
 def test_which_calls_run(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rectangle without a mask and a square: nothing is computed twice."""
-    module = importlib.import_module("sparge.bottom_right")
+    module = importlib.import_module("sparge.stages.bottom_right")
     sizes: list[tuple[int, int, bool]] = []
     real = module.run
 

@@ -12,8 +12,8 @@ import torch
 
 import sparge
 from sparge import compat
+from sparge.common.metrics import rel_l1
 from sparge.compat.mask import read_block_mask
-from sparge.metrics import rel_l1
 from sparge.reference import exact_attention
 
 # Parameter -> default, in order; "required" has none. From upstream's README and core.py.

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import compat
+from sparge.common.metrics import cosine, rel_l1
 from sparge.compat import tuning
 from sparge.compat.autotune import (
     SAVED,
@@ -21,7 +22,6 @@ from sparge.compat.autotune import (
     extract_sparse_attention_state_dict,
     load_sparse_attention_state_dict,
 )
-from sparge.metrics import cosine, rel_l1
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 cdf_attention: Any = compat.spas_sage2_attn_meansim_cuda

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import sparge
-from sparge import KernelBuildError, Precision, SparsePolicy, kernel_check
+from sparge import KernelBuildError, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, device, loader
 from sparge.kernels.spec import HOPPER_ATTEND, HOPPER_ATTEND_16, HOPPER_ENTRIES
-from sparge.workspace import CallShape
+from sparge.stages import kernel_check
+from sparge.stages.workspace import CallShape
 
 FP16, E4M3 = int(Element.INT8_FP16), int(Element.INT8_E4M3)
 
@@ -73,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", gpu.load)
-    pipeline = importlib.import_module("sparge.pipeline")
+    pipeline = importlib.import_module("sparge.stages.pipeline")
     monkeypatch.setattr(pipeline, "ops", gpu.ops())
     for module in (pipeline, importlib.import_module("sparge.call"), loader, device):
         monkeypatch.setattr(module, "capabilities", lambda _: device._learn(0))

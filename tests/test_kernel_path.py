@@ -13,18 +13,11 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import (
-    AttentionStats,
-    HeadBudget,
-    SparsePolicy,
-    TokenGrid,
-    grid_order,
-    ops,
-    reference_op,
-)
+from sparge import AttentionStats, HeadBudget, SparsePolicy, TokenGrid, grid_order
 from sparge.call import Call
 from sparge.kernels import Capability
-from sparge.stage_rules import RouteRules
+from sparge.stages import ops, reference_op
+from sparge.stages.rules import RouteRules
 
 GRID = TokenGrid(3, 6, 9)
 HEADS, KV_HEADS = 6, 2
@@ -32,11 +25,11 @@ HEADS, KV_HEADS = 6, 2
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`sparge.pipeline`, the module, on a pretended GPU whose kernels nobody calls yet."""
+    """`sparge.stages.pipeline`, the module, on a pretended GPU whose kernels nobody calls yet."""
     capability = Capability(True, "", "sm_90a")
-    for name in ("sparge.pipeline", "sparge.call"):
+    for name in ("sparge.stages.pipeline", "sparge.call"):
         monkeypatch.setattr(importlib.import_module(name), "capabilities", lambda _: capability)
-    return importlib.import_module("sparge.pipeline")
+    return importlib.import_module("sparge.stages.pipeline")
 
 
 @pytest.fixture

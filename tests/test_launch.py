@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparge import SparsePolicy, TokenGrid, grid_order, ops, pipeline
+from sparge import SparsePolicy, TokenGrid, grid_order
 from sparge.call import make_call
 from sparge.kernels import Capability, Element
 from sparge.kernels.params import HOPPER_ATTEND, MeansParams, MeansSizes, RouteSizes
-from sparge.order_facts import NO_ORDER, OrderFacts
-from sparge.plan.key_mean import LEAST_KEYS, STRIDE
-from sparge.stage_rules import QuantizeRules, RouteRules, Select
+from sparge.order.facts import NO_ORDER, OrderFacts
+from sparge.stages import ops, pipeline
+from sparge.stages.key_mean import LEAST_KEYS, STRIDE
+from sparge.stages.rules import QuantizeRules, RouteRules, Select
 
-launch = importlib.import_module("sparge.launch")
+launch = importlib.import_module("sparge.stages.launch")
 
 #: Elements of two bytes in a load of 16.
 LOAD = 8
@@ -52,7 +53,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> dict[str, Structure]:
         parameters[kernel.entry] = params
 
     capability = Capability(True, "", "sm_90a")
-    for name in ("sparge.launch", "sparge.call"):
+    for name in ("sparge.stages.launch", "sparge.call"):
         monkeypatch.setattr(importlib.import_module(name), "capabilities", lambda _: capability)
     monkeypatch.setattr(launch, "find_kernel", find_kernel)
     monkeypatch.setattr(launch, "queue", queue)

@@ -21,7 +21,7 @@ from sparge import (
     grid_order,
     make_plan,
 )
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
 GRID = TokenGrid(5, 16, 16, suffix=30)

@@ -18,7 +18,7 @@ from sparge import (
     cube_order,
     grid_order,
 )
-from sparge.metrics import rel_l2
+from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)

@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 
-from sparge import Unsupported, quantize_grid
-from sparge.quantize_grid import LONGEST_AXIS, QuantizeGrid
-from sparge.workspace import CallShape
+from sparge import Unsupported
+from sparge.stages import quantize_grid
+from sparge.stages.quantize_grid import LONGEST_AXIS, QuantizeGrid
+from sparge.stages.workspace import CallShape
 
 H200 = 132  # multiprocessors
 

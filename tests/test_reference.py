@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks.video_like import video_like
+from sparge.blocks import BlockPlan
+from sparge.common.metrics import rel_l1
 from sparge.kernels.spec import Element
-from sparge.metrics import rel_l1
-from sparge.plan import BlockPlan
 from sparge.policy import Precision, SparsePolicy
 from sparge.reference import (
     Attended,

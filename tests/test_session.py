@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import TokenGrid
-from sparge.metrics import rel_l2
+from sparge.common.metrics import rel_l2
 from sparge.tune import MEASURING, Aim, Model, Session
 
 GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparge.metrics import rel_l1
+from sparge.common.metrics import rel_l1
 from tests.tiny_tuned_models import HEADS, CogVideoX, Flux, TunedProcessor, attention_layers, steps
 
 SHIM = Path(__file__).parent.parent / "shim"

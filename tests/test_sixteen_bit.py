@@ -18,7 +18,7 @@ from sparge import (
     reference,
 )
 from sparge.call import Call, make_call
-from sparge.metrics import rel_l2
+from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)

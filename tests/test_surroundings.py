@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import HeadBudget, Precision, Router, SparsePolicy, TokenGrid, grid_order
-from sparge.calibrate import Calibration, Workload
+from sparge.tune import Calibration, Workload
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)

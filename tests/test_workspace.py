@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparge.kernels import Element
-from sparge.workspace import CallShape, WorkspaceLayout, layout_of
+from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
 
 SHAPE = CallShape(2, 4, 2, 300, 700, 96)
 

@@ -15,8 +15,8 @@ import sparge
 from benchmarks.demo.device import timed
 from benchmarks.png import write_png
 from benchmarks.video_like import HEAD_KINDS, VideoLike, video_like
-from sparge.metrics import cosine, rel_l1, rel_l2
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.common.metrics import cosine, rel_l1, rel_l2
 
 SHARES = (1.0, 0.5, 0.3, 0.2, 0.1)
 PVTHRESHD = 15.0  # the node's default

@@ -39,7 +39,7 @@ from benchmarks.quality.targets import TARGETS, target
 from benchmarks.quality_data.wheel import WeightsMissingError
 from benchmarks.timing import commit
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from sparge.calibrate import BLOCKS_A_CALL
+from sparge.tune import BLOCKS_A_CALL
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.reference.arithmetic import ARITHMETIC, Arithmetic
 from sparge.reference.attend import LOG2_E
 from sparge.reference.packed import Packed

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparge.plan.blocks import QUERY_BLOCK
+from sparge.blocks import QUERY_BLOCK
 from sparge.reference.attend import LOG2_E
 from sparge.reference.packed import Packed
 from sparge.reference.partial import NO_LOGIT, Partial, finite

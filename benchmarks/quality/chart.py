@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sparge.glyphs import write
+from sparge.common.glyphs import write
 
 Point = tuple[float, float]
 Colour = tuple[int, int, int]

@@ -20,7 +20,7 @@ from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.model import Attention, VideoDiT, dense
 from benchmarks.tiny_video_dit.sample import euler, scenes_to_sample, starting_noise
 from benchmarks.tiny_video_dit.scenes import context
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 STEPS = 20
 DENSE_STEPS = 4  # 20 %

@@ -14,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.quality.modes import ELEMENT
 from benchmarks.quality_data.layer import Layer
-from sparge import metrics
+from sparge.blocks import QUERY_BLOCK
+from sparge.common import metrics
 from sparge.kernels.spec import Element
-from sparge.plan.blocks import QUERY_BLOCK
-from sparge.plan.grid import grid_order
+from sparge.order.grid import grid_order
 from sparge.reference.packed import Packed, pack_qkv
 
 PERCENTILE = 0.95

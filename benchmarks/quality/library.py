@@ -10,7 +10,8 @@ import sparge
 from benchmarks.quality.judge import Call, Sample
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.rows import REFERENCE
-from sparge.plan import HeadBudget, TokenGrid, TokenOrder, grid_order, unmeasured_order
+from sparge.head_settings import HeadBudget
+from sparge.order.grid import TokenGrid, TokenOrder, grid_order, unmeasured_order
 
 
 def why_not(mode: Mode) -> str:

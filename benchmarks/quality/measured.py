@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.quality.judge import Call
-from sparge.calibrate import Calibration, HeadChoices, Workload, measure_for
-from sparge.plan.budget import HeadBudget
-from sparge.plan.grid import grid_order
+from sparge.head_settings import HeadBudget
+from sparge.order.grid import grid_order
+from sparge.tune import Calibration, HeadChoices, Workload, measure_for
 
 
 @dataclass(frozen=True, eq=False)

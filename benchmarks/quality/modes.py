@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.quality.at_once import attend_at_once
 from benchmarks.quality.centroid import centroids
 from benchmarks.shares import share_of
+from sparge.head_settings import HeadBudget, Router
 from sparge.kernels.spec import Element
-from sparge.plan.budget import HeadBudget, Router
-from sparge.plan.walks import TURNS
+from sparge.order.variants import TURNS
 from sparge.policy import SparsePolicy
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.quality.modes import ELEMENT, Mode, attend, reached_density
 from benchmarks.quality_data.smollm import Attention, SmolLM
-from sparge.plan.budget import HeadBudget
+from sparge.head_settings import HeadBudget
 from sparge.reference.packed import pack_qkv
 
 

@@ -12,9 +12,9 @@ from benchmarks.quality.dit import CALIBRATED_STEP, DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode
 from benchmarks.shares import share_of
-from sparge.plan.blocks import KEY_BLOCK, block_count, whole_steps
-from sparge.plan.budget import HeadBudget
-from sparge.plan.grid import TokenOrder
+from sparge.blocks import KEY_BLOCK, block_count, whole_steps
+from sparge.head_settings import HeadBudget
+from sparge.order.grid import TokenOrder
 from sparge.tune import Aim, ExactOnce, Model, Plan, Session, SessionPass, TensorCall
 
 SPARSE_STEPS = STEPS - DENSE_STEPS

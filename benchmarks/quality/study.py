@@ -16,7 +16,7 @@ from benchmarks.quality.modes import BY_NAME, Mode, attend, reached_density, sha
 from benchmarks.quality.perplexity import perplexity
 from benchmarks.quality.rows import Row
 from benchmarks.quality.walks import by_walk, of_heads
-from sparge.plan.budget import HeadBudget
+from sparge.head_settings import HeadBudget
 
 #: Output (heads, rows, D) of a call on a sample, and density (heads,).
 Attend = Callable[[Mode, Call, HeadBudget, Sample], tuple[Tensor, Tensor]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge.plan.budget import HeadBudget
+from sparge.head_settings import HeadBudget
 
 
 def by_walk(budget: HeadBudget) -> list[tuple[int, HeadBudget]]:

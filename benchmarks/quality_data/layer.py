@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 
 class Layer(NamedTuple):

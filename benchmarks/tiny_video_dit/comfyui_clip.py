@@ -38,7 +38,7 @@ from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.sample import scenes_to_sample, starting_noise
 from benchmarks.tiny_video_dit.scenes import context
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 #: Widget `mode` of the node; drop is not a mode of the node.
 NODE_MODES = {"drop": None, "ours manual": "manual", "ours auto": "auto budget"}

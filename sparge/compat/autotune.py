@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..checks.validate import as_heads_first
 from ..errors import Unsupported
-from ..validate import as_heads_first
 from .core import Result, refuse_mask_and_dropout, spas_sage2_attn_meansim_cuda
 from .tuning import Bounds, Found, Layer, Thresholds
 

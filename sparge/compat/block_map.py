@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from ..blocks import block_count
+from ..checks.validate import as_heads_first, check_pair
 from ..errors import Unsupported
-from ..plan.blocks import block_count
 from ..policy import SparsePolicy
 from ..reference.route import kept_ranks, per_head, rank_blocks
-from ..validate import as_heads_first, check_pair
 
 INT8_MAX = 127.0
 

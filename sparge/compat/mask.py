@@ -6,9 +6,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from ..checks.validate import as_heads_first
 from ..errors import Unsupported
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from ..validate import as_heads_first
 
 HOPPER_QUERY_BLOCK = 64
 HOPPER_KEY_BLOCK = 128

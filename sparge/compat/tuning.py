@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention, make_plan
-from ..plan.blocks import BlockPlan
+from ..blocks import BlockPlan
 from ..policy import PV_FILTER_OFF, SparsePolicy
 from .core import meansim_policy
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.metrics import cosine, rel_l1
 from ..errors import Unsupported
-from ..metrics import cosine, rel_l1
 from ..policy import PV_FILTER_OFF, PerHead
 from .block_map import choose_blocks, int8_blocks
 from .core import get_cuda_arch_versions, meansim_policy

@@ -12,7 +12,7 @@ import stat
 import time
 from pathlib import Path
 
-from ..whole_file import write_whole
+from ..common.whole_file import write_whole
 from .cubin import Cubin, check_image
 from .folder import distrust_file, make_folder
 from .report import Report, dump

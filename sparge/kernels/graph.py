@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.whole_file import write_whole
 from ..errors import KernelBuildError
-from ..whole_file import write_whole
 from .compile import Compiler, NvrtcCompiler
 from .folder import cache_folder, is_private, make_folder
 from .source import Sources, read_sources

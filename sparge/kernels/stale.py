@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..whole_file import UNFINISHED
+from ..common.whole_file import UNFINISHED
 from .entry import DAY
 
 UNUSED_DAYS = 60

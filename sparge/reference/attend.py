@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
 from .fixed_exp2 import fixed_exp2, is_fixed

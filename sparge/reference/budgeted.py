@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
+from ..head_settings import HeadBudget
 from ..kernels.spec import Element
-from ..plan.budget import HeadBudget
-from ..plan.grid import TokenOrder
+from ..order.grid import TokenOrder
 from ..policy import PV_FILTER_OFF, SparsePolicy
 from .attend import Attended
 from .choose import Choice, choose_blocks, poolable

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.blocks import block_pairs, touches_diagonal, whole_steps
-from ..plan.budget import HeadBudget, Router
+from ..blocks import block_pairs, touches_diagonal, whole_steps
+from ..head_settings import HeadBudget, Router
 from ..policy import SparsePolicy
 from .packed import Packed
 from .route import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
 
 MAX_LOGITS = 1 << 24  # logits held at a time: 64 MiB in float32
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
-from ..plan.grid import TokenOrder
+from ..blocks import KEY_BLOCK, QUERY_BLOCK
+from ..order.grid import TokenOrder
 
 
 def exact_pooled_attention(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..blocks import KEY_BLOCK
 from ..errors import Unsupported
 from ..kernels.spec import Element
-from ..plan.blocks import KEY_BLOCK
-from ..plan.grid import EMPTY, Segment, TokenOrder
-from ..plan.key_mean import mean_stride
+from ..order.grid import EMPTY, Segment, TokenOrder
+from ..stages.key_mean import mean_stride
 from .arithmetic import ARITHMETIC
 from .quantize import Quantized, count_rows, quantize_qkv
 

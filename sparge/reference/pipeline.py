@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import BlockPlan
 from ..kernels.spec import Element
-from ..plan.blocks import BlockPlan
 from ..policy import PV_FILTER_OFF, Precision, SparsePolicy, operand_dtype
 from .attend import Attended, attend
 from .quantize import Quantized, quantize_qkv

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK
+from ..blocks import KEY_BLOCK, QUERY_BLOCK
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, Arithmetic
 from .attend import PORTABLE_SOFTMAX, Attended, Head, OnlineSoftmax, log_sum_exp

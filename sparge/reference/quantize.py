@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count, count_keys
 from ..kernels.spec import Element
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, block_count, count_keys
 from .arithmetic import ARITHMETIC, E4M3_MAX, Arithmetic
 
 INT8_MAX = 127.0

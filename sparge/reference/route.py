@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, touches_diagonal
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, touches_diagonal
 from ..policy import PerHead, SparsePolicy
 from .quantize import Quantized
 

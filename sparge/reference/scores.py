@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.blocks import KEY_BLOCK
+from ..blocks import KEY_BLOCK
 
 LEAST_ERROR = 1e-30  # squared; keeps the logarithm of an error of 0 a number, below all others
 

@@ -1,38 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
-from ..calibrate import Aim
+from .aim import Aim
+from .alternating import Alternating
+from .calibration import BLOCKS_A_CALL, Calibration
 from .call import Call, Exact, ExactOnce, TensorCall
+from .candidates import CandidateSet
+from .choices import HeadChoices
 from .facts import Conditioning, Layout, PassFacts, Place
+from .fingerprint import Fingerprint, Fit, Verdict
 from .head_table import FAILED, HeadTable
+from .kernel_measure import kernel_measure, measure_for
+from .layer_budgets import LayerBudgets
+from .loudness import mean_error
+from .measure import Measure, Measured, Sample, reference_measure
 from .measured_shape import MeasuredShape
 from .model import Model
+from .probe import Probe
+from .profile import Profile
+from .profile_error import ProfileError
+from .profile_header import Table
+from .profile_path import profile_path
 from .records import Densities, PassRecord
 from .report import Report
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
+from .step_choices import StepChoices, later_choices
+from .workload import Workload
 
 __all__ = [
+    "BLOCKS_A_CALL",
     "FAILED",
     "MEASURING",
     "Aim",
+    "Alternating",
+    "Calibration",
     "Call",
+    "CandidateSet",
     "Conditioning",
     "Densities",
     "Exact",
     "ExactOnce",
+    "Fingerprint",
+    "Fit",
+    "HeadChoices",
     "HeadTable",
+    "LayerBudgets",
     "Layout",
+    "Measure",
+    "Measured",
     "MeasuredShape",
     "Model",
     "PassFacts",
     "PassRecord",
     "Place",
     "Plan",
+    "Probe",
+    "Profile",
+    "ProfileError",
     "Report",
+    "Sample",
     "Session",
     "SessionPass",
     "Shape",
+    "StepChoices",
+    "Table",
     "TensorCall",
+    "Verdict",
+    "Workload",
+    "kernel_measure",
+    "later_choices",
+    "mean_error",
+    "measure_for",
+    "profile_path",
+    "reference_measure",
 ]

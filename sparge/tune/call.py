@@ -12,9 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import attention
 from ..errors import Unsupported
-from ..plan import HeadBudget, TokenOrder
-from ..plan.worth import torch_kernel
+from ..head_settings import HeadBudget
+from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
+from ..speed.worth import torch_kernel
 from ..stats import AttentionStats
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..plan import TokenGrid
+from ..order.grid import TokenGrid
 
 #: Number of the conditioning of each entry of the batch, in its order, such as 0 for the positive
 #: prompt and 1 for the negative one.

@@ -12,25 +12,24 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..calibrate import (
-    Aim,
-    Alternating,
-    Calibration,
-    HeadChoices,
-    LayerBudgets,
-    Probe,
-    StepChoices,
-    measure_for,
-)
 from ..errors import Unsupported
-from ..plan import HeadBudget, TokenOrder
-from ..plan.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
-from ..plan.walks import TURNS
+from ..head_settings import HeadBudget
+from ..order.grid import TokenOrder
+from ..order.variants import TURNS
 from ..policy import SparsePolicy
+from ..speed.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
+from .aim import Aim
+from .alternating import Alternating
+from .calibration import Calibration
 from .call import Call, Exact
+from .choices import HeadChoices
 from .facts import PassFacts, Place
+from .kernel_measure import measure_for
+from .layer_budgets import LayerBudgets
+from .probe import Probe
 from .schedule import SampleSchedule
 from .shape import Shape
+from .step_choices import StepChoices
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"

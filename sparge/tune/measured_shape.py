@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.walks import Walk, walks_of
+from ..order.variants import Walk, walks_of
 from .head_table import HeadTable
 
 

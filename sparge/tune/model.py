@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plan import TokenGrid
+from ..order.grid import TokenGrid
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..calibrate import Aim
+from .aim import Aim
 from .head_table import HeadTable
 from .measured_shape import MeasuredShape
 from .records import Densities

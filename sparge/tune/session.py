@@ -21,11 +21,13 @@ from datetime import datetime, timezone
 
 import torch
 
-from ..calibrate import Aim, Fingerprint, Profile
 from ..policy import SparsePolicy
+from .aim import Aim
 from .facts import Conditioning, Layout, PassFacts, Place
+from .fingerprint import Fingerprint
 from .head_table import Untracked
 from .model import Model
+from .profile import Profile
 from .records import Densities, PassRecord
 from .report import Report
 from .session_pass import SessionPass

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..plan import HeadBudget, TokenOrder
+from ..head_settings import HeadBudget
+from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .call import Call, Exact, ExactOnce, TensorCall
 from .facts import Layout, PassFacts

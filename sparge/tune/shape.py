@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..calibrate import Table, Workload
-from ..plan import TokenGrid, TokenOrder, grid_order
-from ..plan.walks import TURNS
+from ..order.grid import TokenGrid, TokenOrder, grid_order
+from ..order.variants import TURNS
+from .profile_header import Table
+from .workload import Workload
 
 #: Conditioning under which profiles hold what all of them share.
 SHARED = "shared"

@@ -15,10 +15,11 @@ from functools import partial
 
 import torch
 
-from ..calibrate import Aim, Profile
 from ..policy import SparsePolicy
+from .aim import Aim
 from .facts import Layout, PassFacts
 from .head_table import HeadTable, Untracked
+from .profile import Profile
 from .shape import Shape, table_of
 from .worth import affordable
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from ..calibrate import later_choices
 from ..kernels import capabilities
-from ..plan import sample_cost, worth
-from ..plan.sample_cost import Afforded
-from ..plan.worth import Rates, estimate, proportions_for, rates_for
+from ..speed import sample_cost, worth
+from ..speed.sample_cost import Afforded
+from ..speed.worth import Rates, estimate, proportions_for, rates_for
 from .call import Call
+from .step_choices import later_choices
 
 #: Environment variable for debugging: with the value 1 speed does not matter. A device without
 #: kernels runs the slow reference, not dense, and no call is dense for being slower.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, SparsePolicy, compat, ops, reference
-from sparge.plan.blocks import unpack
+from sparge import AttentionStats, SparsePolicy, compat, reference
+from sparge.blocks import unpack
+from sparge.stages import ops
 from sparge.stats import Counter
 from tests.fuzz.bounds import Bounds, Confidence, bounds, slack
 from tests.fuzz.draw import Case

@@ -19,7 +19,7 @@ from sparge import (
     cube_order,
     grid_order,
 )
-from sparge.plan import raster_order, unmeasured_order
+from sparge.order.grid import raster_order, unmeasured_order
 from tests.fuzz.data import KINDS, MEMORY, Sizes, draw_values, lay_out, poison_beyond
 
 WAYS = (

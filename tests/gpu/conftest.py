@@ -36,7 +36,7 @@ def poison() -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     """Every kernel spec that is launched from here on."""
-    module = importlib.import_module("sparge.launch")
+    module = importlib.import_module("sparge.stages.launch")
     specs: list[KernelSpec] = []
     get_kernel = module.get_kernel
 
@@ -73,7 +73,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
         if kernels.entry in HOPPER_ENTRIES and capabilities("cuda").arch != "sm_90a":
             pytest.skip("wgmma exists on sm_90a only")
         call = importlib.import_module("sparge.call")
-        launch = importlib.import_module("sparge.launch")
+        launch = importlib.import_module("sparge.stages.launch")
         monkeypatch.setattr(call, "native_element", lambda *_: kernels.element)
         path = AttendPath(kernels.entry, "forced by a test")
         monkeypatch.setattr(launch, "attend_path", lambda *_: path)

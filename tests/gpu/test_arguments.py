@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import AttentionStats, BlockPlan, HeadBudget, Precision, SparsePolicy, key_padding
+from sparge.common.metrics import rel_l2
 from sparge.kernels import KernelSpec
-from sparge.metrics import rel_l2
 
 pytestmark = pytest.mark.gpu
 

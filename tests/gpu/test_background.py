@@ -13,7 +13,7 @@ import torch
 from sparge import HeadBudget, TokenGrid, cube_order
 from sparge import attention as public_attention
 from sparge.call import make_call
-from sparge.pipeline import run_kernels
+from sparge.stages.pipeline import run_kernels
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import KERNELS, PLAIN

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
 from sparge import attention as public_attention
+from sparge.blocks import KEY_BLOCK, unpack
 from sparge.call import Call, make_call
+from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
-from sparge.launch import find_kernel
-from sparge.metrics import rel_l2
-from sparge.pipeline import quantize, route
-from sparge.plan.blocks import KEY_BLOCK, unpack
-from sparge.plan.grid import TokenOrder
+from sparge.order.grid import TokenOrder
 from sparge.reference import (
     Choice,
     Packed,
@@ -33,7 +31,9 @@ from sparge.reference import (
     scatter,
 )
 from sparge.reference.scores import LEAST_ERROR
-from sparge.workspace import WorkspaceLayout
+from sparge.stages.launch import find_kernel
+from sparge.stages.pipeline import quantize, route
+from sparge.stages.workspace import WorkspaceLayout
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import HOPPER, Kernels, assert_same_lse
 from tests.gpu.test_stages import ELEMENTS, TIGHT, key_rows, value_levels, with_element

@@ -9,7 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import Router, TokenGrid, grid_order
-from sparge.calibrate import (
+from sparge.common.metrics import rel_l2
+from sparge.speed.worth import torch_kernel
+from sparge.tune import (
     BLOCKS_A_CALL,
     Calibration,
     CandidateSet,
@@ -18,16 +20,14 @@ from sparge.calibrate import (
     measure_for,
     reference_measure,
 )
-from sparge.calibrate.exact_rows import (
+from sparge.tune.exact_rows import (
     FEWEST_KEYS_FOR_CUDNN,
     ORDER,
     attend_in_parts,
     attend_one_by_one,
     attend_rows,
 )
-from sparge.calibrate.measure import Measure
-from sparge.metrics import rel_l2
-from sparge.plan.worth import torch_kernel
+from sparge.tune.measure import Measure
 from tests.gpu.cases import Case, make_qkv
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, HeadBudget, Precision, SparsePolicy
+from sparge.common.metrics import rel_l2
 from sparge.kernels import KernelSpec
-from sparge.metrics import rel_l2
 
 pytestmark = pytest.mark.gpu
 

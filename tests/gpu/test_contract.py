@@ -24,11 +24,11 @@ from sparge import (
     grid_order,
     reference,
 )
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.common.metrics import rel_l2
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
-from sparge.metrics import rel_l2
-from sparge.order_facts import NO_ORDER
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.stage_rules import AttendRules, QuantizeRules, RouteRules, Select
+from sparge.order.facts import NO_ORDER
+from sparge.stages.rules import AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
 
 pytestmark = pytest.mark.gpu
@@ -165,7 +165,7 @@ def test_head_groups_give_the_same_bits(
     assert torch.equal(whole, sparge.attention(q, k, v, HALF, budget=budget))
     assert len(launched) == 4
     launched.clear()
-    pipeline = importlib.import_module("sparge.pipeline")
+    pipeline = importlib.import_module("sparge.stages.pipeline")
     monkeypatch.setattr(pipeline, "MEMORY_SHARE", 0.2)
     monkeypatch.setattr(pipeline, "MEMORY_FLOOR", 0)
     stats = AttentionStats("cuda")
@@ -186,7 +186,7 @@ def test_no_memory_for_one_head_is_a_reason(
         tries.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(importlib.import_module("sparge.ops"), "quantize", full)
+    monkeypatch.setattr(importlib.import_module("sparge.stages.ops"), "quantize", full)
     with pytest.raises(Unsupported, match="do not fit in the GPU's free memory"):
         q, k, v = qkv(generator)
         sparge.attention(q, k, v, HALF)

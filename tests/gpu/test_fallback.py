@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import sparge
-from sparge import KernelBuildError, Precision, SparsePolicy, kernel_check, reference
+from sparge import KernelBuildError, Precision, SparsePolicy, reference
+from sparge.common.metrics import rel_l2
 from sparge.kernels import Element, KernelSpec, capabilities, device, loader
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.spec import HOPPER_ENTRIES
-from sparge.metrics import rel_l2
+from sparge.stages import kernel_check
 from tests.gpu.test_stages import TIGHT, kernel_stages
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ def without_wgmma(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         pytest.skip("only Hopper has a target of its own and a plain one")
     launched: list[KernelSpec] = []
     build: Callable[[KernelSpec], Cubin] = loader.load_cubin
-    launch = importlib.import_module("sparge.launch")
+    launch = importlib.import_module("sparge.stages.launch")
 
     def refuse(spec: KernelSpec) -> Cubin:
         if spec.entry in HOPPER_ENTRIES:

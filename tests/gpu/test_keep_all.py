@@ -50,7 +50,7 @@ def test_it_is_what_a_mask_of_ones_keeps(
 def test_q_is_averaged_for_those_that_score(
     topk: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = importlib.import_module("sparge.launch")
+    launch = importlib.import_module("sparge.stages.launch")
     queue, averages = launch.queue, []
 
     def watched(kernel: Any, grid: Any, params: Structure, *shared: int) -> None:

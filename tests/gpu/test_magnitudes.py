@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparge import SparsePolicy, attention
+from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
-from sparge.metrics import rel_l2
 
 from .conftest import HOPPER, Kernels, int8_elements
 

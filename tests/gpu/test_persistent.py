@@ -12,14 +12,15 @@ import importlib
 import pytest
 import torch
 
-from sparge import SparsePolicy, ops
+from sparge import SparsePolicy
 from sparge.attention import attention
 from sparge.call import make_call
-from sparge.order_facts import NO_ORDER
-from sparge.pipeline import quantize, route
-from sparge.stage_rules import AttendRules
+from sparge.order.facts import NO_ORDER
+from sparge.stages import ops
+from sparge.stages.pipeline import quantize, route
+from sparge.stages.rules import AttendRules
+from sparge.stages.workspace import WorkspaceLayout
 from sparge.stats import AttentionStats
-from sparge.workspace import WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
 from tests.gpu.conftest import HOPPER, Kernels
 from tests.gpu.test_stages import with_element
@@ -80,7 +81,7 @@ def test_the_number_of_blocks_changes_nothing(
     force(kernels)
     call = run(case, with_element(policy, kernels.element), generator, empty_rows)
     many = call()
-    launch = importlib.import_module("sparge.launch")
+    launch = importlib.import_module("sparge.stages.launch")
     for blocks in (1, 3):
         monkeypatch.setattr(launch, "resident_blocks", lambda _, blocks=blocks: blocks)
         few = call()

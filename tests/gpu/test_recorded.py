@@ -8,8 +8,8 @@ import torch
 
 import sparge
 from sparge import HeadBudget, SparsePolicy, TokenGrid, cube_order, grid_order
-from sparge.plan import order_copies
-from sparge.plan.budget import KEPT_TABLES
+from sparge.head_settings import KEPT_TABLES
+from sparge.order import copies as order_copies
 
 pytestmark = pytest.mark.gpu
 

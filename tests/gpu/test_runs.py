@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge import quantize_grid
 from sparge.kernels import Element
-from sparge.launch import quantize
-from sparge.pipeline import quantize as quantize_call
-from sparge.quantize_grid import QuantizeGrid
-from sparge.stage_rules import QuantizeRules
+from sparge.stages import quantize_grid
+from sparge.stages.launch import quantize
+from sparge.stages.pipeline import quantize as quantize_call
+from sparge.stages.quantize_grid import QuantizeGrid
+from sparge.stages.rules import QuantizeRules
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import JOBS, Job, element_for, prepare

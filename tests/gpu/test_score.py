@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import sparge.ops
-from sparge.calibrate.scoring import Distances
+import sparge.stages.ops
+from sparge.blocks import pack
 from sparge.kernels import Element
-from sparge.launch import find_kernel
-from sparge.launch_score import shared_bytes
-from sparge.plan import pack
-from sparge.workspace import CallShape, layout_of
-from tests.calibrate.reference_score import score_by_reference
+from sparge.stages.launch import find_kernel
+from sparge.stages.score import shared_bytes
+from sparge.stages.workspace import CallShape, layout_of
+from sparge.tune.scoring import Distances
+from tests.tune.reference_score import score_by_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def room_for(given: Inputs, device: str = "cuda") -> Tensor:
 def check(given: Inputs, dense: Tensor | None = None) -> None:
     """Products near 0 keep the rounding of vectors of square 128 x 10 and more."""
     found, expected = room_for(given), room_for(given)
-    given.score(sparge.ops.score, found, dense, torch.float32)
+    given.score(sparge.stages.ops.score, found, dense, torch.float32)
     given.score(score_by_reference, expected, dense, torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
 
@@ -144,7 +144,7 @@ def test_schema(generator: torch.Generator) -> None:
     given = inputs(64, 20, 8, generator, torch.bfloat16)
 
     def opcheck(*arguments: object) -> None:
-        torch.library.opcheck(sparge.ops.score, arguments, test_utils=("test_schema",))
+        torch.library.opcheck(sparge.stages.ops.score, arguments, test_utils=("test_schema",))
 
     given.score(opcheck, room_for(given), None, torch.float32)
 
@@ -153,4 +153,4 @@ def test_sizes_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
     given = inputs(40, 4, 8, generator, torch.bfloat16)
     wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
     with pytest.raises(sparge.Unsupported, match="60000 key blocks, whose weights do not fit"):
-        wide.score(sparge.ops.score, room_for(given), None, torch.float32)
+        wide.score(sparge.stages.ops.score, room_for(given), None, torch.float32)

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import HeadBudget, Precision, Router, SparsePolicy, TokenGrid, grid_order
-from sparge.calibrate import Calibration, Probe, Workload, measure_for
-from sparge.plan import grid as grids
-from sparge.plan.walks import TURNS
+from sparge.order import grid as grids
+from sparge.order.variants import TURNS
+from sparge.tune import Calibration, Probe, Workload, measure_for
 from tests.gpu.test_budgets import PLAIN, budget_of
 from tests.gpu.test_walks import HEAD_WALK
 

@@ -14,18 +14,18 @@ from benchmarks.inputs import draw
 from benchmarks.shapes import Shape
 from sparge import SparsePolicy, TokenGrid, reference
 from sparge.attention import attention, attention_partials, make_plan
+from sparge.blocks import KEY_BLOCK
+from sparge.common.metrics import rel_l2
 from sparge.kernels import Element, capabilities
 from sparge.kernels.spec import HEAD_DIMS
-from sparge.launch import means, quantize
-from sparge.metrics import rel_l2
-from sparge.plan import key_mean
-from sparge.plan.blocks import KEY_BLOCK
 from sparge.policy import Precision
 from sparge.reference.arithmetic import E4M3_MAX
 from sparge.reference.attend import OnlineSoftmax
 from sparge.reference.packed import sampled_mean
-from sparge.stage_rules import QuantizeRules
-from sparge.workspace import CallShape, WorkspaceLayout
+from sparge.stages import key_mean
+from sparge.stages.launch import means, quantize
+from sparge.stages.rules import QuantizeRules
+from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, make_qkv
 from tests.gpu.conftest import HOPPER, HOPPER_8BIT, Kernels, assert_same_lse
 

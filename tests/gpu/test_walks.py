@@ -73,6 +73,8 @@ def test_head_groups_keep_their_walks(
     walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device="cuda")
     budget = replace(budget_of(4), walk=walk)
     whole = attention(q, k, v, PLAIN, order=grid_order(grid), budget=budget)
-    monkeypatch.setattr(importlib.import_module("sparge.pipeline"), "_memory_limit", lambda _: 1)
+    monkeypatch.setattr(
+        importlib.import_module("sparge.stages.pipeline"), "_memory_limit", lambda _: 1
+    )
     parts = attention(q, k, v, PLAIN, order=grid_order(grid), budget=budget)
     assert torch.equal(whole, parts)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparge import AttentionStats, SparsePolicy, TokenGrid, attention, cube_order
-from sparge.plan.blocks import STEP_BLOCKS
-from sparge.plan.grid import TokenOrder
+from sparge.blocks import STEP_BLOCKS
+from sparge.order.grid import TokenOrder
 from tests.gpu.cases import Case, make_qkv
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK, STEP_BLOCKS, WORD_BITS
 from sparge.kernels.nvrtc import NvrtcError
 from sparge.kernels.params import HOPPER_ATTEND, IN_TENSORS, PARAMS, SIZES
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import Element, KernelSpec
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK, STEP_BLOCKS, WORD_BITS
 from sparge.reference.fixed_exp2 import FIXED_TILES, SHIFT
 
 HEADER = "params.cuh"

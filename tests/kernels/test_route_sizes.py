@@ -9,8 +9,8 @@ from sparge.errors import Unsupported
 from sparge.kernels.cubin import read_sizes, read_static_shared
 from sparge.kernels.params import RouteSizes
 from sparge.kernels.spec import ARCHS, HEAD_DIMS, KernelSpec
-from sparge.route_shared import RouteShared, score_pitch
-from sparge.workspace import CallShape
+from sparge.stages.route_shared import RouteShared, score_pitch
+from sparge.stages.workspace import CallShape
 
 SPECS = [KernelSpec("route", "sm_90a", size) for size in HEAD_DIMS]
 each_head_dim = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)

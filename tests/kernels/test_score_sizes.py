@@ -8,8 +8,8 @@ import pytest
 from sparge.kernels.cubin import read_sizes, read_static_shared
 from sparge.kernels.params import ScoreSizes
 from sparge.kernels.spec import ARCHS, HEAD_DIMS, RELEASE_ARCHS, KernelSpec
-from sparge.launch_score import shared_bytes
-from sparge.workspace import CallShape
+from sparge.stages.score import shared_bytes
+from sparge.stages.workspace import CallShape
 
 SPECS = [KernelSpec("score", "sm_90a", size) for size in HEAD_DIMS]
 MOCHI = CallShape(1, 6, 6, 512, 704 * 64, 128)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from sparge.common.whole_file import UNFINISHED
 from sparge.kernels import store as store_module
 from sparge.kernels.entry import DAY, read_entry, write_entry
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import KernelSpec
 from sparge.kernels.store import Store, entry_stem
-from sparge.whole_file import UNFINISHED
 
 SPEC = KernelSpec("means", "sm_90a")
 

@@ -19,8 +19,8 @@ CUBES, FRAMES, RASTER = range(3)
 def sample_of(load_pack, monkeypatch):
     """sample_of(share): makes a sample of all walks take this share of a dense call by flash, which
     takes twice as long as cuDNN; with margin=0 that is faster for sure."""
-    worth, node = load_pack("sparge.plan.worth"), load_pack("sparge.tune.worth")
-    cost = load_pack("sparge.plan.sample_cost")
+    worth, node = load_pack("sparge.speed.worth"), load_pack("sparge.tune.worth")
+    cost = load_pack("sparge.speed.sample_cost")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(node, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(node, "MEASURED_DTYPES", (torch.float32,))
@@ -184,7 +184,7 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
     sample_of, frozen, qkv_of, load_pack, monkeypatch, steps, one_walk
 ):
     sample_of(0.08)
-    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "ALWAYS", 0.0)
+    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
     uncond, cond = qkv_of(RASTER, FRAMES), qkv_of(RASTER, FRAMES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(steps, ((1, 0), *both))
@@ -203,7 +203,7 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
 def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
     """Even if another kernel would serve later calls."""
     sample_of(0.08)
-    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "ALWAYS", 0.0)
+    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
     module = load_pack("nodes.attention_call")
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
@@ -242,7 +242,7 @@ class WanModel(torch.nn.LayerNorm):
 def test_a_run_tells_it_and_its_profile_holds_it(
     sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode
 ):
-    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "ALWAYS", 0.0)
+    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
     patcher.model.diffusion_model = WanModel(8)
     node, hook_of = load_pack("nodes.sparge_attention").SpargeAttention, load_pack("nodes.hook")
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
@@ -302,7 +302,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
     sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode, dense_steps
 ):
     """A sample takes two thirds of a dense call, and choosing for all heads as long as one."""
-    monkeypatch.setattr(load_pack("sparge.plan.sample_cost"), "CHOOSING", 1.0 / (2 * HEADS))
+    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "CHOOSING", 1.0 / (2 * HEADS))
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]

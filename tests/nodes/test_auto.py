@@ -145,7 +145,7 @@ def test_what_outlives_a_call_is_made_between_calls(
     load_pack, patch, session, step, runs, monkeypatch
 ):
     inside, made = [], Counter()
-    sparge, calibrate = load_pack("sparge"), load_pack("sparge.calibrate")
+    sparge, calibrate = load_pack("sparge"), load_pack("sparge.tune")
 
     def watched(owner, name, original):
         def made_here(*args, **kwargs):
@@ -181,7 +181,7 @@ def test_what_outlives_a_call_is_made_between_calls(
 def samples(load_pack, monkeypatch):
     """(layer, sum of q) of each sample."""
     seen = []
-    calibration = load_pack("sparge.calibrate").Calibration
+    calibration = load_pack("sparge.tune").Calibration
     original = calibration.sample
 
     def sample(self, layer, q, k, v, **kwargs):
@@ -321,7 +321,7 @@ def test_drift_is_answered_by_choices_made_anew(
     load_pack, patch, session, step, runs, monkeypatch, mode
 ):
     """Row 1 is far off whenever it is probed; cond and uncond of one step are alike."""
-    probe = load_pack("sparge.calibrate").Probe
+    probe = load_pack("sparge.tune").Probe
     original, probed = probe.sample, []
 
     def sample(self, layer, q, k, v, out, **kwargs):
@@ -341,7 +341,7 @@ def test_drift_is_answered_by_choices_made_anew(
     at = [table._given().index(choices) for choices in (first, last)]
     assert at == [0, 3], "after three of the six steps that are sparse"
     drift = table._steps._drift.grown[:BLOCKS].amax(-1)
-    assert (drift[1] > load_pack("sparge.calibrate.step_choices").TOLERANCE).all()
+    assert (drift[1] > load_pack("sparge.tune.step_choices").TOLERANCE).all()
     assert (drift[0] < 1.2).all(), "rounding is expected"
 
 

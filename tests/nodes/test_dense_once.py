@@ -53,7 +53,7 @@ def dense_calls(load_pack, monkeypatch):
 def test_dense_attention_runs_once_and_is_compared_with(
     load_pack, patch, session, step, runs, monkeypatch, dense_calls
 ):
-    calibration, compared = load_pack("sparge.calibrate").Calibration, []
+    calibration, compared = load_pack("sparge.tune").Calibration, []
     original = calibration.sample
 
     def sample(self, layer, q, k, v, *, dense, **kwargs):

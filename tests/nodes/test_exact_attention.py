@@ -16,7 +16,7 @@ def cross(load_pack, monkeypatch):
     """cross(**changes): what a call gives whose kernel, as ComfyUI asks for it, is twice as slow as
     the CPU's flash attention; and its q, k, v with heads first."""
     module, calls = load_pack("nodes.exact_attention"), load_pack("nodes.attention_call")
-    worth = load_pack("sparge.plan.worth")
+    worth = load_pack("sparge.speed.worth")
     dense = {"cudnn": worth.DenseRates(0, 0, 2e-12), "flash": worth.DenseRates(0, 0, 1e-12)}
     sparse = worth.SparseRates(0, 0, 0, 0, pair=1e-12, filter_pair=0, pool_token=0)
     monkeypatch.setattr(module, "known_rates", lambda call: worth.Rates(sparse, dense, margin=0.1))

@@ -85,7 +85,7 @@ def test_the_filter_is_used_again(load_pack, refusing, warmed):
 
 
 def test_rates_of_the_best_target_no_longer_hold(load_pack, refusing, warmed):
-    worth, plan = load_pack("sparge.tune.worth"), load_pack("sparge.plan.worth")
+    worth, plan = load_pack("sparge.tune.worth"), load_pack("sparge.speed.worth")
     q = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
     call = SimpleNamespace(q=q, query_tokens=50_000, head_dim=128)
     refusing("attend_hopper")

@@ -46,7 +46,7 @@ def frozen(load_pack, grid):
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
-        afforded = load_pack("sparge.plan.sample_cost").Afforded
+        afforded = load_pack("sparge.speed.sample_cost").Afforded
         device, all_walks = torch.device("cpu"), lambda call, most, *_: afforded(most, again=True)
         table = module.HeadTable(shape, 1, aim, policy, device, all_walks)
         for conditioning, *qkv in passes:

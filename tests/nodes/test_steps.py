@@ -79,13 +79,13 @@ def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
 
 
 def test_manual_mode_takes_rows_between_cubes(load_pack, patch, steps_of):
-    plan = load_pack("sparge.plan")
+    order = load_pack("sparge.order")
     steps = steps_of(patch(mode="manual"), SIX_SPARSE)
-    grid = plan.TokenGrid(*GRID)
+    grid = order.TokenGrid(*GRID)
     third, first, second = (step[0][0] for step in steps[:3])  # two were dense
-    assert third is plan.cube_order(grid, 2)
-    assert first is plan.cube_order(grid)
-    assert second is plan.unmeasured_order(grid, 1) is not plan.cube_order(grid, 1)
+    assert third is order.cube_order(grid, 2)
+    assert first is order.cube_order(grid)
+    assert second is order.unmeasured_order(grid, 1) is not order.cube_order(grid, 1)
 
 
 @pytest.mark.parametrize("apart", [([0], [1]), ([0], [0], [1]), ([0, 1], [0, 1], [0, 1])])
@@ -116,7 +116,7 @@ def test_passes_that_are_measured_have_no_part_in_the_mean(patch, steps_of, runs
 
 
 def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
-    module = load_pack("sparge.plan.grid")
+    module = load_pack("sparge.order.grid")
     for mode in ("manual", "auto quality"):
         steps_of(patch(mode=mode), SIX_SPARSE)
         grid = load_pack("sparge").TokenGrid(*GRID)
@@ -159,7 +159,7 @@ def saved(load_pack, tmp_path):
     """saved(patched): the profile of its last run, from a file."""
 
     def made(patched):
-        path = load_pack("sparge.calibrate").profile_path(tmp_path, "clip")
+        path = load_pack("sparge.tune").profile_path(tmp_path, "clip")
         load_pack("nodes.hook").hook_of(patched).last.profile.save(path)
         return load_pack("nodes.profiles").NamedProfile.load(tmp_path, "clip")
 
@@ -257,8 +257,8 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
 )
 def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
     """The positive prompt is, as often as the dense calls afford it."""
-    calibrate, cost = load_pack("sparge.calibrate"), load_pack("sparge.plan.sample_cost")
-    monkeypatch.setattr(load_pack("sparge.calibrate.step_choices"), "LEAST_STEPS", 2)
+    calibrate, cost = load_pack("sparge.tune"), load_pack("sparge.speed.sample_cost")
+    monkeypatch.setattr(load_pack("sparge.tune.step_choices"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
     monkeypatch.setattr(
         load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
@@ -282,7 +282,7 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):
     """It does not even where heads are measured again in it."""
     measured = []
-    calibration = load_pack("sparge.calibrate").Calibration
+    calibration = load_pack("sparge.tune").Calibration
     fill = calibration.fill_from
 
     def spy(self, earlier):
@@ -300,7 +300,7 @@ def test_a_step_is_worked_out_while_the_one_before_is_computed(
     load_pack, patch, steps_of, monkeypatch
 ):
     """The GPU waits where a step begins: only steps that are chosen anew are worked out there."""
-    calibrate, offers = load_pack("sparge.calibrate"), load_pack("sparge.calibrate.offers").Offers
+    calibrate, offers = load_pack("sparge.tune"), load_pack("sparge.tune.offers").Offers
     at, choices, done = calibrate.StepChoices.at, offers._choices, []
 
     def noted(self, step):

@@ -26,7 +26,7 @@ class WanModel(torch.nn.LayerNorm):
 def break_even(load_pack, monkeypatch):
     """break_even(density): makes this the one of the test's calls; flash is twice as slow as cuDNN,
     so its break-even is twice that."""
-    worth, node = load_pack("sparge.plan.worth"), load_pack("sparge.tune.worth")
+    worth, node = load_pack("sparge.speed.worth"), load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(node, "FEWEST_TOKENS", TOKENS)
     monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.quality.judge import Call
 from benchmarks.quality_data.layer import Layer
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 HEADS, HEAD_DIM = 2, 32
 GRID = TokenGrid(5, 13, 17, prefix=5)  # 1,110 tokens: 9 query blocks, 18 key blocks

@@ -20,7 +20,7 @@ from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.model import Config, VideoDiT
 from benchmarks.tiny_video_dit.sample import sample, starting_noise
 from benchmarks.tiny_video_dit.training_state import TrainingState
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 SIZE = (5, 12, 10)  # 600 tokens: 5 query blocks, 10 key blocks
 RAGGED = 640 / 600  # budgets count the last block as a whole one

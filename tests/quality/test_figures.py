@@ -11,7 +11,7 @@ import torch
 from benchmarks.quality import chart, figures
 from benchmarks.quality.chart import Axis, Line, draw
 from benchmarks.quality.rows import EMULATION, Row, write
-from sparge import glyphs
+from sparge.common import glyphs
 
 
 def test_places_on_an_axis() -> None:

@@ -15,10 +15,10 @@ from benchmarks.quality.modes import BY_NAME, Mode, attend, reached_density, sha
 from benchmarks.quality.perplexity import attention_of
 from benchmarks.quality.study import emulated
 from benchmarks.quality_data.layer import Layer
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
+from sparge.common.metrics import rel_l2
+from sparge.head_settings import HeadBudget
 from sparge.kernels.spec import Element
-from sparge.metrics import rel_l2
-from sparge.plan.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.plan.budget import HeadBudget
 from sparge.reference.choose import Choice
 from sparge.reference.exact import exact_attention
 from sparge.reference.exact_pooled import exact_pooled_attention

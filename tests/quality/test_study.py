@@ -18,11 +18,11 @@ from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import BY_NAME, MODES, attend, uniform
 from benchmarks.quality.rows import read, write
 from benchmarks.quality.study import Study, emulated
-from sparge.calibrate.spread import spread_rows
+from sparge.blocks import QUERY_BLOCK
+from sparge.common.metrics import rel_l2
+from sparge.head_settings import HeadBudget
 from sparge.kernels.spec import Element
-from sparge.metrics import rel_l2
-from sparge.plan.blocks import QUERY_BLOCK
-from sparge.plan.budget import HeadBudget
+from sparge.tune.spread import spread_rows
 
 EIGHT_BITS = 0.02  # relative L2 between E4M3 and FP16 for P and V
 

@@ -20,7 +20,7 @@ from benchmarks.quality_data.dino import Dino
 from benchmarks.quality_data.frames import resize
 from benchmarks.quality_data.onnx_file import read_tensors
 from benchmarks.quality_data.wheel import WeightsMissingError
-from sparge.plan.grid import TokenGrid
+from sparge.order.grid import TokenGrid
 
 WIDTH, HIDDEN, DEPTH = 128, 160, 3
 LINEARS = {

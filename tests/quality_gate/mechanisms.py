@@ -10,10 +10,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from sparge.calibrate import Calibration, CandidateSet, StepChoices, offers
-from sparge.plan.budget import Router
-from sparge.plan.walks import Walk
-from sparge.tune import head_table
+from sparge.head_settings import Router
+from sparge.order.variants import Walk
+from sparge.tune import Calibration, CandidateSet, StepChoices, head_table, offers
 
 Off = Callable[[], AbstractContextManager[Any]]
 

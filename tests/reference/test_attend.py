@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sparge.blocks import BlockPlan
 from sparge.kernels.spec import Element
-from sparge.plan import BlockPlan
 from sparge.policy import SparsePolicy
 from sparge.reference import Quantized, attend, exact_attention, quantize_qkv, route
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparge.common.metrics import rel_l2
 from sparge.errors import Unsupported
+from sparge.head_settings import HeadBudget, Router
 from sparge.kernels.spec import Element
-from sparge.metrics import rel_l2
-from sparge.plan import HeadBudget, Router, TokenGrid, cube_order, grid_order
+from sparge.order.grid import TokenGrid, cube_order, grid_order
 from sparge.policy import SparsePolicy
 from sparge.reference import exact_attention
 from sparge.reference.budgeted import bucket_partials, budgeted_attention

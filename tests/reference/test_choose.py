@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparge.plan import HeadBudget, Router, TokenGrid, TokenOrder, cube_order
-from sparge.plan.blocks import STEP_BLOCKS, whole_steps
+from sparge.blocks import STEP_BLOCKS, whole_steps
+from sparge.head_settings import HeadBudget, Router
+from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import quantize_qkv, route
 from sparge.reference.choose import (

@@ -11,8 +11,9 @@ import torch
 
 import sparge
 from sparge.errors import Unsupported
+from sparge.head_settings import HeadBudget
 from sparge.kernels.spec import Element
-from sparge.plan import HeadBudget, TokenGrid, cube_order
+from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import Precision, SparsePolicy
 from sparge.reference.choose import choose_blocks
 from sparge.reference.exact_pooled import exact_pooled_attention

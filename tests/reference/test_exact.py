@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparge.plan import BlockPlan, block_count
+from sparge.blocks import BlockPlan, block_count
 from sparge.reference import exact, exact_attention
 
 LENGTHS = [1, 63, 64, 65, 127, 129, 799]

@@ -10,9 +10,10 @@ import torch
 
 from sparge.errors import Unsupported
 from sparge.kernels.spec import Element
-from sparge.plan import TokenGrid, TokenOrder, cube_order, key_mean, raster_order
+from sparge.order.grid import TokenGrid, TokenOrder, cube_order, raster_order
 from sparge.reference import quantize_qkv
 from sparge.reference.packed import gather, pack_qkv, scatter
+from sparge.stages import key_mean
 from tests.reference.dense import blocks_of
 
 GRID = TokenGrid(3, 7, 9, prefix=70, suffix=75)  # 70 + 189 + 75 tokens: every segment is ragged

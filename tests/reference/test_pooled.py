@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparge.blocks import BlockPlan
+from sparge.head_settings import HeadBudget, Router
 from sparge.kernels.spec import Element
-from sparge.plan import BlockPlan, HeadBudget, Router, TokenGrid, TokenOrder, cube_order
+from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import attend, quantize_qkv
 from sparge.reference.attend import (

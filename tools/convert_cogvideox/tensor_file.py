@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeGuard
 
-from sparge.whole_file import written_whole
+from sparge.common.whole_file import written_whole
 
 from .json_text import ConversionError, read_json, shown
 

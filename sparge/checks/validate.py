@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a caller's arguments, in this one place. Everything below it trusts them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from ..errors import Unsupported
+from .argument import check_tensor, number, shown
+
+MAX_HEAD_DIM = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Most tokens of a call: kernels count the pairs of a query block in 32 bits.
+MOST_TOKENS = 2**32 // QUERY_BLOCK - 1
+LAYOUTS = {"HND": "(B, H, N, D)", "NHD": "(B, N, H, D)"}
+
+
+def as_heads_first(name: str, tensor: Tensor, layout: str) -> Tensor:
+    """Returns a (B, H, N, D) view. Raises ValueError for a wrong rank or layout name."""
+    check_layout("layout", layout)
+    check_tensor(name, tensor, LAYOUTS[layout])
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; layout {layout} takes {LAYOUTS[layout]}."
+        )
+    return tensor if layout == "HND" else tensor.transpose(1, 2)
+
+
+def check_layout(name: str, layout: str) -> None:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"{name} is {shown(layout)}; it takes 'HND' for (B, H, N, D) or 'NHD'.")
+
+
+def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
+    """Checks q (B, H, Nq, D) against k or v (B, Hkv, Nk, D)."""
+    for label, tensor in (("q", q), (name, k)):
+        if tensor.dtype not in DTYPES:
+            raise Unsupported(
+                f"{label} is {tensor.dtype}; bfloat16, float16 and float32 are supported."
+            )
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise Unsupported(
+                f"{label}'s last dimension has stride {tensor.stride(-1)}; it must be contiguous "
+                "(the other dimensions may have any strides): call .contiguous() first."
+            )
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q {tuple(q.shape)} or {name} {tuple(k.shape)} has an empty dimension.")
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device} and {name} on {k.device}; put them on one device.")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q is (B, H, N, D) = {tuple(q.shape)} and {name} {tuple(k.shape)}: B and D must be "
+            "equal, and q's heads a multiple of the others'."
+        )
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise Unsupported(f"head_dim is {q.shape[-1]}; up to {MAX_HEAD_DIM} is supported.")
+    if q.shape[2] > MOST_TOKENS or k.shape[2] > MOST_TOKENS:
+        raise Unsupported(
+            f"The call has {q.shape[2]} queries and {k.shape[2]} keys; up to {MOST_TOKENS} of each "
+            "are supported."
+        )
+
+
+def check_values(k: Tensor, v: Tensor) -> None:
+    """Checks v against k. Torch's own attention takes values of another width, so that is
+    Unsupported and no mistake of the caller."""
+    if v.shape[:-1] == k.shape[:-1] and v.shape[-1] != k.shape[-1]:
+        raise Unsupported(
+            f"v has head_dim {v.shape[-1]} and k {k.shape[-1]}: they must be equal here."
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}: they must agree.")
+
+
+def check_key_lengths(key_lengths: Tensor | None, q: Tensor) -> None:
+    if key_lengths is None:
+        return
+    check_tensor("key_lengths", key_lengths, f"int32 of shape ({q.shape[0]},)")
+    if key_lengths.shape != (q.shape[0],) or key_lengths.dtype != torch.int32:
+        raise ValueError(
+            f"key_lengths is {key_lengths.dtype} {tuple(key_lengths.shape)}; give int32 of shape "
+            f"({q.shape[0]},), the valid keys of each batch entry."
+        )
+    if key_lengths.device != q.device or not key_lengths.is_contiguous():
+        raise ValueError(f"key_lengths must be contiguous and on {q.device}, as q is.")
+
+
+def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if block_mask is None:
+        return
+    check_tensor("block_mask", block_mask, "one entry for each block of queries and of keys")
+    expected = (
+        *q.shape[:2],
+        block_count(q.shape[2], QUERY_BLOCK),
+        block_count(k.shape[2], KEY_BLOCK),
+    )
+    if tuple(block_mask.shape) != expected:
+        raise ValueError(
+            f"block_mask has shape {tuple(block_mask.shape)}; {q.shape[2]} queries and "
+            f"{k.shape[2]} keys take {expected}: one entry for {QUERY_BLOCK} queries x "
+            f"{KEY_BLOCK} keys, on every GPU."
+        )
+    if block_mask.device != q.device:
+        raise ValueError(f"block_mask is on {block_mask.device}; put it on {q.device}, as q is.")
+
+
+def check_output_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise Unsupported(
+            f"output_dtype is {dtype}; bfloat16, float16 and float32 are supported, and None "
+            "means q's."
+        )
+
+
+#: Least scale: below it the scale of two all-zero blocks (2^-64 each) underflows to 0, and 0 times
+#: a masked score is NaN.
+LEAST_SCALE = 2.0**-20
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """Returns the softmax scale of a call."""
+    if scale is None:
+        return head_dim**-0.5
+    given = number("scale", scale, "a number (the softmax scale), or None for head_dim ** -0.5")
+    if not LEAST_SCALE <= given < math.inf:
+        raise Unsupported(
+            f"scale is {given}; the softmax scale is a finite number from {LEAST_SCALE:g} up: "
+            "for a negative one pass -q, for 0 average v."
+        )
+    return given
+
+
+def check_inference(*tensors: Tensor) -> None:
+    """Checks that no gradient is wanted, of everything that a caller may want a derivative of."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise Unsupported(
+            "Sparse attention has no backward pass: run under torch.no_grad() or "
+            "torch.inference_mode(), or detach the inputs."
+        )
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise Unsupported(
+            "Sparse attention has no forward-mode derivative (torch.func.jvp, dual tensors): "
+            "detach the inputs, or use dense attention where a tangent is asked for."
+        )

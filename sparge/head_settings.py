@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Head settings: what a head may keep and how it makes up for what it drops.
+
+They are measured, never assumed.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .checks.argument import check_tensor, flag, number, shown, whole_number
+from .order.recording import being_recorded
+from .policy import INT32_MAX, SparsePolicy
+from .thresholds import SELECTION, threshold_table
+
+#: Number of kept tables of head settings: one for each pair of simthreshd1 and pvthreshd.
+KEPT_TABLES = 16
+TableKey = tuple[float, float]
+
+
+class Router(enum.IntEnum):
+    """Quantity that a head ranks key blocks by."""
+
+    MASS = 0
+    """Share of attention that pooled queries and keys give the block."""
+    ERROR = 1
+    """Error that pooled keys would make in the block's place."""
+
+
+#: Fields of head settings that may be None: their types, and what heads then have.
+OPTIONAL = {
+    "walk": (torch.int32, 0),
+    "background": (torch.float32, 0.0),
+    "contrast": (torch.float32, 1.0),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class HeadBudget:
+    """Head settings: one value per query head; replaces the density of a `SparsePolicy`.
+
+    density: (heads,) float32, 0..1. With `select_by="topk"` the share of all key blocks that a
+        query block ranks in; it keeps one more where that and the blocks that are always kept are
+        an odd number, because on Hopper two take as long as one. With `"cdf"` the share of the
+        ranking weight that it keeps.
+    gain: (heads,) float32 >= 0: pool weight, the factor of the pooled keys that stand for dropped
+        blocks; 0 is plain dropping and costs nothing.
+    router: (heads,) int32, values of `Router`.
+    background: (heads,) float32 >= 0: how often the background term counts the keys that a query
+        block drops, 64 for each dropped key block; None: no head has one. That term is a single
+        pseudo-key, the mean key with the mean value of all keys. It takes no time, and keeps what
+        is dropped from leaving its weight to what is kept (docs/experiments.md, Background). With
+        8-bit operands and `smooth_k`, not causal: the mean would tell of later keys.
+    contrast: (heads,) float32 > 0: output scale, the factor of the output's distance from the mean
+        value of all keys, in query blocks that drop something; None: 1 for all. Pooled keys draw
+        outputs towards that mean, plain dropping draws them apart. It takes no time. With 8-bit
+        operands, not causal.
+    floor: ranked key blocks that every query block keeps, whatever its density.
+    pools: whether any pool weight is above 0 or any router `ERROR`: with False kernels prepare
+        neither.
+    walk: (heads,) int32, index of the token order that each head takes among those of the call, the
+        last where there are fewer; None: the first. Heads that share keys take the order of the
+        first of them.
+
+    Values are not checked: reading them would synchronise with the GPU.
+    """
+
+    density: Tensor
+    gain: Tensor
+    router: Tensor
+    floor: int = 1
+    pools: bool = True
+    walk: Tensor | None = None
+    background: Tensor | None = None
+    contrast: Tensor | None = None
+    # Not given, so that `replace` makes new ones: tables hold these values.
+    _tables: OrderedDict[TableKey, Tensor] = field(
+        default_factory=OrderedDict, init=False, repr=False
+    )
+    _held: set[TableKey] = field(default_factory=set, init=False, repr=False)
+    """Keys of `_tables` that are never forgotten, because recorded calls read them in place."""
+
+    def __post_init__(self) -> None:
+        check_tensor("density", self.density, "one float32 value for each query head")
+        for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
+            _check(name, getattr(self, name), dtype, self.heads)
+        _check("density", self.density, torch.float32, self.heads)
+        for name, (dtype, _) in OPTIONAL.items():
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), dtype, self.heads)
+        for name in ("gain", "router", *OPTIONAL):
+            value = getattr(self, name)
+            if value is not None and value.device != self.device:
+                raise ValueError(
+                    f"{name} is on {value.device} and density on {self.device}: put all values of "
+                    "a budget on one device."
+                )
+        if self.walk is not None:  # kernels read it in place
+            object.__setattr__(self, "walk", self.walk.contiguous())
+        for name, value in (
+            ("floor", whole_number("floor", self.floor, 1, INT32_MAX)),
+            ("pools", flag("pools", self.pools)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def heads(self) -> int:
+        return self.density.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.density.device
+
+    def on(self, device: torch.device | str) -> HeadBudget:
+        """Same values on `device`."""
+        return self._each(lambda values: values.to(device))
+
+    def heads_slice(self, heads: slice) -> HeadBudget:
+        """Settings of some of the query heads."""
+        return self._each(lambda values: values[heads])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> HeadBudget:
+        """Settings with all values changed."""
+        return replace(self, **{name: change(x) for name, x in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Values of heads, by name."""
+        values = {name: getattr(self, name) for name in ("density", "gain", "router", *OPTIONAL)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def table(self, policy: SparsePolicy, hold: bool = False) -> Tensor:
+        """Returns `threshold_table` of these settings with the other thresholds of `policy`.
+
+        Tables are kept for policies whose thresholds are numbers, so that a call launches nothing
+        to make one: ask for it before attention is recorded. Of more than `KEPT_TABLES` policies
+        those that were asked for last are kept, and for good those with `hold` and those that CUDA
+        graphs were captured with.
+        """
+        key = _table_key(policy)
+        if key is None:
+            return self._make_table(policy)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._make_table(policy)
+            self._forget_tables()
+        elif len(self._tables) >= KEPT_TABLES and key in self._tables:
+            self._tables.move_to_end(key)
+        if hold or being_recorded(self.device):
+            self._held.add(key)
+        return table
+
+    def keep_table(self, policy: SparsePolicy, table: Tensor) -> None:
+        """Keeps a table that was made elsewhere, equal to what `table` returns; it is held."""
+        if key := _table_key(policy):
+            self._tables[key] = table
+            self._held.add(key)
+
+    def _forget_tables(self) -> None:
+        may_go = [key for key in list(self._tables) if key not in self._held]
+        for key in may_go[:-KEPT_TABLES]:
+            self._tables.pop(key, None)
+
+    def _make_table(self, policy: SparsePolicy) -> Tensor:
+        return threshold_table(
+            self.heads,
+            self.device,
+            selection=self.density,
+            simthreshd1=policy.simthreshd1,
+            pvthreshd=policy.pvthreshd,
+            log2_gain=self.gain.log2(),
+            router=self.router,
+            log2_background=-math.inf if self.background is None else self.background.log2(),
+            contrast=1.0 if self.contrast is None else self.contrast,
+        )
+
+    def set_density(self, density: Tensor) -> None:
+        """Sets other densities (heads,) from the next call on, of these settings alone.
+
+        They are shared with no others made from or with these; but budgets of `LayerBudgets` share
+        tables with the one that they are parts of. Tables change in place, for recorded calls read
+        them. None is kept where thresholds of the policy are tensors: record such calls anew. Never
+        synchronises.
+        """
+        own = torch.empty_like(self.density).copy_(density)
+        with torch.inference_mode():  # tables may have been made in that mode
+            for table in list(self._tables.values()):
+                table[:, SELECTION] = own
+        object.__setattr__(self, "density", own)
+
+    @classmethod
+    def uniform(
+        cls,
+        heads: int,
+        density: float,
+        gain: float = 0.0,
+        router: Router = Router.MASS,
+        device: torch.device | str = "cpu",
+    ) -> HeadBudget:
+        """Same settings for every head."""
+        heads = whole_number("heads", heads, 1)
+        density, gain = number("density", density), number("gain", gain)
+        if not (0 <= density <= 1 and 0 <= gain < math.inf):
+            raise ValueError(
+                f"density is {density} and gain {gain}; density takes a number from 0 to 1, gain "
+                "a finite one from 0."
+            )
+        if router not in list(Router):
+            raise ValueError(f"router is {shown(router)}; it takes Router.MASS or Router.ERROR.")
+        return cls(
+            torch.full((heads,), density, dtype=torch.float32, device=device),
+            torch.full((heads,), gain, dtype=torch.float32, device=device),
+            torch.full((heads,), int(router), dtype=torch.int32, device=device),
+            pools=gain > 0 or router == Router.ERROR,
+        )
+
+
+def _table_key(policy: SparsePolicy) -> TableKey | None:
+    """Key of the policy's table; None where a threshold is a tensor, whose values may change."""
+    similarity, negligible = policy.simthreshd1, policy.pvthreshd
+    if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
+        return None
+    return similarity, negligible
+
+
+def _check(name: str, value: Tensor, dtype: torch.dtype, heads: int) -> None:
+    check_tensor(name, value, f"one {dtype} value for each of the {heads} query heads")
+    if value.dtype != dtype or value.shape != (heads,):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)} and type {value.dtype}; give one {dtype} value "
+            f"for each of the {heads} query heads."
+        )

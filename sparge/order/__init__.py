@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders of tokens by which query blocks and key blocks are cut."""
+
+from .grid import (
+    Segment,
+    TokenGrid,
+    TokenOrder,
+    cube_order,
+    grid_order,
+    raster_order,
+    unmeasured_order,
+)
+from .variants import Walk
+
+__all__ = [
+    "Segment",
+    "TokenGrid",
+    "TokenOrder",
+    "Walk",
+    "cube_order",
+    "grid_order",
+    "raster_order",
+    "unmeasured_order",
+]

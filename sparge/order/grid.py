@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token grids: where each token of a video or an image lies, and orders of the tokens."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from . import copies as order_copies
+from .check import check_tensors
+from .recording import being_recorded
+from .variants import TURNS, Walk, unmeasured_walk, walk_ranks, walks_of
+
+EMPTY = -1  # the token of a slot that holds none
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Tokens of one sequence: `prefix` text, a grid in raster order, a `tail`, `suffix` text.
+
+    An image is one frame. Raises ValueError for sizes that no grid has.
+    """
+
+    frames: int
+    height: int
+    width: int
+    prefix: int = 0
+    """Tokens before the grid, such as text; always exact."""
+    suffix: int = 0
+    """Tokens at the end; always exact. Key lengths may cut these, and only these."""
+    lead_frames: int = 0
+    """Frames at the start that form a segment of their own, whose keys are never dropped."""
+    tail: int = 0
+    """Tokens after the grid that lie on no part of it, such as an image of another size. They form
+    a segment of their own in the order they come, and may be dropped as those of the grid are."""
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            least = 1 if part.name in ("frames", "height", "width") else 0
+            try:
+                whole = int(operator.index(value))  # NumPy's whole numbers too
+            except TypeError:
+                whole = least - 1
+            if whole < least:
+                raise ValueError(f"{part.name} is {value!r}; it takes a whole number from {least}.")
+            object.__setattr__(self, part.name, whole)
+        if self.lead_frames > self.frames:
+            raise ValueError(
+                f"lead_frames is {self.lead_frames}; the grid has {self.frames} frames to lead."
+            )
+
+    @property
+    def frame_tokens(self) -> int:
+        return self.height * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.frames * self.frame_tokens + self.tail + self.suffix
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Segment of an order: tokens first_token .. first_token + tokens - 1, from key block
+    `first_block` on."""
+
+    first_block: int
+    first_token: int
+    tokens: int
+    keys_exact: bool
+    """Whether its key blocks are never dropped."""
+    queries_exact: bool
+    """Whether its queries drop nothing."""
+
+    @property
+    def key_blocks(self) -> int:
+        return block_count(self.tokens, KEY_BLOCK)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """Tokens of a sequence in slots: 64 to a key block, 128 to a query block, some empty at segment
+    ends.
+
+    Inside a key block the tokens come first and the empty slots last. There may be several orders
+    (`walk`), of which each head takes one (`HeadBudget.walk`), the first by default. They put other
+    tokens into the slots; which slots are empty and which blocks exact is the same for all.
+    """
+
+    slot_tokens: Tensor
+    """(orders, slots) int32, slots = 64 x key blocks: the token in each slot, -1 where it is
+    empty.
+    """
+    token_slots: Tensor
+    """(orders, tokens) int32: the slot of each token."""
+    block_counts: Tensor
+    """(key_blocks,) int32, tokens in each key block: 1 to 64."""
+    keys_exact: Tensor
+    """(key_blocks,) bool: key blocks that are never dropped."""
+    queries_exact: Tensor
+    """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
+    segments: tuple[Segment, ...]
+    # Not given, so that `replace` makes new ones: copies hold these blocks.
+    _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_tensors(
+            {"slot_tokens": self.slot_tokens, "token_slots": self.token_slots},
+            {
+                "block_counts": self.block_counts,
+                "keys_exact": self.keys_exact,
+                "queries_exact": self.queries_exact,
+            },
+        )
+
+    @property
+    def slot_token(self) -> Tensor:
+        """(slots,): the token in each slot of the first order."""
+        return self.slot_tokens[0]
+
+    @property
+    def token_slot(self) -> Tensor:
+        """(tokens,): the slot of each token in the first order."""
+        return self.token_slots[0]
+
+    @property
+    def walks(self) -> int:
+        return self.slot_tokens.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.token_slots.shape[1]
+
+    @property
+    def slots(self) -> int:
+        return self.slot_tokens.shape[1]
+
+    @property
+    def key_blocks(self) -> int:
+        return self.block_counts.shape[0]
+
+    @property
+    def query_blocks(self) -> int:
+        return block_count(self.slots, QUERY_BLOCK)
+
+    def on(self, device: torch.device | str) -> TokenOrder:
+        """Copy of this order on `device`, made once: call it before attention is recorded.
+
+        The last few copies of all orders together are kept (`order_copies.KEPT`), and all that CUDA
+        graphs were captured with.
+        """
+        device = torch.device(device)
+        if device == self.slot_tokens.device:
+            return self
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = self._copies[device] = TokenOrder(
+                self.slot_tokens.to(device),
+                self.token_slots.to(device),
+                self.block_counts.to(device),
+                self.keys_exact.to(device),
+                self.queries_exact.to(device),
+                self.segments,
+            )
+            if not torch.compiler.is_compiling():
+                order_copies.remember(self, device)
+        if being_recorded(device):
+            order_copies.keep_for_good(self, device)  # recorded calls read it in place
+        return copy
+
+    def forget_copy(self, device: torch.device) -> None:
+        """Forgets the copy that `on` made there, if any."""
+        self._copies.pop(device, None)
+
+    def forget_copies(self) -> None:
+        """Forgets the copies that `on` made: orders are kept, and a device's memory is dear."""
+        self._copies.clear()
+
+    def walk(self, index: int) -> TokenOrder:
+        """Order that keeps one of the token orders alone; copies nothing."""
+        only = slice(index, index + 1)
+        return replace(
+            self,
+            slot_tokens=self.slot_tokens[only],
+            token_slots=self.token_slots[only],
+        )
+
+    def query_counts(self) -> Tensor:
+        """(query_blocks,) int32: queries in each query block."""
+        counts = torch.nn.functional.pad(self.block_counts, (0, self.key_blocks % 2))
+        return counts.unflatten(0, (-1, 2)).sum(-1, dtype=torch.int32)
+
+    def valid_slots(self, key_lengths: Tensor | None, batch: int) -> Tensor:
+        """(B, slots) bool: the slot holds a token, and one before `key_lengths` (B,) if given."""
+        token = self.slot_token.expand(batch, -1)
+        if key_lengths is None:
+            return token != EMPTY
+        return (token != EMPTY) & (token < key_lengths.to(token.device).unsqueeze(-1))
+
+    def key_counts(self, key_lengths: Tensor | None, batch: int) -> Tensor:
+        """(B, key_blocks) int32: valid keys of each key block. They are its first ones, because key
+        lengths cut nothing but the suffix."""
+        valid = self.valid_slots(key_lengths, batch)
+        return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
+
+
+def cube_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
+    """Packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
+
+    turn: variant, below `TURNS`. Sampling steps that take other variants make errors that do not
+    add up.
+    """
+    return _walk_order(grid, (Walk.CUBES,), turn)
+
+
+def unmeasured_order(grid: TokenGrid, turn: int) -> TokenOrder:
+    """Order that sampling steps of variant `turn` take where no head is measured, on the CPU."""
+    return _walk_order(grid, (unmeasured_walk(turn),), turn)
+
+
+def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
+    """All token orders of `grid`, cubes first, on the CPU; segments and variants as in
+    `cube_order`."""
+    return _walk_order(grid, walks_of(grid.frames), turn)
+
+
+@lru_cache(maxsize=32 * TURNS)  # a run uses a grid a conditioning, a context window or two
+def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrder:
+    """Order of `grid` with these token orders (`walks`), on the CPU."""
+    frame, lead = grid.frame_tokens, grid.lead_frames
+    walked = [lead * frame, (grid.frames - lead) * frame]
+    tokens = [grid.prefix, *walked, grid.tail, grid.suffix]
+    exact = [(True, True), (True, False), (False, False), (False, False), (True, True)]
+    segments: list[Segment] = []
+    first = block = 0
+    for count, (keys_exact, queries_exact) in zip(tokens, exact, strict=True):
+        if count:
+            segments.append(Segment(block, first, count, keys_exact, queries_exact))
+            first, block = first + count, block + segments[-1].key_blocks
+    slots = np.stack([_token_slot(grid, walk, segments, turn) for walk in walks])
+    return _order(slots, tuple(segments))
+
+
+def _token_slot(
+    grid: TokenGrid, walk: Walk, segments: list[Segment], turn: int
+) -> NDArray[np.int32]:
+    """(tokens,): slot of each token. Segments of whole frames are ordered, others stay as they
+    come."""
+    parts = []
+    end_of_grid = grid.prefix + grid.frames * grid.frame_tokens
+    for segment in segments:
+        if segment.queries_exact or segment.first_token >= end_of_grid:
+            rank = np.arange(segment.tokens, dtype=np.int32)
+        else:
+            frames = segment.tokens // grid.frame_tokens
+            rank = walk_ranks(walk, frames, grid.height, grid.width, turn).ravel()
+        parts.append(rank + np.int32(segment.first_block * KEY_BLOCK))
+    return np.concatenate(parts)
+
+
+@lru_cache(maxsize=32)
+def raster_order(tokens: int) -> TokenOrder:
+    """Order in which tokens stay as they come: slot = token."""
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
+    slots = np.arange(tokens, dtype=np.int32)[None]
+    return _order(slots, (Segment(0, 0, tokens, False, False),))
+
+
+def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> TokenOrder:
+    """Makes an order from token_slots (orders, tokens).
+
+    Computed in NumPy: orders are kept, and what torch makes here would follow the default device of
+    whoever asks first.
+    """
+    key_blocks = sum(segment.key_blocks for segment in segments)
+    walks, tokens = token_slots.shape
+    slot_tokens = np.full((walks, key_blocks * KEY_BLOCK), EMPTY, dtype=np.int32)
+    np.put_along_axis(slot_tokens, token_slots, np.arange(tokens, dtype=np.int32)[None], axis=1)
+    filled = slot_tokens[0] != EMPTY
+    counts = filled.reshape(-1, KEY_BLOCK).sum(-1, dtype=np.int32)
+    keys_exact = np.zeros(key_blocks, dtype=bool)
+    queries_exact = np.zeros(block_count(key_blocks * KEY_BLOCK, QUERY_BLOCK), dtype=bool)
+    blocks_a_row = QUERY_BLOCK // KEY_BLOCK
+    for segment in segments:
+        end = segment.first_block + segment.key_blocks
+        if segment.keys_exact:
+            keys_exact[segment.first_block : end] = True
+        if segment.queries_exact:
+            rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
+            queries_exact[rows] = True
+    return TokenOrder(
+        _real_tensor(slot_tokens),
+        _real_tensor(token_slots),
+        _real_tensor(counts),
+        _real_tensor(keys_exact),
+        _real_tensor(queries_exact),
+        segments,
+    )
+
+
+def _real_tensor(array: NDArray[Any]) -> Tensor:
+    """Tensor on the CPU, of the array's type. `torch.from_numpy` makes a fake one in a
+    `FakeTensorMode`, which the next caller would be given."""
+    return torch.from_dlpack(array)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token orders (`walk`) of a grid: permutations of its tokens, cut into key blocks of 64.
+
+A head whose attention has the shape of those blocks keeps few of them. Each order comes in variants
+(`turn`), whose blocks have about the same shape and other borders. Sampling steps take them in
+turn: what a head drops in one step it may keep in the next, so that its errors add up less.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..blocks import KEY_BLOCK
+from .cubes import cube_ranks
+
+#: Variants of every order (docs/experiments.md, Number of variants).
+TURNS = 3
+
+
+class Walk(enum.IntEnum):
+    """Shape of the blocks that an order makes. Heads differ in which suits them
+    (docs/experiments.md, Who takes cubes and who rows)."""
+
+    CUBES = 0
+    """About 4 frames x 4 x 4."""
+    FRAMES = 1
+    """About 8 x 8 in one frame, for heads that look within a frame."""
+    RASTER = 2
+    """Rows of a frame, for heads that look along rows."""
+
+
+def unmeasured_walk(turn: int) -> Walk:
+    """Order of heads that nobody measured: rows in the second variant, cubes in the others.
+
+    Steps that cut the clip in different ways drop different things (docs/experiments.md, Order of
+    unmeasured heads).
+    """
+    return Walk.RASTER if turn == 1 else Walk.CUBES
+
+
+def walks_of(frames: int) -> tuple[Walk, ...]:
+    """Orders that differ: in an image cubes lie in one frame."""
+    return tuple(Walk) if frames > 1 else (Walk.CUBES, Walk.RASTER)
+
+
+def walk_ranks(
+    walk: Walk, frames: int, height: int, width: int, turn: int = 0
+) -> NDArray[np.int32]:
+    """(frames, height, width) int32: the place of each token in the order, from 0.
+
+    turn: number of the variant. Cubes go along another axis. The others begin a third of a key
+    block later, with the tokens that were last, or in an image every second time at the other end.
+    """
+    if walk is Walk.CUBES:
+        return cube_ranks(frames, height, width, turn)
+    if frames == 1:
+        path = _path(walk, height, width)[None]
+        return np.flip(path) if turn % 2 else path
+    ranks = _frame_by_frame(walk, frames, height, width, meets=turn > 0)
+    return (ranks + np.int32(turn * KEY_BLOCK // TURNS)) % np.int32(ranks.size)
+
+
+def _frame_by_frame(
+    walk: Walk, frames: int, height: int, width: int, meets: bool
+) -> NDArray[np.int32]:
+    """Ranks that run forth in one frame and back in the next, so that neighbours in the order lie
+    close together.
+
+    meets: the order also ends in the place of a frame where it began.
+
+    A query block that holds tokens of two places keeps what the mean of its queries asks for: the
+    few of one place lose their neighbours (docs/experiments.md, Rows forth and back).
+    """
+    area = height * width
+    forth = _path(walk, height, width)
+    both = np.stack([forth, area - 1 - forth])
+    ranks = both[np.arange(frames) % 2]
+    if meets and frames % 2 and width > 1:
+        half = width // 2
+        back = area - 1 - _path(walk, height, width - half)
+        ranks[-1] = np.concatenate([_path(walk, height, half), back], axis=1)
+    return ranks + np.arange(frames, dtype=np.int32)[:, None, None] * np.int32(area)
+
+
+def _path(walk: Walk, height: int, width: int) -> NDArray[np.int32]:
+    """(height, width): ranks in one frame."""
+    if walk is Walk.FRAMES:
+        return cube_ranks(1, height, width)[0]
+    return np.arange(height * width, dtype=np.int32).reshape(height, width)

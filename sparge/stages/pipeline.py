@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call through its stages: quantize, route, attend. Heads go in groups where memory is short."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..call import Call
+from ..errors import Unsupported
+from ..kernels import capabilities
+from ..order.facts import NO_ORDER, OrderFacts
+from ..policy import PV_FILTER_OFF
+from ..stats import Counter
+from . import ops, reference_op
+from .kernel_check import build_kernels
+from .rules import AttendRules, QuantizeRules, RouteRules, Select
+from .workspace import layout_of
+
+#: Workspace that a call may take, as a share of q + k + v; beyond it heads are served in groups.
+MEMORY_SHARE = 0.55
+#: Least bytes for which a call is split: padding alone outgrows the share in tiny calls.
+MEMORY_FLOOR = 1 << 20
+
+
+def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    """Writes `out` (B, H, Nq, D) and `lse` (B, H, Nq), and adds to `counters`."""
+    if has_kernels(call):
+        _run_in_head_groups(call, out, lse, counters)
+    else:
+        reference_op.run(call, out, lse, counters)
+
+
+def has_kernels(call: Call) -> bool:
+    """Whether kernels serve the call. Where another target could take over they are built here,
+    before the first launch; not while torch.compile traces: such a call goes by the target of the
+    moment."""
+    capability = capabilities(call.q.device)
+    if capability.fallback and not torch.compiler.is_compiling():
+        build_kernels(call, capability.arch)
+    return capability.usable
+
+
+def _run_in_head_groups(
+    call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> None:
+    """Runs all heads at once when the workspace stays within MEMORY_SHARE and fits, else in
+    groups.
+    """
+    shape = call.shape
+    kv_heads, group = shape.kv_heads, shape.heads // shape.kv_heads
+    step = min(kv_heads, max(1, kv_heads * _memory_limit(call) // _memory_needed(call)))
+    first = 0
+    while first < kv_heads:
+        last = min(first + step, kv_heads)
+        query = slice(first * group, last * group)
+        part_lse = None
+        if lse is not None:
+            part_lse = lse if step == kv_heads else torch.empty_like(lse[:, query])
+        try:
+            part = call if step == kv_heads else call.heads(first, last)
+            run_kernels(part, out[:, query], part_lse, counters)
+        except torch.OutOfMemoryError as error:
+            if step == 1:
+                needed = _memory_needed(call.heads(first, last)) / 2**20
+                raise Unsupported(
+                    f"the {needed:.0f} MiB that sparse attention needs for one head do not fit in "
+                    "the GPU's free memory: lower the resolution or length, or free memory."
+                ) from error
+            step = (step + 1) // 2
+            continue
+        if lse is not None and part_lse is not None and part_lse is not lse:
+            lse[:, query] = part_lse
+        first = last
+
+
+def _memory_needed(call: Call) -> int:
+    shape = call.shape
+    layout = layout_of(shape, call.element, call.v is not None, call.routes, call.pools)
+    rows = shape.batch * shape.heads * shape.query_blocks
+    return layout.nbytes + rows * 4 * (shape.map_words + 1)
+
+
+def _memory_limit(call: Call) -> int:
+    tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
+    return max(MEMORY_FLOOR, int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors)))
+
+
+def run_kernels(
+    call: Call,
+    out: Tensor,
+    lse: Tensor | None,
+    counters: Tensor | None,
+    partials: tuple[Tensor, ...] | None = None,
+) -> None:
+    shape = call.shape
+    workspace = quantize(call)
+    if call.plan is None:
+        block_map, _ = route(call, workspace, counters)
+    else:
+        block_map = call.plan.block_map
+        if counters is not None:
+            counters[Counter.KEPT] += call.plan.kept_pairs().sum()
+            counters[Counter.VALID] += call.plan.valid_pairs().sum()
+            counters[Counter.KEPT_BLOCKS] += call.plan.visited_blocks().sum()
+    pvthreshd = call.policy.pvthreshd
+    rules = AttendRules(
+        with_queries=call.routes,
+        with_pools=call.pools,
+        scale=call.scale,
+        pvthreshd=PV_FILTER_OFF if isinstance(pvthreshd, Tensor) else pvthreshd,
+        pv_filter=call.policy.pv_filter,
+        causal=call.is_causal,
+    )
+    ops.attend(
+        call.q,
+        workspace,
+        block_map,
+        shape.sizes(),
+        int(call.element),
+        *rules.flat(),
+        call.key_lengths,
+        call.thresholds,
+        _slots(call).flat(),
+        out,
+        lse,
+        *(partials or (None, None, None)),
+        counters,
+    )
+
+
+def quantize(call: Call) -> Tensor:
+    rules = QuantizeRules(
+        smooth_k=call.policy.smooth_k,
+        with_queries=call.routes,
+        with_pools=call.pools,
+        with_similarity=call.asks_similarity,
+        with_query_means=call.scores,
+    )
+    tensors = (call.q, call.k, call.v, call.key_lengths)
+    return ops.quantize(*tensors, int(call.element), *rules.flat(), _slots(call).flat())
+
+
+def _slots(call: Call) -> OrderFacts:
+    """(walks, slots) tokens, (key_blocks,) counts and (heads,) walks."""
+    order, budget = call.order, call.budget
+    if order is None:
+        return NO_ORDER
+    walk = None if budget is None else budget.walk
+    return OrderFacts(order.slot_tokens, order.block_counts, walk)
+
+
+def route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
+    policy, shape, order = call.policy, call.shape, call.order
+    select = Select.TOPK if policy.select_by == "topk" else Select.CDF
+    rules = RouteRules(
+        select=int(select if call.block_mask is None else Select.MASK),
+        topk_blocks=max(1, int(_scalar(policy.topk) * shape.key_blocks)),
+        cdfthreshd=_scalar(policy.cdfthreshd),
+        simthreshd1=_scalar(policy.simthreshd1),
+        score_scale=call.scale,
+        causal=call.is_causal,
+        attention_sink=policy.attention_sink,
+        keep_diagonal=policy.keep_diagonal,
+        exact_prefix=policy.exact_prefix,
+        exact_suffix=policy.exact_suffix,
+        floor=1 if call.budget is None else call.budget.floor,
+        upstream=call.budget is None and order is None,
+    )
+    facts = NO_ORDER
+    if order is not None:
+        facts = OrderFacts(
+            slot_counts=order.block_counts,
+            keys_exact=order.keys_exact,
+            queries_exact=order.queries_exact,
+        )
+    return ops.route(
+        workspace,
+        shape.sizes(),
+        int(call.element),
+        call.v is not None,
+        call.pools,
+        *rules.flat(),
+        call.key_lengths,
+        call.block_mask,
+        call.thresholds,
+        facts.flat(),
+        counters,
+    )
+
+
+def _scalar(value: float | Tensor) -> float:
+    """Number of a threshold. Per-head values travel in ``thresholds``; their number is not read
+    then."""
+    return 1.0 if isinstance(value, Tensor) else float(value)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of the one allocation of a call: where each intermediate of the pipeline lies in it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, WORD_BITS, block_count
+from ..kernels.params import PoolColumn
+from ..kernels.spec import HEAD_DIMS, Element
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """Sizes of one attention call; ``channels`` is the caller's head dim, up to 128.
+
+    ``queries`` and ``keys`` count slots: those of the token order where there is one, else tokens.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    channels: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, slots: int | None = None) -> CallShape:
+        """Makes the sizes of q (B, H, Nq, D) and k (B, Hkv, Nk, D); ``slots`` of a token order."""
+        queries, keys = (q.shape[2], k.shape[2]) if slots is None else (slots, slots)
+        return cls(q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
+
+    def sizes(self) -> list[int]:
+        """Arguments of CallShape, for an op's schema."""
+        return [
+            self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.channels
+        ]  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        """Head dim of the kernels: ``channels`` padded up."""
+        return next(size for size in HEAD_DIMS if self.channels <= size)
+
+    @property
+    def query_blocks(self) -> int:
+        return block_count(self.queries, QUERY_BLOCK)
+
+    @property
+    def key_blocks(self) -> int:
+        return block_count(self.keys, KEY_BLOCK)
+
+    @property
+    def map_words(self) -> int:
+        return block_count(self.key_blocks, WORD_BITS)
+
+    @property
+    def list_words(self) -> int:
+        """Words of the list of what a query block attends to, in csrc/attend/block_list.cuh."""
+        return self.map_words + block_count(self.pool_tiles, WORD_BITS) + 1
+
+    @property
+    def pool_tiles(self) -> int:
+        """Number of tiles of 64 pseudo-keys, one pseudo-key a key block."""
+        return block_count(self.key_blocks, KEY_BLOCK)
+
+
+@dataclass(frozen=True)
+class Field:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, workspace: Tensor) -> Tensor:
+        flat = workspace[self.offset : self.offset + self.nbytes]
+        return flat.view(self.dtype).view(self.shape)
+
+
+class WorkspaceLayout:
+    """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
+
+    A plan needs no values, a call with a given plan no query statistics, one without head settings
+    no variances and pseudo-keys: those fields are absent.
+    """
+
+    def __init__(
+        self,
+        shape: CallShape,
+        element: Element,
+        *,
+        with_values: bool,
+        with_queries: bool,
+        with_pools: bool = False,
+    ) -> None:
+        kv = (shape.batch, shape.kv_heads)
+        blocks = (*kv, shape.key_blocks)
+        queries = (shape.batch, shape.heads, shape.query_blocks)
+        key_bytes = 1 if element.quantized else 2
+        value_bytes = 1 if element is Element.INT8_E4M3 else 2
+        tile = KEY_BLOCK * shape.head_dim
+        self.shape, self.element = shape, element
+        self._end = 0
+        self.fields: dict[str, Field] = {}
+        self._add("next_turn", (1,), torch.int32)
+        means = ("k_mean", "v_mean", "v_scale") if with_values else ("k_mean",)
+        for name in means:
+            self._add(name, (*kv, shape.head_dim))
+        self._means = Field(
+            self.fields["k_mean"].offset, (len(means), *kv, shape.head_dim), torch.float32
+        )
+        if element.quantized:
+            self._add("reach", kv)
+        else:
+            self._add("finite", (*kv, 2, shape.key_blocks), torch.uint8)
+        self._add("k_scale", blocks)
+        self._add("k_similarity", blocks)
+        self._add("key_counts", blocks, torch.int32)
+        self._add("k_block_mean", (*blocks, shape.head_dim))
+        self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
+        if with_values:
+            self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
+        if with_pools:
+            tiles = (*kv, shape.pool_tiles)
+            self._add("k_variance", (*blocks, shape.head_dim), torch.bfloat16)
+            self._add("v_block_mean", (*blocks, shape.head_dim), torch.bfloat16)
+            self._add("v_variance", blocks)
+            self._add("v_square", blocks)
+            self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)
+            self._add("pool_v", (*tiles, tile * value_bytes), torch.uint8)
+            self._add("pool_columns", (*tiles, KEY_BLOCK, len(PoolColumn._fields_)))
+        # Last, so that nothing else moves where attend serves other queries than were routed.
+        if with_queries:
+            self._add("q_similarity", queries)
+            self._add("q_block_mean", (*queries, shape.head_dim))
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        field = self.fields[name] = Field(self._end, shape, dtype)
+        self._end += block_count(field.nbytes, _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def nbytes(self) -> int:
+        return self._end
+
+    def addresses(self, workspace: Tensor) -> dict[str, int]:
+        """Device addresses of the fields, by name."""
+        start = workspace.data_ptr()
+        return {name: start + field.offset for name, field in self.fields.items()}
+
+    def view(self, workspace: Tensor, name: str) -> Tensor:
+        """Returns the field as a tensor, for tests and diagnosis."""
+        return self.fields[name].of(workspace)
+
+    def means(self, workspace: Tensor) -> Tensor:
+        """(3, B, Hkv, head_dim): k_mean, v_mean and v_scale, which lie side by side; without values
+        (1, ...)."""
+        return self._means.of(workspace)
+
+
+def layout_of(
+    shape: CallShape,
+    element: Element,
+    with_values: bool,
+    with_queries: bool,
+    with_pools: bool,
+) -> WorkspaceLayout:
+    """Layout of the workspace of a call. Kept, for a call asks for it four times
+    (docs/experiments.md, Layouts kept in a cache)."""
+    # torch.compile warns of caches, and sizes that are symbols have no hash.
+    traced = torch.compiler.is_compiling() or not all(isinstance(n, int) for n in shape.sizes())
+    make = _new_layout if traced else _kept_layout
+    return make(shape, element, with_values, with_queries, with_pools)
+
+
+def _new_layout(
+    shape: CallShape, element: Element, values: bool, queries: bool, pools: bool
+) -> WorkspaceLayout:
+    return WorkspaceLayout(
+        shape, element, with_values=values, with_queries=queries, with_pools=pools
+    )
+
+
+_kept_layout = functools.lru_cache(maxsize=256)(_new_layout)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the heads of a model while it runs dense, to decide what each of them may drop.
+
+    calibration = Calibration.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
+    calibration.sample(layer, q, k, v)              # in dense calls; never waits for the GPU
+    choices = calibration.offers().freeze(mean_density=0.2)  # between two steps; waits for the GPU
+    budget = choices.budget(layer, "cuda")
+
+One calibration is for one conditioning and one token count. Output scale here is `contrast`, pool
+weight `gain`, head weight `loudness`, token order `walk`, variant `turn`, head settings `budget`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..stages.as_written import as_written
+from .candidates import CandidateSet
+from .contrast import best_contrasts
+from .measure import Measure, Measured, Sample, reference_measure
+from .offers import Offers
+from .scoring import squared_errors, towards_mean
+from .side_by_side import side_by_side
+from .spread import ROW_STEP, spread_places
+from .workload import Workload
+
+#: Query blocks of every head that one measurement looks at in each token order. A run with guidance
+#: measures cond and uncond, so twice as many (docs/experiments.md, Query blocks of a measurement).
+BLOCKS_A_CALL = 4
+#: Relative L2 error of 8-bit attention that drops nothing, where no measurement knew what dense
+#: attention gave (docs/experiments.md, Error of 8 bits alone).
+ROUNDING = 0.005
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Sums over the query blocks measured so far; made by `begin`."""
+
+    workload: Workload
+    candidates: CandidateSet
+    query_blocks: list[int] = field(repr=False)
+    """Query blocks worth a measurement."""
+    blocks_a_call: int
+    row_step: int
+    measure: Measure
+    log_gains: Tensor = field(repr=False)
+    """(gains,) float32 on the device: natural logarithms of the candidates' pool weights."""
+    log_backgrounds: Tensor = field(repr=False)
+    """(backgrounds,) float32 on the device: natural logarithms of the candidates' backgrounds."""
+    measured_walks: range
+    """Token orders of the workload that there are sums of."""
+    squared_error: Tensor
+    """(layers, heads, measured orders, routers, densities, kinds) float32, summed over rows and
+    channels: the largest tensors that are kept, of few terms."""
+    towards_mean: Tensor
+    """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
+    squared_norm: Tensor
+    """(2, layers, heads, measured orders) float64: squared norm of the exact output, and of that
+    lack."""
+    squared_rounding: Tensor
+    """(2, layers, heads) float64, of what was compared with dense attention: squared norm, and
+    squared distance from it."""
+    samples: list[int] = field(repr=False)
+    """Number of query blocks measured of each layer, in each token order."""
+    visited: int = field(repr=False)
+    walks: list[range] = field(repr=False)
+    """Token orders measured of each layer. The first alone where heads share keys, since those have
+    to share an order."""
+
+    @classmethod
+    def begin(
+        cls,
+        *,
+        layers: int,
+        heads: int,
+        workload: Workload,
+        candidates: CandidateSet | None = None,
+        blocks_a_call: int = BLOCKS_A_CALL,
+        row_step: int = ROW_STEP,
+        visited: int = 0,
+        walks: range | None = None,
+        measure: Measure = reference_measure,
+        device: torch.device | str = "cpu",
+    ) -> Calibration:
+        """Returns an empty calibration. Allocates all that it keeps, so call it where sampling or a
+        forward pass starts.
+
+        blocks_a_call: query blocks of every head that one `sample` measures.
+        row_step: one in so many rows of them is compared, as in `spread_rows`.
+        visited: number of query blocks that an earlier calibration has measured; this one goes on
+            after those.
+        walks: token orders of the workload that are measured and chosen from; `worth_measuring`
+            where None.
+
+        Raises:
+            ValueError: no query block of the workload may drop anything.
+        """
+        candidates = candidates or CandidateSet()
+        if workload.is_causal:  # the mean value of all keys holds later ones too
+            candidates = replace(candidates, backgrounds=(), contrasts=(1.0, 1.0))
+        query_blocks = workload.sparse_query_blocks()
+        if not query_blocks:
+            raise ValueError("Every query block holds exact tokens: leave this attention dense.")
+        measured = worth_measuring(workload.order.walks) if walks is None else walks
+        sums = torch.zeros(
+            layers, heads, len(measured), *candidates.shape, dtype=torch.float32, device=device
+        )
+        return cls(
+            workload,
+            candidates,
+            query_blocks,
+            blocks_a_call,
+            row_step,
+            measure,
+            torch.tensor(candidates.gains, dtype=torch.float32, device=device).log(),
+            torch.tensor(candidates.backgrounds, dtype=torch.float32, device=device).log(),
+            measured,
+            sums,
+            torch.zeros_like(sums),
+            torch.zeros(2, layers, heads, len(measured), dtype=torch.float64, device=device),
+            torch.zeros(2, layers, heads, dtype=torch.float64, device=device),
+            [0] * layers,
+            visited,
+            [measured] * layers,
+        )
+
+    def anew(self) -> Calibration:
+        """Returns an empty calibration of the same kind that goes on with other query blocks.
+        Allocates."""
+        like = Calibration.begin(
+            layers=len(self.samples),
+            heads=self.squared_norm.shape[2],
+            workload=self.workload,
+            candidates=self.candidates,
+            blocks_a_call=self.blocks_a_call,
+            row_step=self.row_step,
+            visited=self.visited + max(self.samples),
+            walks=self.measured_walks,
+            measure=self.measure,
+            device=self.squared_norm.device,
+        )
+        like.walks[:] = self.walks
+        return like
+
+    def fill_from(self, earlier: Calibration) -> None:
+        """Copies from `earlier`, of the same kind, what is not known here. Waits for the GPU.
+
+        Not known are layers that were not measured or gave something not finite, and rounding,
+        which only dense calls tell.
+        """
+        sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
+        finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
+        for layer, (known, walks) in enumerate(zip(earlier.samples, earlier.walks, strict=True)):
+            if not (self.samples[layer] and finite[layer]):
+                self.samples[layer], self.walks[layer] = known, walks
+                self.squared_error[layer].copy_(earlier.squared_error[layer])
+                self.towards_mean[layer].copy_(earlier.towards_mean[layer])
+                self.squared_norm[:, layer].copy_(earlier.squared_norm[:, layer])
+        self.squared_rounding.copy_(earlier.squared_rounding)
+
+    def measure_one_walk(self) -> None:
+        """Restricts measurements to the first token order. Call it before any `sample`: orders
+        measured in different calls do not compare."""
+        assert not any(self.samples)
+        self.walks[:] = [self.measured_walks[:1]] * len(self.walks)
+
+    def sample(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        key_lengths: Tensor | None = None,
+        dense: Tensor | None = None,
+        calls: int = 1,
+    ) -> None:
+        """Measures all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
+
+        dense: (B, H, N, D), the dense result; it tells the error of a head that drops nothing.
+        calls: number of usual measurements whose query blocks this one covers.
+
+        Every call and layer looks at other query blocks, evenly spread and the same in every run.
+        Batch entries count as one. Errors are against the same arithmetic with nothing dropped. All
+        token orders that are measured are measured in the same call, because the error of a head
+        can halve from one step to the next (docs/experiments.md, Choosing an order by the keys).
+        """
+        blocks = self.next_query_blocks(layer, calls)
+        softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if k.shape[1] != q.shape[1]:
+            self.walks[layer] = self.measured_walks[:1]
+        sample = Sample(
+            q,
+            k,
+            v,
+            blocks,
+            self.workload,
+            self.candidates,
+            softmax_scale,
+            key_lengths,
+            self.walks[layer],
+            self.row_step,
+            dense,
+        )
+        with as_written(q.device):
+            self._add(layer, self.measure(sample), with_rounding=dense is not None)
+        self.samples[layer] += len(blocks)
+
+    def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
+        """Query blocks that the next `sample` of `layer` measures; computed on the host."""
+        # Neighbouring layers look at other query blocks.
+        first = self.visited + self.samples[layer] + layer
+        places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
+        return [self.query_blocks[place] for place in places]
+
+    def _add(self, layer: int, measured: Measured, *, with_rounding: bool) -> None:
+        empty, of_layer = ~measured.occupied, self.walks[layer]
+        walks = slice(len(of_layer))  # all of the measured orders, or the first
+        found = measured.distances
+        for of_kinds, sums in (
+            (squared_errors, self.squared_error),
+            (towards_mean, self.towards_mean),
+        ):
+            of_rows = of_kinds(found, self.log_gains, self.log_backgrounds)
+            # Summed in float32 first: as float64 the rows would not fit in the memory of a
+            # measurement.
+            of_blocks = of_rows.masked_fill_(empty.unsqueeze(-1), 0).sum(-2)
+            del of_rows
+            of_heads = of_blocks.sum((3, 5), dtype=torch.float64)
+            sums[layer, :, walks].add_(of_heads.movedim((3, 2), (0, 1)))
+        of_rows = torch.stack([found.norm, found.background_far, found.rounding])
+        squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
+        self.squared_norm[:, layer, :, walks].add_(squares[:2].movedim(1, 2))
+        if with_rounding:
+            self.squared_rounding[:, layer].add_(squares[::2, 0])
+
+    def relative_errors(self) -> NDArray[np.float64]:
+        """Relative errors, the first array of `errors_and_contrasts`."""
+        return self.errors_and_contrasts()[0]
+
+    def errors_and_contrasts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
+
+        Both are (layers, heads, measured orders, routers, densities, kinds). An error is the root
+        of the ratio of sums, which predicts better than a mean of ratios (docs/experiments.md, Sums
+        or ratios).
+        """
+        norms, far = self.squared_norm.cpu().numpy()[..., None, None, None]
+        error, towards = (x.cpu().numpy() for x in (self.squared_error, self.towards_mean))
+
+        def of(layers: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+            made, lacking = (x[layers].astype(np.float64) for x in (error, towards))
+            limits = self.candidates.contrasts
+            contrasts, squares = best_contrasts(made, lacking, far[layers], limits)
+            own = norms[layers]
+            with np.errstate(invalid="ignore"):  # stays so, and is not measured
+                shares = np.divide(squares, own, out=np.zeros_like(squares), where=own != 0)
+                return np.sqrt(shares), contrasts
+
+        errors, contrasts = side_by_side(of, len(error))
+        return errors, contrasts
+
+    def rounding(self) -> NDArray[np.float64]:
+        """(layers, heads) relative L2 error that 8 bits alone make. Waits for the GPU."""
+        norms, squares = self.squared_rounding.cpu().numpy()
+        with np.errstate(invalid="ignore"):
+            measured = np.sqrt(
+                np.divide(squares, norms, out=np.zeros_like(norms), where=norms != 0)
+            )
+        return np.where((norms != 0) & np.isfinite(measured), measured, ROUNDING)
+
+    def norms(self) -> NDArray[np.float64]:
+        """(layers, heads) norm of the exact output, over equally many query blocks each. Waits for
+        the GPU."""
+        squares = self.squared_norm[0].cpu().numpy().max(-1)  # 0 in orders that were not measured
+        return np.sqrt(squares / np.maximum(self.samples, 1)[:, None])
+
+    def offers(self) -> Offers:
+        """Returns the offers of all heads, from what is known so far. Waits for the GPU.
+
+        Layers that were not measured, or gave something not finite, get no offer.
+
+        Raises:
+            ValueError: no layer was measured.
+        """
+        return Offers.of(
+            self.workload,
+            self.candidates,
+            *self.errors_and_contrasts(),
+            self.rounding(),
+            self.norms(),
+            self.samples,
+            self.walks,
+        )
+
+
+def worth_measuring(walks: int) -> range:
+    """Token orders worth measuring, of so many through a grid: cubes and rows. Squares of a frame
+    bring nothing beside them (docs/experiments.md, Orders worth measuring)."""
+    return range(walks) if walks < 3 else range(0, walks, walks - 1)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways in which a head may be sparse, and the ranks of key blocks that each of them keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..blocks import whole_steps
+from ..head_settings import Router
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Substitute for the key blocks that a head drops: pooled keys or the background, or neither
+    (plain)."""
+
+    gain: float
+    background: float
+
+
+@dataclass(frozen=True)
+class CandidateSet:
+    """Every density with every kind and router; axes of errors are (routers, densities, kinds).
+
+    Errors between the measured densities are interpolated. Kinds cost little to measure: pool
+    weights (`gains`) 0.25 and 0.5 are for heads that full pooling ruins, 1.2 for those whose logits
+    vary inside a block. Routing by mass is not offered (docs/experiments.md, Candidates).
+    """
+
+    densities: tuple[float, ...] = (0.03, 0.075, 0.15, 0.25, 0.4, 0.6, 1.0)
+    """Ascending; the last is 1, so that every target can be met."""
+    gains: tuple[float, ...] = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
+    """Ascending from 0, plain dropping, which wins a tie."""
+    backgrounds: tuple[float, ...] = tuple(2.0**power for power in range(-2, 9))
+    """Ascending from above 0; there may be none."""
+    routers: tuple[Router, ...] = (Router.ERROR,)
+    floor: int = 1
+    """Ranked key blocks that are kept whatever the density; as in `HeadBudget`."""
+    contrasts: tuple[float, float] = (0.5, 2.0)
+    """Least and greatest output scale that a head may get; both 1: no head gets one."""
+
+    def __post_init__(self) -> None:
+        if not _ascends(self.densities) or self.densities[0] <= 0 or self.densities[-1] != 1:
+            raise ValueError(f"densities are {self.densities}; they ascend from above 0 to 1.")
+        if len(self.densities) < 2:
+            raise ValueError("densities hold nothing but 1, which drops nothing; give another.")
+        if not _ascends(self.gains) or self.gains[0] != 0:
+            raise ValueError(f"gains are {self.gains}; they ascend from 0.")
+        if self.backgrounds and (not _ascends(self.backgrounds) or self.backgrounds[0] <= 0):
+            raise ValueError(f"backgrounds are {self.backgrounds}; they ascend from above 0.")
+        if not self.routers or len(set(self.routers)) < len(self.routers):
+            raise ValueError(f"routers are {self.routers}; give each once, and at least one.")
+        if not 1e-3 <= self.contrasts[0] <= self.contrasts[1] <= 1e3:
+            raise ValueError(
+                f"contrasts are {self.contrasts}; give the least and the most, .001 to 1000."
+            )
+        if self.floor < 1:
+            raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds in order: plain dropping, the backgrounds, the pool weights."""
+        backgrounds = (Kind(0.0, background) for background in self.backgrounds)
+        return Kind(0.0, 0.0), *backgrounds, *(Kind(gain, 0.0) for gain in self.gains[1:])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.routers), len(self.densities), len(self.kinds)
+
+    def kept_ranks(self, key_blocks: int) -> list[int]:
+        """Ranked blocks that each density asks for, of `key_blocks`, in float32 as attention
+        counts. Attention keeps as many more as make `whole_steps`."""
+        shares = torch.tensor(self.densities, dtype=torch.float32, device="cpu")
+        return (shares * key_blocks).long().clamp(min=self.floor).tolist()
+
+    def buckets(self, rank: Tensor, valid: Tensor) -> Tensor:
+        """(..., nk) int64: for each block the first density that keeps it; -1 for invalid blocks.
+
+        rank (..., nk) int: place among the ranked blocks, negative for forced ones; valid (..., nk)
+        bool. Both as in `sparge.reference.choose.Choice`.
+        """
+        bucket = torch.zeros_like(rank)
+        forced = (valid & (rank < 0)).sum(-1, keepdim=True)
+        for asked in self.kept_ranks(rank.shape[-1])[:-1]:
+            bucket += rank >= whole_steps(torch.full_like(forced, asked), forced)
+        return bucket.masked_fill(~valid, -1)
+
+
+def _ascends(values: tuple[float, ...]) -> bool:
+    return bool(values) and all(a < b for a, b in pairwise(values))

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement on the GPU, in groups of heads that bound the memory.
+
+For each group keys and values are quantized, the measured query blocks are routed for every
+candidate in one launch, attended to in one, bucket by bucket, and scored in one, which also pools
+what is dropped. Routers and buckets are dimensions here, not loops; see `scoring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..blocks import QUERY_BLOCK, block_count
+from ..call import element_of
+from ..kernels import Element, capabilities
+from ..order.facts import OrderFacts
+from ..policy import PV_FILTER_OFF, Precision
+from ..reference.partial import Partial
+from ..stages import ops
+from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
+from .measure import Measure, Measured, Sample, reference_measure
+from .pieces import Pieces, piece_counts
+from .sampled_rows import SampledBlocks, SampledRows
+from .scoring import Distances
+
+#: Bytes that one measurement may take, of the 100 MB that measuring may; the sums of all layers
+#: take the rest (docs/experiments.md, Memory of a measurement).
+_SAMPLE_BYTES = 83_000_000
+
+
+def kernel_measure(sample: Sample) -> Measured:
+    """Computes a `Measure` on the library's own kernels; causal measurements take the reference.
+
+    Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts have
+    float32 mean keys and bf16 mean values: rounding their few keys is no part of what candidates
+    differ in.
+    """
+    if sample.workload.is_causal:
+        return reference_measure(sample)
+    facts, groups = _Facts.of(sample), list(_head_groups(sample))
+    found = _room_for_distances(sample)
+    for place, walk in enumerate(sample.walks):
+        rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
+        in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
+        for heads in groups:
+            _Group.of(in_walk, facts, rows, heads).score(found[:, :, place])
+    by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
+    occupied = facts.blocks.occupied.index_select(1, facts.blocks.rows)
+    return Measured(Distances.of_packed(by_block), occupied)
+
+
+def measure_for(device: torch.device | str) -> Measure:
+    """Returns the `Measure` that runs on `device`: the kernels where they can, else the
+    reference.
+    """
+    return kernel_measure if capabilities(device).usable else reference_measure
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """Facts shared by all token orders and groups of heads."""
+
+    blocks: SampledBlocks
+    pieces: Pieces
+    means: Tensor
+    """(3, B, Hkv, channels) float32: the result of `ops.means`."""
+    similar: Tensor
+    """(B x H x candidates x S,) float32: self-similarity of each routed query block, the same in
+    any group."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Facts:
+        blocks = SampledBlocks.of(sample, sample.workload.order.on(sample.q.device))
+        densities, query_blocks = sample.candidates.densities, len(sample.query_blocks)
+        pieces = Pieces.of(densities, blocks.every_block, query_blocks)
+        element = int(_element(sample))
+        means = ops.means(sample.k, sample.v, sample.key_lengths, True, element, ordered=True)
+        batch, heads, *_ = sample.q.shape
+        routed = batch * heads * _candidates(sample) * query_blocks
+        similar = torch.zeros(routed, dtype=torch.float32, device=sample.q.device)
+        return cls(blocks, pieces, means, similar)
+
+
+def _room_for_distances(sample: Sample) -> Tensor:
+    """Empty tensor for what `Distances.packed` gives, for rows (orders, B, H, S x rows a block)."""
+    batch, heads, *_ = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    rows = (len(sample.walks), batch, heads, _compared(sample))
+    fields = Distances.packed_fields(densities)
+    return torch.empty(routers, fields, *rows, dtype=torch.float32, device=sample.q.device)
+
+
+def _candidates(sample: Sample) -> int:
+    """Number of candidates a head, without those of the last density, which drop nothing."""
+    routers, densities, _ = sample.candidates.shape
+    return routers * (densities - 1)
+
+
+def _compared(sample: Sample) -> int:
+    """Number of compared rows a head in one token order."""
+    return len(sample.query_blocks) * QUERY_BLOCK // sample.row_step
+
+
+def _head_groups(sample: Sample) -> Iterator[slice]:
+    """KV heads in groups of about one size."""
+    kv_heads = sample.k.shape[1]
+    of_all, of_one = _bytes_of_all_heads(sample), _bytes_a_kv_head(sample)
+    groups = block_count(kv_heads, max(1, (_SAMPLE_BYTES - of_all) // of_one))
+    for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
+        yield slice(first, end)
+
+
+def _bytes_of_all_heads(sample: Sample) -> int:
+    """Bytes of the rows of one token order, and of what is found of all orders."""
+    batch, heads, _, channels = sample.q.shape
+    routers, densities, _ = sample.candidates.shape
+    sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
+    compared = batch * heads * _compared(sample)
+    found = 4 * compared * len(sample.walks) * routers * Distances.packed_fields(densities)
+    dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
+    routed = _routed_shape(sample)
+    means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)
+    queries = (sampled + compared) * channels * sample.q.element_size()
+    return queries + dense + means + found
+
+
+def _bytes_a_kv_head(sample: Sample) -> int:
+    """Bytes of the workspace and of attend for each KV head."""
+    batch, heads, _, channels = sample.q.shape
+    routers, *_ = sample.candidates.shape
+    rows = batch * heads // sample.k.shape[1] * _compared(sample)
+    pieces = routers * sum(piece_counts(sample.candidates.densities))
+    copies = 1 if _is_one_view(sample) else 1 + pieces
+    attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
+    return attended + _layout(sample.of_heads(slice(0, 1))).nbytes
+
+
+def _is_one_view(sample: Sample) -> bool:
+    """Whether the queries of all pieces are one copy (`_Group._exact`)."""
+    return len(sample.q) == 1 and sample.q.shape[1] == sample.k.shape[1]
+
+
+def _routed_shape(sample: Sample) -> CallShape:
+    """Shape of a call whose queries are the measured blocks and whose heads are the candidates of
+    each head."""
+    batch, heads, _, channels = sample.q.shape
+    queries, slots = len(sample.query_blocks) * QUERY_BLOCK, sample.workload.order.slots
+    candidates = heads * _candidates(sample)
+    return CallShape(batch, candidates, sample.k.shape[1], queries, slots, channels)
+
+
+def _layout(sample: Sample) -> WorkspaceLayout:
+    return layout_of(_routed_shape(sample), _element(sample), True, False, True)
+
+
+def _element(sample: Sample) -> Element:
+    return element_of(Precision.INT8, sample.q)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Some heads of a measurement, in its first token order."""
+
+    sample: Sample
+    facts: _Facts  # facts that hold for all heads
+    rows: SampledRows
+    kv_heads: slice
+    heads: slice
+
+    @classmethod
+    def of(cls, sample: Sample, facts: _Facts, rows: SampledRows, kv_heads: slice) -> _Group:
+        group = sample.q.shape[1] // sample.k.shape[1]
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
+
+    def score(self, found: Tensor) -> None:
+        """Fills in the heads of `found` (routers, fields, B, H, S x rows a block)."""
+        layout = _layout(self.sample)
+        workspace = self._quantized(layout)
+        kept = self._kept(workspace, layout)
+        exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
+        ops.score(
+            exact.unnormalised,
+            exact.row_max,
+            exact.row_sum,
+            self.rows.q,
+            workspace,
+            layout.shape.sizes(),
+            int(layout.element),
+            kept,
+            self.sample.scale,
+            self.facts.pieces.ends,
+            found[:, :, :, self.heads],
+            self.rows.dense,
+        )
+
+    def _quantized(self, layout: WorkspaceLayout) -> Tensor:
+        sample, order = self.sample, self.sample.workload.order
+        rules = QuantizeRules(
+            smooth_k=True, with_queries=False, with_pools=True, with_similarity=False
+        )
+        return ops.quantize(
+            sample.q,
+            sample.k,
+            sample.v,
+            sample.key_lengths,
+            int(layout.element),
+            *rules.flat(),
+            OrderFacts(order.slot_tokens, order.block_counts).flat(),
+            self.facts.means[:, :, self.kv_heads],
+        )
+
+    def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
+        """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
+        sample, shape = self.sample, layout.shape
+        routers, densities, _ = sample.candidates.shape
+        rules = RouteRules(
+            select=int(Select.TOPK),
+            topk_blocks=1,
+            cdfthreshd=1.0,
+            simthreshd1=0.0,
+            score_scale=sample.scale,
+            causal=False,
+            attention_sink=sample.workload.sink,
+            keep_diagonal=False,
+            exact_prefix=0,
+            exact_suffix=0,
+            floor=sample.candidates.floor,
+            upstream=False,
+        )
+        # The sampled blocks are no slots of the order.
+        order = OrderFacts(keys_exact=sample.workload.order.keys_exact)
+        kept, _ = ops.route(
+            workspace,
+            shape.sizes(),
+            int(layout.element),
+            True,
+            True,
+            *rules.flat(),
+            sample.key_lengths,
+            None,
+            self.facts.blocks.thresholds[self.heads].flatten(0, 1),
+            order.flat(),
+            None,
+            self.rows.means.flatten(1, 2).contiguous(),
+            self.facts.similar,
+        )
+        return kept.unflatten(1, (-1, routers, densities - 1))
+
+    def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
+        """Attends from each measured block to each piece of its key blocks, as heads of their own.
+        Each KV head is a batch entry, so that one copy of the queries serves all pieces."""
+        sample = self.sample
+        batch, heads, routers, count, blocks, words = pieces.shape
+        kv_heads, slots = sample.k.shape[1], self.facts.blocks.compared
+        by_kv = (batch * kv_heads, heads // kv_heads * routers * count)
+        q = self.rows.q.unsqueeze(2).expand(-1, -1, routers * count, -1, -1)
+        q = q.reshape(*by_kv, *q.shape[-2:])
+        # Outputs that nobody asks for go where nobody reads them.
+        out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)
+        sums = torch.empty(*pieces.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
+        row_max = sums.new_empty(sums.shape[:-1])
+        row_sum = torch.empty_like(row_max)
+        lengths = sample.key_lengths
+        rules = AttendRules(
+            with_queries=False,
+            with_pools=False,
+            scale=sample.scale,
+            pvthreshd=PV_FILTER_OFF,
+            pv_filter=False,
+            causal=False,
+        )
+        ops.attend(
+            q,
+            workspace,
+            pieces.view(*by_kv, blocks, words),
+            CallShape(
+                *by_kv, 1, blocks * QUERY_BLOCK, layout.shape.keys, layout.shape.channels
+            ).sizes(),
+            int(layout.element),
+            *rules.flat(),
+            None if lengths is None else lengths.repeat_interleave(kv_heads),
+            None,
+            OrderFacts(slots).flat(),
+            out,
+            None,
+            sums.view(*q.shape),
+            row_max.view(*q.shape[:-1]),
+            row_sum.view(*q.shape[:-1]),
+            None,
+        )
+        return Partial(sums, row_max, row_sum)

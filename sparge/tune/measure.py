@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact and pooled parts of some query blocks, and their distance from exact attention.
+
+Parts are taken bucket by bucket; the distances are what calibration scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..blocks import QUERY_BLOCK
+from ..head_settings import HeadBudget
+from ..order.grid import TokenOrder
+from ..reference.budgeted import bucket_partials
+from ..reference.choose import choose_blocks
+from ..reference.packed import Packed, pack_qkv
+from ..reference.partial import Partial
+from .candidates import CandidateSet
+from .scoring import Background, Distances, bucket_distances
+from .spread import rows_on
+from .workload import Workload
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Result of measuring S query blocks under every candidate."""
+
+    distances: Distances
+    """Distances of rows (orders, B, H, S, rows a block)."""
+    occupied: Tensor
+    """(S, rows a block) bool: the row is a query, in every token order. Other rows hold nothing of
+    meaning."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One measurement: q (B, H, N, D) over k, v (B, Hkv, N, D), on some query blocks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_blocks: Sequence[int]
+    workload: Workload
+    candidates: CandidateSet
+    scale: float
+    key_lengths: Tensor | None
+    walks: range = range(1)
+    """Token orders of the workload to measure; the first is one of them."""
+    row_step: int = 1
+    """One in so many rows of a query block is compared, as in `spread_rows`."""
+    dense: Tensor | None = None
+    """(B, H, N, D) dense result in the caller's token order, with which the first order is
+    compared."""
+
+    def of_heads(self, heads: slice) -> Sample:
+        """Same measurement of some KV heads and the query heads that read them."""
+        group = self.q.shape[1] // self.k.shape[1]
+        query = slice(heads.start * group, heads.stop * group)
+        dense = None if self.dense is None else self.dense[:, query]
+        return replace(
+            self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads], dense=dense
+        )
+
+
+def stacked(of_walks: Iterable[Distances]) -> Distances:
+    """Stacks what was found of rows (B, H, S, rows) in each token order.
+
+    Orders may be measured while this takes them, so that nothing else of one is alive in the next.
+    """
+    return Distances.of_packed(torch.stack(list(map(Distances.packed, of_walks)), -5))
+
+
+#: Measures how far the parts of attention lie from the whole; must not synchronise with the GPU.
+Measure = Callable[[Sample], Measured]
+
+
+def reference_measure(sample: Sample) -> Measured:
+    """Computes a `Measure` in the reference's arithmetic, for tests and for machines without
+    kernels."""
+    device = sample.q.device
+    workloads = [sample.workload.walk(walk, device) for walk in sample.walks]
+    compared = [sample.dense, *[None] * (len(sample.walks) - 1)]
+    of_walks = [
+        _in_its_walk(replace(sample, workload=workload, dense=dense))
+        for workload, dense in zip(workloads, compared, strict=True)
+    ]
+    found, occupied = zip(*of_walks, strict=True)
+    return Measured(stacked(found), occupied[0])
+
+
+def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
+    """Distances of rows (B, H, S, rows), and which rows are queries."""
+    order = None if sample.workload.is_causal else sample.workload.order
+    packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
+    occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
+    buckets = _sampled_buckets(sample, packed)
+    background = _background(sample, packed, buckets)
+    parts = _bucket_partials(sample, packed, buckets)
+    return bucket_distances(parts, background, _dense_rows(sample, order)), occupied
+
+
+def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
+    """(B, H, S, rows, D) float32 dense results; those of empty slots belong to some token."""
+    if sample.dense is None:
+        return None
+    rows = sample.dense
+    if order is not None:
+        rows = rows[:, :, order.slot_token.clamp(min=0).long()]
+    return _by_block(rows.float(), sample)
+
+
+def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
+    """Buckets (B, H, nq, nk) for each router, -1 in query blocks that are not measured."""
+    workload, candidates = sample.workload, sample.candidates
+    by_router: list[Tensor] = []
+    for router in candidates.routers:
+        choice = choose_blocks(
+            packed,
+            workload.policy(),
+            HeadBudget.uniform(sample.q.shape[1], 1.0, router=router),
+            scale=sample.scale,
+            is_causal=workload.is_causal,
+        )
+        every = candidates.buckets(choice.rank, choice.valid)
+        sampled = torch.full_like(every, -1)
+        for block in sample.query_blocks:
+            sampled[:, :, block] = every[:, :, block]
+        by_router.append(sampled)
+    return by_router
+
+
+def _background(sample: Sample, packed: Packed, buckets: Sequence[Tensor]) -> Background:
+    """Background of rows (B, H, S, 128)."""
+    operands, blocks = packed.operands, list(sample.query_blocks)
+    mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
+    of_blocks = torch.stack([every[:, :, blocks] for every in buckets])
+    dropping = range(len(sample.candidates.densities) - 1)
+    dropped = torch.stack([(of_blocks > density).sum(-1) for density in dropping], 1)
+    return Background(mean[:, :, None, None], dropped.unsqueeze(-1))
+
+
+def _bucket_partials(
+    sample: Sample, packed: Packed, buckets: Sequence[Tensor]
+) -> list[list[tuple[Partial, Partial]]]:
+    """Exact and pooled part (B, H, S, 128, D) for each router and bucket."""
+    workload, scale, count = sample.workload, sample.scale, len(sample.candidates.densities)
+    by_router: list[list[tuple[Partial, Partial]]] = []
+    for sampled in buckets:
+        parts = bucket_partials(packed, sampled, count, scale=scale, is_causal=workload.is_causal)
+        rows = [[_rows(part, sample) for part in both] for both in parts]
+        by_router.append([(exact, pooled) for exact, pooled in rows])
+    return by_router
+
+
+def _rows(part: Partial, sample: Sample) -> Partial:
+    return Partial(
+        _by_block(part.unnormalised, sample),
+        _by_block(part.row_max.unsqueeze(-1), sample)[..., 0],
+        _by_block(part.row_sum.unsqueeze(-1), sample)[..., 0],
+    )
+
+
+def _by_block(rows: Tensor, sample: Sample) -> Tensor:
+    """Reshapes (..., N, D) to (..., S, rows a block, D)."""
+    firsts = [block * QUERY_BLOCK for block in sample.query_blocks]
+    blocks = [rows[..., first : first + QUERY_BLOCK, :] for first in firsts]
+    whole = torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
+    return whole.index_select(-2, rows_on(whole.device, sample.row_step))

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers to the heads of a model, and the choice of what each of them gets.
+
+    offers = calibration.offers()                              # waits for the GPU
+    choices = offers.freeze(mean_density=0.2)
+    anew = offers.freeze(mean_density=0.2, drift=drift)        # some steps later
+    no_residual = offers.freeze(mean_density=0.2, dropping=True)
+
+What does not change with the drift is worked out once. A target is the mean error of the heads,
+each by its weight: quality at a target is the density that is expected to leave that error. A
+target for every head by itself would keep nearly everything of flat heads whose errors hardly show
+(docs/experiments.md, What a target is of).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..head_settings import Router
+from . import budgets, curves
+from .alternating import Alternating
+from .best_kinds import Group, best_kinds
+from .candidates import CandidateSet
+from .choices import HeadChoices
+from .fall import step_means
+from .loudness import loudness
+from .side_by_side import side_by_side
+from .workload import RESIDUAL_COST, Workload
+
+logger = logging.getLogger("sparge")
+
+#: Ratio of a density that a head may get to the one before: steps of 0.002 at 3 %, 0.015 at 20 %.
+DENSITY_RATIO = 1.08
+
+
+@dataclass(frozen=True, eq=False)
+class Offers:
+    """Errors and costs of all candidates; made by `of`.
+
+    Candidates are all token orders with all routers and densities. Blocks beyond a density are
+    dropped or pooled, as suits the head best (`best_kinds`).
+    """
+
+    walks: list[int]
+    """Token orders that some layer measured."""
+    densities: list[float]
+    candidates: CandidateSet
+    measured: Tensor
+    """(layers,) bool. Layers that are not measured get no head settings and do not count in the
+    mean."""
+    errors: budgets.Array = field(repr=False)
+    """(heads of measured layers, candidates): errors by dropping."""
+    rounding: budgets.Array = field(repr=False)
+    """(heads of measured layers,): errors by rounding, whatever the head gets."""
+    loudness: budgets.Array = field(repr=False)
+    """(heads of measured layers,): head weights, mean 1."""
+    kinds: budgets.Indices = field(repr=False)
+    """(heads of measured layers, candidates): index of each into `CandidateSet.kinds`."""
+    groups: NDArray[np.int64] = field(repr=False)
+    """(candidates,): `Group` of each."""
+    costs: budgets.Array = field(repr=False)
+    """(candidates,): costs, shares of dense attention."""
+    kept: budgets.Array = field(repr=False)
+    """(candidates,): shares of pairs."""
+    contrasts: budgets.Array = field(repr=False)
+    """(heads of measured layers, orders, routers, measured densities, kinds): output scales."""
+    places: tuple[budgets.Indices, budgets.Array] = field(repr=False)
+    """Places of `densities` among the measured ones, as in `curves.places_between`."""
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        candidates: CandidateSet,
+        errors: budgets.Array,
+        contrasts: budgets.Array,
+        rounding: budgets.Array,
+        norms: budgets.Array,
+        samples: Sequence[int],
+        walks: Sequence[range],
+    ) -> Offers:
+        """Makes offers from measurements, with arrays as in `Calibration`.
+
+        errors, contrasts: its relative errors and output scales. rounding, norms: as there.
+        samples: of each layer the number of measurements. walks: of each layer the token orders
+        that they measured, all that there are errors of or the first.
+
+        Raises:
+            ValueError: no layer was measured and gave finite errors.
+        """
+        measured = (np.asarray(samples) > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
+        if not measured.any():
+            raise ValueError("No layer was measured: call sample in dense calls before freeze.")
+        of_layers = [of_layer for of_layer, known in zip(walks, measured, strict=True) if known]
+        in_some = sorted(set().union(*of_layers))
+        densities = _densities(candidates)
+        known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
+        of_walks, contrasts = (x[measured][:, :, : len(in_some)] for x in (errors, contrasts))
+        sampled = np.asarray(samples)[measured]
+        everything = kept >= 1  # rounding made the errors there, and would decide between orders
+        known_walks = [np.isin(in_some, of_layer) for of_layer in of_layers]
+        unknown = ~np.reshape(known_walks, (len(of_layers), 1, len(in_some), 1, 1))
+
+        def best_of(layers: slice) -> tuple[budgets.Array, budgets.Indices]:
+            steady = curves.steady(of_walks[layers], sampled[layers])
+
+            def logs_of(kind: int) -> budgets.Array:
+                logs = curves.logs_between(steady[..., kind], known, kept)
+                logs[..., everything] = -np.inf
+                np.copyto(logs, np.inf, where=unknown[layers])
+                return logs
+
+            return best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
+
+        # Here rather than in each choice: a drift is per head and order, so the best candidates
+        # stay the best.
+        logs, best = side_by_side(best_of, len(of_layers))
+        errors = np.exp(logs)
+        shape = errors.shape[2:]
+        groups = np.arange(shape[-1])
+        pools = (groups == Group.POOLED) & ~everything[:, None]
+        costs = kept[:, None] + np.where(pools, RESIDUAL_COST, 0)
+        return cls(
+            in_some,
+            densities,
+            candidates,
+            torch.from_numpy(measured),
+            errors.reshape(-1, errors[0, 0].size),
+            rounding[measured].ravel(),
+            loudness(norms[measured]).ravel(),
+            best.reshape(-1, best[0, 0].size),
+            np.broadcast_to(groups, shape).ravel(),
+            np.broadcast_to(costs, shape).ravel(),
+            np.broadcast_to(kept[:, None], shape).ravel(),
+            contrasts.reshape(-1, *contrasts.shape[2:]),
+            curves.places_between(known, kept),
+        )
+
+    def freeze(
+        self,
+        *,
+        target: float | None = None,
+        mean_density: float | None = None,
+        drift: Tensor | None = None,
+        dropping: bool = False,
+    ) -> HeadChoices:
+        """Returns the candidates of least summed error at a mean density over all measured heads.
+        That density is given, or is the least that brings the heads' mean error to a `target`.
+
+        Half of the target is left to what is dropped where rounding alone leaves less or misses it:
+        keeping everything would gain little there, and cost all.
+
+        drift: (layers, heads, orders) float64 on the CPU, errors by dropping over those measured,
+        in each token order of `walks`. dropping: without pooled keys, in all heads.
+
+        Raises:
+            ValueError: not exactly one of the two is given.
+        """
+        if (target is None) == (mean_density is None):
+            raise ValueError("Give a target error or a mean density: one of the two.")
+        errors = self._errors(drift)
+        if mean_density is not None:
+            hulls = self._hulls(errors, dropping, mean_density)
+            return self._at(mean_density, errors, hulls, dropping)
+        assert target is not None
+        allowed, counts = self._allowed(dropping), self.loudness[:, None]
+        by_dropping = errors[:, allowed]
+        whole = np.hypot(by_dropping, self.rounding[:, None])
+        rounding = (self.loudness * self.rounding).mean()
+        most = max(target, np.hypot(target / 2, rounding)) * self.loudness.sum()
+        chosen = budgets.meet_error(
+            by_dropping * counts, self.costs[allowed], self.kept[allowed], whole * counts, most
+        )
+        return self._choices(allowed[chosen], errors)
+
+    def freeze_steps(
+        self,
+        mean_density: float,
+        steps: int,
+        *,
+        wanted: range | None = None,
+        drift: Tensor | None = None,
+    ) -> tuple[Alternating, list[Alternating]]:
+        """Freezes at a mean density over `steps` sparse steps.
+
+        Returns the choices as if all steps were alike, and where they are not (`step_means`) those
+        of each step, or of the wanted ones.
+        """
+        errors = self._errors(drift)
+        means = step_means(mean_density, steps, float(self.kept.min()))
+        wanted = range(steps) if wanted is None else range(wanted.start, min(wanted.stop, steps))
+        of_steps = [means[step] for step in wanted] if len(means) > 1 else []
+        hulls = functools.cache(lambda dropping: self._hulls(errors, dropping, mean_density))
+
+        def at(mean: float) -> Alternating:
+            return Alternating(lambda dropping: self._at(mean, errors, hulls(dropping), dropping))
+
+        return at(mean_density), [at(mean) for mean in of_steps]
+
+    def _hulls(
+        self, errors: budgets.Array, dropping: bool, mean_density: float
+    ) -> budgets.HullSteps:
+        """Hull steps, with a remark in the log where a run keeps more than the mean density that
+        was asked."""
+        allowed = self._allowed(dropping)
+        weighted, kept = errors[:, allowed] * self.loudness[:, None], self.kept[allowed]
+        hulls = budgets.HullSteps.of(weighted, self.costs[allowed], kept)
+        most = mean_density + budgets.ROUNDING
+        if not dropping and kept[hulls.cheapest].mean() > most:
+            reached = kept[hulls.climb(mean_density)].mean()
+            if reached > most:
+                _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
+        return hulls
+
+    def _at(
+        self, mean: float, errors: budgets.Array, hulls: budgets.HullSteps, dropping: bool
+    ) -> HeadChoices:
+        return self._choices(self._allowed(dropping)[hulls.climb(mean)], errors)
+
+    def _allowed(self, dropping: bool) -> budgets.Indices:
+        """Indices of the candidates that a kind of step allows."""
+        return (
+            np.flatnonzero(self.groups == Group.FREE) if dropping else np.arange(len(self.groups))
+        )
+
+    def _errors(self, drift: Tensor | None) -> budgets.Array:
+        if drift is None:
+            return self.errors
+        times = drift[self.measured].numpy().reshape(-1, 1)  # of each head and order
+        return (self.errors.reshape(len(times), -1) * times).reshape(self.errors.shape)
+
+    def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
+        routers, heads = self.candidates.routers, np.arange(len(chosen))
+        shape = (len(self.walks), len(routers), len(self.densities), int(self.groups.max()) + 1)
+        walk, router, density, _ = np.unravel_index(chosen, shape)
+        gains, backgrounds = np.transpose([(x.gain, x.background) for x in self.candidates.kinds])
+        kind = self.kinds[heads, chosen]
+        by_dropping = errors[heads, chosen]
+        left, share = self.places[0][density], self.places[1][density]
+        contrasts = self.contrasts[heads, walk, router, :, kind]  # (heads, densities)
+        contrast = (1 - share) * contrasts[heads, left] + share * contrasts[heads, left + 1]
+
+        def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
+            of_measured = torch.from_numpy(values).to(dtype).view(int(self.measured.sum()), -1)
+            full = of_measured.new_full((len(self.measured), of_measured.shape[1]), unmeasured)
+            full[self.measured] = of_measured
+            return full
+
+        return HeadChoices(
+            table(np.asarray(self.densities)[density], 1.0, torch.float32),
+            table(gains[kind], 0.0, torch.float32),
+            table(backgrounds[kind], 0.0, torch.float32),
+            table(contrast, 1.0, torch.float32),
+            table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
+            table(np.asarray(self.walks)[walk], 0, torch.int32),
+            table(np.hypot(by_dropping, self.rounding), 0.0, torch.float32),
+            table(self.loudness, 0.0, torch.float32),
+            self.measured,
+            self.candidates.floor,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _say_denser(asked: str, kept: str) -> None:
+    """Logs it once, although a run chooses several times."""
+    logger.warning(
+        "A mean density of %s is asked for; text, floors and the least dense candidates already "
+        "keep %s.",
+        asked,
+        kept,
+    )
+
+
+def _kept(
+    workload: Workload, candidates: CandidateSet, densities: Sequence[float]
+) -> budgets.Array:
+    """Share of pairs that each density really keeps, forced blocks included."""
+    shares = CandidateSet(tuple(densities), floor=candidates.floor)
+    return workload.density(shares.kept_ranks(workload.key_blocks))
+
+
+def _densities(candidates: CandidateSet) -> list[float]:
+    """Densities that a head may get: the measured ones and those between."""
+    steps = np.arange(0, np.log(1 / candidates.densities[0]), np.log(DENSITY_RATIO))
+    between = candidates.densities[0] * np.exp(steps)
+    return np.unique(np.concatenate([between, candidates.densities]).round(6)).tolist()

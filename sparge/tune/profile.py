@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices on disk: a small safetensors file whose metadata says what was measured and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..common.whole_file import write_whole
+from .alternating import Alternating
+from .fingerprint import Fingerprint, Verdict
+from .profile_error import ProfileError
+from .profile_header import Header, Table
+from .profile_tables import checked_choices, checked_norm, tensors_of
+
+METADATA_KEY = "sparge_profile"
+LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
+NORM = (
+    "norm."  # begins the names of norm tensors; choices are "0.pooling.density", "1.dropping.gain"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Choices by conditioning and tokens, and the model they were measured on."""
+
+    fingerprint: Fingerprint
+    choices: Mapping[Table, Alternating]
+    mode: str
+    """Meaning of `asked`: "quality" for a target error, "budget" for a mean density."""
+    asked: float
+    created: str = ""
+    """Date and time in ISO 8601."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Further facts for a reader: model file, sampler, steps."""
+
+    def fits(self, model: Fingerprint) -> Verdict:
+        """Whether this profile holds for `model`; the verdict's sentence is for the user."""
+        return model.compare(self.fingerprint)
+
+    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, Alternating] | None:
+        """Returns the choices that fit a call of so many layers and heads best, and the table they
+        were measured for.
+
+        Choices are shares, so those of one text length hold for others: of the same grid the
+        nearest one is taken, first of all the same. Where one of the grids is not known, as in
+        files of version 1, the count of tokens has to be the same. Where `wanted` has no grid there
+        is one token order, so choices must not take others.
+        """
+        fits = {
+            table: choices
+            for table, choices in self.choices.items()
+            if choices.pooling.density.shape == (layers, heads)
+        }
+        apart = {table: wanted.differs_in_text_by(table) for table in fits}
+        of_grid = [(texts, table) for table, texts in apart.items() if texts is not None]
+        if of_grid:
+            _, table = min(of_grid, key=lambda found: found[0])
+            return table, fits[table]
+        for table, choices in fits.items():
+            walked = choices.pooling.walk.any() or choices.dropping.walk.any()
+            walks = wanted.grid is None and bool(walked)
+            apart_in_grid = table.grid is not None and wanted.grid is not None
+            if table[:2] == wanted[:2] and not walks and not apart_in_grid:
+                return table, choices
+        return None
+
+    def save(self, path: Path) -> None:
+        """Writes to `path` at once or not at all.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
+        tensors: dict[str, Tensor] = {
+            NORM + name: norm.contiguous() for name, norm in self.fingerprint.norms.items()
+        }
+        for index, choices in enumerate(self.choices.values()):
+            tensors |= {f"{index}.{name}": x for name, x in tensors_of(choices).items()}
+        header = Header(
+            self.fingerprint.architecture,
+            tuple(self.choices),
+            tuple(choices.pooling.floor for choices in self.choices.values()),
+            self.mode,
+            self.asked,
+            self.created,
+            dict(self.notes),
+        )
+        data = save(tensors, {METADATA_KEY: header.to_json()})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data)
+        except OSError as error:
+            raise ProfileError(f"The profile {path.name} cannot be written: {error}.") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Reads `path`, believing nothing in it.
+
+        Raises:
+            ProfileError: there is no such file, or it is no profile; the message says why.
+        """
+        tensors, header = _read(path)
+        choices = {
+            table: checked_choices(tensors, f"{index}.", floor, header.version)
+            for index, (table, floor) in enumerate(zip(header.tables, header.floors, strict=True))
+        }
+        norms = {
+            name.removeprefix(NORM): checked_norm(name, tensors.pop(name))
+            for name in sorted(tensors)
+            if name.startswith(NORM)
+        }
+        if tensors:
+            raise ProfileError(
+                f"The profile {path.name} has a tensor {min(tensors)!r} that no version of it has."
+            )
+        return cls(
+            Fingerprint(header.architecture, norms),
+            choices,
+            header.mode,
+            header.asked,
+            header.created,
+            header.notes,
+        )
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Header]:
+    try:
+        if not path.is_file():
+            raise ProfileError(f"There is no profile {path.name} in {path.parent.name}.")
+        if (size := path.stat().st_size) > LARGEST:
+            raise ProfileError(f"{path.name} has {size} bytes; a profile has at most {LARGEST}.")
+        with safe_open(path, framework="pt") as file:
+            metadata, names = file.metadata() or {}, list(file.keys())
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+    except SafetensorError as error:
+        raise ProfileError(f"{path.name} is no safetensors file: {error}.") from error
+    except OSError as error:
+        raise ProfileError(f"{path.name} cannot be read: {error}.") from error
+    if set(metadata) != {METADATA_KEY}:
+        raise ProfileError(f"{path.name} is a safetensors file but no profile of heads.")
+    return tensors, Header.from_json(metadata[METADATA_KEY])

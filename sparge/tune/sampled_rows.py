@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query rows and key blocks of a measurement on the GPU, before it touches keys.
+
+They are made once for all groups of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..blocks import QUERY_BLOCK, pack
+from ..order.grid import EMPTY, TokenOrder
+from ..policy import PV_FILTER_OFF
+from ..thresholds import COLUMNS, SELECTION, threshold_table
+from .candidates import CandidateSet
+from .measure import Sample
+from .spread import rows_on
+
+_ROUTER = COLUMNS.index("router")
+
+
+@dataclass(frozen=True, eq=False)
+class SampledBlocks:
+    """Facts that are the same in all token orders but `places`."""
+
+    places: Tensor
+    """(orders, S x 128, 1) int64: the token of each slot, some token where it is empty."""
+    occupied: Tensor
+    """(S, 128) bool: the slot holds a token."""
+    empty: Tensor
+    """(S x 128, 1) bool: the slot holds none."""
+    queries: Tensor
+    """(S, 1) int64: number of queries in each block."""
+    every_block: Tensor
+    """(B, words) int32: the key blocks that hold a key, packed."""
+    thresholds: Tensor
+    """(H, routers x (densities - 1), fields) float32: `HeadThresholds` that route as each
+    candidate."""
+    rows: Tensor
+    """(rows a block,) int64: rows of a block that are compared."""
+    compared: Tensor | None
+    """(1, S x 128) int32: number of each slot among the compared rows, `EMPTY` between them; None
+    where all are compared."""
+
+    @classmethod
+    def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
+        """Makes them on the device of the measurement; never waits for it."""
+        batch, heads, *_ = sample.q.shape
+        tokens = _tokens(order, sample.query_blocks)
+        occupied = tokens[0] != EMPTY
+        thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
+        rows = rows_on(tokens.device, sample.row_step)
+        return cls(
+            tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
+            occupied,
+            ~occupied.view(-1, 1),
+            occupied.sum(1, keepdim=True),
+            pack(order.key_counts(sample.key_lengths, batch) > 0),
+            thresholds.to(sample.q.device, non_blocking=True),
+            rows,
+            _compared(tokens, rows) if sample.row_step > 1 else None,
+        )
+
+    def compared_of(self, values: Tensor, dim: int) -> Tensor:
+        """Rows that are compared, of values that are (S x 128) along `dim`."""
+        by_block = values.unflatten(dim, self.occupied.shape)
+        return by_block.index_select(dim + 1, self.rows).flatten(dim, dim + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRows:
+    """Measured query blocks in one token order."""
+
+    q: Tensor
+    """(B, H, S x rows a block, D): compared queries; 0 in empty slots."""
+    means: Tensor
+    """(B, H, candidates, S, channels) float32: mean query of each block, once for each candidate,
+    padded as the kernels' are."""
+    dense: Tensor | None
+    """(B, H, S x rows a block, D): dense results of the compared rows, of some token in empty
+    slots; in the first token order, where it is known."""
+
+    @classmethod
+    def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
+        batch, heads, _, own = sample.q.shape
+        q = sample.q.gather(2, blocks.places[walk].expand(batch, heads, -1, own))
+        by_block = q.masked_fill_(blocks.empty, 0).unflatten(2, blocks.occupied.shape)
+        means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
+        if own < channels:
+            means = pad(means, (0, channels - own))
+        routers, densities, _ = sample.candidates.shape
+        for_each = means.unsqueeze(2).expand(-1, -1, routers * (densities - 1), -1, -1)
+        dense = None
+        if sample.dense is not None and walk == 0:
+            places = blocks.compared_of(blocks.places[walk], 0)
+            dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
+            if dense.dtype != q.dtype:
+                dense = dense.float()
+        return cls(blocks.compared_of(q, 2), for_each.contiguous(), dense)
+
+    def of_heads(self, heads: slice) -> SampledRows:
+        dense = None if self.dense is None else self.dense[:, heads]
+        return SampledRows(self.q[:, heads], self.means[:, heads], dense)
+
+
+def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
+    """(orders, S, 128) int32 tokens, -1 in empty slots. Selected one by one: an index tensor would
+    come from the host and wait."""
+    slots, missing = order.slot_tokens, -order.slots % QUERY_BLOCK
+    if missing:
+        slots = pad(slots, (0, missing), value=EMPTY)
+    by_block = slots.unflatten(1, (-1, QUERY_BLOCK))
+    return torch.stack([by_block[:, block] for block in blocks], 1)
+
+
+def _compared(tokens: Tensor, rows: Tensor) -> Tensor:
+    found = torch.full_like(tokens[0], EMPTY)
+    count = found.shape[0] * rows.numel()
+    places = torch.arange(count, dtype=found.dtype, device=found.device)
+    return found.index_copy_(1, rows, places.view(-1, rows.numel())).view(1, -1)
+
+
+def _thresholds(candidates: CandidateSet) -> Tensor:
+    """(routers x (densities - 1), fields) on the CPU: one copy is cheaper than a launch for each
+    number."""
+    *densities, _ = candidates.densities
+    table = threshold_table(
+        len(candidates.routers) * len(densities),
+        torch.device("cpu"),
+        selection=1.0,
+        simthreshd1=-torch.inf,
+        pvthreshd=PV_FILTER_OFF,
+        log2_gain=-torch.inf,
+        router=float(candidates.routers[0]),
+    )
+    by_router = table.view(len(candidates.routers), len(densities), -1)
+    for place, density in enumerate(densities):
+        by_router[:, place, SELECTION].fill_(density)
+    for of_router, router in zip(by_router[1:], candidates.routers[1:], strict=True):
+        of_router[:, _ROUTER].fill_(float(router))
+    return table

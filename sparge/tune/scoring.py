@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error of every candidate from the parts of one exact pass.
+
+With the first t buckets of blocks exact and the others pooled with pool weight g, attention gives
+(A + g R) / (a + g r): A, a the sums over exact keys, R, r those over pseudo-keys. That is a mix of
+the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a + g r), so that
+
+    |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
+
+and three products a row and density serve all pool weights. A background is a pooled part as well:
+m, the mean value of all keys, at logit 0, counted 64 times for each dropped block. An output scale
+c then makes c y + (1 - c) m of an output y, so that
+
+    |c y + (1 - c) m - o|^2 = c^2 |y - o|^2 + 2 c (1 - c) <y - o, m - o> + (1 - c)^2 |m - o|^2
+
+and <p - o, m - o> is one more product of all rows. The outputs y_u of pieces of the kept keys make
+e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o, p_t - o, m - o and o are all that
+is needed of the channels.
+
+On a GPU the number of operations counts here, and the memory of what has channels. So routers,
+densities and pieces are dimensions, few operations serve a group of heads, and the rest serves all
+heads together. Vectors are taken around o, because products around 0 would lose a small e - o in
+rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..blocks import KEY_BLOCK
+from ..reference.partial import Partial
+
+LOG_2 = math.log(2)  # turns a unit of row_max into natural logs
+_LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose values sum to 0
+
+
+@dataclass(frozen=True, eq=False)
+class Distances:
+    """Squared distances of each density's outputs from the true one, o; all float32.
+
+    near: (routers, densities, ...), |e - o|^2.
+    between, far, advantage: (routers, densities - 1, ...), <e - o, p - o>, |p - o|^2 and ln(a / r);
+        the last density drops nothing.
+    background_between, background_pooled, background_advantage: of the same shape, <e - o, m - o>,
+        <p - o, m - o> and ln(a / (64 dropped blocks)). The last is inf where attention adds no
+        background: to rows that drop nothing or keep nothing.
+    norm, rounding, background_far: (...), |o|^2, |dense - o|^2 and |m - o|^2; rounding is 0 where
+        the dense result is not known.
+    """
+
+    near: Tensor
+    between: Tensor
+    far: Tensor
+    advantage: Tensor
+    background_between: Tensor
+    background_advantage: Tensor
+    background_pooled: Tensor
+    norm: Tensor
+    rounding: Tensor
+    background_far: Tensor
+
+    @staticmethod
+    def packed_fields(densities: int) -> int:
+        """Number of values a row and router has in `packed`."""
+        return sum(_field_counts(densities))
+
+    @classmethod
+    def of_packed(cls, packed: Tensor) -> Distances:
+        """Reads what `packed` gave."""
+        densities = (packed.shape[1] + 3) // 7
+        *of_routers, of_rows = packed.split(_field_counts(densities), 1)
+        return cls(*of_routers, *of_rows[0])
+
+    def packed(self) -> Tensor:
+        """(routers, `packed_fields`, ...): a copy, because fields are views of something far
+        larger."""
+        of_routers = (self.near, self.between, self.far, self.advantage)
+        of_background = (
+            self.background_between,
+            self.background_advantage,
+            self.background_pooled,
+        )
+        of_rows = (self.norm, self.rounding, self.background_far)
+        expanded = (x.expand_as(self.near[:, :1]) for x in of_rows)
+        return torch.cat([*of_routers, *of_background, *expanded], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Background:
+    """Values that a background may add.
+
+    mean: m, the mean value of all keys; broadcasts to (..., D).
+    dropped: key blocks that each density but the last drops, of those that hold keys; broadcasts to
+        (routers, densities - 1, ...).
+    """
+
+    mean: Tensor
+    dropped: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Products of all pairs of vectors in each row, float32.
+
+    The vectors: y_u - o of each piece, p_t - o of each density but the last, m - o, and o. gram:
+    (routers, ..., n, n), n = pieces + densities + 1. exact_logs: (routers, ..., pieces), natural
+    logs of sums of exponentials, -inf where there is no key. pooled_max, pooled_sum: (routers,
+    densities - 1, ...), as in `Partial`. dropped: as in `Background`. rounding: (...), as in
+    `Distances`.
+    """
+
+    gram: Tensor
+    exact_logs: Tensor
+    pooled_max: Tensor
+    pooled_sum: Tensor
+    dropped: Tensor
+    rounding: Tensor
+
+
+def products(
+    exact: Partial,
+    pooled: Partial,
+    background: Background,
+    unit: Tensor | float = 1.0,
+    dense: Tensor | None = None,
+) -> Products:
+    """Products for the exact buckets, in pieces (routers, pieces, ..., D), and for what each
+    density pools (routers, densities - 1, ..., D).
+
+    The true output is the exact one, as the first router splits it. `pooled.unnormalised` may be of
+    any float type and counts in `unit`s, which broadcast to (...). dense: (..., D), the dense
+    result.
+    """
+    values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
+    pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
+    vectors = values.new_empty(*values.shape[:-2], count + 2, values.shape[-1])
+    sums = exact.row_sum.clamp(min=_LEAST_SUM).movedim(1, -1).unsqueeze(-1)
+    torch.div(values, sums, out=vectors[..., :pieces, :])
+    scale = (unit / pooled.row_sum.clamp(min=_LEAST_SUM)).movedim(1, -1).unsqueeze(-1)
+    torch.mul(others, scale, out=vectors[..., pieces:count, :])
+    vectors[..., count, :] = background.mean
+    exact_logs = vectors.new_empty(*values.shape[:-1])
+    row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
+    torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
+    shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN where there is no key
+    truth = vectors[..., count + 1 :, :]
+    torch.bmm(
+        shares.flatten(0, -2).unsqueeze(1),
+        vectors[0, ..., :pieces, :].flatten(0, -3),
+        out=truth[0].flatten(0, -3),
+    )
+    truth[1:].copy_(truth[:1].expand_as(truth[1:]))
+    vectors[..., : count + 1, :].sub_(truth)
+    gram = vectors @ vectors.transpose(-1, -2)
+    rounding = torch.zeros_like(gram[0, ..., 0, 0])
+    if dense is not None:
+        rounding = (dense - truth[0].squeeze(-2)).square().sum(-1)
+    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, background.dropped, rounding)
+
+
+def distances(found: Products, pieces: Sequence[int]) -> Distances:
+    """Distances from products. pieces: number of pieces that the bucket of each density was cut
+    into."""
+    gram = found.gram
+    # Indices of the first p_t - o, of m - o and of o.
+    first, mean, last = sum(pieces), gram.shape[-1] - 2, gram.shape[-1] - 1
+    kept = _running(found.exact_logs, pieces)
+    weights = torch.zeros_like(gram[..., : len(pieces), :])
+    shares = weights[..., :first]
+    torch.sub(found.exact_logs.unsqueeze(-2), kept.unsqueeze(-1), out=shares)
+    shares.masked_fill_(_later(pieces, gram.device), -torch.inf)
+    shares.exp_().nan_to_num_(0.0)  # NaN where there is no key
+    # 0, but -1 where there is no key so far: e = 0
+    torch.sum(shares, -1, out=weights[..., last]).sub_(1)
+    errors = weights @ gram
+    between = errors[..., :-1, first:mean].diagonal(dim1=-2, dim2=-1)
+    far = gram.diagonal(dim1=-2, dim2=-1)[..., first:mean]
+    kept_logs = kept[..., :-1].movedim(-1, 1)
+    pooled_logs = torch.add(found.pooled_sum.log(), found.pooled_max, alpha=LOG_2)
+    background_logs = (found.dropped * KEY_BLOCK).to(kept.dtype).log()
+    return Distances(
+        (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 1),
+        between.movedim(-1, 1),
+        far.movedim(-1, 1),
+        kept_logs - pooled_logs,
+        errors[..., :-1, mean].movedim(-1, 1),
+        torch.where(kept_logs > -torch.inf, kept_logs - background_logs, torch.inf),
+        gram[..., first:mean, mean].movedim(-1, 1),
+        gram[0, ..., last, last],
+        found.rounding,
+        gram[0, ..., mean, mean],
+    )
+
+
+def bucket_distances(
+    by_router: Sequence[Sequence[tuple[Partial, Partial]]],
+    background: Background,
+    dense: Tensor | None = None,
+) -> Distances:
+    """Distances for each router from the exact and the pooled part of each bucket; dense as in
+    `products`."""
+    exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
+    pooled = []
+    for parts in by_router:
+        from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
+        pooled.append(_stacked(list(from_last)[::-1]))
+    found = products(_stacked(exact), _stacked(pooled), background, dense=dense)
+    return distances(found, [1] * len(by_router[0]))
+
+
+def squared_errors(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
+    """(routers, densities, ..., kinds) float32: squared distance of each row's output from the
+    truth.
+
+    log_gains (gains,) and log_backgrounds (backgrounds,) float32, natural; the first gain is -inf,
+    plain dropping. Rows that neither part reaches give 0, as attention does.
+    """
+    of_background = torch.cat([log_gains[:1], log_backgrounds])
+    count, gains = len(of_background), len(log_gains) - 1
+    near = measured.near.unsqueeze(-1)
+    errors = near.new_empty(*measured.near.shape, count + gains)
+    errors[:, -1:] = near[:, -1:]
+    lead = of_background - measured.background_advantage.unsqueeze(-1)
+    between, far = (x.unsqueeze(-1) for x in (measured.background_between, measured.background_far))
+    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., :count])
+    lead = log_gains[1:] - measured.advantage.unsqueeze(-1)
+    between, far = (x.unsqueeze(-1) for x in (measured.between, measured.far))
+    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., count:])
+    # A pooled part as good as the exact one may leave a sum just below 0.
+    return errors.clamp_(min=0)
+
+
+def towards_mean(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
+    """Products <y - o, m - o> for the outputs y of `squared_errors`, of the same shape; 0 where
+    nothing is dropped."""
+    of_background = torch.cat([log_gains[:1], log_backgrounds])
+    count, gains = len(of_background), len(log_gains) - 1
+    found = measured.near.new_zeros(*measured.near.shape, count + gains)
+    near = measured.background_between.unsqueeze(-1)
+    far = (measured.background_far, measured.background_pooled)
+    leads = (of_background, log_gains[1:])
+    advantages = (measured.background_advantage, measured.advantage)
+    parts = found[:, :-1].split([count, gains], -1)
+    for part, end, lead, advantage in zip(parts, far, leads, advantages, strict=True):
+        rest = _rest(lead - advantage.unsqueeze(-1))
+        torch.lerp(near, end.unsqueeze(-1), rest, out=part)
+    return found
+
+
+def _mix(near: Tensor, between: Tensor, far: Tensor, lead: Tensor, out: Tensor) -> None:
+    """Squared errors of mixes whose second part leads by `lead`, which this overwrites.
+
+    Computed by lerps, since these are the largest tensors of a measurement: one of shares beside
+    `out`.
+    """
+    rest = _rest(lead)
+    torch.lerp(near, between, rest, out=out)
+    out.lerp_(torch.lerp(between, far, rest), rest)
+
+
+def _rest(lead: Tensor) -> Tensor:
+    """Share of the second part, which leads by `lead`, in a mix; computed in its place. 0 where
+    there is neither part (NaN), so that both outputs are 0."""
+    return lead.sigmoid_().nan_to_num_(0.0)
+
+
+def _field_counts(densities: int) -> list[int]:
+    """Widths of the fields of `Distances.packed`: of each that routers have, and of all that rows
+    have."""
+    return [densities, *[densities - 1] * 6, 3]
+
+
+def _stacked(parts: Sequence[Partial]) -> Partial:
+    fields = ((part.unnormalised, part.row_max, part.row_sum) for part in parts)
+    return Partial(*(torch.stack(each) for each in zip(*fields, strict=True)))
+
+
+def _running(logs: Tensor, pieces: Sequence[int]) -> Tensor:
+    """(routers, ..., densities): logs of all that a density keeps, from logs (routers, ...,
+    pieces).
+
+    Shares are of what is kept: it may be all there is to a row although its weight beside later
+    pieces underflows.
+    """
+    running = logs.logcumsumexp(-1)
+    return torch.stack([running[..., end - 1] for end in accumulate(pieces)], -1)
+
+
+def _later(pieces: Sequence[int], device: torch.device) -> Tensor:
+    """(densities, pieces) bool: whether the piece belongs to a later density."""
+    later = torch.ones(sum(pieces), sum(pieces), dtype=torch.bool, device=device).triu_(1)
+    return torch.stack([later[end - 1] for end in accumulate(pieces)])

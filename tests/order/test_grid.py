@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed token orders: which slot holds which token, and which blocks are exact."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparge.blocks import block_count
+from sparge.order import copies as order_copies
+from sparge.order import grid as grid_module
+from sparge.order.cubes import cube_ranks
+from sparge.order.grid import (
+    TokenGrid,
+    TokenOrder,
+    cube_order,
+    grid_order,
+    raster_order,
+    unmeasured_order,
+)
+from sparge.order.variants import TURNS, Walk, unmeasured_walk, walks_of
+
+GRIDS = [
+    TokenGrid(28, 30, 53, suffix=200),
+    TokenGrid(13, 30, 45, prefix=226),
+    TokenGrid(21, 30, 52, prefix=30, suffix=1560),
+    TokenGrid(13, 30, 45, prefix=65, lead_frames=1),
+    TokenGrid(1, 45, 64, prefix=512, suffix=33),
+    TokenGrid(1, 1, 1),
+    TokenGrid(3, 1, 1, 1, 1, lead_frames=3),
+    TokenGrid(5, 7, 3, suffix=64),
+    TokenGrid(5, 6, 7, prefix=70, suffix=9, lead_frames=1, tail=93),
+    TokenGrid(3, 5, 6, tail=130),
+]
+
+
+def check(order: TokenOrder, tokens: int) -> None:
+    """Everything that holds for any order."""
+    slots, inverse = order.slot_token, order.token_slot
+    assert slots.dtype == inverse.dtype == order.block_counts.dtype == torch.int32
+    assert (order.tokens, order.slots) == (tokens, 64 * order.key_blocks)
+    assert torch.equal(slots[inverse.long()], torch.arange(tokens, dtype=torch.int32))
+    assert int((slots == -1).sum()) == order.slots - tokens
+    blocks = slots.view(-1, 64)
+    assert torch.equal((blocks != -1).sum(-1), order.block_counts)
+    first_empty = (torch.arange(64) >= order.block_counts.unsqueeze(-1)).flatten()
+    assert torch.equal(slots == -1, first_empty), "empty slots come last in their block"
+    assert order.query_counts().sum() == tokens
+    assert order.query_counts().shape == (order.query_blocks,) == order.queries_exact.shape
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_segments_are_packed_one_after_another(grid: TokenGrid) -> None:
+    order = cube_order(grid)
+    check(order, grid.tokens)
+    frame = grid.height * grid.width
+    lead, rest = grid.lead_frames * frame, (grid.frames - grid.lead_frames) * frame
+    sizes = [size for size in (grid.prefix, lead, rest, grid.tail, grid.suffix) if size]
+    assert [segment.tokens for segment in order.segments] == sizes
+    assert order.key_blocks == sum(block_count(size, 64) for size in sizes), "no padding inside"
+    block = token = 0
+    for segment in order.segments:
+        assert (segment.first_block, segment.first_token) == (block, token)
+        held = order.slot_token[64 * block : 64 * (block + segment.key_blocks)]
+        inside = torch.arange(token, token + segment.tokens, dtype=torch.int32)
+        assert torch.equal(held[: segment.tokens].sort().values, inside)
+        assert (held[segment.tokens :] == -1).all()
+        block, token = block + segment.key_blocks, token + segment.tokens
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> None:
+    order = cube_order(grid)
+    token = torch.arange(grid.tokens)
+    end = grid.tokens - grid.suffix
+    text = (token < grid.prefix) | (token >= end)
+    lead = (token >= grid.prefix) & (token < grid.prefix + grid.lead_frames * grid.frame_tokens)
+    of_keys = torch.zeros(order.key_blocks, dtype=torch.bool)
+    of_keys[order.token_slot[text | lead].long() // 64] = True
+    of_queries = torch.zeros(order.query_blocks, dtype=torch.bool)
+    of_queries[order.token_slot[text].long() // 128] = True
+    assert torch.equal(order.keys_exact, of_keys)
+    assert torch.equal(order.queries_exact, of_queries)
+
+
+def test_text_keeps_its_order_and_the_grid_gets_cubes() -> None:
+    grid = TokenGrid(5, 6, 7, prefix=70, suffix=9)
+    order = cube_order(grid)
+    assert order.slot_token[:70].tolist() == list(range(70))
+    assert order.slot_token[-64:-55].tolist() == list(range(280, 289))
+    ranks = torch.from_numpy(cube_ranks(5, 6, 7)).flatten()
+    assert torch.equal(order.token_slot[70:280] - 128, ranks)
+
+
+def test_a_tail_keeps_its_order_in_every_walk_and_may_be_dropped() -> None:
+    grid = TokenGrid(5, 6, 7, prefix=70, suffix=9, tail=93)
+    order = grid_order(grid, turn=1)
+    _, _, tail, _ = order.segments
+    assert (tail.tokens, tail.keys_exact, tail.queries_exact) == (93, False, False)
+    first = 64 * tail.first_block
+    for walk in order.slot_tokens:
+        assert walk[first : first + 93].tolist() == list(range(280, 373))
+    without = grid_order(replace(grid, tail=0), turn=1)
+    assert torch.equal(order.token_slots[:, :280], without.token_slots[:, :280])
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_all_walks_share_blocks_and_text(grid: TokenGrid) -> None:
+    order, cubes = grid_order(grid), cube_order(grid)
+    assert order.walks == (3 if grid.frames > 1 else 2)
+    assert torch.equal(order.slot_token, cubes.slot_token)
+    text = torch.arange(grid.tokens)
+    text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
+    for index in range(order.walks):
+        walk = order.walk(index)
+        check(walk, grid.tokens)
+        assert walk.walks == 1
+        assert walk.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), "a view"
+        assert torch.equal(walk.block_counts, cubes.block_counts)
+        assert torch.equal(walk.token_slot[text], cubes.token_slot[text])
+
+
+def test_walks_make_blocks_of_their_shape() -> None:
+    order = grid_order(TokenGrid(8, 16, 24))
+    frame, row = order.slot_tokens // (16 * 24), order.slot_tokens // 24 % 16
+    frames, rows = (x.view(3, -1, 64) for x in (frame, row))
+    assert (frames[Walk.CUBES].amax(-1) - frames[Walk.CUBES].amin(-1) == 3).all()
+    assert (frames[Walk.FRAMES].amax(-1) == frames[Walk.FRAMES].amin(-1)).all()
+    assert (rows[Walk.FRAMES].amax(-1) - rows[Walk.FRAMES].amin(-1) == 7).all()
+    assert (frames[Walk.RASTER].amax(-1) == frames[Walk.RASTER].amin(-1)).all()
+    assert (rows[Walk.RASTER].amax(-1) - rows[Walk.RASTER].amin(-1) <= 3).all()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_turns_share_blocks_and_text(grid: TokenGrid) -> None:
+    first = grid_order(grid)
+    text = torch.arange(grid.tokens)
+    text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
+    for turn in range(1, TURNS):
+        order = grid_order(grid, turn)
+        assert order.segments == first.segments
+        for index in range(order.walks):
+            walk = order.walk(index)
+            check(walk, grid.tokens)
+            assert torch.equal(walk.block_counts, first.block_counts)
+            assert torch.equal(walk.token_slot[text], first.walk(index).token_slot[text])
+        assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
+        walk = order.walk(walks_of(grid.frames).index(unmeasured_walk(turn)))
+        assert torch.equal(unmeasured_order(grid, turn).slot_token, walk.slot_token)
+
+
+def test_turns_cut_every_walk_elsewhere() -> None:
+    """Two tokens in one block of a turn are seldom in one block of another."""
+    grid = TokenGrid(13, 30, 45)
+    blocks = torch.stack([grid_order(grid, turn).token_slots // 64 for turn in range(TURNS)])
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        for walk in range(3):
+            pairs = torch.stack([blocks[one, walk], blocks[other, walk]]).unique(dim=1)
+            meetings = pairs.shape[1] / int(blocks[one, walk].amax() + 1)
+            assert meetings > 1.4, (one, other, walk)
+
+
+def test_key_lengths_cut_the_suffix() -> None:
+    grid = TokenGrid(3, 5, 6, prefix=2, suffix=130)
+    order = cube_order(grid)
+    lengths = torch.tensor([222, 92, 157], dtype=torch.int32)
+    counts = order.key_counts(lengths, 3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [[2, 64, 26, 64, 64, 2], [2, 64, 26, 0, 0, 0], [2, 64, 26, 64, 1, 0]]
+    whole = order.block_counts.expand(2, -1)
+    assert torch.equal(order.key_counts(None, 2), whole)
+    valid = order.valid_slots(lengths, 3)
+    assert torch.equal(valid, order.slot_token.ge(0) & (order.slot_token < lengths.unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 130, 1000])
+def test_raster_order_is_none(tokens: int) -> None:
+    order = raster_order(tokens)
+    check(order, tokens)
+    assert torch.equal(order.token_slot, torch.arange(tokens, dtype=torch.int32))
+    assert not order.keys_exact.any()
+
+
+def test_orders_are_made_once_and_copied_once() -> None:
+    grid = TokenGrid(4, 5, 6, prefix=7)
+    order = cube_order(grid)
+    assert cube_order(replace(grid)) is order
+    assert order.on("cpu") is order
+    copy = order.on("meta")
+    assert copy is order.on(torch.device("meta"))
+    assert copy.slot_token.device.type == copy.queries_exact.device.type == "meta"
+    assert copy.segments == order.segments
+
+
+def test_an_order_made_from_another_is_copied_by_itself() -> None:
+    order = cube_order(TokenGrid(4, 5, 6, prefix=7))
+    copy, other = order.on("meta"), replace(order, segments=order.segments[:1])
+    assert other.on("meta") is not copy and other.on("meta").segments == other.segments
+
+
+def alive_copies(orders: list[TokenOrder]) -> int:
+    return sum(len(order._copies) for order in orders)
+
+
+def many_orders(count: int) -> list[TokenOrder]:
+    return [cube_order(TokenGrid(3, 5, 6, prefix=1 + index)) for index in range(count)]
+
+
+def test_the_last_few_copies_of_all_orders_are_kept() -> None:
+    orders = many_orders(5 * order_copies.KEPT)
+    copies = [order.on("meta") for order in orders]
+    assert alive_copies(orders) == order_copies.KEPT
+    for order, copy in zip(orders[-order_copies.KEPT :], copies[-order_copies.KEPT :], strict=True):
+        assert order.on("meta") is copy
+    oldest = orders[0].on("meta")
+    assert oldest is not copies[0] and oldest.slot_tokens.device.type == "meta"
+    assert alive_copies(orders) == order_copies.KEPT, "another one went"
+
+
+def test_orders_that_are_gone_and_copies_given_back_make_room() -> None:
+    for order in many_orders(order_copies.KEPT):
+        order.on("meta")
+        order.forget_copies()
+    loose = [replace(order) for order in many_orders(order_copies.KEPT)]
+    for order in loose:
+        order.on("meta")
+    del loose, order
+    gc.collect()
+    orders = many_orders(order_copies.KEPT)
+    copies = [order.on("meta") for order in orders]
+    assert all(order.on("meta") is copy for order, copy in zip(orders, copies, strict=True))
+
+
+def test_a_copy_that_was_recorded_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, *others = many_orders(3 * order_copies.KEPT)
+    copy = recorded.on("meta")
+    monkeypatch.setattr(grid_module, "being_recorded", lambda device: True)
+    assert recorded.on("meta") is copy
+    monkeypatch.undo()
+    for order in others:
+        order.on("meta")
+    assert recorded.on("meta") is copy
+    assert alive_copies(others) == order_copies.KEPT
+    recorded.forget_copies()
+    assert recorded.on("meta") is not copy
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(lambda: torch.device("meta"), id="device"),
+        pytest.param(lambda: default_device("meta"), id="default device"),
+        pytest.param(lambda: default_dtype(torch.float64), id="float64"),
+        pytest.param(lambda: default_dtype(torch.bfloat16), id="bfloat16"),
+        pytest.param(FakeTensorMode, id="fake"),
+        pytest.param(torch.inference_mode, id="inference"),
+    ],
+)
+def test_orders_are_the_same_whatever_is_the_default(context) -> None:
+    """They are kept for whoever asks next."""
+    grid = TokenGrid(3, 7, 9, prefix=5, suffix=70, lead_frames=1)
+    makers = (
+        lambda: grid_order(grid, 1),
+        lambda: cube_order(grid, 2),
+        lambda: unmeasured_order(grid, 1),
+        lambda: raster_order(331),
+    )
+
+    def made() -> list[TokenOrder]:
+        grid_module._walk_order.cache_clear()
+        raster_order.cache_clear()
+        return [make() for make in makers]
+
+    expected = made()
+    with context():
+        found = made()
+    names = ("slot_tokens", "token_slots", "block_counts", "keys_exact", "queries_exact")
+    for order, right in zip(found, expected, strict=True):
+        assert order.segments == right.segments
+        for name in names:
+            tensor, wanted = getattr(order, name), getattr(right, name)
+            assert type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+            assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), name
+            assert tensor.is_contiguous()
+    assert [make() for make in makers] == found, "kept"
+
+
+def test_sizes_may_be_numpys() -> None:
+    grid = TokenGrid(np.int64(3), np.uint8(5), torch.tensor(6), np.int16(1))  # type: ignore[arg-type]
+    assert grid == TokenGrid(3, 5, 6, 1) and hash(grid) == hash(TokenGrid(3, 5, 6, 1))
+    assert {type(getattr(grid, part.name)) for part in fields(grid)} == {int}
+    assert type(grid.tokens) is int
+    assert cube_order(grid) is cube_order(TokenGrid(3, 5, 6, 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        ({"frames": 0}, "frames is 0; it takes a whole number from 1"),
+        ({"width": 2.5}, "width is 2.5; it takes a whole number from 1"),
+        ({"height": np.float64(4.0)}, "height is .*4.0.*; it takes a whole number from 1"),
+        ({"height": np.int8(-4)}, "height is .*-4.*; it takes a whole number from 1"),
+        ({"suffix": "3"}, "suffix is '3'; it takes a whole number from 0"),
+        ({"width": None}, "width is None; it takes a whole number from 1"),
+        ({"prefix": -1}, "prefix is -1; it takes a whole number from 0"),
+        ({"lead_frames": 5}, "lead_frames is 5; the grid has 4 frames"),
+    ],
+)
+def test_impossible_grids_are_refused(sizes: dict, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        replace(TokenGrid(4, 5, 6), **sizes)
+
+
+def test_a_sequence_has_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        raster_order(0)

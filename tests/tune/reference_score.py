@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op `score` in torch, for CPUs and as the truth of its kernel."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sparge.blocks import unpack
+from sparge.kernels import Element
+from sparge.reference.attend import LOG2_E
+from sparge.reference.partial import Partial
+from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
+from sparge.tune.scoring import Background, distances, products
+
+
+def score_by_reference(
+    exact_out: Tensor,
+    exact_max: Tensor,
+    exact_sum: Tensor,
+    q: Tensor,
+    workspace: Tensor,
+    shape: list[int],
+    element: int,
+    kept: Tensor,
+    scale: float,
+    ends: int,
+    found: Tensor,
+    dense: Tensor | None = None,
+) -> None:
+    """Shapes as in `ScoreParams` of csrc/params.cuh; in float64 where `exact_out` is."""
+    of_pieces = (exact_out, exact_max, exact_sum)
+    exact = Partial(*(x.movedim((2, 3), (0, 1)) for x in of_pieces))
+    layout = layout_of(CallShape(*shape), Element(element), True, False, True)
+    dropped = ~unpack(kept, layout.shape.key_blocks)
+    pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
+    last = [piece for piece in range(exact_sum.shape[3]) if ends >> piece & 1]
+    counts = [piece - before for before, piece in pairwise([-1, *last])]
+    background = _background(q, workspace, layout, dropped)
+    found.copy_(distances(products(exact, pooled, background, dense=dense), counts).packed())
+
+
+def _background(
+    q: Tensor, workspace: Tensor, layout: WorkspaceLayout, dropped: Tensor
+) -> Background:
+    """Background of rows (B, H, S x rows)."""
+    mean = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
+    filled = layout.view(workspace, "key_counts")[:, :1, None, None, None] > 0
+    blocks = (dropped & filled).sum(-1).movedim((2, 3), (0, 1))
+    return Background(
+        mean.repeat_interleave(q.shape[1] // mean.shape[1], 1).unsqueeze(2),
+        blocks.repeat_interleave(q.shape[2] // blocks.shape[-1], -1),
+    )
+
+
+def _pooled(
+    q: Tensor, workspace: Tensor, layout: WorkspaceLayout, dropped: Tensor, scale: float
+) -> Partial:
+    """(routers, densities - 1, B, H, S x rows, ...) of dropped (B, H, routers, densities - 1, S,
+    nk)."""
+    heads, channels = q.shape[1], q.shape[-1]
+
+    def of_heads(name: str) -> Tensor:
+        field = layout.view(workspace, name).to(q.dtype)
+        return field.repeat_interleave(heads // field.shape[1], 1)
+
+    keys, values = (of_heads(name)[..., :channels] for name in ("k_block_mean", "v_block_mean"))
+    values = values + of_heads("v_mean")[..., None, :channels]
+    bias = of_heads("key_counts").log2().unsqueeze(2)
+    logits = q @ keys.transpose(-1, -2) * (scale * LOG2_E) + bias
+    rows = dropped.movedim((2, 3), (0, 1)).repeat_interleave(q.shape[2] // dropped.shape[4], -2)
+    logits = logits.masked_fill(~rows, -torch.inf)
+    row_max = logits.amax(-1).clamp(min=-1e30)
+    weights = (logits - row_max.unsqueeze(-1)).exp2()
+    return Partial(weights @ values, row_max, weights.sum(-1))

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration from measurements to head settings, judged by the attention that those give."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparge.common.metrics import rel_l2
+from sparge.head_settings import HeadBudget
+from sparge.order.grid import TokenGrid, cube_order, grid_order
+from sparge.order.variants import Walk
+from sparge.reference.partial import Partial
+from sparge.tune import Measured, Sample, Workload, reference_measure
+from sparge.tune.contrast import UNSURE
+from sparge.tune.measure import stacked
+from sparge.tune.scoring import Background, Distances, bucket_distances
+from tests.tune.begun import CANDIDATES, GRID, attend, begin, share_of_pairs
+
+NO_BACKGROUND = Background(torch.zeros(1), torch.zeros(()))
+
+
+def sparse_rows(workload: Workload) -> Tensor:
+    """Tokens in query blocks that may drop something."""
+    block = workload.order.token_slot.long() // 128
+    return torch.isin(block, torch.tensor(workload.sparse_query_blocks()))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
+    workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
+    calibration = begin(workload=workload)
+    calibration.sample(0, *qkv)
+    found, contrasts = (x[0, :, 0] for x in calibration.errors_and_contrasts())
+    norm, far = calibration.squared_norm[:, 0, :, 0]
+    spread = (far / norm).sqrt().tolist()
+    rows = sparse_rows(workload)
+    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
+    candidates = calibration.candidates
+    assert (
+        [kind.background for kind in candidates.kinds] == [0] * 2 if is_causal else [0, 0.5, 4, 0]
+    )
+    for place in np.ndindex(candidates.shape):
+        router, density, kind = place
+        budget = HeadBudget.uniform(
+            3,
+            candidates.densities[density],
+            candidates.kinds[kind].gain,
+            candidates.routers[router],
+        )
+        if background := candidates.kinds[kind].background:
+            budget = replace(budget, background=torch.full((3,), background))
+        if not is_causal:
+            of_heads = contrasts[(slice(None), *place)]
+            budget = replace(budget, contrast=torch.from_numpy(of_heads).float())
+        out, _ = attend(qkv, budget, workload)
+        for head in range(3):
+            unsure = UNSURE * np.log(contrasts[head][place]) * spread[head]
+            expected = np.hypot(rel_l2(out[head, rows], exact[head, rows]), unsure)
+            # 0.01: parts round P around their own maxima, to FP16.
+            assert found[head][place] == pytest.approx(expected, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("mean", [0.5, 0.6, 0.8])
+def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv, mean: float) -> None:
+    calibration = begin(layers=2)
+    calibration.sample(0, *qkv)
+    calibration.sample(1, *qkv)
+    choices = calibration.offers().freeze(mean_density=mean)
+    workload = calibration.workload
+    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
+
+    def judged(budget: HeadBudget) -> tuple[float, float, Tensor]:
+        out, kept = attend(qkv, budget, workload)
+        errors = torch.tensor([rel_l2(a, b) for a, b in zip(out, exact, strict=True)])
+        return float(errors.mean()), share_of_pairs(kept, workload), errors
+
+    layers = [budget for layer in range(2) if (budget := choices.budget(layer))]
+    errors, densities, by_head = zip(*(judged(budget) for budget in layers), strict=True)
+    assert len(layers) == 2
+    assert sum(densities) / 2 <= mean + 1e-6
+    assert sum(densities) / 2 > mean - 0.1, "and used"
+    shares = torch.linspace(0.05, 1, 20).tolist()
+    of_all = [judged(HeadBudget.uniform(3, share)) for share in shares]
+    uniform = min(error for error, density, _ in of_all if density <= mean + 1e-6)
+    assert sum(errors) / 2 < uniform
+    assert torch.allclose(choices.error[0], by_head[0], rtol=0.5, atol=0.01)
+
+
+def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    before = calibration.offers().freeze(mean_density=0.6)
+    drift = torch.tensor([[[4.0], [1.0], [0.25]]], dtype=torch.float64)
+    after = calibration.offers().freeze(mean_density=0.6, drift=drift)
+    assert after.density[0, 0] > before.density[0, 0]
+    assert after.density[0, 2] < before.density[0, 2]
+    alike = calibration.offers().freeze(mean_density=0.6, drift=torch.full_like(drift, 4))
+    assert torch.equal(alike.density, before.density)
+    torch.testing.assert_close(alike.error, 4 * before.error, rtol=0.01, atol=0.02)
+    strict, loose = (
+        calibration.offers().freeze(target=0.3, drift=torch.full_like(drift, times))
+        for times in (1.5, 0.7)
+    )
+    assert (strict.density >= loose.density).all()
+    assert strict.density.mean() > loose.density.mean()
+    assert strict.mean_error <= 0.3
+
+
+def test_keeping_everything_drops_nothing(qkv) -> None:
+    """Rounding leaves errors there, which must not decide between token orders."""
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    calibration.squared_error.add_(1e-9 * calibration.squared_norm[0, ..., None, None, None])
+    offers = calibration.offers()
+    dropping = offers.kept < 1
+    assert offers.errors[:, dropping].all() and not offers.errors[:, ~dropping].any()
+
+
+def test_what_was_chosen_before_changes_nothing(qkv) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    offers, drift = calibration.offers(), torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
+    aims: tuple[dict[str, Any], ...] = ({"mean_density": 0.6}, {"target": 0.2})
+    for aim in aims:
+        for each in (None, drift, None):
+            expected = calibration.offers().freeze(**aim, drift=each)
+            assert torch.equal(offers.freeze(**aim, drift=each).error, expected.error)
+
+
+def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
+    calibration = begin()
+    calibration.sample(0, *qkv)
+    choices = calibration.offers().freeze(mean_density=0.1)
+    assert choices.density.tolist() == [[pytest.approx(0.2)] * 3]
+    assert "A mean density of 0.1 is asked for" in caplog.text
+    caplog.clear()
+    calibration.offers().freeze(mean_density=0.8)
+    assert not caplog.text
+
+
+def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
+    calibration = begin(layers=3)
+    calibration.sample(1, *qkv)
+    q, k, v = qkv
+    calibration.sample(2, q, k, v * torch.inf)
+    choices = calibration.offers().freeze(mean_density=0.6)
+    assert choices.measured.tolist() == [False, True, False]
+    assert choices.budget(0) is None
+    assert choices.budget(1) is not None
+    assert choices.density[0].tolist() == [1.0] * 3
+
+
+def test_freeze_wants_one_aim_and_samples(qkv) -> None:
+    calibration = begin()
+    with pytest.raises(ValueError, match="No layer was measured"):
+        calibration.offers().freeze(target=0.1)
+    calibration.sample(0, *qkv)
+    both_and_neither: list[dict[str, Any]] = [{}, {"target": 0.1, "mean_density": 0.2}]
+    for aims in both_and_neither:
+        with pytest.raises(ValueError, match="one of the two"):
+            calibration.offers().freeze(**aims)
+
+
+def test_samples_add_up(qkv) -> None:
+    whole, piecewise = begin(), begin(blocks_a_call=1)
+    whole.sample(0, *qkv)
+    for _ in whole.query_blocks:
+        piecewise.sample(0, *qkv)
+    assert whole.samples == piecewise.samples == [len(whole.query_blocks)]
+    torch.testing.assert_close(whole.squared_error, piecewise.squared_error)
+    torch.testing.assert_close(whole.towards_mean, piecewise.towards_mean)
+    torch.testing.assert_close(whole.squared_norm, piecewise.squared_norm)
+
+
+def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
+    workload = Workload(cube_order(TokenGrid(12, 32, 48, prefix=300)))
+    calibration = begin(layers=2, workload=workload, blocks_a_call=4)
+    chosen: list[int] = []
+    for call in range(8):
+        calibration.samples[0] = 4 * call
+        chosen += calibration.next_query_blocks(0)
+        assert calibration.next_query_blocks(0) == chosen[-4:]
+        assert calibration.next_query_blocks(1) != chosen[-4:]
+    sparse = workload.sparse_query_blocks()
+    assert 0 not in sparse, "text drops nothing, so there is nothing to measure"
+    assert set(chosen) <= set(sparse)
+    assert len(set(chosen)) == 32
+    assert max(np.diff(sorted(chosen))) <= 2.7 * len(sparse) / 32  # golden: phi^2
+    calibration.samples[0] = 0
+    calibration = replace(calibration, blocks_a_call=10**6)
+    assert sorted(calibration.next_query_blocks(0)) == sparse
+
+
+def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
+    """One head's keys are alike along rows, the other's in cubes, all measured in every walk."""
+    grid = TokenGrid(8, 16, 16)
+    order = grid_order(grid)
+    q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
+    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
+        alike = order.walk(walk).token_slot.long() // 64
+        k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
+    calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
+    calibration.sample(0, q, k, v)
+    assert calibration.samples == [4]
+    choices = calibration.offers().freeze(mean_density=0.4)
+    assert choices.walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
+    budget = choices.budget(0)
+    assert budget is not None
+    out, _ = attend((q, k, v), budget, Workload(order))
+    exact, _ = attend((q, k, v), HeadBudget.uniform(2, 1.0), Workload(order))
+    swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32))
+    wrong, _ = attend((q, k, v), swapped, Workload(order))
+    assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
+
+
+def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
+    calibration = begin(workload=Workload(grid_order(GRID)))
+    calibration.sample(0, *qkv)
+    cubes_alone = begin()
+    cubes_alone.sample(0, *qkv)
+    choices, expected = (x.offers().freeze(mean_density=0.6) for x in (calibration, cubes_alone))
+    assert choices.walk.tolist() == [[0, 0, 0]]
+    assert torch.equal(choices.density, expected.density)
+    assert torch.equal(choices.error, expected.error)
+
+
+@pytest.mark.parametrize("walks", [range(1), range(0, 3, 2)])
+def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> None:
+    grid = TokenGrid(8, 16, 16)
+    order = grid_order(grid)
+    q, k, v = make_qkv(1, 2, grid.tokens, 16)
+    for head, walk in enumerate((Walk.RASTER, Walk.FRAMES)):
+        alike = order.walk(walk).token_slot.long() // 64
+        k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
+    full, limited = (
+        begin(heads=2, workload=Workload(order), blocks_a_call=2, walks=each)
+        for each in (range(3), None)
+    )
+    if len(walks) == 1:
+        limited.measure_one_walk()
+    assert limited.walks == [walks]
+    for each in (full, limited):
+        each.sample(0, q, k, v)
+    expected = full.relative_errors()[0][:, walks]
+    found = limited.relative_errors()[0][:, : len(walks)]
+    assert np.array_equal(found, expected), "measured as ever"
+    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
+    least = torch.full((1, 2), 0.2, dtype=torch.float64)
+    for choices in (
+        limited.offers().freeze(mean_density=0.4),
+        limited.offers().freeze(target=0.1),
+        limited.offers().freeze(target=0.1, drift=least),
+    ):
+        assert set(choices.walk.flatten().tolist()) <= set(walks)
+        assert choices.error.isfinite().all()
+        budget = choices.budget(0)
+        assert budget is not None and (budget.walk is None or len(walks) == 2)
+    with pytest.raises(AssertionError):
+        limited.measure_one_walk()
+
+
+@pytest.mark.parametrize("row_step", [2, 4])
+def test_some_of_the_rows_tell_about_as_much(make_qkv, row_step: int) -> None:
+    whole, some = begin(), begin(row_step=row_step)
+    for _ in range(8):  # of the draws, whose rows differ
+        qkv = make_qkv(1, 3, GRID.tokens, 16, kv_heads=1)
+        whole.sample(0, *qkv)
+        some.sample(0, *qkv)
+    norm = row_step * some.squared_norm / whole.squared_norm
+    torch.testing.assert_close(norm, torch.ones_like(norm), rtol=0.1, atol=0)
+    expected = whole.relative_errors()[0, :, 0, :, :-1]
+    assert np.abs(some.relative_errors()[0, :, 0, :, :-1] / expected - 1).max() < 0.1
+
+
+def test_text_alone_is_not_measured() -> None:
+    with pytest.raises(ValueError, match="leave this attention dense"):
+        begin(workload=Workload(cube_order(TokenGrid(1, 1, 5, prefix=300))))
+
+
+def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
+    """Pseudo-keys that all but leave the output alone bring a hair less error, and cost time."""
+
+    def measure(sample: Sample) -> Measured:
+        blocks = sample.query_blocks
+        shape, random = (1, 3, len(blocks), 128), torch.randn(16, generator=generator)
+
+        def part(weight: float, value: Tensor) -> Partial:
+            sums = torch.full(shape, weight)
+            return Partial(sums.unsqueeze(-1) * value, torch.zeros(shape), sums)
+
+        values = (random + 1, random, random)
+        parts = [(part(1.0, value), part(1e-4, random)) for value in values]
+        found = stacked([bucket_distances([parts] * 2, NO_BACKGROUND)])
+        return Measured(found, torch.ones(len(blocks), 128).bool())
+
+    candidates = replace(CANDIDATES, backgrounds=())
+    calibration = begin(candidates=candidates, measure=measure)
+    q = torch.zeros(1, 3, GRID.tokens, 16)
+    calibration.sample(0, q, q, q)
+    errors = calibration.relative_errors()[0, 0, 0, 0]
+    assert errors[1, 1] < errors[1, 0]
+    choices = calibration.offers().freeze(target=float(errors[1, 0]) * 1.001)
+    assert not choices.gain.any()
+
+
+def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
+    def dirty(sample: Sample) -> Measured:
+        measured = reference_measure(sample)
+        empty = ~measured.occupied
+        assert empty.any()
+        for each in fields(Distances):
+            getattr(measured.distances, each.name).masked_fill_(empty, 1e3)
+        return measured
+
+    clean, unclean = begin(), begin(measure=dirty)
+    clean.sample(0, *qkv)
+    unclean.sample(0, *qkv)
+    assert torch.equal(clean.squared_error, unclean.squared_error)
+    assert torch.equal(clean.towards_mean, unclean.towards_mean)
+    assert torch.equal(clean.squared_norm, unclean.squared_norm)
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what would wait for a GPU: values read on the host, shapes that depend on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1].split(".")[0]
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique"), name
+        assert name not in ("_unique2", "_to_copy") or "device" not in (kwargs or {}), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) -> None:
+    q = torch.randn(1, 3, GRID.tokens, 16, generator=generator)
+
+    def measure(sample: Sample) -> Measured:
+        """Parts out of thin air: the reference reads values on the host, kernels will not."""
+        blocks, candidates = sample.query_blocks, sample.candidates
+        shape = (1, 3, len(blocks), 128 // sample.row_step)
+
+        def part() -> Partial:
+            sums = torch.rand(shape, generator=generator) + 0.1
+            return Partial(torch.rand(*shape, 16, generator=generator), torch.zeros(shape), sums)
+
+        def walk() -> Distances:
+            parts = [(part(), part()) for _ in candidates.densities]
+            return bucket_distances([parts] * len(candidates.routers), NO_BACKGROUND)
+
+        found = stacked([walk() for _ in sample.walks])
+        return Measured(found, torch.ones(shape[2:]).bool())
+
+    calibration = begin(
+        workload=Workload(grid_order(GRID)), measure=measure, blocks_a_call=3, row_step=2
+    )
+    kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
+    of_kinds = (calibration.squared_error, calibration.towards_mean)
+    sums = (*of_kinds, calibration.squared_norm, calibration.squared_rounding)
+    pointers = [each.data_ptr() for each in sums]
+    with NoSync():
+        for _ in range(3):
+            calibration.sample(0, q, q, q, dense=q)
+    assert all(getattr(calibration, name) is value for name, value in kept.items())
+    assert pointers == [each.data_ptr() for each in sums]
+    assert calibration.samples == [9]
+    assert float(calibration.squared_norm.min()) > 0
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
+        calibration.squared_norm.sum().item()

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work of `kernel_measure` around the kernels, with the reference in their place: on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from sparge.blocks import QUERY_BLOCK, pack, unpack, whole_steps
+from sparge.head_settings import Router
+from sparge.kernels import Element
+from sparge.order.facts import OrderFacts
+from sparge.order.grid import TokenGrid, cube_order, grid_order
+from sparge.reference.packed import Packed, pack_qkv
+from sparge.reference.pooled import attend_packed
+from sparge.reference.quantize import count_rows, quantize_qkv
+from sparge.reference.route import rank_blocks
+from sparge.reference.scores import BlockFacts, log_scores
+from sparge.stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from sparge.stages.workspace import CallShape, WorkspaceLayout
+from sparge.thresholds import COLUMNS
+from sparge.tune import (
+    BLOCKS_A_CALL,
+    Calibration,
+    CandidateSet,
+    Measured,
+    Sample,
+    Workload,
+    reference_measure,
+)
+from sparge.tune.scoring import Distances, squared_errors
+from sparge.tune.spread import ROW_STEP
+from tests.tune.reference_score import score_by_reference
+
+# By its name: the package has a function of the same one.
+module = importlib.import_module("sparge.tune.kernel_measure")
+
+GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but the text are empty
+CANDIDATES = CandidateSet(
+    densities=(0.1, 0.5, 1.0),
+    gains=(0.0, 0.7, 1.0),
+    backgrounds=(1.0, 8.0),
+    routers=tuple(Router),
+)
+
+
+class Stages:
+    """The ops that `kernel_measure` calls, in the reference's arithmetic."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.packed: list[Packed] = []  # of the KV heads of the last workspace
+        self.attended: list[Tensor] = []
+        self.held: list[int] = []  # bytes of each workspace
+
+    def quantize(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_lengths: Tensor | None,
+        element: int,
+        *rest: Any,
+    ) -> Tensor:
+        *flat, facts, means = rest
+        rules, (slot_tokens, _, head_walk, *_) = QuantizeRules.of_flat(*flat), facts
+        assert element == Element.INT8_FP16 and rules.smooth_k and not rules.with_similarity
+        assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
+        (walk,) = (
+            index
+            for index, tokens in enumerate(self.workload.order.slot_tokens)
+            if torch.equal(tokens, slot_tokens[0])
+        )
+        order, group = self.workload.order, q.shape[1] // k.shape[1]
+        layout = WorkspaceLayout(
+            CallShape.of(q, k, order.slots),
+            Element.INT8_FP16,
+            with_values=True,
+            with_queries=rules.with_queries,
+            with_pools=rules.with_pools,
+        )
+        workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
+        self.held.append(workspace.numel())
+        self.packed = []
+        for head in range(k.shape[1]):
+            own = slice(head, head + 1)
+            packed = pack_qkv(
+                q[:, head * group : (head + 1) * group],
+                k[:, own],
+                v[:, own],
+                order.walk(walk),
+                element=Element.INT8_FP16,
+                key_lengths=key_lengths,
+            )
+            self.packed.append(packed)
+            operands = packed.operands
+            for name, values in {
+                "k_block_mean": operands.k_block_mean,
+                "key_counts": operands.key_counts.unsqueeze(1),
+                "k_variance": packed.k_variance,
+                "v_block_mean": packed.v_block_mean,
+                "v_variance": packed.v_variance,
+            }.items():  # of the caller's channels; the rest is padding
+                field = layout.view(workspace, name)[:, own]
+                field.zero_()[tuple(map(slice, values.shape))] = values
+        layout.means(workspace).copy_(means)
+        return workspace
+
+    def means(
+        self,
+        k: Tensor,
+        v: Tensor,
+        key_lengths: Tensor | None,
+        smooth_k: bool,
+        element: int,
+        ordered: bool,
+    ) -> Tensor:
+        assert smooth_k and ordered
+        operands = quantize_qkv(k, k, v, element=Element(element), key_lengths=key_lengths)
+        found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
+        return pad(found, (0, 64 - found.shape[-1]))
+
+    def route(
+        self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        with_pools, *flat, _, block_mask, thresholds, facts, counters, q_means, q_similarity = rest
+        rules, order = RouteRules.of_flat(*flat), OrderFacts(*facts)
+        assert (rules.select, rules.causal, rules.upstream) == (Select.TOPK, False, False)
+        assert block_mask is order.queries_exact is order.slot_counts is counters is None
+        assert order.keys_exact is not None
+        layout = WorkspaceLayout(
+            CallShape(*shape),
+            Element(element),
+            with_values=with_values,
+            with_queries=False,
+            with_pools=with_pools,
+        )
+        assert layout.nbytes == workspace.numel()
+        assert q_means.shape == (*shape[:2], layout.shape.query_blocks, 64)
+        assert q_means.is_contiguous() and q_similarity.numel() >= q_means[..., 0].numel()
+        assert (q_similarity > -1).all()
+        means = BlockFacts(
+            q_means,
+            layout.view(workspace, "k_block_mean"),
+            layout.view(workspace, "key_counts")[:, 0],
+            layout.view(workspace, "k_variance").float(),
+            layout.view(workspace, "v_block_mean").float(),
+            layout.view(workspace, "v_variance"),
+        )
+        valid = (means.key_counts > 0)[:, None, None]
+        forced = order.keys_exact.clone()
+        forced[0] |= rules.attention_sink
+        mass, error = log_scores(means, rules.score_scale, valid)
+        by_error = thresholds[:, COLUMNS.index("router")] > 0
+        scores = torch.where(by_error[:, None, None], error, mass)
+        rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
+        share = thresholds[:, COLUMNS.index("selection")]
+        asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
+        wanted = whole_steps(asked, (valid & forced).sum(-1, keepdim=True))
+        kept = valid & (forced | (rank < wanted))
+        return pack(kept), kept.sum(-1, dtype=torch.int32)
+
+    def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
+        shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest
+        rules, (slots,) = AttendRules.of_flat(*flat), facts[0]
+        assert not (rules.with_queries or rules.with_pools or rules.pv_filter or rules.causal)
+        every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
+        every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
+        assert shape[0] == q.shape[0] and shape[2] == 1
+        assert lengths is None or len(lengths) == len(q)
+        assert out.shape == q.shape and out.data_ptr() != q.data_ptr()
+        for head, packed in enumerate(self.packed):
+            heads = slice(head, None, len(self.packed))  # batch entries are KV heads
+            rows = every_row[heads]
+            own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
+            of_queries = ("q_levels", "q_scale", "q_dot_kbar")
+            operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
+            found = attend_packed(
+                replace(
+                    packed,
+                    operands=operands,
+                    order=None,
+                    query_counts=count_rows(rows.shape[2], rows.device),
+                ),
+                unpack(block_map[heads], packed.operands.key_counts.shape[1]),
+                scale=rules.scale,
+            )
+            sums[heads] = found.unnormalised[:, :, slots >= 0]
+            row_max[heads] = found.row_max[:, :, slots >= 0]
+            row_sum[heads] = found.row_sum[:, :, slots >= 0]
+        self.attended.append(q)
+
+
+@pytest.fixture(params=["cubes", "walks"])
+def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
+    """Four heads over two KV heads, of 40 channels; text is exact, and the sink not text."""
+    walks = request.param == "walks"
+    workload = Workload(grid_order(GRID) if walks else cube_order(GRID), sink=True)
+    q, k, v = make_qkv(2, 4, GRID.tokens, 40, kv_heads=2)
+    k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
+    blocks = workload.sparse_query_blocks()[-2:]
+    k = k.bfloat16()
+    dense = 0.5 * scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    measured = range(3 if walks else 1)
+    return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2, dense.float())
+
+
+@pytest.fixture
+def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    stages = Stages(sample.workload)
+    names = ("means", "quantize", "route", "attend")
+    own = {name: getattr(stages, name) for name in names}
+    ops = SimpleNamespace(**own, score=score_by_reference)
+    monkeypatch.setattr(module, "ops", ops)
+    monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_FP16)
+    return stages
+
+
+def errors(measured: Measured) -> Tensor:
+    """(routers, densities, walks, heads, kinds) relative."""
+    distances, empty = measured.distances, ~measured.occupied
+    logs = (torch.tensor(x).log() for x in (CANDIDATES.gains, CANDIDATES.backgrounds))
+    found = squared_errors(distances, *logs)
+    sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((3, 5, 6))
+    return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
+
+
+def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> None:
+    found, expected = module.kernel_measure(sample), reference_measure(sample)
+    assert found.occupied.shape == (2, QUERY_BLOCK // 2)
+    assert torch.equal(found.occupied, expected.occupied)
+    assert not found.occupied.all()
+    assert len(stages.attended) == len(sample.walks), "one launch a walk"
+    # Pseudo-keys: INT8 there, FP16 here.
+    torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
+    for each in fields(Distances):
+        here, there = (getattr(x.distances, each.name)[..., x.occupied] for x in (found, expected))
+        rounding = 0.01 * float(there[there.isfinite()].abs().mean())
+        torch.testing.assert_close(here, there, rtol=0.01, atol=rounding, msg=each.name)
+    assert float(errors(found)[:, 0].max()) > 0.1, "the least dense candidates drop something"
+    rounding, *others = found.distances.rounding[..., found.occupied].sum((1, 2, 3))
+    assert 0.2 < rounding / found.distances.norm[0, ..., found.occupied].sum() < 0.3
+    assert not any(others), "only the first walk is compared with dense attention"
+
+
+def test_nothing_is_known_of_rounding_without_dense_attention(
+    sample: Sample, stages: Stages
+) -> None:
+    found = module.kernel_measure(replace(sample, dense=None)).distances
+    assert not found.rounding.any()
+    expected = module.kernel_measure(sample).distances
+    assert torch.equal(found.near, expected.near)
+
+
+def test_groups_of_heads_are_the_whole(
+    sample: Sample, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = replace(sample, candidates=replace(CANDIDATES, routers=(Router.ERROR,)))
+    whole = module.kernel_measure(sample)
+    monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
+    grouped = module.kernel_measure(sample)
+    walks = len(sample.walks)
+    assert [len(rows) for rows in stages.attended] == [4] * walks + [2, 2] * walks
+    assert max(stages.held[walks:]) < 0.6 * stages.held[0]
+    assert torch.equal(grouped.occupied, whole.occupied)
+    for each in fields(Distances):
+        torch.testing.assert_close(
+            getattr(grouped.distances, each.name), getattr(whole.distances, each.name)
+        )
+
+
+def test_key_lengths_hide_text(sample: Sample, stages: Stages) -> None:
+    lengths = torch.tensor([GRID.tokens - 7, GRID.tokens], dtype=torch.int32)
+    sample = replace(sample, key_lengths=lengths, query_blocks=sample.query_blocks[:1])
+    found, expected = module.kernel_measure(sample), reference_measure(sample)
+    torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
+
+
+MOCHI = TokenGrid(28, 30, 53, suffix=256)
+WAN_720P = TokenGrid(21, 45, 80)
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["first", "again"])
+@pytest.mark.parametrize(
+    ("grid", "heads", "head_dim", "blocks", "tables", "most_groups"),
+    [
+        (MOCHI, 24, 128, 48, 2, 6),
+        (WAN_720P, 40, 128, 40, 1, 20),
+        (TokenGrid(13, 30, 45, prefix=226), 48, 64, 42, 1, 4),
+        (TokenGrid(33, 45, 80, prefix=256), 24, 128, 60, 1, 12),
+    ],
+    ids=["mochi", "wan 720p", "cogvideox 5b", "hunyuan"],
+)
+def test_calibration_stays_below_100_megabytes(
+    monkeypatch: pytest.MonkeyPatch,
+    grid: TokenGrid,
+    heads: int,
+    head_dim: int,
+    blocks: int,
+    tables: int,
+    most_groups: int,
+    calls: int,
+) -> None:
+    """Counts the layout of a measurement and the sums of a run; the rest are views and single rows.
+
+    Mochi's prompts have a table each; a table has two rows a block (`TokenLayout.rows`).
+    """
+    monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_E4M3)
+    q = torch.empty(1, heads, grid.tokens, head_dim, dtype=torch.bfloat16, device="meta")
+    workload = Workload(grid_order(grid))
+    run = Calibration.begin(layers=2 * blocks, heads=heads, workload=workload)
+    sampled = run.next_query_blocks(0, calls)
+    assert len(sampled) == calls * BLOCKS_A_CALL
+    walks = run.walks[0]
+    sample = Sample(q, q, q, sampled, workload, run.candidates, 1.0, None, walks, ROW_STEP, q)
+    groups = list(module._head_groups(sample))
+    sizes = [group.stop - group.start for group in groups]
+    assert sum(sizes) == heads
+    assert len(groups) <= most_groups, "few launches"
+    taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
+    scored = _bytes_of_scores(sample, run.candidates)
+    every = (run.squared_error, run.towards_mean, run.squared_norm, run.squared_rounding)
+    sums = sum(x.nbytes for x in every)
+    assert max(taken, scored) <= module._SAMPLE_BYTES
+    assert taken + tables * calls * sums < 100e6, "measured again, the first sums are still there"
+
+
+def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
+    """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all kinds, and
+    two more tensors of those with backgrounds."""
+    batch, heads, *_ = sample.q.shape
+    _, densities, kinds = candidates.shape
+    rows = batch * heads * len(sample.walks) * module._compared(sample)
+    mixes = 2 * (densities - 1) * (1 + len(candidates.backgrounds))
+    return 4 * rows * (Distances.packed_fields(densities) + densities * kinds + mixes)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probed errors against those of all rows, and how far they drift from what was expected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparge import HeadBudget, SparsePolicy, TokenGrid, attention, cube_order
+from sparge.common.metrics import rel_l2
+from sparge.tune import Calibration, HeadChoices, Probe, Workload
+from sparge.tune.spread import ROW_STEP, spread_rows
+
+GRID = TokenGrid(4, 8, 15, prefix=20)
+HEADS = 3
+
+
+@pytest.fixture
+def qkv(make_qkv) -> tuple[Tensor, Tensor, Tensor]:
+    return make_qkv(2, HEADS, GRID.tokens, 32, kv_heads=1)
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return Workload(cube_order(GRID))
+
+
+def probed(workload: Workload, layers: int = 1) -> Probe:
+    return Probe.begin(layers=layers, heads=HEADS, workload=workload, device="cpu")
+
+
+def sparse(qkv: tuple[Tensor, Tensor, Tensor], density: float) -> Tensor:
+    budget = HeadBudget.uniform(HEADS, density)
+    out = attention(*qkv, SparsePolicy(), order=cube_order(GRID), budget=budget)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def exact(qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(*qkv, enable_gqa=True)
+
+
+def compared(slots: Tensor) -> Tensor:
+    return torch.isin(slots % 128, torch.tensor(spread_rows(ROW_STEP)))
+
+
+def test_errors_are_those_of_the_rows_that_may_drop_something(qkv, workload) -> None:
+    probe = probed(workload)
+    out = sparse(qkv, 0.3)
+    probe.sample(0, *qkv, out=out, visit=0)  # three query blocks: all of them
+    slots = workload.order.token_slot.long()
+    sparse_blocks = torch.tensor(workload.sparse_query_blocks())
+    rows = torch.isin(slots // 128, sparse_blocks) & compared(slots)
+    for head, error in enumerate(probe.relative_errors()[0]):
+        expected = rel_l2(out[:, head, rows], exact(qkv)[:, head, rows])
+        assert float(error) == pytest.approx(expected, rel=1e-2)
+    assert float(probe.relative_errors().min()) > 0.1
+
+
+def test_exact_attention_has_no_error_and_nothing_probed_has_no_number(qkv, workload) -> None:
+    probe = probed(workload, layers=2)
+    probe.sample(1, *qkv, out=exact(qkv), visit=0)
+    errors = probe.relative_errors()
+    assert errors[0].isnan().all()
+    assert float(errors[1].max()) < 1e-3
+
+
+def test_the_scale_counts(qkv, workload) -> None:
+    probe = probed(workload)
+    scaled = torch.nn.functional.scaled_dot_product_attention(*qkv, enable_gqa=True, scale=0.5)
+    probe.sample(0, *qkv, out=scaled, visit=0, scale=0.5)
+    assert float(probe.relative_errors().max()) < 1e-3
+
+
+def expecting(*errors: float) -> HeadChoices:
+    """Choices of one layer that expect these errors."""
+    table = torch.zeros(1, len(errors))
+    shares, kinds = (table, table, table, table + 1), (table.int(), table.int())
+    return HeadChoices(*shares, *kinds, torch.tensor([errors]), table, torch.ones(1).bool())
+
+
+def test_drift_is_what_was_found_over_what_was_expected(qkv, workload) -> None:
+    probe = probed(workload)
+    out = exact(qkv) * torch.tensor([1.1, 1.2, 1.4]).view(1, HEADS, 1, 1)
+    probe.expect(expecting(0.1, 0.1, 0.1))
+    probe.sample(0, *qkv, out=out, visit=0)
+    probe.expect(expecting(0.1, 0.2, 0.1))  # in another step, of as large outputs
+    probe.sample(0, *qkv, out=out, visit=0)
+    of_mean_square = 0.2 / ((0.1**2 + 0.2**2) / 2) ** 0.5
+    assert probe.drift()[0].tolist() == pytest.approx([1, of_mean_square, 4], rel=1e-2)
+    assert probe.drift()[0].tolist() == [1, 1, 1], "counts afresh"
+    probe.sample(0, *qkv, out=out, visit=1)
+    assert probe.drift()[0].tolist() == pytest.approx([1, 1, 4], rel=1e-2)
+    assert probe.relative_errors()[0].tolist() == pytest.approx([0.1, 0.2, 0.4], rel=1e-2)
+
+
+def test_drift_has_limits_and_needs_something_to_compare(qkv, workload) -> None:
+    probe = probed(workload, layers=2)
+    probe.expect(replace(expecting(0.01, 0.0, 1.0), error=torch.tensor([[0.01, 0, 1]] * 2)))
+    out = exact(qkv) * torch.tensor([2, 2, 1.001]).view(1, HEADS, 1, 1)
+    probe.sample(1, *qkv, out=out, visit=0)
+    assert probe.drift().tolist() == [[1, 1, 1], pytest.approx([5, 1, 0.2])]
+
+
+def test_batch_entries_are_compared_alike_together_and_apart(make_qkv, workload) -> None:
+    qkv = make_qkv(2, HEADS, GRID.tokens, 32)
+    out = sparse(qkv, 0.3)
+    together, apart = probed(workload), probed(workload)
+    for probe in (together, apart):
+        probe.expect(expecting(0.1, 0.1, 0.1))
+    together.sample(0, *qkv, out=out, visit=2)
+    for entry in range(2):
+        each = (x[entry : entry + 1] for x in (*qkv, out))
+        apart.sample(0, *each, visit=2)
+    torch.testing.assert_close(together.drift(), apart.drift())
+    torch.testing.assert_close(together.relative_errors(), apart.relative_errors())
+
+
+def test_other_blocks_in_every_sample(generator) -> None:
+    grid = TokenGrid(16, 16, 16)
+    order = cube_order(grid)
+    probe = Probe.begin(layers=1, heads=1, workload=Workload(order), device="cpu")
+    q = torch.randn(1, 1, grid.tokens, 16, generator=generator)
+    out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    half = out.clone()
+    half[:, :, : grid.tokens // 2] *= 2  # off by its norm, in half of the rows
+    for visit in range(8):
+        probe.sample(0, q, q, q, half, visit=visit)
+    assert probe.samples == [32], "all 32 query blocks, each once"
+    rows = compared(order.token_slot.long())
+    expected = rel_l2(half[:, :, rows], out[:, :, rows])
+    assert float(probe.relative_errors()) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_other_blocks_than_those_that_were_calibrated(generator, layer: int) -> None:
+    """Heads are chosen by the errors of the blocks that calibration saw: those are too good."""
+    grid = TokenGrid(16, 16, 16)
+    order = cube_order(grid)
+    workload = Workload(order)
+    calibration = Calibration.begin(layers=4, heads=1, workload=workload)
+    seen = torch.tensor(calibration.next_query_blocks(layer, calls=2))  # cond and uncond
+    assert len(seen) == 8
+    q = torch.randn(1, 1, grid.tokens, 16, generator=generator)
+    out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    rows = torch.isin(order.token_slot // 128, seen)
+    off = out.clone()
+    off[:, :, rows] *= 2
+    probe = Probe.begin(layers=4, heads=1, workload=workload, device="cpu")
+    for visit in range(2):
+        probe.sample(layer, q, q, q, off, visit=visit)
+    assert float(probe.relative_errors()[layer]) < 1e-3
+    for visit in range(2, 8):
+        probe.sample(layer, q, q, q, off, visit=visit)
+    assert float(probe.relative_errors()[layer]) > 0.1, "in the end they come to all"
