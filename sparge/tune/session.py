@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning over one sampling run: every head is measured in the last dense step, then attends to as
-few key blocks as a target or a mean density allows.
+"""Tuning over one sampling run: every head is measured in the last dense step. In later steps heads
+keep as few key blocks as a target for their mean error allows, or share out a mean density.
 
+    model = Model(layers=30, grid=TokenGrid(frames=21, height=34, width=30))
     session = Session(Aim("budget", 0.2), steps=20, dense_steps=4)
     for step in range(20):
-        running = session.begin_step(step, Model(layers=30, grid=TokenGrid(21, 34, 30)), device)
-        x = denoise(x, step, attention=running.attend)  # attend(layer, q, k, v)
+        running = session.begin_step(step, model, device)
+        x = denoise(x, step, attention=running.attend)  # attend(layer, q, k, v) in each layer
         running.end()
     print(session.report())
     session.end()
@@ -40,7 +41,7 @@ def _ignored(remark: str) -> None:
 
 
 class Session:
-    """One sampling run. Not for several threads but by `begin_pass`."""
+    """One sampling run. Of its methods only `begin_pass` may be called from several threads."""
 
     def __init__(
         self,
@@ -59,12 +60,15 @@ class Session:
         Args:
             aim: a target for the mean error of heads, or a mean density over heads and steps.
             steps: number of sampling steps; None where it is not known.
-            dense_steps: number of steps, at least 1, before the sparse ones.
+            dense_steps: number of exact steps before the sparse ones; with 0 the first step is
+                exact all the same, and measured.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
-            profile: what an earlier run measured; this run then measures what that lacks.
+            profile: what an earlier run measured; this one measures sequences that are not in it.
             note: takes a remark for the user, such as what a profile lacks.
-            untracked: context around allocations inside a call that other calls do without.
-            even_if_slower: calls are sparse, and heads measured, whatever that takes.
+            untracked: context around measuring and probing, which few calls do, for hosts that
+                record the allocations of a pass.
+            even_if_slower: heads are measured and calls are sparse also where exact calls would be
+                faster.
         """
         if steps is not None and sparse_steps is None:
             sparse_steps = max(0, steps - dense_steps)
@@ -80,7 +84,7 @@ class Session:
     ) -> SessionPass:
         """Begins a forward pass on one device. Waits for the GPU where heads are chosen.
 
-        policy: as the device runs it.
+        policy: as this device shall run it, such as without the PV filter on Hopper.
         """
         tables = self.tables.begin(layout, policy, device, facts)
         return SessionPass(self.tables, device, layout, policy, facts, tables)
