@@ -21,6 +21,7 @@ from datetime import datetime, timezone
 
 import torch
 
+from ..checks.argument import check_kind, whole_number
 from ..policy import SparsePolicy
 from .aim import Aim
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -59,20 +60,23 @@ class Session:
         Args:
             aim: a target for the mean error of heads, or a mean density over heads and steps.
             steps: number of sampling steps; None where it is not known.
-            dense_steps: number of steps, at least 1, before the sparse ones.
+            dense_steps: number of steps before the sparse ones.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
             profile: what an earlier run measured; this run then measures what that lacks.
             note: takes a remark for the user, such as what a profile lacks.
             untracked: context around allocations inside a call that other calls do without.
             even_if_slower: calls are sparse, and heads measured, whatever that takes.
         """
+        check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
+        self._dense_steps = whole_number("dense_steps", dense_steps, 0)
+        measured = max(1, dense_steps)  # with the first step where there are none
+        left = sparse_steps
         if steps is not None and sparse_steps is None:
-            sparse_steps = max(0, steps - dense_steps)
+            steps = whole_number("steps", steps, 0)
+            sparse_steps, left = max(0, steps - dense_steps), max(0, steps - measured)
+        self._sparse_steps = sparse_steps
         self.aim = aim
-        self.tables = HeadTables(
-            aim, profile, note, dense_steps, sparse_steps, untracked, even_if_slower
-        )
-        self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
+        self.tables = HeadTables(aim, profile, note, measured, left, untracked, even_if_slower)
         self._passes: list[SessionPass] = []
 
     def begin_pass(
@@ -98,7 +102,7 @@ class Session:
 
         step: its number from 0. conditioning: number of the prompt of each entry of the batch.
         """
-        device = torch.device(device)
+        device = torch.empty(0, device=device).device  # with an index, as tensors have it
         dense, sparse = self._dense_steps, self._sparse_steps
         why_dense = None if step >= dense else f"one of the first {dense} steps"
         place = None if sparse is None else Place(min(max(0, step - dense), sparse - 1), sparse)
