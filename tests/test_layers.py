@@ -84,10 +84,7 @@ def test_kernels_know_nothing_above_them() -> None:
         above = [
             name
             for name in imports(path)
-            if name.startswith("sparge.")
-            and not name.startswith(
-                ("sparge.kernels.", "sparge.errors.", "sparge.common.whole_file.")
-            )
+            if name.startswith("sparge.") and not name.startswith(BESIDE_KERNELS)
         ]
         assert above == [], path
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparge import TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
 from sparge.speed.sample_cost import UNLIMITED, Afforded
-from sparge.tune import MEASURING, Aim, Model, Probe, Session, tables
+from sparge.tune import MEASURING, Aim, Fingerprint, Model, Probe, Session, tables
 
 GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
@@ -232,3 +232,25 @@ def test_layers_and_shapes_are_checked(qkv) -> None:
         running.attend(-1, *qkv)
     with pytest.raises(ValueError, match="B, H, N, D"):
         running.attend(0, *(x[0] for x in qkv))
+
+
+def test_a_profile_serves_its_own_aim_alone(qkv) -> None:
+    session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=DENSE, even_if_slower=True)
+    sampled(session, qkv)
+    profile = session.profile(Fingerprint.of("toy", {"weight": torch.ones(4)}))
+    reasons = []
+    for aim in (Aim("budget", 0.5), Aim("quality", 0.1)):
+        remarks: list[str] = []
+        again = Session(
+            aim,
+            steps=2,
+            dense_steps=0,
+            profile=profile,
+            note=remarks.append,
+            even_if_slower=True,
+        )
+        running = again.begin_step(0, MODEL, "cpu")
+        running.attend(0, *qkv)
+        reasons.append((list(running.reasons), remarks))
+    measured = "The profile is for a mean density of 50 %, not for a mean error of 0.1, so this run"
+    assert reasons == [([], []), ([MEASURING], [f"{measured} measures"])]

@@ -62,7 +62,8 @@ class Session:
             steps: number of sampling steps; None where it is not known.
             dense_steps: number of steps before the sparse ones.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
-            profile: what an earlier run measured; this run then measures what that lacks.
+            profile: what an earlier run measured for the same aim; this run then measures what that
+                lacks. One for another aim is not used.
             note: takes a remark for the user, such as what a profile lacks.
             untracked: context around allocations inside a call that other calls do without.
             even_if_slower: calls are sparse, and heads measured, whatever that takes.
@@ -75,6 +76,9 @@ class Session:
             steps = whole_number("steps", steps, 0)
             sparse_steps, left = max(0, steps - dense_steps), max(0, steps - measured)
         self._sparse_steps = sparse_steps
+        if profile is not None and (other := Aim(profile.mode, profile.asked)) != aim:
+            note(f"The profile is for {other}, not for {aim}, so this run measures")
+            profile = None
         self.aim = aim
         self.tables = HeadTables(aim, profile, note, measured, left, untracked, even_if_slower)
         self._passes: list[SessionPass] = []
