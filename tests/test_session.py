@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -222,8 +224,9 @@ def test_aims_are_checked(kind: str, value: float, named: str) -> None:
     [({"aim": 0.5}, "Aim"), ({"steps": 6.0}, "steps"), ({"dense_steps": -1}, "dense_steps")],
 )
 def test_arguments_of_another_kind_are_named(given: dict, named: str) -> None:
+    everything: dict[str, Any] = {"aim": Aim("budget", 0.5)} | given
     with pytest.raises(ValueError, match=named):
-        Session(**({"aim": Aim("budget", 0.5)} | given))
+        Session(**everything)
 
 
 def test_layers_and_shapes_are_checked(qkv) -> None:

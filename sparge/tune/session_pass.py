@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ from .tables import HeadTables
 
 #: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Keeps torch.compile from tracing what reads Python state, which a trace would freeze."""
+    return cast("_Function", torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +61,7 @@ class SessionPass:
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of exact results of `attend` by the reason for them."""
 
-    # Not traced by torch.compile: it reads Python state that a trace would freeze.
-    @torch.compiler.disable
+    @_untraced
     def attend(
         self,
         layer: int,
