@@ -22,8 +22,9 @@ from .workspace import CallShape, WorkspaceLayout
 #: Namespace of the ops: "sparge" for the installed library; ComfyUI names a pack after its path,
 #: which may hold anything.
 NAMESPACE = "sparge"
-if __package__ != NAMESPACE:
-    NAMESPACE += "_" + re.sub(r"\W", "_", __package__ or "", flags=re.ASCII)
+_library_name = (__package__ or "").rpartition(".")[0]  # without "stages"
+if _library_name != NAMESPACE:
+    NAMESPACE += "_" + re.sub(r"\W", "_", _library_name, flags=re.ASCII)
 
 _SCHEMAS = (
     "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "

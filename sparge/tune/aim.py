@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from ..checks.argument import number, shown
 from .alternating import Alternating
 from .choices import HeadChoices
 from .offers import Offers
@@ -21,6 +22,12 @@ class Aim:
     kind: str
     """Name of the aim in profiles: "quality" or "budget"."""
     value: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("quality", "budget"):
+            raise ValueError(f'kind is {shown(self.kind)}; an aim is "quality" or "budget".')
+        if not 0 <= number("value", self.value) <= 1:  # NaN is not either
+            raise ValueError(f"value is {self.value}; an error or a density is from 0 to 1.")
 
     @property
     def target(self) -> float | None:

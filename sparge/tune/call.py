@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import attention
+from ..checks.validate import as_heads_first
 from ..errors import Unsupported
 from ..head_settings import HeadBudget
 from ..order.grid import TokenOrder
@@ -84,8 +85,8 @@ class TensorCall:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.layout not in ("HND", "NHD"):
-            raise ValueError(f'layout is {self.layout!r}; give "HND" or "NHD".')
+        for name in ("q", "k", "v"):
+            as_heads_first(name, getattr(self, name), self.layout)
 
     @property
     def query_tokens(self) -> int:
@@ -157,10 +158,16 @@ class ExactOnce:
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
         self._out: Tensor | None = None
+        self.failure: Exception | None = None
+        """Error that the function raised."""
 
     def own(self) -> Tensor:
         if self._out is None:
-            self._out = self._compute()
+            try:
+                self._out = self._compute()
+            except Exception as error:
+                self.failure = error
+                raise
         return self._out
 
     def fastest(self) -> Tensor:

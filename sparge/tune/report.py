@@ -41,5 +41,6 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs, for {self.aim}."]
-        lines += [f"{count} calls were exact: {reason}." for reason, count in self.reasons.items()]
+        for reason, count in self.reasons.items():
+            lines.append(f"{count} calls were exact: {reason.rstrip('.')}.")
         return "\n".join(lines)

@@ -15,8 +15,8 @@ class SampleSchedule:
     by one, as memory allows, and what is measured is the same: with c and u for cond and uncond, of
     four dense steps u0 c0 u1 c1 u2 c2 [u3 c3] those in brackets. An entry is measured
 
-    1. in the last dense step, when its conditioning has not been measured in that step; 2. after
-    the dense steps, until `is_done` holds: such a pass is dense for that purpose. So is
+    1. in the last dense step, when its conditioning has not been measured in that step;
+    2. after the dense steps, until `is_done` holds: such a pass is dense for that purpose. So is
        the first of each conditioning in a run without dense steps.
 
     A conditioning that first comes when another's sparse pass has begun takes the choices as they

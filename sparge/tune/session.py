@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 
 import torch
 
+from ..checks.argument import check_kind, whole_number
 from ..policy import SparsePolicy
 from .aim import Aim
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -63,20 +64,27 @@ class Session:
             dense_steps: number of exact steps before the sparse ones; with 0 the first step is
                 exact all the same, and measured.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
-            profile: what an earlier run measured; this one measures sequences that are not in it.
+            profile: what an earlier run measured for the same aim; this one measures sequences that
+                are not in it. One for another aim is not used.
             note: takes a remark for the user, such as what a profile lacks.
             untracked: context around measuring and probing, which few calls do, for hosts that
                 record the allocations of a pass.
             even_if_slower: heads are measured and calls are sparse also where exact calls would be
                 faster.
         """
+        check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
+        self._dense_steps = whole_number("dense_steps", dense_steps, 0)
+        measured = max(1, dense_steps)  # with the first step where there are none
+        left = sparse_steps
         if steps is not None and sparse_steps is None:
-            sparse_steps = max(0, steps - dense_steps)
+            steps = whole_number("steps", steps, 0)
+            sparse_steps, left = max(0, steps - dense_steps), max(0, steps - measured)
+        self._sparse_steps = sparse_steps
+        if profile is not None and (other := Aim(profile.mode, profile.asked)) != aim:
+            note(f"The profile is for {other}, not for {aim}, so this run measures")
+            profile = None
         self.aim = aim
-        self.tables = HeadTables(
-            aim, profile, note, dense_steps, sparse_steps, untracked, even_if_slower
-        )
-        self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
+        self.tables = HeadTables(aim, profile, note, measured, left, untracked, even_if_slower)
         self._passes: list[SessionPass] = []
 
     def begin_pass(
@@ -102,7 +110,7 @@ class Session:
 
         step: its number from 0. conditioning: number of the prompt of each entry of the batch.
         """
-        device = torch.device(device)
+        device = torch.empty(0, device=device).device  # with an index, as tensors have it
         dense, sparse = self._dense_steps, self._sparse_steps
         why_dense = None if step >= dense else f"one of the first {dense} steps"
         place = None if sparse is None else Place(min(max(0, step - dense), sparse - 1), sparse)

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ..checks.argument import whole_number
+from ..checks.validate import check_inference
 from ..errors import Unsupported
 from ..head_settings import HeadBudget
 from ..order.grid import TokenOrder
@@ -23,6 +27,13 @@ from .tables import HeadTables
 
 #: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Keeps torch.compile from tracing what reads Python state, which a trace would freeze."""
+    return cast("_Function", torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +61,7 @@ class SessionPass:
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of exact results of `attend` by the reason for them."""
 
+    @_untraced
     def attend(
         self,
         layer: int,
@@ -68,25 +80,39 @@ class SessionPass:
         it. Passes that `Session.begin_step` began alone have this.
         """
         assert self.record is not None
+        layer = whole_number("layer", layer, 0)
         call = TensorCall(q, k, v, layout, scale)
         once = ExactOnce(exact or call.exact)
         try:
+            self._check(call)
             plan = self.plan(call, call.query_tokens, layer, once)
             if not isinstance(plan, str):
                 return self._sparse(layer, call, plan, self.record)
             reason = plan
         except Unsupported as refusal:
+            if refusal is once.failure:
+                raise
             reason = refusal.reason
         self.reasons[reason] += 1
         self.record.dense.add(layer)
         return once.own()
+
+    def _check(self, call: TensorCall) -> None:
+        """Raises Unsupported for a call that is exact in every step."""
+        q, k, v = call.heads_first()
+        if q.device != self.device:
+            raise Unsupported(f"tensors on {q.device} in a pass on {self.device}")
+        if q.shape[2] != k.shape[2]:
+            raise Unsupported("cross-attention: queries and keys differ in number")
+        check_inference(q, k, v)
 
     def _sparse(self, layer: int, call: TensorCall, plan: Plan, record: PassRecord) -> Tensor:
         grid, policy = plan.table.shape.grid, self.policy
         if grid is not None:
             policy = replace(policy, exact_prefix=grid.prefix, exact_suffix=grid.suffix)
         out = call.sparse(policy, record.stats_of(layer), plan.order, plan.budget)
-        self.probe(plan, layer, call, out)
+        with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
+            self.probe(plan, layer, call, out)
         return out
 
     def plan(self, call: Call, tokens: int, row: int, exact: Exact) -> Plan | str:

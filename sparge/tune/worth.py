@@ -41,7 +41,7 @@ def gpu_name(device: torch.device) -> str:
 
 def slower_reason(call: Call, density: float, pv_filter: bool, pooled: float | None) -> str | None:
     """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster, or
-    nothing is known. The text holds nothing that differs between layers: the report counts it.
+    nothing is known.
 
     The text holds nothing that differs between layers: the report counts it. pooled: share of the
     heads that use pooled keys; None without head settings.
