@@ -302,8 +302,8 @@ def find_kernel(
 
 
 def shared_room(kernel: Kernel, device: torch.device) -> int:
-    """Bytes of dynamic shared memory that a launch may ask for."""
-    return ARCHS[capabilities(device).arch].shared_limit - kernel.static_shared
+    """Bytes of dynamic shared memory that a launch may ask for. It begins at a multiple of 16."""
+    return ARCHS[capabilities(device).arch].shared_limit - -(-kernel.static_shared // 16) * 16
 
 
 def queue(
