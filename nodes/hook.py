@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from ..sparge import capabilities
+from ..sparge.common.untraced import untraced
 from ..sparge.tune import FAILED, Fingerprint, Profile
 from . import report
 from .attention_call import AttentionCall
@@ -247,8 +248,7 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
             return func(q, k, v, *args, **kwargs)
         return previous(func, q, k, v, *args, **kwargs)
 
-    # Not traced by torch.compile: it reads Python state that a trace would freeze.
-    @torch.compiler.disable
+    @untraced
     def attend(
         func: Override,
         q: torch.Tensor,

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+from ..sparge.common.untraced import untraced
 from .families import TextPosition, TokenLayout
 from .whole_graph import is_traced_whole
 
@@ -141,8 +140,7 @@ def _telling(block: int, patch: Patch) -> Patch:
     return telling
 
 
-# Not traced by torch.compile: a trace would do it once and for all.
-@torch.compiler.disable()
+@untraced
 def _tell(args: Mapping[str, Any], block: int) -> None:
     counter = (args.get("transformer_options") or {}).get(COUNTER_KEY)
     if counter is not None:

@@ -63,7 +63,9 @@ def _check_values(slot_tokens: Tensor, token_slots: Tensor, counts: Tensor) -> N
         not in_range
         or int(filled.sum()) != tokens
         or not np.array_equal(slot_token >= 0, np.broadcast_to(filled, slot_token.shape))
-        or not (np.take_along_axis(slot_token, token_slot, 1) == np.arange(tokens)).all()
+        or not (
+            np.take_along_axis(slot_token, token_slot.astype(np.int64), 1) == np.arange(tokens)
+        ).all()
     ):
         raise ValueError(
             "slot_tokens, token_slots and block_counts do not belong together: each token has one "

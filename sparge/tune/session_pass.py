@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ..checks.argument import whole_number
 from ..checks.validate import check_inference
+from ..common.untraced import untraced
 from ..errors import Unsupported
 from ..head_settings import HeadBudget
 from ..order.grid import TokenOrder
@@ -27,13 +27,6 @@ from .tables import HeadTables
 
 #: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _untraced(function: _Function) -> _Function:
-    """Keeps torch.compile from tracing what reads Python state, which a trace would freeze."""
-    return cast("_Function", torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +54,7 @@ class SessionPass:
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of exact results of `attend` by the reason for them."""
 
-    @_untraced
+    @untraced
     def attend(
         self,
         layer: int,
