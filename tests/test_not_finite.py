@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class Way:
         policy = SparsePolicy(
             topk=self.topk, precision=precision, smooth_k=self.smooth_k, pvthreshd=pvthreshd
         )
-        options = {"is_causal": self.causal, "return_lse": True}
+        options: dict[str, Any] = {"is_causal": self.causal, "return_lse": True}
         if self.ordered:
             options["order"] = grid_order(GRID).on(q.device)
         if self.budget:
@@ -96,7 +97,8 @@ def clean(make_qkv, request: pytest.FixtureRequest) -> tuple[Tensor, Tensor, Ten
 
 
 def _attend(way: Way, precision: Precision, device: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = way.attend(*(x.to(device) for x in tensors), precision)
+    q, k, v = (x.to(device) for x in tensors)
+    out, lse = way.attend(q, k, v, precision)
     return out.cpu(), lse.cpu()
 
 
@@ -146,10 +148,10 @@ def test_a_query_makes_its_row_nan(way, bad, precision, device, clean) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", Precision)
 def test_partial_results_are_nan(precision, device, clean) -> None:
-    q, k, v = (x.clone() for x in clean)
+    q, k, v = (x.to(device, copy=True) for x in clean)
     k[PLACE] = math.nan
     policy = SparsePolicy(topk=0.15, precision=precision)
-    parts = attention_partials(*(x.to(device) for x in (q, k, v)), policy)
+    parts = attention_partials(q, k, v, policy)
     own = slice(PLACE[1] * GROUP, (PLACE[1] + 1) * GROUP)
     assert parts.row_sum[PLACE[0], own].isnan().all()
     assert parts.out_sum[PLACE[0], own].isnan().all()
@@ -164,8 +166,9 @@ def test_what_lies_behind_the_key_lengths_does_not_count(precision, device, clea
     policy = SparsePolicy(topk=0.15, precision=precision)
 
     def attend(k: Tensor, v: Tensor) -> Tensor:
-        given = (x.to(device) for x in (q, k, v))
-        return attention(*given, policy, key_lengths=lengths)
+        out = attention(q.to(device), k.to(device), v.to(device), policy, key_lengths=lengths)
+        assert isinstance(out, Tensor)
+        return out
 
     out = attend(k, v)
     k, v = k.clone(), v.clone()
