@@ -114,7 +114,7 @@ class RunResult:
 
 
 def _not_finite(run: Run) -> Iterator[str]:
-    """What no reason of a dense call tells: NaN and inf in sparse steps. Waits for the GPU."""
+    """Remarks on NaN and inf in sparse steps, which no dense call tells. Waits for the GPU."""
     probes = [x.probe for x in run.heads.tables.frozen if x.probe is not None] if run.heads else []
     if any(not bool(probe.totals[1].isfinite().all()) for probe in probes):
         yield NOT_FINITE_LATER

@@ -91,7 +91,7 @@ class TunedHeads:
         return plan.order, plan.budget
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """What the call gave that `of_call` was asked for last."""
+        """Takes the result of the call that `of_call` was asked for last."""
         plan: Plan = self._plan
         self._running.probe(plan, layer, TensorCall(q, k, v), out)
         if self._judged:

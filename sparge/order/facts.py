@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels read of a `TokenOrder`."""
+"""Tensors of a `TokenOrder` that kernels read."""
 
 from __future__ import annotations
 

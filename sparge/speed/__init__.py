@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls and measurements cost on a GPU."""
+"""Times of calls and measurements on a GPU."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the route kernel keeps in dynamic shared memory."""
+"""Dynamic shared memory of the route kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .workspace import CallShape
 
 @dataclass(frozen=True)
 class RouteShared:
-    """What a launch asks for."""
+    """Request of one launch."""
 
     rows: int
     """Query blocks that share a thread block, and each read of the K means: as many as fit."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each stage is told beside its tensors, from the pipeline through the op to the launch.
+"""Rules of each stage, beside its tensors: from the pipeline through the op to the launch.
 
 A new field stands here alone: ops take `flat`, and make the dataclass of it again.
 """
@@ -64,7 +64,7 @@ class QuantizeRules(Rules):
 
 
 class Select(enum.IntEnum):
-    """What decides among the blocks that nothing forces; as in ``csrc/params.cuh``."""
+    """Rule that decides among the blocks that nothing forces; as in ``csrc/params.cuh``."""
 
     TOPK = 0
     CDF = 1

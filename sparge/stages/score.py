@@ -94,7 +94,7 @@ def _places(key_blocks: int, pooling: int, sizes: ScoreSizes) -> int:
 
 
 def _rows_per_cta(shape: CallShape, pooling: int, rows: int, sizes: ScoreSizes, limit: int) -> int:
-    """As many of a query block's rows as fit in shared memory, in groups of about one size."""
+    """Rows of a query block that fit in shared memory, in groups of about one size."""
     for most in range(min(sizes.rows, rows), 0, -1):
         if shared_bytes(shape, pooling, most, sizes) <= limit:
             return block_count(rows, block_count(rows, most))

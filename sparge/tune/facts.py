@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host tells of a forward pass before it begins."""
+"""Facts that a host gives of a forward pass before it begins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PassFacts:
-    """What is known of a forward pass when it begins."""
+    """Facts of a forward pass that are known when it begins."""
 
     conditioning: Conditioning
     step: int

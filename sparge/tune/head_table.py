@@ -292,7 +292,7 @@ class HeadTable:
         return self._given()[-1]
 
     def decide(self, row: int, call: Call) -> HeadBudget | str:
-        """What a call of a layer may keep, or why it has to stay dense: at the densities of this
+        """Settings of a call of a layer, or why it has to stay dense: at the densities of this
         pass (those of heads that were found too far off are higher by now) it may be slower."""
         budget = self.budget(row)
         if isinstance(budget, str):

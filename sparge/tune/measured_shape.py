@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of the heads of one attention shape when a run is over."""
+"""Results of the heads of one attention shape, kept when a run is over."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session did, in numbers on the CPU."""
+"""Report of a session, in numbers on the CPU."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ class Report:
     ) -> Report:
         shapes = tuple(MeasuredShape.of(table) for table in tables)
         return cls(aim, densities, shapes, dict(reasons.most_common()))
-
-    @staticmethod
-    def no_reasons() -> Counter[str]:
-        return Counter()
 
     def __str__(self) -> str:
         lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs, for {self.aim}."]

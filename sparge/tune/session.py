@@ -16,6 +16,7 @@ Hosts that split a step into passes of their own (ComfyUI) begin those by `begin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime, timezone
@@ -121,13 +122,13 @@ class Session:
         return begun
 
     def report(self) -> Report:
-        """What the steps of `begin_step` did so far. Waits for the GPU."""
+        """Report of the steps that `begin_step` began so far. Waits for the GPU."""
         records = [begun.record for begun in self._passes if begun.record is not None]
-        reasons = sum((begun.reasons for begun in self._passes), start=Report.no_reasons())
+        reasons = sum((begun.reasons for begun in self._passes), start=Counter[str]())
         return Report.of(self.aim, Densities.of(records), self.tables.frozen, reasons)
 
     def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
-        """What this run measured of the sampled model; None where it measured nothing."""
+        """Profile of what this run measured of the sampled model; None where that is nothing."""
         measured = [x for x in self.tables.frozen_of_sampled if not x.from_profile]
         choices = {x.shape: x.choices for x in measured if x.choices is not None}
         if not choices:

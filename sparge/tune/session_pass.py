@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one forward pass uses of a session, call by call."""
+"""One forward pass of a session, call by call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the auto modes must reach on clips of a trained model, and what is said where they miss."""
+"""Floors of the auto modes on clips of a trained model, and sentences about what is below."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What diffusers' config.json says of a CogVideoX transformer's positions."""
+"""Positions of a CogVideoX transformer, as diffusers' config.json describes them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Config:
 
     @classmethod
     def beside(cls, shard: Path) -> Config:
-        """Of the config.json in a shard's folder; that of another class says nothing.
+        """Positions by the config.json in a shard's folder; that of another class says nothing.
 
         Raises ConversionError for a file that is damaged, or has values that no model has.
         """
