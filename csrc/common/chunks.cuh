@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../ptx/address.cuh"
+#include "../ptx/cp_async.cuh"
 #include "rows.cuh"
 
 namespace sparge {
@@ -48,6 +49,14 @@ struct Chunks {
       chunk = {words.x, words.y, words.z, words.w};
     }
     return chunk;
+  }
+
+  // Starts a load into shared memory. The chunk is there, for this thread, after ptx::cp_async_wait.
+  SPARGE_DEVICE void fetch(Chunk& destination, i32 token, i32 channel) const {
+    if (vectorized && dtype != DType::kFp32 && channel + kLaneChannels <= channels)
+      ptx::cp_async_16_or_zero(ptx::shared_address(&destination), token >= 0 ? at(token, channel) : base, token >= 0);
+    else
+      destination = load(token, channel);
   }
 
   SPARGE_DEVICE const char* at(i64 token, i32 channel) const { return base + token * token_bytes + channel * 2; }

@@ -39,6 +39,13 @@ SPARGE_DEVICE float min_or_nan(float a, float b) {
   return least;
 }
 
+// Maxima of two unsigned halves each.
+SPARGE_DEVICE u32 max_of_halves(u32 a, u32 b) {
+  u32 most;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+
 SPARGE_DEVICE float rsqrt_approx(float x) {
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

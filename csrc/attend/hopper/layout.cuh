@@ -2,6 +2,7 @@
 // Shape of the work of one thread block of the sm_90a attend kernels, and its shared memory: 8-bit and 16-bit.
 #pragma once
 
+#include "../../common/chunks.cuh"
 #include "../../common/key_tile.cuh"
 #include "../background.cuh"
 #include "../row_scale.cuh"
@@ -161,6 +162,12 @@ constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes 
 static_assert(kSixteenBits || kStages == kMostStages, "what else takes shared memory must not cost a stage unnoticed");
 static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
+// Query rows as the tensor holds them, on their way to INT8. Eight lanes that read their shares of two rows touch all banks at
+// once, as rows are a share longer. Nobody uses the row that 16 bits have.
+constexpr int kRawRows = kSixteenBits ? 1 : kQueryBlock;
+constexpr int kRowChunks = kHeadDim / kLaneChannels;
+constexpr int kShare = 4;  // lanes that quantize a row
+
 struct alignas(kSwizzleBytes) Smem {
   u8 q[kItems][kConsumerGroups][kQueryTileBytes];
   Stage stage[kStages];
@@ -169,6 +176,7 @@ struct alignas(kSwizzleBytes) Smem {
   Vec16 score_zero;                    // kScoreZero four times
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
+  Chunk raw[kRawRows][kRowChunks + kShare];
 
   // Offset in bytes, so that the address of a stage takes an addition and no product.
   SPARGE_DEVICE Stage& stage_at(u32 offset) { return *reinterpret_cast<Stage*>(reinterpret_cast<u8*>(stage) + offset); }
