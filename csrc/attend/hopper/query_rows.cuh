@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the feeder turns the 128 query rows of a work item into swizzled tiles in shared memory.
 //
-// All loads of a warp are in flight at once, straight into shared memory: its 24 registers a thread would hold one at a time.
+// All loads of a warp are in flight at once, straight into shared memory: 24 registers a thread hold one at a time.
 // A lane finds 16 bytes of 16-bit rows where they belong. INT8 rows are quantized from where they arrived as the tensor holds
 // them: each warp takes groups of eight rows, four lanes a row.
 #pragma once
