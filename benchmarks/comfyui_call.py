@@ -60,7 +60,7 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
     for run in node_runs(args, profiles=True):
         inputs = run.widgets
         if run.residual is not None:
-            asked = host.profile_with_residual(measured, run.residual, every_step=run.every_step)
+            asked = host.profile_with_residual(measured, run.residual)
             inputs = {**(inputs or {}), "profile": asked}
         sampled = [
             host.sample(model, patcher, inputs, 1 + args.repeats) for _ in range(1 + args.again)

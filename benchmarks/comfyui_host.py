@@ -130,11 +130,11 @@ class Host:
         uses = self.last.of_heads("residual") > 0
         return round(float(uses.float().mean()), 4) if uses.numel() else 0.0
 
-    def profile_with_residual(self, profile: Any, share: float, *, every_step: bool) -> Any:
+    def profile_with_residual(self, profile: Any, share: float) -> Any:
         """Profile of what a run measured, for the node's input `profile`, with pooled keys in this
         share of the measured heads."""
         named = sys.modules[f"{self._pack}.nodes.profiles"].NamedProfile
-        asked = profile_with_residual(profile, share, every_step=every_step)
+        asked = profile_with_residual(profile, share)
         return named("benchmark", asked)
 
     def sample(

@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sparge.tune import Alternating, HeadChoices, Profile
+    from sparge.tune import HeadChoices, Profile
 
 
-def profile_with_residual(profile: Profile, share: float, *, every_step: bool) -> Profile:
-    """Profile with pooled keys in this share of its measured heads, and in no others.
-
-    every_step: also in each second step, out of which the node leaves them.
-    """
-
-    def asked(found: Alternating) -> Alternating:
-        pooling = with_residual(found.pooling, share)
-        dropping = with_residual(found.dropping, share) if every_step else found.dropping
-        return type(found).of(pooling, dropping)  # ComfyUI loads the pack under a name of its own
-
-    choices = {table: asked(found) for table, found in profile.choices.items()}
+def profile_with_residual(profile: Profile, share: float) -> Profile:
+    """Profile with pooled keys in this share of its measured heads, and in no others."""
+    choices = {table: with_residual(found, share) for table, found in profile.choices.items()}
     return dataclasses.replace(profile, choices=choices)
 
 

@@ -18,8 +18,6 @@ class NodeRun:
     """Widgets of the node; None without the node."""
     residual: float | None = None
     """Share of heads with pooled keys, in a run from a profile of the one that measured."""
-    every_step: bool = False
-    """Whether those heads have pooled keys in every step, not in every second one."""
     may_stay_dense: bool = False
     """Random weights may need every pair for a target error."""
 
@@ -31,13 +29,8 @@ def node_runs(args: argparse.Namespace, *, profiles: bool) -> Iterator[NodeRun]:
     for run in _measured(args):
         yield run
         if profiles and args.residual is not None:
-            yield from _with_residual(run, args.residual)
-
-
-def _with_residual(run: NodeRun, share: float) -> Iterator[NodeRun]:
-    name = f"{run.name}, residual in {share:g}"
-    yield replace(run, name=f"{name} of every second step", residual=share)
-    yield replace(run, name=name, residual=share, every_step=True)
+            name = f"{run.name}, residual in {args.residual:g}"
+            yield replace(run, name=name, residual=args.residual)
 
 
 def _measured(args: argparse.Namespace) -> Iterator[NodeRun]:

@@ -16,7 +16,7 @@ from benchmarks.comfyui_host import Sampled
 from benchmarks.comfyui_profile import profile_with_residual, with_residual
 from benchmarks.comfyui_runs import NodeRun, node_runs
 from sparge import Router
-from sparge.tune import Alternating, Fingerprint, HeadChoices, Profile, Table
+from sparge.tune import Fingerprint, HeadChoices, Profile, Table
 
 
 def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> HeadChoices:
@@ -30,7 +30,7 @@ def choices(layers: int, heads: int, *, dense_layers: tuple[int, ...] = ()) -> H
     return HeadChoices(density, *kinds, density / 2, none + 1, measured)
 
 
-def profile(found: Alternating) -> Profile:
+def profile(found: HeadChoices) -> Profile:
     model = Fingerprint.of("Wan", {"norm": torch.ones(3)})
     return Profile(model, {Table("shared", 320): found}, "budget", 0.2, "2026-01-01", {})
 
@@ -55,21 +55,12 @@ def test_layers_without_a_measurement_have_no_part_in_the_share() -> None:
 
 
 def test_a_head_that_had_the_residual_may_lose_it() -> None:
-    found = Alternating.of(choices(2, 4), choices(2, 4))
-    found.pooling.gain.fill_(0.85)
-    asked = profile_with_residual(profile(found), 0.25, every_step=True)
+    found = choices(2, 4)
+    found.gain.fill_(0.85)
+    asked = profile_with_residual(profile(found), 0.25)
     (made,) = asked.choices.values()
-    for step in range(2):
-        assert made.in_turn(step).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert made.gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
     assert (asked.mode, asked.asked) == ("budget", 0.2), "the node takes it for its own aim"
-
-
-def test_every_second_step_may_stay_as_it_was_measured() -> None:
-    found = Alternating.of(choices(2, 4), choices(2, 4))
-    asked = profile_with_residual(profile(found), 0.25, every_step=False)
-    (made,) = asked.choices.values()
-    assert made.in_turn(0).gain.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
-    assert made.in_turn(1) is found.dropping
 
 
 def runs(*arguments: str, profiles: bool = True) -> list[NodeRun]:
@@ -93,10 +84,8 @@ def test_runs_of_a_target_are_named_by_quality_and_ignore_topk() -> None:
     found = runs(*asked)
     named = "auto quality, balanced"
     with_residual = f"{named}, residual in 0.5"
-    of_every_second = f"{with_residual} of every second step"
-    assert [run.name for run in found] == ["default", named, of_every_second, with_residual]
-    assert [run.residual for run in found] == [None, None, 0.5, 0.5]
-    assert [run.every_step for run in found] == [False, False, False, True]
+    assert [run.name for run in found] == ["default", named, with_residual]
+    assert [run.residual for run in found] == [None, None, 0.5]
     for run in found[1:]:
         assert run.widgets is not None and run.may_stay_dense
         assert run.widgets["quality"] == "balanced" and "topk" not in run.widgets

@@ -40,12 +40,6 @@ AGAIN_CALLS = 2
 #: Seconds in which the host chooses for one head when a run's first sparse step begins, and the GPU
 #: waits (docs/experiments.md, Host time of a choice).
 CHOOSING = 6e-5
-#: Seconds a head at a later choice.
-CHOOSING_ANEW = 1.5e-5
-#: Seconds of a probe (docs/experiments.md, Cost of a probe).
-PROBE = 3e-4
-#: Probes of each layer before a later choice.
-PROBES_A_CHOICE = 2
 
 
 @dataclass(frozen=True)
@@ -147,15 +141,12 @@ def pays(
     dense: float,
     saved: float,
     steps: int,
-    later: int,
 ) -> bool:
-    """Whether the least that a run can measure, and its choices from it, take no longer than its
+    """Whether the least that a run can measure, and its choice from it, take no longer than its
     sparse steps save.
 
     heads: of all layers. samples: measurements of one step, in all layers and conditionings. saved:
-    seconds by each of its calls. later: choices after the first one. rows, calls and dense: as in
-    `SampleRates.seconds`.
+    seconds by each of its calls. rows, calls and dense: as in `SampleRates.seconds`.
     """
-    measuring = rates.seconds(rows, 1, calls, dense) + later * PROBES_A_CHOICE * PROBE
-    cost = samples * measuring + heads * (CHOOSING + later * CHOOSING_ANEW)
+    cost = samples * rates.seconds(rows, 1, calls, dense) + heads * CHOOSING
     return cost <= samples * saved * steps

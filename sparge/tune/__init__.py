@@ -2,7 +2,6 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
-from .alternating import Alternating
 from .calibration import BLOCKS_A_CALL, Calibration
 from .call import Call, Exact, ExactOnce, TensorCall
 from .candidates import CandidateSet
@@ -26,7 +25,7 @@ from .report import Report
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
-from .step_choices import StepChoices, later_choices
+from .step_choices import StepChoices
 from .workload import Workload
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "FAILED",
     "MEASURING",
     "Aim",
-    "Alternating",
     "Calibration",
     "Call",
     "CandidateSet",
@@ -70,7 +68,6 @@ __all__ = [
     "Verdict",
     "Workload",
     "kernel_measure",
-    "later_choices",
     "mean_error",
     "measure_for",
     "profile_path",

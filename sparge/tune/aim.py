@@ -4,14 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-
-from torch import Tensor
 
 from ..checks.argument import number, shown
-from .alternating import Alternating
-from .choices import HeadChoices
-from .offers import Offers
 
 
 @dataclass(frozen=True)
@@ -38,21 +32,6 @@ class Aim:
         """Whether early steps may keep more than late ones. A target holds in each step, so it does
         not fall."""
         return self.kind == "budget"
-
-    def freeze(
-        self, offers: Offers, steps: int, wanted: range, drift: Tensor | None = None
-    ) -> tuple[Alternating, list[Alternating]]:
-        """Returns the choices as if all `steps` sparse steps were alike, and where steps differ
-        those of each wanted one.
-
-        drift: as in `Offers.freeze`.
-        """
-        if not self.falls:
-            return Alternating(partial(self._meet, offers, drift)), []
-        return offers.freeze_steps(self.value, steps, wanted=wanted, drift=drift)
-
-    def _meet(self, offers: Offers, drift: Tensor | None, dropping: bool) -> HeadChoices:
-        return offers.freeze(target=self.value, drift=drift, dropping=dropping)
 
     def __str__(self) -> str:
         if self.kind == "quality":

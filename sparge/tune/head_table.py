@@ -19,7 +19,6 @@ from ..order.variants import TURNS
 from ..policy import SparsePolicy
 from ..speed.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
 from .aim import Aim
-from .alternating import Alternating
 from .calibration import Calibration
 from .call import Call, Exact
 from .choices import HeadChoices
@@ -29,7 +28,7 @@ from .layer_budgets import LayerBudgets
 from .probe import Probe
 from .schedule import SampleSchedule
 from .shape import Shape
-from .step_choices import StepChoices
+from .step_choices import StepChoices, probe_number
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
@@ -66,7 +65,7 @@ class HeadTable:
         even_if_slower: bool = False,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
-        self.choices: Alternating | None = None
+        self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self.from_profile = False
@@ -235,7 +234,7 @@ class HeadTable:
             if not (no_nan[row] and no_inf[row]):
                 self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
 
-    def use_profile(self, choices: Alternating) -> None:
+    def use_profile(self, choices: HeadChoices) -> None:
         """Takes the choices of a profile instead of measuring."""
         self.from_profile = True
         self._use(StepChoices(self._aim, None, profile=choices))
@@ -257,11 +256,10 @@ class HeadTable:
             return  # another conditioning, or a sampler that goes back
         before, self._step = steps.given[-1:], step
         if steps.is_due(step):
-            steps.choose_anew(step, self.probe.drift())
+            steps.choose_anew(step)
         now = steps.at(step)
         if now not in before:
             self._give(now)
-            self.probe.expect(now)
 
     def budget(self, row: int) -> HeadBudget | str:
         """Settings of the heads of a layer, or the reason why it has to stay dense."""
@@ -284,7 +282,7 @@ class HeadTable:
     def _given(self) -> list[HeadChoices]:
         """Choices that steps have had so far; those of the first before it."""
         assert self._steps is not None
-        return self._steps.given or [self._steps.first.pooling]
+        return self._steps.given or [self._steps.first]
 
     @property
     def now(self) -> HeadChoices:
@@ -293,12 +291,11 @@ class HeadTable:
 
     def decide(self, row: int, call: Call) -> HeadBudget | str:
         """Settings of a call of a layer, or why it has to stay dense: at the densities of this
-        pass (those of heads that were found too far off are higher by now) it may be slower."""
+        pass it may be slower."""
         budget = self.budget(row)
         if isinstance(budget, str):
             return budget
-        # All heads count as pooled, also in steps that pool nothing: that is 1/64 of a dense call,
-        # and reasons of layers stay alike.
+        # All heads count as pooled: that is 1/64 of a dense call, and reasons of layers stay alike.
         pooled = float(budget.pools)
         if slower := self._slower(call, self._kept[row], pooled):
             return slower
@@ -321,7 +318,7 @@ class HeadTable:
         assert self.probe is not None and self._steps is not None
         if self._place_again is not None:
             self._sample_again(self._steps, row, call, self._place_again)
-        if (visit := self._steps.visit(row, self._step)) is None:
+        if (visit := probe_number(row, self._step)) is None:
             return
         with self._untracked():
             rows = call.result_heads_first(out)
@@ -348,7 +345,7 @@ class HeadTable:
         if not rows or self.choices is None:
             return kept
         given = (choices.density[rows] for choices in self._given())
-        shares = [self._kept_shares(asked, self.choices.pooling.floor) for asked in given]
+        shares = [self._kept_shares(asked, self.choices.floor) for asked in given]
         kept[rows] = _mean(shares)
         return kept
 

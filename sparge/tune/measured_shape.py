@@ -30,17 +30,14 @@ class MeasuredShape:
     loudness: Tensor
     """Head weights, as in `HeadChoices`."""
     residual: Tensor
-    """Pool weights, as first chosen, in the steps that pool; 0 is none. Where steps differ that of
-    their mean density, and so are the token orders."""
+    """Pool weights, as first chosen; 0 is none. Where steps differ that of their mean density, and
+    so are the token orders."""
     background: Tensor
     """Background weights, likewise."""
     walks: Mapping[Walk, int]
-    """Number of heads by their token order, in the steps that pool; empty where there was no
-    choice."""
+    """Number of heads by their token order; empty where there was no choice."""
     one_walk: bool = False
     """Whether one token order alone was measured, as in `HeadTable`."""
-    rests: bool = True
-    """Whether every second step is without pooled keys; not by profiles of the first versions."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -50,11 +47,11 @@ class MeasuredShape:
         tables = (table.density(), table.predicted(), table.probe.relative_errors())
         walks: dict[Walk, int] = {}
         if table.shape.grid is not None:
-            taken = table.choices.pooling.walk[layers].flatten().tolist()
+            taken = table.choices.walk[layers].flatten().tolist()
             for index, walk in enumerate(walks_of(table.shape.grid.frames)):
                 walks[walk] = taken.count(index)
-        pooling, dropping = table.choices.pooling, table.choices.dropping
-        tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
+        chosen = table.choices
+        tables = (*tables, chosen.loudness, chosen.gain, chosen.background)
         of_layers = (x[layers] for x in tables)
         return cls(
             table.shape.tokens,
@@ -62,5 +59,4 @@ class MeasuredShape:
             *of_layers,
             walks=walks,
             one_walk=table.one_walk,
-            rests=not dropping.gain.any(),
         )

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers to the heads of a model, and the choice of what each of them gets.
 
-    offers = calibration.offers()                              # waits for the GPU
+    offers = calibration.offers()  # waits for the GPU
     choices = offers.freeze(mean_density=0.2)
-    anew = offers.freeze(mean_density=0.2, drift=drift)        # some steps later
-    no_residual = offers.freeze(mean_density=0.2, dropping=True)
 
-What does not change with the drift is worked out once. A target is the mean error of the heads,
-each by its weight: quality at a target is the density that is expected to leave that error. A
-target for every head by itself would keep nearly everything of flat heads whose errors hardly show
-(docs/experiments.md, What a target is of).
+A target is the mean error of the heads, each by its weight: quality at a target is the density that
+is expected to leave that error. A target for every head by itself would keep nearly everything of
+flat heads whose errors hardly show (docs/experiments.md, What a target is of).
 """
 
 from __future__ import annotations
@@ -27,11 +24,9 @@ from torch import Tensor
 
 from ..head_settings import Router
 from . import budgets, curves
-from .alternating import Alternating
 from .best_kinds import Group, best_kinds
 from .candidates import CandidateSet
 from .choices import HeadChoices
-from .fall import step_means
 from .loudness import loudness
 from .side_by_side import side_by_side
 from .workload import RESIDUAL_COST, Workload
@@ -121,8 +116,6 @@ class Offers:
 
             return best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
 
-        # Here rather than in each choice: a drift is per head and order, so the best candidates
-        # stay the best.
         logs, best = side_by_side(best_of, len(of_layers))
         errors = np.exp(logs)
         shape = errors.shape[2:]
@@ -146,12 +139,7 @@ class Offers:
         )
 
     def freeze(
-        self,
-        *,
-        target: float | None = None,
-        mean_density: float | None = None,
-        drift: Tensor | None = None,
-        dropping: bool = False,
+        self, *, target: float | None = None, mean_density: float | None = None
     ) -> HeadChoices:
         """Returns the candidates of least summed error at a mean density over all measured heads.
         That density is given, or is the least that brings the heads' mean error to a `target`.
@@ -159,92 +147,42 @@ class Offers:
         Half of the target is left to what is dropped where rounding alone leaves less or misses it:
         keeping everything would gain little there, and cost all.
 
-        drift: (layers, heads, orders) float64 on the CPU, errors by dropping over those measured,
-        in each token order of `walks`. dropping: without pooled keys, in all heads.
-
         Raises:
             ValueError: not exactly one of the two is given.
         """
         if (target is None) == (mean_density is None):
             raise ValueError("Give a target error or a mean density: one of the two.")
-        errors = self._errors(drift)
         if mean_density is not None:
-            hulls = self._hulls(errors, dropping, mean_density)
-            return self._at(mean_density, errors, hulls, dropping)
+            return self.choices(self.hulls(mean_density).climb(mean_density))
         assert target is not None
-        allowed, counts = self._allowed(dropping), self.loudness[:, None]
-        by_dropping = errors[:, allowed]
-        whole = np.hypot(by_dropping, self.rounding[:, None])
+        weights = self.loudness[:, None]
+        whole = np.hypot(self.errors, self.rounding[:, None])
         rounding = (self.loudness * self.rounding).mean()
         most = max(target, np.hypot(target / 2, rounding)) * self.loudness.sum()
         chosen = budgets.meet_error(
-            by_dropping * counts, self.costs[allowed], self.kept[allowed], whole * counts, most
+            self.errors * weights, self.costs, self.kept, whole * weights, most
         )
-        return self._choices(allowed[chosen], errors)
+        return self.choices(chosen)
 
-    def freeze_steps(
-        self,
-        mean_density: float,
-        steps: int,
-        *,
-        wanted: range | None = None,
-        drift: Tensor | None = None,
-    ) -> tuple[Alternating, list[Alternating]]:
-        """Freezes at a mean density over `steps` sparse steps.
-
-        Returns the choices as if all steps were alike, and where they are not (`step_means`) those
-        of each step, or of the wanted ones.
-        """
-        errors = self._errors(drift)
-        means = step_means(mean_density, steps, float(self.kept.min()))
-        wanted = range(steps) if wanted is None else range(wanted.start, min(wanted.stop, steps))
-        of_steps = [means[step] for step in wanted] if len(means) > 1 else []
-        hulls = functools.cache(lambda dropping: self._hulls(errors, dropping, mean_density))
-
-        def at(mean: float) -> Alternating:
-            return Alternating(lambda dropping: self._at(mean, errors, hulls(dropping), dropping))
-
-        return at(mean_density), [at(mean) for mean in of_steps]
-
-    def _hulls(
-        self, errors: budgets.Array, dropping: bool, mean_density: float
-    ) -> budgets.HullSteps:
+    def hulls(self, mean_density: float) -> budgets.HullSteps:
         """Hull steps, with a remark in the log where a run keeps more than the mean density that
         was asked."""
-        allowed = self._allowed(dropping)
-        weighted, kept = errors[:, allowed] * self.loudness[:, None], self.kept[allowed]
-        hulls = budgets.HullSteps.of(weighted, self.costs[allowed], kept)
+        hulls = budgets.HullSteps.of(self.errors * self.loudness[:, None], self.costs, self.kept)
         most = mean_density + budgets.ROUNDING
-        if not dropping and kept[hulls.cheapest].mean() > most:
-            reached = kept[hulls.climb(mean_density)].mean()
+        if self.kept[hulls.cheapest].mean() > most:
+            reached = self.kept[hulls.climb(mean_density)].mean()
             if reached > most:
                 _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
         return hulls
 
-    def _at(
-        self, mean: float, errors: budgets.Array, hulls: budgets.HullSteps, dropping: bool
-    ) -> HeadChoices:
-        return self._choices(self._allowed(dropping)[hulls.climb(mean)], errors)
-
-    def _allowed(self, dropping: bool) -> budgets.Indices:
-        """Indices of the candidates that a kind of step allows."""
-        return (
-            np.flatnonzero(self.groups == Group.FREE) if dropping else np.arange(len(self.groups))
-        )
-
-    def _errors(self, drift: Tensor | None) -> budgets.Array:
-        if drift is None:
-            return self.errors
-        times = drift[self.measured].numpy().reshape(-1, 1)  # of each head and order
-        return (self.errors.reshape(len(times), -1) * times).reshape(self.errors.shape)
-
-    def _choices(self, chosen: budgets.Indices, errors: budgets.Array) -> HeadChoices:
+    def choices(self, chosen: budgets.Indices) -> HeadChoices:
+        """Head settings of the chosen candidates, one for each head of measured layers."""
         routers, heads = self.candidates.routers, np.arange(len(chosen))
         shape = (len(self.walks), len(routers), len(self.densities), int(self.groups.max()) + 1)
         walk, router, density, _ = np.unravel_index(chosen, shape)
         gains, backgrounds = np.transpose([(x.gain, x.background) for x in self.candidates.kinds])
         kind = self.kinds[heads, chosen]
-        by_dropping = errors[heads, chosen]
+        by_dropping = self.errors[heads, chosen]
         left, share = self.places[0][density], self.places[1][density]
         contrasts = self.contrasts[heads, walk, router, :, kind]  # (heads, densities)
         contrast = (1 - share) * contrasts[heads, left] + share * contrasts[heads, left + 1]

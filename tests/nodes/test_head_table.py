@@ -67,7 +67,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     batch = frozen(((1, 0), *both))
     apart = frozen(((1,), *uncond), ((0,), *cond))
     alone = frozen(((1,), *uncond))
-    assert batch.pooling.walk.tolist() == [[RASTER, CUBES]]
+    assert batch.walk.tolist() == [[RASTER, CUBES]]
     for step in range(2):
         one, other = batch.in_turn(step), apart.in_turn(step)
         kinds = ("gain", "background", "contrast", "router", "walk")

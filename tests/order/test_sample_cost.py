@@ -14,10 +14,7 @@ from sparge.speed.sample_cost import (
     AGAIN_CALLS,
     ALWAYS,
     CHOOSING,
-    CHOOSING_ANEW,
     MORE_BLOCKS,
-    PROBE,
-    PROBES_A_CHOICE,
     SHARE,
     WORTH_A_PLAN,
     SampleRates,
@@ -100,16 +97,12 @@ def test_heads_are_measured_again_within_the_same_share(
     assert affordable(RATES, ROWS, walks, dense=0.0, samples=1).again, "a short run"
 
 
-@pytest.mark.parametrize("later", [0, 3])
 @pytest.mark.parametrize("calls", [1, 2])
-def test_measuring_pays_where_sparse_steps_save_as_much(calls: int, later: int) -> None:
+def test_measuring_pays_where_sparse_steps_save_as_much(calls: int) -> None:
     heads, samples, saved = 1000, 100, 1.3e-3
     cost = samples * RATES.seconds(ROWS, 1, calls) + heads * CHOOSING
-    cost += later * (samples * PROBES_A_CHOICE * PROBE + heads * CHOOSING_ANEW)
     steps = cost / (samples * saved)
-    run = partial(
-        pays, RATES, ROWS, heads=heads, samples=samples, calls=calls, dense=math.inf, later=later
-    )
+    run = partial(pays, RATES, ROWS, heads=heads, samples=samples, calls=calls, dense=math.inf)
     assert run(saved=saved, steps=int(steps) + 1) and not run(saved=saved, steps=int(steps))
     assert not run(saved=-saved, steps=1000), "sparse is slower"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from sparge import TokenGrid
-from sparge.tune import Alternating, Fingerprint, HeadChoices, Profile, Table
+from sparge.tune import Fingerprint, HeadChoices, Profile, Table
 
 KEY = "sparge_profile"
 GRID = TokenGrid(4, 8, 10, suffix=20)
 
 
-def of_kind(generator: torch.Generator) -> HeadChoices:
+def choices(generator: torch.Generator) -> HeadChoices:
     shape = (3, 4)
     pools = torch.rand(shape, generator=generator) > 0.5
     return HeadChoices(
@@ -31,10 +31,6 @@ def of_kind(generator: torch.Generator) -> HeadChoices:
         torch.tensor([True, False, True]),
         floor=2,
     )
-
-
-def choices(generator: torch.Generator) -> Alternating:
-    return Alternating.of(of_kind(generator), of_kind(generator))
 
 
 def same_bits(found: HeadChoices, expected: HeadChoices) -> bool:

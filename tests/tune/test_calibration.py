@@ -93,26 +93,6 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv, mean: float) -> 
     assert torch.allclose(choices.error[0], by_head[0], rtol=0.5, atol=0.01)
 
 
-def test_drift_makes_heads_denser_or_sparser(qkv) -> None:
-    calibration = begin()
-    calibration.sample(0, *qkv)
-    before = calibration.offers().freeze(mean_density=0.6)
-    drift = torch.tensor([[[4.0], [1.0], [0.25]]], dtype=torch.float64)
-    after = calibration.offers().freeze(mean_density=0.6, drift=drift)
-    assert after.density[0, 0] > before.density[0, 0]
-    assert after.density[0, 2] < before.density[0, 2]
-    alike = calibration.offers().freeze(mean_density=0.6, drift=torch.full_like(drift, 4))
-    assert torch.equal(alike.density, before.density)
-    torch.testing.assert_close(alike.error, 4 * before.error, rtol=0.01, atol=0.02)
-    strict, loose = (
-        calibration.offers().freeze(target=0.3, drift=torch.full_like(drift, times))
-        for times in (1.5, 0.7)
-    )
-    assert (strict.density >= loose.density).all()
-    assert strict.density.mean() > loose.density.mean()
-    assert strict.mean_error <= 0.3
-
-
 def test_keeping_everything_drops_nothing(qkv) -> None:
     """Rounding leaves errors there, which must not decide between token orders."""
     calibration = begin()
@@ -121,17 +101,6 @@ def test_keeping_everything_drops_nothing(qkv) -> None:
     offers = calibration.offers()
     dropping = offers.kept < 1
     assert offers.errors[:, dropping].all() and not offers.errors[:, ~dropping].any()
-
-
-def test_what_was_chosen_before_changes_nothing(qkv) -> None:
-    calibration = begin()
-    calibration.sample(0, *qkv)
-    offers, drift = calibration.offers(), torch.tensor([[4.0, 1.0, 0.25]], dtype=torch.float64)
-    aims: tuple[dict[str, Any], ...] = ({"mean_density": 0.6}, {"target": 0.2})
-    for aim in aims:
-        for each in (None, drift, None):
-            expected = calibration.offers().freeze(**aim, drift=each)
-            assert torch.equal(offers.freeze(**aim, drift=each).error, expected.error)
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,11 +221,9 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> N
     found = limited.relative_errors()[0][:, : len(walks)]
     assert np.array_equal(found, expected), "measured as ever"
     assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
-    least = torch.full((1, 2), 0.2, dtype=torch.float64)
     for choices in (
         limited.offers().freeze(mean_density=0.4),
         limited.offers().freeze(target=0.1),
-        limited.offers().freeze(target=0.1, drift=least),
     ):
         assert set(choices.walk.flatten().tolist()) <= set(walks)
         assert choices.error.isfinite().all()

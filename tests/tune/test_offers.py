@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean errors and mean densities, in steps of either kind, and what loud heads get."""
+"""Mean errors and mean densities, and what loud heads get."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from sparge.order.grid import TokenGrid, cube_order
 from sparge.tune import CandidateSet, HeadChoices, Workload, budgets, curves
 from sparge.tune.offers import Offers
 from sparge.tune.workload import RESIDUAL_COST
-from tests.tune.begun import CANDIDATES, attend, begin
+from tests.tune.begun import attend, begin
 
 LARGER = TokenGrid(8, 16, 24)
 LAYERS, HEADS, WALKS, SAMPLES = 2, 5, 2, 16
@@ -43,37 +41,12 @@ def test_a_target_is_the_mean_density_that_is_expected_to_meet_it(qkv) -> None:
     calibration.sample(0, *qkv)
     calibration.sample(1, *qkv)
     offers = calibration.offers()
-    for dropping in (False, True):
-        met = offers.freeze(target=0.1, dropping=dropping)
-        for mean in torch.linspace(0.3, 1, 200).tolist():
-            shared = offers.freeze(mean_density=mean, dropping=dropping)
-            if shared.mean_error <= 0.1:
-                break
-        torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.1, atol=0)
-
-
-@pytest.mark.parametrize("without_terms", [True, False])
-def test_without_the_residual_the_mean_density_is_the_same(qkv, without_terms: bool) -> None:
-    bare = replace(CANDIDATES, backgrounds=(), contrasts=(1.0, 1.0))
-    calibration = begin(candidates=bare if without_terms else CANDIDATES)
-    calibration.sample(0, *qkv)
-    offers = calibration.offers()
-    alternating, steps = offers.freeze_steps(0.4, 8)
-    assert stands_for_dropped(alternating.pooling)
-    assert not alternating.dropping.gain.any()
-    pooling, dropping = alternating.pooling.mean_error, alternating.dropping.mean_error
-    assert dropping > pooling or not without_terms
-    assert dropping >= pooling, "its candidates are some of the others"
-    for both in steps:
-        assert stands_for_dropped(both.pooling) and not both.dropping.gain.any()
-    assert offers.freeze_steps(0.6, 8)[1] == [], "alike, but for their kinds"
-    for choices in (alternating.pooling, alternating.dropping):
-        assert float(choices.density.mean()) <= 0.4
-
-
-def stands_for_dropped(choices: HeadChoices) -> bool:
-    """Whether some head has a residual or a background."""
-    return bool(choices.gain.any() or choices.background.any())
+    met = offers.freeze(target=0.1)
+    for mean in torch.linspace(0.3, 1, 200).tolist():
+        shared = offers.freeze(mean_density=mean)
+        if shared.mean_error <= 0.1:
+            break
+    torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.1, atol=0)
 
 
 def test_a_louder_head_gets_more(qkv) -> None:
@@ -89,19 +62,6 @@ def test_a_louder_head_gets_more(qkv) -> None:
     assert quiet < loud
     first, second = same.freeze(mean_density=0.7).density[0].tolist()
     assert first >= second, "of equal ones the first"
-
-
-def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
-    calibration = begin()
-    calibration.sample(0, *qkv)
-    offers, drift = calibration.offers(), torch.ones(1, 3, 1, dtype=torch.float64)
-    _, steps = offers.freeze_steps(0.4, 8)
-    _, left = offers.freeze_steps(0.4, 8, wanted=range(5, 9), drift=drift)
-    _, some = offers.freeze_steps(0.4, 8, wanted=range(2, 4), drift=drift)
-    assert len(steps) == 8
-    for one, same in zip(steps[5:] + steps[2:4], left + some, strict=True):
-        assert torch.equal(one.pooling.density, same.pooling.density)
-        assert torch.equal(one.dropping.density, same.dropping.density)
 
 
 def candidates_of(gains: tuple[float, ...], backgrounds: tuple[float, ...]) -> CandidateSet:
@@ -132,9 +92,7 @@ def drawn_contrasts(candidates: CandidateSet) -> budgets.Array:
     return 0.5 + drawn
 
 
-def of_all_kinds(
-    offers: Offers, mean: float, drift: torch.Tensor, dropping: bool
-) -> list[torch.Tensor]:
+def of_all_kinds(offers: Offers, mean: float) -> list[torch.Tensor]:
     """Densities, gains, backgrounds and contrasts that budgets share where each kind is a
     candidate."""
     candidates, workload = offers.candidates, Workload(cube_order(LARGER))
@@ -148,7 +106,6 @@ def of_all_kinds(
     logs = [curves.logs_between(x, kept(candidates.densities), shares) for x in of_kinds]
     errors = np.exp(np.stack(logs, -1))
     errors[..., shares >= 1, :] = 0
-    errors *= drift.numpy()[..., None, None, None]
     gains = np.array([kind.gain for kind in candidates.kinds])
     backgrounds = np.array([kind.background for kind in candidates.kinds])
     costs = shares[:, None] + RESIDUAL_COST * ((gains > 0) & (shares[:, None] < 1))
@@ -157,11 +114,10 @@ def of_all_kinds(
         np.broadcast_to(x, errors.shape[2:]).ravel()
         for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains, backgrounds)
     )
-    allowed = np.flatnonzero(gains == 0) if dropping else np.arange(len(gains))
-    errors = errors.reshape(LAYERS * HEADS, -1)[:, allowed]
-    chosen = budgets.HullSteps.of(errors, costs[allowed], of_pairs[allowed]).climb(mean)
-    tables = [x[allowed[chosen]] for x in (densities, gains, backgrounds)]
-    places = np.unravel_index(allowed[chosen], shape)
+    errors = errors.reshape(LAYERS * HEADS, -1)
+    chosen = budgets.HullSteps.of(errors, costs, of_pairs).climb(mean)
+    tables = [x[chosen] for x in (densities, gains, backgrounds)]
+    places = np.unravel_index(chosen, shape)
     contrasts = drawn_contrasts(candidates).reshape(LAYERS * HEADS, *shape[:2], -1, shape[-1])
     known = kept(candidates.densities)
     taken = [
@@ -174,33 +130,22 @@ def of_all_kinds(
 
 @pytest.mark.parametrize("gains", [(0.0,), (0.0, 0.5, 1.0)])
 @pytest.mark.parametrize("backgrounds", [(), (0.5, 4.0, 32.0)])
-@pytest.mark.parametrize("dropping", [False, True])
-def test_heads_get_what_they_would_of_all_kinds(gains, backgrounds, dropping) -> None:
+def test_heads_get_what_they_would_of_all_kinds(gains, backgrounds) -> None:
     """Though budgets see the best ones alone."""
     offers = offers_of(candidates_of(gains, backgrounds))
-    drift = 1 + torch.rand(LAYERS, HEADS, WALKS, generator=torch.Generator().manual_seed(3))
     for mean in (0.15, 0.4, 0.8):
-        found = offers.freeze(mean_density=mean, drift=drift.double(), dropping=dropping)
-        expected = of_all_kinds(offers, mean, drift.double(), dropping)
+        found = offers.freeze(mean_density=mean)
+        expected = of_all_kinds(offers, mean)
         tables = (found.density, found.gain, found.background, found.contrast)
         for table, own in zip(expected, tables, strict=True):
             torch.testing.assert_close(table, own, rtol=1e-6, atol=0)
-        check_kinds(found, bool(backgrounds), len(gains) > 1 and not dropping)
+        check_kinds(found, bool(backgrounds), len(gains) > 1)
 
 
 def check_kinds(choices: HeadChoices, backgrounds: bool, residual: bool) -> None:
     assert bool(choices.background.any()) == backgrounds
     assert bool(choices.gain.any()) == residual
     assert not (choices.background * choices.gain).any(), "one or the other"
-
-
-def test_every_second_step_is_without_the_residual() -> None:
-    offers = offers_of(candidates_of((0.0, 0.5, 1.0), (0.5, 4.0, 32.0)))
-    for choices in (
-        offers.freeze_steps(0.3, 4)[0].dropping,
-        offers.freeze(target=0.2, dropping=True),
-    ):
-        check_kinds(choices, backgrounds=True, residual=False)
 
 
 def test_heads_that_keep_everything_have_neither() -> None:

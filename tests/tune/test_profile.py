@@ -25,19 +25,14 @@ def test_round_trip(profile: Profile, tmp_path: Path) -> None:
     found = Profile.load(path)
     assert list(found.choices) == list(profile.choices)
     for table, expected in profile.choices.items():
-        again = found.choices[table]
-        assert same_bits(again.pooling, expected.pooling)
-        assert same_bits(again.dropping, expected.dropping)
-        assert not same_bits(again.pooling, again.dropping), "each kind has its own"
+        assert same_bits(found.choices[table], expected)
     assert (found.mode, found.asked, found.created) == ("budget", 0.2, "2026-11-21T19:00:00Z")
     assert found.notes == profile.notes
     assert found.fits(profile.fingerprint).fit is Fit.FITS
-    for step in range(4):
-        of_step = found.choices[Table("cond", 18444)].in_turn(step)
-        budget = of_step.budget(0)
-        assert budget is not None
-        assert budget.floor == 2
-        assert of_step.budget(1) is None
+    again = found.choices[Table("cond", 18444)]
+    budget = again.budget(0)
+    assert budget is not None and budget.floor == 2
+    assert again.budget(1) is None
     assert [x.name for x in path.parent.iterdir()] == ["mine.safetensors"]
 
 
@@ -68,56 +63,55 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ("change", "complaint"),
     [
         (
-            set_tensor("0.pooling.density", full(1.5)),
-            "0.pooling.density goes from 1.5 to 1.5; it takes 0 to 1",
+            set_tensor("0.density", full(1.5)),
+            "0.density goes from 1.5 to 1.5; it takes 0 to 1",
         ),
-        (set_tensor("0.pooling.density", full(-0.1)), "0.pooling.density goes from"),
+        (set_tensor("0.density", full(-0.1)), "0.density goes from"),
         (
-            set_tensor("1.dropping.gain", full(float("nan"))),
-            "1.dropping.gain holds a value that is not finite",
+            set_tensor("1.gain", full(float("nan"))),
+            "1.gain holds a value that is not finite",
         ),
-        (set_tensor("1.dropping.gain", full(float("inf"))), "not finite"),
-        (set_tensor("0.dropping.gain", full(-1.0)), "0.dropping.gain goes from -1"),
+        (set_tensor("1.gain", full(float("inf"))), "not finite"),
+        (set_tensor("0.gain", full(-1.0)), "0.gain goes from -1"),
         (
-            set_tensor("0.pooling.background", full(-0.25)),
-            "0.pooling.background goes from -0.25 to -0.25",
-        ),
-        (
-            set_tensor("1.dropping.background", full(float("inf"))),
-            "1.dropping.background holds a value that is not finite",
-        ),
-        (set_tensor("0.pooling.background", full(1, torch.float64)), "has type torch.float64"),
-        (set_tensor("1.dropping.contrast", full(0)), "1.dropping.contrast goes from 0 to 0"),
-        (set_tensor("0.pooling.contrast", full(1e4)), "0.pooling.contrast goes from 10000"),
-        (
-            set_tensor("0.pooling.background", full(1)),
-            "0.pooling.gain and 0.pooling.background are both above 0",
-        ),
-        (set_tensor("0.pooling.router", full(2, torch.int32)), "0.pooling.router goes from 2 to 2"),
-        (
-            set_tensor("0.pooling.router", full(1, torch.int64)),
-            "0.pooling.router has type torch.int64",
-        ),
-        (set_tensor("0.dropping.error", torch.zeros(12)), r"0.dropping.error has .* shape \(12,\)"),
-        (
-            set_tensor("0.dropping.error", torch.zeros(2, 4)),
-            r"0.dropping.error has shape \(2, 4\) beside \(3, 4\)",
+            set_tensor("0.background", full(-0.25)),
+            "0.background goes from -0.25 to -0.25",
         ),
         (
-            set_tensor("0.pooling.measured", torch.ones(2).bool()),
-            r"0.pooling.measured has shape \(2,\)",
+            set_tensor("1.background", full(float("inf"))),
+            "1.background holds a value that is not finite",
         ),
-        (set_tensor("0.pooling.density", torch.zeros(0, 4)), "0.pooling.density is empty"),
-        (set_tensor("0.pooling.loudness", full(-0.5)), "0.pooling.loudness goes from -0.5"),
-        (set_tensor("1.dropping.loudness", full(float("inf"))), "1.dropping.loudness holds"),
+        (set_tensor("0.background", full(1, torch.float64)), "has type torch.float64"),
+        (set_tensor("1.contrast", full(0)), "1.contrast goes from 0 to 0"),
+        (set_tensor("0.contrast", full(1e4)), "0.contrast goes from 10000"),
+        (
+            set_tensor("0.background", full(1)),
+            "0.gain and 0.background are both above 0",
+        ),
+        (set_tensor("0.router", full(2, torch.int32)), "0.router goes from 2 to 2"),
+        (
+            set_tensor("0.router", full(1, torch.int64)),
+            "0.router has type torch.int64",
+        ),
+        (set_tensor("0.error", torch.zeros(12)), r"0.error has .* shape \(12,\)"),
+        (
+            set_tensor("0.error", torch.zeros(2, 4)),
+            r"0.error has shape \(2, 4\) beside \(3, 4\)",
+        ),
+        (
+            set_tensor("0.measured", torch.ones(2).bool()),
+            r"0.measured has shape \(2,\)",
+        ),
+        (set_tensor("0.density", torch.zeros(0, 4)), "0.density is empty"),
+        (set_tensor("0.loudness", full(-0.5)), "0.loudness goes from -0.5"),
+        (set_tensor("1.loudness", full(float("inf"))), "1.loudness holds"),
         (set_tensor("0.spare", torch.zeros(1)), "has a tensor '0.spare'"),
-        (set_tensor("0.density", full(1.0)), "has a tensor '0.density'"),
-        (set_tensor("2.pooling.density", full(1.0)), "has a tensor '2.pooling.density'"),
+        (set_tensor("2.density", full(1.0)), "has a tensor '2.density'"),
         (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
-        (lambda tensors, header: tensors.pop("1.pooling.router"), "no tensor 1.pooling.router"),
-        (lambda tensors, header: tensors.pop("1.dropping.loudness"), "no tensor 1.dropping.loud"),
-        (lambda tensors, header: tensors.pop("0.dropping.background"), "no tensor 0.dropping.back"),
+        (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
+        (lambda tensors, header: tensors.pop("1.loudness"), "no tensor 1.loud"),
+        (lambda tensors, header: tensors.pop("0.background"), "no tensor 0.back"),
         (set_header("version", 2), "no tensor 0.density"),
         (set_header("version", 6), "version 6 and this reads 1 to 5"),
         (set_header("version", 0), "version 0 and"),
@@ -148,7 +142,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_header("tables", [row(5) | {"floor": 2}]), "its floor is more key blocks"),
         (set_header("tables", [row(5) | {"floor": 10**30}]), "its floor is more key blocks"),
         (set_header("tables", [row(5)] * 2), "two for"),
-        (lambda tensors, header: header["tables"].append(row(5)), "no tensor 2.pooling.density"),
+        (lambda tensors, header: header["tables"].append(row(5)), "no tensor 2.density"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_refused(
@@ -160,27 +154,6 @@ def test_what_is_not_as_it_must_be_is_refused(
     header = json.loads(metadata_of(path))
     change(tensors, header)
     save_file(tensors, path, {KEY: json.dumps(header)})
-    with pytest.raises(ProfileError, match=complaint):
-        Profile.load(path)
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (3, 5)])
-def test_kinds_of_other_shapes_are_refused(
-    profile: Profile, tmp_path: Path, shape: tuple[int, int]
-) -> None:
-    """Each is well formed by itself, and neither is wrong for a model of its shape."""
-    path = profile_path(tmp_path, "a")
-    profile.save(path)
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.startswith("1.dropping.")]:
-        sizes = shape[: tensors[name].dim()]
-        tensors[name] = torch.full(sizes, name.endswith("contrast"), dtype=tensors[name].dtype)
-    save_file(tensors, path, {KEY: metadata_of(path)})
-    layers, heads = shape
-    complaint = (
-        r"The profile has \(3, 4\) layers and heads for its pooling steps and "
-        rf"\({layers}, {heads}\) for the dropping ones\."
-    )
     with pytest.raises(ProfileError, match=complaint):
         Profile.load(path)
 
@@ -227,9 +200,7 @@ def test_the_nearest_text_of_a_grid_is_taken(
 def test_only_choices_of_one_walk_fit_tokens_without_a_grid(of_texts: Profile) -> None:
     wanted = Table("shared", GRID.tokens)
     assert of_texts.nearest(wanted, 3, 4) is None
-    of_texts.choices[table(GRID)].pooling.walk.zero_()
-    assert of_texts.nearest(wanted, 3, 4) is None, "half of the steps would take walks"
-    of_texts.choices[table(GRID)].dropping.walk.zero_()
+    of_texts.choices[table(GRID)].walk.zero_()
     found = of_texts.nearest(wanted, 3, 4)
     assert found is not None and found[0] == table(GRID)
     assert of_texts.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None
