@@ -65,7 +65,6 @@ class HeadTable:
         even_if_slower: bool = False,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
-        self.choices: HeadChoices | None = None
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self.from_profile = False
@@ -103,11 +102,21 @@ class HeadTable:
         """Rows whose calls are sparse, in some pass at least."""
         self._kept: list[float] = []  # share of pairs that the densities of each row keep
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its heads are chosen."""
+        return self._steps is not None
+
+    @property
+    def choices(self) -> HeadChoices | None:
+        """First choices, as if all steps were alike; None before there are any."""
+        return None if self._steps is None else self._steps.first
+
     def begin_pass(self, facts: PassFacts) -> None:
         """Begins a pass. Waits for the GPU where choices are made."""
         may_be_sparse = facts.why_dense is None
         self._batch_entries = len(facts.conditioning)
-        if self.choices is None and self.why_dense is None:
+        if self._steps is None and self.why_dense is None:
             missed = bool(self._called - self._sampled - self._refusals.keys())
             if may_be_sparse and self._schedule.is_done(facts.conditioning, missed):
                 self._freeze(facts.place)
@@ -241,7 +250,7 @@ class HeadTable:
 
     def _use(self, steps: StepChoices) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
-        self._steps, self.choices = steps, steps.first
+        self._steps = steps
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
@@ -342,11 +351,10 @@ class HeadTable:
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
         measured = self._budgets.measured if self._budgets is not None else ()
         rows = [row for row, known in enumerate(measured) if known]
-        if not rows or self.choices is None:
-            return kept
-        given = (choices.density[rows] for choices in self._given())
-        shares = [self._kept_shares(asked, self.choices.floor) for asked in given]
-        kept[rows] = _mean(shares)
+        if rows:
+            given = self._given()
+            shares = [self._kept_shares(each.density[rows], each.floor) for each in given]
+            kept[rows] = _mean(shares)
         return kept
 
     def _kept_shares(self, asked: Tensor, floor: int) -> Tensor:

@@ -134,7 +134,7 @@ class Session:
         if not choices:
             return None
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        found = {table_of(shape): choice.worked_out() for shape, choice in choices.items()}
+        found = {table_of(shape): choice for shape, choice in choices.items()}
         return Profile(model, found, self.aim.kind, self.aim.value, created, notes or {})
 
     def end(self) -> None:

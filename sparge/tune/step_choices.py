@@ -42,15 +42,18 @@ class Chooser:
 
     def __init__(self, aim: Aim, offers: Offers, steps: int | None) -> None:
         self._offers, self._means = offers, [aim.value]
+        self._aim = aim
         self._made: dict[float, HeadChoices] = {}  # by mean density
-        self.alike: HeadChoices
-        """Choices as if all steps were alike."""
         if aim.target is not None:
             self._made[aim.value] = offers.freeze(target=aim.value)
         else:
             self._hulls = offers.hulls(aim.value)
             self._means = step_means(aim.value, steps or 1, float(offers.kept.min()))
-        self.alike = self._of(aim.value)
+
+    @property
+    def alike(self) -> HeadChoices:
+        """Choices as if all steps were alike."""
+        return self._of(self._aim.value)
 
     def at(self, step: int) -> HeadChoices:
         return self._of(self._means[min(step, len(self._means) - 1)])
@@ -97,10 +100,14 @@ class StepChoices:
         self._end = sys.maxsize if steps is None else max(1, steps)
         self._calibration, self._profile = calibration, profile
         self._chooser = None if calibration is None else Chooser(aim, calibration.offers(), steps)
+        self._first_chooser = self._chooser
         self._left = 0 if calibration is None else min(again, MEASURED_AGAIN)  # choices to come
         self._chosen = 0  # step of the last choice
-        self.first = self._chooser.alike if self._chooser is not None else self._of(0)
-        """Choices as if all steps were alike, which a profile keeps."""
+
+    @property
+    def first(self) -> HeadChoices:
+        """First choices, as if all steps were alike, which a profile keeps."""
+        return self._of(0) if self._first_chooser is None else self._first_chooser.alike
 
     def _next_choice(self) -> int:
         """Step of the next choice, or the number of steps where none follows. The last step alone

@@ -103,15 +103,13 @@ class HeadTables:
 
     @property
     def frozen(self) -> list[HeadTable]:
-        return [table for table in self._tables.values() if table.choices is not None]
+        return [table for table in self._tables.values() if table.is_frozen]
 
     @property
     def frozen_of_sampled(self) -> list[HeadTable]:
         """Tables of the model that is sampled, and of no other beside it."""
         return [
-            table
-            for (_, which, _), table in self._tables.items()
-            if which == 0 and table.choices is not None
+            table for (_, which, _), table in self._tables.items() if which == 0 and table.is_frozen
         ]
 
     def _shapes(self, layout: Layout, device: torch.device, which: int) -> Iterable[Shape]:

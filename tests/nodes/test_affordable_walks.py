@@ -191,13 +191,12 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
     apart = frozen(steps, ((1,), *uncond), ((0,), *cond))
     for table in (batch, apart):
         assert table.one_walk == one_walk
-    for step in range(2):
-        one, other = (table.choices.in_turn(step) for table in (batch, apart))
-        taken = set(one.walk.flatten().tolist())
-        assert taken == {CUBES} if one_walk else RASTER in taken and FRAMES not in taken
-        kinds = ("gain", "background", "contrast", "router", "walk")
-        for name in ("density", *kinds, "error", "loudness"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
+    one, other = (table.choices for table in (batch, apart))
+    taken = set(one.walk.flatten().tolist())
+    assert taken == {CUBES} if one_walk else RASTER in taken and FRAMES not in taken
+    kinds = ("gain", "background", "contrast", "router", "walk")
+    for name in ("density", *kinds, "error", "loudness"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
@@ -209,7 +208,7 @@ def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatc
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
     table = frozen(4, ((1,), *qkv_of(RASTER, FRAMES)), ((0,), *qkv_of(RASTER, FRAMES)))
     assert next(kernels) == "flash" and table.one_walk
-    assert not any(table.choices.in_turn(step).walk.any() for step in range(2))
+    assert not table.choices.walk.any()
     assert table.budget(0).walk is None
 
 
@@ -263,7 +262,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     result = hook_of.hook_of(patched).last
     ((shape,), (choices,)) = result.shapes, result.profile.choices.values()
     assert list(shape.walks.values()) == [4, 0, 0]
-    assert not any(choices.in_turn(step).walk.any() for step in range(2))
+    assert not choices.walk.any()
     assert "token order" not in line(4)
     assert runs[-1][0].tally.sparse == 8
 

@@ -68,14 +68,12 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     apart = frozen(((1,), *uncond), ((0,), *cond))
     alone = frozen(((1,), *uncond))
     assert batch.walk.tolist() == [[RASTER, CUBES]]
-    for step in range(2):
-        one, other = batch.in_turn(step), apart.in_turn(step)
-        kinds = ("gain", "background", "contrast", "router", "walk")
-        for name in ("density", *kinds, "error", "loudness"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        for name in ("error", "loudness"):
-            of_one = getattr(alone.in_turn(step), name)
-            assert not torch.equal(of_one, getattr(other, name)), f"{name} of both conditionings"
+    kinds = ("gain", "background", "contrast", "router", "walk")
+    for name in ("density", *kinds, "error", "loudness"):
+        assert torch.equal(getattr(batch, name), getattr(apart, name)), name
+    for name in ("error", "loudness"):
+        of_one = getattr(alone, name)
+        assert not torch.equal(of_one, getattr(apart, name)), f"{name} of both conditionings"
 
 
 def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
