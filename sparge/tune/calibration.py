@@ -94,8 +94,7 @@ class Calibration:
         row_step: one in so many rows of them is compared, as in `spread_rows`.
         visited: number of query blocks that an earlier calibration has measured; this one goes on
             after those.
-        walks: token orders of the workload that are measured and chosen from; `worth_measuring`
-            where None.
+        walks: token orders of the workload that are measured and chosen from; all where None.
 
         Raises:
             ValueError: no query block of the workload may drop anything.
@@ -106,7 +105,7 @@ class Calibration:
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
-        measured = worth_measuring(workload.order.walks) if walks is None else walks
+        measured = range(workload.order.walks) if walks is None else walks
         sums = torch.zeros(
             layers, heads, len(measured), *candidates.shape, dtype=torch.float32, device=device
         )
@@ -298,9 +297,3 @@ class Calibration:
             self.samples,
             self.walks,
         )
-
-
-def worth_measuring(walks: int) -> range:
-    """Token orders worth measuring, of so many through a grid: cubes and rows. Squares of a frame
-    bring nothing beside them (docs/experiments.md, Orders worth measuring)."""
-    return range(walks) if walks < 3 else range(0, walks, walks - 1)

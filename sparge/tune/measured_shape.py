@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..order.variants import Walk, walks_of
+from ..order.variants import Walk
 from .head_table import HeadTable
 
 
@@ -51,8 +51,7 @@ class MeasuredShape:
         walks: dict[Walk, int] = {}
         if table.shape.grid is not None:
             taken = table.choices.pooling.walk[layers].flatten().tolist()
-            for index, walk in enumerate(walks_of(table.shape.grid.frames)):
-                walks[walk] = taken.count(index)
+            walks = {walk: taken.count(walk) for walk in Walk}
         pooling, dropping = table.choices.pooling, table.choices.dropping
         tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
         of_layers = (x[layers] for x in tables)

@@ -215,7 +215,7 @@ def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
     assert budget is not None
     out, _ = attend((q, k, v), budget, Workload(order))
     exact, _ = attend((q, k, v), HeadBudget.uniform(2, 1.0), Workload(order))
-    swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32))
+    swapped = replace(budget, walk=torch.tensor([Walk.CUBES, Walk.RASTER], dtype=torch.int32))
     wrong, _ = attend((q, k, v), swapped, Workload(order))
     assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
 
@@ -231,19 +231,20 @@ def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
     assert torch.equal(choices.error, expected.error)
 
 
-@pytest.mark.parametrize("walks", [range(1), range(0, 3, 2)])
+@pytest.mark.parametrize("walks", [range(1), range(1, 2)])
 def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> None:
     grid = TokenGrid(8, 16, 16)
     order = grid_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16)
-    for head, walk in enumerate((Walk.RASTER, Walk.FRAMES)):
+    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
         alike = order.walk(walk).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
+    by_first = not walks.start
     full, limited = (
         begin(heads=2, workload=Workload(order), blocks_a_call=2, walks=each)
-        for each in (range(3), None)
+        for each in (None, None if by_first else walks)
     )
-    if len(walks) == 1:
+    if by_first:
         limited.measure_one_walk()
     assert limited.walks == [walks]
     for each in (full, limited):
@@ -251,7 +252,7 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> N
     expected = full.relative_errors()[0][:, walks]
     found = limited.relative_errors()[0][:, : len(walks)]
     assert np.array_equal(found, expected), "measured as ever"
-    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
+    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
     least = torch.full((1, 2), 0.2, dtype=torch.float64)
     for choices in (
         limited.offers().freeze(mean_density=0.4),
@@ -261,7 +262,7 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> N
         assert set(choices.walk.flatten().tolist()) <= set(walks)
         assert choices.error.isfinite().all()
         budget = choices.budget(0)
-        assert budget is not None and (budget.walk is None or len(walks) == 2)
+        assert budget is not None and (budget.walk is None) == by_first
     with pytest.raises(AssertionError):
         limited.measure_one_walk()
 
