@@ -84,8 +84,7 @@ def _asked(result: RunResult) -> Iterator[str]:
     residual, background = (result.of_heads(name) for name in ("residual", "background"))
     if heads := residual.numel():
         pooled, meant = (100 * float((x > 0).float().mean()) for x in (residual, background))
-        when = " in every second step" if all(shape.rests for shape in result.shapes) else ""
-        use = f"{pooled:.0f} % of {heads} heads use the residual{when}"
+        use = f"{pooled:.0f} % of {heads} heads use the residual in every second step"
         yield f"{use}, {meant:.0f} % the background."
     walks = sum((Counter(shape.walks) for shape in result.shapes), Counter())
     if walks:

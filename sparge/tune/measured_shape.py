@@ -39,8 +39,6 @@ class MeasuredShape:
     choice."""
     one_walk: bool = False
     """Whether one token order alone was measured, as in `HeadTable`."""
-    rests: bool = True
-    """Whether every second step is without pooled keys; not by profiles of the first versions."""
 
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
@@ -52,7 +50,7 @@ class MeasuredShape:
         if table.shape.grid is not None:
             taken = table.choices.pooling.walk[layers].flatten().tolist()
             walks = {walk: taken.count(walk) for walk in Walk}
-        pooling, dropping = table.choices.pooling, table.choices.dropping
+        pooling = table.choices.pooling
         tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
         of_layers = (x[layers] for x in tables)
         return cls(
@@ -61,5 +59,4 @@ class MeasuredShape:
             *of_layers,
             walks=walks,
             one_walk=table.one_walk,
-            rests=not dropping.gain.any(),
         )

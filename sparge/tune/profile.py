@@ -48,9 +48,8 @@ class Profile:
         were measured for.
 
         Choices are shares, so those of one text length hold for others: of the same grid the
-        nearest one is taken, first of all the same. Where one of the grids is not known, as in
-        files of version 1, the count of tokens has to be the same. Where `wanted` has no grid there
-        is one token order, so choices must not take others.
+        nearest one is taken, first of all the same. Without a grid the count of tokens has to be
+        the same, and there is one token order, so choices must not take others.
         """
         fits = {
             table: choices
@@ -62,13 +61,10 @@ class Profile:
         if of_grid:
             _, table = min(of_grid, key=lambda found: found[0])
             return table, fits[table]
-        for table, choices in fits.items():
-            walked = choices.pooling.walk.any() or choices.dropping.walk.any()
-            walks = wanted.grid is None and bool(walked)
-            apart_in_grid = table.grid is not None and wanted.grid is not None
-            if table[:2] == wanted[:2] and not walks and not apart_in_grid:
-                return table, choices
-        return None
+        choices = fits.get(wanted)
+        if choices is None or choices.pooling.walk.any() or choices.dropping.walk.any():
+            return None
+        return wanted, choices
 
     def save(self, path: Path) -> None:
         """Writes to `path` at once or not at all.
@@ -106,7 +102,7 @@ class Profile:
         """
         tensors, header = _read(path)
         choices = {
-            table: checked_choices(tensors, f"{index}.", floor, header.version)
+            table: checked_choices(tensors, f"{index}.", floor)
             for index, (table, floor) in enumerate(zip(header.tables, header.floors, strict=True))
         }
         norms = {
@@ -116,7 +112,7 @@ class Profile:
         }
         if tensors:
             raise ProfileError(
-                f"The profile {path.name} has a tensor {min(tensors)!r} that no version of it has."
+                f"The profile {path.name} has a tensor {min(tensors)!r}, which it does not take."
             )
         return cls(
             Fingerprint(header.architecture, norms),

@@ -27,10 +27,6 @@ TENSORS = {
     "loudness": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }
-
-
-#: First version that has the tensor, and what heads of earlier files have instead.
-LATER = {"loudness": (3, 1.0), "background": (4, 0.0), "contrast": (5, 1.0)}
 #: Kinds of steps, attributes of `Alternating`; each has all of these tensors.
 KIND_NAMES = ("pooling", "dropping")
 
@@ -44,33 +40,15 @@ def tensors_of(choices: Alternating) -> dict[str, Tensor]:
     }
 
 
-def checked_choices(
-    tensors: dict[str, Tensor], prefix: str, floor: int, version: int
-) -> Alternating:
-    """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be.
-
-    Files before version 3 say what heads get in all steps.
-    """
-    prefixes = [f"{prefix}{kind}." for kind in KIND_NAMES] if version >= 3 else [prefix]
-    for name, (first, value) in LATER.items():
-        for of_kind in prefixes if version < first else ():
-            _add(tensors, of_kind, name, value)
-    if version < 3:
-        same = _checked(tensors, prefix, floor)
-        return Alternating.of(same, same)
-    pooling, dropping = (_checked(tensors, of_kind, floor) for of_kind in prefixes)
+def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> Alternating:
+    """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be."""
+    pooling, dropping = (_checked(tensors, f"{prefix}{kind}.", floor) for kind in KIND_NAMES)
     if pooling.density.shape != dropping.density.shape:
         raise ProfileError(
             f"The profile has {tuple(pooling.density.shape)} layers and heads for its pooling "
             f"steps and {tuple(dropping.density.shape)} for the dropping ones."
         )
     return Alternating.of(pooling, dropping)
-
-
-def _add(tensors: dict[str, Tensor], prefix: str, name: str, value: float) -> None:
-    """Adds a tensor that no file of an earlier version has, with one value for all of its heads."""
-    if (density := tensors.get(prefix + "density")) is not None:
-        tensors[prefix + name] = torch.full_like(density, value, dtype=torch.float32)
 
 
 def _checked(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:
