@@ -11,7 +11,6 @@ from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint, Fit, Verdict
 from .head_table import FAILED, HeadTable
 from .kernel_measure import kernel_measure, measure_for
-from .layer_budgets import LayerBudgets
 from .loudness import mean_error
 from .measure import Measure, Measured, Sample, reference_measure
 from .measured_shape import MeasuredShape
@@ -26,7 +25,7 @@ from .report import Report
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
-from .step_choices import StepChoices, later_choices
+from .step_choices import StepChoices
 from .workload import Workload
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "Fit",
     "HeadChoices",
     "HeadTable",
-    "LayerBudgets",
     "Layout",
     "Measure",
     "Measured",
@@ -70,7 +68,6 @@ __all__ = [
     "Verdict",
     "Workload",
     "kernel_measure",
-    "later_choices",
     "mean_error",
     "measure_for",
     "profile_path",

@@ -239,10 +239,6 @@ class Calibration:
         if with_rounding:
             self.squared_rounding[:, layer].add_(squares[::2, 0])
 
-    def relative_errors(self) -> NDArray[np.float64]:
-        """Relative errors, the first array of `errors_and_contrasts`."""
-        return self.errors_and_contrasts()[0]
-
     def errors_and_contrasts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
 

@@ -249,8 +249,8 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> N
     assert limited.walks == [walks]
     for each in (full, limited):
         each.sample(0, q, k, v)
-    expected = full.relative_errors()[0][:, walks]
-    found = limited.relative_errors()[0][:, : len(walks)]
+    expected = full.errors_and_contrasts()[0][0][:, walks]
+    found = limited.errors_and_contrasts()[0][0][:, : len(walks)]
     assert np.array_equal(found, expected), "measured as ever"
     assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
     least = torch.full((1, 2), 0.2, dtype=torch.float64)
@@ -276,8 +276,8 @@ def test_some_of_the_rows_tell_about_as_much(make_qkv, row_step: int) -> None:
         some.sample(0, *qkv)
     norm = row_step * some.squared_norm / whole.squared_norm
     torch.testing.assert_close(norm, torch.ones_like(norm), rtol=0.1, atol=0)
-    expected = whole.relative_errors()[0, :, 0, :, :-1]
-    assert np.abs(some.relative_errors()[0, :, 0, :, :-1] / expected - 1).max() < 0.1
+    expected = whole.errors_and_contrasts()[0][0, :, 0, :, :-1]
+    assert np.abs(some.errors_and_contrasts()[0][0, :, 0, :, :-1] / expected - 1).max() < 0.1
 
 
 def test_text_alone_is_not_measured() -> None:
@@ -305,7 +305,7 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     calibration = begin(candidates=candidates, measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
     calibration.sample(0, q, q, q)
-    errors = calibration.relative_errors()[0, 0, 0, 0]
+    errors = calibration.errors_and_contrasts()[0][0, 0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
     choices = calibration.offers().freeze(target=float(errors[1, 0]) * 1.001)
     assert not choices.gain.any()

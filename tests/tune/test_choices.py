@@ -35,7 +35,7 @@ def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     budget = choices.budget(0)
     assert budget is not None
     assert budget.pools == bool(choices.gain[0].any() or choices.router[0].any())
-    budget.set_density(torch.ones(2))
+    budget.density.fill_(1)
     assert torch.equal(choices.density, before)
 
 
