@@ -170,7 +170,7 @@ def test_the_library_and_the_emulation_agree(call: Call, name: str) -> None:
     compare(call, name, "cpu")
 
 
-different_walks = pytest.mark.parametrize("walks", [(1, 2), (2, 0), (0, 1)])
+different_walks = pytest.mark.parametrize("walks", [(1, 1), (1, 0), (0, 1)])
 
 
 @different_walks
