@@ -59,7 +59,7 @@ def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device |
     """Modes of ours that are timed.
 
     Head settings (`budgets`) pool half of the heads' dropped blocks in cube order, or, below
-    density 1, spread densities tenfold between heads that take three token orders.
+    density 1, spread densities tenfold between heads that take both token orders.
     """
     policy = SparsePolicy(topk=density)
     by_name = {case.name: case for case in cases(shape.grid, shape.heads, density, device)}

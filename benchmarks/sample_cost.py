@@ -61,7 +61,7 @@ GRIDS = (TokenGrid(4, 32, 32), TokenGrid(8, 32, 32), TokenGrid(16, 32, 32))
 TINY = (TokenGrid(4, 8, 8), TokenGrid(4, 8, 8, prefix=64))
 #: Token orders and calls of a measurement. What more query blocks cost hardly depends on the
 #: orders.
-CASES = ((1, 1), (2, 1), (3, 1), (3, 2))
+CASES = ((1, 1), (2, 1), (2, 2))
 HEAD_START = 60.0  # ms, twice what the host takes for a measurement
 FEWEST, MOST = 3, 9  # measurements that a median is taken of
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparge.order.variants import Walk
-from sparge.tune.calibration import worth_measuring
 
 from .shapes import SHAPES
 from .speed_table import table
@@ -28,7 +27,7 @@ def samples_table(rows: Sequence[Row]) -> str:
     """Table of the models' shapes, where dense calls were timed, too; flash serves those that a
     measurement is a share of."""
     names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
-    measured, lines = len(worth_measuring(len(Walk))), []
+    measured, lines = len(Walk), []
     for row in rows:
         name = names.get((row["tokens"], row["heads"], row["head_dim"]))
         timed = row["walks"] == measured and row["calls"] == 1 and row.get("dense_ms")

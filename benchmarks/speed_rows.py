@@ -18,7 +18,7 @@ from .shapes import Shape
 SAMPLED_BLOCKS = 3
 
 #: Names of our rows: in raster order; everything on: cube order, half of the heads pooled;
-#: densities of heads, too, which take three token orders.
+#: densities of heads, too, which take both token orders.
 OURS, OURS_BUDGETS, OURS_SPREAD = "ours", "ours, budgets", "ours, budgets spread tenfold"
 
 

@@ -19,7 +19,7 @@ from .verdict import advice, why_nothing
 
 logger = logging.getLogger("sparge")
 
-BLOCKS_OF = {Walk.CUBES: "cubes", Walk.FRAMES: "squares of a frame", Walk.RASTER: "rows"}
+BLOCKS_OF = {Walk.CUBES: "cubes", Walk.RASTER: "rows"}
 
 
 def publish(result: RunResult, node_id: str | None) -> None:

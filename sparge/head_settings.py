@@ -18,7 +18,7 @@ from torch import Tensor
 from .checks.argument import check_tensor, flag, number, shown, whole_number
 from .order.recording import being_recorded
 from .policy import INT32_MAX, SparsePolicy
-from .thresholds import SELECTION, threshold_table
+from .thresholds import threshold_table
 
 #: Number of kept tables of head settings: one for each pair of simthreshd1 and pvthreshd.
 KEPT_TABLES = 16
@@ -180,20 +180,6 @@ class HeadBudget:
             log2_background=-math.inf if self.background is None else self.background.log2(),
             contrast=1.0 if self.contrast is None else self.contrast,
         )
-
-    def set_density(self, density: Tensor) -> None:
-        """Sets other densities (heads,) from the next call on, of these settings alone.
-
-        They are shared with no others made from or with these; but budgets of `LayerBudgets` share
-        tables with the one that they are parts of. Tables change in place, for recorded calls read
-        them. None is kept where thresholds of the policy are tensors: record such calls anew. Never
-        synchronises.
-        """
-        own = torch.empty_like(self.density).copy_(density)
-        with torch.inference_mode():  # tables may have been made in that mode
-            for table in list(self._tables.values()):
-                table[:, SELECTION] = own
-        object.__setattr__(self, "density", own)
 
     @classmethod
     def uniform(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,8 +81,7 @@ def test_groups_of_heads_give_what_all_heads_give(
         options["block_mask"] = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 7 < 4
     elif given == "budget":
         budget = HeadBudget.uniform(HEADS, 0.3, gain=1.0)
-        budget.set_density(torch.linspace(0.1, 0.9, HEADS))
-        options["budget"] = budget
+        options["budget"] = replace(budget, density=torch.linspace(0.1, 0.9, HEADS))
     groups: list[int] = []
 
     def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:

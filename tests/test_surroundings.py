@@ -58,7 +58,7 @@ class Inputs:
         self.qkv = make_qkv(1, 2, GRID.tokens, 64, dtype=dtype)
         self.order = grid_order(GRID)
         self.shares = torch.tensor([0.3, 0.6])
-        self.walk = torch.tensor([0, 2], dtype=torch.int32)
+        self.walk = torch.tensor([0, 1], dtype=torch.int32)
         self.lengths = torch.tensor([200], dtype=torch.int32)
 
     def results(self, precision: Precision) -> Iterator[Tensor]:

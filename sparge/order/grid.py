@@ -17,7 +17,7 @@ from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from . import copies as order_copies
 from .check import check_tensors
 from .recording import being_recorded
-from .variants import TURNS, Walk, unmeasured_walk, walk_ranks, walks_of
+from .variants import TURNS, Walk, unmeasured_walk, walk_ranks
 
 EMPTY = -1  # the token of a slot that holds none
 
@@ -229,7 +229,7 @@ def unmeasured_order(grid: TokenGrid, turn: int) -> TokenOrder:
 def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
     """All token orders of `grid`, cubes first, on the CPU; segments and variants as in
     `cube_order`."""
-    return _walk_order(grid, walks_of(grid.frames), turn)
+    return _walk_order(grid, tuple(Walk), turn)
 
 
 @lru_cache(maxsize=32 * TURNS)  # a run uses a grid a conditioning, a context window or two

@@ -26,9 +26,7 @@ class Walk(enum.IntEnum):
 
     CUBES = 0
     """About 4 frames x 4 x 4."""
-    FRAMES = 1
-    """About 8 x 8 in one frame, for heads that look within a frame."""
-    RASTER = 2
+    RASTER = 1
     """Rows of a frame, for heads that look along rows."""
 
 
@@ -41,31 +39,24 @@ def unmeasured_walk(turn: int) -> Walk:
     return Walk.RASTER if turn == 1 else Walk.CUBES
 
 
-def walks_of(frames: int) -> tuple[Walk, ...]:
-    """Orders that differ: in an image cubes lie in one frame."""
-    return tuple(Walk) if frames > 1 else (Walk.CUBES, Walk.RASTER)
-
-
 def walk_ranks(
     walk: Walk, frames: int, height: int, width: int, turn: int = 0
 ) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the order, from 0.
 
-    turn: number of the variant. Cubes go along another axis. The others begin a third of a key
-    block later, with the tokens that were last, or in an image every second time at the other end.
+    turn: number of the variant. Cubes go along another axis. Rows begin a third of a key block
+    later, with the tokens that were last, or in an image every second time at the other end.
     """
     if walk is Walk.CUBES:
         return cube_ranks(frames, height, width, turn)
     if frames == 1:
-        path = _path(walk, height, width)[None]
+        path = _rows(height, width)[None]
         return np.flip(path) if turn % 2 else path
-    ranks = _frame_by_frame(walk, frames, height, width, meets=turn > 0)
+    ranks = _frame_by_frame(frames, height, width, meets=turn > 0)
     return (ranks + np.int32(turn * KEY_BLOCK // TURNS)) % np.int32(ranks.size)
 
 
-def _frame_by_frame(
-    walk: Walk, frames: int, height: int, width: int, meets: bool
-) -> NDArray[np.int32]:
+def _frame_by_frame(frames: int, height: int, width: int, meets: bool) -> NDArray[np.int32]:
     """Ranks that run forth in one frame and back in the next, so that neighbours in the order lie
     close together.
 
@@ -75,18 +66,16 @@ def _frame_by_frame(
     few of one place lose their neighbours (docs/experiments.md, Rows forth and back).
     """
     area = height * width
-    forth = _path(walk, height, width)
+    forth = _rows(height, width)
     both = np.stack([forth, area - 1 - forth])
     ranks = both[np.arange(frames) % 2]
     if meets and frames % 2 and width > 1:
         half = width // 2
-        back = area - 1 - _path(walk, height, width - half)
-        ranks[-1] = np.concatenate([_path(walk, height, half), back], axis=1)
+        back = area - 1 - _rows(height, width - half)
+        ranks[-1] = np.concatenate([_rows(height, half), back], axis=1)
     return ranks + np.arange(frames, dtype=np.int32)[:, None, None] * np.int32(area)
 
 
-def _path(walk: Walk, height: int, width: int) -> NDArray[np.int32]:
+def _rows(height: int, width: int) -> NDArray[np.int32]:
     """(height, width): ranks in one frame."""
-    if walk is Walk.FRAMES:
-        return cube_ranks(1, height, width)[0]
     return np.arange(height * width, dtype=np.int32).reshape(height, width)

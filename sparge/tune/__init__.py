@@ -10,7 +10,6 @@ from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint, Fit, Verdict
 from .head_table import FAILED, HeadTable
 from .kernel_measure import kernel_measure, measure_for
-from .layer_budgets import LayerBudgets
 from .loudness import mean_error
 from .measure import Measure, Measured, Sample, reference_measure
 from .measured_shape import MeasuredShape
@@ -44,7 +43,6 @@ __all__ = [
     "Fit",
     "HeadChoices",
     "HeadTable",
-    "LayerBudgets",
     "Layout",
     "Measure",
     "Measured",

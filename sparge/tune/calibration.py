@@ -94,8 +94,7 @@ class Calibration:
         row_step: one in so many rows of them is compared, as in `spread_rows`.
         visited: number of query blocks that an earlier calibration has measured; this one goes on
             after those.
-        walks: token orders of the workload that are measured and chosen from; `worth_measuring`
-            where None.
+        walks: token orders of the workload that are measured and chosen from; all where None.
 
         Raises:
             ValueError: no query block of the workload may drop anything.
@@ -106,7 +105,7 @@ class Calibration:
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
-        measured = worth_measuring(workload.order.walks) if walks is None else walks
+        measured = range(workload.order.walks) if walks is None else walks
         sums = torch.zeros(
             layers, heads, len(measured), *candidates.shape, dtype=torch.float32, device=device
         )
@@ -240,10 +239,6 @@ class Calibration:
         if with_rounding:
             self.squared_rounding[:, layer].add_(squares[::2, 0])
 
-    def relative_errors(self) -> NDArray[np.float64]:
-        """Relative errors, the first array of `errors_and_contrasts`."""
-        return self.errors_and_contrasts()[0]
-
     def errors_and_contrasts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
 
@@ -298,9 +293,3 @@ class Calibration:
             self.samples,
             self.walks,
         )
-
-
-def worth_measuring(walks: int) -> range:
-    """Token orders worth measuring, of so many through a grid: cubes and rows. Squares of a frame
-    bring nothing beside them (docs/experiments.md, Orders worth measuring)."""
-    return range(walks) if walks < 3 else range(0, walks, walks - 1)

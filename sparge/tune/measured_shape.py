@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..order.variants import Walk, walks_of
+from ..order.variants import Walk
 from .head_table import HeadTable
 
 
@@ -48,8 +48,7 @@ class MeasuredShape:
         walks: dict[Walk, int] = {}
         if table.shape.grid is not None:
             taken = table.choices.walk[layers].flatten().tolist()
-            for index, walk in enumerate(walks_of(table.shape.grid.frames)):
-                walks[walk] = taken.count(index)
+            walks = {walk: taken.count(walk) for walk in Walk}
         chosen = table.choices
         tables = (*tables, chosen.loudness, chosen.gain, chosen.background)
         of_layers = (x[layers] for x in tables)

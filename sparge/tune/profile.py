@@ -46,9 +46,8 @@ class Profile:
         were measured for.
 
         Choices are shares, so those of one text length hold for others: of the same grid the
-        nearest one is taken, first of all the same. Where one of the grids is not known, as in
-        files of version 1, the count of tokens has to be the same. Where `wanted` has no grid there
-        is one token order, so choices must not take others.
+        nearest one is taken, first of all the same. Without a grid the count of tokens has to be
+        the same, and there is one token order, so choices must not take others.
         """
         fits = {
             table: choices
@@ -60,12 +59,8 @@ class Profile:
         if of_grid:
             _, table = min(of_grid, key=lambda found: found[0])
             return table, fits[table]
-        for table, choices in fits.items():
-            walks = wanted.grid is None and bool(choices.walk.any())
-            apart_in_grid = table.grid is not None and wanted.grid is not None
-            if table[:2] == wanted[:2] and not walks and not apart_in_grid:
-                return table, choices
-        return None
+        choices = fits.get(wanted)
+        return None if choices is None or choices.walk.any() else (wanted, choices)
 
     def save(self, path: Path) -> None:
         """Writes to `path` at once or not at all.
@@ -113,7 +108,7 @@ class Profile:
         }
         if tensors:
             raise ProfileError(
-                f"The profile {path.name} has a tensor {min(tensors)!r} that no version of it has."
+                f"The profile {path.name} has a tensor {min(tensors)!r}, which it does not take."
             )
         return cls(
             Fingerprint(header.architecture, norms),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -13,14 +12,26 @@ from ..blocks import KEY_BLOCK, block_count
 from ..order.grid import TokenGrid
 from .profile_error import ProfileError
 
-VERSION = 5
+#: Only this version is read.
+VERSION = 1
 #: Halves of characters: JSON has a way to write them, and no file or screen takes them.
 HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")
 MODES = ("quality", "budget")
-FIRST_KEYS: dict[str, Any] = {"conditioning": str, "tokens": int, "floor": int}
-WITH_GRID = FIRST_KEYS | {"grid": (dict, type(None))}
-#: Keys of a table by version: files of the first one do not say where the tokens lie.
-TABLE_KEYS: dict[int, dict[str, Any]] = {1: FIRST_KEYS} | dict.fromkeys((2, 3, 4, 5), WITH_GRID)
+HEADER_KEYS: dict[str, Any] = {
+    "version": int,
+    "architecture": str,
+    "tables": list,
+    "mode": str,
+    "asked": (int, float),
+    "created": str,
+    "notes": dict,
+}
+TABLE_KEYS: dict[str, Any] = {
+    "conditioning": str,
+    "tokens": int,
+    "floor": int,
+    "grid": (dict, type(None)),
+}
 GRID_KEYS: dict[str, Any] = {part.name: int for part in fields(TokenGrid)}
 
 
@@ -30,7 +41,7 @@ class Table(NamedTuple):
     conditioning: str
     tokens: int
     grid: TokenGrid | None = None
-    """Token grid; None where nobody knew it, as in all files of version 1."""
+    """Token grid; None where nobody knew it."""
 
     @property
     def text(self) -> int:
@@ -56,8 +67,6 @@ class Header:
     asked: float
     created: str
     notes: dict[str, str]
-    version: int = VERSION
-    """Version that was read. What is written has the last version."""
 
     def to_json(self) -> str:
         """Returns the header as JSON. Raises ProfileError for what `from_json` would refuse."""
@@ -83,8 +92,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """Reads a header. Raises ProfileError for what is no header of this version or an earlier
-        one."""
+        """Reads a header. Raises ProfileError for what is no header of this version."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -99,35 +107,23 @@ class Header:
             float(content["asked"]),
             content["created"],
             content["notes"],
-            content["version"],
         )
 
 
 def _check(content: Any) -> None:
     version = content.get("version") if isinstance(content, dict) else None
-    if version not in tuple(TABLE_KEYS):  # it may be of any type
+    if version != VERSION:
         raise ProfileError(
-            f"The profile has version {version!r} and this reads 1 to {VERSION}: measure again."
+            f"The profile has version {version!r} and only version {VERSION} is read: measure anew "
+            "and save again."
         )
-    _check_keys(
-        "header",
-        content,
-        {
-            "version": int,
-            "architecture": str,
-            "tables": list,
-            "mode": str,
-            "asked": (int, float),
-            "created": str,
-            "notes": dict,
-        },
-    )
+    _check_keys("header", content, HEADER_KEYS)
     if content["mode"] not in MODES:
         raise ProfileError(f"The profile's mode is {content['mode']!r}; it is one of {MODES}.")
-    if not 0 < content["asked"] <= 1 or not math.isfinite(content["asked"]):
+    if not 0 < content["asked"] <= 1:  # nor NaN
         raise ProfileError(f"The profile asks for {content['asked']!r}; it takes 0 to 1.")
     for row in content["tables"]:
-        _check_keys("table", row, TABLE_KEYS[content["version"]])
+        _check_keys("table", row, TABLE_KEYS)
         if row["tokens"] < 1 or row["floor"] < 1:
             raise ProfileError(f"A table of the profile has {row}: counts start from 1.")
         if row["floor"] > block_count(row["tokens"], KEY_BLOCK):
@@ -152,10 +148,9 @@ def _check(content: Any) -> None:
 def _table(row: dict[str, Any]) -> Table:
     """Makes the table of a row whose keys and kinds are checked. Raises ProfileError for sizes that
     no grid has."""
-    table, sizes = Table(row["conditioning"], row["tokens"]), row.get("grid")
+    table, sizes = Table(row["conditioning"], row["tokens"]), row["grid"]
     if sizes is None:
         return table
-    sizes = {"tail": 0, **sizes} if isinstance(sizes, dict) else sizes  # earlier files lack it
     _check_keys("grid", sizes, GRID_KEYS)
     try:
         grid = TokenGrid(**sizes)

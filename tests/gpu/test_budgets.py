@@ -381,14 +381,3 @@ def test_a_head_without_gain_computes_what_plain_dropping_does(generator: torch.
     pooled = public_attention(q, k, v, SparsePolicy(topk=0.3), budget=mixed)
     assert torch.equal(plain[:, 0], pooled[:, 0])
     assert not torch.equal(plain[:, 1], pooled[:, 1])
-
-
-def test_densities_set_in_place_count_in_the_next_call(generator: torch.Generator) -> None:
-    q, k, v = make_qkv(Case("denser", heads=2, queries=2000, keys=2000), generator)
-    budget = HeadBudget.uniform(2, 0.1, gain=1.0, device="cuda")
-    policy = SparsePolicy()
-    public_attention(q, k, v, policy, budget=budget)
-    budget.set_density(torch.tensor([0.1, 0.8], device="cuda"))
-    fresh = HeadBudget(budget.density.clone(), budget.gain, budget.router)
-    changed = public_attention(q, k, v, policy, budget=budget)
-    assert torch.equal(changed, public_attention(q, k, v, policy, budget=fresh))

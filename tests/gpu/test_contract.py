@@ -60,7 +60,7 @@ def test_four_launches_no_sync_no_copy(
     order = grid_order(TokenGrid(5, 10, 18, suffix=100)) if ordered else None
     budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
     if budget is not None and ordered:
-        walk = torch.tensor([0, 1, 2, 0], dtype=torch.int32, device="cuda")
+        walk = torch.tensor([0, 1, 1, 0], dtype=torch.int32, device="cuda")
         background = torch.tensor([0.5, 0.0, 2.0, 8.0], device="cuda")
         budget = replace(budget, walk=walk, background=background, contrast=background / 2 + 0.5)
 

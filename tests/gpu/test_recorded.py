@@ -48,7 +48,6 @@ def test_cuda_graph_keeps_its_table_and_its_order(generator: torch.Generator) ->
     torch.cuda.empty_cache()
     filled = [torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda") for _ in range(64)]
 
-    budget.set_density(torch.full((HEADS,), 0.25, device="cuda"))
     q.copy_(draw())
     graph.replay()
     assert torch.equal(out, call())

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS, TOKENS = 2, 512
-CUBES, FRAMES, RASTER = range(3)
+CUBES, RASTER = range(2)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
 ):
     sample_of(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
-    uncond, cond = qkv_of(RASTER, FRAMES), qkv_of(RASTER, FRAMES)
+    uncond, cond = qkv_of(RASTER, CUBES), qkv_of(RASTER, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(steps, ((1, 0), *both))
     apart = frozen(steps, ((1,), *uncond), ((0,), *cond))
@@ -193,7 +193,7 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
         assert table.one_walk == one_walk
     one, other = (table.choices for table in (batch, apart))
     taken = set(one.walk.flatten().tolist())
-    assert taken == {CUBES} if one_walk else RASTER in taken and FRAMES not in taken
+    assert taken == {CUBES} if one_walk else {CUBES, RASTER}
     kinds = ("gain", "background", "contrast", "router", "walk")
     for name in ("density", *kinds, "error", "loudness"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
@@ -206,7 +206,7 @@ def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatc
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
     module = load_pack("nodes.attention_call")
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
-    table = frozen(4, ((1,), *qkv_of(RASTER, FRAMES)), ((0,), *qkv_of(RASTER, FRAMES)))
+    table = frozen(4, ((1,), *qkv_of(RASTER, CUBES)), ((0,), *qkv_of(RASTER, CUBES)))
     assert next(kernels) == "flash" and table.one_walk
     assert not table.choices.walk.any()
     assert table.budget(0).walk is None
@@ -245,7 +245,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     patcher.model.diffusion_model = WanModel(8)
     node, hook_of = load_pack("nodes.sparge_attention").SpargeAttention, load_pack("nodes.hook")
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
-    qkv = qkv_of(RASTER, FRAMES)
+    qkv = qkv_of(RASTER, CUBES)
     told = "measured one token order alone: the dense steps are few or short"
 
     def step(attend):
@@ -261,7 +261,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     assert told in line(1)
     result = hook_of.hook_of(patched).last
     ((shape,), (choices,)) = result.shapes, result.profile.choices.values()
-    assert list(shape.walks.values()) == [4, 0, 0]
+    assert list(shape.walks.values()) == [4, 0]
     assert not choices.walk.any()
     assert "token order" not in line(4)
     assert runs[-1][0].tally.sparse == 8
@@ -275,7 +275,7 @@ def test_only_measured_calls_go_by_a_faster_kernel(
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode="auto budget", topk=0.5, min_tokens=TOKENS)[0]
-    qkv, served, given = qkv_of(RASTER, FRAMES), [], []
+    qkv, served, given = qkv_of(RASTER, CUBES), [], []
 
     def by_faster(call):
         served.append(scaled_dot_product_attention(*call.heads_first()).transpose(1, 2).flatten(2))
@@ -305,7 +305,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
-    qkv = qkv_of(RASTER, FRAMES)
+    qkv = qkv_of(RASTER, CUBES)
 
     def step(attend):
         for _ in range(2):

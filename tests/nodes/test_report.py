@@ -81,7 +81,7 @@ def test_measured_heads_are_told(measured, report):
     assert details[1:4] == [
         "Asked for a mean error of 0.06.",
         "25 % of 4 heads use the residual, 50 % the background.",
-        "Blocks of tokens by head: cubes in 3, squares of a frame in 2, rows in 1.",
+        "Blocks of tokens by head: cubes in 3, rows in 2.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])
     assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068 0.096"

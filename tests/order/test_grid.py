@@ -25,7 +25,7 @@ from sparge.order.grid import (
     raster_order,
     unmeasured_order,
 )
-from sparge.order.variants import TURNS, Walk, unmeasured_walk, walks_of
+from sparge.order.variants import TURNS, Walk, unmeasured_walk
 
 GRIDS = [
     TokenGrid(28, 30, 53, suffix=200),
@@ -114,7 +114,7 @@ def test_a_tail_keeps_its_order_in_every_walk_and_may_be_dropped() -> None:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_all_walks_share_blocks_and_text(grid: TokenGrid) -> None:
     order, cubes = grid_order(grid), cube_order(grid)
-    assert order.walks == (3 if grid.frames > 1 else 2)
+    assert order.walks == len(Walk)
     assert torch.equal(order.slot_token, cubes.slot_token)
     text = torch.arange(grid.tokens)
     text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
@@ -130,10 +130,8 @@ def test_all_walks_share_blocks_and_text(grid: TokenGrid) -> None:
 def test_walks_make_blocks_of_their_shape() -> None:
     order = grid_order(TokenGrid(8, 16, 24))
     frame, row = order.slot_tokens // (16 * 24), order.slot_tokens // 24 % 16
-    frames, rows = (x.view(3, -1, 64) for x in (frame, row))
+    frames, rows = (x.view(len(Walk), -1, 64) for x in (frame, row))
     assert (frames[Walk.CUBES].amax(-1) - frames[Walk.CUBES].amin(-1) == 3).all()
-    assert (frames[Walk.FRAMES].amax(-1) == frames[Walk.FRAMES].amin(-1)).all()
-    assert (rows[Walk.FRAMES].amax(-1) - rows[Walk.FRAMES].amin(-1) == 7).all()
     assert (frames[Walk.RASTER].amax(-1) == frames[Walk.RASTER].amin(-1)).all()
     assert (rows[Walk.RASTER].amax(-1) - rows[Walk.RASTER].amin(-1) <= 3).all()
 
@@ -152,7 +150,7 @@ def test_turns_share_blocks_and_text(grid: TokenGrid) -> None:
             assert torch.equal(walk.block_counts, first.block_counts)
             assert torch.equal(walk.token_slot[text], first.walk(index).token_slot[text])
         assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
-        walk = order.walk(walks_of(grid.frames).index(unmeasured_walk(turn)))
+        walk = order.walk(unmeasured_walk(turn))
         assert torch.equal(unmeasured_order(grid, turn).slot_token, walk.slot_token)
 
 
@@ -161,7 +159,7 @@ def test_turns_cut_every_walk_elsewhere() -> None:
     grid = TokenGrid(13, 30, 45)
     blocks = torch.stack([grid_order(grid, turn).token_slots // 64 for turn in range(TURNS)])
     for one, other in ((0, 1), (1, 2), (0, 2)):
-        for walk in range(3):
+        for walk in Walk:
             pairs = torch.stack([blocks[one, walk], blocks[other, walk]]).unique(dim=1)
             meetings = pairs.shape[1] / int(blocks[one, walk].amax() + 1)
             assert meetings > 1.4, (one, other, walk)

@@ -76,7 +76,7 @@ def test_calibration_of_a_text_keeps_its_first_block(text: Call) -> None:
     dense, sparse = (
         attend(mode, text.raster, budget, is_causal=True)[0][0][:, compared] for budget in budgets
     )
-    errors = calibration.relative_errors()[0, :, 0, 0, place, 0]
+    errors = calibration.errors_and_contrasts()[0][0, :, 0, 0, place, 0]
     for error, out, truth in zip(errors.tolist(), sparse, dense, strict=True):
         assert error == pytest.approx(rel_l2(out, truth), rel=1e-3)
 
@@ -170,7 +170,7 @@ def test_the_library_and_the_emulation_agree(call: Call, name: str) -> None:
     compare(call, name, "cpu")
 
 
-different_walks = pytest.mark.parametrize("walks", [(1, 2), (2, 0), (0, 1)])
+different_walks = pytest.mark.parametrize("walks", [(1, 1), (1, 0), (0, 1)])
 
 
 @different_walks

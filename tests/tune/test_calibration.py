@@ -184,7 +184,7 @@ def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
     assert budget is not None
     out, _ = attend((q, k, v), budget, Workload(order))
     exact, _ = attend((q, k, v), HeadBudget.uniform(2, 1.0), Workload(order))
-    swapped = replace(budget, walk=torch.tensor([0, 2], dtype=torch.int32))
+    swapped = replace(budget, walk=torch.tensor([Walk.CUBES, Walk.RASTER], dtype=torch.int32))
     wrong, _ = attend((q, k, v), swapped, Workload(order))
     assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
 
@@ -200,27 +200,28 @@ def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
     assert torch.equal(choices.error, expected.error)
 
 
-@pytest.mark.parametrize("walks", [range(1), range(0, 3, 2)])
+@pytest.mark.parametrize("walks", [range(1), range(1, 2)])
 def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> None:
     grid = TokenGrid(8, 16, 16)
     order = grid_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16)
-    for head, walk in enumerate((Walk.RASTER, Walk.FRAMES)):
+    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
         alike = order.walk(walk).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
+    by_first = not walks.start
     full, limited = (
         begin(heads=2, workload=Workload(order), blocks_a_call=2, walks=each)
-        for each in (range(3), None)
+        for each in (None, None if by_first else walks)
     )
-    if len(walks) == 1:
+    if by_first:
         limited.measure_one_walk()
     assert limited.walks == [walks]
     for each in (full, limited):
         each.sample(0, q, k, v)
-    expected = full.relative_errors()[0][:, walks]
-    found = limited.relative_errors()[0][:, : len(walks)]
+    expected = full.errors_and_contrasts()[0][0][:, walks]
+    found = limited.errors_and_contrasts()[0][0][:, : len(walks)]
     assert np.array_equal(found, expected), "measured as ever"
-    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.FRAMES]]
+    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
     for choices in (
         limited.offers().freeze(mean_density=0.4),
         limited.offers().freeze(target=0.1),
@@ -228,7 +229,7 @@ def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> N
         assert set(choices.walk.flatten().tolist()) <= set(walks)
         assert choices.error.isfinite().all()
         budget = choices.budget(0)
-        assert budget is not None and (budget.walk is None or len(walks) == 2)
+        assert budget is not None and (budget.walk is None) == by_first
     with pytest.raises(AssertionError):
         limited.measure_one_walk()
 
@@ -242,8 +243,8 @@ def test_some_of_the_rows_tell_about_as_much(make_qkv, row_step: int) -> None:
         some.sample(0, *qkv)
     norm = row_step * some.squared_norm / whole.squared_norm
     torch.testing.assert_close(norm, torch.ones_like(norm), rtol=0.1, atol=0)
-    expected = whole.relative_errors()[0, :, 0, :, :-1]
-    assert np.abs(some.relative_errors()[0, :, 0, :, :-1] / expected - 1).max() < 0.1
+    expected = whole.errors_and_contrasts()[0][0, :, 0, :, :-1]
+    assert np.abs(some.errors_and_contrasts()[0][0, :, 0, :, :-1] / expected - 1).max() < 0.1
 
 
 def test_text_alone_is_not_measured() -> None:
@@ -271,7 +272,7 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     calibration = begin(candidates=candidates, measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
     calibration.sample(0, q, q, q)
-    errors = calibration.relative_errors()[0, 0, 0, 0]
+    errors = calibration.errors_and_contrasts()[0][0, 0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
     choices = calibration.offers().freeze(target=float(errors[1, 0]) * 1.001)
     assert not choices.gain.any()

@@ -35,7 +35,7 @@ def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     budget = choices.budget(0)
     assert budget is not None
     assert budget.pools == bool(choices.gain[0].any() or choices.router[0].any())
-    budget.set_density(torch.ones(2))
+    budget.density.fill_(1)
     assert torch.equal(choices.density, before)
 
 
@@ -50,7 +50,7 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
     plain = HeadChoices(none + 0.5, none, none, none + 1, ints, ints, none, none, measured)
-    rich = replace(plain, gain=none + 1, background=none + 4, contrast=none + 1.5, walk=ints + 2)
+    rich = replace(plain, gain=none + 1, background=none + 4, contrast=none + 1.5, walk=ints + 1)
     first, unmeasured = plain.budgets()
     assert first is not None and not first.pools and unmeasured is None
     assert first.walk is None and first.background is None and first.contrast is None

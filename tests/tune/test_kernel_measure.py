@@ -208,7 +208,7 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     blocks = workload.sparse_query_blocks()[-2:]
     k = k.bfloat16()
     dense = 0.5 * scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    measured = range(3 if walks else 1)
+    measured = range(2 if walks else 1)
     return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2, dense.float())
 
 

@@ -110,14 +110,17 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
         (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
+        (lambda tensors, header: tensors.pop("0.measured"), "no tensor 0.measured"),
+        (lambda tensors, header: tensors.pop("1.density"), "no tensor 1.dens"),
         (lambda tensors, header: tensors.pop("1.loudness"), "no tensor 1.loud"),
         (lambda tensors, header: tensors.pop("0.background"), "no tensor 0.back"),
-        (set_header("version", 2), "no tensor 0.density"),
-        (set_header("version", 6), "version 6 and this reads 1 to 5"),
+        (
+            set_header("version", 2),
+            "version 2 and only version 1 is read: measure anew and save again",
+        ),
         (set_header("version", 0), "version 0 and"),
-        (set_header("version", [2]), "version .2. and"),
+        (set_header("version", [1]), "version .1. and"),
         (set_header("version", True), "version = True"),
-        (set_header("version", 1), "table has .*'grid'"),
         (set_grid("frames", 0), "grid of the profile is none: frames is 0"),
         (set_grid("suffix", -1), "suffix is -1"),
         (set_grid("lead_frames", 5), "lead_frames is 5"),
@@ -127,12 +130,14 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_grid("spare", 9), "grid has .*'spare'"),
         (lambda tensors, header: header["tables"][1].pop("grid"), "table has"),
         (lambda tensors, header: header["tables"][1]["grid"].pop("suffix"), "grid has"),
+        (lambda tensors, header: header["tables"][1]["grid"].pop("tail"), "grid has"),
         (lambda tensors, header: header["tables"][1].update(grid=[4, 8, 10]), r"grid = \[4, 8"),
         (set_header("spare", 1), "header has .*'spare'"),
         (lambda tensors, header: header.pop("mode"), "header has"),
         (set_header("mode", "fast"), "mode is 'fast'"),
         (set_header("asked", 0), "asks for 0"),
         (set_header("asked", float("nan")), "asks for nan"),
+        (set_header("asked", float("inf")), "asks for inf"),
         (set_header("asked", True), "asked = True"),
         (set_header("architecture", 7), "architecture = 7"),
         (set_header("notes", {"a": 1}), "not text"),
@@ -197,13 +202,17 @@ def test_the_nearest_text_of_a_grid_is_taken(
         assert of_texts.nearest(table(grid), layers, heads) is None
 
 
-def test_only_choices_of_one_walk_fit_tokens_without_a_grid(of_texts: Profile) -> None:
-    wanted = Table("shared", GRID.tokens)
-    assert of_texts.nearest(wanted, 3, 4) is None
-    of_texts.choices[table(GRID)].walk.zero_()
-    found = of_texts.nearest(wanted, 3, 4)
-    assert found is not None and found[0] == table(GRID)
-    assert of_texts.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None
+def test_only_choices_of_one_walk_fit_tokens_without_a_grid(
+    of_texts: Profile, generator: torch.Generator
+) -> None:
+    wanted, without = Table("shared", GRID.tokens), choices(generator)
+    assert of_texts.nearest(wanted, 3, 4) is None, "measured in a grid"
+    profile = replace(of_texts, choices={wanted: without})
+    assert profile.nearest(wanted, 3, 4) is None
+    without.walk.zero_()
+    assert profile.nearest(wanted, 3, 4) == (wanted, without)
+    assert profile.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None
+    assert profile.nearest(table(GRID), 3, 4) is None, "measured without a grid"
 
 
 def test_other_files_are_refused(profile: Profile, tmp_path: Path) -> None:
@@ -259,7 +268,7 @@ def test_whoever_shares_the_folder_may_read(
     try:
         profile.save(path)
         assert path.stat().st_mode & 0o7777 == mode
-        path.chmod(0o600)  # as earlier versions wrote it
+        path.chmod(0o600)
         profile.save(path)
         assert path.stat().st_mode & 0o7777 == mode
     finally:
