@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.reference.dense import blocks_of
 
 from sparge.errors import Unsupported
 from sparge.kernels.spec import Element
@@ -15,6 +14,7 @@ from sparge.order.grid import TokenGrid, TokenOrder, cube_order, raster_order
 from sparge.reference import quantize_qkv
 from sparge.reference.packed import gather, pack_qkv, scatter
 from sparge.stages import key_mean
+from tests.reference.blocks import blocks_of
 
 GRID = TokenGrid(3, 7, 9, prefix=70, suffix=75)  # 70 + 189 + 75 tokens: every segment is ragged
 LENGTHS = torch.tensor([334, 259, 300], dtype=torch.int32)
