@@ -26,7 +26,7 @@ from sparge.stages import key_mean
 from sparge.stages.launch import means, quantize
 from sparge.stages.rules import QuantizeRules
 from sparge.stages.workspace import CallShape, WorkspaceLayout
-from tests.gpu.cases import CASES, Case, make_qkv
+from tests.gpu.cases import CASES, SOME_CASES, Case, lengths_of, make_qkv
 from tests.gpu.conftest import HOPPER, HOPPER_8BIT, Kernels, assert_same_lse
 
 pytestmark = pytest.mark.gpu
@@ -78,10 +78,12 @@ def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Te
     return {name: layout.view(workspace, name) for name in layout.fields}
 
 
-def lengths_of(case: Case) -> Tensor | None:
-    if case.key_lengths is None:
-        return None
-    return torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
+def means_of(fields: dict[str, Tensor], element: Element, head_dim: int) -> dict[str, Any]:
+    """Means and value scales of the kernels, for `reference.quantize_qkv` and `pack_qkv`."""
+    names = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale"}
+    if not element.name.startswith("INT8"):
+        return {}
+    return {name: fields[field][..., :head_dim] for name, field in names.items()}
 
 
 #: fp16 inputs take the FP16 element in 16-bit precision.
@@ -99,13 +101,8 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
     fields = kernel_stages(q, k, v, element, lengths_of(case))
     d = case.head_dim
     int8 = element is not Element.BF16
-    means: dict[str, Any] = {}
+    means = means_of(fields, element, d)
     if int8:
-        means = {
-            "kbar": fields["k_mean"][..., :d],
-            "vbar": fields["v_mean"][..., :d],
-            "v_scale": fields["v_scale"][..., :d],
-        }
         own = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case))
         spread = k.float().std() + k.float().abs().mean() + 1e-6
         assert (own.kbar - means["kbar"]).abs().max() <= 1e-4 * spread
@@ -129,17 +126,15 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
     keys = key_rows(fields["k_tiles"], head_dim * (1 if int8 else 2))
     keys = keys.view(torch.int8 if int8 else torch.bfloat16).flatten(2, 3)
     assert keys[:, :, case.keys :].float().abs().sum() == 0
-    levels = keys[:, :, : case.keys, :d].float() - truth.k_levels.float()
+    assert torch.equal(keys[:, :, : case.keys, :d].float(), truth.k_levels.float())
     if int8:
-        assert levels.abs().max() == 0
         torch.testing.assert_close(fields["k_scale"], truth.k_scale, rtol=1e-5, atol=0)
-    else:
-        assert levels.abs().max() == 0
     values = value_levels(fields["v_tiles"], element, head_dim)[:, :, : case.keys, :d]
     assert rel_l2(values, truth.v_levels.float()) <= 2e-3
 
 
-@pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda element: element.name)
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
 def test_similarity_that_no_threshold_asks_for(
     case: Case, element: Element, generator: torch.Generator, poison: None
 ) -> None:
@@ -177,7 +172,7 @@ def test_blocks_without_a_mean_pass_no_threshold(
         assert (nan[..., [0, 2]] == spreads).all(), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
 def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
     """Some heads of all are taken, as calibration takes them."""
     q, k, v = make_qkv(case, generator)
@@ -199,7 +194,7 @@ def test_given_means_are_those_found(case: Case, generator: torch.Generator, poi
             assert torch.equal(value, expected), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
 def test_mean_key_of_a_sample(
     case: Case, generator: torch.Generator, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,9 +224,17 @@ def value_levels(tiles: Tensor, element: Element, head_dim: int) -> Tensor:
     return rows.transpose(-1, -2).flatten(2, 3)
 
 
+#: Every case on every path with two of the policies, and every policy with half of the cases.
+CASES_AND_POLICIES = [
+    pytest.param(case, policy, id=f"{case.id}-{name}")
+    for number, case in enumerate(CASES)
+    for place, (name, policy) in enumerate(POLICIES.items())
+    if (number + number // 2 + place) % 2 == 0
+]
+
+
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("case", "policy"), CASES_AND_POLICIES)
 def test_attention(
     case: Case,
     policy: SparsePolicy,
@@ -258,21 +261,10 @@ def test_attention(
 
     fields = kernel_stages(q, k, v, element, lengths)
     d = case.head_dim
-    means: dict[str, Any] = {}
-    if policy.precision is Precision.INT8:
-        means = {
-            "kbar": fields["k_mean"][..., :d],
-            "vbar": fields["v_mean"][..., :d],
-            "v_scale": fields["v_scale"][..., :d],
-        }
+    means = means_of(fields, element, d)
     quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
-    pvthreshd = policy.pvthreshd
     emulated = reference.attend(
-        quantized,
-        plan,
-        scale=d**-0.5,
-        pvthreshd=pvthreshd,
-        softmax=kernels.softmax,
+        quantized, plan, scale=d**-0.5, pvthreshd=policy.pvthreshd, softmax=kernels.softmax
     )
     size = emulated.out.norm().clamp(min=1e-3)
     assert (out - emulated.out).norm() / size <= TIGHT[element]
@@ -309,17 +301,28 @@ def check_routing(plan, q, k, v, policy, element, case, lengths) -> None:
         assert tied.max() - tied.min() <= 1e-4 * (1 + tied.abs().max()), "not a tie"
 
 
-@pytest.mark.parametrize("topk", [1.0, 0.2])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kernels", HOPPER, ids=lambda k: k.id)
+@pytest.mark.parametrize(
+    ("kernels", "data", "most"),
+    [
+        (HOPPER[0], "noise", 1.025),
+        (HOPPER[1], "noise", 1.025),
+        (HOPPER_8BIT, "drift", 1.0),
+    ],
+    ids=["8-bit", "16-bit", "8-bit, drift"],
+)
 def test_hopper_errs_hardly_more_than_mma_sync(
-    kernels: Kernels, head_dim: int, topk: float, generator: torch.Generator, force
+    kernels: Kernels, data: str, most: float, head_dim: int, generator: torch.Generator, force
 ) -> None:
     """No error averages out in noise: emulated, fixed point and steps of two blocks add 0.6 to 0.9
-    % in 8 bits, steps alone 0.3 to 1.6 % in 16. Drifting 8-bit data err less than there."""
-    size = (1, 4, 2048, head_dim)
-    q, k, v = (torch.randn(size, generator=generator).bfloat16().cuda() for _ in range(3))
-    policy = with_element(SparsePolicy(topk=topk), kernels.element)
+    % in 8 bits, steps alone 0.3 to 1.6 % in 16. Where values drift, row sums of P as it was
+    rounded gain more than fixed point loses: emulated, errors are 0.5 to 2.8 % smaller."""
+    if data == "drift":  # those of the speed bars
+        q, k, v = draw(Shape("drift", 4, 4096, head_dim, TokenGrid(4, 32, 32)))
+    else:
+        size = (1, 4, 2048, head_dim)
+        q, k, v = (torch.randn(size, generator=generator).bfloat16().cuda() for _ in range(3))
+    policy = with_element(SparsePolicy(topk=0.2), kernels.element)
     plan = make_plan(q, k, policy)
     exact, _ = reference.exact_attention(q, k, v, plan=plan)
 
@@ -327,26 +330,7 @@ def test_hopper_errs_hardly_more_than_mma_sync(
         force(kernels)
         return rel_l2(attention(q, k, v, policy, plan=plan, output_dtype=torch.float32), exact)
 
-    assert error(kernels) <= 1.025 * error(Kernels(kernels.element))
-
-
-@pytest.mark.parametrize("topk", [1.0, 0.2])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_hopper_errs_no_more_than_mma_sync_where_values_drift(
-    head_dim: int, topk: float, force
-) -> None:
-    """The data are those of the speed bars: row sums of P as it was rounded, which only wgmma adds,
-    gain more than fixed point loses. Emulated, errors are 0.5 to 2.8 % smaller."""
-    qkv = draw(Shape("drift", 4, 4096, head_dim, TokenGrid(4, 32, 32)))
-    policy = SparsePolicy(topk=topk)
-    plan = make_plan(*qkv[:2], policy)
-    exact, _ = reference.exact_attention(*qkv, plan=plan)
-
-    def error(kernels: Kernels) -> float:
-        force(kernels)
-        return rel_l2(attention(*qkv, policy, plan=plan, output_dtype=torch.float32), exact)
-
-    assert error(HOPPER_8BIT) <= error(Kernels(Element.INT8_E4M3))
+    assert error(kernels) <= most * error(Kernels(kernels.element))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
