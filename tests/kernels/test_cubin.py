@@ -28,7 +28,6 @@ def build(compiler):
     "definition",
     [
         'extern "C" __device__ const LaunchInfo launch_info = {384, 232448u};',
-        'extern "C" __device__ constexpr LaunchInfo launch_info = {384, 232448u};',
         'extern "C" __constant__ LaunchInfo launch_info = {384, 232448u};',
         # A neighbour of similar name and a padded section: the offset within it must be used.
         'extern "C" __device__ const LaunchInfo launch_information = {1, 2};\n'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets per head against the rules spelt out one query block at a time."""
+"""Choice of blocks where a float64 oracle cannot tell: bits, ranks and scores."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from sparge.head_settings import HeadBudget, Router
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import quantize_qkv, route
-from sparge.reference.choose import (
-    choose_blocks,
-)
+from sparge.reference.choose import choose_blocks, error_scores, mass_scores
 from sparge.reference.packed import Packed, pack_qkv
 
 SCALE = 0.25
@@ -94,3 +92,25 @@ def test_lists_with_a_budget_or_an_order_make_whole_steps(make_qkv) -> None:
     asked, forced = torch.arange(9), torch.tensor([[0], [1], [4]])
     total = whole_steps(asked, forced) + forced
     assert (total % STEP_BLOCKS == 0).all() and (total - asked - forced).unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("order", [None, CUBES], ids=["as they come", "cubes"])
+def test_error_scores_are_the_formula(make_qkv, order: TokenOrder | None) -> None:
+    """Spelt out for one query block of a head, in float64."""
+    x = case(make_qkv, order)
+    choice = choose_blocks(x, SparsePolicy(), BUDGET, scale=SCALE)
+    scores = error_scores(x, SCALE, choice.valid)
+    assert (scores[~choice.valid] == -torch.inf).all()
+    mass = mass_scores(x, SCALE).masked_fill(~choice.valid, -torch.inf)
+    share = (scores - mass.logsumexp(-1, keepdim=True)).exp()
+    for b, h, i in [(0, 0, 0), (0, 3, 2), (1, 1, 4), (1, 2, 1)]:
+        j, operands = choice.valid[b, h, i].nonzero().flatten(), x.operands
+        q, counts = operands.q_block_mean[b, h, i].double(), operands.key_counts[b, j]
+        weight = counts * (operands.k_block_mean[b, h // 2, j].double() @ q * SCALE).exp()
+        weight = weight / weight.sum()
+        values = x.v_block_mean[b, h // 2, j].bfloat16().double()
+        s = x.k_variance[b, h // 2, j].bfloat16().double() @ (q * SCALE).square()
+        distance = (values - weight @ values).square().sum(-1)
+        spread = (s / 2).square() * distance + s / 64 * x.v_variance[b, h // 2, j]
+        expected = weight * (s / 2).exp() * spread.sqrt()
+        torch.testing.assert_close(share[b, h, i, j].double(), expected, rtol=1e-3, atol=0)
