@@ -194,8 +194,9 @@ def test_gain_zero_is_the_plain_drop(
     choice = choose_blocks(packed, SparsePolicy(), budget, scale=0.25, is_causal=is_causal)
     assert not choice.pooled.any()
     plan = BlockPlan.from_kept(choice.kept, 300, 500, is_causal, lengths)
-    expected = attend(plain, plan, scale=0.25, pvthreshd=pvthreshd)
-    options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "pvthreshd": pvthreshd}
+    thresholds = pvthreshd * torch.tensor([1.0, 0.5, 1.0, 0.5])
+    expected = attend(plain, plan, scale=0.25, pvthreshd=thresholds)
+    options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "pvthreshd": thresholds}
     for pooled in (None, choice.pooled):
         result = attend_packed(packed, choice.kept, pooled, budget.gain, **options)
         for name in vars(expected):
