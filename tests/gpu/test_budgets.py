@@ -23,15 +23,11 @@ from sparge.reference import (
     Packed,
     attend_packed,
     choose_blocks,
-    error_scores,
     exact_pooled_attention,
-    mass_scores,
     pack_qkv,
     poolable,
     scatter,
 )
-from sparge.reference.scores import LEAST_ERROR
-from sparge.stages.launch import find_kernel
 from sparge.stages.pipeline import quantize, route
 from sparge.stages.workspace import WorkspaceLayout
 from tests.gpu.cases import Case, lengths_of, make_qkv
@@ -161,59 +157,6 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
 def element_for(kernels: Kernels, case: Case) -> Element:
     fp16 = case.dtype == torch.float16 and kernels.element is Element.BF16
     return Element.FP16 if fp16 else kernels.element
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.case.id)
-def test_routing(job: Job, generator: torch.Generator, poison: None, force) -> None:
-    """The kernel's choice is the reference's, but where scores tie to rounding."""
-    element = element_for(Kernels(Element.BF16), job.case)
-    force(Kernels(element))
-    got = prepare(job, element, generator)
-    choice = choose(got)
-    differs = got.kept != choice.kept
-    if job.case.data == "zeros":
-        return  # every score is the same up to rounding
-    budget = got.call.budget
-    assert budget is not None
-    errors = error_scores(got.packed, got.scale, choice.valid)
-    by_error = (budget.router == Router.ERROR)[:, None, None]
-    scores = torch.where(by_error, errors, mass_scores(got.packed, got.scale))
-    least = float(torch.tensor(LEAST_ERROR).log() / 2) + 1
-    for row in differs.any(-1).nonzero():
-        at = tuple(row.tolist())
-        tied = scores[at][differs[at]]
-        if job.policy.select_by == "cdf" and len(tied) == 1:
-            continue  # the mass of one block may lie on either side of the target
-        if (tied < least).all():
-            continue  # blocks that pool without any error at all
-        assert tied.max() - tied.min() <= 2e-3 * (1 + tied.abs().max()), "not a tie"
-
-
-@pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize("job", JOBS[::3], ids=lambda job: job.case.id)
-def test_query_blocks_choose_alone(
-    job: Job,
-    rows: int,
-    generator: torch.Generator,
-    poison: None,
-    force,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However many share a thread block: of long sequences the scores of fewer fit in it."""
-    element = element_for(Kernels(Element.BF16), job.case)
-    force(Kernels(element))
-    call = prepare(job, element, generator).call
-    workspace = quantize(call)
-
-    def routed() -> tuple[Tensor, ...]:
-        counters = AttentionStats("cuda").counters
-        return *route(call, workspace, counters), counters
-
-    expected = routed()
-    kernel = find_kernel("route", workspace.device, call.shape.head_dim)
-    monkeypatch.setattr(kernel.sizes, "rows", rows)
-    for found, wanted in zip(routed(), expected, strict=True):
-        assert torch.equal(found, wanted)
 
 
 def choose(got: Prepared) -> Choice:

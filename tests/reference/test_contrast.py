@@ -60,10 +60,3 @@ def test_one_value_a_head() -> None:
         budget(torch.ones(3))
     part = budget().heads_slice(slice(1, 3)).contrast
     assert part is not None and part.tolist() == [1.0, 0.5]
-
-
-def test_rows_without_keys_stay_0(make_qkv) -> None:
-    q, k, v = make_qkv(2, 4, 300, 16)
-    lengths = torch.tensor([300, 0], dtype=torch.int32)
-    out = sparge.attention(q, k, v + 1, budget=budget(), key_lengths=lengths)
-    assert not out[1].any() and out[0].any()
