@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparge import Router
-from tests.fuzz.bounds import UNIT
 from tests.fuzz.oracle import KEY_BLOCK, QUERY_BLOCK, Setting
+from tests.fuzz.rounding import UNIT
 
 #: Self-similarities, 0 to 1, agree to about this; nearer to the threshold it may go either way.
 NEAR = 2e-3

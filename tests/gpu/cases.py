@@ -56,9 +56,21 @@ CASES = (
     Case("V near the FP16 limit in bf16", data="huge values"),
     Case("constant V", data="constant values", dtype=torch.float32),
     Case("all rows equal", data="equal rows", queries=300, keys=300),
+    Case("keys of one memory", data="equal rows", layout="expanded", queries=300, keys=300),
     Case("zeros", data="zeros", queries=300, keys=300),
     Case("steep softmax", data="steep"),
 )
+
+#: One of each: ragged, GQA with a batch, causal, other numbers of keys, strides and key lengths.
+SOME = {
+    "one token",
+    "batch and GQA",
+    "causal 64 GQA",
+    "more keys than queries",
+    "odd head_dim and strides",
+    "key lengths",
+}
+SOME_CASES = tuple(case for case in CASES if case.reason in SOME)
 
 
 def make_qkv(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +91,16 @@ def make_qkv(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
         q, k = torch.zeros_like(q), torch.zeros_like(k)
     elif case.data == "steep":
         q = q * 6
-    return tuple(_lay_out(x.to("cuda", case.dtype), case.layout) for x in (q, k, v))  # type: ignore
+    q, k, v = (_lay_out(x.to("cuda", case.dtype), case.layout) for x in (q, k, v))
+    if case.layout == "expanded":  # as models expand one token
+        k, v = (x[:, :, :1].expand_as(x) for x in (k, v))
+    return q, k, v
+
+
+def lengths_of(case: Case) -> Tensor | None:
+    if case.key_lengths is None:
+        return None
+    return torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
 
 
 def _draw(case: Case, heads: int, tokens: int, generator: torch.Generator) -> Tensor:

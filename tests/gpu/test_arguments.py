@@ -26,7 +26,7 @@ EXACT = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
 
 
 @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])
-@pytest.mark.parametrize("tokens", [2**31, 2**32 + 5, 10**12])
+@pytest.mark.parametrize("tokens", [2**31, 2**32 + 5])
 def test_text_longer_than_the_sequence_is_all_of_it(make_qkv, name: str, tokens: int) -> None:
     q, k, v = make_qkv(1, 2, 1000, 128, device="cuda")
     policy = replace(SparsePolicy(topk=0.1), **{name: tokens})
@@ -92,12 +92,6 @@ def test_autocast_changes_nothing(make_qkv, dtype: torch.dtype) -> None:
         expected = attention(q, k, v, **named)
         with torch.autocast("cuda", dtype):
             assert torch.equal(attention(q, k, v, **named), expected)
-
-
-def test_tangents_are_refused(make_qkv) -> None:
-    q, k, v = make_qkv(1, 2, 300, 64, device="cuda")
-    with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: attention(x, k, v), (q,), (torch.ones_like(q),))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's functions on kernels: block maps, masks of 64 x 128 blocks, tuned thresholds."""
+"""Upstream's functions on kernels: block maps and tuned thresholds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparge import compat
 from sparge.compat.autotune import SparseAttentionMeansim
 from sparge.compat.tuning import relative_l1
 from sparge.compat.utils import get_block_map_meansim
 
 pytestmark = pytest.mark.gpu
-
-block_sparse: Any = compat.block_sparse_sage2_attn_cuda
-
-
-def test_masks_of_64_by_128_blocks(make_qkv, generator: torch.Generator) -> None:
-    q, k, v = make_qkv(2, 4, 1000, 64, device="cuda")
-    square = torch.rand(2, 4, 8, 8, generator=generator) < 0.4
-    square = square.cuda()
-    wide = square.repeat_interleave(2, 2)
-    ours = square.repeat_interleave(2, 3)
-    out, sparsity = block_sparse(q, k, v, wide, return_sparsity=True)
-    same, of_ours = block_sparse(q, k, v, ours, return_sparsity=True)
-    assert torch.equal(out, same) and sparsity == of_ours
 
 
 @pytest.mark.parametrize("blocks", [(128, 64), (64, 128)])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from sparge.kernels import Element, KernelSpec, capabilities, device, loader
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.spec import HOPPER_ENTRIES
 from sparge.stages import kernel_check
-from tests.gpu.test_stages import TIGHT, kernel_stages
+from tests.gpu.test_stages import TIGHT, kernel_stages, means_of
 
 pytestmark = pytest.mark.gpu
 
@@ -80,11 +79,7 @@ def test_the_plain_target_serves(
     assert "sm_90a did not compile" in capabilities("cuda").note
 
     plan = sparge.make_plan(q, k, policy)
-    means: dict[str, Any] = {}
-    if element is Element.INT8_FP16:
-        fields = kernel_stages(q, k, v, element, None)
-        of_call = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale"}
-        means = {name: fields[field] for name, field in of_call.items()}
+    means = means_of(kernel_stages(q, k, v, element, None), element, head_dim)
     quantized = reference.quantize_qkv(q, k, v, element=element, **means)
     emulated = reference.attend(quantized, plan, scale=head_dim**-0.5)
     assert rel_l2(out, emulated.out) <= TIGHT[element]

@@ -63,26 +63,6 @@ def test_q_is_averaged_for_those_that_score(
     assert averages == [topk < 1]
 
 
-def test_other_heads_score(generator: torch.Generator) -> None:
-    q, k, _ = qkv(generator)
-    shares = torch.tensor([1.0, 0.3, 0.999, 1.0], device="cuda")
-    kept = sparge.make_plan(q, k, SparsePolicy(topk=shares)).kept()
-    assert kept[:, [0, 3]].all()
-    for head, share in ((1, 0.3), (2, 0.999)):
-        alone = sparge.make_plan(q, k, SparsePolicy(topk=share)).kept()
-        assert torch.equal(kept[:, head], alone[:, head]) and not kept[:, head].all()
-
-
-def test_a_budget_scores_whatever_the_policy_keeps(generator: torch.Generator) -> None:
-    q, k, v = qkv(generator)
-    budget = HeadBudget.uniform(4, 0.3, device="cuda")
-    of_half, of_all = (
-        sparge.attention(q, k, v, SparsePolicy(topk=topk), budget=budget) for topk in (0.5, 1.0)
-    )
-    dense = sparge.attention(q, k, v, DENSE)
-    assert torch.equal(of_half, of_all) and not torch.equal(of_all, dense)
-
-
 @pytest.mark.parametrize("router", [Router.MASS, Router.ERROR])
 def test_with_a_budget_and_an_order(router: Router, generator: torch.Generator) -> None:
     q, k, v = qkv(generator, batch=1)

@@ -16,10 +16,10 @@ from sparge.stages.launch import quantize
 from sparge.stages.pipeline import quantize as quantize_call
 from sparge.stages.quantize_grid import QuantizeGrid
 from sparge.stages.rules import QuantizeRules
-from tests.gpu.cases import Case, make_qkv
+from tests.gpu.cases import CASES, Case, lengths_of, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import JOBS, Job, element_for, prepare
-from tests.gpu.test_stages import COPIED_OR_QUANTIZED, ELEMENTS, lengths_of
+from tests.gpu.test_stages import ELEMENTS
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,8 @@ def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor
 @pytest.mark.parametrize(
     ("with_values", "with_queries"), [(True, True), (False, True), (True, False)]
 )
-@pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
 def test_without_budgets(
     case: Case,
     element: Element,
@@ -66,6 +67,7 @@ def test_without_budgets(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    element = element_for(Kernels(element), case)
     q, k, v = make_qkv(case, generator)
     values = v if with_values else None
     lengths = lengths_of(case)
@@ -74,7 +76,7 @@ def test_without_budgets(
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.case.id)
+@pytest.mark.parametrize("job", JOBS[::2], ids=lambda job: job.case.id)
 def test_with_budgets_and_orders(
     job: Job,
     element: Element,

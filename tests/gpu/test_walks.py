@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparge import AttentionStats, TokenGrid, attention, grid_order
-from tests.gpu.cases import Case, make_qkv
+from tests.gpu.cases import Case, lengths_of, make_qkv
 from tests.gpu.conftest import Kernels
 from tests.gpu.test_budgets import JOBS as BUDGET_JOBS
 from tests.gpu.test_budgets import PLAIN, Job, budget_of, every_kernel, of_grid
@@ -40,9 +40,7 @@ def test_each_head_takes_its_walk(
     case, grid = job.case, job.grid
     assert grid is not None
     q, k, v = make_qkv(case, generator)
-    lengths = None
-    if case.key_lengths is not None:
-        lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device="cuda")
+    lengths = lengths_of(case)
     order, budget = grid_order(grid), budget_of(case.heads)
     walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device="cuda")
 

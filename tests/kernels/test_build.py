@@ -59,18 +59,13 @@ def test_ninja_builds_only_what_changed(job, ninja, csrc, capfd):
     assert all(build_module.build(job, 2).values())
     assert _edges(capfd) == ["means-sm_90a-d128", "route-sm_90a-d128"]
 
-
-def test_a_touched_file_compiles_nothing(job, ninja, csrc, capfd):
-    build_module.build(job, 2)
-    capfd.readouterr()
     before = {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
     time.sleep(0.02)  # file systems may count in coarse steps
     os.utime(csrc / "means.cu")
-    assert graph.run_ninja(ninja, job, 2)
-    assert _edges(capfd) == ["means-sm_90a-d128"]
+    for edges in (["means-sm_90a-d128"], []):
+        assert graph.run_ninja(ninja, job, 2)
+        assert _edges(capfd) == edges
     assert before == {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
-    assert graph.run_ninja(ninja, job, 2)
-    assert _edges(capfd) == []
 
 
 def test_a_missing_file_is_built_and_a_damaged_one_too(job):
@@ -113,145 +108,6 @@ def ran(monkeypatch) -> list[Path]:
     return folders
 
 
-@posix
-@pytest.mark.parametrize("name", ["build.ninja", ".ninja_log"])
-@pytest.mark.parametrize("kind", [os.symlink, os.link])
-def test_nothing_is_written_through_a_link(name, kind, job, ninja, ran, tmp_path):
-    assert graph.run_ninja(ninja, job, 2)
-    (usual,) = ran
-    assert (tmp_path / "cache") in usual.parents
-    theirs = tmp_path / "theirs"
-    theirs.write_text("untouched")
-    (usual / name).unlink(missing_ok=True)
-    kind(theirs, usual / name)
-    assert graph.run_ninja(ninja, job, 2)
-    assert ran[1] != usual and not ran[1].exists(), "a folder of this run alone"
-    assert theirs.read_text() == "untouched"
-    (usual / name).unlink()
-    assert graph.run_ninja(ninja, job, 2)
-    assert ran[2] == usual
-
-
-@posix
-def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path):
-    """Folders are looked at from the folder of the graph upwards."""
-    cache = tmp_path / "cache"
-    assert graph.run_ninja(ninja, job, 2)
-    (usual,) = ran
-    for folder in (usual, usual.parent, cache, tmp_path):
-        before = folder.stat().st_mode
-        folder.chmod(0o777)
-        assert graph.run_ninja(ninja, job, 2)
-        assert ran[-1] != usual and not ran[-1].exists()
-        folder.chmod(before)
-    elsewhere = tmp_path / "elsewhere"
-    usual.rename(elsewhere)
-    usual.symlink_to(elsewhere)
-    assert graph.run_ninja(ninja, job, 2)
-    assert ran[-1] not in (usual, elsewhere)
-
-
-def test_without_a_cache_ninja_has_a_folder_all_the_same(job, ninja, ran, monkeypatch):
-    monkeypatch.setattr(graph, "cache_folder", lambda: None)
-    assert graph.run_ninja(ninja, job, 2)
-    assert not ran[0].exists() and list(job.out.parent.glob("**/build.ninja")) == []
-
-
-@posix
-@pytest.mark.parametrize("name", ["a|b", "two\nlines"])
-def test_paths_that_ninja_has_no_words_for(name, csrc, tmp_path, compiler, monkeypatch):
-    monkeypatch.setattr(build_module, "run_ninja", lambda *_: pytest.fail("ninja ran"))
-    job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
-    assert all(build_module.build(job, 1).values())
-
-
-def test_one_broken_kernel_fails_alone(job, csrc, capfd):
-    (csrc / "route.cu").write_text("#error broken here\n")
-    built = build_module.build(job, 2)
-    assert [cubin is None for cubin in built.values()] == [False, True]
-    assert "broken here" in capfd.readouterr().out
-    assert "failed" in build_module.table(built)
-
-
-@pytest.fixture
-def without_ninja(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "ninja", None)
-
-    def refuse(*_):
-        raise AssertionError("ninja ran")
-
-    monkeypatch.setattr(graph.subprocess, "run", refuse)
-
-
-def test_without_ninja_it_builds_in_process(without_ninja, job, csrc, capsys):
-    assert graph.ninja_program() is None
-    built = build_module.build(job, 2)
-    assert all(built.values())
-    (csrc / "route.cu").write_text("#error broken here\n")
-    assert [c is None for c in build_module.build(job, 2).values()] == [False, True]
-    assert "broken here" in capsys.readouterr().out
-
-
-def test_ninja_and_process_make_the_same_files(job, tmp_path, monkeypatch, request):
-    build_module.build(job, 2)
-    other = graph.Job(job.specs, job.csrc, tmp_path / "other", job.compiler)
-    request.getfixturevalue("without_ninja")
-    build_module.build(other, 2)
-    made = [{p.name: p.read_bytes() for p in j.out.iterdir()} for j in (job, other)]
-    assert made[0] == made[1]
-
-
-def test_ninja_on_path_is_not_asked(without_ninja, tmp_path, monkeypatch):
-    decoy = tmp_path / "ninja"
-    decoy.write_text("#!/bin/sh\n")
-    decoy.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert graph.ninja_program() is None
-
-
-def test_command_line(csrc, tmp_path, capfd):
-    out = tmp_path / "out"
-    arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out), "--jobs", "2"]
-    assert build_module.main(arguments) == 0
-    text = capfd.readouterr().out
-    specs = all_specs("sm_80")
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
-    for spec in specs:
-        threads, registers, shared, stack, spills, _ = map(int, rows[spec.id])
-        assert (threads, shared, stack, spills) == (96, 4096, 0, 0)
-        assert registers > 0
-    assert f"{len(specs)} kernels in {out}" in text
-
-    (csrc / "attend.cu").write_text("#error broken here\n")
-    assert build_module.main(arguments) == 1
-    assert "broken here" in capfd.readouterr().out
-
-
-def test_old_files_leave_an_out_folder_and_no_others(csrc, tmp_path, capfd):
-    out = tmp_path / "out"
-    arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out)]
-    build_module.main(arguments)
-    stranger = out / "means-sm_90a-d128.0123.nvrtc13.0.cubin"
-    stranger.write_text("another arch's")
-    with open(csrc / "common" / "twice.cuh", "a") as file:
-        file.write("// changed\n")
-    build_module.main(arguments)
-    assert stranger.is_file()
-    assert len(list(out.iterdir())) == 2 * len(all_specs("sm_80")) + 1
-
-
-def test_nvcc_into_the_users_cache_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        build_module.main(["--arch", "sm_80", "--with", "nvcc"])
-    assert "--out" in capsys.readouterr().err
-
-
-def test_a_missing_source_tree_is_an_error_and_no_traceback(tmp_path, capsys):
-    arguments = ["--arch", "sm_80", "--csrc", str(tmp_path / "absent"), "--out", str(tmp_path)]
-    assert build_module.main(arguments) == 1
-    assert "csrc has no" in capsys.readouterr().err
-
-
 def test_prepare_fills_the_users_cache_with_what_no_release_ships(
     csrc, tmp_path, compiler, monkeypatch
 ):
@@ -283,3 +139,105 @@ def test_an_edge_needs_no_torch(job, compiler):
     command = [sys.executable, "-c", program, str(edge), *map(str, arguments)]
     subprocess.run(command, check=True)
     assert len(list(job.out.glob("*.cubin"))) == 1
+
+
+@posix
+@pytest.mark.parametrize("name", ["build.ninja", ".ninja_log"])
+@pytest.mark.parametrize("kind", [os.symlink, os.link])
+def test_nothing_is_written_through_a_link(name, kind, job, ninja, ran, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("untouched")
+    assert graph.run_ninja(ninja, job, 2)
+    (usual,) = ran
+    assert (tmp_path / "cache") in usual.parents
+    (usual / name).unlink(missing_ok=True)
+    kind(theirs, usual / name)
+    assert graph.run_ninja(ninja, job, 2)
+    assert ran[1] != usual and not ran[1].exists(), "a folder of this run alone"
+    assert theirs.read_text() == "untouched"
+    (usual / name).unlink()
+    assert graph.run_ninja(ninja, job, 2)
+    assert ran[2] == usual
+
+
+@posix
+def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path, monkeypatch):
+    """Folders are looked at from the folder of the graph upwards."""
+    assert graph.run_ninja(ninja, job, 2)
+    (usual,) = ran
+
+    def runs_elsewhere() -> bool:
+        assert graph.run_ninja(ninja, job, 2)
+        return ran[-1] != usual and not ran[-1].exists()
+
+    for folder in (usual, usual.parent, tmp_path / "cache", tmp_path):
+        before = folder.stat().st_mode
+        folder.chmod(0o777)
+        assert runs_elsewhere()
+        folder.chmod(before)
+    usual.rename(tmp_path / "elsewhere")
+    usual.symlink_to(tmp_path / "elsewhere")
+    assert runs_elsewhere() and ran[-1] != tmp_path / "elsewhere"
+    monkeypatch.setattr(graph, "cache_folder", lambda: None)
+    assert runs_elsewhere() and list(job.out.parent.glob("out*/**/build.ninja")) == []
+
+
+@pytest.mark.parametrize("with_ninja", [True, False])
+def test_one_broken_kernel_fails_alone(job, csrc, capfd, monkeypatch, tmp_path, with_ninja):
+    """Ninja, of this environment alone, and this process make the same files."""
+    decoy = tmp_path / "ninja"
+    decoy.write_text("#!/bin/sh\n")
+    decoy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    built = build_module.build(job, 2)
+    made = {path.name: path.read_bytes() for path in job.out.iterdir()}
+    if not with_ninja:
+        monkeypatch.setitem(sys.modules, "ninja", None)
+        assert graph.ninja_program() is None
+        job = graph.Job(job.specs, job.csrc, tmp_path / "other", job.compiler)
+        assert build_module.build(job, 2) == built
+        assert {path.name: path.read_bytes() for path in job.out.iterdir()} == made
+    (csrc / "route.cu").write_text("#error broken here\n")
+    built = build_module.build(job, 2)
+    assert [cubin is None for cubin in built.values()] == [False, True]
+    assert "broken here" in capfd.readouterr().out and "failed" in build_module.table(built)
+
+
+@posix
+@pytest.mark.parametrize("name", ["a|b", "two\nlines"])
+def test_paths_that_ninja_has_no_words_for(name, csrc, tmp_path, compiler, monkeypatch):
+    monkeypatch.setattr(build_module, "run_ninja", lambda *_: pytest.fail("ninja ran"))
+    job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
+    assert all(build_module.build(job, 1).values())
+
+
+def test_command_line(csrc, tmp_path, capfd, monkeypatch):
+    specs, out = all_specs("sm_80")[:3], tmp_path / "out"
+    monkeypatch.setattr(build_module, "all_specs", lambda arch: specs)
+    arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out), "--jobs", "2"]
+    assert build_module.main(arguments) == 0
+    text = capfd.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    for spec in specs:
+        threads, registers, shared, stack, spills, _ = map(int, rows[spec.id])
+        assert (threads, shared, stack, spills) == (96, 4096, 0, 0) and registers > 0
+    assert f"{len(specs)} kernels in {out}" in text
+
+    stranger = out / "means-sm_90a-d128.0123.nvrtc13.0.cubin"
+    stranger.write_text("another arch's")
+    with open(csrc / "common" / "twice.cuh", "a") as file:
+        file.write("// changed\n")
+    assert build_module.main(arguments) == 0
+    assert stranger.is_file() and len(list(out.iterdir())) == 2 * len(specs) + 1, (
+        "old ones are gone"
+    )
+
+    (csrc / f"{specs[0].entry}.cu").write_text("#error broken here\n")
+    assert build_module.main(arguments) == 1
+    assert "broken here" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        build_module.main(["--arch", "sm_80", "--with", "nvcc"])
+    assert "--out" in capfd.readouterr().err
+    arguments[arguments.index(str(csrc))] = str(tmp_path / "absent")
+    assert build_module.main(arguments) == 1
+    assert "csrc has no" in capfd.readouterr().err

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -13,7 +11,6 @@ from sparge.errors import KernelBuildError, Unsupported
 from sparge.kernels import KernelSpec, capabilities, device, driver, get_kernel, warm
 from sparge.kernels.device import SERVED_BY, Capability, arch_for, pass_over, use
 from sparge.kernels.nvrtc import NvrtcNotFoundError
-from sparge.kernels.spec import ARCHS, Element, attend_path, native_element
 
 REFUSED = KernelBuildError("Kernel k does not compile.", "k.cu(1): error: not today")
 
@@ -62,12 +59,51 @@ def _refused(capability: Capability, words: str) -> None:
 )
 def test_other_devices(where, words):
     _refused(capabilities(where), words)
+    assert "toaster" in capabilities("toaster").reason
 
 
-def test_a_name_that_is_no_device():
-    capability = capabilities("toaster")
-    assert not capability.usable
-    assert "toaster" in capability.reason
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        ({"capability": (7, 5)}, "too old"),
+        ({"capability": (6, 1)}, "too old"),
+        ({"capability": (11, 0)}, "not supported yet"),
+        ({"capability": (13, 0)}, "not supported yet"),
+        ({"capability": (9, 4), "cuda": None, "hip": "6.4"}, "AMD"),
+        ({"cuda": None}, "built without CUDA"),
+        ({"count": 0}, "finds no GPU"),
+    ],
+    ids=str,
+)
+def test_gpus_that_are_refused(gpu, planted, words):
+    gpu(**{"capability": (9, 0), **planted})
+    _refused(capabilities("cuda:0"), words)
+
+
+def test_an_index_too_high(gpu):
+    gpu((9, 0), count=2)
+    assert capabilities(1).usable
+    _refused(capabilities("cuda:2"), "no GPU 2: this machine has 2")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (driver, "library", driver.DriverNotFoundError("libcuda.so.1 is not installed")),
+        (device, "compiler", NvrtcNotFoundError("NVRTC was not found.")),
+        (torch.cuda, "get_device_capability", RuntimeError("driver shut down")),
+    ],
+    ids=["driver", "NVRTC", "anything"],
+)
+def test_what_fails_is_a_reason_and_never_raised(gpu, monkeypatch, owner, name, error):
+    gpu((9, 0))
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(owner, name, fail)
+    found = capabilities("cuda:0")
+    assert not found.usable and str(error).rstrip(".") in found.reason
 
 
 @pytest.mark.parametrize(
@@ -116,90 +152,6 @@ def test_targets_that_do_not_compile_are_passed_over_to_the_last(gpu, caplog, ca
     assert len(caplog.records) == len(targets) - 1
 
 
-def test_a_target_in_use_is_not_passed_over(gpu):
-    gpu((9, 0))
-    assert not use("sm_90", 0), "another one serves"
-    assert use("sm_90a", 0) and use("sm_90a", 0)
-    assert not pass_over("sm_90a", 0, REFUSED)
-    assert capabilities(0).arch == "sm_90a"
-
-
-def test_a_target_that_was_passed_over_is_not_used(gpu):
-    gpu((9, 0))
-    assert pass_over("sm_90a", 0, REFUSED)
-    assert not use("sm_90a", 0) and use("sm_90", 0)
-
-
-def test_every_path_that_serves_a_gpu_has_a_reason():
-    for arch in {arch for targets in SERVED_BY.values() for arch in targets}:
-        for element in (native_element(arch, False, None), Element.BF16):
-            family = "wgmma" if arch == "sm_90a" else "mma.sync"
-            assert attend_path(arch, element).reason.startswith(f"{family}: ")
-
-
-def test_without_a_compiler_no_target_is_passed_over(gpu, caplog):
-    gpu((9, 0))
-    assert not pass_over("sm_90a", 0, KernelBuildError("NVRTC was not found."))
-    assert capabilities(0).arch == "sm_90a" and not caplog.records
-
-
-def test_every_target_serves_a_gpu():
-    assert {arch for archs in SERVED_BY.values() for arch in archs} == set(ARCHS)
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
-def test_too_old(gpu, capability):
-    gpu(capability)
-    _refused(capabilities("cuda"), "too old")
-
-
-@pytest.mark.parametrize("capability", [(11, 0), (13, 0)])
-def test_not_known(gpu, capability):
-    gpu(capability)
-    _refused(capabilities("cuda"), "not supported yet")
-
-
-def test_rocm_answers_as_cuda_and_is_refused(gpu):
-    gpu((9, 4), cuda=None, hip="6.4")
-    _refused(capabilities("cuda:0"), "AMD")
-
-
-def test_torch_without_cuda(gpu):
-    gpu((9, 0), cuda=None)
-    _refused(capabilities("cuda:0"), "built without CUDA")
-
-
-def test_no_driver(gpu, monkeypatch):
-    gpu((9, 0))
-
-    def missing():
-        raise driver.DriverNotFoundError("the NVIDIA driver (libcuda.so.1) is not installed")
-
-    monkeypatch.setattr(driver, "library", missing)
-    _refused(capabilities("cuda:0"), "libcuda.so.1")
-
-
-def test_driver_but_no_gpu(gpu):
-    gpu((9, 0), count=0)
-    _refused(capabilities("cuda"), "finds no GPU")
-
-
-def test_an_index_too_high(gpu):
-    gpu((9, 0), count=2)
-    assert capabilities(1).usable
-    _refused(capabilities("cuda:2"), "no GPU 2: this machine has 2")
-
-
-def test_no_nvrtc(gpu, monkeypatch):
-    gpu((9, 0))
-
-    def missing():
-        raise NvrtcNotFoundError("NVRTC was not found.")
-
-    monkeypatch.setattr(device, "compiler", missing)
-    _refused(capabilities("cuda:0"), "NVRTC was not found")
-
-
 @pytest.mark.parametrize(
     ("capability", "version", "expected"),
     [
@@ -230,39 +182,23 @@ def test_a_target_nvrtc_dropped_is_served_by_the_next(monkeypatch):
     )
 
 
-def test_it_is_asked_once_and_then_cheap(gpu, monkeypatch):
+def test_a_target_in_use_is_not_passed_over_nor_one_passed_over_used(gpu, caplog):
     gpu((9, 0))
-    where = torch.device("cuda", 0)
-    first = capabilities(where)
+    assert not use("sm_90", 0), "another one serves"
+    assert not pass_over("sm_90a", 0, KernelBuildError("NVRTC was not found.")), "no compiler"
+    assert use("sm_90a", 0) and use("sm_90a", 0)
+    assert not pass_over("sm_90a", 0, REFUSED)
+    assert capabilities(0).arch == "sm_90a" and not caplog.records
+    gpu((9, 0))
+    assert pass_over("sm_90a", 0, REFUSED)
+    assert not use("sm_90a", 0) and use("sm_90", 0)
+
+
+def test_it_is_asked_once(gpu, monkeypatch):
+    gpu((9, 0))
+    first = capabilities("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
-    assert capabilities(where) is first
-
-    known = {where: first}
-
-    def bare(device: torch.device) -> object:
-        return known[device]
-
-    def seconds(call: Callable[[torch.device], object]) -> float:
-        started = time.perf_counter()
-        for _ in range(200):
-            call(where)
-        return time.perf_counter() - started
-
-    # Side by side, and the shortest of many: whatever else the machine does meets both.
-    pairs = [(seconds(capabilities), seconds(bare)) for _ in range(50)]
-    fastest, fastest_bare = (min(times) for times in zip(*pairs, strict=True))
-    assert fastest < 60 * fastest_bare, "about 15 times a look into a dict"
-
-
-def test_it_never_raises(gpu, monkeypatch):
-    gpu((9, 0))
-
-    def broken(index):
-        raise RuntimeError("driver shut down")
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
-    _refused_reason = capabilities("cuda:0").reason
-    assert "driver shut down" in _refused_reason
+    assert capabilities("cuda:0") is first
 
 
 def test_torch_compile_takes_it_as_a_constant():

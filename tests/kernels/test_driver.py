@@ -34,7 +34,6 @@ class FakeDriver:
     """Answers success and records; ``fail[function]`` is a list of statuses to answer first."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
         self.launches: list[Launch] = []
         self.shared: list[int] = []
         self.contexts: list[int] = []
@@ -44,10 +43,10 @@ class FakeDriver:
         if not function.startswith("cu"):
             raise AttributeError(function)
         act = {
-            "cuGetErrorName": self._name,
-            "cuGetErrorString": self._text,
-            "cuDeviceGet": self._device,
-            "cuDevicePrimaryCtxRetain": self._retain,
+            "cuGetErrorName": lambda _, out: _answer(out, b"CUDA_ERROR_TEST"),
+            "cuGetErrorString": lambda _, out: _answer(out, b"what the driver says"),
+            "cuDeviceGet": _answer,
+            "cuDevicePrimaryCtxRetain": lambda out, device: _answer(out, 0x1000 + device.value),
             "cuCtxPushCurrent_v2": lambda context: self.contexts.append(context.value),
             "cuCtxPopCurrent_v2": lambda out: self.contexts.pop(),
             "cuFuncSetAttribute": self._attribute,
@@ -56,23 +55,10 @@ class FakeDriver:
 
         def call(*arguments) -> int:
             act(*arguments)
-            self.calls.append(function)
             statuses = self.fail.get(function)
             return statuses.pop(0) if statuses else 0
 
         return call
-
-    def _name(self, status, out) -> None:
-        out._obj.value = b"CUDA_ERROR_TEST"
-
-    def _text(self, status, out) -> None:
-        out._obj.value = b"what the driver says"
-
-    def _device(self, out, index) -> None:
-        out._obj.value = index
-
-    def _retain(self, out, device) -> None:
-        out._obj.value = 0x1000 + device.value
 
     def _attribute(self, function, attribute, value) -> None:
         assert attribute == 8
@@ -86,6 +72,10 @@ class FakeDriver:
         self.launches.append(
             Launch(tuple(sizes), stream, (params.pointer, params.count), list(self.contexts))
         )
+
+
+def _answer(out, value) -> None:
+    out._obj.value = value
 
 
 @pytest.fixture
@@ -161,8 +151,7 @@ def test_a_failed_launch_is_an_exception_with_cudas_words(fake, image, function,
     fake.fail[function] = statuses
     with pytest.raises(DriverError, match=r"CUDA_ERROR_TEST \(what the driver says\)") as caught:
         kernel.launch((1, 1, 1), Params(), extra_shared=4)
-    assert function in str(caught.value)
-    assert caught.value.name == "CUDA_ERROR_TEST"
+    assert function in str(caught.value) and caught.value.name == "CUDA_ERROR_TEST"
     assert fake.contexts == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,51 +15,34 @@ root = pytest.mark.skipif(
     os.name == "nt" or os.geteuid() != 0, reason="needs root, to give files away"
 )
 STRANGER = 12345
+VARIABLES = ("SPARGE_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA")
 
 
-def test_the_users_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "mine"))
-    assert cache_folder() == tmp_path / "mine"
-    monkeypatch.delenv("SPARGE_CACHE")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    for platform, variable, expected in (
-        ("linux", None, tmp_path / ".cache" / "sparge"),
-        ("linux", "XDG_CACHE_HOME", tmp_path / "set" / "sparge"),
-        ("darwin", None, tmp_path / "Library" / "Caches" / "sparge"),
-        ("win32", None, tmp_path / "AppData" / "Local" / "sparge"),
-        ("win32", "LOCALAPPDATA", tmp_path / "set" / "sparge"),
-    ):
-        monkeypatch.setattr(sys, "platform", platform)
-        for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-            monkeypatch.delenv(name, raising=False)
-        if variable:
-            monkeypatch.setenv(variable, str(tmp_path / "set"))
-        assert cache_folder() == expected
-
-
-def test_a_user_without_a_home(monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("SPARGE_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+@pytest.mark.parametrize(
+    ("platform", "variables", "expected"),
+    [
+        ("linux", {"SPARGE_CACHE": "{}/mine"}, "mine"),
+        ("linux", {"SPARGE_CACHE": "~/kernels"}, "kernels"),
+        ("linux", {"SPARGE_CACHE": "~no-such-user-here/kernels"}, None),
+        ("linux", {"SPARGE_CACHE": "relative"}, "relative"),
+        ("linux", {}, ".cache/sparge"),
+        ("linux", {"XDG_CACHE_HOME": "{}/set"}, "set/sparge"),
+        *(("linux", {"XDG_CACHE_HOME": x}, ".cache/sparge") for x in ("", "cache", "../cache")),
+        ("darwin", {}, "Library/Caches/sparge"),
+        ("win32", {}, "AppData/Local/sparge"),
+        ("win32", {"LOCALAPPDATA": "{}/set"}, "set/sparge"),
+    ],
+)
+def test_the_users_folder(platform, variables, expected, tmp_path, monkeypatch):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_folder() is None
-
-
-def test_a_tilde_is_the_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    monkeypatch.setenv("SPARGE_CACHE", "~/kernels")
-    assert cache_folder() == tmp_path / "kernels"
-    monkeypatch.setenv("SPARGE_CACHE", "~no-such-user-here/kernels")
-    assert cache_folder() is None
-
-
-def test_a_relative_choice_does_not_move_with_the_working_folder(tmp_path, monkeypatch):
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPARGE_CACHE", "kernels")
-    assert cache_folder() == tmp_path / "kernels"
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cache_folder() == (expected and tmp_path / expected)
 
 
 @posix
@@ -68,29 +50,15 @@ def test_a_relative_choice_does_not_move_with_the_working_folder(tmp_path, monke
 def test_a_home_that_is_none_is_that_of_the_account(home, monkeypatch, tmp_path):
     import pwd
 
-    monkeypatch.setattr(sys, "platform", "linux")
-    for name in ("SPARGE_CACHE", "XDG_CACHE_HOME"):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", home)
-    account = type("Account", (), {"pw_dir": str(tmp_path)})
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: account)
-    assert cache_folder() == tmp_path / ".cache" / "sparge"
-
-    def nobody(uid):
-        raise KeyError(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert cache_folder() is None
-
-
-@posix
-@pytest.mark.parametrize("relative", ["", "cache", "./cache", "../cache"])
-def test_a_relative_xdg_cache_home_is_ignored(relative, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.delenv("SPARGE_CACHE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", relative)
+    monkeypatch.setenv("HOME", home)
+    accounts = {os.getuid(): type("Account", (), {"pw_dir": str(tmp_path)})}
+    monkeypatch.setattr(pwd, "getpwuid", accounts.__getitem__)
     assert cache_folder() == tmp_path / ".cache" / "sparge"
+    accounts.clear()
+    assert cache_folder() is None
 
 
 @posix
@@ -120,6 +88,7 @@ def test_a_folder_that_others_may_write_is_not_trusted(mode, tmp_path):
 
 @posix
 def test_a_folder_of_another_user_is_not_trusted(tmp_path, monkeypatch):
+    assert distrust(tmp_path / "none") == "", "nobody has made it yet"
     owner = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     assert f"belongs to another user (uid {owner})" in distrust(tmp_path)
@@ -128,16 +97,12 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path, monkeypatch):
 
 @root
 def test_neither_is_a_link_of_another_user(tmp_path):
-    folder, link = tmp_path / "cache", tmp_path / "link"
-    folder.mkdir()
-    link.symlink_to(folder)
+    (tmp_path / "cache").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "cache")
     assert distrust(link) == ""
     os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
     assert f"uid {STRANGER}" in distrust(link)
-
-
-def test_a_folder_that_is_not_there_yet_is_nobodys(tmp_path):
-    assert distrust(tmp_path / "none") == ""
 
 
 def test_windows_has_no_users_to_ask_about(tmp_path, monkeypatch):

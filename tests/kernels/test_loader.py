@@ -56,12 +56,6 @@ def hopper(loads, monkeypatch) -> list[KernelSpec]:
     return loads
 
 
-def test_a_kernel_is_loaded_once_a_device(loads):
-    assert loader.get_kernel(SPEC, 0) is loader.get_kernel(KernelSpec("means", "sm_90a"), 0)
-    assert loader.get_kernel(SPEC, 1) is not loader.get_kernel(SPEC, 0)
-    assert len(loads) == 2
-
-
 def test_threads_that_ask_at_once_share_one_load(loads):
     kernels: list[object] = []
     threads = [
@@ -74,6 +68,8 @@ def test_threads_that_ask_at_once_share_one_load(loads):
         thread.join()
     assert len(set(map(id, kernels))) == 1
     assert loads == [SPEC]
+    assert loader.get_kernel(SPEC, 1) is not loader.get_kernel(SPEC, 0), "one a device"
+    assert loads == [SPEC, SPEC]
 
 
 def test_warm_loads_what_a_user_can_reach_and_reports(loads):
@@ -93,22 +89,26 @@ def test_warm_loads_what_a_user_can_reach_and_reports(loads):
     assert len(loads) == len(wanted)
 
 
-def test_warm_of_nothing_and_of_one(loads):
-    loader.warm(0, [])
-    loader.warm(0, [SPEC])
-    assert loads == [SPEC]
+def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch):
+    def cancel(done: int, total: int, text: str) -> None:
+        raise InterruptedError
 
+    with pytest.raises(InterruptedError):
+        loader.warm(0, progress=cancel)
+    assert len(loads) < len(native_specs("sm_90a")), "the rest is not loaded"
 
-def test_warm_hands_on_a_failure(loads, monkeypatch):
     def broken(spec, device_index):
         raise KernelBuildError("Kernel does not compile.", "the log")
 
+    monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", broken)
+    loader.warm(0, [])
     with pytest.raises(KernelBuildError) as caught:
         loader.warm(0)
     assert caught.value.log == "the log"
     monkeypatch.setattr(loader, "_load", lambda spec, index: spec)
-    assert loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
+    loader.warm(0, [SPEC])
+    assert loader._kernels and loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
 
 
 def test_warm_goes_on_with_the_next_target(hopper, caplog):
@@ -118,73 +118,52 @@ def test_warm_goes_on_with_the_next_target(hopper, caplog):
     assert "no wgmma today" in caplog.text and len(caplog.records) == 1
 
 
-def test_kernels_that_were_named_have_no_next_target(hopper, caplog):
+def test_named_kernels_missing_compilers_and_missing_sources_have_no_next_target(
+    hopper, monkeypatch, caplog
+):
+    def fail(error: Exception):
+        def failing(*_):
+            raise error
+
+        return failing
+
     with pytest.raises(KernelBuildError, match="no wgmma today"):
         loader.warm("cuda:0", native_specs("sm_90a"))
-    assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
-
-
-def test_neither_a_missing_compiler_nor_missing_sources_count(hopper, monkeypatch, caplog):
-    def no_compiler() -> object:
-        raise NvrtcNotFoundError("NVRTC was not found.")
-
-    def no_sources(entry: str) -> object:
-        raise FileNotFoundError(f"csrc has no {entry}.cu")
-
-    assert device.capabilities("cuda:0").fallback == "sm_90"
     monkeypatch.setattr(loader, "_load", lambda spec, index: loader.load_cubin(spec))
-    monkeypatch.setattr(loader, "read_sources", no_sources)
+    monkeypatch.setattr(loader, "read_sources", fail(FileNotFoundError("csrc has no means.cu")))
     with pytest.raises(FileNotFoundError):
         loader.warm("cuda:0")
-    monkeypatch.setattr(loader, "compiler", no_compiler)
+    monkeypatch.setattr(loader, "compiler", fail(NvrtcNotFoundError("NVRTC was not found.")))
     with pytest.raises(KernelBuildError, match="NVRTC was not found"):
         loader.warm("cuda:0")
     assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
 
 
-@pytest.fixture
-def driver_loads(monkeypatch) -> list[bytes]:
-    """Images that a driver was given; it refuses those called so, with the words after that."""
-    images: list[bytes] = []
+@pytest.mark.parametrize(
+    ("first", "anew", "loaded"),
+    [
+        ("CUDA_ERROR_INVALID_IMAGE", "", 2),
+        ("CUDA_ERROR_NO_BINARY_FOR_GPU", "", 2),
+        ("CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_INVALID_IMAGE", 2),
+        ("CUDA_ERROR_OUT_OF_MEMORY", "", 1),
+    ],
+)
+def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeypatch, caplog):
+    given: list[bytes] = []
 
     def kernel(image: bytes, entry: str, device_index: int) -> bytes:
-        images.append(image)
-        if image.startswith(b"refused "):
-            raise DriverError("cuModuleLoadData", 1, image.split()[1].decode(), "no")
+        given.append(image)
+        if image:
+            raise DriverError("cuModuleLoadData", 1, image.decode(), "no")
         return image
 
     monkeypatch.setattr(loader, "Kernel", kernel)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
-    return images
-
-
-@pytest.mark.parametrize("name", ["CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU"])
-def test_what_the_driver_refuses_is_built_anew(driver_loads, name, monkeypatch, caplog):
-    old = f"refused {name}".encode()
-
-    def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
-        return Cubin(b"new" if anew else old, None)
-
-    monkeypatch.setattr(loader, "load_cubin", load_cubin)
-    assert loader._load(SPEC, 0) == b"new"
-    assert driver_loads == [old, b"new"] and SPEC.id in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "tries"), [("CUDA_ERROR_OUT_OF_MEMORY", 1), ("CUDA_ERROR_INVALID_IMAGE", 2)]
-)
-def test_what_is_refused_again_is_the_drivers_word(driver_loads, name, tries, monkeypatch):
-    image = f"refused {name}".encode()
-    monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: Cubin(image, None))
-    with pytest.raises(DriverError, match=name):
-        loader._load(SPEC, 0)
-    assert len(driver_loads) == tries
-
-
-def test_progress_that_raises_cancels_the_rest(loads):
-    def cancel(done: int, total: int, text: str) -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        loader.warm(0, progress=cancel)
-    assert len(loads) < len(native_specs("sm_90a"))
+    images = {False: Cubin(first.encode(), None), True: Cubin(anew.encode(), None)}
+    monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: images[anew])
+    if anew or loaded == 1:
+        with pytest.raises(DriverError, match=anew or first):
+            loader._load(SPEC, 0)
+    else:
+        assert loader._load(SPEC, 0) == b"" and SPEC.id in caplog.text
+    assert len(given) == loaded

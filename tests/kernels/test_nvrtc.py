@@ -23,12 +23,7 @@ def found() -> Nvrtc:
     return nvrtc.load()
 
 
-def test_version_and_archs(found: Nvrtc):
-    assert found.version >= (12, 0)
-    assert {80, 86, 89, 90} <= found.archs
-
-
-def test_compiles_to_an_elf_file_the_same_each_time(found: Nvrtc):
+def test_compiles_to_the_same_elf_file_each_time(found: Nvrtc):
     first = found.compile("k.cu", PROGRAM, {}, OPTIONS).image
     assert first.startswith(b"\x7fELF")
     assert found.compile("k.cu", PROGRAM, {}, OPTIONS).image == first
@@ -41,13 +36,6 @@ def test_headers_come_from_memory(found: Nvrtc, tmp_path: Path, monkeypatch):
     found.compile("k.cu", '#include "a/one.cuh"\n' + PROGRAM, headers, OPTIONS[:1])
     with pytest.raises(NvrtcError, match=r"b/two\.cuh"):
         found.compile("k.cu", '#include "a/one.cuh"\n', {"a/one.cuh": headers["a/one.cuh"]}, [])
-
-
-def test_an_error_carries_the_log(found: Nvrtc):
-    with pytest.raises(NvrtcError) as caught:
-        found.compile("broken.cu", "__global__ void k() { undefined_name; }", {}, OPTIONS)
-    assert "undefined_name" in caught.value.log
-    assert "broken.cu(1)" in caught.value.log
     with pytest.raises(NvrtcError, match="gpu-architecture"):
         found.compile("k.cu", PROGRAM, {}, ["--gpu-architecture=sm_1"])
 
@@ -99,20 +87,15 @@ def test_without_nvrtc_each_layer_says_so(hidden):
 
 
 def test_search_prefers_what_torch_was_built_for(tmp_path: Path, monkeypatch):
-    folders = [tmp_path / name for name in ("one", "two", "absent")]
-    for folder, names in zip(
-        folders,
-        (["libnvrtc.so.13", "libnvrtc.alt.so.13", "libnvrtc-builtins.so.13.0"], ["libnvrtc.so.12"]),
-        strict=False,
-    ):
-        folder.mkdir()
-        for name in names:
-            (folder / name).write_text("")
+    thirteen, twelve = tmp_path / "one" / "libnvrtc.so.13", tmp_path / "two" / "libnvrtc.so.12"
+    others = [thirteen.with_name(f"libnvrtc{rest}") for rest in (".alt.so.13", "-builtins.so.13.0")]
+    for path in (thirteen, twelve, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    folders = [thirteen.parent, twelve.parent, tmp_path / "absent"]
     monkeypatch.setattr(nvrtc_find, "_folders", lambda: iter(folders))
     monkeypatch.setattr(nvrtc_find, "_LIBRARY", nvrtc_find._library_pattern("linux"))
-    thirteen, twelve = folders[0] / "libnvrtc.so.13", folders[1] / "libnvrtc.so.12"
-    assert nvrtc_find.libraries() == [thirteen, twelve]
-    assert nvrtc_find.libraries(13) == [thirteen, twelve]
+    assert nvrtc_find.libraries() == nvrtc_find.libraries(13) == [thirteen, twelve]
     assert nvrtc_find.libraries(12) == [twelve, thirteen]
 
 
@@ -142,11 +125,7 @@ def test_importing_the_package_loads_no_native_library():
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
 
 
-def _installed() -> list[Path]:
-    return nvrtc_find.libraries()
-
-
-@pytest.mark.parametrize("library", _installed(), ids=lambda p: p.name)
+@pytest.mark.parametrize("library", nvrtc_find.libraries(), ids=lambda p: p.name)
 def test_every_target_an_nvrtc_is_said_to_build(library: Path):
     """Each NVRTC of this environment, though a run uses one: the table's ``needs`` must be true."""
     one = Nvrtc(library)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated kernel arithmetic against a kernel's own loop, written out, and exact attention."""
+"""The emulated kernel arithmetic against a kernel's own loop, written out."""
 
 from __future__ import annotations
 
@@ -11,24 +11,14 @@ import torch
 
 from sparge.blocks import BlockPlan
 from sparge.kernels.spec import Element
-from sparge.policy import SparsePolicy
-from sparge.reference import Quantized, attend, exact_attention, quantize_qkv, route
+from sparge.reference import Quantized, attend, quantize_qkv
 
-ELEMENTS = list(Element)
 STORED = {
     Element.INT8_FP16: torch.float16,
     Element.INT8_E4M3: torch.float8_e4m3fn,
     Element.BF16: torch.bfloat16,
     Element.FP16: torch.float16,
 }
-# Relative half unit in the last place of P, and half its smallest step (of P's own range).
-P_ROUNDING = {
-    Element.INT8_FP16: (2.0**-11, 2.0**-25),
-    Element.INT8_E4M3: (2.0**-4, 2.0**-10 / 448),
-    Element.BF16: (2.0**-8, 0.0),
-    Element.FP16: (2.0**-11, 2.0**-25),
-}
-FLOAT32_SLACK = 1e-5
 LOGIT_SLACK = 1e-4  # log2 units: float32 dot products of up to 300, times the scale
 
 
@@ -92,7 +82,7 @@ def peaked_case(make_qkv, element: Element) -> Quantized:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("threshold", [50.0, 15.0, 3.0, 0.0])
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", list(Element))
 def test_is_the_online_softmax_of_a_kernel(
     make_qkv, generator, element: Element, threshold: float, is_causal: bool
 ) -> None:
@@ -102,14 +92,15 @@ def test_is_the_online_softmax_of_a_kernel(
     plan = BlockPlan.from_kept(
         mask & (x.key_counts > 0)[:, None, None], 330, 500, is_causal, x.key_lengths
     )
-    result = attend(x, plan, scale=0.1, pvthreshd=threshold)
+    thresholds = (threshold, threshold / 2)
+    result = attend(x, plan, scale=0.1, pvthreshd=torch.tensor(thresholds))
     error, rounding = 0.0, 0.0
     for b in range(2):
         for h in range(2):
             skipped = 0
             for start in range(0, 330, 64):
                 rows = range(start, min(start + 64, 330))
-                walked = walk(x, plan, b, h, rows, 0.1, threshold)
+                walked = walk(x, plan, b, h, rows, 0.1, thresholds[h])
                 at = (b, h, slice(rows.start, rows.stop))
                 skipped += walked.skipped
                 assert torch.equal(result.row_max[at] == -math.inf, walked.row_max == -math.inf)
@@ -125,72 +116,4 @@ def test_is_the_online_softmax_of_a_kernel(
     if threshold == 3.0:
         assert result.pv_skipped.sum() > 0, "the case should hold blocks to skip"
     if threshold == 50.0:
-        assert result.pv_skipped.sum() == 0
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_error_is_that_of_rounding_p(make_qkv, element: Element, is_causal: bool) -> None:
-    """Exact attention with the stored operands as inputs differs only by the rounding of P."""
-    x = peaked_case(make_qkv, element)
-    plan = route(x, SparsePolicy(topk=0.6), scale=0.2, is_causal=is_causal)
-    q = x.q_levels.double() * x.q_scale[..., None]
-    k = x.k_levels.double() * x.k_scale.repeat_interleave(64, -1)[..., :500, None]
-    v = x.v_levels.double() * x.v_scale[:, :, None]
-    exact = {"plan": plan, "is_causal": is_causal, "scale": 0.2, "key_lengths": x.key_lengths}
-    centred, lse = exact_attention(q, k, v, dtype=torch.float64, **exact)
-    spread, _ = exact_attention(q, k, v.abs(), dtype=torch.float64, **exact)
-
-    result = attend(x, plan, scale=0.2)
-    relative, smallest = P_ROUNDING[element]
-    seen = result.row_sum > 0
-    lost = 500 * smallest * v.abs().max() / result.row_sum.clamp(min=1)[..., None]
-    bound = spread * (relative + FLOAT32_SLACK) + lost + 1e-6
-    vbar = x.vbar[:, :, None] * seen[..., None]
-    assert ((result.out - vbar - centred).abs() <= bound).all()
-    natural = (lse + x.q_dot_kbar * 0.2)[seen]
-    assert (result.lse[seen] - natural).abs().max() < 1e-4
-    assert (result.lse[~seen] == -math.inf).all()
-    assert (result.unnormalised - result.out * result.row_sum[..., None]).abs().max() < 1e-2
-
-
-def test_partial_results_of_disjoint_maps_combine(make_qkv, generator) -> None:
-    """(O, m, l) is what the design says it is: it merges like any softmax partial."""
-    x = peaked_case(make_qkv, Element.INT8_FP16)
-    mask = torch.rand(2, 2, 3, 8, generator=generator) < 0.5
-    parts = [
-        attend(x, BlockPlan.from_kept(half, 330, 500, False, x.key_lengths), scale=0.3)
-        for half in (mask, ~mask)
-    ]
-    whole = attend(
-        x, BlockPlan.from_kept(torch.ones_like(mask), 330, 500, False, x.key_lengths), scale=0.3
-    )
-    top = torch.maximum(parts[0].row_max, parts[1].row_max)
-    weights = [torch.exp2(part.row_max - top)[..., None] for part in parts]
-    total = sum(w * part.row_sum[..., None] for w, part in zip(weights, parts, strict=True))
-    merged = sum(w * part.unnormalised for w, part in zip(weights, parts, strict=True)) / total
-    assert (merged - whole.out).abs().max() < 2e-3
-
-
-def test_every_row_past_the_last_query_abstains(make_qkv) -> None:
-    """130 queries: the second block's groups hold 2 rows and none."""
-    q, k, v = make_qkv(1, 1, 130, 16, kv_tokens=256, dtype=torch.float16)
-    k[:, :, :64] = 4 * q[:, :, 129:130]
-    x = quantize_qkv(q, k, v, smooth_k=False)
-    x.q_levels[:, :, 128] = x.q_levels[:, :, 129]
-    plan = route(x, SparsePolicy(topk=1.0), scale=1.0)
-    result = attend(x, plan, scale=1.0, pvthreshd=5.0)
-    expected = sum(
-        walk(x, plan, 0, 0, rows, 1.0, 5.0).skipped
-        for rows in (range(0, 64), range(64, 128), range(128, 130))
-    )
-    assert int(result.pv_skipped) == expected
-    assert expected >= 2 * 192, "both rows of the last group leave all later blocks out"
-
-
-def test_thresholds_by_head(make_qkv) -> None:
-    x = peaked_case(make_qkv, Element.INT8_FP16)
-    plan = route(x, SparsePolicy(topk=1.0), scale=0.5)
-    both = attend(x, plan, scale=0.5, pvthreshd=torch.tensor([50.0, 3.0])).pv_skipped
-    assert both[:, 0].sum() == 0
-    assert torch.equal(both[:, 1], attend(x, plan, scale=0.5, pvthreshd=3.0).pv_skipped[:, 1])
+        assert result.pv_skipped[:, 0].sum() == 0

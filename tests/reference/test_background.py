@@ -20,7 +20,7 @@ from sparge.reference.exact_pooled import exact_pooled_attention
 from sparge.reference.packed import pack_qkv, scatter
 from sparge.reference.pooled import attend_packed
 from sparge.thresholds import COLUMNS
-from tests.reference.dense import blocks_of
+from tests.reference.blocks import blocks_of
 
 GRID = TokenGrid(3, 8, 11, prefix=20, suffix=45)
 CUBES = cube_order(GRID)

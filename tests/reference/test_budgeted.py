@@ -11,14 +11,13 @@ import torch
 
 from sparge.common.metrics import rel_l2
 from sparge.errors import Unsupported
-from sparge.head_settings import HeadBudget, Router
+from sparge.head_settings import HeadBudget
 from sparge.kernels.spec import Element
-from sparge.order.grid import TokenGrid, cube_order, grid_order
+from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import exact_attention
 from sparge.reference.budgeted import bucket_partials, budgeted_attention
 from sparge.reference.choose import choose_blocks
-from sparge.reference.exact_pooled import exact_pooled_attention
 from sparge.reference.packed import pack_qkv
 from sparge.reference.partial import Partial, combine
 from sparge.reference.pooled import attend_packed
@@ -39,66 +38,6 @@ ROUNDING = {
     Element.BF16: 0.01,
     Element.FP16: 0.001,
 }
-
-
-@pytest.mark.parametrize("element", list(Element))
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_order_on_and_off_agree_when_nothing_is_dropped(
-    make_qkv, grid: TokenGrid, element: Element
-) -> None:
-    q, k, v = make_qkv(2, 4, grid.tokens, 16, kv_heads=2)
-    if element == Element.FP16:
-        q, k, v = q.half(), k.half(), v.half()
-    lengths = torch.tensor([grid.tokens, grid.tokens - grid.suffix], dtype=torch.int32)
-    budget = HeadBudget.uniform(4, 1.0, gain=1.0, router=Router.ERROR)
-    exact, exact_lse = exact_attention(q, k, v, key_lengths=lengths)
-    for order in (cube_order(grid), None):
-        result, choice = budgeted_attention(
-            q, k, v, SparsePolicy(), budget, order=order, key_lengths=lengths, element=element
-        )
-        assert torch.equal(choice.kept, choice.valid)
-        assert result.out.shape == q.shape
-        assert result.lse.shape == result.row_max.shape == q.shape[:3]
-        assert rel_l2(result.out, exact) < ROUNDING[element]
-        assert (result.lse - exact_lse).abs().max() < 10 * ROUNDING[element]
-
-
-@pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
-def test_each_head_takes_its_walk(make_qkv, grid: TokenGrid) -> None:
-    """Heads 0 and 1 share keys, so head 1 follows head 0; head 3's number means the last walk."""
-    q, k, v = make_qkv(1, 6, grid.tokens, 16, kv_heads=3)
-    order = grid_order(grid)
-    last = order.walks - 1
-    budget = HeadBudget.uniform(6, 0.3, gain=0.5, router=Router.ERROR)
-    walk = torch.tensor([1, 0, 9, last, 0, 0], dtype=torch.int32)
-    mixed, choice = budgeted_attention(
-        q, k, v, SparsePolicy(), replace(budget, walk=walk), order=order
-    )
-    for head, index in enumerate((1, 1, last, last, 0, 0)):
-        alone, chosen = budgeted_attention(q, k, v, SparsePolicy(), budget, order=order.walk(index))
-        assert torch.equal(mixed.out[:, head], alone.out[:, head])
-        assert torch.equal(mixed.lse[:, head], alone.lse[:, head])
-        assert torch.equal(choice.kept[:, head], chosen.kept[:, head])
-
-
-@pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
-def test_output_comes_back_in_the_callers_order(make_qkv, grid: TokenGrid) -> None:
-    q, k, v = make_qkv(1, 4, grid.tokens, 16, kv_heads=2, dtype=torch.float16)
-    budget = HeadBudget(
-        torch.tensor([0.1, 0.3, 0.2, 0.0]),
-        torch.tensor([1.0, 0.0, 0.5, 2.0]),
-        torch.tensor([0, 0, 1, 1], dtype=torch.int32),
-    )
-    order = cube_order(grid)
-    result, choice = budgeted_attention(
-        q, k, v, SparsePolicy(), budget, order=order, element=Element.FP16
-    )
-    exact, lse = exact_pooled_attention(
-        q, k, v, choice.kept, choice.pooled, budget.gain, order=order
-    )
-    assert choice.pooled.any()
-    assert rel_l2(result.out, exact) < ROUNDING[Element.FP16]
-    assert (result.lse - lse).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -143,20 +82,6 @@ def test_parts_without_keys_are_neutral() -> None:
     assert torch.equal(some.plus(some.weighted(0.0)).output(), some.output())
     shifted = replace(some, row_max=some.row_max + 3)
     assert torch.allclose(combine([some, shifted]).row_sum, torch.full((1, 2), 2 * (1 / 8 + 1)))
-
-
-def test_pooling_helps_where_blocks_are_alike(make_qkv) -> None:
-    """Keys and values that change slowly: their block means stand for them."""
-    q, k, v = make_qkv(1, 2, 640, 16)
-    k, v = k + 3 * v[:, :, :1], v
-    k, v = (x.float().cumsum(2).bfloat16() / 12 for x in (k, v))
-    exact, _ = exact_attention(q, k, v)
-    errors = []
-    for gain in (0.0, 1.0):
-        budget = HeadBudget.uniform(2, 0.2, gain=gain)
-        result, _ = budgeted_attention(q, k, v, SparsePolicy(), budget)
-        errors.append(rel_l2(result.out, exact))
-    assert errors[1] < errors[0] / 2
 
 
 def test_causal_attention_keeps_its_order(make_qkv) -> None:

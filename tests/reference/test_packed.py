@@ -14,7 +14,7 @@ from sparge.order.grid import TokenGrid, TokenOrder, cube_order, raster_order
 from sparge.reference import quantize_qkv
 from sparge.reference.packed import gather, pack_qkv, scatter
 from sparge.stages import key_mean
-from tests.reference.dense import blocks_of
+from tests.reference.blocks import blocks_of
 
 GRID = TokenGrid(3, 7, 9, prefix=70, suffix=75)  # 70 + 189 + 75 tokens: every segment is ragged
 LENGTHS = torch.tensor([334, 259, 300], dtype=torch.int32)
@@ -23,7 +23,7 @@ STATISTICS = ("q_block_mean", "k_block_mean", "q_self_similarity", "k_self_simil
 
 
 @pytest.mark.parametrize("element", list(Element))
-@pytest.mark.parametrize("tokens", [64, 200, 321])
+@pytest.mark.parametrize("tokens", [64, 321])
 def test_raster_order_changes_nothing(make_qkv, element: Element, tokens: int) -> None:
     q, k, v = make_qkv(2, 4, tokens, 16, kv_heads=2)
     plain = quantize_qkv(q, k, v, element=element)
@@ -82,24 +82,6 @@ def test_statistics_are_those_of_the_tokens_in_a_block(
             assert torch.allclose(x.q_self_similarity[b, :, i].double(), similarity, atol=1e-5)
 
 
-@pytest.mark.parametrize("element", [Element.INT8_FP16, Element.INT8_E4M3, Element.BF16])
-def test_slots_hold_their_tokens_and_empty_ones_nothing(make_qkv, element: Element) -> None:
-    order = cube_order(GRID)
-    q, k, v = make_qkv(3, 4, GRID.tokens, 16, kv_heads=2)
-    x = pack_qkv(q, k, v, order, element=element, key_lengths=LENGTHS).operands
-    empty = order.slot_token < 0
-    for levels in (x.q_levels, x.k_levels, x.v_levels):
-        assert levels.shape[2] == order.slots
-        assert not levels.float()[:, :, empty].any()
-    stored = scatter(x.q_levels.float() * x.q_scale.unsqueeze(-1), order)
-    assert ((stored - q.float()).abs() <= scatter(x.q_scale, order).unsqueeze(-1) * 0.51).all()
-    scale = x.k_scale.repeat_interleave(64, -1).unsqueeze(-1)
-    stored = scatter(x.k_levels.float() * scale, order) + x.kbar.unsqueeze(2)
-    step = scatter(scale, order) * 0.51 if element != Element.BF16 else 1e-6
-    before = (torch.arange(GRID.tokens) < LENGTHS.unsqueeze(-1))[:, None, :, None]
-    assert ((stored - k.float()).abs() <= step)[before.expand_as(stored)].all()
-
-
 def test_the_mean_key_of_many_tokens_is_that_of_a_sample(
     make_qkv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,12 +107,9 @@ def test_gather_and_scatter_are_inverse(make_qkv) -> None:
     assert packed.shape == (2, 3, order.slots, 8)
     assert torch.equal(scatter(packed, order), q)
     assert not packed[:, :, order.slot_token < 0].any()
-
-
-def test_another_number_of_tokens_is_refused(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 100, 8)
     with pytest.raises(Unsupported, match=f"one of {GRID.tokens} tokens"):
-        pack_qkv(q, k, v, cube_order(GRID))
+        pack_qkv(q, k, v, order)
 
 
 @pytest.mark.parametrize("suffix", [0, 9])

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels quantize, average and copy, tile by tile, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparge import reference
+from sparge.blocks import KEY_BLOCK
+from sparge.common.metrics import rel_l2
+from sparge.kernels import Element, capabilities
+from sparge.reference.packed import sampled_mean
+from sparge.stages import key_mean
+from sparge.stages.launch import means, quantize
+from sparge.stages.rules import QuantizeRules
+from sparge.stages.workspace import CallShape, WorkspaceLayout
+from tests.gpu.cases import CASES, SOME_CASES, Case, lengths_of, make_qkv
+from tests.gpu.test_stages import ELEMENTS, kernel_stages, means_of
+
+pytestmark = pytest.mark.gpu
+
+
+def unswizzle(tiles: Tensor, row_bytes: int) -> Tensor:
+    """(..., bytes of a tile) to (..., rows, row_bytes): undoes csrc/common/swizzle.cuh."""
+    rows = tiles.unflatten(-1, (-1, row_bytes // 16, 16))
+    row = torch.arange(rows.shape[-3], device=tiles.device).unsqueeze(1)
+    chunk = torch.arange(row_bytes // 16, device=tiles.device)
+    mixed = chunk ^ ((row // 2) % 4 if row_bytes == 64 else row % 8)
+    index = mixed.unsqueeze(-1).expand(rows.shape)
+    return rows.gather(-2, index).flatten(-2)
+
+
+def key_rows(tiles: Tensor, row_bytes: int) -> Tensor:
+    """Rows of tiles of K: undoes csrc/common/key_tile.cuh."""
+    parts = 2 if row_bytes == 256 and capabilities("cuda").arch == "sm_90a" else 1
+    halves = tiles.unflatten(-1, (parts, -1)).unbind(-2)
+    return torch.cat([unswizzle(half, row_bytes // parts) for half in halves], -1)
+
+
+def value_levels(tiles: Tensor, element: Element, head_dim: int) -> Tensor:
+    """(B, Hkv, nk * 64, head_dim) float32 from transposed tiles."""
+    if element is Element.INT8_E4M3:
+        rows = unswizzle(tiles, KEY_BLOCK).view(torch.float8_e4m3fn).float()
+        position = torch.arange(KEY_BLOCK, device=tiles.device)
+        key = (position & ~15) + 8 * (position >> 1 & 1) + 2 * (position >> 2 & 3) + (position & 1)
+        rows = rows[..., key.argsort()]
+    else:
+        dtype = torch.bfloat16 if element is Element.BF16 else torch.float16
+        rows = unswizzle(tiles, KEY_BLOCK * 2).view(dtype).float()
+    return rows.transpose(-1, -2).flatten(2, 3)
+
+
+#: fp16 inputs take the FP16 element in 16-bit precision.
+COPIED_OR_QUANTIZED = [
+    pytest.param(case, element, id=f"{case.id}-{element.name}")
+    for case in CASES
+    for element in ELEMENTS
+    if not (case.dtype == torch.float16 and element is Element.BF16)
+]
+
+
+@pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
+def test_quantize(case: Case, element: Element, generator: torch.Generator, poison: None) -> None:
+    q, k, v = make_qkv(case, generator)
+    fields = kernel_stages(q, k, v, element, lengths_of(case))
+    d = case.head_dim
+    int8 = element is not Element.BF16
+    means = means_of(fields, element, d)
+    if int8:
+        own = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case))
+        spread = k.float().std() + k.float().abs().mean() + 1e-6
+        assert (own.kbar - means["kbar"]).abs().max() <= 1e-4 * spread
+        torch.testing.assert_close(own.v_scale, means["v_scale"], rtol=1e-4, atol=1e-6)
+    truth = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
+
+    padded = fields["k_block_mean"].shape[-1]
+    block_mean = fields["k_block_mean"]
+    torch.testing.assert_close(block_mean[..., :d], truth.k_block_mean, rtol=1e-4, atol=2e-5)
+    assert block_mean[..., d:].abs().sum() == 0, f"channels {d}..{padded} are padding"
+    torch.testing.assert_close(
+        fields["q_block_mean"][..., :d], truth.q_block_mean, rtol=1e-4, atol=2e-5
+    )
+    for name in ("q", "k"):
+        similarity = fields[f"{name}_similarity"]
+        torch.testing.assert_close(
+            similarity, getattr(truth, f"{name}_self_similarity"), rtol=1e-3, atol=1e-4
+        )
+
+    head_dim = CallShape.of(q, k).head_dim
+    keys = key_rows(fields["k_tiles"], head_dim * (1 if int8 else 2))
+    keys = keys.view(torch.int8 if int8 else torch.bfloat16).flatten(2, 3)
+    assert keys[:, :, case.keys :].float().abs().sum() == 0
+    assert torch.equal(keys[:, :, : case.keys, :d].float(), truth.k_levels.float())
+    if int8:
+        torch.testing.assert_close(fields["k_scale"], truth.k_scale, rtol=1e-5, atol=0)
+    values = value_levels(fields["v_tiles"], element, head_dim)[:, :, : case.keys, :d]
+    assert rel_l2(values, truth.v_levels.float()) <= 2e-3
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda element: element.name)
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
+def test_similarity_that_no_threshold_asks_for(
+    case: Case, element: Element, generator: torch.Generator, poison: None
+) -> None:
+    """It passes, and all else is as it is with the true one."""
+    q, k, v = make_qkv(case, generator)
+    layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    true, spared = (
+        quantize(q, k, v, lengths_of(case), element, QuantizeRules(with_similarity=asked))
+        for asked in (True, False)
+    )
+    of_levels = {"k_mean", "k_scale", "v_mean", "v_scale"}  # nobody writes those of copied keys
+    for name in layout.fields.keys() - (of_levels if element is Element.BF16 else set()):
+        if name.endswith("similarity"):
+            assert (layout.view(spared, name) == 1).all()
+        else:
+            expected, value = (layout.view(x, name).view(torch.uint8) for x in (true, spared))
+            assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@pytest.mark.parametrize("asked", [True, False], ids=["true similarity", "none asked for"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_blocks_without_a_mean_pass_no_threshold(
+    value: float, asked: bool, element: Element, generator: torch.Generator, poison: None
+) -> None:
+    q, k, v = make_qkv(Case("three blocks", queries=300, keys=150), generator)
+    q[:, :, 130, 3], k[:, :, 70, 5] = value, value
+    layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    workspace = quantize(q, k, v, None, element, QuantizeRules(with_similarity=asked))
+    for name in ("q_similarity", "k_similarity"):
+        nan = layout.view(workspace, name).isnan()
+        assert nan[..., 1].all(), name
+        # The mean of the head is taken from each key where keys are quantized.
+        spreads = name == "k_similarity" and element is not Element.BF16
+        assert (nan[..., [0, 2]] == spreads).all(), name
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
+def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
+    """Some heads of all are taken, as calibration takes them."""
+    q, k, v = make_qkv(case, generator)
+    lengths, element = lengths_of(case), Element.INT8_FP16
+    found = means(k, v, lengths, True, element)
+    group = case.heads // case.kv_heads
+    first, last = slice(0, 1), slice(case.kv_heads - 1, case.kv_heads)
+    for heads in (first, last):
+        own = slice(heads.start * group, heads.stop * group)
+        some = q[:, own], k[:, heads], v[:, heads]
+        layout = WorkspaceLayout(
+            CallShape.of(*some[:2]), element, with_values=True, with_queries=True
+        )
+        given = quantize(*some, lengths, element, QuantizeRules(), means=found[:, :, heads])
+        alone = quantize(*some, lengths, element, QuantizeRules())
+        assert torch.equal(layout.means(given), found[:, :, heads])
+        for name in layout.fields:
+            expected, value = (layout.view(x, name).view(torch.uint8) for x in (alone, given))
+            assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
+def test_mean_key_of_a_sample(
+    case: Case, generator: torch.Generator, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken in a token order of many tokens; values keep the mean and scale of all."""
+    _, k, v = make_qkv(case, generator)
+    lengths, element, d = lengths_of(case), Element.INT8_E4M3, case.head_dim
+    of_all = means(k, v, lengths, True, element, ordered=True)
+    assert torch.equal(of_all, means(k, v, lengths, True, element)), "few keys"
+    monkeypatch.setattr(key_mean, "LEAST_KEYS", 1)
+    found = means(k, v, lengths, True, element, ordered=True)
+    assert torch.equal(found[1:], of_all[1:])
+    expected = sampled_mean(k, lengths, key_mean.STRIDE)
+    assert (found[0, ..., :d] - expected).abs().max() <= 1e-4 * k.float().abs().max()
+    assert not found[0, ..., d:].any()

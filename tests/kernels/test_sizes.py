@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory that launches of route and score ask for, by the sizes that their cubins name."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparge.errors import Unsupported
+from sparge.kernels.cubin import read_sizes, read_static_shared
+from sparge.kernels.params import RouteSizes, ScoreSizes
+from sparge.kernels.spec import ARCHS, HEAD_DIMS, RELEASE_ARCHS, KernelSpec
+from sparge.stages.route_shared import RouteShared, score_pitch
+from sparge.stages.score import shared_bytes
+from sparge.stages.workspace import CallShape
+
+
+def of_each_head_dim(entry: str) -> pytest.MarkDecorator:
+    specs = [KernelSpec(entry, "sm_90a", size) for size in HEAD_DIMS]
+    return pytest.mark.parametrize("spec", specs, ids=lambda spec: spec.id)
+
+
+@of_each_head_dim("route")
+@pytest.mark.parametrize("with_pools", [False, True], ids=["scores", "pools"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_launch_of_route_asks_for_what_there_is_and_wastes_no_row(
+    arch: str, with_pools: bool, spec: KernelSpec, pack_cubin
+):
+    image = pack_cubin(spec).image
+    sizes = read_sizes(image, "route")
+    assert isinstance(sizes, RouteSizes)
+    left = ARCHS[arch].shared_limit - read_static_shared(image, "route")
+    rows, key_blocks = sizes.rows, 0
+    while rows:
+        key_blocks += 101
+        pitch = score_pitch(key_blocks, sizes)
+        assert pitch >= -(-key_blocks // sizes.key_step) * sizes.key_step, "whole steps"
+        banks = {(row * pitch + at) % 32 for row in range(4) for at in range(8)}
+        assert len(banks) == 32, "pairs of four rows lie in all banks"
+        # Scores, room for errors beside them, and a byte a key block.
+        of_row = 4 * pitch * (2 if with_pools else 1)
+        shape = CallShape(1, 1, 1, 64, 64 * key_blocks, spec.head_dim)
+        try:
+            found = RouteShared.of(shape, with_pools, sizes, left)
+        except Unsupported as refused:
+            assert of_row + key_blocks > left
+            assert f"{64 * key_blocks} keys" in refused.reason
+            break
+        assert found.rows * of_row + key_blocks <= found.nbytes <= left, key_blocks
+        assert 0 < found.rows <= rows, "more key blocks leave room for fewer query blocks"
+        rows = found.rows
+        if rows < sizes.rows:
+            assert (rows + 1) * of_row + key_blocks > left, "one more would have fit"
+
+
+@of_each_head_dim("score")
+def test_score_serves_eight_thousand_key_blocks_and_sixteen_rows_at_mochi(
+    spec: KernelSpec, pack_cubin
+):
+    image = pack_cubin(spec).image
+    sizes = read_sizes(image, "score")
+    assert isinstance(sizes, ScoreSizes)
+
+    def room(arch: str) -> int:
+        return ARCHS[arch].shared_limit - read_static_shared(image, "score")
+
+    for arch in RELEASE_ARCHS:
+        shape = CallShape(1, 1, 1, 512, 8000 * 64, spec.head_dim)
+        assert shared_bytes(shape, 6, 1, sizes) <= room(arch)
+    if spec.head_dim == 128:
+        mochi = CallShape(1, 6, 6, 512, 704 * 64, 128)
+        assert sizes.rows == 16 and shared_bytes(mochi, 6, 16, sizes) <= room(spec.arch)
