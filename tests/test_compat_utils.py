@@ -117,10 +117,7 @@ class TestFusedQuant:
             q, k, mean, **TOPK
         )
         assert torch.equal(kept, block_map(q, k - mean, **TOPK))
-        for levels, scale, x, block in (
-            (q_int8, q_scale, q, 128),
-            (k_int8, k_scale, k - mean, 64),
-        ):
+        for levels, scale, x, block in ((q_int8, q_scale, q, 128), (k_int8, k_scale, k - mean, 64)):
             assert levels.dtype == torch.int8 and levels.shape == x.shape
             assert scale.shape == (1, 2, -(-700 // block))
             each = scale.repeat_interleave(block, 2)[:, :, :700, None]

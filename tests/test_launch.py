@@ -69,11 +69,7 @@ def means_of(queued: dict[str, Structure]) -> MeansParams:
 
 @pytest.mark.parametrize(
     ("keys", "ordered", "stride"),
-    [
-        (LEAST_KEYS, True, STRIDE),
-        (LEAST_KEYS, False, 1),
-        (LEAST_KEYS - 1, True, 1),
-    ],
+    [(LEAST_KEYS, True, STRIDE), (LEAST_KEYS, False, 1), (LEAST_KEYS - 1, True, 1)],
 )
 def test_the_mean_key_is_sampled_in_long_orders_alone(
     queued: dict[str, Structure], keys: int, ordered: bool, stride: int

@@ -213,11 +213,7 @@ class TestRefusals:
     def test_keys_of_another_call(self, make_qkv, kind: str) -> None:
         _, k, v = make_qkv(2, 2, 90, 64, kv_tokens=TOKENS)
         found = key_padding(real_keys(kind))
-        for keys, values in (
-            (k[:, :, :50], v[:, :, :50]),
-            (k, v[:, :, :50]),
-            (k[:, :, :50], v),
-        ):
+        for keys, values in ((k[:, :, :50], v[:, :, :50]), (k, v[:, :, :50]), (k[:, :, :50], v)):
             with pytest.raises(ValueError, match="mask is of 200 keys"):
                 found.apply(keys, values)
         if kind != "all":

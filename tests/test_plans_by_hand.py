@@ -10,14 +10,7 @@ import pytest
 import torch
 
 import sparge
-from sparge import (
-    AttentionStats,
-    BlockPlan,
-    SparsePolicy,
-    TokenGrid,
-    cube_order,
-    grid_order,
-)
+from sparge import AttentionStats, BlockPlan, SparsePolicy, TokenGrid, cube_order, grid_order
 from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention

@@ -96,11 +96,7 @@ def blocks_of(grid: QuantizeGrid, shape: CallShape, with_values: bool) -> Counte
 @pytest.mark.parametrize("with_queries", [False, True])
 @pytest.mark.parametrize("with_values", [False, True])
 def test_each_block_has_its_turn(
-    with_values: bool,
-    with_queries: bool,
-    longest: int,
-    axis: int,
-    monkeypatch: pytest.MonkeyPatch,
+    with_values: bool, with_queries: bool, longest: int, axis: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(quantize_grid, "LONGEST_RUN", longest)
     monkeypatch.setattr(quantize_grid, "LEAST_THREAD_BLOCKS", 0.001)

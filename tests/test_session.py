@@ -245,12 +245,7 @@ def test_a_profile_serves_its_own_aim_alone(qkv) -> None:
     for aim in (Aim("budget", 0.5), Aim("quality", 0.1)):
         remarks: list[str] = []
         again = Session(
-            aim,
-            steps=2,
-            dense_steps=0,
-            profile=profile,
-            note=remarks.append,
-            even_if_slower=True,
+            aim, steps=2, dense_steps=0, profile=profile, note=remarks.append, even_if_slower=True
         )
         running = again.begin_step(0, MODEL, "cpu")
         running.attend(0, *qkv)

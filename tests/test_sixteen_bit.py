@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import (
-    Precision,
-    SparsePolicy,
-    TokenGrid,
-    cube_order,
-    reference,
-)
+from sparge import Precision, SparsePolicy, TokenGrid, cube_order, reference
 from sparge.call import Call, make_call
 from sparge.common.metrics import rel_l2
 

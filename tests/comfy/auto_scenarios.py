@@ -217,10 +217,7 @@ def profile_of_another_prompt() -> dict[str, Any]:
 
 
 def reports_without_a_run() -> dict[str, Any]:
-    return {
-        "no node": report(models.build("wan")),
-        "no run": report(patch(models.build("wan"))),
-    }
+    return {"no node": report(models.build("wan")), "no run": report(patch(models.build("wan")))}
 
 
 def auto_beside_others() -> dict[str, Any]:

@@ -107,10 +107,7 @@ def test_a_failed_compile_makes_the_rest_of_the_run_dense(comfyui):
 
 @pytest.mark.parametrize(
     ("kind", "raised"),
-    [
-        ("memory", "OutOfMemoryError"),
-        ("interrupt", "InterruptProcessingException"),
-    ],
+    [("memory", "OutOfMemoryError"), ("interrupt", "InterruptProcessingException")],
 )
 def test_what_comfyui_has_to_see_is_not_swallowed(comfyui, kind, raised):
     got = comfyui.run("library_raises", kind=kind)

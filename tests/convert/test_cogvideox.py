@@ -118,10 +118,7 @@ def test_names(diffusers: str, core: str) -> None:
     ],
 )
 def test_rotary_models_keep_every_byte(
-    tmp_path: Path,
-    generator: torch.Generator,
-    sizes: dict,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, generator: torch.Generator, sizes: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 1000)  # every tensor passes in several pieces
     state = published(generator, **sizes)

@@ -45,36 +45,20 @@ def test_other_shapes_and_types_are_refused(change: dict, complaint: str) -> Non
         HeadBudget(**(values | change))
 
 
-def test_a_budget_made_from_another_has_tables_of_its_own() -> None:
-    """A table that was made for other values would say nothing of these, in silence."""
-    policy = SparsePolicy()
-    budget = HeadBudget.uniform(2, 0.5)
-    first = budget.table(policy)
-    assert budget.table(policy) is first
-    other = replace(budget, density=torch.tensor([0.25, 1.0]))
-    assert other.table(policy)[:, SELECTION].tolist() == [0.25, 1.0]
-    assert budget.table(policy) is first and first[:, SELECTION].tolist() == [0.5, 0.5]
-
-
 def test_densities_are_set_for_one_budget_alone() -> None:
     policy = SparsePolicy()
     budget = HeadBudget.uniform(2, 1.0)
     others = [replace(budget, floor=2), budget.on("cpu"), budget.heads_slice(slice(0, 2))]
-    tables = [each.table(policy) for each in (budget, *others)]
+    with torch.inference_mode():
+        tables = [each.table(policy) for each in (budget, *others)]
+    other = replace(budget, density=torch.tensor([0.125, 0.75]))
     budget.set_density(torch.tensor([0.25, 0.5]))
     assert budget.density.tolist() == [0.25, 0.5]
     assert budget.table(policy) is tables[0], "recorded calls read it where it lies"
     assert tables[0][:, SELECTION].tolist() == [0.25, 0.5]
-    for other, table in zip(others, tables[1:], strict=True):
-        assert other.density.tolist() == [1, 1] == table[:, SELECTION].tolist()
-
-
-def test_densities_can_be_set_after_a_call_in_inference_mode() -> None:
-    budget, policies = HeadBudget.uniform(2, 1.0), [SparsePolicy(), SparsePolicy(pvthreshd=9.0)]
-    with torch.inference_mode():
-        tables = [budget.table(policy) for policy in policies]
-    budget.set_density(torch.full((2,), 0.25))
-    assert [table[:, SELECTION].tolist() for table in tables] == [[0.25, 0.25]] * 2
+    for each, table in zip(others, tables[1:], strict=True):
+        assert each.density.tolist() == [1, 1] == table[:, SELECTION].tolist()
+    assert other.table(policy)[:, SELECTION].tolist() == [0.125, 0.75]
 
 
 def test_each_value_has_its_own_column() -> None:
@@ -102,38 +86,25 @@ def policies(count: int) -> list[SparsePolicy]:
     return [SparsePolicy(simthreshd1=index / count) for index in range(count)]
 
 
-def test_a_handful_of_policies_keeps_its_tables() -> None:
-    budget = HeadBudget.uniform(2, 0.5)
-    first = [budget.table(policy) for policy in policies(KEPT_TABLES)]
-    for policy, table in zip(policies(KEPT_TABLES), first, strict=True):
-        assert budget.table(policy) is table
-
-
-def test_many_policies_keep_the_tables_that_were_asked_for_last() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_many_policies_keep_the_tables_asked_for_last_and_recorded(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded calls read theirs where it lies, whatever is asked for later."""
     budget, usual = HeadBudget.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
     table = budget.table(usual)
+    if recorded:
+        monkeypatch.setattr(budget_module, "being_recorded", lambda device: True)
+        budget.table(usual)
+        monkeypatch.undo()
     for policy in policies(1000):
         budget.table(policy)
-        assert budget.table(usual) is table, "it is asked for all the time"
-    assert len(budget._tables) == KEPT_TABLES
-    again = policies(1000)[0]
+        assert recorded or budget.table(usual) is table, "it is asked for all the time"
+    assert budget.table(usual) is table
+    assert len(budget._tables) == KEPT_TABLES + recorded
     budget.set_density(torch.tensor([0.25, 0.125]))
-    assert budget.table(again)[:, SELECTION].tolist() == [0.25, 0.125], "one that is made anew"
-    assert table[:, SELECTION].tolist() == [0.25, 0.125]
-
-
-def test_what_was_recorded_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, recorded = HeadBudget.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
-    table = budget.table(recorded)
-    monkeypatch.setattr(budget_module, "being_recorded", lambda device: True)
-    budget.table(recorded)
-    monkeypatch.undo()
-    for policy in policies(1000):
-        budget.table(policy)
-    budget.set_density(torch.tensor([0.25, 0.125]))
-    assert budget.table(recorded) is table
-    assert table[:, SELECTION].tolist() == [0.25, 0.125], "recorded calls read it"
-    assert len(budget._tables) == KEPT_TABLES + 1
+    for policy in (usual, policies(1000)[0]):
+        assert budget.table(policy)[:, SELECTION].tolist() == [0.25, 0.125]
 
 
 def test_budgets_of_layers_go_on_sharing_their_table() -> None:
@@ -149,14 +120,10 @@ def test_budgets_of_layers_go_on_sharing_their_table() -> None:
     assert found == [[0.125, 0.25], [0.75, 1.0]]
 
 
-def test_walks_lie_as_kernels_read_them() -> None:
+def test_walks_lie_as_kernels_read_them_on_one_device() -> None:
     walk = torch.tensor([[0, 2], [0, 1]], dtype=torch.int32)[:, 1]
     budget = replace(HeadBudget.uniform(2, 0.5), walk=walk)
     assert budget.walk is not None and budget.walk.is_contiguous()
     assert budget.walk.tolist() == [2, 1]
-
-
-def test_values_on_two_devices_are_refused() -> None:
-    budget = HeadBudget.uniform(2, 0.5)
     with pytest.raises(ValueError, match="walk is on meta and density on cpu: put all values"):
         replace(budget, walk=torch.zeros(2, dtype=torch.int32, device="meta"))
