@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sparge.blocks import block_count
 from sparge.order import copies as order_copies
 from sparge.order import grid as grid_module
-from sparge.order.cubes import cube_ranks
 from sparge.order.grid import (
     TokenGrid,
     TokenOrder,
@@ -23,7 +22,7 @@ from sparge.order.grid import (
     raster_order,
     unmeasured_order,
 )
-from sparge.order.variants import TURNS, unmeasured_walk, walks_of
+from sparge.order.variants import TURNS, unmeasured_walk, walk_ranks, walks_of
 from tests.test_surroundings import SURROUNDINGS
 
 GRIDS = [
@@ -89,13 +88,15 @@ def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> No
     assert torch.equal(order.queries_exact, of_queries)
 
 
-def test_text_keeps_its_order_and_the_grid_gets_cubes() -> None:
-    grid = TokenGrid(5, 6, 7, prefix=70, suffix=9)
-    order = cube_order(grid)
-    assert order.slot_token[:70].tolist() == list(range(70))
-    assert order.slot_token[-64:-55].tolist() == list(range(280, 289))
-    ranks = torch.from_numpy(cube_ranks(5, 6, 7)).flatten()
-    assert torch.equal(order.token_slot[70:280] - 128, ranks)
+@pytest.mark.parametrize("turn", range(TURNS))
+def test_text_keeps_its_order_and_the_grid_gets_that_of_the_walk(turn: int) -> None:
+    order = grid_order(TokenGrid(5, 6, 7, prefix=70, suffix=9), turn)
+    for index, walk in enumerate(walks_of(5)):
+        slots = order.slot_tokens[index]
+        assert slots[:70].tolist() == list(range(70))
+        assert slots[-64:-55].tolist() == list(range(280, 289))
+        ranks = torch.from_numpy(walk_ranks(walk, 5, 6, 7, turn)).flatten()
+        assert torch.equal(order.token_slots[index, 70:280] - 128, ranks)
 
 
 def test_a_tail_keeps_its_order_in_every_walk_and_may_be_dropped() -> None:
