@@ -41,6 +41,8 @@ def test_a_faster_kernel_pays_for_measuring(walks: int) -> None:
     assert afford(dense=0.0, shorter=0.999 * seconds).walks == walks - 1
     rest = seconds - 1e-3  # paid by the kernel
     assert afford(dense=1.001e-3 / SHARE, shorter=rest).walks == walks
+    little = afford(dense=0.9 * seconds / SHARE, shorter=0.9e-3, samples=100)
+    assert little.walks == walks - 1, "what it would save pays for nothing"
     few = int(WORTH_A_PLAN / 1e-3)
     for samples in (few - 1, few + 1):
         found = afford(dense=0.0, shorter=1e-3, samples=samples)
@@ -62,8 +64,9 @@ def test_heads_are_measured_again_within_the_same_share(walks: int, conditioning
 def test_measuring_pays_where_sparse_steps_save_as_much(later: int, seconds: float) -> None:
     """3 ms and 60 us of choosing a head; later choices take 600 us of probes and 15 us a head."""
     run = partial(pays, RATES, ROWS, heads=1000, samples=100, calls=1, dense=math.inf, later=later)
-    steps = seconds / (100 * 1.3e-3)
-    assert run(saved=1.3e-3, steps=int(steps) + 1) and not run(saved=1.3e-3, steps=int(steps))
+    for steps in (1, 4):
+        saved = seconds / (100 * steps)
+        assert run(saved=1.001 * saved, steps=steps) and not run(saved=0.999 * saved, steps=steps)
     assert not run(saved=-1.3e-3, steps=1000), "sparse is slower"
 
 

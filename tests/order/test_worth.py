@@ -57,7 +57,10 @@ def test_the_host_takes_a_least_time_and_batch_entries_count_as_heads() -> None:
     assert estimate(CALL, 0.1, slow).sparse == 1.0 and estimate(CALL, 0.1, slow).break_even == 0
     assert estimate(replace(CALL, pooled=0.0), 0.1, slow).break_even > 0, "another host time"
     one, two = (estimate(replace(CALL, heads=heads), 0.3, RATES).sparse for heads in (240, 480))
-    launch = RATES.sparse.launch
+    launch, long = RATES.sparse.launch, replace(CALL, tokens=16384)
+    parts = ({}, {"pv_filter": True}, {"pooled": 0.0}, {"pooled": 1.0})
+    plain, *more = (estimate(replace(long, **part), 0.3, RATES).sparse for part in parts)
+    assert min(more) > 1.01 * plain and more[2] > more[1], "each part takes its time"
     assert two - launch == pytest.approx(2 * (one - launch))
 
 
