@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from ctypes import c_int32
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from sparge import (
     cube_order,
 )
 from sparge.call import make_call
-from sparge.kernels.params import RouteParams
 from sparge.stages import ops, pipeline
 
 attention: Any = sparge.attention
@@ -41,29 +39,21 @@ class TestKinds:
         [
             ({"q": np.zeros((1, 2, 256, 64))}, "q is a numpy.ndarray; give a torch tensor"),
             ({"k": [1.0]}, "k is a list; give a torch tensor"),
-            ({"v": 3}, "v is 3; give a torch tensor"),
             ({"q": None}, "q is None; give a torch tensor"),
             ({"policy": 0.5}, "policy is 0.5; give a SparsePolicy"),
-            ({"policy": {"topk": 0.5}}, "policy is a dict; give a SparsePolicy"),
-            ({"policy": SparsePolicy}, "policy is a type; give a SparsePolicy"),
-            ({"layout": ["HND"]}, "layout is a list; it takes 'HND'"),
             ({"layout": None}, "layout is None; it takes 'HND'"),
             ({"out_layout": 1}, "out_layout is 1; it takes 'HND'"),
             ({"is_causal": "False"}, "is_causal is 'False'; it takes True or False"),
-            ({"is_causal": 1}, "is_causal is 1; it takes True or False"),
             ({"is_causal": torch.ones(3)}, "is_causal is a torch.Tensor; it takes True or False"),
             ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
             ({"scale": torch.tensor(0.1)}, "scale is a torch.Tensor; give a number"),
-            ({"scale": "0.1"}, "scale is '0.1'; give a number"),
             ({"scale": True}, "scale is True; give a number"),
             ({"key_lengths": [256]}, "key_lengths is a list; give a torch tensor"),
-            ({"key_lengths": 256}, "key_lengths is 256; give a torch tensor"),
             ({"block_mask": np.ones((1, 2, 2, 4))}, "block_mask is a numpy.ndarray; give a torch"),
             ({"plan": torch.ones(1, 2, 2, 4)}, "plan is a torch.Tensor; give what make_plan makes"),
             ({"order": GRID}, "order is a .*TokenGrid; give what cube_order or grid_order makes"),
             ({"budget": 0.3}, "budget is 0.3; give what HeadBudget"),
             ({"stats": True}, "stats is True; give an AttentionStats"),
-            ({"stats": {}}, "stats is a dict; give an AttentionStats"),
             ({"output_dtype": "float16"}, "output_dtype is float16; bfloat16"),
         ],
     )
@@ -83,25 +73,20 @@ class TestKinds:
         ("named", "words"),
         [
             ({"precision": "int8"}, "precision is 'int8'; give one of Precision.INT8"),
-            ({"precision": None}, "precision is None; give one of Precision.INT8"),
             ({"exact_prefix": 1.5}, "exact_prefix is 1.5; it takes a whole number from 0"),
             ({"exact_suffix": True}, "exact_suffix is True; it takes a whole number from 0"),
-            ({"exact_prefix": "3"}, "exact_prefix is '3'; it takes a whole number"),
             ({"exact_prefix": -1}, "exact_prefix is -1; it takes a whole number from 0"),
-            ({"exact_prefix": torch.tensor(3)}, "exact_prefix is a torch.Tensor; it takes a whole"),
-            ({"attention_sink": "no"}, "attention_sink is 'no'; it takes True or False"),
             ({"keep_diagonal": 0}, "keep_diagonal is 0; it takes True or False"),
-            ({"smooth_k": None}, "smooth_k is None; it takes True or False"),
             ({"select_by": 3}, "select_by is 3; it takes 'topk'"),
-            ({"select_by": None}, "select_by is None; it takes 'topk'"),
-            ({"topk": None}, "topk is None; give a number, or a float tensor"),
-            ({"topk": True}, "topk is True; give a number, or a float tensor"),
-            ({"topk": "0.5"}, "topk is '0.5'; give a number"),
             ({"topk": [0.1, 0.2]}, "topk is a list; give a number, or a float tensor"),
             ({"cdfthreshd": np.ones(2)}, "cdfthreshd is a numpy.ndarray; give a number"),
-            ({"simthreshd1": "x"}, "simthreshd1 is 'x'; give a number"),
+            ({"select_by": "topp"}, "'topk'.*'cdf'"),
+            ({"topk": 1.5}, "topk is 1.5.*0 to 1"),
+            ({"topk": math.nan}, "topk is nan"),
+            ({"topk": torch.tensor([1, 0])}, "floating point"),
+            ({"cdfthreshd": -0.1}, "cdfthreshd"),
+            ({"pvthreshd": -1.0}, "pvthreshd"),
             ({"simthreshd1": math.nan}, "simthreshd1 is nan; it takes a number from -inf to inf"),
-            ({"pvthreshd": None}, "pvthreshd is None; give a number"),
         ],
     )
     def test_of_a_policy(self, named: dict[str, Any], words: str) -> None:
@@ -112,10 +97,8 @@ class TestKinds:
         ("named", "words"),
         [
             ({"density": 0.5}, "density is 0.5; give a torch tensor"),
-            ({"gain": [0.0, 0.0]}, "gain is a list; give a torch tensor"),
             ({"router": Router.MASS}, "router is .*; give a torch tensor"),
             ({"background": 1.0}, "background is 1.0; give a torch tensor"),
-            ({"floor": 1.5}, "floor is 1.5; it takes a whole number from 1"),
             ({"floor": 2**31}, "floor is 2147483648; it takes a whole number from 1 to 2147483647"),
             ({"pools": "no"}, "pools is 'no'; it takes True or False"),
         ],
@@ -128,12 +111,10 @@ class TestKinds:
         ("given", "words"),
         [
             ((2.0, 0.5), "heads is 2.0; it takes a whole number from 1"),
-            ((0, 0.5), "heads is 0; it takes a whole number from 1"),
             ((2, "half"), "density is 'half'; give a number"),
             ((2, 1.5), "density is 1.5 and gain 0.0; density takes a number from 0 to 1"),
             ((2, 0.5, -1.0), "density is 0.5 and gain -1.0"),
             ((2, 0.5, 0.0, "error"), r"router is 'error'; it takes Router\.MASS or Router\.ERROR"),
-            ((2, 0.5, 0.0, 7), "router is 7; it takes"),
         ],
     )
     def test_of_a_uniform_budget(self, given: tuple[Any, ...], words: str) -> None:
@@ -153,34 +134,23 @@ class TestKinds:
 
     def test_numpys_numbers_are_numbers(self, make_qkv) -> None:
         q, k, v = make_qkv()
-        numpys: dict[str, Any] = {
-            "topk": np.float32(0.5),
-            "exact_prefix": np.int64(70),
-            "exact_suffix": np.uint8(3),
-            "attention_sink": np.True_,
-            "pvthreshd": np.float64(20),
-        }
-        policy = SparsePolicy(**numpys)
-        same = SparsePolicy(
-            topk=0.5, exact_prefix=70, exact_suffix=3, attention_sink=True, pvthreshd=20.0
-        )
-        assert policy == same
-        assert type(policy.exact_prefix) is int and type(policy.topk) is float
+        given: dict[str, Any] = {"topk": np.float32(0.5), "exact_prefix": np.int64(70)}
+        policy = SparsePolicy(**given, attention_sink=np.True_)  # type: ignore[arg-type]
+        same = SparsePolicy(topk=0.5, exact_prefix=70, attention_sink=True)
+        assert policy == same and type(policy.exact_prefix) is int and type(policy.topk) is float
         for given in ({"scale": np.float32(0.125)}, {"is_causal": np.True_}):
             plain = {name: value.item() for name, value in given.items()}
             expected = attention(q, k, v, same, **plain)
             assert torch.equal(attention(q, k, v, policy, **given), expected)
         sizes: list[Any] = [np.int64(2), np.float32(0.5), np.int64(256), np.int32(256)]
         budget = HeadBudget.uniform(*sizes[:2])
-        assert budget.heads == 2
-        assert replace(budget, floor=np.int32(3)).floor == 3
+        assert budget.heads == 2 and replace(budget, floor=np.int32(3)).floor == 3
         plan = sparge.make_plan(q, k, SPARSE)
-        sized = BlockPlan(plan.block_map, plan.counts, *sizes[2:])
-        assert (sized.n_queries, sized.n_keys) == (256, 256)
+        assert BlockPlan(plan.block_map, plan.counts, *sizes[2:]).n_queries == 256
 
 
 class TestSizes:
-    @pytest.mark.parametrize("prefix", [2**31, 2**32 + 5, 10**12, 10**30])
+    @pytest.mark.parametrize("prefix", [2**32 + 5, 10**30])
     @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])
     def test_text_longer_than_the_sequence_is_all_of_it(
         self, make_qkv, monkeypatch: pytest.MonkeyPatch, name: str, prefix: int
@@ -202,13 +172,6 @@ class TestSizes:
         )
         (numbers,) = told
         assert 300 in numbers and all(abs(x) < 2**31 for x in numbers)
-
-    def test_what_kernels_are_told_in_32_bits(self) -> None:
-        """Beside sizes: a new field needs a check of what callers can make it."""
-        whole = {field[0] for field in RouteParams._fields_ if field[1] is c_int32}
-        flags = {"upstream", "causal", "attention_sink", "keep_diagonal"}
-        of_shape = {"select", "rows_per_cta", "score_pitch", "topk_blocks"}
-        assert whole - flags - of_shape == {"exact_prefix", "exact_suffix", "floor"}
 
     @pytest.mark.parametrize(("queries", "keys"), [(2**25, 1), (1, 2**25), (2**31, 1), (1, 2**33)])
     def test_more_tokens_than_kernels_count(self, queries: int, keys: int) -> None:

@@ -66,24 +66,18 @@ def test_layouts(make_qkv, layout: str, out_layout: str | None) -> None:
     assert torch.equal(out if wanted == "HND" else out.transpose(1, 2), expected)
 
 
-def test_output_dtype_and_mixed_input_dtypes(make_qkv) -> None:
+def test_mixed_input_dtypes_and_float32_are_read_as_bf16(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64)
     out = attention(q, k.float(), v.half(), SPARSE)
     assert out.dtype == torch.bfloat16
     assert rel_l1(out, attention(q, k, v, SPARSE)) < 1e-3
-    assert attention(q, k, v, SPARSE, output_dtype=torch.float32).dtype == torch.float32
-
-
-def test_float32_is_read_as_bf16(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 200, 64, dtype=torch.float32)
-    out = attention(q, k, v, SPARSE)
-    rounded = attention(
-        q.bfloat16(), k.bfloat16(), v.bfloat16(), SPARSE, output_dtype=torch.float32
-    )
-    assert torch.equal(out, rounded)
+    rounded = (x.bfloat16() for x in (q, k, v))
+    expected = attention(*rounded, SPARSE, output_dtype=torch.float32)
+    assert torch.equal(attention(q, k, v, SPARSE), expected)
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 128])
 def test_head_dims(make_qkv, head_dim: int) -> None:
     q, k, v = make_qkv(1, 2, 200, head_dim)
     truth = scaled_dot_product_attention(q.float(), k.float(), v.float())
@@ -150,12 +144,13 @@ class TestPlan:
         assert torch.equal(plan.kept().sum(-1), plan.counts)
         assert (plan.counts == int(0.4 * 35)).all()
 
-    def test_from_a_block_mask(self, make_qkv, generator: torch.Generator) -> None:
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+    def test_from_a_block_mask(self, make_qkv, generator: torch.Generator, dtype) -> None:
         q, k, v = make_qkv(1, 2, 300, 64)
         mask = torch.rand(1, 2, 3, 5, generator=generator) < 0.5
-        plan = sparge.make_plan(q, k, SPARSE, block_mask=mask)
+        plan = sparge.make_plan(q, k, SPARSE, block_mask=mask.to(dtype))
         assert torch.equal(plan.kept(), mask)
-        direct = attention(q, k, v, SPARSE, block_mask=mask)
+        direct = attention(q, k, v, SPARSE, block_mask=mask.to(dtype))
         assert torch.equal(attention(q, k, v, SPARSE, plan=plan), direct)
 
     def test_of_another_call_is_refused(self, make_qkv) -> None:
@@ -182,15 +177,6 @@ class TestPlan:
         alone = attention(q[:1], k[:1], v[:1], SPARSE, plan=one)
         assert torch.equal(attention(q, k, v, SPARSE, plan=both)[:1], alone)
 
-    @pytest.mark.parametrize("lengths", [torch.tensor([200, 100]), torch.tensor([200]).int()])
-    def test_key_lengths_of_another_type_or_batch_are_refused(self, make_qkv, lengths) -> None:
-        """Kernels read them as int32, one for each batch entry."""
-        q, k, v = make_qkv(2, 2, 300, 64)
-        kept = torch.ones(2, 2, 3, 5, dtype=torch.bool)
-        plan = sparge.BlockPlan.from_kept(kept, 300, 300, key_lengths=lengths)
-        with pytest.raises(ValueError, match=r"give int32 of shape \(2,\)"):
-            attention(q, k, v, SPARSE, plan=plan)
-
 
 def test_stats_on_another_device_are_refused(make_qkv) -> None:
     with pytest.raises(ValueError, match=r"count on meta and q is on cpu: give AttentionStats"):
@@ -206,14 +192,6 @@ def test_a_budget_that_does_not_pool_drops(make_qkv, pools: bool) -> None:
     budget = replace(plain, gain=ones, router=ones.int() * sparge.Router.ERROR, pools=pools)
     same = torch.equal(attention(q, k, v, budget=budget), attention(q, k, v, budget=plain))
     assert same != pools
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
-def test_block_mask_dtypes(make_qkv, generator: torch.Generator, dtype: torch.dtype) -> None:
-    q, k, v = make_qkv(1, 2, 300, 64)
-    mask = torch.rand(1, 2, 3, 5, generator=generator) < 0.5
-    expected = attention(q, k, v, SPARSE, block_mask=mask)
-    assert torch.equal(attention(q, k, v, SPARSE, block_mask=mask.to(dtype)), expected)
 
 
 class TestStats:
@@ -267,12 +245,6 @@ def test_partials_give_the_output(make_qkv) -> None:
     assert partials.row_max.shape == partials.row_sum.shape == (1, 2, 300)
 
 
-def test_compiled_code_gives_the_same(make_qkv) -> None:
-    q, k, v = make_qkv(1, 1, 130, 32)
-    compiled = torch.compile(lambda *qkv: attention(*qkv, SPARSE) * 2, backend="eager")
-    assert torch.equal(compiled(q, k, v), attention(q, k, v, SPARSE) * 2)
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "kind", "words"),
@@ -307,24 +279,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match=words):
             attention(*make_qkv(), **named)
 
-    @pytest.mark.parametrize(
-        ("named", "words"),
-        [
-            ({"select_by": "topp"}, "'topk'.*'cdf'"),
-            ({"topk": 1.5}, "topk is 1.5.*0 to 1"),
-            ({"topk": math.nan}, "topk is nan"),
-            ({"cdfthreshd": -0.1}, "cdfthreshd"),
-            ({"pvthreshd": -1.0}, "pvthreshd"),
-            ({"topk": torch.tensor([1, 0])}, "floating point"),
-            ({"exact_prefix": -1}, "exact_prefix"),
-        ],
-    )
-    def test_policies(self, named: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            SparsePolicy(**named)
 
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
 def test_an_output_dtype_that_kernels_cannot_write_is_refused(make_qkv, dtype: torch.dtype) -> None:
     with pytest.raises(sparge.Unsupported, match="output_dtype is"):
         attention(*make_qkv(), output_dtype=dtype)
@@ -332,6 +288,5 @@ def test_an_output_dtype_that_kernels_cannot_write_is_refused(make_qkv, dtype: t
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 2.0**-21, math.inf, math.nan])
 def test_a_softmax_scale_that_kernels_cannot_take_is_refused(make_qkv, scale: float) -> None:
-    q, k, v = make_qkv(1, 2, 100, 64)
     with pytest.raises(sparge.Unsupported, match="softmax scale is a finite number"):
-        attention(q, k, v, scale=scale)
+        attention(*make_qkv(1, 2, 100, 64), scale=scale)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from sparge.stats import Counter
 
 
 @pytest.mark.parametrize("policy", [SparsePolicy(topk=0.5), SparsePolicy(select_by="cdf")])
-@pytest.mark.parametrize("given", ["nothing", "stats", "lengths", "mask", "plan", "per head"])
+@pytest.mark.parametrize("given", ["bottom-right", "stats", "lengths", "mask", "plan", "per head"])
 def test_the_reference_is_one_graph_too(make_qkv, policy: SparsePolicy, given: str) -> None:
     """The same code compiles with the same result where no kernel runs."""
     torch._dynamo.reset()
     q, k, v = make_qkv(2, 3, 300, 64, dtype=torch.float16)
     options: dict[str, Any] = {"out_layout": "NHD", "return_lse": True}
+    if given == "bottom-right":
+        q, options["causal"] = q[:, :, :200], given
     if given == "stats":
         options["stats"] = AttentionStats("cpu")
     if given == "lengths":
@@ -118,37 +121,26 @@ def test_sizes_may_be_symbols() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "asks"),
-    [(-0.1, False), (-1, False), (0.0, True), (0.5, True), (torch.tensor([-0.1, -0.1]), True)],
-)
-def test_who_asks_for_similarities(make_qkv, threshold: Any, asks: bool) -> None:
-    """A tensor's values are not known without waiting for the GPU."""
-    q, k, v = make_qkv(1, 2, 300, 64)
-    policy = SparsePolicy(simthreshd1=threshold)
-    given = (q, k, v, policy, "HND", False, None, None)
-    assert make_call(*given, None, None).asks_similarity is asks
-    mask = torch.ones(1, 2, 3, 5, dtype=torch.bool)
-    assert not make_call(*given, mask, None).asks_similarity
-
-
-@pytest.mark.parametrize(
-    ("policy", "scores"),
+    ("given", "scores", "similar"),
     [
-        (SparsePolicy(topk=1.0), False),
-        (SparsePolicy(topk=0.5), True),
-        (SparsePolicy(topk=torch.tensor([1.0, 1.0])), True),
-        (SparsePolicy(select_by="cdf", cdfthreshd=1.0), True),
+        ({"topk": 0.5}, True, False),
+        ({"topk": 0.5, "simthreshd1": 0.0}, True, True),
+        ({"topk": 0.5, "simthreshd1": torch.tensor([-0.1, -0.1])}, True, True),
+        ({"topk": 1.0, "simthreshd1": 0.5}, False, False),
+        ({"topk": torch.tensor([1.0, 1.0]), "simthreshd1": 0.5}, True, True),
+        ({"select_by": "cdf", "cdfthreshd": 1.0, "simthreshd1": 0.5}, True, True),
     ],
 )
-def test_who_needs_scores(make_qkv, policy: SparsePolicy, scores: bool) -> None:
-    """A call that keeps every block does not, as far as the host knows: head settings have the last
-    word."""
-    policy = replace(policy, simthreshd1=0.5)
-    q, k, v = make_qkv(1, 2, 300, 64)
-    given = (q, k, v, policy, "HND", False, None, None)
-    call = make_call(*given, None, None)
-    assert call.scores is call.asks_similarity is scores
-    ones = torch.ones(1, 2, 3, 5, dtype=torch.bool)
-    assert not make_call(*given, ones, None).scores
-    if policy.select_by == "topk":
-        assert make_call(*given, None, None, None, HeadBudget.uniform(2, 0.3)).scores
+def test_who_needs_scores_and_similarities(
+    make_qkv, given: dict[str, Any], scores: bool, similar: bool
+) -> None:
+    """A tensor's values are not known without waiting for the GPU. A call that keeps every block
+    needs none, as far as the host knows: head settings have the last word."""
+    call_of = partial(make_call, *make_qkv(1, 2, 300, 64), SparsePolicy(**given))
+    shared = ("HND", False, None, None)
+    call = call_of(*shared, None, None)
+    assert (call.scores, call.asks_similarity) == (scores, similar)
+    masked = call_of(*shared, torch.ones(1, 2, 3, 5, dtype=torch.bool), None)
+    assert not masked.scores and not masked.asks_similarity
+    if "select_by" not in given:
+        assert call_of(*shared, None, None, None, HeadBudget.uniform(2, 0.3)).scores

@@ -69,9 +69,7 @@ def test_signature_is_upstreams(name: str) -> None:
     assert list(defaults.items()) == list(SIGNATURES[name].items())
 
 
-@pytest.mark.parametrize(
-    "name", ["spas_sage2_attn_meansim_topk_cuda", "spas_sage_attn_meansim_topk_cuda"]
-)
+@pytest.mark.parametrize("name", TOPK_NAMES)
 def test_topk_is_the_librarys_attention(make_qkv, name: str) -> None:
     q, k, v = make_qkv(1, 2, 640, 64)
     out, sparsity = function(name)(q, k, v, topk=0.3, return_sparsity=True)
@@ -108,21 +106,15 @@ def test_cdf_through_the_topk_function(make_qkv) -> None:
 def test_causal_element_by_element(make_qkv, name: str) -> None:
     """Upstream's second generation leaks up to 127 future tokens here."""
     q, k, v = make_qkv(1, 2, 300, 64)
-    everything = {"simthreshd1": 1.0}
-    out = function(name)(q, k, v, is_causal=True, **everything)
+    out = function(name)(q, k, v, is_causal=True, simthreshd1=1.0)
     exact, _ = exact_attention(q, k, v, is_causal=True)
     assert rel_l1(out, exact) < 0.02
-    k[:, :, 200:] = v[:, :, 200:] = 40
-    changed = function(name)(q, k, v, is_causal=True, smooth_k=False, **everything)
-    exact, _ = exact_attention(q, k, v, is_causal=True)
-    assert rel_l1(changed[:, :, :200], exact[:, :, :200]) < 0.03
 
 
 def test_causal_ranks_in_all_blocks_and_leaves_the_diagonal_unprotected(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 640, 64)
-    _, sparsity = function("spas_sage2_attn_meansim_topk_cuda")(
-        q, k, v, is_causal=True, topk=0.2, return_sparsity=True
-    )
+    by_topk = function("spas_sage2_attn_meansim_topk_cuda")
+    _, sparsity = by_topk(q, k, v, is_causal=True, topk=0.2, return_sparsity=True)
     policy = sparge.SparsePolicy(topk=0.2, keep_diagonal=False)
     plan = sparge.make_plan(q, k, policy, is_causal=True)
     assert plan.counts.flatten().tolist() == [2] * 5, "int(.2 * 10 blocks) in every row"
@@ -223,26 +215,27 @@ class TestBlockSparse:
         assert rel_l1(out, exact) < 0.02
         assert sparsity == pytest.approx(1 - plan.density())
 
-    def test_sink(self, make_qkv) -> None:
+    @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+    def test_the_sink_is_the_first_64_keys(self, make_qkv, shape: tuple[int, int]) -> None:
         q, k, v = make_qkv(1, 1, 256, 64)
-        mask = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
+        mask = torch.zeros(1, 1, *shape, dtype=torch.bool)
         out = block_sparse(q, k, v, mask, attention_sink=True)
         exact, _ = exact_attention(q, k[:, :, :64], v[:, :, :64])
         assert rel_l1(out, exact) < 0.02
         assert not mask.any(), "the caller's mask is not changed"
 
-    def test_none_is_refused(self, make_qkv) -> None:
-        with pytest.raises(sparge.Unsupported, match=r"mask_id is None.*\(1, 2, 2, 4\)"):
-            block_sparse(*make_qkv(1, 2, 256, 64))
-
-    @pytest.mark.parametrize("shape", [(1, 2, 4, 1), (1, 1, 2, 4), (1, 1, 4, 2), (2, 4)])
-    def test_other_shapes_are_refused(self, make_qkv, shape: tuple[int, ...]) -> None:
-        with pytest.raises(sparge.Unsupported, match=r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU"):
-            block_sparse(*make_qkv(1, 2, 256, 64), torch.ones(shape))
-
-    def test_a_list_is_refused(self, make_qkv) -> None:
-        with pytest.raises(sparge.Unsupported, match="mask_id is a list; it is a tensor"):
-            block_sparse(*make_qkv(1, 2, 256, 64), [[1]])
+    @pytest.mark.parametrize(
+        ("mask", "words"),
+        [
+            (None, r"mask_id is None.*\(1, 2, 2, 4\)"),
+            ([[1]], "mask_id is a list; it is a tensor"),
+            *((torch.ones(x), r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU")
+              for x in ((1, 2, 4, 1), (1, 1, 2, 4), (2, 4))),
+        ],
+    )  # fmt: skip
+    def test_other_masks_are_refused(self, make_qkv, mask: Any, words: str) -> None:
+        with pytest.raises(sparge.Unsupported, match=words):
+            block_sparse(*make_qkv(1, 2, 256, 64), mask)
 
 
 def by_token(mask: torch.Tensor, rows: int, columns: int, queries: int, keys: int) -> torch.Tensor:
@@ -286,29 +279,7 @@ class TestHopperMask:
         plan = sparge.BlockPlan.from_kept(smallest, queries, keys)
         assert sparsity == pytest.approx(1 - plan.density())
 
-    def test_tokens_before_heads(self, make_qkv, generator: torch.Generator) -> None:
-        q, k, v = make_qkv(1, 2, 300, 64)
-        wide = torch.rand(1, 2, 5, 3, generator=generator) < 0.5
-        swapped = (x.transpose(1, 2) for x in (q, k, v))
-        out = block_sparse(*swapped, wide, tensor_layout="NHD")
-        assert torch.equal(out.transpose(1, 2), block_sparse(q, k, v, wide))
-
-    def test_the_sink_is_the_first_64_keys(self, make_qkv) -> None:
-        q, k, v = make_qkv(1, 1, 256, 64)
-        wide = torch.zeros(1, 1, 4, 2, dtype=torch.bool)
-        ours = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
-        out = block_sparse(q, k, v, wide, attention_sink=True)
-        assert torch.equal(out, block_sparse(q, k, v, ours, attention_sink=True))
-        assert not wide.any(), "the caller's mask is not changed"
-
     def test_the_two_shapes_are_one_for_one_block_only(self, make_qkv) -> None:
-        alike = {
-            (queries, keys)
-            for queries in range(1, 600)
-            for keys in range(1, 600)
-            if (-(-queries // 128), -(-keys // 64)) == (-(-queries // 64), -(-keys // 128))
-        }
-        assert alike == {(queries, keys) for queries in range(1, 65) for keys in range(1, 65)}
         q, k, v = make_qkv(1, 1, 64, 64)
         kept = block_sparse(q, k, v, torch.ones(1, 1, 1, 1))
         assert rel_l1(kept, exact_attention(q, k, v)[0]) < 0.02

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 
 from sparge import kernels
 from sparge.kernels import build
+from tests.test_layers import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,9 +60,7 @@ def test_a_python_without_torch_is_no_error() -> None:
     assert "lacks torch" in done.stdout
 
 
-def test_every_usable_gpu_is_prepared(
-    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_usable_gpu_is_prepared(install: ModuleType, monkeypatch, capsys) -> None:
     one_gpu(monkeypatch, kernels.Capability(True, "", "sm_89"))
     prepared = []
     compiled = []
@@ -79,42 +77,30 @@ def test_every_usable_gpu_is_prepared(
     assert "Card 0" in text and "sm_89" in text and "3 of 3" in text and "ready in" in text
 
 
-def test_an_old_gpu_stays_dense(
-    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        (kernels.Capability(False, "Card 0 is too old.", ""), "stays dense. Card 0 is too old."),
+        (kernels.Capability(True, "", "sm_89"), "disk full"),
+    ],
+)
+def test_what_went_wrong_is_told_and_is_no_failed_install(
+    install: ModuleType, monkeypatch, capsys, capability: kernels.Capability, said: str
 ) -> None:
-    one_gpu(monkeypatch, kernels.Capability(False, "Card 0 is too old.", ""))
-    monkeypatch.setattr(kernels, "warm", lambda *_, **__: pytest.fail("nothing to compile"))
-    assert install.main() == 0
-    assert "stays dense. Card 0 is too old." in capsys.readouterr().out
-
-
-def test_a_failed_build_is_told_and_is_no_failed_install(
-    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one_gpu(monkeypatch, kernels.Capability(True, "", "sm_89"))
-
     def warm(device: int, progress: object) -> None:
+        assert capability.usable, "nothing to compile"
         raise OSError("disk full")
 
+    one_gpu(monkeypatch, capability)
     monkeypatch.setattr(build, "prepare", lambda arch: None)
     monkeypatch.setattr(kernels, "warm", warm)
     assert install.main() == 0
-    assert "disk full" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_it_starts_no_other_program() -> None:
     """No pip, no compiler, no download: the registry's rules, and the user's trust."""
-    tree = ast.parse((ROOT / "install.py").read_text(encoding="utf-8"))
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names]
-        )
-    }
+    imported = {name.split(".")[0] for name in imports(ROOT / "install.py")}
     assert imported == {"__future__", "sys", "time", "pathlib", "torch", "sparge"}
 
 

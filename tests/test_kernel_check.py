@@ -21,11 +21,8 @@ FP16, E4M3 = int(Element.INT8_FP16), int(Element.INT8_E4M3)
 
 
 class Gpu:
-    """GPU that notes what happens on it, in order: (entry, target) that is loaded, (op, element)
-    that is launched.
-
-    It has every kernel but the ``missing`` (entry, target).
-    """
+    """Notes (entry, target) that is loaded and (op, element) that is launched, in order; has every
+    kernel but the ``missing`` (entry, target)."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, str]] = []
@@ -81,12 +78,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def test_the_best_target_serves_where_it_compiles(gpu: Gpu, make_qkv, caplog) -> None:
+def test_the_best_target_serves_where_it_compiles(gpu: Gpu, make_qkv, monkeypatch, caplog):
     sparge.attention(*make_qkv())
     kernels = ("means", "quantize", "route", HOPPER_ATTEND)
     assert sorted(gpu.loaded) == sorted((entry, "sm_90a") for entry in kernels)
     assert gpu.launched == [(op, E4M3) for op in ("quantize", "route", "attend")]
     assert not caplog.records
+    monkeypatch.setattr(kernel_check, "warm", None)  # what was built is looked up
+    sparge.attention(*make_qkv(heads=3, tokens=300))
+    with pytest.raises(TypeError, match="not callable"):
+        sparge.attention(*make_qkv(head_dim=128))
 
 
 @pytest.mark.parametrize("missing", [HOPPER_ATTEND, "quantize"])
@@ -101,18 +102,10 @@ def test_a_call_falls_back_before_it_launches_and_once(
     assert sorted(on_stand_in) == ["attend", "means", "quantize", "route"]
     assert "not today" in caplog.text and len(caplog.records) == 1
     loads = len(gpu.loaded)
-    monkeypatch.setattr(kernel_check, "warm", None)
-    sparge.attention(*make_qkv())
+    monkeypatch.setattr(kernel_check, "warm", None)  # what was built is looked up
+    sparge.attention(*make_qkv(heads=3, tokens=300))
     sparge.attention_partials(*make_qkv())
     assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {FP16}
-
-
-def test_what_was_built_is_looked_up(gpu: Gpu, make_qkv, monkeypatch) -> None:
-    sparge.attention(*make_qkv())
-    monkeypatch.setattr(kernel_check, "warm", None)
-    sparge.attention(*make_qkv(heads=3, tokens=300))
-    with pytest.raises(TypeError, match="not callable"):
-        sparge.attention(*make_qkv(head_dim=128))
 
 
 def test_only_kernels_of_the_call_are_asked_for(gpu: Gpu, make_qkv) -> None:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparge import SparsePolicy, TokenGrid, grid_order
+from sparge import SparsePolicy, TokenGrid, TokenOrder, grid_order
 from sparge.call import make_call
 from sparge.kernels import Capability, Element
-from sparge.kernels.params import HOPPER_ATTEND, MeansParams, MeansSizes, RouteSizes
+from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
 from sparge.order.facts import NO_ORDER, OrderFacts
 from sparge.stages import ops, pipeline
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
@@ -61,38 +61,24 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> dict[str, Structure]:
     return parameters
 
 
-def means_of(queued: dict[str, Structure]) -> MeansParams:
-    params = queued["means"]
-    assert isinstance(params, MeansParams)
-    return params
-
-
 @pytest.mark.parametrize(
-    ("keys", "ordered", "stride"),
+    ("order", "stride"),
     [
-        (LEAST_KEYS, True, STRIDE),
-        (LEAST_KEYS, False, 1),
-        (LEAST_KEYS - 1, True, 1),
+        (grid_order(TokenGrid(2, 64, 64)), STRIDE),
+        (grid_order(TokenGrid(2, 32, 64)), 1),
+        (None, 1),
     ],
+    ids=["long", "short", "no order"],
 )
 def test_the_mean_key_is_sampled_in_long_orders_alone(
-    queued: dict[str, Structure], keys: int, ordered: bool, stride: int
+    queued: dict[str, Structure], order: TokenOrder | None, stride: int
 ) -> None:
-    k = torch.zeros(1, 1, keys, 64, dtype=torch.bfloat16)
-    launch.means(k, k, None, True, Element.INT8_E4M3, ordered)
-    assert means_of(queued).k_stride == stride
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_quantize_asks_for_the_mean_of_its_order(
-    queued: dict[str, Structure], ordered: bool
-) -> None:
-    order = grid_order(TokenGrid(2, 64, 64))
-    assert order.tokens >= LEAST_KEYS
-    facts = OrderFacts(order.slot_tokens, order.block_counts) if ordered else NO_ORDER
-    q = torch.zeros(1, 1, order.tokens, 64, dtype=torch.bfloat16)
+    tokens = order.tokens if order else LEAST_KEYS
+    assert (tokens >= LEAST_KEYS) == (stride > 1 or order is None)
+    facts = OrderFacts(order.slot_tokens, order.block_counts) if order else NO_ORDER
+    q = torch.zeros(1, 1, tokens, 64, dtype=torch.bfloat16)
     launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
-    assert means_of(queued).k_stride == (STRIDE if ordered else 1)
+    assert getattr(queued["means"], "k_stride") == stride  # noqa: B009
 
 
 def test_what_a_policy_says_reaches_the_kernels(
@@ -102,16 +88,9 @@ def test_what_a_policy_says_reaches_the_kernels(
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pipeline, "ops", SimpleNamespace(**stages))
     policy = SparsePolicy(
-        topk=0.5,
-        cdfthreshd=0.875,
-        simthreshd1=0.25,
-        pvthreshd=15.0,
-        attention_sink=True,
-        keep_diagonal=False,
-        exact_prefix=3,
-        exact_suffix=5,
-        smooth_k=False,
-    )
+        topk=0.5, cdfthreshd=0.875, simthreshd1=0.25, pvthreshd=15.0, attention_sink=True,
+        keep_diagonal=False, exact_prefix=3, exact_suffix=5, smooth_k=False,
+    )  # fmt: skip
     q = torch.zeros(1, 2, 640, 64, dtype=torch.bfloat16)
     call = make_call(q, q, q, policy, "HND", True, 0.125, None, None, None)
     pipeline.run_kernels(call, torch.empty_like(q), None, None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,59 +32,48 @@ TOKENS = GRID.tokens
 PLACE = (1, 1, 700, 5)
 GROUP = HEADS // KV_HEADS
 BAD = {"nan": math.nan, "inf": math.inf, "minus inf": -math.inf}
+POLICY = {"topk", "smooth_k", "pvthreshd"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@dataclass(frozen=True)
-class Way:
-    """Way in which a call chooses its blocks."""
-
-    topk: float = 0.15
-    causal: bool = False
-    ordered: bool = False
-    budget: bool = False
-    masked: bool = False
-    planned: bool = False
-    smooth_k: bool = True
-    filtered: bool = False
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, precision: Precision):
-        """Output and log-sum-exp."""
-        pvthreshd = 20.0 if self.filtered else 50.0
-        policy = SparsePolicy(
-            topk=self.topk, precision=precision, smooth_k=self.smooth_k, pvthreshd=pvthreshd
-        )
-        options: dict[str, Any] = {"is_causal": self.causal, "return_lse": True}
-        if self.ordered:
-            options["order"] = grid_order(GRID).on(q.device)
-        if self.budget:
-            budget = HeadBudget.uniform(HEADS, self.topk, 1.0, Router.ERROR, q.device)
-            if precision is not Precision.SIXTEEN_BIT:
-                half = torch.full((HEADS,), 0.5, device=q.device)
-                budget = replace(budget, background=half, contrast=half)
-            options["budget"] = budget
-        if self.masked:
-            options["block_mask"] = _mask_without_the_place(q.device)
-        if self.planned:
-            mask = _mask_without_the_place(q.device)
-            options["plan"] = make_plan(q, k, policy, block_mask=mask)
-        return attention(q, k, v, policy, **options)
-
-
-WAYS = {
-    "dense": Way(topk=1.0),
-    "sparse": Way(),
-    "unsmoothed": Way(smooth_k=False),
-    "filtered": Way(filtered=True),
-    "causal": Way(topk=0.3, causal=True),
-    "ordered": Way(ordered=True),
-    "budget": Way(ordered=True, budget=True),
-    "block mask": Way(masked=True),
-    "plan": Way(planned=True),
+#: Ways in which a call chooses its blocks.
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {"topk": 1.0},
+    "sparse": {},
+    "unsmoothed": {"smooth_k": False},
+    "filtered": {"pvthreshd": 20.0},
+    "causal": {"topk": 0.3, "is_causal": True},
+    "ordered": {"order": True},
+    "budget": {"order": True, "budget": True},
+    "block mask": {"block_mask": True},
+    "plan": {"plan": True},
 }
 
 
-def _mask_without_the_place(device: torch.device) -> Tensor:
+def attend(way: str, precision: Precision, device: str, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    q, k, v = (x.to(device) for x in qkv)
+    options: dict[str, Any] = {"topk": 0.15} | WAYS[way]
+    of_policy = {name: options.pop(name) for name in POLICY & options.keys()}
+    policy = SparsePolicy(precision=precision, **of_policy)
+    if "order" in options:
+        options["order"] = grid_order(GRID).on(device)
+    if "budget" in options:
+        budget = HeadBudget.uniform(HEADS, 0.15, 1.0, Router.ERROR, torch.device(device))
+        if precision is not Precision.SIXTEEN_BIT:
+            half = torch.full((HEADS,), 0.5, device=device)
+            budget = replace(budget, background=half, contrast=half)
+        options["budget"] = budget
+    if "block_mask" in options:
+        options["block_mask"] = _mask_without_the_place(device)
+    if "plan" in options:
+        mask = _mask_without_the_place(device)
+        options["plan"] = make_plan(q, k, policy, block_mask=mask)
+    out, lse = attention(q, k, v, policy, return_lse=True, **options)
+    return out.cpu(), lse.cpu()
+
+
+def _mask_without_the_place(device: str) -> Tensor:
     query_blocks, key_blocks = -(-TOKENS // QUERY_BLOCK), -(-TOKENS // KEY_BLOCK)
     mask = torch.ones(BATCH, HEADS, query_blocks, key_blocks, dtype=torch.bool, device=device)
     mask[..., PLACE[2] // KEY_BLOCK] = False
@@ -92,14 +81,8 @@ def _mask_without_the_place(device: torch.device) -> Tensor:
 
 
 @pytest.fixture
-def clean(make_qkv, request: pytest.FixtureRequest) -> tuple[Tensor, Tensor, Tensor]:
+def clean(make_qkv) -> tuple[Tensor, Tensor, Tensor]:
     return make_qkv(BATCH, HEADS, TOKENS, HEAD_DIM, kv_heads=KV_HEADS)
-
-
-def _attend(way: Way, precision: Precision, device: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.to(device) for x in tensors)
-    out, lse = way.attend(q, k, v, precision)
-    return out.cpu(), lse.cpu()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,10 +92,10 @@ def _attend(way: Way, precision: Precision, device: str, *tensors: Tensor) -> tu
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_key_or_value_makes_its_whole_head_nan(which, way, bad, precision, device, clean) -> None:
     q, k, v = clean
-    out, _ = _attend(WAYS[way], precision, device, q, k, v)
+    out, _ = attend(way, precision, device, q, k, v)
     k, v = k.clone(), v.clone()
     (k if which == "k" else v)[PLACE] = BAD[bad]
-    hurt, lse = _attend(WAYS[way], precision, device, q, k, v)
+    hurt, lse = attend(way, precision, device, q, k, v)
 
     own = torch.zeros(BATCH, HEADS, dtype=torch.bool)
     own[PLACE[0], PLACE[1] * GROUP : (PLACE[1] + 1) * GROUP] = True
@@ -129,10 +112,10 @@ def test_a_key_or_value_makes_its_whole_head_nan(which, way, bad, precision, dev
 @pytest.mark.parametrize("way", WAYS)
 def test_a_query_makes_its_row_nan(way, bad, precision, device, clean) -> None:
     q, k, v = clean
-    out, _ = _attend(WAYS[way], precision, device, q, k, v)
+    out, _ = attend(way, precision, device, q, k, v)
     q = q.clone()
     q[PLACE] = BAD[bad]
-    hurt, lse = _attend(WAYS[way], precision, device, q, k, v)
+    hurt, lse = attend(way, precision, device, q, k, v)
 
     own = torch.zeros(BATCH, HEADS, TOKENS, dtype=torch.bool)
     own[PLACE[:3]] = True
@@ -165,16 +148,14 @@ def test_what_lies_behind_the_key_lengths_does_not_count(precision, device, clea
     lengths = torch.tensor([TOKENS, PLACE[2]], dtype=torch.int32, device=device)
     policy = SparsePolicy(topk=0.15, precision=precision)
 
-    def attend(k: Tensor, v: Tensor) -> Tensor:
-        out = attention(q.to(device), k.to(device), v.to(device), policy, key_lengths=lengths)
-        assert isinstance(out, Tensor)
-        return out
+    def cut(k: Tensor, v: Tensor) -> Any:
+        return attention(*(x.to(device) for x in (q, k, v)), policy, key_lengths=lengths)
 
-    out = attend(k, v)
+    out = cut(k, v)
     k, v = k.clone(), v.clone()
     k[1, :, PLACE[2] :] = math.nan
     v[1, :, PLACE[2] :] = math.inf
-    assert torch.equal(attend(k, v), out)
+    assert torch.equal(cut(k, v), out)
 
 
 @pytest.mark.gpu

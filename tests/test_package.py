@@ -16,20 +16,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 BUILD_INPUTS = (
-    "sparge",
-    "csrc",
-    "tools",
-    "nodes",
-    "pyproject.toml",
-    "requirements.txt",
-    "README.md",
+    *("sparge", "csrc", "tools", "nodes", "pyproject.toml", "requirements.txt", "README.md"),
+    *("LICENSE", "__init__.py"),
 )
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
-    for name in (*BUILD_INPUTS, "LICENSE", "__init__.py"):
+    for name in BUILD_INPUTS:
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,70 +38,58 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_wheel_holds_the_library_and_its_sources(wheel: Path) -> None:
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    library = {
-        p.relative_to(ROOT).as_posix()
-        for p in (ROOT / "sparge").rglob("*")
-        if p.suffix in (".py", ".json")
-    }
-    sources = {
-        "sparge/" + p.relative_to(ROOT).as_posix()
-        for folder in ("csrc", "tools")
-        for p in (ROOT / folder).rglob("*")
-        if p.suffix in (".cu", ".cuh", ".py")
-    }
-    assert packed == library | sources
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def python(installed: Path, *lines: str) -> str:
+    code = "\n".join((f"import sys; sys.path.insert(0, {str(installed)!r})", *lines))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=installed, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_wheel_holds_the_library_and_its_sources(installed: Path) -> None:
+    def found(root: Path, *folders: str) -> set[str]:
+        kinds = (".py", ".json", ".cu", ".cuh")
+        paths = (path for folder in folders for path in (root / folder).rglob("*"))
+        return {p.relative_to(root).as_posix() for p in paths if p.suffix in kinds}
+
+    packed = {name for name in found(installed, ".") if ".dist-info/" not in name}
+    sources = {f"sparge/{name}" for name in found(ROOT, "csrc", "tools")}
+    assert packed == found(ROOT, "sparge") | sources
     assert "sparge/csrc/attend.cu" in packed
 
 
-def test_wheel_requires_no_torch(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith("/METADATA"))
-        metadata = archive.read(name).decode()
+def test_wheel_requires_no_torch(installed: Path) -> None:
+    (metadata,) = (path.read_text("utf-8") for path in installed.glob("*.dist-info/METADATA"))
     required = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", metadata, re.MULTILINE)
-    assert {n for n, rest in required if "extra ==" not in rest} == {
-        "numpy",
-        "safetensors",
-        "ninja",
-    }
-    assert {n for n, rest in required if "extra ==" in rest} == {"torch"}
+    always = {name for name, rest in required if "extra ==" not in rest}
+    assert always == {"numpy", "safetensors", "ninja"}
+    assert {name for name, _ in required} - always == {"torch"}
 
 
-def test_installed_library_finds_its_sources(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import sparge\n"
-        "from sparge.kernels.source import find_csrc, read_sources\n"
-        "print(find_csrc()); print(len(read_sources('attend').headers))"
+def test_installed_library_finds_its_sources(installed: Path) -> None:
+    said = python(
+        installed,
+        "from sparge.kernels.source import find_csrc, read_sources",
+        "print(find_csrc()); print(len(read_sources('attend').headers))",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    folder, headers = done.stdout.split()
-    assert Path(folder) == tmp_path / "sparge" / "csrc"
-    assert int(headers) > 0
+    folder, headers = said.split()
+    assert Path(folder) == installed / "sparge" / "csrc" and int(headers) > 0
 
 
-def test_installed_converter_runs(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-        name = next(n for n in archive.namelist() if n.endswith("/entry_points.txt"))
-        command = re.search(
-            r"^sparge-convert-cogvideox = ([\w.]+):(\w+)$", archive.read(name).decode(), re.M
-        )
+def test_installed_converter_runs(installed: Path) -> None:
+    (points,) = (p.read_text("utf-8") for p in installed.glob("*.dist-info/entry_points.txt"))
+    command = re.search(r"^sparge-convert-cogvideox = ([\w.]+):(\w+)$", points, re.M)
     assert command
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"from {command[1]} import {command[2]}\n"
-        f"sys.exit({command[2]}(['--help']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "SOURCE" in done.stdout
+    module, name = command.groups()
+    run = f"from {module} import {name}", f"sys.exit({name}(['--help']))"
+    assert "SOURCE" in python(installed, *run)
 
 
 def test_requirements_are_plain_lines_without_torch() -> None:

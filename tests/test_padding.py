@@ -40,6 +40,7 @@ def real_keys(kind: str) -> Tensor:
 
 KINDS = ["all", "behind", "in front", "text first", "holes", "one key"]
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "(1, N)": lambda real: real[:1],
     "(B, N)": lambda real: real,
     "(B, 1, 1, N)": lambda real: real[:, None, None],
     "(B, H, 1, N)": lambda real: real[:, None, None].repeat(1, 4, 1, 1),
@@ -64,18 +65,20 @@ def truth(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
 def test_attention_is_that_with_the_mask(make_qkv, kind: str, shape: str, layout: str) -> None:
     q, k, v = make_qkv(2, 4, 90, 64, kv_heads=2, kv_tokens=TOKENS)
     real = real_keys(kind)
+    mask = SHAPES[shape](real)
+    if shape == "(1, N)":
+        real = real[:1].expand(2, -1)
     expected = truth(q, k, v, real)
     k, v = (x.masked_fill(~real[:, None, :, None], torch.nan) for x in (k, v))  # never read
-    given = [x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v)]
-    mask = SHAPES[shape](real)
+    q, k, v = (x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v))
+    behind = bool((real.cummin(1).values == real).all())
     for each in (mask, added(mask, -torch.inf, torch.bfloat16)):
         found = key_padding(each)
-        assert (found.key_lengths is None) == (kind == "all")
-        assert (found.index is None) == (kind in ("all", "behind"))
-        keys, values, lengths = found.apply(given[1], given[2], layout)
-        if found.index is None:
-            assert keys is given[1] and values is given[2]
-        out = attention(given[0], keys, values, DENSE, key_lengths=lengths, layout=layout)
+        assert (found.key_lengths is None) == bool(real.all())
+        assert (found.index is None) == behind
+        keys, values, lengths = found.apply(k, v, layout)
+        assert not behind or (keys is k and values is v)
+        out = attention(q, keys, values, DENSE, key_lengths=lengths, layout=layout)
         assert rel_l2(out if layout == "HND" else out.transpose(1, 2), expected) < 0.01
 
 
@@ -118,15 +121,6 @@ def test_finite_values_everywhere_are_weighed_by_dense_attention(make_qkv) -> No
         key_padding(mask)
 
 
-def test_one_entry_for_all(make_qkv) -> None:
-    q, k, v = make_qkv(3, 2, 90, 64, kv_tokens=TOKENS)
-    for kind in ("behind", "holes", "all"):
-        real = real_keys(kind)[:1]
-        keys, values, lengths = key_padding(real).apply(k, v)
-        out = attention(q, keys, values, DENSE, key_lengths=lengths)
-        assert rel_l2(out, truth(q, k, v, real.expand(3, -1))) < 0.01
-
-
 class TestWaits:
     @pytest.fixture
     def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -138,27 +132,19 @@ class TestWaits:
         return found
 
     @pytest.mark.parametrize("inference", [False, True])
-    def test_once_a_mask(self, reads: list[Tensor], inference: bool) -> None:
+    def test_once_a_mask_and_again_after_a_change(self, reads: list[Tensor], inference: bool):
         with torch.inference_mode(inference):
-            mask = real_keys("holes")
+            mask, weighing = real_keys("behind"), torch.full((1, TOKENS), 0.5)
             assert key_padding(mask) is key_padding(mask)
-            assert len(reads) == 1
             key_padding(mask.clone())
             assert len(reads) == 2
-
-    def test_once_for_one_that_is_refused(self, reads: list[Tensor]) -> None:
-        mask = torch.full((1, TOKENS), 0.5)
-        for _ in range(3):
-            with pytest.raises(sparge.Unsupported, match="it weighs keys"):
-                key_padding(mask)
-        assert len(reads) == 1
-
-    def test_again_after_a_change_in_place(self, reads: list[Tensor]) -> None:
-        mask = real_keys("behind")
-        assert key_padding(mask).index is None
-        mask[:, 0] = False
-        assert key_padding(mask).index is not None
-        assert len(reads) == 2
+            for _ in range(3):
+                with pytest.raises(sparge.Unsupported, match="it weighs keys"):
+                    key_padding(weighing)
+            assert len(reads) == 3
+        if not inference:
+            mask[:, 0] = False
+            assert key_padding(mask).index is not None and len(reads) == 4
 
     def test_what_is_remembered_ends_with_the_mask(self, reads: list[Tensor]) -> None:
         masks = [real_keys(kind) for kind in KINDS[:5]]
@@ -213,11 +199,7 @@ class TestRefusals:
     def test_keys_of_another_call(self, make_qkv, kind: str) -> None:
         _, k, v = make_qkv(2, 2, 90, 64, kv_tokens=TOKENS)
         found = key_padding(real_keys(kind))
-        for keys, values in (
-            (k[:, :, :50], v[:, :, :50]),
-            (k, v[:, :, :50]),
-            (k[:, :, :50], v),
-        ):
+        for keys, values in ((k[:, :, :50], v[:, :, :50]), (k, v[:, :, :50]), (k[:, :, :50], v)):
             with pytest.raises(ValueError, match="mask is of 200 keys"):
                 found.apply(keys, values)
         if kind != "all":

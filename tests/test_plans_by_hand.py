@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import sparge
-from sparge import (
-    AttentionStats,
-    BlockPlan,
-    SparsePolicy,
-    TokenGrid,
-    cube_order,
-    grid_order,
-)
+from sparge import AttentionStats, BlockPlan, SparsePolicy, TokenGrid, cube_order, grid_order
 from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
@@ -32,17 +25,12 @@ class TestPlans:
         ("change", "words"),
         [
             (lambda m, c: (m.long(), c), "block_map is torch.int64 of shape .* need int32"),
-            (lambda m, c: (m.float(), c), "block_map is torch.float32"),
             (lambda m, c: (m, c.long()), "counts is torch.int64"),
             (lambda m, c: (torch.cat([m, m], -1), c), r"block_map is torch.int32 of .* 2, 3, 2\)"),
-            (lambda m, c: (m[..., :0], c), "block_map is torch.int32 of shape"),
             (lambda m, c: (m[:, :, :2], c), "block_map is torch.int32 of shape"),
-            (lambda m, c: (m[:, :1], c), "block_map is torch.int32 of shape"),
             (lambda m, c: (m, c[..., :2]), "counts is torch.int32 of shape"),
             (lambda m, c: (m, c[0]), "is torch.int32 of shape"),
-            (lambda m, c: (m, c.sum()), "is torch.int32 of shape"),
             (lambda m, c: (m.flatten(), c), "block_map is torch.int32 of shape"),
-            (lambda m, c: (m.numpy(), c), "block_map is a numpy.ndarray; give a torch tensor"),
             (lambda m, c: (m, c.tolist()), "counts is a list; give a torch tensor"),
             (lambda m, c: (m, c.to("meta")), "block_map is on cpu and counts on meta"),
         ],
@@ -71,14 +59,16 @@ class TestPlans:
         with pytest.raises(ValueError, match=words):
             BlockPlan(plan.block_map, plan.counts, *sizes)
 
-    def test_key_lengths_that_are_no_tensor(self, make_qkv) -> None:
-        q, k, v = make_qkv(1, 2, 300, 64)
+    def test_key_lengths_that_are_no_tensor_or_of_another_type(self, make_qkv) -> None:
+        """Kernels read them as int32, one for each batch entry."""
+        q, k, v = make_qkv(2, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)
-        listed = replace(plan, key_lengths=[300])
-        with pytest.raises(ValueError, match="key_lengths is a list; give a torch tensor"):
-            attention(q, k, v, plan=listed)
+        for lengths in ([300], torch.tensor([200, 100]), torch.tensor([200]).int()):
+            words = "is a list; give a torch tensor|give int32 of shape \\(2,\\)"
+            with pytest.raises(ValueError, match=words):
+                attention(q, k, v, plan=replace(plan, key_lengths=lengths))
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
     def test_from_a_map_of_any_type(self, generator: torch.Generator, dtype: torch.dtype) -> None:
         kept = torch.randint(0, 4, (1, 2, 3, 5), generator=generator).to(dtype)
         plan = BlockPlan.from_kept(kept, 300, 300)
@@ -115,31 +105,22 @@ class TestPlans:
 
 
 class TestOrders:
-    names = ("slot_tokens", "token_slots", "block_counts", "keys_exact", "queries_exact")
-
     @pytest.mark.parametrize(
         ("change", "words"),
         [
             ({"slot_tokens": lambda x: x.long()}, "slot_tokens is torch.int64"),
             ({"slot_tokens": lambda x: x[0]}, r"slot_tokens is torch.int32 of shape \(192,\)"),
-            ({"slot_tokens": lambda x: x[:, :-1]}, "slot_tokens is torch.int32 of shape"),
             ({"slot_tokens": lambda x: x.numpy()}, "slot_tokens is a numpy.ndarray"),
             ({"slot_tokens": lambda x: x.T.contiguous().T}, "slot_tokens must be contiguous"),
             ({"slot_tokens": lambda x: x + 5}, "do not belong together"),
-            ({"slot_tokens": lambda x: x.flip(1)}, "do not belong together"),
-            ({"token_slots": lambda x: x.float()}, "token_slots is torch.float32"),
             ({"token_slots": lambda x: x[:1]}, "token_slots is torch.int32 of shape"),
             ({"token_slots": lambda x: x + 200}, "do not belong together"),
-            ({"token_slots": lambda x: x - 200}, "do not belong together"),
             ({"token_slots": lambda x: x.roll(1, 1)}, "do not belong together"),
             ({"token_slots": lambda x: x.to("meta")}, "token_slots must be contiguous and on cpu"),
-            ({"block_counts": lambda x: x.long()}, "block_counts is torch.int64"),
             ({"block_counts": lambda x: x - 1}, "do not belong together"),
             ({"block_counts": lambda x: x * 0 + 65}, "do not belong together"),
             ({"block_counts": lambda x: x[:2]}, "is torch.int32 of shape"),
             ({"keys_exact": lambda x: x.int()}, "keys_exact is torch.int32"),
-            ({"keys_exact": lambda x: x[:1]}, "keys_exact is torch.bool of shape"),
-            ({"queries_exact": lambda x: x.tolist()}, "queries_exact is a list"),
             ({"queries_exact": lambda x: x[:1]}, "queries_exact is torch.bool of shape"),
         ],
     )
@@ -168,7 +149,3 @@ class TestOrders:
         assert order.walk(1).walks == 1
         with pytest.raises(ValueError, match=r"block_counts is torch.int64"):
             replace(order, block_counts=order.block_counts.long())
-
-    def test_all_tensors_of_an_order_are_looked_at(self) -> None:
-        tensors = {f.name for f in fields(sparge.TokenOrder) if f.type == "Tensor"}
-        assert tensors == set(self.names)

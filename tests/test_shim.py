@@ -174,49 +174,37 @@ if HAS_SPARSE_SAGE_ATTENTION:
 }
 
 
-class TestYunchang:
+@pytest.mark.parametrize("library", [True, False])
+def test_yunchang(tmp_path: Path, library: bool) -> None:
+    for name, text in YUNCHANG.items():
+        path = tmp_path / "yunchang" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     code = """
 from yunchang import globals, kernels
 print(globals.HAS_SPARSE_SAGE_ATTENTION, hasattr(kernels, "SparseAttentionMeansim"))
 """
-
-    @pytest.fixture
-    def site(self, tmp_path: Path) -> Path:
-        for name, text in YUNCHANG.items():
-            path = tmp_path / "yunchang" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        return tmp_path
-
-    def test_with_the_shim(self, site: Path) -> None:
-        assert python(self.code, path=(ROOT, SHIM, site)) == "True True\n"
-
-    def test_with_the_shim_but_no_library(self, site: Path) -> None:
-        hidden = "import sys; sys.modules['sparge'] = None\n"
-        assert python(hidden + self.code, path=(SHIM, site)) == "False False\n"
+    hidden = "" if library else "import sys; sys.modules['sparge'] = None\n"
+    path = (ROOT, SHIM, tmp_path) if library else (SHIM, tmp_path)
+    assert python(hidden + code, path=path) == f"{library} {library}\n"
 
 
-def test_without_the_library_it_says_what_to_install() -> None:
-    code = """
-import sys; sys.modules['sparge'] = None
+@pytest.mark.parametrize(
+    ("hidden", "part", "printed", "expected"),
+    [
+        ("sparge", ".autotune", "error", "not installed: run `pip install .`"),
+        ("torch", "", "error.name", "torch"),  # not taken for the library
+    ],
+)
+def test_without_a_module_it_says_what_to_install(hidden, part, printed, expected) -> None:
+    code = f"""
+import sys; sys.modules[{hidden!r}] = None
 try:
-    import spas_sage_attn.autotune
+    import spas_sage_attn{part}
 except ImportError as error:
-    print(error)
+    print({printed})
 """
-    message = python(code, path=(SHIM,))
-    assert "not installed: run `pip install .`" in message
-
-
-def test_another_missing_module_is_not_taken_for_the_library() -> None:
-    code = """
-import sys; sys.modules['torch'] = None
-try:
-    import spas_sage_attn
-except ImportError as error:
-    print(error.name)
-"""
-    assert python(code) == "torch\n"
+    assert expected in python(code, path=(SHIM,) if hidden == "sparge" else (ROOT, SHIM))
 
 
 def test_its_project_lists_every_folder() -> None:

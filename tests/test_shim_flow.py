@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparge.common.metrics import rel_l1
-from tests.tiny_tuned_models import HEADS, CogVideoX, Flux, TunedProcessor, attention_layers, steps
+from tests.tiny_tuned_models import HEADS, CogVideoX, Flux, attention_layers, steps, tuned_processor
 
 SHIM = Path(__file__).parent.parent / "shim"
 MODELS = {"CogVideoX": CogVideoX, "Flux": Flux}
@@ -38,7 +38,7 @@ def tuned(make: type[nn.Module], autotune: ModuleType, **options: Any) -> nn.Mod
     model = make().bfloat16().eval()
     for layer in attention_layers(model):
         layer.inner_attention = autotune.SparseAttentionMeansim(l1=L1, pv_l1=PV_L1, **options)
-        layer.processor = TunedProcessor()
+        layer.processor = tuned_processor
     return model
 
 
@@ -61,12 +61,7 @@ def run(model: nn.Module, inputs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tune_pv", [True, False])
 def test_tune_save_load_and_run(
-    autotune: ModuleType,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    name: str,
-    tune_pv: bool,
+    autotune: ModuleType, generator, monkeypatch, tmp_path: Path, name: str, tune_pv: bool
 ) -> None:
     inputs = steps(generator, 2)
     torch.manual_seed(0)

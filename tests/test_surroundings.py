@@ -99,12 +99,10 @@ def test_nothing_around_changes_a_bit(
 @around
 def test_nothing_around_changes_what_is_measured(make_qkv, around: Callable[[], Any]) -> None:
     inputs = Inputs(make_qkv, torch.bfloat16)
-    q, k, v = inputs.qkv
-    workload = Workload(inputs.order)
 
     def measured() -> Tensor:
-        calibration = Calibration.begin(layers=1, heads=2, workload=workload)
-        calibration.sample(0, q, k, v)
+        calibration = Calibration.begin(layers=1, heads=2, workload=Workload(inputs.order))
+        calibration.sample(0, *inputs.qkv)
         return calibration.squared_error
 
     expected = measured()
@@ -116,27 +114,21 @@ def test_nothing_around_changes_what_is_measured(make_qkv, around: Callable[[], 
 class TestDerivatives:
     """Derivatives of everything that a result depends on."""
 
-    def test_forward_mode(self, make_qkv) -> None:
-        q, k, v = make_qkv(1, 2, 130, 64, dtype=torch.float32)
-        for place in range(3):
+    @pytest.mark.parametrize("place", range(3))
+    def test_forward_mode(self, make_qkv, place: int) -> None:
+        qkv = make_qkv(1, 2, 130, 64, dtype=torch.float32)
+        x = qkv[place]
 
-            def call(x: Tensor, place: int = place) -> Tensor:
-                given = [q, k, v]
-                given[place] = x
-                return attention(*given, SPARSE)
+        def call(x: Tensor) -> Tensor:
+            return attention(*qkv[:place], x, *qkv[place + 1 :], SPARSE)
 
-            x = (q, k, v)[place]
-            with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
-                torch.func.jvp(call, (x,), (torch.ones_like(x),))
-            for grad in (True, False):
-                with (
-                    torch.set_grad_enabled(grad),
-                    forward_ad.dual_level(),
-                    pytest.raises(sparge.Unsupported, match="no forward-mode derivative"),
-                ):
+        with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
+            torch.func.jvp(call, (x,), (torch.ones_like(x),))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), forward_ad.dual_level():
+                assert torch.equal(call(x), attention(*qkv, SPARSE)), "a level is no tangent"
+                with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
                     call(forward_ad.make_dual(x, torch.ones_like(x)))
-            with forward_ad.dual_level():
-                assert torch.equal(call(x), attention(q, k, v, SPARSE)), "a level is no tangent"
 
     def test_reverse_mode_of_functions(self, make_qkv) -> None:
         q, k, v = make_qkv(1, 2, 130, 64, dtype=torch.float32)

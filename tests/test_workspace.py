@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparge.kernels import Element
-from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
+from sparge.stages.workspace import CallShape, layout_of
 
 SHAPE = CallShape(2, 4, 2, 300, 700, 96)
 
@@ -33,12 +33,3 @@ def test_addresses_are_those_of_the_views() -> None:
     assert addresses.keys() == layout.fields.keys()
     for name, address in addresses.items():
         assert layout.view(workspace, name).data_ptr() == address
-
-
-def test_a_layout_is_kept_and_as_if_made_anew() -> None:
-    options = {"with_values": True, "with_queries": False, "with_pools": True}
-    kept = layout_of(SHAPE, Element.INT8_E4M3, *options.values())
-    anew = WorkspaceLayout(SHAPE, Element.INT8_E4M3, **options)
-    assert (kept.fields, kept.nbytes) == (anew.fields, anew.nbytes)
-    assert layout_of(SHAPE, Element.INT8_E4M3, *options.values()) is kept
-    assert layout_of(SHAPE, Element.BF16, *options.values()).fields != kept.fields

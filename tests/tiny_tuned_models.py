@@ -30,7 +30,7 @@ class Attention(nn.Module):
             nn.init.orthogonal_(layer.weight)
         with torch.no_grad():
             self.to_k.weight.copy_(self.to_q.weight)
-        self.processor: Callable[..., Tensor] = DenseProcessor()
+        self.processor: Callable[..., Tensor] = dense_processor
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, k, v = (
@@ -40,74 +40,54 @@ class Attention(nn.Module):
         return self.to_out(self.processor(self, q, k, v).transpose(1, 2).flatten(2))
 
 
-class DenseProcessor:
-    def __call__(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v)
+def dense_processor(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v)
 
 
-class TunedProcessor:
-    def __call__(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attn.inner_attention(q, k, v, is_causal=False)
+def tuned_processor(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attn.inner_attention(q, k, v, is_causal=False)
 
 
-class JointBlock(nn.Module):
-    """CogVideoX's: text and video tokens in one sequence, one set of weights."""
+class Block(nn.Module):
+    """Flux's single block; as a double block, text has a norm of its own, both attend together."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, norms: int = 1) -> None:
         super().__init__()
-        self.norm, self.attn1 = nn.LayerNorm(WIDTH), Attention()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(norms))
+        self.add_module(name, Attention())
+        self.attention = [getattr(self, name)]  # no second name
 
-    def forward(self, text: Tensor, video: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.cat([text, video], 1)
-        hidden = hidden + 0.2 * self.attn1(self.norm(hidden))
-        return hidden[:, : text.shape[1]], hidden[:, text.shape[1] :]
+    def forward(self, hidden: Tensor) -> Tensor:
+        text, grid = hidden[:, :TEXT], hidden[:, TEXT:]
+        normed = torch.cat([self.norms[0](text), self.norms[-1](grid)], 1)
+        return hidden + 0.2 * self.attention[0](normed)
 
 
 class CogVideoX(nn.Module):
+    """Text and video tokens in one sequence, one set of weights."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.transformer_blocks = nn.ModuleList(JointBlock() for _ in range(2))
+        self.transformer_blocks = nn.ModuleList(Block("attn1") for _ in range(2))
 
-    def forward(self, text: Tensor, video: Tensor) -> Tensor:
+    def forward(self, text: Tensor, grid: Tensor) -> Tensor:
+        hidden = torch.cat([text, grid], 1)
         for block in self.transformer_blocks:
-            text, video = block(text, video)
-        return video
-
-
-class SingleBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attn = nn.LayerNorm(WIDTH), Attention()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + 0.2 * self.attn(self.norm(hidden))
-
-
-class DoubleBlock(SingleBlock):
-    """Flux's: text has a norm of its own, both attend together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_text = nn.LayerNorm(WIDTH)
-
-    def forward(self, text: Tensor, image: Tensor) -> Tensor:
-        hidden = torch.cat([self.norm_text(text), self.norm(image)], 1)
-        return torch.cat([text, image], 1) + 0.2 * self.attn(hidden)
+            hidden = block(hidden)
+        return hidden[:, TEXT:]
 
 
 class Flux(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.transformer_blocks = nn.ModuleList([DoubleBlock()])
-        self.single_transformer_blocks = nn.ModuleList([SingleBlock()])
+        self.transformer_blocks = nn.ModuleList([Block("attn", norms=2)])
+        self.single_transformer_blocks = nn.ModuleList([Block("attn")])
 
-    def forward(self, text: Tensor, image: Tensor) -> Tensor:
-        hidden = image
-        for block in self.transformer_blocks:
-            hidden = block(text, image)
-        for block in self.single_transformer_blocks:
+    def forward(self, text: Tensor, grid: Tensor) -> Tensor:
+        hidden = torch.cat([text, grid], 1)
+        for block in (*self.transformer_blocks, *self.single_transformer_blocks):
             hidden = block(hidden)
-        return hidden[:, text.shape[1] :]
+        return hidden[:, TEXT:]
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:

@@ -57,30 +57,6 @@ def auto(name: str = "wan", widgets: dict[str, Any] | None = None, **kwargs: Any
     }
 
 
-def measured_passes(one_by_one: bool = False, **kwargs: Any) -> list[Any]:
-    """(conditioning, number of the forward pass) of each measured entry in a run."""
-    model = models.build("wan")
-    schedule = pack("sparge.tune.schedule").SampleSchedule
-    begin_pass, measured, seen, passes = schedule.begin_pass, schedule.measured, [], []
-
-    def spy_begin(self: Any, conditioning: Any, *args: Any) -> None:
-        passes.append(conditioning)
-        begin_pass(self, conditioning, *args)
-
-    def spy_measured(self: Any) -> None:
-        measured(self)
-        seen.extend((passes[-1][place], len(passes) - 1) for place in self.measuring)
-
-    required = (lambda *args, **kwargs: 1e30) if one_by_one else model.model.memory_required
-    with (
-        replaced(schedule, "begin_pass", spy_begin),
-        replaced(schedule, "measured", spy_measured),
-        replaced(model.model, "memory_required", required),
-    ):
-        sample(patch(model, mode="auto quality"), "wan", **kwargs)
-    return list(dict.fromkeys(seen))
-
-
 def two_models(mode: str) -> list[dict[str, Any]]:
     """KSamplerAdvanced twice, a model each, as Wan 2.2 is run: the second has no dense window."""
     advanced = comfy_nodes.NODE_CLASS_MAPPINGS["KSamplerAdvanced"]()
@@ -209,10 +185,7 @@ def profile_of_another_prompt() -> dict[str, Any]:
 
 
 def reports_without_a_run() -> dict[str, Any]:
-    return {
-        "no node": report(models.build("wan")),
-        "no run": report(patch(models.build("wan"))),
-    }
+    return {"no node": report(models.build("wan")), "no run": report(patch(models.build("wan")))}
 
 
 def auto_beside_others() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import models
 import torch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from comfy_extras import nodes_context_windows, nodes_easycache, nodes_model_advanced
+from comfy_extras import nodes_context_windows, nodes_model_advanced
 from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 from session import library_calls, patch, relative_error, reports, sample
 
@@ -104,14 +104,6 @@ def rewraps_each_step() -> dict[str, Any]:
     with reports() as found:
         sample(model, "wan", steps=20)
     return {"report": found[0], "wraps": len(mine), "depths": len(recorder.depths)}
-
-
-def easy_cache() -> dict[str, Any]:
-    model = nodes_easycache.EasyCacheNode.execute(models.build("wan"), 3.0, 0.15, 0.95, False)[0]
-    with reports() as found:
-        sample(patch(model), "wan", steps=10)
-        sample(models.build("wan"), "wan", steps=10)
-    return found[0]
 
 
 def context_windows() -> dict[str, Any]:

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real ComfyUI in processes of its own: its top-level names (nodes, comfy, tests) are taken here.
-
-COMFYUI_DIR names a checkout whose requirements the running Python has. Where torchvision and
-torchaudio have no CPU build, COMFY_HEADLESS names a folder whose make_stubs.py writes stand-ins.
-"""
+"""Real ComfyUI in processes of its own: its names (nodes, comfy, tests) are taken here."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -19,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.comfy.process import environment_of_comfyui, why_no_comfyui
 from tests.comfy.server import TIMEOUT, Server
 
 HERE = Path(__file__).parent
@@ -31,7 +27,7 @@ COMPILERS = ("nvcc", "gcc", "g++", "cc", "clang", "cl", "ninja")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _missing()
+    reason = why_no_comfyui()
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.comfy)
@@ -39,35 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _missing() -> str:
-    folder = os.environ.get("COMFYUI_DIR")
-    if not folder:
-        return "needs ComfyUI; name a checkout in COMFYUI_DIR"
-    if not (Path(folder) / "comfy").is_dir():
-        return f"COMFYUI_DIR names {folder}, which holds no ComfyUI"
-    for module in ("aiohttp", "torchsde", "transformers"):
-        if importlib.util.find_spec(module) is None:
-            return f"ComfyUI's requirement {module} is not installed"
-    if importlib.util.find_spec("torchvision") is None and "COMFY_HEADLESS" not in os.environ:
-        return "ComfyUI needs torchvision, or stand-ins from COMFY_HEADLESS"
-    return ""
-
-
 @pytest.fixture(scope="session")
 def comfyui_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment for a ComfyUI process that may run the reference instead of kernels."""
-    paths = [os.environ["COMFYUI_DIR"], os.environ.get("PYTHONPATH", "")]
-    if importlib.util.find_spec("torchvision") is None:
-        stubs = tmp_path_factory.mktemp("stubs")
-        maker = Path(os.environ["COMFY_HEADLESS"]) / "make_stubs.py"
-        subprocess.run([sys.executable, str(maker), str(stubs)], check=True, capture_output=True)
-        paths.insert(0, str(stubs))
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "SPARGE_REFERENCE": "1",
-        # Tiny tensors: more threads would only wait for each other.
-        "OMP_NUM_THREADS": "1",
-    }
+    """Environment for a ComfyUI process that may run the reference instead of kernels. Of tiny
+    tensors more threads than one would only wait for each other."""
+    extra = {"SPARGE_REFERENCE": "1", "OMP_NUM_THREADS": "1"}
+    return environment_of_comfyui(tmp_path_factory.mktemp("stubs")) | extra
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import other_models
 import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from session import library_calls, pack, patch, relative_error, replaced, reports, sample
+from session import library_calls, patch, relative_error, replaced, reports, sample
 
 assert other_models.OTHERS.keys() <= models.FAMILIES.keys()
 
@@ -57,13 +57,7 @@ def replaced_self_attention(name: str, before: bool, **widgets: Any) -> dict[str
     patched = patch(apply(model), **widgets) if before else apply(patch(model, **widgets))
     with reports() as found:
         sample(patched, name)
-    picture, words = pack("nodes.picture"), []
-    write = picture.write
-    with replaced(
-        picture, "write", lambda text, *args: (words.append(text), write(text, *args))[1]
-    ):
-        picture.draw(pack("nodes.hook").hook_of(patched).last)
-    return found[0] | {"picture": " ".join(dict.fromkeys(words))}
+    return found[0]
 
 
 #: Where the classes of the families take their attention from.

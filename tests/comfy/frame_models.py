@@ -55,10 +55,7 @@ models.FAMILIES |= {
     ),
     "scail": _wan(
         "WAN21_SCAIL",
-        {
-            "reference_latents": [_noise(16, 1, 16, 20)],
-            "pose_video_latent": _noise(16, 4, 8, 10),
-        },
+        {"reference_latents": [_noise(16, 1, 16, 20)], "pose_video_latent": _noise(16, 4, 8, 10)},
         model_type="scail",
         in_dim=20,
     ),

@@ -59,11 +59,7 @@ def gguf_weights(
         delivered.add(type(q).__name__)
         return attention_call(q, *args, **kwargs)
 
-    with (
-        reports() as found,
-        library_calls() as calls,
-        replaced(hook, "AttentionCall", look_on),
-    ):
+    with reports() as found, library_calls() as calls, replaced(hook, "AttentionCall", look_on):
         everything = sample(patch(model, topk=1.0), family)
         half = sample(patch(model, topk=0.5), family)
         sample(patch(model, mode="auto quality"), family)

@@ -42,42 +42,30 @@ def test_families(comfyui, name, widgets):
     assert got["kept"] and f"(heads {100 * min(got['kept']):.1f} %" in got["text"]
 
 
-@pytest.mark.parametrize(
-    ("steps", "sparse_steps", "reasons"),
-    [
-        (1, 0, {"before start_percent 0.2": BLOCKS}),
-        (4, 3, {"before start_percent 0.2": BLOCKS}),
-        (20, 16, {"before start_percent 0.2": 4 * BLOCKS}),
-    ],
-)
-def test_step_counts(comfyui, steps, sparse_steps, reasons):
-    got = comfyui.run("auto", steps=steps)
-    assert got["sparse"] == sparse_steps * BLOCKS
-    assert got["reasons"] == reasons
-    assert len(got["by_step"][0]) == steps
-    assert ("NOTHING WAS SPARSE" in got["text"]) == (sparse_steps == 0)
+OPEN = {"start_percent": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("case", "sparse_steps"),
+    ("case", "sparse_steps", "window"),
     [
-        ({"denoise": 0.5}, 3),
-        ({"steps": 4, "widgets": {"start_percent": 0.0}}, 3),
-        ({"steps": 1, "widgets": {"start_percent": 0.0}}, 0),
-        ({"steps": 4, "cfg": 1.0, "widgets": {"start_percent": 0.0}}, 3),
+        ({"steps": 1}, 0, 1),
+        ({"steps": 4}, 3, 1),
+        ({"steps": 20}, 16, 4),
+        ({"denoise": 0.5}, 3, 0),
+        ({"steps": 4, "widgets": OPEN}, 3, 0),
+        ({"steps": 1, "widgets": OPEN}, 0, 0),
+        ({"steps": 4, "cfg": 1.0, "widgets": OPEN}, 3, 0),
+        ({"name": "mochi", "widgets": OPEN}, 2 * 3, 0),  # it measures each prompt
     ],
 )
-def test_without_a_dense_window_the_first_step_measures(comfyui, case, sparse_steps):
+def test_step_counts(comfyui, case, sparse_steps, window):
+    """Without a dense window the first step measures."""
     got = comfyui.run("auto", **case)
-    assert got["reasons"] == {"measuring": BLOCKS}
-    assert got["sparse"] == sparse_steps * BLOCKS
+    dense = (1 + ("name" in case)) * BLOCKS
+    reasons = {"before start_percent 0.2": window * BLOCKS} if window else {"measuring": dense}
+    assert got["sparse"] == sparse_steps * BLOCKS and got["reasons"] == reasons
     assert got["repeatable"]
-
-
-def test_mochi_measures_each_prompt(comfyui):
-    got = comfyui.run("auto", name="mochi", widgets={"start_percent": 0.0})
-    assert got["reasons"] == {"measuring": 2 * 2}
-    assert got["sparse"] == 3 * 2 * 2
+    assert ("NOTHING WAS SPARSE" in got["text"]) == (sparse_steps == 0)
 
 
 @pytest.mark.parametrize("sampler", ["heun", "dpmpp_2s_ancestral"])
@@ -95,28 +83,6 @@ def test_two_samplers_with_a_model_each(comfyui, mode):
     assert high["reasons"] == {"before start_percent 0.2": BLOCKS}
     assert low["reasons"] == {"measuring": BLOCKS}
     assert high["sparse"] == low["sparse"] == BLOCKS
-
-
-@pytest.mark.parametrize(
-    ("case", "measured"),
-    [
-        ({"steps": 20}, [(1, 3), (0, 3)]),
-        ({"steps": 20, "one_by_one": True}, [(1, 6), (0, 7)]),
-        ({"steps": 20, "cfg": 1.0}, [(0, 3)]),
-        # Levels of steps 0 1 1 2 2 3 3.
-        ({"steps": 20, "sampler": "heun"}, [(1, 5), (0, 5)]),
-        ({"steps": 20, "sampler": "dpmpp_2s_ancestral"}, [(1, 6), (0, 6)]),
-        # 20 of 22 steps, of which three are dense.
-        ({"steps": 20, "denoise": 0.9}, [(1, 2), (0, 2)]),
-        ({"steps": 20, "denoise": 0.5}, [(1, 0), (0, 0)]),
-        ({"steps": 4}, [(1, 0), (0, 0)]),
-    ],
-    ids=str,
-)
-def test_which_entries_are_measured(comfyui, case, measured):
-    """Conditioning and pass; passes of both conditionings count double one by one."""
-    got = comfyui.run("measured_passes", **case)
-    assert [tuple(found) for found in got] == measured
 
 
 def test_conditionings_batched_or_split(comfyui):

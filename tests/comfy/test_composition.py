@@ -49,11 +49,6 @@ def test_core_sparse_node_on_the_same_model_is_named(comfyui):
     assert got["wraps"] == got["depths"] == 1
 
 
-def test_easy_cache_skips_steps(comfyui):
-    report = comfyui.run("easy_cache")
-    assert 0 < report["sparse"] < 8 * BLOCKS
-
-
 def test_context_windows(comfyui):
     got = comfyui.run("context_windows")
     assert got["report"]["sparse"] == 2 * SPARSE  # two windows

@@ -49,7 +49,6 @@ def test_a_node_that_replaces_the_clips_self_attention(comfyui, name, before, wi
     said = "the clip's self-attention did not reach this node; another node replaces it"
     assert f", 320 tokens; NOTHING WAS SPARSE: {said}" in got["text"]
     assert "min_tokens" not in got["text"] and "dense because" not in got["text"]
-    assert said in got["picture"]
     assert got["cross"] > 0 and got["sparse"] == 0
 
 
@@ -64,11 +63,11 @@ def test_fullgraph_stays_dense(comfyui, name, by_block, before):
     assert max(got["errors"]) < 1e-5
 
 
-@pytest.mark.parametrize(("value", "what"), [(float("nan"), "NaN"), (float("inf"), "NaN")])
-def test_a_model_that_gives_nan(comfyui, value, what):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_gives_nan(comfyui, value):
     """An infinite weight gives infinite values of either sign, whose mean is NaN."""
     got = comfyui.run("not_finite", value=value, mode="auto quality")
-    why = f"the model gave {what} here, without this node's doing"
+    why = "the model gave NaN here, without this node's doing"
     assert got["sparse"] == 0 and got["reasons"][why] == 2 * SPARSE_STEPS
     assert why in got["text"]
 

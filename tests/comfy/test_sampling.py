@@ -10,14 +10,23 @@ EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 
 
 @pytest.mark.parametrize(
-    ("steps", "sparse_steps"), [(1, 0), (4, 3), (20, 16)], ids=["one", "four", "twenty"]
+    ("case", "sparse", "dense"),
+    [
+        ({"steps": 1}, 0, 1),
+        ({"steps": 4}, 3, 1),
+        ({"steps": 20}, 16, 4),
+        ({"steps": 1, "widgets": {"topk": 1.0, "start_percent": 0.0}}, 1, 0),
+        ({"steps": 10, "widgets": {"topk": 1.0, "end_percent": 0.6}}, 5, 5),
+        ({"denoise": 0.5}, 4, 0),  # it starts inside the window
+    ],
 )
-def test_step_counts(comfyui, steps, sparse_steps):
-    report = comfyui.run("run", steps=steps)
-    assert report["sparse"] == sparse_steps * BLOCKS
-    assert report["dense"] == (steps - sparse_steps) * BLOCKS
+def test_step_counts(comfyui, case, sparse, dense):
+    report = comfyui.run("run", **case)
+    assert (report["sparse"], report["dense"]) == (sparse * BLOCKS, dense * BLOCKS)
     assert report["error"] < EIGHT_BIT
-    assert ("NOTHING WAS SPARSE" in report["text"]) == (sparse_steps == 0)
+    assert ("NOTHING WAS SPARSE" in report["text"]) == (sparse == 0)
+    if "end_percent" in case.get("widgets", {}):
+        assert report["reasons"]["after end_percent 0.6"] == 3 * BLOCKS
 
 
 def test_steps_take_the_orders_in_turn(comfyui):
@@ -26,18 +35,6 @@ def test_steps_take_the_orders_in_turn(comfyui):
     assert len(steps) == 8
     assert all(step == step[:1] * BLOCKS for step in steps)
     assert steps[:5] == steps[3:] and len(set(map(str, steps[:3]))) == 3
-
-
-def test_one_step_is_sparse_when_the_window_is_open(comfyui):
-    report = comfyui.run("run", steps=1, widgets={"topk": 1.0, "start_percent": 0.0})
-    assert (report["sparse"], report["dense"]) == (BLOCKS, 0)
-
-
-def test_window_ends(comfyui):
-    report = comfyui.run("run", steps=10, widgets={"topk": 1.0, "end_percent": 0.6})
-    assert report["reasons"]["before start_percent 0.2"] == 2 * BLOCKS
-    assert report["reasons"]["after end_percent 0.6"] == 3 * BLOCKS
-    assert report["sparse"] == 5 * BLOCKS
 
 
 @pytest.mark.parametrize("sampler", ["heun", "dpm_2", "dpmpp_2s_ancestral", "seeds_3"])
@@ -51,12 +48,6 @@ def test_samplers_that_evaluate_between_steps(comfyui, sampler):
 def test_a_schedule_that_rises_again_is_dense_again(comfyui):
     report = comfyui.run("schedule_that_rises_again")
     assert (report["sparse"], report["dense"]) == (4 * BLOCKS, 2 * BLOCKS)
-
-
-def test_denoise_below_one_starts_inside_the_window(comfyui):
-    report = comfyui.run("run", denoise=0.5)
-    assert report["sparse"] == 4 * BLOCKS
-    assert report["dense"] == 0
 
 
 def test_two_samplers_with_a_model_each(comfyui):
@@ -92,39 +83,34 @@ def test_cancel_leaves_a_report_and_nothing_else(comfyui):
     assert got["options"] == ["optimized_attention_override"]
 
 
-def test_a_refusal_of_the_library_is_dense_with_its_reason(comfyui):
-    got = comfyui.run("library_raises", kind="unsupported")
-    assert got["report"]["reasons"]["the test allows nothing"] == 3 * BLOCKS
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("unsupported", "the test allows nothing"),
+        ("build", "a kernel did not compile (see the log)"),
+        ("bug", "an error of this node (see the log)"),
+        ("shape", "an error of this node (see the log)"),
+    ],
+)
+def test_what_the_library_raises_is_dense_with_its_reason(comfyui, kind, reason):
+    got = comfyui.run("library_raises", kind=kind)
+    assert got["report"]["reasons"][reason] == 3 * BLOCKS
     assert got["same_as_dense"] and not got["raised"]
     assert "NOTHING WAS SPARSE" in got["report"]["text"]
-
-
-def test_a_failed_compile_makes_the_rest_of_the_run_dense(comfyui):
-    got = comfyui.run("library_raises", kind="build")
-    assert got["report"]["reasons"]["a kernel did not compile (see the log)"] == 3 * BLOCKS
-    assert got["same_as_dense"] and got["calls"] == 1
+    assert got["calls"] == 1 or kind != "build", "the rest of the run is dense"
+    if kind in ("bug", "shape"):
+        log = comfyui.log_path.read_text()
+        assert f"a {kind}. Please report it." in log and "Traceback" in log
 
 
 @pytest.mark.parametrize(
     ("kind", "raised"),
-    [
-        ("memory", "OutOfMemoryError"),
-        ("interrupt", "InterruptProcessingException"),
-    ],
+    [("memory", "OutOfMemoryError"), ("interrupt", "InterruptProcessingException")],
 )
 def test_what_comfyui_has_to_see_is_not_swallowed(comfyui, kind, raised):
     got = comfyui.run("library_raises", kind=kind)
     assert got["raised"] == raised
     assert got["report"]["stopped"]
-
-
-@pytest.mark.parametrize("kind", ["bug", "shape"])
-def test_an_error_of_the_pack_is_dense_and_counted(comfyui, kind):
-    got = comfyui.run("library_raises", kind=kind)
-    assert got["report"]["reasons"]["an error of this node (see the log)"] == 3 * BLOCKS
-    assert got["same_as_dense"] and not got["raised"]
-    log = comfyui.log_path.read_text()
-    assert f"a {kind}. Please report it." in log and "Traceback" in log
 
 
 def test_without_a_gpu_everything_stays_dense_and_one_line_says_why(comfyui):

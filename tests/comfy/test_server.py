@@ -43,22 +43,19 @@ def test_the_schema_reaches_the_browser(node_info):
         "min_tokens": 4096,
         "mode": "auto quality",  # for nodes that are added now; saved graphs name theirs
     }
-    assert [name for name in ALL_WIDGETS if inputs[name][1].get("display") == "slider"] == [
-        "topk",
-        "pvthreshd",
-    ]
-    assert [name for name in ALL_WIDGETS if not inputs[name][1].get("advanced")] == [
-        "mode",
-        "topk",
-        "pvthreshd",
-        "quality",
-    ]
+    sliders = [name for name in ALL_WIDGETS if inputs[name][1].get("display") == "slider"]
+    shown = [name for name in ALL_WIDGETS if not inputs[name][1].get("advanced")]
+    assert sliders == ["topk", "pvthreshd"] and shown == ["mode", *sliders, "quality"]
+
+
+def said_by_the_node(server, prompt: dict[str, Any]) -> str:
+    (text,) = (text for node, text in server.run_graph(prompt) if node == "2")
+    return text
 
 
 @pytest.mark.parametrize("family", ["mochi", "wan", "cogvideox"])
 def test_a_graph_runs_sparse_and_says_so_on_the_node(server, family):
-    texts = server.run_graph(graph(family, **ALL_WIDGETS))
-    (text,) = (text for node, text in texts if node == "2")
+    text = said_by_the_node(server, graph(family, **ALL_WIDGETS))
     sparse = re.search(r"(\d+) sparse and (\d+) dense self-attention calls", text)
     assert sparse, text
     assert int(sparse[1]) > 0
@@ -69,8 +66,7 @@ def test_a_graph_runs_sparse_and_says_so_on_the_node(server, family):
 def test_a_graph_from_before_the_auto_modes_runs_manual(server, left_out):
     """Saved graphs name manual and have no quality; API graphs may name no mode at all."""
     settings = {name: value for name, value in ALL_WIDGETS.items() if name != left_out}
-    texts = server.run_graph(graph("wan", **settings))
-    (text,) = (text for node, text in texts if node == "2")
+    text = said_by_the_node(server, graph("wan", **settings))
     assert "6 sparse and 2 dense self-attention calls" in text
     assert "predicted error" not in text
 
@@ -93,8 +89,7 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["8"] = {"class_type": "SpargeReport", "inputs": report}
     prompt["9"] = {"class_type": "PreviewAny", "inputs": {"source": ["8", 1]}}
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
-    texts = server.run_graph(prompt)
-    (text,) = (text for node, text in texts if node == "2")
+    text = said_by_the_node(server, prompt)
     assert "predicted error" in text
     outputs = outputs_of(server, "9")
     (shown,) = outputs["9"]["text"]
@@ -106,14 +101,12 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
 
     prompt = graph("wan", **auto | {"profile": ["11", 0], "start_percent": 0.0})
     prompt["11"] = {"class_type": "SpargeProfileLoad", "inputs": {"name": "from a graph"}}
-    texts = server.run_graph(prompt)
-    (text,) = (text for node, text in texts if node == "2")
+    text = said_by_the_node(server, prompt)
     assert "8 sparse and 0 dense self-attention calls" in text
 
 
 def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
-    texts = server.run_graph(graph("wan", **ALL_WIDGETS | {"min_tokens": 4096}))
-    (text,) = (text for node, text in texts if node == "2")
+    text = said_by_the_node(server, graph("wan", **ALL_WIDGETS | {"min_tokens": 4096}))
     assert "NOTHING WAS SPARSE" in text
     assert "fewer than min_tokens (4096) tokens (8)" in text
 

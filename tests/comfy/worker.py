@@ -7,6 +7,7 @@ usage: worker.py BASE_DIRECTORY PACK_FOLDER_NAME. stdin: JSON [name, arguments];
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -28,18 +29,8 @@ def main() -> None:
     import nodes
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
-    import auto_scenarios
-    import block_scenarios
-    import composition_scenarios
-    import foreign_scenarios
-    import frame_scenarios
-    import gguf_scenarios
-    import sampling_scenarios
-
-    modules = (
-        *(auto_scenarios, block_scenarios, composition_scenarios),
-        *(foreign_scenarios, frame_scenarios, gguf_scenarios, sampling_scenarios),
-    )
+    kinds = "auto", "block", "composition", "foreign", "frame", "gguf", "sampling"
+    modules = [importlib.import_module(f"{kind}_scenarios") for kind in kinds]
     scenarios = {name: value for module in modules for name, value in vars(module).items()}
     for line in sys.stdin:
         name, arguments = json.loads(line)

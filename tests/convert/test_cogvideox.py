@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
+from tests.comfy.process import environment_of_comfyui, why_no_comfyui
 from tools.convert_cogvideox import tensor_file
 from tools.convert_cogvideox.convert import convert, find_shards, main
 from tools.convert_cogvideox.json_text import ConversionError
@@ -36,46 +37,30 @@ def published(
     out: int = 64,
     ofs: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """A state dict of diffusers' CogVideoXTransformer3DModel, written down name by name."""
+    """A state dict of diffusers' CogVideoXTransformer3DModel, by their names."""
     width = heads * 64
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (width, *patch),
-        "patch_embed.proj.bias": (width,),
-        "patch_embed.text_proj.weight": (width, text),
-        "patch_embed.text_proj.bias": (width,),
-        "time_embedding.linear_1.weight": (time, width),
-        "time_embedding.linear_1.bias": (time,),
-        "time_embedding.linear_2.weight": (time, time),
-        "time_embedding.linear_2.bias": (time,),
-        "norm_final.weight": (width,),
-        "norm_final.bias": (width,),
-        "norm_out.linear.weight": (2 * width, time),
-        "norm_out.linear.bias": (2 * width,),
-        "norm_out.norm.weight": (width,),
-        "norm_out.norm.bias": (width,),
-        "proj_out.weight": (out, width),
-        "proj_out.bias": (out,),
+    block = {
+        **{f"norm{n}.linear": (6 * width, time) for n in (1, 2)},
+        **{f"norm{n}.norm": (width,) for n in (1, 2)},
+        **{f"attn1.{name}": (width, width) for name in ("to_q", "to_k", "to_v", "to_out.0")},
+        **{f"attn1.{name}": (64,) for name in ("norm_q", "norm_k")},
+        "ff.net.0.proj": (4 * width, width),
+        "ff.net.2": (width, 4 * width),
     }
-    if ofs:
-        for each in ("linear_1", "linear_2"):
-            shapes[f"ofs_embedding.{each}.weight"] = (ofs, ofs)
-            shapes[f"ofs_embedding.{each}.bias"] = (ofs,)
-    for block in (f"transformer_blocks.{i}" for i in range(layers)):
-        for norm in ("norm1", "norm2"):
-            shapes[f"{block}.{norm}.linear.weight"] = (6 * width, time)
-            shapes[f"{block}.{norm}.linear.bias"] = (6 * width,)
-            shapes[f"{block}.{norm}.norm.weight"] = (width,)
-            shapes[f"{block}.{norm}.norm.bias"] = (width,)
-        for linear in ("to_q", "to_k", "to_v", "to_out.0"):
-            shapes[f"{block}.attn1.{linear}.weight"] = (width, width)
-            shapes[f"{block}.attn1.{linear}.bias"] = (width,)
-        for norm in ("norm_q", "norm_k"):
-            shapes[f"{block}.attn1.{norm}.weight"] = (64,)
-            shapes[f"{block}.attn1.{norm}.bias"] = (64,)
-        shapes[f"{block}.ff.net.0.proj.weight"] = (4 * width, width)
-        shapes[f"{block}.ff.net.0.proj.bias"] = (4 * width,)
-        shapes[f"{block}.ff.net.2.weight"] = (width, 4 * width)
-        shapes[f"{block}.ff.net.2.bias"] = (width,)
+    weights: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj": (width, *patch),
+        "patch_embed.text_proj": (width, text),
+        "time_embedding.linear_1": (time, width),
+        "time_embedding.linear_2": (time, time),
+        "norm_final": (width,),
+        "norm_out.linear": (2 * width, time),
+        "norm_out.norm": (width,),
+        "proj_out": (out, width),
+        **({f"ofs_embedding.linear_{n}": (ofs, ofs) for n in (1, 2)} if ofs else {}),
+        **{f"transformer_blocks.{i}.{name}": x for i in range(layers) for name, x in block.items()},
+    }
+    shapes = {f"{name}.weight": shape for name, shape in weights.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in weights.items()}
     return {
         name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
     }
@@ -118,10 +103,7 @@ def test_names(diffusers: str, core: str) -> None:
     ],
 )
 def test_rotary_models_keep_every_byte(
-    tmp_path: Path,
-    generator: torch.Generator,
-    sizes: dict,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, generator: torch.Generator, sizes: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 1000)  # every tensor passes in several pieces
     state = published(generator, **sizes)
@@ -138,13 +120,8 @@ def test_rotary_models_keep_every_byte(
 
 def test_2b_gets_the_position_table(tmp_path: Path, generator: torch.Generator) -> None:
     """Core reads a file without the table as a rotary model, which gives noise."""
-    config = {
-        **SINCOS,
-        "sample_frames": 9,
-        "sample_height": 12,
-        "sample_width": 20,
-        "max_text_seq_length": 7,
-    }
+    sizes = {"sample_frames": 9, "sample_height": 12, "sample_width": 20, "max_text_seq_length": 7}
+    config = SINCOS | sizes
     out = tmp_path / "model.safetensors"
     source = write_model(tmp_path / "in", published(generator), config)
     assert main([str(source), "--out", str(out)]) == 0
@@ -175,74 +152,56 @@ def test_published_heads_decide_without_config(tmp_path: Path, generator: torch.
     assert PositionGrid().table(16).shape == (1, 17776, 16)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path, *sources: Path) -> str:
-    out = tmp_path / "refused.safetensors"
-    assert main([*map(str, sources), "--out", str(out)]) == 1
-    assert not out.exists() and not list(tmp_path.glob("*.part"))
-    return capsys.readouterr().err
+@pytest.fixture
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is said where these are not converted."""
+
+    def refuse(*sources: Path) -> str:
+        out = tmp_path / "refused.safetensors"
+        assert main([*map(str, sources), "--out", str(out)]) == 1
+        assert not out.exists() and not list(tmp_path.glob("*.part"))
+        return capsys.readouterr().err
+
+    return refuse
 
 
 def test_refusals_say_why(
-    tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, generator: torch.Generator, refusal: Callable[..., str]
 ) -> None:
     state = published(generator)
-    model = write_model(tmp_path / "good", state, ROTARY)
-    first, second = find_shards([model])
-
-    assert "missing (is a shard left out?)" in refusal(capsys, tmp_path, second)
-    assert "both in" in refusal(capsys, tmp_path, first, second, second)
-    assert "does not exist" in refusal(capsys, tmp_path, tmp_path / "none.safetensors")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "holds no .safetensors" in refusal(capsys, tmp_path, empty)
-
-    not_safetensors = tmp_path / "diffusion_pytorch_model.bin"
-    not_safetensors.write_bytes(b"\x80")
-    assert "not a .safetensors file" in refusal(capsys, tmp_path, not_safetensors)
-
-    text = tmp_path / "page.safetensors"
-    text.write_text("<html>not found</html>")
-    assert "not a safetensors file" in refusal(capsys, tmp_path, text)
-
-    other = tmp_path / "other.safetensors"
-    save_file({"blocks.0.attn.weight": torch.zeros(2)}, str(other))
-    assert "no CogVideoX transformer" in refusal(capsys, tmp_path, other)
-
+    first, second = find_shards([write_model(tmp_path / "good", state, ROTARY)])
+    assert "missing (is a shard left out?)" in refusal(second)
+    assert "both in" in refusal(first, second, second)
+    assert "does not exist" in refusal(tmp_path / "none.safetensors")
+    (tmp_path / "empty").mkdir()
+    assert "holds no .safetensors" in refusal(tmp_path / "empty")
+    for name, data, words in (
+        ("diffusion_pytorch_model.bin", b"\x80", "not a .safetensors file"),
+        ("page.safetensors", b"<html>not found</html>", "not a safetensors file"),
+        ("other.safetensors", save({"blocks.0.x": torch.zeros(2)}), "no CogVideoX transformer"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert words in refusal(tmp_path / name)
     unknown = write_model(tmp_path / "unknown", state, None)
-    assert "config.json" in refusal(capsys, tmp_path, unknown)
-
-    learned = {**state, POSITIONS: torch.zeros(1, 8, 128)}
-    both = write_model(tmp_path / "both", learned, ROTARY)
-    assert "CogVideoX-5b-I2V" in refusal(capsys, tmp_path, both)
-
-
-def test_wrong_and_unexpected_parameters_are_named(
-    tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = published(generator)
+    assert "config.json" in refusal(unknown)
+    learned = state | {POSITIONS: torch.zeros(1, 8, 128)}
+    assert "CogVideoX-5b-I2V" in refusal(write_model(tmp_path / "both", learned, ROTARY))
+    second.write_bytes(second.read_bytes()[:-100])
+    assert "cut off inside" in refusal(first.parent)
     state["transformer_blocks.1.attn1.to_q.weight"] = torch.zeros(64, 128)
     state["transformer_blocks.1.attn1.lora.weight"] = torch.zeros(4)
-    text = refusal(capsys, tmp_path, write_model(tmp_path / "in", state, ROTARY))
-    assert "blocks.1.q.weight [64, 128] instead of [128, 128]" in text
-    assert "1 unexpected: blocks.1.attn1.lora.weight" in text
-
-
-def test_cut_off_shard(
-    tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = write_model(tmp_path / "in", published(generator), ROTARY)
-    shard = find_shards([model])[1]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert "cut off inside" in refusal(capsys, tmp_path, model)
+    said = refusal(write_model(tmp_path / "wrong", state, ROTARY))
+    assert "blocks.1.q.weight [64, 128] instead of [128, 128]" in said
+    assert "1 unexpected: blocks.1.attn1.lora.weight" in said
 
 
 def test_converted_file_is_recognised(
-    tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, generator: torch.Generator, refusal: Callable[..., str]
 ) -> None:
     model = write_model(tmp_path / "in", published(generator), ROTARY)
     out = tmp_path / "done.safetensors"
     assert main([str(model), "--out", str(out)]) == 0
-    assert "already has the names" in refusal(capsys, tmp_path, out)
+    assert "already has the names" in refusal(out)
     before = out.read_bytes()
     assert main([str(out), "--out", str(out)]) == 1
     assert out.read_bytes() == before
@@ -280,13 +239,8 @@ def test_failure_while_writing_leaves_the_old_file(
 def test_command_line(tmp_path: Path, generator: torch.Generator, command: list[str]) -> None:
     model = write_model(tmp_path / "in", published(generator), ROTARY)
     out = tmp_path / "model.safetensors"
-    done = subprocess.run(
-        [sys.executable, *command, str(model), "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, *command, str(model), "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "2 blocks of 2 heads, rotary positions" in done.stdout
 
 
@@ -305,38 +259,26 @@ print(json.dumps({"type": type(config).__name__, **extra}))
 
 
 def core_env(tmp_path: Path) -> dict[str, str]:
-    """The environment in which ComfyUI can be imported, as in tests/comfy/conftest.py."""
-    comfyui = os.environ.get("COMFYUI_DIR")
-    if not comfyui:
-        pytest.skip("needs ComfyUI; name a checkout in COMFYUI_DIR")
-    if importlib.util.find_spec("torchsde") is None:
-        pytest.skip("ComfyUI's requirement torchsde is not installed")
-    paths = [comfyui, os.environ.get("PYTHONPATH", "")]
-    if importlib.util.find_spec("torchvision") is None and "COMFY_HEADLESS" in os.environ:
-        maker = Path(os.environ["COMFY_HEADLESS"]) / "make_stubs.py"
-        stubs = tmp_path / "stubs"
-        subprocess.run([sys.executable, str(maker), str(stubs)], check=True, capture_output=True)
-        paths.insert(0, str(stubs))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    """The environment in which ComfyUI can be imported."""
+    reason = why_no_comfyui()
+    if reason:
+        pytest.skip(reason)
+    return environment_of_comfyui(tmp_path / "stubs")
 
 
 @pytest.mark.comfy
 @pytest.mark.parametrize(
     ("heads", "sizes", "config", "detected"),
     [
-        pytest.param(2, {}, ROTARY, {"use_rotary_positional_embeddings": True}, id="5b"),
-        pytest.param(
-            30, {"layers": 1}, SINCOS, {"use_learned_positional_embeddings": True}, id="2b"
-        ),
-        pytest.param(2, {"patch": (128,), "out": 128}, ROTARY, {"patch_size_t": 2}, id="1.5"),
-        pytest.param(
-            2,
-            {"patch": (256,), "out": 128, "ofs": 512},
-            ROTARY,
+        (2, {}, ROTARY, {"use_rotary_positional_embeddings": True}),
+        (30, {"layers": 1}, SINCOS, {"use_learned_positional_embeddings": True}),
+        (2, {"patch": (128,), "out": 128}, ROTARY, {"patch_size_t": 2}),
+        (
+            *(2, {"patch": (256,), "out": 128, "ofs": 512}, ROTARY),
             {"type": "CogVideoX_I2V", "ofs_embed_dim": 512, "in_channels": 32},
-            id="1.5-i2v",
         ),
     ],
+    ids=["5b", "2b", "1.5", "1.5-i2v"],
 )
 def test_core_loads_what_was_converted(
     tmp_path: Path,
@@ -350,10 +292,8 @@ def test_core_loads_what_was_converted(
     out = tmp_path / "model.safetensors"
     source = write_model(tmp_path / "in", published(generator, heads, **sizes), config)
     assert main([str(source), "--out", str(out)]) == 0
-
-    done = subprocess.run(
-        [sys.executable, "-c", IN_CORE, str(out)], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", IN_CORE, str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     wanted = {"type": "CogVideoX_T2V", "num_attention_heads": heads, **detected}

@@ -8,7 +8,7 @@ import random
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,23 +116,16 @@ SHAPES: list[Any] = [
 ENTRIES: list[Any] = [None, 5, "x", [], [1, 2], {}, {"dtype": "BF16"}, {"shape": [64, 64]}, True]
 
 
-def of_one_tensor() -> Iterator[tuple[str, Any]]:
-    yield from (("data_offsets", value) for value in OFFSETS)
-    yield from (("dtype", value) for value in DTYPES)
-    yield from (("shape", value) for value in SHAPES)
-    yield from (("", value) for value in ENTRIES)
-
-
 def test_a_tensor_described_wrongly(folder: Folder, model: bytes) -> None:
-    cases = list(of_one_tensor())
-    for field, value in cases:
+    tables = {"data_offsets": OFFSETS, "dtype": DTYPES, "shape": SHAPES, "": ENTRIES}
+    for field, value in ((field, value) for field, values in tables.items() for value in values):
         header, tensors = split(model)
         if field:
             header[NAME][field] = value
         else:
             header[NAME] = value
         assert folder.convert(join(header, tensors)), (field, str(value)[:80])
-    assert folder.refused == len(cases) >= 70
+    assert folder.refused >= 70
 
 
 def test_offsets_that_are_each_right_and_wrong_together(folder: Folder, model: bytes) -> None:
@@ -204,21 +197,17 @@ def test_names_of_blocks(folder: Folder, model: bytes) -> None:
         assert folder.convert(join(moved, tensors)), number[:20]
 
 
-def test_one_parameter_under_two_names(folder: Folder, model: bytes) -> None:
-    header, tensors = split(model)
-    entry, size = header[NAME], len(tensors)
-    header["blocks.0.q.weight"] = entry | {"data_offsets": [size, size + 2 * 64 * 64]}
-    assert "two names" in folder.convert(join(header, tensors + b"\0" * (2 * 64 * 64)))
-
-
-def test_a_position_table_of_another_shape(folder: Folder, model: bytes) -> None:
-    for shape in ([64, 8], [1, 8, 63], [2, 4, 64], [], [1, 8, 64, 1]):
+def test_parameters_beside_the_models(folder: Folder, model: bytes) -> None:
+    """One under two names, and a position table of another shape."""
+    shapes = [[64, 8], [1, 8, 63], [2, 4, 64], [], [1, 8, 64, 1]]
+    cases = [("blocks.0.q.weight", [64, 64], "two names", ROTARY)]
+    cases += [(POSITIONS, shape, "a table has [1, tokens, 64]", SINCOS) for shape in shapes]
+    for name, shape, complaint, config in cases:
         header, tensors = split(model)
         length = 2 * int(torch.Size(shape).numel())
         offsets = [len(tensors), len(tensors) + length]
-        header[POSITIONS] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
-        sentence = folder.convert(join(header, tensors + b"\0" * length), SINCOS)
-        assert "a table has [1, tokens, 64]" in sentence
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+        assert complaint in folder.convert(join(header, tensors + b"\0" * length), config)
 
 
 NUMBERS: list[Any] = [

@@ -81,32 +81,22 @@ def policies(count: int) -> list[SparsePolicy]:
     return [SparsePolicy(simthreshd1=index / count) for index in range(count)]
 
 
-def test_a_handful_of_policies_keeps_its_tables() -> None:
-    budget = HeadBudget.uniform(2, 0.5)
-    first = [budget.table(policy) for policy in policies(KEPT_TABLES)]
-    for policy, table in zip(policies(KEPT_TABLES), first, strict=True):
-        assert budget.table(policy) is table
-
-
-def test_many_policies_keep_the_tables_that_were_asked_for_last() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_many_policies_keep_the_tables_asked_for_last_and_recorded(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded calls read theirs where it lies, whatever is asked for later."""
     budget, usual = HeadBudget.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
     table = budget.table(usual)
+    if recorded:
+        monkeypatch.setattr(budget_module, "being_recorded", lambda device: True)
+        budget.table(usual)
+        monkeypatch.undo()
     for policy in policies(1000):
         budget.table(policy)
-        assert budget.table(usual) is table, "it is asked for all the time"
-    assert len(budget._tables) == KEPT_TABLES
-
-
-def test_what_was_recorded_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, recorded = HeadBudget.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
-    table = budget.table(recorded)
-    monkeypatch.setattr(budget_module, "being_recorded", lambda device: True)
-    budget.table(recorded)
-    monkeypatch.undo()
-    for policy in policies(1000):
-        budget.table(policy)
-    assert budget.table(recorded) is table, "recorded calls read it"
-    assert len(budget._tables) == KEPT_TABLES + 1
+        assert recorded or budget.table(usual) is table, "it is asked for all the time"
+    assert budget.table(usual) is table
+    assert len(budget._tables) == KEPT_TABLES + recorded
 
 
 def test_budgets_of_layers_go_on_sharing_their_table() -> None:
@@ -123,14 +113,10 @@ def test_budgets_of_layers_go_on_sharing_their_table() -> None:
         assert layer.table(policy).data_ptr() == table[heads].data_ptr()
 
 
-def test_walks_lie_as_kernels_read_them() -> None:
+def test_walks_lie_as_kernels_read_them_on_one_device() -> None:
     walk = torch.tensor([[0, 2], [0, 1]], dtype=torch.int32)[:, 1]
     budget = replace(HeadBudget.uniform(2, 0.5), walk=walk)
     assert budget.walk is not None and budget.walk.is_contiguous()
     assert budget.walk.tolist() == [2, 1]
-
-
-def test_values_on_two_devices_are_refused() -> None:
-    budget = HeadBudget.uniform(2, 0.5)
     with pytest.raises(ValueError, match="walk is on meta and density on cpu: put all values"):
         replace(budget, walk=torch.zeros(2, dtype=torch.int32, device="meta"))
