@@ -61,7 +61,7 @@ class Way:
             budget = HeadBudget.uniform(HEADS, self.topk, 1.0, Router.ERROR, q.device)
             if precision is not Precision.SIXTEEN_BIT:
                 half = torch.full((HEADS,), 0.5, device=q.device)
-                budget = replace(budget, background=half, contrast=half)
+                budget = replace(budget, contrast=half)
             options["budget"] = budget
         if self.masked:
             options["block_mask"] = _mask_without_the_place(q.device)

@@ -32,8 +32,6 @@ class MeasuredShape:
     residual: Tensor
     """Pool weights, as first chosen, in the steps that pool; 0 is none. Where steps differ that of
     their mean density, and so are the token orders."""
-    background: Tensor
-    """Background weights, likewise."""
     walks: Mapping[Walk, int]
     """Number of heads by their token order, in the steps that pool; empty where there was no
     choice."""
@@ -54,7 +52,7 @@ class MeasuredShape:
             for index, walk in enumerate(walks_of(table.shape.grid.frames)):
                 walks[walk] = taken.count(index)
         pooling, dropping = table.choices.pooling, table.choices.dropping
-        tables = (*tables, pooling.loudness, pooling.gain, pooling.background)
+        tables = (*tables, pooling.loudness, pooling.gain)
         of_layers = (x[layers] for x in tables)
         return cls(
             table.shape.tokens,

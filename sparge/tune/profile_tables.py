@@ -19,7 +19,6 @@ from .profile_error import ProfileError
 TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
     "gain": (torch.float32, 0.0, 100.0),  # beyond the keys of a block a pool weight pools nothing
-    "background": (torch.float32, 0.0, 1e6),
     "contrast": (torch.float32, 1e-3, 1e3),
     "router": (torch.int32, min(Router), max(Router)),
     "walk": (torch.int32, 0, len(Walk) - 1),  # index into the token orders
@@ -30,7 +29,7 @@ TENSORS = {
 
 
 #: First version that has the tensor, and what heads of earlier files have instead.
-LATER = {"loudness": (3, 1.0), "background": (4, 0.0), "contrast": (5, 1.0)}
+LATER = {"loudness": (3, 1.0), "contrast": (5, 1.0)}
 #: Kinds of steps, attributes of `Alternating`; each has all of these tensors.
 KIND_NAMES = ("pooling", "dropping")
 
@@ -93,11 +92,6 @@ def _checked(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices
                 f"{prefix + name} has shape {tuple(tensor.shape)} beside {tuple(shape)} of the "
                 "densities."
             )
-    if ((found["gain"] > 0) & (found["background"] > 0)).any():
-        raise ProfileError(
-            f"{prefix}gain and {prefix}background are both above 0 for some head; what is dropped "
-            "would count twice. Measure again."
-        )
     return HeadChoices(**found, floor=floor)
 
 

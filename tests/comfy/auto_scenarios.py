@@ -118,7 +118,7 @@ def auto_batched_or_split(**widgets: Any) -> dict[str, Any]:
         "same_choices": all(
             torch.equal(getattr(a, name), getattr(b, name))
             for a, b in kinds
-            for name in ("density", "gain", "background", "router", "walk")
+            for name in ("density", "gain", "router", "walk")
         ),
         "error_difference": max(float((a.error - b.error).abs().max()) for a, b in kinds),
         "loudness_difference": max(float((a.loudness - b.loudness).abs().max()) for a, b in kinds),

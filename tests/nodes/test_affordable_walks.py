@@ -195,8 +195,7 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
         one, other = (table.choices.in_turn(step) for table in (batch, apart))
         taken = set(one.walk.flatten().tolist())
         assert taken == {CUBES} if one_walk else RASTER in taken and FRAMES not in taken
-        kinds = ("gain", "background", "contrast", "router", "walk")
-        for name in ("density", *kinds, "error", "loudness"):
+        for name in ("density", "gain", "contrast", "router", "walk", "error", "loudness"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 

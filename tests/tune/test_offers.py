@@ -12,7 +12,7 @@ import torch
 from sparge.common.metrics import rel_l2
 from sparge.head_settings import HeadBudget, Router
 from sparge.order.grid import TokenGrid, cube_order
-from sparge.tune import CandidateSet, HeadChoices, Workload, budgets, curves
+from sparge.tune import CandidateSet, Workload, budgets, curves
 from sparge.tune.offers import Offers
 from sparge.tune.workload import RESIDUAL_COST
 from tests.tune.begun import CANDIDATES, attend, begin
@@ -52,28 +52,23 @@ def test_a_target_is_the_mean_density_that_is_expected_to_meet_it(qkv) -> None:
         torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize("without_terms", [True, False])
-def test_without_the_residual_the_mean_density_is_the_same(qkv, without_terms: bool) -> None:
-    bare = replace(CANDIDATES, backgrounds=(), contrasts=(1.0, 1.0))
-    calibration = begin(candidates=bare if without_terms else CANDIDATES)
+@pytest.mark.parametrize("bare_candidates", [True, False])
+def test_without_the_residual_the_mean_density_is_the_same(qkv, bare_candidates: bool) -> None:
+    bare = replace(CANDIDATES, contrasts=(1.0, 1.0))
+    calibration = begin(candidates=bare if bare_candidates else CANDIDATES)
     calibration.sample(0, *qkv)
     offers = calibration.offers()
     alternating, steps = offers.freeze_steps(0.4, 8)
-    assert stands_for_dropped(alternating.pooling)
+    assert alternating.pooling.gain.any()
     assert not alternating.dropping.gain.any()
     pooling, dropping = alternating.pooling.mean_error, alternating.dropping.mean_error
-    assert dropping > pooling or not without_terms
+    assert dropping > pooling or not bare_candidates
     assert dropping >= pooling, "its candidates are some of the others"
     for both in steps:
-        assert stands_for_dropped(both.pooling) and not both.dropping.gain.any()
+        assert both.pooling.gain.any() and not both.dropping.gain.any()
     assert offers.freeze_steps(0.6, 8)[1] == [], "alike, but for their kinds"
     for choices in (alternating.pooling, alternating.dropping):
         assert float(choices.density.mean()) <= 0.4
-
-
-def stands_for_dropped(choices: HeadChoices) -> bool:
-    """Whether some head has a residual or a background."""
-    return bool(choices.gain.any() or choices.background.any())
 
 
 def test_a_louder_head_gets_more(qkv) -> None:
@@ -104,13 +99,12 @@ def test_the_steps_that_are_left_keep_their_means(qkv) -> None:
         assert torch.equal(one.dropping.density, same.dropping.density)
 
 
-def candidates_of(gains: tuple[float, ...], backgrounds: tuple[float, ...]) -> CandidateSet:
-    densities, routers = (0.1, 0.3, 0.6, 1.0), (Router.ERROR, Router.MASS)
-    return CandidateSet(densities, gains, backgrounds=backgrounds, routers=routers)
+def candidates_of(*gains: float) -> CandidateSet:
+    return CandidateSet((0.1, 0.3, 0.6, 1.0), gains, routers=(Router.ERROR, Router.MASS))
 
 
 def drawn_errors(candidates: CandidateSet) -> budgets.Array:
-    """(layers, heads, walks, routers, densities, kinds), as falling as errors are; no two equal but
+    """(layers, heads, walks, routers, densities, gains), as falling as errors are; no two equal but
     where nothing is dropped."""
     drawn = np.random.default_rng(7).random((LAYERS, HEADS, WALKS, *candidates.shape))
     errors = (0.2 + drawn) * np.array([1.0, 0.5, 0.2, 0.0])[:, None]
@@ -132,11 +126,10 @@ def drawn_contrasts(candidates: CandidateSet) -> budgets.Array:
     return 0.5 + drawn
 
 
-def of_all_kinds(
+def of_all_gains(
     offers: Offers, mean: float, drift: torch.Tensor, dropping: bool
 ) -> list[torch.Tensor]:
-    """Densities, gains, backgrounds and contrasts that budgets share where each kind is a
-    candidate."""
+    """Densities, gains and contrasts that budgets share where each gain is a candidate."""
     candidates, workload = offers.candidates, Workload(cube_order(LARGER))
 
     def kept(densities: tuple[float, ...]) -> budgets.Array:
@@ -144,66 +137,58 @@ def of_all_kinds(
 
     shares = kept(tuple(offers.densities))
     errors = curves.steady(drawn_errors(candidates), np.full(LAYERS, SAMPLES))
-    of_kinds = np.moveaxis(errors, -1, 0)
-    logs = [curves.logs_between(x, kept(candidates.densities), shares) for x in of_kinds]
+    of_gains = np.moveaxis(errors, -1, 0)
+    logs = [curves.logs_between(x, kept(candidates.densities), shares) for x in of_gains]
     errors = np.exp(np.stack(logs, -1))
     errors[..., shares >= 1, :] = 0
     errors *= drift.numpy()[..., None, None, None]
-    gains = np.array([kind.gain for kind in candidates.kinds])
-    backgrounds = np.array([kind.background for kind in candidates.kinds])
+    gains = np.array(candidates.gains)
     costs = shares[:, None] + RESIDUAL_COST * ((gains > 0) & (shares[:, None] < 1))
     shape = errors.shape[2:]
-    costs, of_pairs, densities, gains, backgrounds = (
+    costs, of_pairs, densities, gains = (
         np.broadcast_to(x, errors.shape[2:]).ravel()
-        for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains, backgrounds)
+        for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains)
     )
     allowed = np.flatnonzero(gains == 0) if dropping else np.arange(len(gains))
     errors = errors.reshape(LAYERS * HEADS, -1)[:, allowed]
     chosen = budgets.HullSteps.of(errors, costs[allowed], of_pairs[allowed]).climb(mean)
-    tables = [x[allowed[chosen]] for x in (densities, gains, backgrounds)]
+    tables = [x[allowed[chosen]] for x in (densities, gains)]
     places = np.unravel_index(allowed[chosen], shape)
     contrasts = drawn_contrasts(candidates).reshape(LAYERS * HEADS, *shape[:2], -1, shape[-1])
     known = kept(candidates.densities)
     taken = [
-        np.interp(shares[density], known, of_head[walk, router, :, kind])
-        for of_head, walk, router, density, kind in zip(contrasts, *places, strict=True)
+        np.interp(shares[density], known, of_head[walk, router, :, gain])
+        for of_head, walk, router, density, gain in zip(contrasts, *places, strict=True)
     ]
     tables.append(np.array(taken))
     return [torch.from_numpy(x).float().view(LAYERS, HEADS) for x in tables]
 
 
 @pytest.mark.parametrize("gains", [(0.0,), (0.0, 0.5, 1.0)])
-@pytest.mark.parametrize("backgrounds", [(), (0.5, 4.0, 32.0)])
 @pytest.mark.parametrize("dropping", [False, True])
-def test_heads_get_what_they_would_of_all_kinds(gains, backgrounds, dropping) -> None:
+def test_heads_get_what_they_would_of_all_gains(gains, dropping) -> None:
     """Though budgets see the best ones alone."""
-    offers = offers_of(candidates_of(gains, backgrounds))
+    offers = offers_of(candidates_of(*gains))
     drift = 1 + torch.rand(LAYERS, HEADS, WALKS, generator=torch.Generator().manual_seed(3))
     for mean in (0.15, 0.4, 0.8):
         found = offers.freeze(mean_density=mean, drift=drift.double(), dropping=dropping)
-        expected = of_all_kinds(offers, mean, drift.double(), dropping)
-        tables = (found.density, found.gain, found.background, found.contrast)
+        expected = of_all_gains(offers, mean, drift.double(), dropping)
+        tables = (found.density, found.gain, found.contrast)
         for table, own in zip(expected, tables, strict=True):
             torch.testing.assert_close(table, own, rtol=1e-6, atol=0)
-        check_kinds(found, bool(backgrounds), len(gains) > 1 and not dropping)
-
-
-def check_kinds(choices: HeadChoices, backgrounds: bool, residual: bool) -> None:
-    assert bool(choices.background.any()) == backgrounds
-    assert bool(choices.gain.any()) == residual
-    assert not (choices.background * choices.gain).any(), "one or the other"
+        assert bool(found.gain.any()) == (len(gains) > 1 and not dropping)
 
 
 def test_every_second_step_is_without_the_residual() -> None:
-    offers = offers_of(candidates_of((0.0, 0.5, 1.0), (0.5, 4.0, 32.0)))
+    offers = offers_of(candidates_of(0.0, 0.5, 1.0))
     for choices in (
         offers.freeze_steps(0.3, 4)[0].dropping,
         offers.freeze(target=0.2, dropping=True),
     ):
-        check_kinds(choices, backgrounds=True, residual=False)
+        assert not choices.gain.any()
 
 
-def test_heads_that_keep_everything_have_neither() -> None:
-    choices = offers_of(candidates_of((0.0, 1.0), (4.0,))).freeze(mean_density=1.0)
+def test_heads_that_keep_everything_have_no_residual() -> None:
+    choices = offers_of(candidates_of(0.0, 1.0)).freeze(mean_density=1.0)
     assert choices.error.flatten().tolist() == pytest.approx([0.01] * LAYERS * HEADS)
-    check_kinds(choices, backgrounds=False, residual=False)
+    assert not choices.gain.any()

@@ -78,7 +78,7 @@ def test_the_scale_counts(qkv, workload) -> None:
 def expecting(*errors: float) -> HeadChoices:
     """Choices of one layer that expect these errors."""
     table = torch.zeros(1, len(errors))
-    shares, kinds = (table, table, table, table + 1), (table.int(), table.int())
+    shares, kinds = (table, table, table + 1), (table.int(), table.int())
     return HeadChoices(*shares, *kinds, torch.tensor([errors]), table, torch.ones(1).bool())
 
 

@@ -78,21 +78,9 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         (set_tensor("1.dropping.gain", full(float("inf"))), "not finite"),
         (set_tensor("0.dropping.gain", full(-1.0)), "0.dropping.gain goes from -1"),
-        (
-            set_tensor("0.pooling.background", full(-0.25)),
-            "0.pooling.background goes from -0.25 to -0.25",
-        ),
-        (
-            set_tensor("1.dropping.background", full(float("inf"))),
-            "1.dropping.background holds a value that is not finite",
-        ),
-        (set_tensor("0.pooling.background", full(1, torch.float64)), "has type torch.float64"),
+        (set_tensor("0.pooling.contrast", full(1, torch.float64)), "has type torch.float64"),
         (set_tensor("1.dropping.contrast", full(0)), "1.dropping.contrast goes from 0 to 0"),
         (set_tensor("0.pooling.contrast", full(1e4)), "0.pooling.contrast goes from 10000"),
-        (
-            set_tensor("0.pooling.background", full(1)),
-            "0.pooling.gain and 0.pooling.background are both above 0",
-        ),
         (set_tensor("0.pooling.router", full(2, torch.int32)), "0.pooling.router goes from 2 to 2"),
         (
             set_tensor("0.pooling.router", full(1, torch.int64)),
@@ -117,7 +105,6 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
         (lambda tensors, header: tensors.pop("1.pooling.router"), "no tensor 1.pooling.router"),
         (lambda tensors, header: tensors.pop("1.dropping.loudness"), "no tensor 1.dropping.loud"),
-        (lambda tensors, header: tensors.pop("0.dropping.background"), "no tensor 0.dropping.back"),
         (set_header("version", 2), "no tensor 0.density"),
         (set_header("version", 6), "version 6 and this reads 1 to 5"),
         (set_header("version", 0), "version 0 and"),

@@ -16,11 +16,10 @@ from tests.tune.profiles import GRID, KEY, metadata_of, same_bits
 
 
 def save_as_version(version: int, profile: Profile, path: Path) -> None:
-    """Nothing of contrasts, before version 4 of backgrounds; before version 3 one set of choices
-    for all steps, those of steps that pool, and nothing of loudness."""
+    """Nothing of contrasts; before version 3 one set of choices for all steps, those of steps that
+    pool, and nothing of loudness."""
     profile.save(path)
-    later = (".contrast",) if version == 4 else (".contrast", ".background")
-    old = {x: tensor for x, tensor in load_file(path).items() if not x.endswith(later)}
+    old = {x: tensor for x, tensor in load_file(path).items() if not x.endswith(".contrast")}
     if version < 3:
         old = {
             name.replace(".pooling.", "."): tensor
@@ -42,8 +41,8 @@ def test_choices_of_earlier_versions_are_for_both_kinds(
     found = Profile.load(path)
     assert len(found.choices) == len(profile.choices)
     for again, before in zip(found.choices.values(), profile.choices.values(), strict=True):
-        none, ones = torch.zeros(3, 4), torch.ones(3, 4)
-        expected = replace(before.pooling, loudness=ones, background=none, contrast=ones)
+        ones = torch.ones(3, 4)
+        expected = replace(before.pooling, loudness=ones, contrast=ones)
         assert bool(expected.gain.any()), "the residual in all steps, as it was"
         for step in range(4):
             assert same_bits(again.in_turn(step), expected)
@@ -65,8 +64,7 @@ def test_files_of_later_versions_have_no_contrast(
     for table, before in profile.choices.items():
         for step in range(2):
             kind = before.in_turn(step)
-            background = kind.background * (version == 4)
-            expected = replace(kind, background=background, contrast=torch.ones_like(kind.contrast))
+            expected = replace(kind, contrast=torch.ones_like(kind.contrast))
             assert same_bits(found.choices[table].in_turn(step), expected)
     tensors = load_file(path)
     del tensors["1.dropping.density"]

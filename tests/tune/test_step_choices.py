@@ -20,7 +20,7 @@ def choices_of(density: float, error: float) -> HeadChoices:
     table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
     measured = torch.ones(LAYERS).bool()
     return HeadChoices(
-        density * table, none, none, table, none.int(), none.int(), error * table, table, measured
+        density * table, none, table, none.int(), none.int(), error * table, table, measured
     )
 
 
