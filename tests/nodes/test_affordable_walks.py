@@ -194,7 +194,8 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
     for step in range(2):
         one, other = (table.choices.in_turn(step) for table in (batch, apart))
         taken = set(one.walk.flatten().tolist())
-        assert taken == {CUBES} if one_walk else RASTER in taken and FRAMES not in taken
+        assert taken == {CUBES} if one_walk else FRAMES not in taken
+        assert one_walk or step or RASTER in taken, "plain dropping gains by no order of such keys"
         for name in ("density", "gain", "contrast", "router", "walk", "error", "loudness"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
