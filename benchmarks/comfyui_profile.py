@@ -22,14 +22,13 @@ def with_residual(choices: HeadChoices, share: float) -> HeadChoices:
     """Choices with pool weight 1 in this share of the measured heads, evenly spread over layers and
     heads, and 0 in the others.
 
-    Those alone keep their background. Heads whose pool weight changes lose their output scale.
-    Densities, routers and token orders are as they were.
+    Heads whose pool weight changes lose their output scale. Densities, routers and token orders are
+    as they were.
     """
     heads = int(choices.measured.sum()) * choices.heads
     # Just above: the product of a share like 0.3 may lie below the whole number that is meant.
     places = (torch.arange(heads + 1, dtype=torch.float64) * share + 1e-9).floor()
     gain = torch.zeros_like(choices.gain)
     gain[choices.measured] = places.diff().to(gain.dtype).view(-1, choices.heads)
-    background = choices.background.masked_fill(gain > 0, 0)
     contrast = choices.contrast.masked_fill(gain != choices.gain, 1)
-    return dataclasses.replace(choices, gain=gain, background=background, contrast=contrast)
+    return dataclasses.replace(choices, gain=gain, contrast=contrast)

@@ -2,8 +2,8 @@
 // Launch 4: block-sparse flash attention over the block map, mma.sync family (sm_80 and up).
 //
 // Semantics   Softmax over the keys of the kept blocks, ascending. O = v_mean + contrast * v_scale * acc / l, 0 for rows without
-//             keys; contrast is the output scale (attend/background.cuh).
-//             Pooled keys may stand for dropped blocks, one a block (attend/pool.cuh) or one for all (attend/background.cuh).
+//             keys; contrast is the output scale (attend/output_scale.cuh).
+//             Pooled keys may stand for dropped blocks (attend/pool.cuh).
 //             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
 // Strategy    4 warps x 32 rows. Scores and accumulators live in registers. Q fragments are read again from shared memory every
@@ -71,9 +71,9 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     add_values(out, probabilities, pipeline.values());
   }
 
-  softmax.finish(smem.mean_terms.background);
+  softmax.finish();
   store_facts(p, work, smem, softmax);
-  if constexpr (is_quantized(kElement)) softmax.spread(smem.mean_terms.inverse_contrast);
+  if constexpr (is_quantized(kElement)) softmax.spread(smem.inverse_contrast);
   store_output(p, work, out, softmax);
   const i32 thread = ptx::thread_index();
   if (kPvFilter && p.counters && thread % kRowGroupThreads == 0)

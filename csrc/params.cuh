@@ -26,10 +26,9 @@ struct HeadThresholds {
   float selection;  // share of the key blocks, or of the mass
   float simthreshd1;
   float pvthreshd;
-  float log2_gain;        // log2 of the pool weight; minus infinity: nothing is pooled
-  float router;           // above 0: rank by the error that pooling a block makes
-  float log2_background;  // log2 weight of the background (attend/background.cuh); minus infinity: none
-  float contrast;         // output scale of query blocks that drop something (attend/background.cuh); 1: none
+  float log2_gain;  // log2 of the pool weight; minus infinity: nothing is pooled
+  float router;     // above 0: rank by the error that pooling a block makes
+  float contrast;   // output scale of query blocks that drop something (attend/output_scale.cuh); 1: none
 };
 
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
@@ -212,7 +211,7 @@ struct ScoreParams {
   const float* v_mean;
   const i32* key_counts;
   const u32* kept;    // (batch, heads, routers, densities - 1, blocks, map words): what each density but the last keeps
-  float* found;       // (routers, 7 densities - 3, batch, heads, rows): rows contiguous
+  float* found;       // (routers, 6 densities - 2, batch, heads, rows): rows contiguous
   i64 router_stride;  // of `found`
   i64 field_stride;
   i64 batch_stride;

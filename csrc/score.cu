@@ -5,7 +5,7 @@
 //             pooled ones, o the exact output of all, m the mean value of all keys. Found are
 //               |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve every pool weight
 //               (sparge/tune/scoring.py has the maths, and is this kernel's reference);
-//               the same of m, which backgrounds add at a logit of 0, and (p - o)(m - o), for the output scale;
+//               (e - o)(m - o), (p - o)(m - o) and |m - o|^2, for the output scale;
 //               |o|^2, and how far o is from what dense attention gave: the rounding of 8 bits, which no density takes away.
 //             A pooled key is a block's mean key, with the log of its keys as bias, and its mean value.
 // Strategy    A thread block scores 16 rows of a query block, so each mean is read from the L2 once for all of them, and its rows

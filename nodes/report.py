@@ -81,11 +81,10 @@ def _steps(result: RunResult) -> Iterator[str]:
 def _asked(result: RunResult) -> Iterator[str]:
     if result.asked:
         yield f"Asked for {result.asked}."
-    residual, background = (result.of_heads(name) for name in ("residual", "background"))
+    residual = result.of_heads("residual")
     if heads := residual.numel():
-        pooled, meant = (100 * float((x > 0).float().mean()) for x in (residual, background))
-        use = f"{pooled:.0f} % of {heads} heads use the residual"
-        yield f"{use}, {meant:.0f} % the background."
+        pooled = 100 * float((residual > 0).float().mean())
+        yield f"{pooled:.0f} % of {heads} heads use the residual."
     walks = sum((Counter(shape.walks) for shape in result.shapes), Counter())
     if walks:
         heads = (f"{BLOCKS_OF[walk]} in {walks[walk]}" for walk in sorted(walks))

@@ -231,7 +231,7 @@ def _check_order_and_budget(
             "give order=grid_order(grid), or a budget without walk."
         )
     if budget is not None:
-        _check_mean_terms(policy, budget, is_causal)
+        _check_contrast(policy, budget, is_causal)
     if budget is not None and (budget.heads != q.shape[1] or budget.device != q.device):
         raise ValueError(
             f"The budget is for {budget.heads} heads on {budget.device}, q has {q.shape[1]} heads "
@@ -239,16 +239,13 @@ def _check_order_and_budget(
         )
 
 
-def _check_mean_terms(policy: SparsePolicy, budget: HeadBudget, is_causal: bool) -> None:
-    for name in ("background", "contrast"):
-        if getattr(budget, name) is None:
-            continue
-        if is_causal:
-            reason = "its mean value would tell causal attention of later keys"
-        elif policy.precision is Precision.SIXTEEN_BIT:
-            reason = "16-bit operands do not know it, as they are not taken around a mean"
-        elif name == "background" and not policy.smooth_k:
-            reason = "it stands at the mean key, and smooth_k is False"
-        else:
-            continue
-        raise Unsupported(f"The budget has a {name}, but {reason}: leave {name} out.")
+def _check_contrast(policy: SparsePolicy, budget: HeadBudget, is_causal: bool) -> None:
+    if budget.contrast is None:
+        return
+    if is_causal:
+        reason = "its mean value would tell causal attention of later keys"
+    elif policy.precision is Precision.SIXTEEN_BIT:
+        reason = "16-bit operands do not know it, as they are not taken around a mean"
+    else:
+        return
+    raise Unsupported(f"The budget has a contrast, but {reason}: leave contrast out.")

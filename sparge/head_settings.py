@@ -37,7 +37,6 @@ class Router(enum.IntEnum):
 #: Fields of head settings that may be None: their types, and what heads then have.
 OPTIONAL = {
     "walk": (torch.int32, 0),
-    "background": (torch.float32, 0.0),
     "contrast": (torch.float32, 1.0),
 }
 
@@ -53,15 +52,10 @@ class HeadBudget:
     gain: (heads,) float32 >= 0: pool weight, the factor of the pooled keys that stand for dropped
         blocks; 0 is plain dropping and costs nothing.
     router: (heads,) int32, values of `Router`.
-    background: (heads,) float32 >= 0: how often the background term counts the keys that a query
-        block drops, 64 for each dropped key block; None: no head has one. That term is a single
-        pseudo-key, the mean key with the mean value of all keys. It takes no time, and keeps what
-        is dropped from leaving its weight to what is kept (docs/experiments.md, Background). With
-        8-bit operands and `smooth_k`, not causal: the mean would tell of later keys.
     contrast: (heads,) float32 > 0: output scale, the factor of the output's distance from the mean
         value of all keys, in query blocks that drop something; None: 1 for all. Pooled keys draw
         outputs towards that mean, plain dropping draws them apart. It takes no time. With 8-bit
-        operands, not causal.
+        operands, not causal: the mean would tell of later keys.
     floor: ranked key blocks that every query block keeps, whatever its density.
     pools: whether any pool weight is above 0 or any router `ERROR`: with False kernels prepare
         neither.
@@ -78,7 +72,6 @@ class HeadBudget:
     floor: int = 1
     pools: bool = True
     walk: Tensor | None = None
-    background: Tensor | None = None
     contrast: Tensor | None = None
     # Not given, so that `replace` makes new ones: tables hold these values.
     _tables: OrderedDict[TableKey, Tensor] = field(
@@ -177,7 +170,6 @@ class HeadBudget:
             pvthreshd=policy.pvthreshd,
             log2_gain=self.gain.log2(),
             router=self.router,
-            log2_background=-math.inf if self.background is None else self.background.log2(),
             contrast=1.0 if self.contrast is None else self.contrast,
         )
 

@@ -98,7 +98,7 @@ class TestKinds:
         [
             ({"density": 0.5}, "density is 0.5; give a torch tensor"),
             ({"router": Router.MASS}, "router is .*; give a torch tensor"),
-            ({"background": 1.0}, "background is 1.0; give a torch tensor"),
+            ({"contrast": 1.0}, "contrast is 1.0; give a torch tensor"),
             ({"floor": 2**31}, "floor is 2147483648; it takes a whole number from 1 to 2147483647"),
             ({"pools": "no"}, "pools is 'no'; it takes True or False"),
         ],

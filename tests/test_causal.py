@@ -190,8 +190,8 @@ class TestRefusals:
             ({"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
             ({"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_causal"),
             (
-                {"budget": replace(HeadBudget.uniform(2, 0.5), background=torch.ones(2))},
-                "has a background",
+                {"budget": replace(HeadBudget.uniform(2, 0.5), contrast=torch.ones(2))},
+                "has a contrast",
             ),
         ],
     )

@@ -62,7 +62,7 @@ def attend(way: str, precision: Precision, device: str, *qkv: Tensor) -> tuple[T
         budget = HeadBudget.uniform(HEADS, 0.15, 1.0, Router.ERROR, torch.device(device))
         if precision is not Precision.SIXTEEN_BIT:
             half = torch.full((HEADS,), 0.5, device=device)
-            budget = replace(budget, background=half, contrast=half)
+            budget = replace(budget, contrast=half)
         options["budget"] = budget
     if "block_mask" in options:
         options["block_mask"] = _mask_without_the_place(device)
@@ -149,7 +149,7 @@ def test_what_lies_behind_the_key_lengths_does_not_count(precision, device, clea
     policy = SparsePolicy(topk=0.15, precision=precision)
 
     def cut(k: Tensor, v: Tensor) -> Any:
-        return attention(*(x.to(device) for x in (q, k, v)), policy, key_lengths=lengths)
+        return attention(q.to(device), k.to(device), v.to(device), policy, key_lengths=lengths)
 
     out = cut(k, v)
     k, v = k.clone(), v.clone()

@@ -18,7 +18,6 @@ from sparge.reference.arithmetic import ARITHMETIC, Arithmetic
 from sparge.reference.attend import LOG2_E
 from sparge.reference.packed import Packed
 from sparge.reference.partial import NO_LOGIT, Partial, finite
-from sparge.reference.pooled import with_background
 from sparge.reference.quantize import int8_levels, int8_scale
 
 BLOCKS_AT_ONCE = 32  # query blocks: logits of 21,000 keys then take 340 MB
@@ -29,12 +28,11 @@ def attend_at_once(
     kept: Tensor,
     pooled: Tensor,
     gain: Tensor,
-    background: Tensor | float = 0.0,
     *,
     scale: float,
 ) -> Partial:
-    """Attention by slot over the blocks `kept`, over `pooled` as pseudo-keys counted gain (H,)
-    times, and over what is not kept as the mean key, counted background (H,) times.
+    """Attention by slot over the blocks `kept`, and over `pooled` as pseudo-keys counted gain (H,)
+    times.
 
     Both maps are (B, H, nq, nk) bool. The packing is an 8-bit one, not causal.
     """
@@ -57,8 +55,7 @@ def attend_at_once(
         for part in range(3)
     )
     queries = operands.n_queries
-    part = Partial(sums[:, :, :queries], row_max[:, :, :queries], row_sum[:, :, :queries])
-    return with_background(part, operands, kept, background)
+    return Partial(sums[:, :, :queries], row_max[:, :, :queries], row_sum[:, :, :queries])
 
 
 @dataclass(frozen=True, eq=False)

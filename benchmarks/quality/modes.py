@@ -96,16 +96,14 @@ def attend(
     kept, pooled, valid = choice.kept, choice.pooled, choice.valid
     if query_blocks is not None:
         kept, pooled, valid = (x & query_blocks[:, None] for x in (kept, pooled, valid))
-    background = 0.0 if budget.background is None else budget.background
     if at_once:
-        part = attend_at_once(packed, kept, pooled, budget.gain, background, scale=scale)
+        part = attend_at_once(packed, kept, pooled, budget.gain, scale=scale)
     else:
         attended = attend_packed(
             packed,
             kept,
             pooled,
             budget.gain,
-            background=background,
             scale=scale,
             is_causal=is_causal,
         )

@@ -3,9 +3,9 @@
 // of pooled keys that take part, then a word of ones, so that reading needs no bound.
 #pragma once
 
-#include "background.cuh"
 #include "finite.cuh"
 #include "layout.cuh"
+#include "output_scale.cuh"
 #include "pool.cuh"
 
 namespace sparge::attend {
@@ -38,8 +38,8 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
     if (lane == 0) list[words + word] = tiles;
   }
   if (is_quantized(kElement) && threadIdx.x < kWarpSize) {
-    const MeanTerms terms = mean_terms(p, work);
-    if (lane == 0) smem.mean_terms = terms;
+    const float factor = inverse_contrast(p, work);
+    if (lane == 0) smem.inverse_contrast = factor;
   }
   if (threadIdx.x == 0) {
     if constexpr (is_quantized(kElement)) smem.bounds = ScaleBounds(p, work.kv_at);

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../common/int8.cuh"
+#include "../ptx/special.cuh"
 #include "pool.cuh"
 
 namespace sparge::attend {

@@ -4,7 +4,6 @@
 
 #include "../common/reduce.cuh"
 #include "../ptx/barrier.cuh"
-#include "background.cuh"
 #include "pool.cuh"
 #include "products.cuh"
 #include "store.cuh"
@@ -114,15 +113,11 @@ struct Softmax {
     }
   }
 
-  SPARGE_DEVICE void finish(float background) {
+  SPARGE_DEVICE void finish() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float of_keys = lane_sum<1, 4>(sum[m][half][threadIdx.x]);
-        sum[m][half][threadIdx.x] =
-            is_quantized(kElement) ? with_background(of_keys, max[m][half][threadIdx.x], background) : of_keys;
-      }
+      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] = lane_sum<1, 4>(sum[m][half][threadIdx.x]);
   }
 
   // Applies the output scale. Here, as `store_output` has no register to spare.

@@ -13,8 +13,7 @@ namespace sparge::score {
 constexpr int kStep = 8;  // places in a product
 
 struct Buckets {
-  i32 ends[kMostDensities];     // end of density t's dropped blocks in the list; 0 for the last density
-  i32 dropped[kMostDensities];  // number of them that hold a key
+  i32 ends[kMostDensities];  // end of density t's dropped blocks in the list; 0 for the last density
 };
 
 // Blocks of a word that density t is the last to drop. Denser ones keep what less dense ones keep.
@@ -25,7 +24,7 @@ SPARGE_DEVICE u32 bucket_word(const ScoreParams& p, const u32* maps, i32 stride,
   return next & ~maps[t * stride + word] & all;
 }
 
-// `dropped` is valid after the next barrier, all else on return.
+// By all threads of the block, for which the list is complete on return.
 SPARGE_DEVICE void list_buckets(const ScoreParams& p, const Place& place, const Shared& shared, Buckets& buckets) {
   const i32 pooling = p.densities - 1, words = ceil_div(p.key_blocks, kMapBits), stride = p.blocks * words;
   const u32* maps =
@@ -72,13 +71,6 @@ SPARGE_DEVICE void list_buckets(const ScoreParams& p, const Place& place, const 
   for (i32 i = threadIdx.x; i < buckets.ends[0]; i += kThreads)
     shared.bias[i] += log2f(static_cast<float>(counts[shared.list[i]]));
   __syncthreads();
-  for (i32 t = warp; t < pooling; t += kWarps) {
-    u32 holding = 0;
-#pragma unroll 4
-    for (i32 i = lane; i < buckets.ends[t]; i += kWarpSize) holding += shared.bias[i] > kMinusInfinity;
-    holding = warp_sum(holding);
-    if (lane == 0) buckets.dropped[t] = static_cast<i32>(holding);
-  }
 }
 
 }  // namespace sparge::score

@@ -118,16 +118,16 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
 #pragma unroll
     for (int i = 0; i < kShare; ++i) truth.x[i] = all.values.x[i] * inverse;
   }
-  float norm = 0.0f, background_far = 0.0f;
+  float norm = 0.0f, mean_far = 0.0f;
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const float o = mean.x[i] - truth.x[i];
     norm += truth.x[i] * truth.x[i];
-    background_far += o * o;
+    mean_far += o * o;
   }
-  store(p.densities + 6 * pooling, lane_sum<1, kWarpSize>(norm));
-  store(p.densities + 6 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
-  store(p.densities + 6 * pooling + 2, lane_sum<1, kWarpSize>(background_far));
+  store(p.densities + 5 * pooling, lane_sum<1, kWarpSize>(norm));
+  store(p.densities + 5 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
+  store(p.densities + 5 * pooling + 2, lane_sum<1, kWarpSize>(mean_far));
 
   const Pieces pieces(p, row.own_exact);
   Sums kept;
@@ -144,7 +144,7 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
     const float of_kept = kept.inverse(), pooled_sum = pools ? masses.sum[index][density] : 0.0f;
     const float of_pooled = 1.0f / fmaxf(pooled_sum, kLeastSum), share = pooled_sum > 0.0f ? 1.0f : 0.0f;
     const float* pooled = shared.pooled_row(p, pools ? density : 0, index);
-    float near = 0.0f, between = 0.0f, far = 0.0f, background_between = 0.0f, background_pooled = 0.0f;
+    float near = 0.0f, between = 0.0f, far = 0.0f, kept_towards = 0.0f, pooled_towards = 0.0f;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const float e = kept.values.x[i] * of_kept - truth.x[i];
@@ -152,22 +152,20 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
       near += e * e;
       between += e * o;
       far += o * o;
-      background_between += e * (mean.x[i] - truth.x[i]);
-      background_pooled += o * (mean.x[i] - truth.x[i]);
+      kept_towards += e * (mean.x[i] - truth.x[i]);
+      pooled_towards += o * (mean.x[i] - truth.x[i]);
     }
     near = lane_sum<1, kWarpSize>(near), between = lane_sum<1, kWarpSize>(between), far = lane_sum<1, kWarpSize>(far);
-    background_between = lane_sum<1, kWarpSize>(background_between);
-    background_pooled = lane_sum<1, kWarpSize>(background_pooled);
+    kept_towards = lane_sum<1, kWarpSize>(kept_towards);
+    pooled_towards = lane_sum<1, kWarpSize>(pooled_towards);
     store(density, near);
     if (pools) {
       store(p.densities + density, between);
       store(p.densities + pooling + density, far);
       const float kept_log = log2f(kept.sum) + Pieces::of(pieces.most, piece);
       store(p.densities + 2 * pooling + density, (kept_log - log2f(pooled_sum) - masses.most[index]) * kLn2);
-      store(p.densities + 3 * pooling + density, background_between);
-      const float background_log = log2f(static_cast<float>(kKeyBlock * buckets.dropped[density]));
-      store(p.densities + 4 * pooling + density, kept.sum > 0.0f ? (kept_log - background_log) * kLn2 : -kMinusInfinity);
-      store(p.densities + 5 * pooling + density, background_pooled);
+      store(p.densities + 3 * pooling + density, kept_towards);
+      store(p.densities + 4 * pooling + density, pooled_towards);
     }
     ++density;
   }

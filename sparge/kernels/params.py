@@ -196,7 +196,6 @@ class HeadThresholds(Structure):
         ("pvthreshd", c_float),
         ("log2_gain", c_float),
         ("router", c_float),
-        ("log2_background", c_float),
         ("contrast", c_float),
     )
 

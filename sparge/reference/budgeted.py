@@ -87,7 +87,6 @@ def budgeted_attention(
         choice.kept,
         choice.pooled,
         1.0 if budget is None else budget.gain,
-        background=0.0 if budget is None or budget.background is None else budget.background,
         contrast=1.0 if budget is None or budget.contrast is None else budget.contrast,
         scale=softmax_scale(q, scale),
         is_causal=is_causal,

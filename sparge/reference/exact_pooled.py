@@ -6,8 +6,6 @@ An order is nothing but the block that each token belongs to: tokens stay where 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,8 @@ def exact_pooled_attention(
     pooled: Tensor | None = None,
     gain: Tensor | float = 1.0,
     *,
-    background: Tensor | float = 0.0,
     contrast: Tensor | float = 1.0,
-    means: tuple[Tensor, Tensor] | None = None,
+    mean_values: Tensor | None = None,
     order: TokenOrder | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -37,11 +34,9 @@ def exact_pooled_attention(
     kept: (B, H, nq, nk) bool, blocks whose keys take part.
     pooled: (B, H, nq, nk) bool, blocks that take part as one key, the mean of theirs, with the
         weight of n keys times the pool weight `gain` (one number, or (H,)).
-    background: one number, or (H,): how often the keys that no kept block holds count once more,
-        all as the mean key with the mean value; 64 keys a block.
     contrast: one number, or (H,): output scale, the factor of the distance from the mean value,
         where any block is dropped.
-    means: (B, Hkv, D) mean key and mean value, where they are not to be the means of all keys.
+    mean_values: (B, Hkv, D), where they are not to be the means of all keys' values.
 
     Returns out (B, H, Nq, D) and the natural log-sum-exp (B, H, Nq); a row that sees no key gives 0
     and -inf.
@@ -52,9 +47,8 @@ def exact_pooled_attention(
     query_block, key_block = _blocks(order, n_queries, n_keys, q.device)
     out = torch.zeros(batch, heads, n_queries, v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, n_queries), -torch.inf, dtype=dtype, device=q.device)
-    gains, backgrounds, contrasts = (
-        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads)
-        for x in (gain, background, contrast)
+    gains, contrasts = (
+        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads) for x in (gain, contrast)
     )
     for b in range(batch):
         length = n_keys if key_lengths is None else min(n_keys, int(key_lengths[b]))
@@ -64,10 +58,10 @@ def exact_pooled_attention(
             keys = k[b, h // group, :length].to(dtype)
             values = v[b, h // group, :length].to(dtype)
             key_means, value_means = (_block_means(x, block, counts) for x in (keys, values))
-            if means is None:
-                mean_key, mean_value = keys.mean(0, keepdim=True), values.mean(0, keepdim=True)
+            if mean_values is None:
+                mean_value = values.mean(0, keepdim=True)
             else:
-                mean_key, mean_value = (x[b, h // group, None].to(dtype) for x in means)
+                mean_value = mean_values[b, h // group, None].to(dtype)
             weight = (counts * gains[h]).log()
             for i in range(kept.shape[2]):
                 rows = (query_block == i).nonzero().squeeze(-1)
@@ -83,16 +77,10 @@ def exact_pooled_attention(
                         ~pooled[b, h, i], -torch.inf
                     )
                     logits, seen = torch.cat([logits, pseudo], -1), torch.cat([values, value_means])
-                dropped = ((counts > 0) & ~kept[b, h, i]).sum() * KEY_BLOCK
-                if background_mass := float(dropped * backgrounds[h]):
-                    term = queries @ mean_key.T + math.log(background_mass)
-                    blind = ~hidden.logical_not().any(-1, keepdim=True)
-                    term = term.masked_fill(blind, -torch.inf)
-                    logits, seen = torch.cat([logits, term], -1), torch.cat([seen, mean_value])
                 lse[b, h, rows] = logits.logsumexp(-1)
                 blind = (lse[b, h, rows] == -torch.inf).unsqueeze(-1)
                 found = logits.softmax(-1).masked_fill(blind, 0) @ seen
-                if dropped:
+                if ((counts > 0) & ~kept[b, h, i]).any():
                     spread = mean_value + contrasts[h] * (found - mean_value)
                     found = spread.masked_fill(blind, 0)
                 out[b, h, rows] = found

@@ -3,8 +3,7 @@
 
 A dropped block takes part in the softmax as one pseudo-key: its mean key, with the weight of all
 its keys times the pool weight (`gain`) of the head, and its mean value. Pseudo-keys come last, in
-tiles of 64, and no filter leaves them out. Or one stands for all that is dropped: the background
-term.
+tiles of 64, and no filter leaves them out.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from .partial import NO_LOGIT, Partial, finite
 from .quantize import Quantized, int8_levels, int8_scale
 
 POOL_TILE = 64  # pseudo-keys in a tile, which is shaped like a key block
-#: Log2 of how often a row's largest key the background counts at most: sums stay finite.
-MOST_BACKGROUND = 100.0
 
 
 def attend_packed(
@@ -34,7 +31,6 @@ def attend_packed(
     pooled: Tensor | None = None,
     gain: Tensor | float = 1.0,
     *,
-    background: Tensor | float = 0.0,
     contrast: Tensor | float = 1.0,
     scale: float,
     is_causal: bool = False,
@@ -46,8 +42,6 @@ def attend_packed(
     pooled: (B, H, nq, nk) bool, the dropped blocks that stand as pseudo-keys, each key counted
         `gain` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
         `softmax`.
-    background: one number, or (H,): counts the keys of all blocks that are not kept as the mean key
-        with the mean value (`with_background`).
     contrast: one number, or (H,): output scale of `out` alone (`with_contrast`).
 
     Rows of empty slots hold nothing of meaning.
@@ -82,35 +76,10 @@ def attend_packed(
                 unnormalised[b, h, rows] = part.unnormalised
                 row_max[b, h, rows] = part.row_max
                 row_sum[b, h, rows] = part.row_sum
-    whole = with_background(
-        Partial(unnormalised, row_max, row_sum), packed.operands, kept, background
-    )
-    unnormalised, row_sum = whole.unnormalised, whole.row_sum
+    whole = Partial(unnormalised, row_max, row_sum)
     out = with_contrast(whole.output(), row_sum, operands, kept, contrast)
     lse = log_sum_exp(operands, row_max, row_sum, scale)
     return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
-
-
-def with_background(
-    part: Partial, operands: Quantized, kept: Tensor, background: Tensor | float
-) -> Partial:
-    """Adds one more pseudo-key to `part` (B, H, Nq, D) over the blocks `kept` (B, H, nq, nk), for
-    all others that hold keys.
-
-    It is the mean key, whose logit is 0 around itself, with the mean value, counted `background`
-    ((H,) or one number) times 64 keys a block. Maxima stay those of the keys, and rows that met
-    none stay empty.
-    """
-    count = torch.as_tensor(background, dtype=torch.float32, device=kept.device)
-    count = count.nan_to_num(0.0).clamp(min=0)
-    if not count.any():
-        return part
-    of_block = count.expand(operands.heads)[:, None] * _dropped(operands, kept) * KEY_BLOCK
-    rows = torch.arange(operands.n_queries, device=kept.device) // QUERY_BLOCK
-    lead = (of_block[..., rows].log2() - finite(part.row_max)).clamp(max=MOST_BACKGROUND)
-    mass = torch.where(part.row_sum == 0, 0, lead.exp2())
-    unnormalised = part.unnormalised + mass.unsqueeze(-1) * _mean_value(operands)
-    return Partial(unnormalised, part.row_max, part.row_sum + mass)
 
 
 def with_contrast(
@@ -121,15 +90,15 @@ def with_contrast(
     factor = torch.as_tensor(contrast, dtype=torch.float32, device=kept.device)
     if (factor == 1).all():
         return out
-    of_block = factor.expand(operands.heads)[:, None].masked_fill(_dropped(operands, kept) == 0, 1)
+    of_block = factor.expand(operands.heads)[:, None].masked_fill(~_drops(operands, kept), 1)
     rows = torch.arange(operands.n_queries, device=kept.device) // QUERY_BLOCK
     of_row = of_block[..., rows].masked_fill(row_sum == 0, 1).unsqueeze(-1)
     return torch.lerp(_mean_value(operands).expand_as(out), out, of_row.expand_as(out))
 
 
-def _dropped(operands: Quantized, kept: Tensor) -> Tensor:
-    """(B, H, nq): number of blocks that hold keys and are not kept."""
-    return ((operands.key_counts > 0)[:, None, None] & ~kept).sum(-1)
+def _drops(operands: Quantized, kept: Tensor) -> Tensor:
+    """(B, H, nq) bool: whether any block that holds keys is not kept."""
+    return ((operands.key_counts > 0)[:, None, None] & ~kept).any(-1)
 
 
 def _mean_value(operands: Quantized) -> Tensor:

@@ -50,12 +50,10 @@ class Calibration:
     measure: Measure
     log_gains: Tensor = field(repr=False)
     """(gains,) float32 on the device: natural logarithms of the candidates' pool weights."""
-    log_backgrounds: Tensor = field(repr=False)
-    """(backgrounds,) float32 on the device: natural logarithms of the candidates' backgrounds."""
     measured_walks: range
     """Token orders of the workload that there are sums of."""
     squared_error: Tensor
-    """(layers, heads, measured orders, routers, densities, kinds) float32, summed over rows and
+    """(layers, heads, measured orders, routers, densities, gains) float32, summed over rows and
     channels: the largest tensors that are kept, of few terms."""
     towards_mean: Tensor
     """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
@@ -101,7 +99,7 @@ class Calibration:
         """
         candidates = candidates or CandidateSet()
         if workload.is_causal:  # the mean value of all keys holds later ones too
-            candidates = replace(candidates, backgrounds=(), contrasts=(1.0, 1.0))
+            candidates = replace(candidates, contrasts=(1.0, 1.0))
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
@@ -117,7 +115,6 @@ class Calibration:
             row_step,
             measure,
             torch.tensor(candidates.gains, dtype=torch.float32, device=device).log(),
-            torch.tensor(candidates.backgrounds, dtype=torch.float32, device=device).log(),
             measured,
             sums,
             torch.zeros_like(sums),
@@ -222,18 +219,18 @@ class Calibration:
         empty, of_layer = ~measured.occupied, self.walks[layer]
         walks = slice(len(of_layer))  # all of the measured orders, or the first
         found = measured.distances
-        for of_kinds, sums in (
+        for of_gains, sums in (
             (squared_errors, self.squared_error),
             (towards_mean, self.towards_mean),
         ):
-            of_rows = of_kinds(found, self.log_gains, self.log_backgrounds)
+            of_rows = of_gains(found, self.log_gains)
             # Summed in float32 first: as float64 the rows would not fit in the memory of a
             # measurement.
             of_blocks = of_rows.masked_fill_(empty.unsqueeze(-1), 0).sum(-2)
             del of_rows
             of_heads = of_blocks.sum((3, 5), dtype=torch.float64)
             sums[layer, :, walks].add_(of_heads.movedim((3, 2), (0, 1)))
-        of_rows = torch.stack([found.norm, found.background_far, found.rounding])
+        of_rows = torch.stack([found.norm, found.mean_far, found.rounding])
         squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
         self.squared_norm[:, layer, :, walks].add_(squares[:2].movedim(1, 2))
         if with_rounding:
@@ -242,7 +239,7 @@ class Calibration:
     def errors_and_contrasts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
 
-        Both are (layers, heads, measured orders, routers, densities, kinds). An error is the root
+        Both are (layers, heads, measured orders, routers, densities, gains). An error is the root
         of the ratio of sums, which predicts better than a mean of ratios (docs/experiments.md, Sums
         or ratios).
         """

@@ -14,29 +14,19 @@ from ..head_settings import Router
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Substitute for the key blocks that a head drops: pooled keys or the background, or neither
-    (plain)."""
-
-    gain: float
-    background: float
-
-
-@dataclass(frozen=True)
 class CandidateSet:
-    """Every density with every kind and router; axes of errors are (routers, densities, kinds).
+    """Every density with every pool weight (`gain`) and router; axes of errors are (routers,
+    densities, gains).
 
-    Errors between the measured densities are interpolated. Kinds cost little to measure: pool
-    weights (`gains`) 0.25 and 0.5 are for heads that full pooling ruins, 1.2 for those whose logits
-    vary inside a block. Routing by mass is not offered (docs/experiments.md, Candidates).
+    Errors between the measured densities are interpolated. Pool weights cost little to measure:
+    0.25 and 0.5 are for heads that full pooling ruins, 1.2 for those whose logits vary inside a
+    block. Routing by mass is not offered (docs/experiments.md, Candidates).
     """
 
     densities: tuple[float, ...] = (0.03, 0.075, 0.15, 0.25, 0.4, 0.6, 1.0)
     """Ascending; the last is 1, so that every target can be met."""
     gains: tuple[float, ...] = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
     """Ascending from 0, plain dropping, which wins a tie."""
-    backgrounds: tuple[float, ...] = tuple(2.0**power for power in range(-2, 9))
-    """Ascending from above 0; there may be none."""
     routers: tuple[Router, ...] = (Router.ERROR,)
     floor: int = 1
     """Ranked key blocks that are kept whatever the density; as in `HeadBudget`."""
@@ -50,8 +40,6 @@ class CandidateSet:
             raise ValueError("densities hold nothing but 1, which drops nothing; give another.")
         if not _ascends(self.gains) or self.gains[0] != 0:
             raise ValueError(f"gains are {self.gains}; they ascend from 0.")
-        if self.backgrounds and (not _ascends(self.backgrounds) or self.backgrounds[0] <= 0):
-            raise ValueError(f"backgrounds are {self.backgrounds}; they ascend from above 0.")
         if not self.routers or len(set(self.routers)) < len(self.routers):
             raise ValueError(f"routers are {self.routers}; give each once, and at least one.")
         if not 1e-3 <= self.contrasts[0] <= self.contrasts[1] <= 1e3:
@@ -62,14 +50,8 @@ class CandidateSet:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Kinds in order: plain dropping, the backgrounds, the pool weights."""
-        backgrounds = (Kind(0.0, background) for background in self.backgrounds)
-        return Kind(0.0, 0.0), *backgrounds, *(Kind(gain, 0.0) for gain in self.gains[1:])
-
-    @property
     def shape(self) -> tuple[int, int, int]:
-        return len(self.routers), len(self.densities), len(self.kinds)
+        return len(self.routers), len(self.densities), len(self.gains)
 
     def kept_ranks(self, key_blocks: int) -> list[int]:
         """Ranked blocks that each density asks for, of `key_blocks`, in float32 as attention

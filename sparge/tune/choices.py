@@ -21,15 +21,13 @@ class HeadChoices:
     """Head settings, each (layers, heads) on the CPU. Rows of layers that were not measured hold
     density 1.
 
-    density, gain, background, contrast float32, router, walk int32: as in `HeadBudget`; a head has
-    pooled keys or a background or neither. error float32: expected relative L2 error of the
-    attention output. loudness float32: the head weight in means over heads; 1 in the mean, 0 in
-    layers that were not measured.
+    density, gain, contrast float32, router, walk int32: as in `HeadBudget`. error float32: expected
+    relative L2 error of the attention output. loudness float32: the head weight in means over
+    heads; 1 in the mean, 0 in layers that were not measured.
     """
 
     density: Tensor
     gain: Tensor
-    background: Tensor
     contrast: Tensor
     router: Tensor
     walk: Tensor
@@ -65,10 +63,9 @@ class HeadChoices:
         """Returns the head settings of each layer, uploaded all at once.
 
         Layers have one structure: token orders in all of them or, where all heads take the first,
-        in none; backgrounds and output scales in all or, where no head has one, in none. What a
-        call allocates depends on that structure, and ComfyUI wants it to stay the same from step to
-        step. Not every call can have backgrounds and output scales, and torch.compile would trace
-        either kind.
+        in none; output scales in all or, where no head has one, in none. What a call allocates
+        depends on that structure, and ComfyUI wants it to stay the same from step to step. Not
+        every call can have output scales, and torch.compile would trace either kind.
 
         policy: as in `LayerBudgets`. before: head settings of the step before, whose structure is
         kept.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 #: Expected error of an output scale in the calls that it serves, a share of its logarithm. It makes
-#: heads do without kinds that lean on a large scale where others do nearly as well
+#: heads do without candidates that lean on a large scale where others do nearly as well
 #: (docs/experiments.md, How far an output scale may be off).
 UNSURE = 0.4
 

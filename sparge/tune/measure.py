@@ -21,7 +21,7 @@ from ..reference.choose import choose_blocks
 from ..reference.packed import Packed, pack_qkv
 from ..reference.partial import Partial
 from .candidates import CandidateSet
-from .scoring import Background, Distances, bucket_distances
+from .scoring import Distances, bucket_distances
 from .spread import rows_on
 from .workload import Workload
 
@@ -99,9 +99,8 @@ def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
     buckets = _sampled_buckets(sample, packed)
-    background = _background(sample, packed, buckets)
     parts = _bucket_partials(sample, packed, buckets)
-    return bucket_distances(parts, background, _dense_rows(sample, order)), occupied
+    return bucket_distances(parts, _mean_value(packed), _dense_rows(sample, order)), occupied
 
 
 def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
@@ -134,14 +133,11 @@ def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
     return by_router
 
 
-def _background(sample: Sample, packed: Packed, buckets: Sequence[Tensor]) -> Background:
-    """Background of rows (B, H, S, 128)."""
-    operands, blocks = packed.operands, list(sample.query_blocks)
+def _mean_value(packed: Packed) -> Tensor:
+    """(B, H, 1, 1, D): mean value of all keys."""
+    operands = packed.operands
     mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
-    of_blocks = torch.stack([every[:, :, blocks] for every in buckets])
-    dropping = range(len(sample.candidates.densities) - 1)
-    dropped = torch.stack([(of_blocks > density).sum(-1) for density in dropping], 1)
-    return Background(mean[:, :, None, None], dropped.unsqueeze(-1))
+    return mean[:, :, None, None]
 
 
 def _bucket_partials(

@@ -32,8 +32,6 @@ class MeasuredShape:
     residual: Tensor
     """Pool weights, as first chosen; 0 is none. Where steps differ that of their mean density, and
     so are the token orders."""
-    background: Tensor
-    """Background weights, likewise."""
     walks: Mapping[Walk, int]
     """Number of heads by their token order; empty where there was no choice."""
     one_walk: bool = False
@@ -50,7 +48,7 @@ class MeasuredShape:
             taken = table.choices.walk[layers].flatten().tolist()
             walks = {walk: taken.count(walk) for walk in Walk}
         chosen = table.choices
-        tables = (*tables, chosen.loudness, chosen.gain, chosen.background)
+        tables = (*tables, chosen.loudness, chosen.gain)
         of_layers = (x[layers] for x in tables)
         return cls(
             table.shape.tokens,

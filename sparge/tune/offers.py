@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..head_settings import Router
 from . import budgets, curves
-from .best_kinds import Group, best_kinds
+from .best_gains import Group, best_gains
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .loudness import loudness
@@ -42,7 +42,7 @@ class Offers:
     """Errors and costs of all candidates; made by `of`.
 
     Candidates are all token orders with all routers and densities. Blocks beyond a density are
-    dropped or pooled, as suits the head best (`best_kinds`).
+    dropped or pooled, as suits the head best (`best_gains`).
     """
 
     walks: list[int]
@@ -58,8 +58,8 @@ class Offers:
     """(heads of measured layers,): errors by rounding, whatever the head gets."""
     loudness: budgets.Array = field(repr=False)
     """(heads of measured layers,): head weights, mean 1."""
-    kinds: budgets.Indices = field(repr=False)
-    """(heads of measured layers, candidates): index of each into `CandidateSet.kinds`."""
+    gains: budgets.Indices = field(repr=False)
+    """(heads of measured layers, candidates): index of each into `CandidateSet.gains`."""
     groups: NDArray[np.int64] = field(repr=False)
     """(candidates,): `Group` of each."""
     costs: budgets.Array = field(repr=False)
@@ -67,7 +67,7 @@ class Offers:
     kept: budgets.Array = field(repr=False)
     """(candidates,): shares of pairs."""
     contrasts: budgets.Array = field(repr=False)
-    """(heads of measured layers, orders, routers, measured densities, kinds): output scales."""
+    """(heads of measured layers, orders, routers, measured densities, gains): output scales."""
     places: tuple[budgets.Indices, budgets.Array] = field(repr=False)
     """Places of `densities` among the measured ones, as in `curves.places_between`."""
 
@@ -108,13 +108,13 @@ class Offers:
         def best_of(layers: slice) -> tuple[budgets.Array, budgets.Indices]:
             steady = curves.steady(of_walks[layers], sampled[layers])
 
-            def logs_of(kind: int) -> budgets.Array:
-                logs = curves.logs_between(steady[..., kind], known, kept)
+            def logs_of(gain: int) -> budgets.Array:
+                logs = curves.logs_between(steady[..., gain], known, kept)
                 logs[..., everything] = -np.inf
                 np.copyto(logs, np.inf, where=unknown[layers])
                 return logs
 
-            return best_kinds(map(logs_of, range(len(candidates.kinds))), candidates.kinds)
+            return best_gains(map(logs_of, range(len(candidates.gains))))
 
         logs, best = side_by_side(best_of, len(of_layers))
         errors = np.exp(logs)
@@ -180,11 +180,10 @@ class Offers:
         routers, heads = self.candidates.routers, np.arange(len(chosen))
         shape = (len(self.walks), len(routers), len(self.densities), int(self.groups.max()) + 1)
         walk, router, density, _ = np.unravel_index(chosen, shape)
-        gains, backgrounds = np.transpose([(x.gain, x.background) for x in self.candidates.kinds])
-        kind = self.kinds[heads, chosen]
+        gain = self.gains[heads, chosen]
         by_dropping = self.errors[heads, chosen]
         left, share = self.places[0][density], self.places[1][density]
-        contrasts = self.contrasts[heads, walk, router, :, kind]  # (heads, densities)
+        contrasts = self.contrasts[heads, walk, router, :, gain]  # (heads, densities)
         contrast = (1 - share) * contrasts[heads, left] + share * contrasts[heads, left + 1]
 
         def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
@@ -195,8 +194,7 @@ class Offers:
 
         return HeadChoices(
             table(np.asarray(self.densities)[density], 1.0, torch.float32),
-            table(gains[kind], 0.0, torch.float32),
-            table(backgrounds[kind], 0.0, torch.float32),
+            table(np.asarray(self.candidates.gains)[gain], 0.0, torch.float32),
             table(contrast, 1.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
             table(np.asarray(self.walks)[walk], 0, torch.int32),

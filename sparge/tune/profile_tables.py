@@ -18,7 +18,6 @@ from .profile_error import ProfileError
 TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
     "gain": (torch.float32, 0.0, 100.0),  # beyond the keys of a block a pool weight pools nothing
-    "background": (torch.float32, 0.0, 1e6),
     "contrast": (torch.float32, 1e-3, 1e3),
     "router": (torch.int32, min(Router), max(Router)),
     "walk": (torch.int32, 0, len(Walk) - 1),  # index into the token orders
@@ -54,11 +53,6 @@ def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> Head
                 f"{prefix + name} has shape {tuple(tensor.shape)} beside {tuple(shape)} of the "
                 "densities."
             )
-    if ((found["gain"] > 0) & (found["background"] > 0)).any():
-        raise ProfileError(
-            f"{prefix}gain and {prefix}background are both above 0 for some head; what is dropped "
-            "would count twice. Measure again."
-        )
     return HeadChoices(**found, floor=floor)
 
 

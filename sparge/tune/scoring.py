@@ -7,15 +7,14 @@ the outputs of both parts, e = A / a and p = R / r, with the weight w = a / (a +
 
     |w e + (1 - w) p - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
-and three products a row and density serve all pool weights. A background is a pooled part as well:
-m, the mean value of all keys, at logit 0, counted 64 times for each dropped block. An output scale
-c then makes c y + (1 - c) m of an output y, so that
+and three products a row and density serve all pool weights. An output scale c makes
+c y + (1 - c) m of an output y, with m the mean value of all keys, so that
 
     |c y + (1 - c) m - o|^2 = c^2 |y - o|^2 + 2 c (1 - c) <y - o, m - o> + (1 - c)^2 |m - o|^2
 
-and <p - o, m - o> is one more product of all rows. The outputs y_u of pieces of the kept keys make
-e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o, p_t - o, m - o and o are all that
-is needed of the channels.
+and <e - o, m - o>, <p - o, m - o> and |m - o|^2 are what that takes beside them. The outputs y_u of
+pieces of the kept keys make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o,
+p_t - o, m - o and o are all that is needed of the channels.
 
 On a GPU the number of operations counts here, and the memory of what has channels. So routers,
 densities and pieces are dimensions, few operations serve a group of heads, and the rest serves all
@@ -33,7 +32,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..blocks import KEY_BLOCK
 from ..reference.partial import Partial
 
 LOG_2 = math.log(2)  # turns a unit of row_max into natural logs
@@ -47,23 +45,20 @@ class Distances:
     near: (routers, densities, ...), |e - o|^2.
     between, far, advantage: (routers, densities - 1, ...), <e - o, p - o>, |p - o|^2 and ln(a / r);
         the last density drops nothing.
-    background_between, background_pooled, background_advantage: of the same shape, <e - o, m - o>,
-        <p - o, m - o> and ln(a / (64 dropped blocks)). The last is inf where attention adds no
-        background: to rows that drop nothing or keep nothing.
-    norm, rounding, background_far: (...), |o|^2, |dense - o|^2 and |m - o|^2; rounding is 0 where
-        the dense result is not known.
+    kept_towards_mean, pooled_towards_mean: of the same shape, <e - o, m - o> and <p - o, m - o>.
+    norm, rounding, mean_far: (...), |o|^2, |dense - o|^2 and |m - o|^2; rounding is 0 where the
+        dense result is not known.
     """
 
     near: Tensor
     between: Tensor
     far: Tensor
     advantage: Tensor
-    background_between: Tensor
-    background_advantage: Tensor
-    background_pooled: Tensor
+    kept_towards_mean: Tensor
+    pooled_towards_mean: Tensor
     norm: Tensor
     rounding: Tensor
-    background_far: Tensor
+    mean_far: Tensor
 
     @staticmethod
     def packed_fields(densities: int) -> int:
@@ -73,7 +68,7 @@ class Distances:
     @classmethod
     def of_packed(cls, packed: Tensor) -> Distances:
         """Reads what `packed` gave."""
-        densities = (packed.shape[1] + 3) // 7
+        densities = (packed.shape[1] + 2) // 6
         *of_routers, of_rows = packed.split(_field_counts(densities), 1)
         return cls(*of_routers, *of_rows[0])
 
@@ -81,27 +76,10 @@ class Distances:
         """(routers, `packed_fields`, ...): a copy, because fields are views of something far
         larger."""
         of_routers = (self.near, self.between, self.far, self.advantage)
-        of_background = (
-            self.background_between,
-            self.background_advantage,
-            self.background_pooled,
-        )
-        of_rows = (self.norm, self.rounding, self.background_far)
+        of_mean = (self.kept_towards_mean, self.pooled_towards_mean)
+        of_rows = (self.norm, self.rounding, self.mean_far)
         expanded = (x.expand_as(self.near[:, :1]) for x in of_rows)
-        return torch.cat([*of_routers, *of_background, *expanded], 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Background:
-    """Values that a background may add.
-
-    mean: m, the mean value of all keys; broadcasts to (..., D).
-    dropped: key blocks that each density but the last drops, of those that hold keys; broadcasts to
-        (routers, densities - 1, ...).
-    """
-
-    mean: Tensor
-    dropped: Tensor
+        return torch.cat([*of_routers, *of_mean, *expanded], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,22 +89,20 @@ class Products:
     The vectors: y_u - o of each piece, p_t - o of each density but the last, m - o, and o. gram:
     (routers, ..., n, n), n = pieces + densities + 1. exact_logs: (routers, ..., pieces), natural
     logs of sums of exponentials, -inf where there is no key. pooled_max, pooled_sum: (routers,
-    densities - 1, ...), as in `Partial`. dropped: as in `Background`. rounding: (...), as in
-    `Distances`.
+    densities - 1, ...), as in `Partial`. rounding: (...), as in `Distances`.
     """
 
     gram: Tensor
     exact_logs: Tensor
     pooled_max: Tensor
     pooled_sum: Tensor
-    dropped: Tensor
     rounding: Tensor
 
 
 def products(
     exact: Partial,
     pooled: Partial,
-    background: Background,
+    mean_value: Tensor,
     unit: Tensor | float = 1.0,
     dense: Tensor | None = None,
 ) -> Products:
@@ -134,8 +110,8 @@ def products(
     density pools (routers, densities - 1, ..., D).
 
     The true output is the exact one, as the first router splits it. `pooled.unnormalised` may be of
-    any float type and counts in `unit`s, which broadcast to (...). dense: (..., D), the dense
-    result.
+    any float type and counts in `unit`s, which broadcast to (...). mean_value: m, broadcasts to
+    (..., D). dense: (..., D), the dense result.
     """
     values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
     pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
@@ -144,7 +120,7 @@ def products(
     torch.div(values, sums, out=vectors[..., :pieces, :])
     scale = (unit / pooled.row_sum.clamp(min=_LEAST_SUM)).movedim(1, -1).unsqueeze(-1)
     torch.mul(others, scale, out=vectors[..., pieces:count, :])
-    vectors[..., count, :] = background.mean
+    vectors[..., count, :] = mean_value
     exact_logs = vectors.new_empty(*values.shape[:-1])
     row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
     torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
@@ -161,7 +137,7 @@ def products(
     rounding = torch.zeros_like(gram[0, ..., 0, 0])
     if dense is not None:
         rounding = (dense - truth[0].squeeze(-2)).square().sum(-1)
-    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, background.dropped, rounding)
+    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, rounding)
 
 
 def distances(found: Products, pieces: Sequence[int]) -> Distances:
@@ -183,14 +159,12 @@ def distances(found: Products, pieces: Sequence[int]) -> Distances:
     far = gram.diagonal(dim1=-2, dim2=-1)[..., first:mean]
     kept_logs = kept[..., :-1].movedim(-1, 1)
     pooled_logs = torch.add(found.pooled_sum.log(), found.pooled_max, alpha=LOG_2)
-    background_logs = (found.dropped * KEY_BLOCK).to(kept.dtype).log()
     return Distances(
         (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 1),
         between.movedim(-1, 1),
         far.movedim(-1, 1),
         kept_logs - pooled_logs,
         errors[..., :-1, mean].movedim(-1, 1),
-        torch.where(kept_logs > -torch.inf, kept_logs - background_logs, torch.inf),
         gram[..., first:mean, mean].movedim(-1, 1),
         gram[0, ..., last, last],
         found.rounding,
@@ -200,56 +174,47 @@ def distances(found: Products, pieces: Sequence[int]) -> Distances:
 
 def bucket_distances(
     by_router: Sequence[Sequence[tuple[Partial, Partial]]],
-    background: Background,
+    mean_value: Tensor,
     dense: Tensor | None = None,
 ) -> Distances:
-    """Distances for each router from the exact and the pooled part of each bucket; dense as in
-    `products`."""
+    """Distances for each router from the exact and the pooled part of each bucket; mean_value and
+    dense as in `products`."""
     exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
     pooled = []
     for parts in by_router:
         from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
         pooled.append(_stacked(list(from_last)[::-1]))
-    found = products(_stacked(exact), _stacked(pooled), background, dense=dense)
+    found = products(_stacked(exact), _stacked(pooled), mean_value, dense=dense)
     return distances(found, [1] * len(by_router[0]))
 
 
-def squared_errors(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
-    """(routers, densities, ..., kinds) float32: squared distance of each row's output from the
+def squared_errors(measured: Distances, log_gains: Tensor) -> Tensor:
+    """(routers, densities, ..., gains) float32: squared distance of each row's output from the
     truth.
 
-    log_gains (gains,) and log_backgrounds (backgrounds,) float32, natural; the first gain is -inf,
-    plain dropping. Rows that neither part reaches give 0, as attention does.
+    log_gains (gains,) float32, natural; the first is -inf, plain dropping. Rows that neither part
+    reaches give 0, as attention does.
     """
-    of_background = torch.cat([log_gains[:1], log_backgrounds])
-    count, gains = len(of_background), len(log_gains) - 1
-    near = measured.near.unsqueeze(-1)
-    errors = near.new_empty(*measured.near.shape, count + gains)
+    near = measured.near
+    errors = near.new_empty(*near.shape, len(log_gains))
+    errors[..., 0] = near
+    near = near.unsqueeze(-1)
     errors[:, -1:] = near[:, -1:]
-    lead = of_background - measured.background_advantage.unsqueeze(-1)
-    between, far = (x.unsqueeze(-1) for x in (measured.background_between, measured.background_far))
-    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., :count])
     lead = log_gains[1:] - measured.advantage.unsqueeze(-1)
     between, far = (x.unsqueeze(-1) for x in (measured.between, measured.far))
-    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., count:])
+    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., 1:])
     # A pooled part as good as the exact one may leave a sum just below 0.
     return errors.clamp_(min=0)
 
 
-def towards_mean(measured: Distances, log_gains: Tensor, log_backgrounds: Tensor) -> Tensor:
+def towards_mean(measured: Distances, log_gains: Tensor) -> Tensor:
     """Products <y - o, m - o> for the outputs y of `squared_errors`, of the same shape; 0 where
     nothing is dropped."""
-    of_background = torch.cat([log_gains[:1], log_backgrounds])
-    count, gains = len(of_background), len(log_gains) - 1
-    found = measured.near.new_zeros(*measured.near.shape, count + gains)
-    near = measured.background_between.unsqueeze(-1)
-    far = (measured.background_far, measured.background_pooled)
-    leads = (of_background, log_gains[1:])
-    advantages = (measured.background_advantage, measured.advantage)
-    parts = found[:, :-1].split([count, gains], -1)
-    for part, end, lead, advantage in zip(parts, far, leads, advantages, strict=True):
-        rest = _rest(lead - advantage.unsqueeze(-1))
-        torch.lerp(near, end.unsqueeze(-1), rest, out=part)
+    found = measured.near.new_zeros(*measured.near.shape, len(log_gains))
+    kept, pooled = measured.kept_towards_mean, measured.pooled_towards_mean
+    found[:, :-1, ..., 0] = kept
+    rest = _rest(log_gains[1:] - measured.advantage.unsqueeze(-1))
+    torch.lerp(kept.unsqueeze(-1), pooled.unsqueeze(-1), rest, out=found[:, :-1, ..., 1:])
     return found
 
 
@@ -273,7 +238,7 @@ def _rest(lead: Tensor) -> Tensor:
 def _field_counts(densities: int) -> list[int]:
     """Widths of the fields of `Distances.packed`: of each that routers have, and of all that rows
     have."""
-    return [densities, *[densities - 1] * 6, 3]
+    return [densities, *[densities - 1] * 5, 3]
 
 
 def _stacked(parts: Sequence[Partial]) -> Partial:

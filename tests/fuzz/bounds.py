@@ -233,7 +233,7 @@ def _lse_bound(
 
 
 def _with_pools(setting: Setting, exact: Exact, k_step: Tensor) -> Tensor:
-    """(B, H, C): pooled keys have a step of their own, the background none."""
+    """(B, H, C): pooled keys have a step of their own."""
     rest = exact.keys[:, :, k_step.shape[2] :].abs().amax(-1)
     if not setting.eight_bit:  # a mean of 16-bit keys is rounded to 16 bits
         return torch.cat([k_step, rest * 2 * UNIT[torch.bfloat16]], 2)

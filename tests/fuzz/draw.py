@@ -125,7 +125,7 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
         walks = 1 if order is None else order.walks
         options["order"] = order
         if order is None or rng.random() < 0.8:
-            options["budget"] = _draw_budget(rng, sizes, device, walks, with_mean, policy.smooth_k)
+            options["budget"] = _draw_budget(rng, sizes, device, walks, with_mean)
     q, k, v = tensors
     return Case(seed, way, data, q, k, v, policy, layout, options)
 
@@ -262,7 +262,6 @@ def _draw_budget(
     device: torch.device | str,
     walks: int,
     with_mean: bool,
-    smooth_k: bool,
 ) -> HeadBudget:
     def numbers(*choices: float) -> Tensor:
         return torch.tensor([float(rng.choice(choices)) for _ in range(sizes.heads)], device=device)
@@ -280,9 +279,6 @@ def _draw_budget(
         floor=rng.choice((1, 1, 1, 2, 4)),
         pools=pools,
         walk=integers(*range(walks + 1)) if walks > 1 and rng.random() < 0.8 else None,
-        background=numbers(0.0, 0.5, 2.0)
-        if with_mean and smooth_k and rng.random() < 0.5
-        else None,
         contrast=numbers(0.7, 1.0, 1.2) if with_mean and rng.random() < 0.5 else None,
     )
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Oracle of a call in float64, from the maths alone.
 
-It has softmax over exactly the kept keys, and what the documentation says of pooled keys,
-background, output scale (`contrast`) and the PV filter. Which blocks are kept is given;
-`tests.fuzz.routing` judges that. Nothing of `sparge.reference` is used.
+It has softmax over exactly the kept keys, and what the documentation says of pooled keys, output
+scale (`contrast`) and the PV filter. Which blocks are kept is given; `tests.fuzz.routing` judges
+that. Nothing of `sparge.reference` is used.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """The answer, and each row's weights over C columns: keys, then pooled keys and background."""
+    """The answer, and each row's weights over C columns: keys, then pooled keys."""
 
     out: Tensor  # (B, H, Nq, D)
     lse: Tensor  # (B, H, Nq)
@@ -159,7 +159,6 @@ def answer(setting: Setting, kept: Tensor, slack: Tensor | None = None) -> Exact
         doubtful = maybe & ~sure & pairs
         pairs = pairs & ~sure
     logits = logits.masked_fill(~pairs, -math.inf)
-    had_key = (logits > -math.inf).any(-1)
     key_centre, value_centre = setting.key_centre, setting.value_centre
     keys, values = setting.k - key_centre, setting.v - value_centre
     contrast = torch.ones_like(logits[..., 0])
@@ -170,16 +169,8 @@ def answer(setting: Setting, kept: Tensor, slack: Tensor | None = None) -> Exact
             logits = torch.cat([logits, columns], -1)
             keys = torch.cat([keys, mean_keys - key_centre], 2)
             values = torch.cat([values, mean_values - value_centre], 2)
-        dropped = _dropped(setting, kept)
-        if case.budget.background is not None:
-            had_key = (logits > -math.inf).any(-1)
-            count = case.budget.background.double()[:, None] * dropped * KEY_BLOCK
-            column = (setting.q @ setting.mean(setting.k).mT * case.scale).squeeze(-1)
-            column = (column + count.log()).masked_fill(~had_key, -math.inf)
-            logits = torch.cat([logits, column.unsqueeze(-1)], -1)
-            keys = torch.cat([keys, torch.zeros_like(keys[:, :, :1])], 2)
-            values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
         if case.budget.contrast is not None:
+            dropped = _dropped(setting, kept)
             factor = case.budget.contrast.double()[:, None].expand_as(dropped)
             contrast = torch.where(dropped > 0, factor, 1.0)
     seen = (logits > -math.inf).any(-1)

@@ -44,7 +44,6 @@ pytestmark = pytest.mark.gpu
 KERNELS = [*map(Kernels, ELEMENTS), *HOPPER]
 every_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.id)
 GAINS = (0.0, 0.5, 1.0, 1.2)
-BACKGROUNDS = (3.0, 0.0, 0.5, 0.0)
 CONTRASTS = (1.0, 1.3, 0.6, 1.1, 0.9)
 DENSITIES = (0.1, 0.3, 0.25, 0.6)
 
@@ -100,7 +99,7 @@ JOBS = (
 )
 
 
-def budget_of(heads: int, *, mean_terms: bool = False) -> HeadBudget:
+def budget_of(heads: int, *, scaled: bool = False) -> HeadBudget:
     """A gain, a density and a router for each head, all different."""
 
     def spread(values: tuple[float, ...]) -> Tensor:
@@ -113,8 +112,7 @@ def budget_of(heads: int, *, mean_terms: bool = False) -> HeadBudget:
         spread(GAINS),
         routers[index].int(),
         floor=2,
-        background=spread(BACKGROUNDS) if mean_terms else None,
-        contrast=spread(CONTRASTS) if mean_terms else None,
+        contrast=spread(CONTRASTS) if scaled else None,
     )
 
 
@@ -139,7 +137,7 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
     lengths = lengths_of(case)
     policy = with_element(job.policy, element)
     centred = element in (Element.INT8_FP16, Element.INT8_E4M3)
-    budget = budget_of(case.heads, mean_terms=centred and not case.causal)
+    budget = budget_of(case.heads, scaled=centred and not case.causal)
     call = make_call(q, k, v, policy, "HND", case.causal, None, lengths, None, None, order, budget)
     workspace = quantize(call)
     layout = WorkspaceLayout(
@@ -198,15 +196,15 @@ def test_output(
     choice = choose(got)
     gains = (call.budget.gain > 0)[:, None, None]
     pooled = poolable(packed, choice.valid & ~got.kept & gains, call.is_causal)
-    asked = {name: getattr(call.budget, name) for name in ("background", "contrast")}
-    mean_terms: dict[str, Any] = {name: x for name, x in asked.items() if x is not None}
-    assert bool(mean_terms) == (element.name.startswith("INT8") and not call.is_causal)
+    asked, centred = call.budget.contrast, element.name.startswith("INT8")
+    assert (asked is not None) == (centred and not call.is_causal)
+    contrast = 1.0 if asked is None else asked
     emulated = attend_packed(
         packed,
         got.kept,
         pooled,
         call.budget.gain,
-        **mean_terms,
+        contrast=contrast,
         scale=got.scale,
         is_causal=call.is_causal,
         pvthreshd=call.policy.pvthreshd,
@@ -229,8 +227,8 @@ def test_output(
         got.kept,
         pooled,
         call.budget.gain,
-        **mean_terms,
-        means=(packed.operands.kbar, packed.operands.vbar),
+        contrast=contrast,
+        mean_values=packed.operands.vbar,
         order=call.order,
         is_causal=call.is_causal,
         key_lengths=call.key_lengths,

@@ -61,8 +61,8 @@ def test_four_launches_no_sync_no_copy(
     budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
     if budget is not None and ordered:
         walk = torch.tensor([0, 1, 1, 0], dtype=torch.int32, device="cuda")
-        background = torch.tensor([0.5, 0.0, 2.0, 8.0], device="cuda")
-        budget = replace(budget, walk=walk, background=background, contrast=background / 2 + 0.5)
+        contrast = torch.tensor([0.75, 0.5, 1.5, 4.5], device="cuda")
+        budget = replace(budget, walk=walk, contrast=contrast)
 
     def attend() -> object:
         return sparge.attention(
@@ -155,9 +155,9 @@ def test_head_groups_give_the_same_bits(
 ) -> None:
     q = draw(2, 6, 500, 64, generator=generator)
     k, v = (draw(2, 3, 500, 64, generator=generator) for _ in range(2))
-    background = torch.tensor([0.0, 0.5, 2.0, 8.0, 0.25, 1.0], device="cuda")
+    contrast = torch.tensor([0.5, 0.5625, 0.75, 1.5, 0.53125, 0.625], device="cuda")
     plain = HeadBudget.uniform(6, 0.5, device="cuda")
-    budget = replace(plain, background=background, contrast=0.5 + background / 8)
+    budget = replace(plain, contrast=contrast)
     alone = AttentionStats("cuda")
     whole, lse = sparge.attention(q, k, v, HALF, budget=budget, return_lse=True, stats=alone)
     assert not torch.equal(whole, sparge.attention(q, k, v, HALF, budget=plain))

@@ -194,7 +194,7 @@ def test_heads_take_measured_walks_in_a_batch_and_apart(
     one, other = (table.choices for table in (batch, apart))
     taken = set(one.walk.flatten().tolist())
     assert taken == {CUBES} if one_walk else {CUBES, RASTER}
-    kinds = ("gain", "background", "contrast", "router", "walk")
+    kinds = ("gain", "contrast", "router", "walk")
     for name in ("density", *kinds, "error", "loudness"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 

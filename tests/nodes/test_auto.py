@@ -101,7 +101,7 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     one, other = (run.heads.tables.frozen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
     for step in range(2):
-        for name in ("density", "gain", "background", "loudness"):
+        for name in ("density", "gain", "contrast", "loudness"):
             of_batch, of_passes = (getattr(each.in_turn(step), name) for each in (one, other))
             assert torch.equal(of_batch, of_passes), name
 

@@ -69,7 +69,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     alone = frozen(((1,), *uncond))
     assert alone.walk.tolist() == [[RASTER, CUBES]]
     assert batch.walk.tolist() == [[CUBES, CUBES]]
-    kinds = ("gain", "background", "contrast", "router", "walk")
+    kinds = ("gain", "contrast", "router", "walk")
     for name in ("density", *kinds, "error", "loudness"):
         assert torch.equal(getattr(batch, name), getattr(apart, name)), name
     for name in ("error", "loudness"):

@@ -43,7 +43,6 @@ def measured(load_pack, result):
         torch.tensor([[0.06, 0.10], [float("nan")] * 2]),
         torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
-        torch.tensor([[0.5, 0.0], [8.0, 0.0]]),
         {walk: 3 - place for place, walk in enumerate(load_pack("sparge").Walk)},
     )
     return result(asked="a mean error of 0.06", shapes=(shape,))
@@ -80,7 +79,7 @@ def test_measured_heads_are_told(measured, report):
     assert details[4] == "Density by step, %: 100 50 50."
     assert details[1:4] == [
         "Asked for a mean error of 0.06.",
-        "25 % of 4 heads use the residual, 50 % the background.",
+        "25 % of 4 heads use the residual.",
         "Blocks of tokens by head: cubes in 3, rows in 2.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])

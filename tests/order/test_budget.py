@@ -61,7 +61,6 @@ def test_each_value_has_its_own_column() -> None:
         density=torch.tensor([0.25, 0.5]),
         gain=torch.tensor([0.5, 4.0]),
         router=torch.tensor([1, 0], dtype=torch.int32),
-        background=torch.tensor([2.0, 0.125]),
         contrast=torch.tensor([0.75, 1.5]),
     )
     table = budget.table(SparsePolicy(topk=0.9, simthreshd1=0.625, pvthreshd=9.0))
@@ -72,7 +71,6 @@ def test_each_value_has_its_own_column() -> None:
         "pvthreshd": [9.0, 9.0],
         "log2_gain": [-1.0, 2.0],
         "router": [1.0, 0.0],
-        "log2_background": [1.0, -3.0],
         "contrast": [0.75, 1.5],
     }
 

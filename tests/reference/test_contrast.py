@@ -42,6 +42,16 @@ def test_one_changes_no_bit_and_others_every_row_that_drops(qkv) -> None:
     assert (plain != found).any(-1)[:, [0, 2, 3]][:, :, ~dense].all()
 
 
+def test_blocks_without_keys_are_not_dropped(make_qkv) -> None:
+    q, k, v = make_qkv(2, 4, 640, 16)
+    options: dict[str, Any] = {"key_lengths": torch.tensor([640, 192], dtype=torch.int32)}
+    plain, found = (
+        sparge.attention(q, k, v, budget=budget(x), **options) for x in (None, CONTRAST)
+    )
+    assert torch.equal(plain[1], found[1]), "keeps all three blocks that hold keys"
+    assert not torch.equal(plain[0], found[0])
+
+
 @pytest.mark.parametrize(
     ("policy", "causal", "reason"),
     [

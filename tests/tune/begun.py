@@ -18,7 +18,6 @@ GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are em
 CANDIDATES = CandidateSet(
     densities=(0.2, 0.5, 1.0),
     gains=(0.0, 0.7),
-    backgrounds=(0.5, 4.0),
     routers=(Router.MASS, Router.ERROR),
 )
 EVERY_BLOCK = 1000

@@ -22,7 +22,6 @@ def choices(generator: torch.Generator) -> HeadChoices:
     return HeadChoices(
         torch.rand(shape, generator=generator),
         pools * torch.rand(shape, generator=generator),
-        ~pools * 256 * torch.rand(shape, generator=generator),
         0.5 + torch.rand(shape, generator=generator),
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
         torch.randint(0, len(Walk), shape, generator=generator, dtype=torch.int32),

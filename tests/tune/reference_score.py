@@ -13,7 +13,7 @@ from sparge.kernels import Element
 from sparge.reference.attend import LOG2_E
 from sparge.reference.partial import Partial
 from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
-from sparge.tune.scoring import Background, distances, products
+from sparge.tune.scoring import distances, products
 
 
 def score_by_reference(
@@ -38,21 +38,9 @@ def score_by_reference(
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
     last = [piece for piece in range(exact_sum.shape[3]) if ends >> piece & 1]
     counts = [piece - before for before, piece in pairwise([-1, *last])]
-    background = _background(q, workspace, layout, dropped)
-    found.copy_(distances(products(exact, pooled, background, dense=dense), counts).packed())
-
-
-def _background(
-    q: Tensor, workspace: Tensor, layout: WorkspaceLayout, dropped: Tensor
-) -> Background:
-    """Background of rows (B, H, S x rows)."""
-    mean = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
-    filled = layout.view(workspace, "key_counts")[:, :1, None, None, None] > 0
-    blocks = (dropped & filled).sum(-1).movedim((2, 3), (0, 1))
-    return Background(
-        mean.repeat_interleave(q.shape[1] // mean.shape[1], 1).unsqueeze(2),
-        blocks.repeat_interleave(q.shape[2] // blocks.shape[-1], -1),
-    )
+    values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
+    mean = values.repeat_interleave(q.shape[1] // values.shape[1], 1).unsqueeze(2)
+    found.copy_(distances(products(exact, pooled, mean, dense=dense), counts).packed())
 
 
 def _pooled(

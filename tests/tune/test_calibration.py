@@ -20,10 +20,10 @@ from sparge.reference.partial import Partial
 from sparge.tune import Measured, Sample, Workload, reference_measure
 from sparge.tune.contrast import UNSURE
 from sparge.tune.measure import stacked
-from sparge.tune.scoring import Background, Distances, bucket_distances
-from tests.tune.begun import CANDIDATES, GRID, attend, begin, share_of_pairs
+from sparge.tune.scoring import Distances, bucket_distances
+from tests.tune.begun import GRID, attend, begin, share_of_pairs
 
-NO_BACKGROUND = Background(torch.zeros(1), torch.zeros(()))
+NO_MEAN = torch.zeros(1)
 
 
 def sparse_rows(workload: Workload) -> Tensor:
@@ -43,19 +43,14 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     rows = sparse_rows(workload)
     exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
     candidates = calibration.candidates
-    assert (
-        [kind.background for kind in candidates.kinds] == [0] * 2 if is_causal else [0, 0.5, 4, 0]
-    )
     for place in np.ndindex(candidates.shape):
-        router, density, kind = place
+        router, density, gain = place
         budget = HeadBudget.uniform(
             3,
             candidates.densities[density],
-            candidates.kinds[kind].gain,
+            candidates.gains[gain],
             candidates.routers[router],
         )
-        if background := candidates.kinds[kind].background:
-            budget = replace(budget, background=torch.full((3,), background))
         if not is_causal:
             of_heads = contrasts[(slice(None), *place)]
             budget = replace(budget, contrast=torch.from_numpy(of_heads).float())
@@ -265,11 +260,10 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 
         values = (random + 1, random, random)
         parts = [(part(1.0, value), part(1e-4, random)) for value in values]
-        found = stacked([bucket_distances([parts] * 2, NO_BACKGROUND)])
+        found = stacked([bucket_distances([parts] * 2, NO_MEAN)])
         return Measured(found, torch.ones(len(blocks), 128).bool())
 
-    candidates = replace(CANDIDATES, backgrounds=())
-    calibration = begin(candidates=candidates, measure=measure)
+    calibration = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
     calibration.sample(0, q, q, q)
     errors = calibration.errors_and_contrasts()[0][0, 0, 0, 0]
@@ -319,7 +313,7 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
 
         def walk() -> Distances:
             parts = [(part(), part()) for _ in candidates.densities]
-            return bucket_distances([parts] * len(candidates.routers), NO_BACKGROUND)
+            return bucket_distances([parts] * len(candidates.routers), NO_MEAN)
 
         found = stacked([walk() for _ in sample.walks])
         return Measured(found, torch.ones(shape[2:]).bool())
@@ -328,8 +322,8 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
         workload=Workload(grid_order(GRID)), measure=measure, blocks_a_call=3, row_step=2
     )
     kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
-    of_kinds = (calibration.squared_error, calibration.towards_mean)
-    sums = (*of_kinds, calibration.squared_norm, calibration.squared_rounding)
+    of_gains = (calibration.squared_error, calibration.towards_mean)
+    sums = (*of_gains, calibration.squared_norm, calibration.squared_rounding)
     pointers = [each.data_ptr() for each in sums]
     with NoSync():
         for _ in range(3):

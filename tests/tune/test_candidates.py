@@ -67,15 +67,6 @@ def test_sparse_causal_costs_are_exact(make_qkv) -> None:
         assert ragged_share(choice) == 0
 
 
-def test_kinds_are_plain_dropping_then_backgrounds_then_gains() -> None:
-    some = CandidateSet(gains=(0.0, 0.5, 1.0), backgrounds=(2.0, 4.0))
-    kinds = [(0.0, 0.0), (0.0, 2.0), (0.0, 4.0), (0.5, 0.0), (1.0, 0.0)]
-    assert [(kind.gain, kind.background) for kind in some.kinds] == kinds
-    assert some.shape == (1, 7, 5)
-    none = CandidateSet(gains=(0.0,), backgrounds=())
-    assert none.kinds == some.kinds[:1]
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -85,8 +76,6 @@ def test_kinds_are_plain_dropping_then_backgrounds_then_gains() -> None:
         ({"densities": (1.0,)}, "nothing but 1"),
         ({"gains": (0.5, 1.0)}, "gains are .* from 0"),
         ({"gains": ()}, "gains are"),
-        ({"backgrounds": (0.0, 1.0)}, "backgrounds are .* from above 0"),
-        ({"backgrounds": (2.0, 1.0)}, "backgrounds are .* ascend"),
         ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
         ({"contrasts": (0.0, 2.0)}, "contrasts are .* the least and the most"),
         ({"contrasts": (2.0, 0.5)}, "contrasts are"),

@@ -49,40 +49,38 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
     """What a call allocates depends on the structure, which stays from one step to the next."""
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
-    plain = HeadChoices(none + 0.5, none, none, none + 1, ints, ints, none, none, measured)
-    rich = replace(plain, gain=none + 1, background=none + 4, contrast=none + 1.5, walk=ints + 1)
+    plain = HeadChoices(none + 0.5, none, none + 1, ints, ints, none, none, measured)
+    rich = replace(plain, gain=none + 1, contrast=none + 1.5, walk=ints + 1)
     first, unmeasured = plain.budgets()
     assert first is not None and not first.pools and unmeasured is None
-    assert first.walk is None and first.background is None and first.contrast is None
+    assert first.walk is None and first.contrast is None
     after, _ = plain.budgets(before=rich.budgets())
     assert after is not None and after.pools
-    assert after.walk is not None and after.background is not None
-    assert not (after.gain.any() or after.walk.any() or after.background.any()), "its own choices"
+    assert after.walk is not None
+    assert not (after.gain.any() or after.walk.any()), "its own choices"
     assert after.contrast is not None and (after.contrast == 1).all()
 
 
-def test_all_layers_have_terms_of_the_mean_if_one_head_has() -> None:
+def test_all_layers_have_an_output_scale_if_one_head_has() -> None:
     none, measured = torch.zeros(2, 2), torch.ones(2).bool()
-    background, ints = torch.tensor([[0.0, 0.0], [0.0, 8.0]]), none.int()
-    contrast = torch.tensor([[1.0, 1.0], [1.5, 1.0]])
-    choices = HeadChoices(none + 0.5, none, background, contrast, ints, ints, none, none, measured)
+    contrast, ints = torch.tensor([[1.0, 1.0], [1.5, 1.0]]), none.int()
+    choices = HeadChoices(none + 0.5, none, contrast, ints, ints, none, none, measured)
     policy = SparsePolicy()
     for layer, budget in enumerate(choices.budgets(policy=policy)):
-        assert budget is not None and budget.background is not None
-        assert torch.equal(budget.background, background[layer])
+        assert budget is not None
         assert budget.contrast is not None and torch.equal(budget.contrast, contrast[layer])
         assert torch.equal(budget.table(policy)[:, COLUMNS.index("contrast")], contrast[layer])
         own = replace(budget)
         assert torch.equal(budget.table(policy), own.table(policy)), "made for all at once"
-        budget.background.zero_()
-    assert float(choices.background.sum()) == 8, "the choices stay as they are"
+        budget.contrast.zero_()
+    assert float(choices.contrast.sum()) == 4.5, "the choices stay as they are"
 
 
 def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
     """Inside an attention call, where nothing may be allocated."""
     values, ints = torch.rand(3, 2), torch.zeros(3, 2).int()
     measured = torch.tensor([True, False, True])
-    choices = HeadChoices(values, values, values, values, ints, ints, values, values, measured)
+    choices = HeadChoices(values, values, values, ints, ints, values, values, measured)
     policy = SparsePolicy()
     budgets = choices.budgets(policy=policy)
     assert not budgets._made

@@ -46,7 +46,6 @@ GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but th
 CANDIDATES = CandidateSet(
     densities=(0.1, 0.5, 1.0),
     gains=(0.0, 0.7, 1.0),
-    backgrounds=(1.0, 8.0),
     routers=tuple(Router),
 )
 
@@ -224,10 +223,9 @@ def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def errors(measured: Measured) -> Tensor:
-    """(routers, densities, walks, heads, kinds) relative."""
+    """(routers, densities, walks, heads, gains) relative."""
     distances, empty = measured.distances, ~measured.occupied
-    logs = (torch.tensor(x).log() for x in (CANDIDATES.gains, CANDIDATES.backgrounds))
-    found = squared_errors(distances, *logs)
+    found = squared_errors(distances, torch.tensor(CANDIDATES.gains).log())
     sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((3, 5, 6))
     return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
 
@@ -333,10 +331,10 @@ def test_calibration_stays_below_100_megabytes(
 
 
 def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
-    """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all kinds, and
-    two more tensors of those with backgrounds."""
+    """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all gains, and
+    two more tensors of those above 0."""
     batch, heads, *_ = sample.q.shape
-    _, densities, kinds = candidates.shape
+    _, densities, gains = candidates.shape
     rows = batch * heads * len(sample.walks) * module._compared(sample)
-    mixes = 2 * (densities - 1) * (1 + len(candidates.backgrounds))
-    return 4 * rows * (Distances.packed_fields(densities) + densities * kinds + mixes)
+    mixes = 2 * (densities - 1) * (gains - 1)
+    return 4 * rows * (Distances.packed_fields(densities) + densities * gains + mixes)

@@ -10,7 +10,7 @@ import torch
 from sparge.common.metrics import rel_l2
 from sparge.head_settings import HeadBudget, Router
 from sparge.order.grid import TokenGrid, cube_order
-from sparge.tune import CandidateSet, HeadChoices, Workload, budgets, curves
+from sparge.tune import CandidateSet, Workload, budgets, curves
 from sparge.tune.offers import Offers
 from sparge.tune.workload import RESIDUAL_COST
 from tests.tune.begun import attend, begin
@@ -64,13 +64,12 @@ def test_a_louder_head_gets_more(qkv) -> None:
     assert first >= second, "of equal ones the first"
 
 
-def candidates_of(gains: tuple[float, ...], backgrounds: tuple[float, ...]) -> CandidateSet:
-    densities, routers = (0.1, 0.3, 0.6, 1.0), (Router.ERROR, Router.MASS)
-    return CandidateSet(densities, gains, backgrounds=backgrounds, routers=routers)
+def candidates_of(*gains: float) -> CandidateSet:
+    return CandidateSet((0.1, 0.3, 0.6, 1.0), gains, routers=(Router.ERROR, Router.MASS))
 
 
 def drawn_errors(candidates: CandidateSet) -> budgets.Array:
-    """(layers, heads, walks, routers, densities, kinds), as falling as errors are; no two equal but
+    """(layers, heads, walks, routers, densities, gains), as falling as errors are; no two equal but
     where nothing is dropped."""
     drawn = np.random.default_rng(7).random((LAYERS, HEADS, WALKS, *candidates.shape))
     errors = (0.2 + drawn) * np.array([1.0, 0.5, 0.2, 0.0])[:, None]
@@ -92,9 +91,8 @@ def drawn_contrasts(candidates: CandidateSet) -> budgets.Array:
     return 0.5 + drawn
 
 
-def of_all_kinds(offers: Offers, mean: float) -> list[torch.Tensor]:
-    """Densities, gains, backgrounds and contrasts that budgets share where each kind is a
-    candidate."""
+def of_all_gains(offers: Offers, mean: float) -> list[torch.Tensor]:
+    """Densities, gains and contrasts that budgets share where each gain is a candidate."""
     candidates, workload = offers.candidates, Workload(cube_order(LARGER))
 
     def kept(densities: tuple[float, ...]) -> budgets.Array:
@@ -102,53 +100,45 @@ def of_all_kinds(offers: Offers, mean: float) -> list[torch.Tensor]:
 
     shares = kept(tuple(offers.densities))
     errors = curves.steady(drawn_errors(candidates), np.full(LAYERS, SAMPLES))
-    of_kinds = np.moveaxis(errors, -1, 0)
-    logs = [curves.logs_between(x, kept(candidates.densities), shares) for x in of_kinds]
+    of_gains = np.moveaxis(errors, -1, 0)
+    logs = [curves.logs_between(x, kept(candidates.densities), shares) for x in of_gains]
     errors = np.exp(np.stack(logs, -1))
     errors[..., shares >= 1, :] = 0
-    gains = np.array([kind.gain for kind in candidates.kinds])
-    backgrounds = np.array([kind.background for kind in candidates.kinds])
+    gains = np.array(candidates.gains)
     costs = shares[:, None] + RESIDUAL_COST * ((gains > 0) & (shares[:, None] < 1))
     shape = errors.shape[2:]
-    costs, of_pairs, densities, gains, backgrounds = (
+    costs, of_pairs, densities, gains = (
         np.broadcast_to(x, errors.shape[2:]).ravel()
-        for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains, backgrounds)
+        for x in (costs, shares[:, None], np.array(offers.densities)[:, None], gains)
     )
     errors = errors.reshape(LAYERS * HEADS, -1)
     chosen = budgets.HullSteps.of(errors, costs, of_pairs).climb(mean)
-    tables = [x[chosen] for x in (densities, gains, backgrounds)]
+    tables = [x[chosen] for x in (densities, gains)]
     places = np.unravel_index(chosen, shape)
     contrasts = drawn_contrasts(candidates).reshape(LAYERS * HEADS, *shape[:2], -1, shape[-1])
     known = kept(candidates.densities)
     taken = [
-        np.interp(shares[density], known, of_head[walk, router, :, kind])
-        for of_head, walk, router, density, kind in zip(contrasts, *places, strict=True)
+        np.interp(shares[density], known, of_head[walk, router, :, gain])
+        for of_head, walk, router, density, gain in zip(contrasts, *places, strict=True)
     ]
     tables.append(np.array(taken))
     return [torch.from_numpy(x).float().view(LAYERS, HEADS) for x in tables]
 
 
 @pytest.mark.parametrize("gains", [(0.0,), (0.0, 0.5, 1.0)])
-@pytest.mark.parametrize("backgrounds", [(), (0.5, 4.0, 32.0)])
-def test_heads_get_what_they_would_of_all_kinds(gains, backgrounds) -> None:
+def test_heads_get_what_they_would_of_all_gains(gains) -> None:
     """Though budgets see the best ones alone."""
-    offers = offers_of(candidates_of(gains, backgrounds))
+    offers = offers_of(candidates_of(*gains))
     for mean in (0.15, 0.4, 0.8):
         found = offers.freeze(mean_density=mean)
-        expected = of_all_kinds(offers, mean)
-        tables = (found.density, found.gain, found.background, found.contrast)
+        expected = of_all_gains(offers, mean)
+        tables = (found.density, found.gain, found.contrast)
         for table, own in zip(expected, tables, strict=True):
             torch.testing.assert_close(table, own, rtol=1e-6, atol=0)
-        check_kinds(found, bool(backgrounds), len(gains) > 1)
+        assert bool(found.gain.any()) == (len(gains) > 1)
 
 
-def check_kinds(choices: HeadChoices, backgrounds: bool, residual: bool) -> None:
-    assert bool(choices.background.any()) == backgrounds
-    assert bool(choices.gain.any()) == residual
-    assert not (choices.background * choices.gain).any(), "one or the other"
-
-
-def test_heads_that_keep_everything_have_neither() -> None:
-    choices = offers_of(candidates_of((0.0, 1.0), (4.0,))).freeze(mean_density=1.0)
+def test_heads_that_keep_everything_have_no_residual() -> None:
+    choices = offers_of(candidates_of(0.0, 1.0)).freeze(mean_density=1.0)
     assert choices.error.flatten().tolist() == pytest.approx([0.01] * LAYERS * HEADS)
-    check_kinds(choices, backgrounds=False, residual=False)
+    assert not choices.gain.any()

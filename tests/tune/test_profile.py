@@ -73,21 +73,9 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         (set_tensor("1.gain", full(float("inf"))), "not finite"),
         (set_tensor("0.gain", full(-1.0)), "0.gain goes from -1"),
-        (
-            set_tensor("0.background", full(-0.25)),
-            "0.background goes from -0.25 to -0.25",
-        ),
-        (
-            set_tensor("1.background", full(float("inf"))),
-            "1.background holds a value that is not finite",
-        ),
-        (set_tensor("0.background", full(1, torch.float64)), "has type torch.float64"),
+        (set_tensor("0.contrast", full(1, torch.float64)), "has type torch.float64"),
         (set_tensor("1.contrast", full(0)), "1.contrast goes from 0 to 0"),
         (set_tensor("0.contrast", full(1e4)), "0.contrast goes from 10000"),
-        (
-            set_tensor("0.background", full(1)),
-            "0.gain and 0.background are both above 0",
-        ),
         (set_tensor("0.router", full(2, torch.int32)), "0.router goes from 2 to 2"),
         (
             set_tensor("0.router", full(1, torch.int64)),
@@ -113,7 +101,6 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda tensors, header: tensors.pop("0.measured"), "no tensor 0.measured"),
         (lambda tensors, header: tensors.pop("1.density"), "no tensor 1.dens"),
         (lambda tensors, header: tensors.pop("1.loudness"), "no tensor 1.loud"),
-        (lambda tensors, header: tensors.pop("0.background"), "no tensor 0.back"),
         (
             set_header("version", 2),
             "version 2 and only version 1 is read: measure anew and save again",

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from sparge.reference.partial import Partial, combine
-from sparge.tune import CandidateSet
 from sparge.tune.scoring import (
-    Background,
     Distances,
     bucket_distances,
     distances,
@@ -24,8 +22,7 @@ from sparge.tune.scoring import (
 )
 
 GAINS = [0.0, 0.3, 1.0, 2.5]
-BACKGROUNDS = [0.02, 1.0, 30.0]
-NO_BACKGROUND = Background(torch.zeros(1), torch.zeros(1, 1, 1))
+NO_MEAN = torch.zeros(1)
 LOG2_E = 1.4426950408889634
 
 
@@ -37,21 +34,14 @@ def part(logits: Tensor, values: Tensor) -> Partial:
     return Partial(p @ values, top, p.sum(-1))
 
 
-def errors(
-    parts: list[tuple[Partial, Partial]],
-    gains: list[float],
-    background: Background = NO_BACKGROUND,
-    backgrounds: list[float] | None = None,
-) -> Tensor:
-    """(densities, rows, kinds) of one router."""
-    logs = (torch.tensor(x).log() for x in (gains, backgrounds or []))
-    return squared_errors(bucket_distances([parts], background), *logs)[0]
+def errors(parts: list[tuple[Partial, Partial]], gains: list[float]) -> Tensor:
+    """(densities, rows, gains) of one router."""
+    return squared_errors(bucket_distances([parts], NO_MEAN), torch.tensor(gains).log())[0]
 
 
-def products_with_mean(parts: list[tuple[Partial, Partial]], background: Background) -> Tensor:
-    """(densities, rows, kinds) of one router."""
-    logs = (torch.tensor(x).log() for x in (GAINS, BACKGROUNDS))
-    return towards_mean(bucket_distances([parts], background), *logs)[0]
+def products_with_mean(parts: list[tuple[Partial, Partial]], mean: Tensor) -> Tensor:
+    """(densities, rows, gains) of one router."""
+    return towards_mean(bucket_distances([parts], mean), torch.tensor(GAINS).log())[0]
 
 
 def softmax_output(logits: Tensor, values: Tensor) -> Tensor:
@@ -59,7 +49,7 @@ def softmax_output(logits: Tensor, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("spread", [1.0, 20.0])
-def test_every_density_and_kind(generator: torch.Generator, spread: float) -> None:
+def test_every_density_and_gain(generator: torch.Generator, spread: float) -> None:
     sizes = [(5, 1), (0, 0), (7, 2), (3, 3)]  # exact keys and pseudo-keys of each bucket
     keys = [
         [
@@ -72,24 +62,18 @@ def test_every_density_and_kind(generator: torch.Generator, spread: float) -> No
         for pair in sizes
     ]
     parts = [(part(*exact), part(*pooled)) for exact, pooled in keys]
-    dropped, mean = torch.tensor([3, 2, 0]), torch.randn(4, generator=generator)
-    background = Background(mean, dropped[None, :, None])
-    found = errors(parts, GAINS, background, BACKGROUNDS)
-    towards = products_with_mean(parts, background)
-    kinds = CandidateSet(gains=tuple(GAINS), backgrounds=tuple(BACKGROUNDS)).kinds
+    mean = torch.randn(4, generator=generator)
+    found, towards = errors(parts, GAINS), products_with_mean(parts, mean)
     whole = torch.cat([exact[0] for exact, _ in keys], 1), torch.cat([e[1] for e, _ in keys])
     truth = softmax_output(*whole)
-    assert found.shape == (len(sizes), 6, len(kinds))
+    assert found.shape == (len(sizes), 6, len(GAINS))
     for density in range(len(sizes)):
-        for index, kind in enumerate(kinds):
+        for index, gain in enumerate(GAINS):
             taken = [exact for exact, _ in keys[: density + 1]]
-            if kind.gain:
+            if gain:
                 pooled = [of_bucket for _, of_bucket in keys[density + 1 :]]
-                weight = math.log(kind.gain)
+                weight = math.log(gain)
                 taken += [(logits + weight, values) for logits, values in pooled]
-            if kind.background and density < len(dropped):
-                mass = kind.background * 64 * dropped[density]
-                taken.append((mass.log().expand(6, 1), mean.unsqueeze(0)))
             logits = torch.cat([logits for logits, _ in taken], 1)
             values = torch.cat([values for _, values in taken])
             error = softmax_output(logits, values) - truth
@@ -106,28 +90,6 @@ def test_kept_keys_far_below_the_dropped_ones() -> None:
     found = errors([(kept, kept), (dropped, dropped)], [0.0, 1.0])
     torch.testing.assert_close(found[0, 0], torch.tensor([3 * 36.0, 0.0]))  # true: 7
     assert not found[1].any()
-
-
-@pytest.mark.parametrize("height", [-500.0, 500.0])
-def test_kept_keys_far_from_the_mean_one(height: float) -> None:
-    """A background beside them is all there is, or nothing."""
-    kept, dropped = (part(torch.full((1, 2), height), torch.full((2, 3), x)) for x in (1.0, 7.0))
-    background = Background(torch.full((3,), 5.0), torch.ones(1, 1, 1))
-    found = errors([(kept, kept), (dropped, dropped)], [0.0], background, [1.0])
-    expected = [3 * 9.0, 3 * 1.0 if height < 0 else 3 * 9.0]  # true: 4
-    torch.testing.assert_close(found[0, 0], torch.tensor(expected))
-    assert float(found[1].max()) < 1e-9
-
-
-def test_a_background_changes_no_row_that_meets_no_key_or_drops_nothing() -> None:
-    none = part(torch.zeros(2, 0), torch.zeros(0, 3))
-    some = part(torch.zeros(2, 1), torch.full((1, 3), 2.0))
-    background = Background(torch.full((3,), 5.0), torch.tensor([[[1, 0]]]))
-    for kept, plain in ((none, 3 * 4.0), (some, 0.0)):
-        found = errors([(kept, none), (some, none)], [0.0], background, [1.0])
-        assert found[0, 1].tolist() == [plain] * 2
-    found = errors([(none, none), (some, none)], [0.0], background, [1.0])
-    assert found[0, 0].tolist() == [3 * 4.0] * 2
 
 
 def test_rows_that_reach_no_key_give_zero() -> None:
@@ -151,13 +113,10 @@ def test_routers_are_judged_by_the_output_of_the_first(generator: torch.Generato
         dropped = [of_bucket for _, of_bucket in routers[router][density + 1 :]]
         output = combine([*exact, *(pooled.weighted(GAINS[gain]) for pooled in dropped)]).output()
         expected[router, density, :, gain] = (output - truth).square().sum(-1)
-    found = bucket_distances(routers, NO_BACKGROUND)
+    found = bucket_distances(routers, NO_MEAN)
     torch.testing.assert_close(found.norm, truth.square().sum(-1))
     log_gains = torch.tensor(GAINS).log()
-    none = torch.zeros(0)
-    torch.testing.assert_close(
-        squared_errors(found, log_gains, none), expected, rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(squared_errors(found, log_gains), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> None:
@@ -172,8 +131,8 @@ def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> 
         for shape in shapes.values()
     )
     in_units = replace(pooled, unnormalised=(pooled.unnormalised / unit.unsqueeze(-1)).half())
-    whole = distances(products(exact, pooled, NO_BACKGROUND), [1, 1])
-    found = distances(products(exact, in_units, NO_BACKGROUND, unit), [1, 1])
+    whole = distances(products(exact, pooled, NO_MEAN), [1, 1])
+    found = distances(products(exact, in_units, NO_MEAN, unit), [1, 1])
     for each in fields(Distances):
         torch.testing.assert_close(getattr(found, each.name), getattr(whole, each.name))
 
@@ -186,10 +145,9 @@ def test_how_far_dense_attention_is(generator: torch.Generator) -> None:
     parts = [(some(5), some(2)) for _ in range(3)]
     off = torch.randn(6, 4, generator=generator)
     truth = combine(exact for exact, _ in parts).output()
-    background = Background(off[0], torch.tensor([[[3], [1]]]))
-    found = bucket_distances([parts, parts], background, truth + off)
+    found = bucket_distances([parts, parts], off[0], truth + off)
     torch.testing.assert_close(found.rounding, off.square().sum(-1), rtol=1e-4, atol=1e-5)
-    without = bucket_distances([parts, parts], background)
+    without = bucket_distances([parts, parts], off[0])
     assert not without.rounding.any()
     packed = found.packed()
     assert packed.shape == (2, Distances.packed_fields(3), 6)
@@ -208,9 +166,9 @@ def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
     exact, pooled = [some(n, 5.0) for n in range(5)], [some(3, 1.0) for _ in range(2)]
     pieces = [1, 1, 3]
     buckets = [exact[0], exact[1], combine(exact[2:])]
-    background = Background(torch.randn(4, generator=generator), torch.tensor([[[3], [1]]]))
+    mean = torch.randn(4, generator=generator)
     found, expected = (
-        distances(products(stacked(parts), stacked(pooled), background), counts)
+        distances(products(stacked(parts), stacked(pooled), mean), counts)
         for parts, counts in ((exact, pieces), (buckets, [1, 1, 1]))
     )
     for each in fields(Distances):

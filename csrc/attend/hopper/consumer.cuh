@@ -90,7 +90,6 @@ struct Consumer {
       }
       finish(item);
     }
-    item.softmax.add_background(mine.mean_terms.background);
     store_item(p, item, mine, smem.exchange[ptx::thread_index() / kWarpSize]);
     if (kPvFilter && leads()) count_skips(p, smem.skipped_pairs[group]);
     ptx::mbarrier_arrive(mine.free);

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
-#include "../background.cuh"
 #include "../finite.cuh"
+#include "../output_scale.cuh"
 #include "query_rows.cuh"
 #include "rows.cuh"
 
@@ -65,7 +65,7 @@ struct Feeder {
       if (feeder_thread() == 0) queries.zero_if_finite = 0.0f;
     } else {
       lay_down_means(queries);
-      if (uniform(feeder_thread() / kWarpSize) == 0) lay_down_terms(queries);
+      if (uniform(feeder_thread() / kWarpSize) == 0) lay_down_scale(queries);
     }
   }
 
@@ -77,9 +77,9 @@ struct Feeder {
     }
   }
 
-  SPARGE_DEVICE void lay_down_terms(Queries& queries) const {
-    const attend::MeanTerms terms = attend::mean_terms(p, queries.work);
-    if (feeder_thread() == 0) queries.mean_terms = terms;
+  SPARGE_DEVICE void lay_down_scale(Queries& queries) const {
+    const float factor = attend::inverse_contrast(p, queries.work);
+    if (feeder_thread() == 0) queries.row_sum_factor = factor;
   }
 };
 

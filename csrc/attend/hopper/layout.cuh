@@ -4,7 +4,6 @@
 
 #include "../../common/chunks.cuh"
 #include "../../common/key_tile.cuh"
-#include "../background.cuh"
 #include "../row_scale.cuh"
 #include "../store.cuh"
 
@@ -121,7 +120,7 @@ struct Queries {
   float scale[kQueryBlock];      // INT8 level of each row, bounded
   float sharpness[kQueryBlock];  // see attend/row_scale.cuh
   float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
-  attend::MeanTerms mean_terms;  // see attend/background.cuh
+  float row_sum_factor;          // see attend/output_scale.cuh
   float zero_if_finite;          // 16 bits: NaN where a key or a value of the head is not finite
   i32 token[kQueryBlock];        // -1: none
   alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
@@ -134,7 +133,7 @@ struct Queries {
     if constexpr (!kSixteenBits) value.mean = v_mean[channel], value.scale = v_scale[channel];
     return value;
   }
-  SPARGE_DEVICE float inverse_contrast() const { return kSixteenBits ? 1.0f : mean_terms.inverse_contrast; }
+  SPARGE_DEVICE float inverse_contrast() const { return kSixteenBits ? 1.0f : row_sum_factor; }
   SPARGE_DEVICE attend::QueryFacts facts(i32 row) const {
     if constexpr (kSixteenBits) return {};
     return {dot_mean[row], sharpness[row]};

@@ -5,7 +5,6 @@
 #include "../../common/reduce.cuh"
 #include "../../ptx/special.cuh"
 #include "../../ptx/wgmma.cuh"
-#include "../background.cuh"
 #include "../pool.cuh"
 #include "../store.cuh"
 #include "fixed_exp2.cuh"
@@ -69,12 +68,6 @@ struct Softmax {
   SPARGE_DEVICE explicit Softmax(const Queries& queries) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) most[half] = queries.token[first_row_of_item() + 8 * half] >= 0 ? kNoKey : kNoRow;
-  }
-
-  // After the last key.
-  SPARGE_DEVICE void add_background(float background) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = attend::with_background(sum[half], most[half], background);
   }
 
   // As partial results report it.
