@@ -39,7 +39,7 @@ from sparge import AttentionStats, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, native_element, warm
 from sparge.kernels.spec import all_specs, attend_path
 
-from .budgets import Case, cases
+from .cases import Case, half_pooled, spread
 from .inputs import draw
 from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
@@ -62,16 +62,16 @@ def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device |
     density 1, spread densities tenfold between heads that take three token orders.
     """
     policy = SparsePolicy(topk=density)
-    by_name = {case.name: case for case in cases(shape.grid, shape.heads, density, device)}
+    sizes = (shape.grid, shape.heads, density, device)
     found = [
         Case(OURS, policy),
         Case("ours, PV filter", replace(policy, pvthreshd=pvthreshd)),
         Case("ours, FP16 V", replace(policy, precision=Precision.INT8_FP16)),
         Case("ours, 16 bits", replace(policy, precision=Precision.SIXTEEN_BIT)),
-        replace(by_name["cubes, half pooled by error"], name=OURS_BUDGETS),
+        half_pooled(OURS_BUDGETS, *sizes),
     ]
     if density < 1:
-        found.append(replace(by_name["walks, spread, by error"], name=OURS_SPREAD))
+        found.append(spread(OURS_SPREAD, *sizes))
     return found
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 import sparge
 from benchmarks.demo.device import timed
-from benchmarks.png import write_png
+from benchmarks.pixels import to_image
 from benchmarks.video_like import HEAD_KINDS, VideoLike, video_like
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.common.metrics import cosine, rel_l1, rel_l2
@@ -24,7 +24,7 @@ SHOWN_SHARE = 0.3
 ERROR_GAIN = 8
 REPEATS = 10  # timed calls on a GPU, whose median counts
 TILE = 320  # pixels a picture panel is at least scaled up to
-KEPT, DROPPED, MARGIN = (255, 176, 0), (24, 28, 44), 8
+KEPT, DROPPED, MARGIN = (1.0, 0.69, 0.0), (0.094, 0.11, 0.173), 8
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,13 @@ class Row:
     rel_l2: float
     cosine: float
 
+    @classmethod
+    def of(
+        cls, name: str, density: float, skipped: float, ms: float, out: Tensor, truth: Tensor
+    ) -> Row:
+        errors = (rel_l1(out, truth), rel_l2(out, truth), cosine(out, truth))
+        return cls(name, density, skipped, ms, *errors)
+
 
 def run(size: Size, device: torch.device, seed: int, out: Path) -> list[Row]:
     example = video_like(
@@ -70,7 +77,7 @@ def run(size: Size, device: torch.device, seed: int, out: Path) -> list[Row]:
     table += [_sparge_row(example, truth, share) for share in SHARES]
     print(_formatted(table))
     path = out / "attention.png"
-    write_png(path, _picture(example, truth))
+    to_image(_picture(example, truth)).save(path)
     kinds = ", ".join(dict.fromkeys(example.kinds))
     print(
         f"Picture: {path}. A row for each kind of head ({kinds}); from the left: block map (row = "
@@ -86,34 +93,23 @@ def _policy(example: VideoLike, share: float) -> sparge.SparsePolicy:
 
 
 def _torch_row(example: VideoLike, truth: Tensor) -> Row:
-    out, milliseconds = timed(
-        lambda: scaled_dot_product_attention(example.q, example.k, example.v),
-        example.q.device,
-        REPEATS,
-    )
-    return _row("torch, dense bf16", 1.0, 0.0, milliseconds, out, truth)
+    q, k, v = example.q, example.k, example.v
+    out, ms = timed(lambda: scaled_dot_product_attention(q, k, v), q.device, REPEATS)
+    return Row.of("torch, dense bf16", 1.0, 0.0, ms, out, truth)
 
 
 def _sparge_row(example: VideoLike, truth: Tensor, share: float) -> Row:
-    policy = _policy(example, share)
-    stats = sparge.AttentionStats(example.q.device)
-    device = example.q.device
-    out, milliseconds = timed(lambda: _attention(example, policy, stats=stats), device, REPEATS)
-    name = f"sparge, topk {share:g}"
-    return _row(name, stats.density, stats.pv_skipped_share, milliseconds, out, truth)
+    policy, device = _policy(example, share), example.q.device
+    stats = sparge.AttentionStats(device)
+    out, ms = timed(lambda: _attention(example, policy, stats=stats), device, REPEATS)
+    skipped = stats.pv_skipped_share
+    return Row.of(f"sparge, topk {share:g}", stats.density, skipped, ms, out, truth)
 
 
 def _attention(example: VideoLike, policy: sparge.SparsePolicy, **named: Any) -> Tensor:
     out = sparge.attention(example.q, example.k, example.v, policy, **named)
     assert isinstance(out, Tensor)  # a pair only when the log-sum-exp is asked for
     return out
-
-
-def _row(
-    name: str, density: float, skipped: float, milliseconds: float, out: Tensor, truth: Tensor
-) -> Row:
-    errors = (rel_l1(out, truth), rel_l2(out, truth), cosine(out, truth))
-    return Row(name, density, skipped, milliseconds, *errors)
 
 
 def _formatted(table: list[Row]) -> str:
@@ -130,7 +126,7 @@ def _formatted(table: list[Row]) -> str:
 
 
 def _picture(example: VideoLike, truth: Tensor) -> Tensor:
-    """(height, width, 3) uint8: a row of panels for each kind of head."""
+    """(height, width, 3) in [0, 1]: a row of panels for each kind of head."""
     policy = _policy(example, SHOWN_SHARE)
     plan = sparge.make_plan(example.q, example.k, policy)
     sparse = _attention(example, policy, plan=plan)
@@ -161,15 +157,14 @@ def _middle_frame(out: Tensor, head: int, example: VideoLike) -> Tensor:
 def _map_panel(kept: Tensor) -> Tensor:
     """Panel of a block map. A key block is half as long as a query block: twice the lines make it
     square."""
-    colors = torch.tensor([DROPPED, KEPT], dtype=torch.uint8)
+    colors = torch.tensor([DROPPED, KEPT])
     zoom = max(1, TILE // kept.shape[1])
     return _zoomed(colors[kept.cpu().long()], 2 * zoom, zoom)
 
 
 def _gray_panel(values: Tensor) -> Tensor:
     zoom = max(1, TILE // max(values.shape))
-    gray = (values.clamp(0, 1) * 255).byte()
-    return _zoomed(gray.unsqueeze(-1).expand(-1, -1, 3), zoom, zoom)
+    return _zoomed(values.unsqueeze(-1).expand(-1, -1, 3), zoom, zoom)
 
 
 def _zoomed(panel: Tensor, lines: int, columns: int) -> Tensor:
@@ -178,4 +173,4 @@ def _zoomed(panel: Tensor, lines: int, columns: int) -> Tensor:
 
 def _framed(panel: Tensor, height: int) -> Tensor:
     below = height - panel.shape[0] + MARGIN
-    return pad(panel, (0, 0, MARGIN, MARGIN, MARGIN, below), value=255)
+    return pad(panel, (0, 0, MARGIN, MARGIN, MARGIN, below), value=1.0)

@@ -6,18 +6,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.demo.device import timed
-from benchmarks.png import write_png
+from benchmarks.pixels import to_image, write_gif
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun, load_dit, sample_dense
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from benchmarks.tiny_video_dit.gif import write_gif
-from sparge.common.glyphs import write
+from sparge.tune import Aim
 
 GPU_SIZE = FULL_GRID
 CPU_SIZE = (9, 16, 14)  # 2,016 tokens: not two minutes of one core, most of it our reference
@@ -28,8 +29,8 @@ SHOWN_FRAMES = 3
 ERROR_GAIN = 4
 REPEATS = 3  # timed runs on a GPU; the median counts
 PANEL = 320  # pixels a clip is at least scaled up to
-MARGIN, LETTER_ZOOM = 8, 2
-LINE = 24  # pixels of a line of a caption: letters are 14 high
+MARGIN = 8
+LETTERS, LINE = 18, 24  # pixels of a letter and of a line of a caption
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ def run(
     side_by_side, titles = _side_by_side(panels), _titles(captions, panels[0].shape[2])
     picks = torch.linspace(0, frames - 1, SHOWN_FRAMES).round().long()
     sheet = torch.cat([titles, *side_by_side[picks]])
-    write_png(out / "demo.png", (sheet * 255).round().to(torch.uint8))
+    to_image(sheet).save(out / "demo.png")
     titled = torch.cat([titles.expand(frames, -1, -1, -1), side_by_side], 1)
     write_gif(out / "demo.gif", titled)
     print(
@@ -83,7 +84,7 @@ def _caption(row: Row, device: torch.device) -> str:
 
 def _sparse_row(dense: DenseRun, clips: Clips, mode_name: str, density: float) -> Row:
     mode = BY_NAME[mode_name]
-    attention, reached = in_library(dense, mode, clips.budgets(0, mode, density))
+    attention, reached = in_library(dense, mode, clips.budgets_for(0, mode, Aim("budget", density)))
     clip, milliseconds = timed(lambda: dense.finished(attention), dense.begun.device, REPEATS)
     name = f"{TITLES[mode_name]} {density:g}"
     return Row(name, reached(), milliseconds / 1000, clip_psnr(clip, dense.clip), clip)
@@ -125,10 +126,8 @@ def _titles(captions: list[tuple[str, ...]], width: int) -> Tensor:
     """(lines, columns, 3), each caption over its panel, cut where the panel ends."""
     bands = []
     for caption in captions:
-        band = torch.ones(LINE * len(caption) + MARGIN, width + MARGIN, 3)
-        for line, text in enumerate(caption):
-            letters = write(text, LETTER_ZOOM)[:, :width]
-            top = MARGIN + LINE * line
-            band[top : top + letters.shape[0], : letters.shape[1]][letters] = 0
-        bands.append(band)
+        band = Image.new("RGB", (width + MARGIN, LINE * len(caption) + MARGIN), "white")
+        text = "\n".join(caption)
+        ImageDraw.Draw(band).multiline_text((0, 0), text, "black", ImageFont.load_default(LETTERS))
+        bands.append(torch.from_numpy(np.array(band)) / 255)
     return torch.cat(bands, 1)

@@ -29,7 +29,7 @@ import sparge
 from benchmarks.comfyui_host import Host
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, named, of_model
 from benchmarks.quality.end_to_end import clip_psnr
-from benchmarks.quality.library import where
+from benchmarks.quality.modes import BY_NAME, where
 from benchmarks.quality.rows import RESULTS, Row, write
 from benchmarks.timing import commit
 from benchmarks.tiny_video_dit import flow
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "density": sum(reached for _, reached in pairs) / len(pairs),
                 "psnr": sum(psnr for psnr, _ in pairs) / len(pairs),
                 "worst_psnr": min(psnr for psnr, _ in pairs),
-                "where": where(host.device),
+                "where": where(BY_NAME[mode], host.device),
                 "comfyui": host.version,
                 "commit": options.commit or commit(),
             }

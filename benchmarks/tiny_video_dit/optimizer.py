@@ -7,8 +7,6 @@ Loshchilov & Hutter (2019), the weight decay on matrices only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -21,15 +19,8 @@ LARGEST_GRADIENT = 1.0  # norm; larger ones are scaled down
 AVERAGE_DECAY = 0.999
 
 
-@dataclass
-class Counters:
-    step: int = 0
-    seconds: float = 0.0
-
-
-class TrainingState:
-    """Training state that takes over the parameters of `model`: they become views of one bf16
-    vector."""
+class Optimizer:
+    """Optimizer that takes over the parameters of `model`: they become views of one bf16 vector."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         parameters = dict(model.named_parameters())
@@ -44,55 +35,31 @@ class TrainingState:
         self.second = torch.zeros_like(self.weights)
         self.working = self.weights.to(WORKING_TYPE, copy=True)
         self.gradient = torch.zeros_like(self.working)
-        self.counters = Counters()
+        self.step = 0
         values, gradients = self.named(self.working), self.named(self.gradient)
         for name, parameter in parameters.items():
             parameter.data, parameter.grad = values[name], gradients[name]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a vector, by parameter."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = vector.split(sizes)
-        return {
-            name: part.view(shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
-
-    def joined(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Inverse of `named`, float32. Raises ValueError where the parameters are others."""
-        got = {name: tensor.shape for name, tensor in tensors.items()}
-        if got != self.shapes:
-            differing = sorted(set(got.items()) ^ set(self.shapes.items()))[:3]
-            raise ValueError(f"a checkpoint of another model, it differs in {differing}")
-        flat = [tensors[name].float().flatten() for name in self.shapes]
-        return torch.cat(flat).to(self.weights.device)
+        parts = vector.split([shape.numel() for shape in self.shapes.values()])
+        named = zip(self.shapes.items(), parts, strict=True)
+        return {name: part.view(shape) for (name, shape), part in named}
 
     @torch.no_grad()
     def update(self, rate: float) -> Tensor:
         """Makes one AdamW step with the collected gradients, which it clears; returns their
-        norm.
-        """
-        self.counters.step += 1
-        step = self.counters.step
+        norm."""
+        self.step += 1
         gradient = self.gradient.float()
         norm = gradient.norm()
         gradient *= (LARGEST_GRADIENT / (norm + TINY)).clamp(max=1)
         self.first.lerp_(gradient, 1 - FIRST_DECAY)
         self.second.lerp_(gradient.square(), 1 - SECOND_DECAY)
         self.weights[: self.decayed] *= 1 - rate * WEIGHT_DECAY
-        deviation = (self.second / (1 - SECOND_DECAY**step)).sqrt_().add_(TINY)
-        self.weights.addcdiv_(self.first, deviation, value=-rate / (1 - FIRST_DECAY**step))
-        self.average.lerp_(self.weights, 1 - min(AVERAGE_DECAY, step / (step + 10)))
+        deviation = (self.second / (1 - SECOND_DECAY**self.step)).sqrt_().add_(TINY)
+        self.weights.addcdiv_(self.first, deviation, value=-rate / (1 - FIRST_DECAY**self.step))
+        self.average.lerp_(self.weights, 1 - min(AVERAGE_DECAY, self.step / (self.step + 10)))
         self.working.copy_(self.weights)
         self.gradient.zero_()
         return norm
-
-    @torch.no_grad()
-    def restore(self, average: Tensor, distance: Tensor, second: Tensor) -> None:
-        """Goes on from what `checkpoint` keeps; distance = weights - average."""
-        self.average.copy_(average)
-        self.weights.copy_(self.average + distance)
-        self.second.copy_(second)
-        self.first.zero_()
-        self.working.copy_(self.weights)
-        self.gradient.zero_()
