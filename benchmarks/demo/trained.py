@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from benchmarks.demo.device import timed
 from benchmarks.pixels import to_image, write_gif
-from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun, load_dit, sample_dense
+from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
@@ -42,11 +42,9 @@ class Row:
     clip: Tensor
 
 
-def run(
-    size: tuple[int, int, int], device: torch.device, weights: Path, seed: int, out: Path
-) -> list[Row]:
+def run(dense: DenseRun, out: Path) -> list[Row]:
     """Makes the rows, the dense one first; the pictures go into the folder `out`."""
-    dense = sample_dense(load_dit(weights, device), size, seed)
+    device = dense.begun.device
     frames, rows, columns = dense.clip.shape[:3]
     print(
         f"Example: the small video DiT, {frames} frames of {columns} x {rows} pixels, "

@@ -9,27 +9,17 @@ import pytest
 import torch
 from torch.nn.functional import conv3d
 
-from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.model import (
     CHANNELS,
-    Config,
     PatchEmbedding,
     VideoDiT,
     dense,
-    grid_of,
     initialised,
     patches,
     rotary,
     rotated,
     unpatched,
 )
-
-FILE_LIMIT = 16 * 2**20  # bytes that come back from a GPU machine in one file
-
-
-def test_default_weights_fit_one_file() -> None:
-    parameters = sum(parameter.numel() for parameter in VideoDiT(Config()).parameters())
-    assert 2 * parameters < FILE_LIMIT - 2**16  # room for the header
 
 
 def test_names_are_those_of_wan(toy) -> None:
@@ -63,23 +53,6 @@ def test_output_is_shaped_like_the_latent(toy_model, generator) -> None:
     assert out.shape == latent.shape
     alone = toy_model(latent[1:], torch.tensor([20.0]), text[1:])
     torch.testing.assert_close(out[1:], alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("changed", ["latent", "timestep", "text"])
-def test_every_input_matters(toy_model, generator, changed) -> None:
-    given = {
-        "latent": torch.randn(1, CHANNELS, 2, 4, 6, generator=generator),
-        "timestep": torch.tensor([500.0]),
-        "text": torch.randn(1, 7, 64, generator=generator),
-    }
-    before = toy_model(*given.values())
-    given[changed] = given[changed] * 0.5
-    assert (toy_model(*given.values()) - before).abs().max() > 1e-3
-
-
-def test_odd_latents_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 x 6; both must be even"):
-        grid_of(torch.zeros(1, CHANNELS, 2, 5, 6))
 
 
 def test_attention_can_be_replaced(toy_model, generator) -> None:
@@ -128,9 +101,3 @@ def test_initial_weights_depend_on_the_seed_only(toy) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["blocks.0.ffn.0.weight"], other["blocks.0.ffn.0.weight"])
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
-
-
-def test_judged_size_is_long_and_ragged() -> None:
-    frames, rows, columns = FULL_GRID
-    assert 16_000 < frames * rows * columns < 30_000
-    assert all(size % 4 for size in FULL_GRID)
