@@ -47,8 +47,6 @@ from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
 from .stages import before_attend_ms, stage_ms
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
-#: Order of the shapes: those that have bars come first, then the others by their work.
-ORDER = ("mochi", "cogx2b", "flux1k", "cogx5b", "wan480", "wan720", "hunyuan")
 OTHER_STAGES = ("means", "quantize", "route")
 LONG_MS = 50  # a call of that length is sampled once for its stages
 
@@ -165,7 +163,7 @@ def specs(arch: str, head_dims: set[int]) -> list[KernelSpec]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shapes", default=",".join(ORDER), help="default: all, as named here")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--densities", default="1,.5,.3,.2,.1")
     parser.add_argument("--seconds", type=float, default=180, help="of the whole run, but warm-up")
     parser.add_argument("--pvthreshd", type=float, default=15.0)

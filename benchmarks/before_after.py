@@ -71,12 +71,6 @@ def overlaid(overlay: Path, to: Path) -> Path:
     return copied
 
 
-def _grid(library: ModuleType, shape: Shape) -> Any:
-    """Token grid of the shape as one of the library's; a field that it lacks is left out."""
-    known = {part.name for part in fields(library.TokenGrid)}
-    return library.TokenGrid(**{k: v for k, v in vars(shape.grid).items() if k in known})
-
-
 def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) -> Callable:
     """Makes a call of `library`, without arguments."""
     precision = library.Precision.SIXTEEN_BIT if way == "16 bits" else library.Precision.INT8
@@ -84,7 +78,9 @@ def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) 
     options: dict[str, Any] = {}
     if way == "budgets":
         router, device = library.Router.ERROR, qkv[0].device
-        options["order"] = library.grid_order(_grid(library, shape)).on(device)
+        known = {part.name for part in fields(library.TokenGrid)}  # which may have other fields
+        grid = library.TokenGrid(**{k: v for k, v in vars(shape.grid).items() if k in known})
+        options["order"] = library.grid_order(grid).on(device)
         options["budget"] = library.HeadBudget.uniform(shape.heads, density, 0.5, router, device)
     return lambda: library.attention(*qkv, policy, out_layout="NHD", **options)
 
@@ -105,12 +101,12 @@ def compare(
             for round_number in range(rounds):
                 for which in (0, 1) if round_number % 2 else (1, 0):
                     times[which].append(ms_of(calls[which]))
-            attend = [
-                stage_ms(work, 5, library.__name__)[ATTEND]
-                for work, library in zip(calls, versions, strict=True)
-            ]
             named = {"shape": shape.name, "way": way, "density": density}
-            yield named | beside(*times) | beside_attend(*attend) | {"equal": equal}
+            row = named | beside(*times) | {"equal": equal}
+            for name, work, library in zip(("base_", ""), calls, versions, strict=True):
+                ms = stage_ms(work, 5, library.__name__)[ATTEND]
+                row[f"{name}attend_ms"] = round(ms, 4)
+            yield row
 
 
 def beside(base: list[float], own: list[float]) -> Row:
@@ -123,10 +119,6 @@ def beside(base: list[float], own: list[float]) -> Row:
         "gain": round(statistics.median(gains), 4),
         "spread": round((high - low) / 2, 4),
     }
-
-
-def beside_attend(base: float, own: float) -> Row:
-    return {"base_attend_ms": round(base, 4), "attend_ms": round(own, 4)}
 
 
 def difference(found: Tensor, expected: Tensor) -> tuple[bool, float]:

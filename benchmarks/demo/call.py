@@ -91,9 +91,9 @@ def _picture(qkv: Qkv, truth: Tensor, dense: DenseRun) -> Figure:
         frames = [_middle_frame(x, head, dense) for x in (truth, sparse)]
         error = (frames[0] - frames[1]).abs() * ERROR_GAIN + frames[0].min()
         low, high = float(frames[0].min()), float(frames[0].max())
-        axes[0].imshow(plan.kept()[0, head].cpu(), aspect="auto", interpolation="nearest")
+        axes[0].imshow(plan.kept()[0, head].cpu().numpy(), aspect="auto", interpolation="nearest")
         for panel, shown in zip(axes[1:], (*frames, error), strict=True):
-            panel.imshow(shown, cmap="gray", vmin=low, vmax=high)
+            panel.imshow(shown.numpy(), cmap="gray", vmin=low, vmax=high)
         for panel in axes:
             panel.set_axis_off()
     return figure

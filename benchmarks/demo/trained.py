@@ -31,6 +31,11 @@ REPEATS = 3  # timed runs on a GPU; the median counts
 PANEL = 320  # pixels a clip is at least scaled up to
 MARGIN = 8
 LETTERS, LINE = 18, 24  # pixels of a letter and of a line of a caption
+ABOUT = f"""\
+Of the last {STEPS - DENSE_STEPS} steps; the first {DENSE_STEPS} are dense, and the heads are
+measured in the last of them. PSNR is against the dense clip.
+Plain drop is SpargeAttn's rule: a top-k of block means, and the rest is gone.
+Small clips have few blocks to choose from: they lose more than large ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,20 +94,10 @@ def _sparse_row(dense: DenseRun, clips: Clips, mode_name: str, density: float) -
 
 
 def _formatted(table: list[Row]) -> str:
-    lines = ["", "                     density      time s   PSNR dB"]
-    lines += [
+    lines = [
         f"{row.name:20} {row.density:7.1%} {row.seconds:11.2f} {row.psnr:9.1f}" for row in table
     ]
-    return "\n".join(
-        [
-            *lines,
-            f"Of the last {STEPS - DENSE_STEPS} steps; the first {DENSE_STEPS} are dense, and the "
-            "heads are measured in the last of them. PSNR is against the dense clip.",
-            "Plain drop is SpargeAttn's rule: a top-k of block means, and the rest is gone.",
-            "Small clips have few blocks to choose from: they lose more than large ones.",
-            "",
-        ]
-    )
+    return "\n".join(["", "                     density      time s   PSNR dB", *lines, ABOUT, ""])
 
 
 def _panels(clips: list[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 # ComfyUI's modules are not dependencies of the development environment.
@@ -70,17 +71,18 @@ def main(arguments: list[str] | None = None) -> None:
     clips = named(TokenGrid(*size), f"comfyui clips {seeds[0]}-{seeds[-1]}")
     for density in sorted(options.densities):
         for mode in options.modes:
-            pairs: list[tuple[float, float]] = []
+            found, reached = [], []
             for seed, truth in zip(seeds, dense, strict=True):
-                clip, reached = sparse_clip(host, model, mode, density, options, seed)
-                pairs.append((clip_psnr(clip, truth), reached))
+                clip, kept = sparse_clip(host, model, mode, density, options, seed)
+                found.append(clip_psnr(clip, truth))
+                reached.append(kept)
             row: Row = {
                 "data": of_model(clips, options.called),
                 "mode": mode,
                 "asked_density": density,
-                "density": sum(reached for _, reached in pairs) / len(pairs),
-                "psnr": sum(psnr for psnr, _ in pairs) / len(pairs),
-                "worst_psnr": min(psnr for psnr, _ in pairs),
+                "density": mean(reached),
+                "psnr": mean(found),
+                "worst_psnr": min(found),
                 "where": where(BY_NAME[mode], host.device),
                 "comfyui": host.version,
                 "commit": options.commit or commit(),

@@ -5,7 +5,7 @@ python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900 [--seed N] [--
     [--width 384 --blocks 6]
 
 Learning rate and clip sizes follow the share of --seconds that is over. DIR gets the weights (see
-checkpoint.py) and log.jsonl, one line every LOG_EVERY steps.
+checkpoint.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -106,19 +105,17 @@ class Trainer:
     def validation_loss(self, batch: Batch, clips: int = VALIDATION_CLIPS) -> float:
         """Loss of the averaged weights, on scenes of the batch's size that training does not
         see."""
-        self.optimizer.working.copy_(self.optimizer.average)
+        torch._foreach_copy_(self.optimizer.working, list(self.optimizer.average.values()))
         seeds = range(VALIDATION_SEED, VALIDATION_SEED + math.ceil(clips / batch.clips))
         examples = (draw_example(batch, seed, self.device) for seed in seeds)
         losses = [loss_of(self.model, example, self.attention) for example in examples]
-        self.optimizer.working.copy_(self.optimizer.weights)
+        torch._foreach_copy_(self.optimizer.working, self.optimizer.weights)
         return float(torch.stack(losses).mean())
 
 
-def train_for(
-    trainer: Trainer, seconds: float, log: Callable[[dict[str, float | str]], None]
-) -> None:
-    """Makes steps until this many seconds have passed. Raises FloatingPointError if the loss
-    does."""
+def train_for(trainer: Trainer, seconds: float) -> None:
+    """Makes steps until this many seconds have passed, and prints a JSON object every LOG_EVERY
+    steps. Raises FloatingPointError if the loss does."""
     started = logged = time.monotonic()
     while (elapsed := time.monotonic() - started) < seconds:
         progress = elapsed / seconds
@@ -127,17 +124,15 @@ def train_for(
         if step % LOG_EVERY == 0:
             value = loss.item()  # waits for the GPU
             now = time.monotonic()
-            log(
-                {
-                    "step": step,
-                    "seconds": round(now - started, 1),
-                    "grid": "x".join(map(str, batch.grid)),
-                    "loss": round(value, 5),
-                    "gradient": round(norm.item(), 4),
-                    "rate": round(rate_at(progress), 7),
-                    "ms_per_step": round(1e3 * (now - logged) / LOG_EVERY, 2),
-                }
-            )
+            line = {
+                "step": step,
+                "seconds": round(now - started, 1),
+                "grid": "x".join(map(str, batch.grid)),
+                "loss": round(value, 5),
+                "gradient": round(norm.item(), 4),
+                "ms_per_step": round(1e3 * (now - logged) / LOG_EVERY, 2),
+            }
+            print(json.dumps(line), flush=True)
             logged = now
             if not math.isfinite(value):
                 raise FloatingPointError(
@@ -173,7 +168,7 @@ def _cudnn_serves(clips: int, heads: int, tokens: int) -> bool:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="folder for weights and log")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
     parser.add_argument("--seconds", type=float, required=True, help="training time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="", help="noted in the weights' header")
@@ -186,19 +181,12 @@ def main(arguments: list[str] | None = None) -> None:
     config = replace(Config(), **{name: size for name, size in sizes.items() if size is not None})
     attention = cudnn_attention if device.type == "cuda" else dense
     trainer = Trainer(config, options.seed, device, attention=attention)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "log.jsonl").open("w") as file:
-
-        def log(line: dict[str, float | str]) -> None:
-            print(json.dumps(line), file=file, flush=True)
-            print(json.dumps(line), flush=True)
-
-        train_for(trainer, options.seconds, log)
-        loss = round(trainer.validation_loss(FULL), 5)
-        log({"step": trainer.optimizer.step, "validation_loss": loss})
+    train_for(trainer, options.seconds)
+    loss = round(trainer.validation_loss(FULL), 5)
+    print(json.dumps({"step": trainer.optimizer.step, "validation_loss": loss}))
     optimizer, said = trainer.optimizer, {"seed": options.seed, "commit": options.commit}
     said |= {"step": optimizer.step, "seconds": options.seconds, "loss": loss}
-    checkpoint.save(options.out, optimizer.named(optimizer.average), config, **said)
+    checkpoint.save(options.out, optimizer.average, config, **said)
 
 
 if __name__ == "__main__":

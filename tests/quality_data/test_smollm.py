@@ -61,7 +61,7 @@ def tiny(generator: torch.Generator, tmp_path: Path) -> SmolLM:
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_token_list(["<end>", *sorted(ByteLevel.alphabet()), "low"])
+    writer.add_token_list(["<end>", *sorted(ByteLevel.alphabet()), "lo"])
     writer.add_token_merges(["l o"])
     writer.add_unk_token_id(0)
     for name, tensor in tensors.items():
