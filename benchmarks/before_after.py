@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     load = ModelLoad.on("cuda") if options.loaded else None
 
     def ms_of(work: Callable) -> float:
-        return loaded_times(work, load, 5).ms if load else median_ms(work, repeats=5, warm_up=2)
+        return loaded_times(work, load, 5)[0] if load else median_ms(work, repeats=5, warm_up=2)
 
     with tempfile.TemporaryDirectory() as folder:
         own = load_version(overlaid(options.overlay, Path(folder))) if options.overlay else sparge

@@ -148,9 +148,7 @@ def main() -> None:
             out.write(text + "\n")
 
     if on_gpu:
-        cache = os.environ.get("SPARGE_CACHE")
-        cold = cache is not None and not any(Path(cache).glob("*.cubin"))
-        write(config="kernel warm-up", cold=cold, seconds=round(host.warm_up_seconds(), 2))
+        write(config="kernel warm-up", seconds=round(host.warm_up_seconds(), 2))
     for name in args.models.split(","):
         model = MODELS[name].made_tiny() if args.tiny else MODELS[name]
         measure_calls(host, model, args, write)

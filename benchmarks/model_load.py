@@ -39,19 +39,11 @@ class ModelLoad:
             torch.mm(self.left, self.right, out=self.out)
 
 
-@dataclass(frozen=True)
-class Times:
-    """Medians in milliseconds: of the GPU, and until the host is back."""
-
-    ms: float
-    host_ms: float
-
-
 def loaded_times(
     work: Callable[[], object], load: Callable[[], object] | None, repeats: int
-) -> Times:
-    """Times of calls that wait in the queue behind the load. Without a load, on a machine without a
-    GPU, both are the host's."""
+) -> tuple[float, float]:
+    """Median milliseconds of the GPU, and until the host is back, of calls that wait in the queue
+    behind the load. Without a load, on a machine without a GPU, both are the host's."""
     work()
     host, spans = [], []
     if isinstance(load, ModelLoad):
@@ -71,4 +63,4 @@ def loaded_times(
     if load:
         torch.cuda.synchronize()
     ms = [start.elapsed_time(end) for start, end in spans]
-    return Times(statistics.median(ms or host), statistics.median(host))
+    return statistics.median(ms or host), statistics.median(host)

@@ -90,8 +90,8 @@ def timed(
     if before:
         torch.cuda.synchronize()
     repeats = int(seconds / (time.perf_counter() - started))
-    times = loaded_times(work, before, min(MOST, max(FEWEST, repeats)))
-    return {name: round(ms, 4) for name, ms in vars(times).items()}
+    ms, host_ms = loaded_times(work, before, min(MOST, max(FEWEST, repeats)))
+    return {"ms": round(ms, 4), "host_ms": round(host_ms, 4)}
 
 
 def sparse_cases(shape: Shape, density: float, device: torch.device) -> list[Case]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import attention, stages, timing
+from benchmarks import attention, stages
 from benchmarks.cases import ranked_share
 from benchmarks.peers import Absent, Peer, peers, working
 from benchmarks.shapes import SHAPES, Shape
@@ -125,19 +125,6 @@ def test_peers_that_are_not_installed_say_so(
     assert [peer.name for peer in found] == names[density]
     assert all(peer.reason.startswith("ModuleNotFoundError: no ") for peer in found)
     assert [working(peer, 64) for peer in found] == found
-
-
-def test_the_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
-    allowance = Allowance(100, 4)
-    assert allowance.next() == 25
-    now[0] = 10.0  # the case took less: the others get more
-    assert allowance.next() == 30
-    now[0] = 98.0
-    assert allowance.next() == 1
-    now[0] = 101.0
-    assert allowance.next() == 0
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])

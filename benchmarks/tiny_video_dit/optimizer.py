@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+FOREACH: Any = torch  # whose stubs lack these functions
 WORKING_TYPE = torch.bfloat16
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.01  # the decay on matrices only
 LARGEST_GRADIENT = 1.0  # norm; larger ones are scaled down
@@ -36,13 +40,18 @@ class Optimizer:
         """Makes one step with the collected gradients, which it clears; returns their norm."""
         self.step += 1
         given = [working.grad for working in self.working]
-        torch._foreach_copy_([weight.grad for weight in self.weights], given)
+        FOREACH._foreach_copy_([weight.grad for weight in self.weights], given)
         norm = clip_grad_norm_(self.weights, LARGEST_GRADIENT, foreach=True)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
         kept = min(AVERAGE_DECAY, self.step / (self.step + 10))
-        torch._foreach_lerp_(list(self.average.values()), self.weights, 1 - kept)
-        torch._foreach_copy_(self.working, self.weights)
-        torch._foreach_zero_(given)
+        FOREACH._foreach_lerp_(list(self.average.values()), self.weights, 1 - kept)
+        self.show(self.weights)
+        FOREACH._foreach_zero_(given)
         return norm
+
+    @torch.no_grad()
+    def show(self, weights: Iterable[Tensor]) -> None:
+        """Makes these the weights that the model computes with."""
+        FOREACH._foreach_copy_(self.working, list(weights))

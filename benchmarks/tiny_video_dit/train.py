@@ -105,11 +105,11 @@ class Trainer:
     def validation_loss(self, batch: Batch, clips: int = VALIDATION_CLIPS) -> float:
         """Loss of the averaged weights, on scenes of the batch's size that training does not
         see."""
-        torch._foreach_copy_(self.optimizer.working, list(self.optimizer.average.values()))
+        self.optimizer.show(self.optimizer.average.values())
         seeds = range(VALIDATION_SEED, VALIDATION_SEED + math.ceil(clips / batch.clips))
         examples = (draw_example(batch, seed, self.device) for seed in seeds)
         losses = [loss_of(self.model, example, self.attention) for example in examples]
-        torch._foreach_copy_(self.optimizer.working, self.optimizer.weights)
+        self.optimizer.show(self.optimizer.weights)
         return float(torch.stack(losses).mean())
 
 

@@ -66,37 +66,6 @@ def test_the_camera_moves_the_ground(scenes) -> None:
     torch.testing.assert_close(clip[3, :-3, 6:], clip[0, 3:, :-6], rtol=1e-4, atol=1e-4)
 
 
-def test_later_objects_hide_earlier_ones(scenes) -> None:
-    base = one(still(scenes), 1)
-    placed = replace(
-        base,
-        present=torch.tensor([[1.0, 0, 0, 0, 0, 1.0]]),
-        shape=torch.zeros(1, OBJECTS, dtype=torch.long),
-        radius=torch.full((1, OBJECTS), 12.0),
-        centre=torch.zeros(1, OBJECTS, 2),
-    )
-    front = replace(placed, present=torch.tensor([[0.0, 0, 0, 0, 0, 1.0]]))
-    inside = (slice(None), slice(None), slice(12, 24), slice(22, 34))
-    assert torch.equal(draw_clips(placed, SIZE)[inside], draw_clips(front, SIZE)[inside])
-    back = replace(placed, present=torch.tensor([[1.0, 0, 0, 0, 0, 0]]))
-    assert not torch.allclose(draw_clips(placed, SIZE)[inside], draw_clips(back, SIZE)[inside])
-
-
-def test_an_object_moves_by_its_velocity(scenes) -> None:
-    velocity = torch.zeros(1, OBJECTS, 2)
-    velocity[..., 0] = 3.0 * TIME_UNIT
-    moving = replace(
-        one(still(scenes), 3),
-        ground=torch.zeros(1, 2, 3),
-        present=torch.tensor([[1.0, 0, 0, 0, 0, 0]]),
-        centre=torch.zeros(1, OBJECTS, 2),
-        radius=torch.full((1, OBJECTS), 9.0),
-        velocity=velocity,
-    )
-    clip = draw_clips(moving, SIZE)[0]
-    torch.testing.assert_close(clip[4, :, 12:], clip[0, :, :-12], rtol=1e-4, atol=1e-4)
-
-
 def test_text_describes_each_object_in_its_own_token(scenes) -> None:
     text = context(scenes)
     assert text.shape == (4, TEXT_TOKENS, TEXT_WIDTH)
