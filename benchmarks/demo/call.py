@@ -46,8 +46,14 @@ class Row:
 def run(dense: DenseRun, out: Path) -> list[Row]:
     layers = [call.layer for call in dense.calibrated]
     q, k, v = (torch.cat([getattr(layer, part) for layer in layers], 1) for part in "qkv")
-    heads = [[x[:, [head]].float() for x in (q, k, v)] for head in range(q.shape[1])]
-    truth = torch.cat([scaled_dot_product_attention(*qkv) for qkv in heads], 1)
+    heads = (slice(head, head + 1) for head in range(q.shape[1]))
+    truth = torch.cat(
+        [
+            scaled_dot_product_attention(q[:, h].float(), k[:, h].float(), v[:, h].float())
+            for h in heads
+        ],
+        1,
+    )
     print(f"One call: {q.shape[2]} tokens, {q.shape[1]} heads of {q.shape[3]}, bf16\n")
     print("                     density  PV skipped    time ms    rel L1    rel L2    cosine")
     table = [_row(None, (q, k, v), truth)]

@@ -115,7 +115,7 @@ def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> fl
     def density_of(count: int) -> float:
         policy, own = mode.rules(HeadBudget.uniform(heads, share_of(count, blocks)), is_causal)
         choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
-        return float(choice.kept_pairs().sum() / choice.valid_pairs().sum())
+        return int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
 
     low, high = 1, blocks + 1
     while high - low > 1:

@@ -53,7 +53,7 @@ def sol_attention(
                 exact = (query @ key.T).masked_fill(~_rows(seen.flatten(1), query), -torch.inf)
                 logits = torch.cat([exact, _rows(pooled[b, h, blocks], query)], -1)
                 out[b, h, rows] = logits.softmax(-1) @ value
-    density = float(choice.kept_pairs().sum() / choice.valid_pairs().sum())
+    density = int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
     return (out if order is None else scatter(out, order)), density
 
 
