@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
-#: Files of `benchmarks.attention`, of `benchmarks.comfyui_call` and of `benchmarks.sample_cost`.
+#: Files of `benchmarks.attention`, of `benchmarks.comfyui_call` and of `benchmarks.rates`.
 SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
 CALLS, CALLS_H100 = "h200_comfyui.jsonl", "h100_comfyui.jsonl"
 SAMPLES = "h200_samples.jsonl"
