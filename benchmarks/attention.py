@@ -39,7 +39,7 @@ from sparge import AttentionStats, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, native_element, warm
 from sparge.kernels.spec import all_specs, attend_path
 
-from .budgets import Case, cases
+from .cases import Case, half_pooled, spread
 from .inputs import draw
 from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
@@ -47,8 +47,6 @@ from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
 from .stages import before_attend_ms, stage_ms
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
-#: Order of the shapes: those that have bars come first, then the others by their work.
-ORDER = ("mochi", "cogx2b", "flux1k", "cogx5b", "wan480", "wan720", "hunyuan")
 OTHER_STAGES = ("means", "quantize", "route")
 LONG_MS = 50  # a call of that length is sampled once for its stages
 
@@ -62,16 +60,16 @@ def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device |
     density 1, spread densities tenfold between heads that take both token orders.
     """
     policy = SparsePolicy(topk=density)
-    by_name = {case.name: case for case in cases(shape.grid, shape.heads, density, device)}
+    sizes = (shape.grid, shape.heads, density, device)
     found = [
         Case(OURS, policy),
         Case("ours, PV filter", replace(policy, pvthreshd=pvthreshd)),
         Case("ours, FP16 V", replace(policy, precision=Precision.INT8_FP16)),
         Case("ours, 16 bits", replace(policy, precision=Precision.SIXTEEN_BIT)),
-        replace(by_name["cubes, half pooled by error"], name=OURS_BUDGETS),
+        half_pooled(OURS_BUDGETS, *sizes),
     ]
     if density < 1:
-        found.append(replace(by_name["walks, spread, by error"], name=OURS_SPREAD))
+        found.append(spread(OURS_SPREAD, *sizes))
     return found
 
 
@@ -165,7 +163,7 @@ def specs(arch: str, head_dims: set[int]) -> list[KernelSpec]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shapes", default=",".join(ORDER), help="default: all, as named here")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--densities", default="1,.5,.3,.2,.1")
     parser.add_argument("--seconds", type=float, default=180, help="of the whole run, but warm-up")
     parser.add_argument("--pvthreshd", type=float, default=15.0)

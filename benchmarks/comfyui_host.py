@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.comfyui_costs import HeadCosts, synchronize
 from benchmarks.comfyui_models import VideoModel, conditioning
-from benchmarks.comfyui_profile import profile_with_residual
 from benchmarks.timing import ROOT
 
 GIB = 2**30
@@ -35,8 +33,6 @@ class Sampled:
     """One sampling run: seconds of each model call, its first result, and the final latent."""
 
     seconds: list[float]
-    heads: dict[str, list[float]]
-    """Seconds of the work on heads, as in `HeadCosts.of_calls`."""
     first_call: Tensor
     latent: Tensor
     held_gib: float
@@ -95,14 +91,6 @@ class Host:
         self.device: torch.device = comfy.model_management.get_torch_device()
         self.version: str = comfyui_version.__version__
         self._pack = self.node.__module__.rsplit(".", 2)[0]
-        self.last: Any = None
-        """The node's RunResult of the last `sample`; None where it took no part."""
-        calibrate = f"{self._pack}.sparge.tune"
-        self._costs = HeadCosts(
-            self.device,
-            sys.modules[f"{calibrate}.calibration"].Calibration,
-            sys.modules[f"{calibrate}.step_choices"].StepChoices,
-        )
         self.log = NodeLines()
         logging.getLogger("sparge").addHandler(self.log)
 
@@ -124,19 +112,6 @@ class Host:
         costs = vars(sys.modules[f"{self._pack}.sparge.speed.sample_cost"])
         costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
-    def residual_share(self) -> float:
-        """Share of the measured heads of the last `sample` that have pooled keys; 0 where there are
-        none."""
-        uses = self.last.of_heads("residual") > 0
-        return round(float(uses.float().mean()), 4) if uses.numel() else 0.0
-
-    def profile_with_residual(self, profile: Any, share: float) -> Any:
-        """Profile of what a run measured, for the node's input `profile`, with pooled keys in this
-        share of the measured heads."""
-        named = sys.modules[f"{self._pack}.nodes.profiles"].NamedProfile
-        asked = profile_with_residual(profile, share)
-        return named("benchmark", asked)
-
     def sample(
         self, model: VideoModel, patcher: Any, widgets: dict[str, Any] | None, calls: int
     ) -> Sampled:
@@ -153,20 +128,16 @@ class Host:
         noise = comfy.sample.prepare_noise(latent, 0)
         positive, negative = conditioning(model, 1), conditioning(model, 2)
         held = start_peak(self.device)
-        self._costs.begin(lambda: len(timer.seconds))
         with torch.inference_mode():
             out = comfy.sample.sample(
                 *(patched, noise, calls, 1.0, "euler", "simple", positive, negative, latent),
                 seed=0,
                 disable_pbar=True,
             )
-        hook = sys.modules[f"{self._pack}.nodes.hook"].hook_of(patched)
-        self.last = hook and hook.last
         assert timer.first_call is not None
         assert torch.isfinite(timer.first_call).all(), "the model's result is not finite"
         assert torch.isfinite(out).all(), "the latent is not finite"
-        heads = self._costs.of_calls(len(timer.seconds))
-        return Sampled(timer.seconds, heads, timer.first_call, out, held, peak_gib(self.device))
+        return Sampled(timer.seconds, timer.first_call, out, held, peak_gib(self.device))
 
     def report(self, may_stay_dense: bool = False) -> dict[str, Any]:
         """Returns what the node said about the last run. Raises AssertionError when nothing was
@@ -191,6 +162,11 @@ class Host:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def start_peak(device: torch.device) -> float:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 # ComfyUI's modules are not dependencies of the development environment.
@@ -19,9 +21,10 @@ class VideoModel:
         shape: of the clip, width x height x frames, and the model's size.
         comfyui_class: name in ``comfy.supported_models``.
         config: of the diffusion model.
-        depth: the entry of config that counts transformer blocks.
         latent: (channels, [frames,] height, width).
         text: (tokens, channels) of the prompt.
+        tiny: entries of config of a model that takes seconds on a CPU, to try the benchmark itself;
+            ComfyUI's Mochi asserts an MLP 12288 wide.
         wants_text_mask: the model reads the number of text tokens from an attention mask.
         pooled: width of the pooled text embedding, 0 where the model takes none.
         may_stay_dense: its calls are so short that sparse attention need not be the faster.
@@ -31,140 +34,23 @@ class VideoModel:
     shape: str
     comfyui_class: str
     config: dict[str, Any]
-    depth: str
-    latent: tuple[int, ...]
+    latent: list[int]
     text: tuple[int, int]
+    tiny: dict[str, Any]
     wants_text_mask: bool = False
     pooled: int = 0
     may_stay_dense: bool = False
 
-    def changed(self, shape: str, **config: Any) -> VideoModel:
-        return replace(self, shape=shape, config=self.config | config)
+    def made_tiny(self) -> VideoModel:
+        size = (4, 16, 20) if len(self.latent) == 4 else (32, 40)
+        latent, config = [self.latent[0], *size], self.config | self.tiny
+        return replace(self, shape="tiny", config=config, latent=latent, text=(24, 64))
 
 
-_MOCHI = VideoModel(
-    name="mochi",
-    shape="848x480x163, 48 blocks",
-    comfyui_class="GenmoMochi",
-    config={
-        "image_model": "mochi_preview",
-        "depth": 48,
-        "num_heads": 24,
-        "hidden_size_x": 3072,
-        "hidden_size_y": 1536,
-        "mlp_ratio_x": 4.0,
-        "in_channels": 12,
-        "learn_sigma": False,
-        "qk_norm": True,
-        "qkv_bias": False,
-        "out_bias": True,
-        "posenc_preserve_area": True,
-        "timestep_scale": 1000.0,
-        "use_t5": True,
-        "t5_feat_dim": 4096,
-    },
-    depth="depth",
-    latent=(12, 28, 60, 106),
-    text=(256, 4096),
-    wants_text_mask=True,
-)
-_COGVIDEOX = VideoModel(
-    name="cogvideox",
-    shape="720x480x49, 5B",
-    comfyui_class="CogVideoX_T2V",
-    config={
-        "image_model": "cogvideox",
-        "num_attention_heads": 48,
-        "num_layers": 42,
-        "text_embed_dim": 4096,
-        "use_rotary_positional_embeddings": True,
-    },
-    depth="num_layers",
-    latent=(16, 13, 60, 90),
-    text=(226, 4096),
-)
-_WAN = VideoModel(
-    name="wan",
-    shape="832x480x81, 14B",
-    comfyui_class="WAN21_T2V",
-    config={
-        "image_model": "wan2.1",
-        "model_type": "t2v",
-        "dim": 5120,
-        "ffn_dim": 13824,
-        "num_heads": 40,
-        "num_layers": 40,
-        "text_dim": 4096,
-    },
-    depth="num_layers",
-    latent=(16, 21, 60, 104),
-    text=(512, 4096),
-)
-
-_FLUX = VideoModel(
-    name="flux",
-    shape="1024x1024, dev",
-    comfyui_class="Flux",
-    config={
-        "image_model": "flux",
-        "in_channels": 16,
-        "out_channels": 16,
-        "patch_size": 2,
-        "vec_in_dim": 768,
-        "context_in_dim": 4096,
-        "hidden_size": 3072,
-        "mlp_ratio": 4.0,
-        "num_heads": 24,
-        "depth": 19,
-        "depth_single_blocks": 38,
-        "axes_dim": [16, 56, 56],
-        "theta": 10000,
-        "qkv_bias": True,
-        "guidance_embed": True,
-        "txt_ids_dims": [],
-    },
-    depth="depth",
-    latent=(16, 128, 128),
-    text=(512, 4096),
-    pooled=768,
-    may_stay_dense=True,
-)
-
-MODELS = {model.name: model for model in (_MOCHI, _COGVIDEOX, _WAN, _FLUX)}
-
-#: Sizes that take seconds on a CPU, to try the benchmark itself. ComfyUI's Mochi asserts an MLP
-#: 12288 wide.
-_TINY_CONFIGS: dict[str, dict[str, Any]] = {
-    "mochi": {
-        "depth": 2,
-        "num_heads": 2,
-        "hidden_size_x": 256,
-        "hidden_size_y": 64,
-        "mlp_ratio_x": 48.0,
-        "t5_feat_dim": 64,
-    },
-    "cogvideox": {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 64},
-    "wan": {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2, "text_dim": 64},
-    "flux": {
-        "hidden_size": 256,
-        "num_heads": 2,
-        "depth": 1,
-        "depth_single_blocks": 2,
-        "context_in_dim": 64,
-    },
+MODELS = {
+    name: VideoModel(name, **facts)
+    for name, facts in json.loads(Path(__file__).with_suffix(".json").read_text("utf-8")).items()
 }
-
-
-def tiny(model: VideoModel) -> VideoModel:
-    small = model.changed("tiny", **_TINY_CONFIGS[model.name])
-    size = (4, 16, 20) if len(model.latent) == 4 else (32, 40)
-    return replace(small, latent=(model.latent[0], *size), text=(24, 64))
-
-
-def with_depth(model: VideoModel, blocks: int) -> VideoModel:
-    """Same clip through fewer blocks: as much memory for activations, less for weights."""
-    clip = model.shape.split(",")[0]
-    return model.changed(f"{clip}, {blocks} blocks", **{model.depth: blocks})
 
 
 def build(model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:

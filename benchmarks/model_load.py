@@ -7,16 +7,17 @@ clocks that leaves (docs/experiments.md, Clocks of a model between its attention
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 SIDE = 8192  # of a square matrix: a product of two takes 1.5 ms of an H200
-#: Before each call: some ms, in which the host queues it.
-PRODUCTS = 4
-#: Loads until clocks have fallen to where they stay: about 60 ms.
-WARM_UP = 10
+PRODUCTS = 4  # before each call: some ms, in which the host queues it
+WARM_UP = 10  # loads until clocks have fallen to where they stay: about 60 ms
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,29 @@ class ModelLoad:
         for _ in range(PRODUCTS):
             torch.mm(self.left, self.right, out=self.out)
 
-    def heat_up(self) -> None:
-        """Runs until the GPU is warm. After a rest the clocks of the first calls would be too
-        high.
-        """
+
+def loaded_times(
+    work: Callable[[], object], load: Callable[[], object] | None, repeats: int
+) -> tuple[float, float]:
+    """Median milliseconds of the GPU, and until the host is back, of calls that wait in the queue
+    behind the load. Without a load, on a machine without a GPU, both are the host's."""
+    work()
+    host, spans = [], []
+    if isinstance(load, ModelLoad):
         for _ in range(WARM_UP):
-            self()
+            load()
+    for _ in range(repeats):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if load else []
+        if load:
+            load()
+            events[0].record()
+        started = time.perf_counter()
+        work()
+        host.append(1000 * (time.perf_counter() - started))
+        if load:
+            events[1].record()
+            spans.append(events)
+    if load:
+        torch.cuda.synchronize()
+    ms = [start.elapsed_time(end) for start, end in spans]
+    return statistics.median(ms or host), statistics.median(host)

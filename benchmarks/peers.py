@@ -72,20 +72,14 @@ def _sdpa(backend: SDPBackend) -> Attention:
 
 
 def _int8_attention() -> Peer | Absent:
-    name, kitchen = "comfy-kitchen int8_attention", _import("comfy_kitchen")
-    if isinstance(kitchen, Exception):
-        return Absent(name, in_a_line(kitchen))
-    if not hasattr(kitchen, "int8_attention"):
-        return Absent(name, "this comfy-kitchen is too old to have it")
-    return Peer(name, kitchen.int8_attention)
+    name, kitchen = "comfy-kitchen int8_attention", _import("comfy_kitchen", "int8_attention")
+    return Absent(name, kitchen) if isinstance(kitchen, str) else Peer(name, kitchen.int8_attention)
 
 
 def _sol_attn(density: float, head_dim: int) -> Peer | Absent:
-    name, kitchen = "comfy-kitchen sol_attn", _import("comfy_kitchen")
-    if isinstance(kitchen, Exception):
-        return Absent(name, in_a_line(kitchen))
-    if not hasattr(kitchen, "sol_attn"):
-        return Absent(name, "this comfy-kitchen has none (0.2.33 and newer do)")
+    name, kitchen = "comfy-kitchen sol_attn", _import("comfy_kitchen", "sol_attn")
+    if isinstance(kitchen, str):
+        return Absent(name, kitchen)
     if head_dim != 128:
         return Absent(name, "it takes head_dim 128 only")
     if not kitchen.sol_attn_is_available(torch.device("cuda")):
@@ -100,9 +94,9 @@ def _sol_attn(density: float, head_dim: int) -> Peer | Absent:
 
 
 def _flash_attention_4() -> Peer | Absent:
-    name, flash = "flash-attn-4", _import("flash_attn.cute")
-    if isinstance(flash, Exception):
-        return Absent(name, in_a_line(flash))
+    name, flash = "flash-attn-4", _import("flash_attn.cute", "flash_attn_func")
+    if isinstance(flash, str):
+        return Absent(name, flash)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)))
@@ -111,9 +105,10 @@ def _flash_attention_4() -> Peer | Absent:
     return Peer(name, run)
 
 
-def _import(name: str) -> Any:
-    """Imports a module; returns it, or what its import raised."""
+def _import(name: str, function: str) -> Any:
+    """Imports a module with this function; returns it, or why not."""
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except Exception as error:  # a package that is there may fail in any way
-        return error
+        return in_a_line(error)
+    return module if hasattr(module, function) else f"this {name} is too old to have {function}"

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of `benchmarks.attention` as tables of docs/benchmarks.md, beside the GPU's limits."""
+"""Rows of `benchmarks.attention` as tables, beside the GPU's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparge.blocks import KEY_BLOCK, block_count
 
-from .limits import DENSITIES, Ceilings, bound
-from .prose import paragraph
+from .limits import Rates, limit_ms
 from .shapes import SHAPES
 from .speed_rows import OURS as PLAIN
 from .speed_rows import OURS_BUDGETS as OURS
 from .speed_rows import OURS_SPREAD as SPREAD
 
 Row = dict[str, Any]
+DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
 #: Titles of the shapes that have tables of their own.
 TITLES = {
@@ -25,11 +25,6 @@ TITLES = {
 }
 SPARSE_PEER = "comfy-kitchen sol_attn"
 SUMMARY_DENSITY = 0.2
-
-
-def asked_density(row: Row) -> float:
-    """Asked density of a row; rows before `asked_density` was written were of an even density."""
-    return row.get("asked_density") or min(DENSITIES, key=lambda d: abs(d - row["density"]))
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Speeds:
     @classmethod
     def of(cls, rows: Iterable[Row], shape: str) -> Speeds:
         timed = [row for row in rows if row["shape"] == shape and "ms" in row]
-        return cls(shape, {(row["peer"], asked_density(row)): row for row in timed})
+        return cls(shape, {(row["peer"], row["asked_density"]): row for row in timed})
 
     @property
     def peers(self) -> list[str]:
@@ -55,17 +50,16 @@ class Speeds:
     def before_attend_ms(self, peer: str, density: float) -> float | None:
         return self.cells.get((peer, density), {}).get("before_attend_ms")
 
-    def limit(self, peer: str, density: float, most: Ceilings) -> float | None:
+    def limit(self, peer: str, density: float, rates: Rates) -> float | None:
         """Milliseconds that the row's own work takes at least."""
         row = self.cells.get((peer, density))
         if row is None:
             return None
-        pooled = row.get("pooled_heads", 0.0)
-        return bound(SHAPES[self.shape], row["density"], most, pooled).total
+        return limit_ms(SHAPES[self.shape], row["density"], rates, row.get("pooled_heads", 0.0))
 
-    def reached(self, peer: str, density: float, most: Ceilings) -> float | None:
+    def reached(self, peer: str, density: float, rates: Rates) -> float | None:
         """Share of the time that the limit is."""
-        limit, ms = self.limit(peer, density, most), self.ms(peer, density)
+        limit, ms = self.limit(peer, density, rates), self.ms(peer, density)
         return None if limit is None or ms is None else limit / ms
 
     def attend_rate(self, peer: str, density: float) -> float | None:
@@ -97,17 +91,6 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
-def tables(rows: Sequence[Row], most: Ceilings | None) -> str:
-    """Tables for each of TITLES, one for all other shapes, and who is absent."""
-    parts = [_shape_table(Speeds.of(rows, shape), title, most) for shape, title in TITLES.items()]
-    others = [shape for shape in dict.fromkeys(row["shape"] for row in rows) if shape not in TITLES]
-    if others:
-        parts.append(summary("other shapes", [Speeds.of(rows, shape) for shape in others], most))
-    if names := absent(rows):
-        parts.append(paragraph(f"Not measured: {'; '.join(names)}."))
-    return "\n".join(parts)
-
-
 def absent(rows: Sequence[Row]) -> list[str]:
     """Sentences on absent peers: each peer and reason once, with the shapes that it concerns where
     that is not all, and their densities where others were measured."""
@@ -126,70 +109,55 @@ def absent(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _shape_table(speeds: Speeds, title: str, most: Ceilings | None) -> str:
-    lines = []
+def shape_table(speeds: Speeds, rates: Rates) -> str:
+    """Table of one shape: peers and modes of ours, then shares, rates and limits."""
+    lines: list[list[str]] = []
+
+    def add(name: str, values: Iterable[float | None], told: Callable[..., str]) -> None:
+        values = list(values)
+        if any(values):
+            lines.append([name, *map(told, values), ""])
+
     for peer in speeds.peers:
-        errors = {
-            density: row["rel_l1"]
-            for density in DENSITIES
-            if (row := speeds.cells.get((peer, density)))
-        }
+        errors = {d: row["rel_l1"] for (name, d), row in speeds.cells.items() if name == peer}
         least_alike = max(errors, key=lambda density: errors[density])
-        times = [_milliseconds(speeds.ms(peer, density)) for density in DENSITIES]
-        lines.append([peer, *times, f"{errors[least_alike]:.4f} ({_density(least_alike)})"])
-    ours = OURS if OURS in speeds.peers else PLAIN
-    executed = [speeds.cells.get((ours, density)) for density in DENSITIES]
-    rates = [f"{row['executed_tflops'] / 1000:.2f}" if row else "" for row in executed]
-    lines.append([f"PFLOP/s of kept pairs, {ours}, whole call", *rates, ""])
+        add(peer, [speeds.ms(peer, d) for d in DENSITIES], _milliseconds)
+        lines[-1][-1] = f"{errors[least_alike]:.4f} ({_density(least_alike)})"
+    executed = [speeds.cells.get((OURS, d), {}).get("executed_tflops") for d in DENSITIES]
+    add(f"PFLOP/s of kept pairs, {OURS}, whole call", executed, _petaflops)
     for peer in (PLAIN, OURS):
-        before = [speeds.before_attend_ms(peer, density) for density in DENSITIES]
-        if any(before):
-            shown = [f"{ms:.3f}" if ms else "" for ms in before]
-            lines.append([f"means, quantize and route of {peer}", *shown, ""])
+        before = [speeds.before_attend_ms(peer, d) for d in DENSITIES]
+        add(f"means, quantize and route of {peer}", before, lambda ms: f"{ms:.3f}" if ms else "")
     own_dense = speeds.attend_rate(PLAIN, 1.0)
     for peer in (PLAIN, OURS, SPREAD):
-        found = [speeds.attend_rate(peer, density) for density in DENSITIES]
-        if own_dense and any(found):
-            shares = [rate / own_dense if rate else None for rate in found]
-            lines.append(
-                [f"executed rate of attend, {peer} / ours dense", *map(_percent, shares), ""]
-            )
-    if most is not None:
-        limits = [speeds.limit(PLAIN, density, most) for density in DENSITIES]
-        lines.append(["limit", *map(_milliseconds, limits), ""])
-        for peer in (PLAIN, OURS):
-            shares = [speeds.reached(peer, density, most) for density in DENSITIES]
-            if any(shares):
-                lines.append([f"limit / {peer}", *map(_percent, shares), ""])
-    header = [title, *map(_density, DENSITIES), "largest rel. L1 (at)"]
-    return table(header, lines)
+        attended = [speeds.attend_rate(peer, d) for d in DENSITIES]
+        shares = [rate / own_dense if rate and own_dense else None for rate in attended]
+        add(f"executed rate of attend, {peer} / ours dense", shares, _percent)
+    add("limit", [speeds.limit(PLAIN, d, rates) for d in DENSITIES], _milliseconds)
+    for peer in (PLAIN, OURS):
+        add(f"limit / {peer}", [speeds.reached(peer, d, rates) for d in DENSITIES], _percent)
+    return table([TITLES[speeds.shape], *map(_density, DENSITIES), "largest rel. L1 (at)"], lines)
 
 
-def summary(title: str, shapes: Sequence[Speeds], most: Ceilings | None) -> str:
+def summary(title: str, shapes: Sequence[Speeds], rates: Rates | None) -> str:
     """Table with a line for each shape; without the limits where there are none."""
+    percent = _percent(SUMMARY_DENSITY)
+    header = [title, "fastest dense peer", f"sol_attn {percent}", f"{OURS}: dense"]
+    header += [*map(_percent, DENSITIES[1:]), f"PFLOP/s dense-equivalent at {percent}"]
+    header += [f"limit / ours at {percent}"] * (rates is not None)
     lines = []
     for speeds in shapes:
-        peer, row = speeds.fastest_dense_peer(), speeds.cells.get((OURS, SUMMARY_DENSITY))
-        lines.append(
-            [
-                _about(speeds.shape),
-                f"{_milliseconds(speeds.ms(peer, 1.0))} ({peer})" if peer else "",
-                _milliseconds(speeds.ms(SPARSE_PEER, SUMMARY_DENSITY)),
-                *(_milliseconds(speeds.ms(OURS, density)) for density in DENSITIES),
-                f"{row['dense_equivalent_tflops'] / 1000:.2f}" if row else "",
-                *([_percent(speeds.reached(OURS, SUMMARY_DENSITY, most))] if most else []),
-            ]
-        )
-    percent = f"{100 * SUMMARY_DENSITY:.0f} %"
-    header = [
-        title,
-        "fastest dense peer",
-        f"sol_attn {percent}",
-        f"{OURS}: dense",
-        *(f"{100 * d:.0f} %" for d in DENSITIES[1:]),
-        f"PFLOP/s dense-equivalent at {percent}",
-        *([f"limit / ours at {percent}"] if most else []),
-    ]
+        peer, row = speeds.fastest_dense_peer(), speeds.cells.get((OURS, SUMMARY_DENSITY), {})
+        line = [
+            _about(speeds.shape),
+            f"{_milliseconds(speeds.ms(peer, 1.0))} ({peer})" if peer else "",
+            _milliseconds(speeds.ms(SPARSE_PEER, SUMMARY_DENSITY)),
+            *(_milliseconds(speeds.ms(OURS, density)) for density in DENSITIES),
+            _petaflops(row.get("dense_equivalent_tflops")),
+        ]
+        if rates is not None:
+            line.append(_percent(speeds.reached(OURS, SUMMARY_DENSITY, rates)))
+        lines.append(line)
     return table(header, lines)
 
 
@@ -200,6 +168,10 @@ def _about(name: str) -> str:
 
 def _milliseconds(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _petaflops(tflops: float | None) -> str:
+    return "" if tflops is None else f"{tflops / 1000:.2f}"
 
 
 def _density(density: float) -> str:

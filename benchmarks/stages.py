@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from sparge.kernels.spec import HOPPER_ENTRIES
-from sparge.stages import launch
 
 from .timing import gpu_sleep
 
+Work = Callable[[], object]
 Launched = Callable[[str, Callable[[], None]], None]
 
 ATTEND = "attend"
@@ -24,17 +27,8 @@ HEAD_START = 2.0  # ms, in which the host queues a call of a few launches
 
 
 @dataclass(frozen=True)
-class Mark:
-    stage: str
-    start: Any
-    end: Any
-
-
-@dataclass(frozen=True)
 class Watched:
-    """Substitute for a kernel: `launched` is called with its stage and the launch, which it
-    makes.
-    """
+    """Substitute for a kernel: `launched` gets its stage and the launch, which it makes."""
 
     kernel: Any
     stage: str
@@ -47,34 +41,34 @@ class Watched:
         self.launched(self.stage, partial(self.kernel.launch, *arguments, **named))
 
 
-def stage_ms(work: Callable[[], object], calls: int) -> dict[str, float]:
+def stage_ms(work: Work, calls: int, library: str = "sparge") -> dict[str, float]:
     """Median milliseconds of each stage over some calls; launches of one stage are added up.
 
-    The GPU sleeps before each call, so that every launch is queued before its turn comes: no
-    stage is charged for the host. It finds in the L2 what the stage before left, as it always does.
+    The GPU sleeps before each call, so that every launch is queued before its turn comes: no stage
+    is charged for the host. It finds in the L2 what the stage before left, as it always does.
     """
-    found: list[dict[str, float]] = []
-    marks: list[Mark] = []
+    marks: list[tuple[str, Any, Any]] = []
+    found: dict[str, list[float]] = defaultdict(list)
 
     def between_events(stage: str, make: Callable[[], None]) -> None:
-        marks.append(Mark(stage, _event(), _event()))
-        marks[-1].start.record()
+        marks.append((stage, _event(), _event()))
+        marks[-1][1].record()
         make()
-        marks[-1].end.record()
+        marks[-1][2].record()
 
-    with watched_launches(between_events):
+    with watched_launches(between_events, library):
         for _ in range(calls):
             marks.clear()
-            gpu_sleep(HEAD_START)
-            work()
-            torch.cuda.synchronize()
-            found.append(_sums(marks))
-    return {stage: statistics.median(sums[stage] for sums in found) for stage in found[0]}
+            _queued(work)
+            for stage in dict.fromkeys(stage for stage, _, _ in marks):
+                spans = (start.elapsed_time(end) for name, start, end in marks if name == stage)
+                found[stage].append(sum(spans))
+    return {stage: statistics.median(ms) for stage, ms in found.items()}
 
 
-def before_attend_ms(work: Callable[[], object], calls: int) -> float:
+def before_attend_ms(work: Work, calls: int) -> float:
     """Median milliseconds from the first launch to the first attend, which may be of a group of
-    heads. They are taken as in `stage_ms`, but without events in between, each of which takes some
+    heads: as in `stage_ms`, but without events in between, each of which takes some
     microseconds."""
     start, found = _event(), []
     ends: list[Any] = []
@@ -88,12 +82,18 @@ def before_attend_ms(work: Callable[[], object], calls: int) -> float:
     with watched_launches(after_an_event):
         for _ in range(calls):
             ends.clear()
-            gpu_sleep(HEAD_START)
-            start.record()
-            work()
-            torch.cuda.synchronize()
+            _queued(work, start)
             found.append(start.elapsed_time(ends[0]))
     return statistics.median(found)
+
+
+def _queued(work: Work, start: Any = None) -> None:
+    """Makes a call while the GPU sleeps, the event `start` before it, and waits for its end."""
+    gpu_sleep(HEAD_START)
+    if start is not None:
+        start.record()
+    work()
+    torch.cuda.synchronize()
 
 
 def _event() -> Any:
@@ -101,23 +101,14 @@ def _event() -> Any:
 
 
 @contextmanager
-def watched_launches(launched: Launched) -> Iterator[None]:
+def watched_launches(launched: Launched, library: str = "sparge") -> Iterator[None]:
     """Context in which launches of the library's kernels are made as in `Watched`."""
+    launch = import_module(f"{library}.stages.launch")
     given = launch.get_kernel
 
     def watched(spec: Any, device_index: int) -> Any:
         stage = ATTEND if spec.entry in HOPPER_ENTRIES else spec.entry
         return Watched(given(spec, device_index), stage, launched)
 
-    launch.get_kernel = watched
-    try:
+    with patch.object(launch, "get_kernel", watched):
         yield
-    finally:
-        launch.get_kernel = given
-
-
-def _sums(marks: list[Mark]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for mark in marks:
-        sums[mark.stage] = sums.get(mark.stage, 0.0) + mark.start.elapsed_time(mark.end)
-    return sums

@@ -7,7 +7,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +105,6 @@ def require_kernels() -> None:
     capability = sparge.capabilities("cuda")
     if not capability.usable:
         raise SystemExit(f"Nothing to time: {capability.reason}")
-
-
-def in_rounds(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Pairs (round, name): all names in each round, which begins with another one than the last did
-    (docs/experiments.md, A GPU that rested)."""
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            yield turn, name
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

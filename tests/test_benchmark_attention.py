@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import attention, stages, timing
-from benchmarks.peers import Absent, Peer, in_a_line, peers, working
+from benchmarks import attention, stages
+from benchmarks.cases import ranked_share
+from benchmarks.peers import Absent, Peer, peers, working
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.speed_rows import row
 from benchmarks.timing import Allowance, read_rows, write_rows
-from sparge import TokenGrid
+from sparge import TokenGrid, grid_order
 from sparge.kernels import Element, KernelSpec, all_specs
 from sparge.stages import launch
+from sparge.tune import Workload
 
 TINY = Shape("tiny", 2, 676, 32, TokenGrid(4, 12, 13, prefix=52))
 MODES = [
@@ -99,29 +100,6 @@ def test_a_run_times_or_names_every_case() -> None:
     assert ours[0.3, "ours"]["drop_rel_l2"] > 0.3, "of noise, no key stands for another"
 
 
-@pytest.mark.usefixtures("on_the_cpu")
-def test_when_the_time_is_over_the_rest_is_named() -> None:
-    rows = list(attention.bench(TINY, [0.3], 15.0, Allowance(0, 8)))
-    assert [found["peer"] for found in rows if found["absent"].startswith("no time")] == [
-        "exact",
-        "broken",
-        "wrong",
-        *MODES,
-    ]
-
-
-def test_a_row_counts_executed_and_dense_equivalent_work() -> None:
-    found = row(SHAPES["mochi"], "ours", 0.2, 0.25, 10.0, rel_l1=0.1234567)
-    flops = 4 * 24 * 44776**2 * 128
-    assert found["dense_equivalent_tflops"] == pytest.approx(flops / 10e-3 / 1e12, abs=0.1)
-    assert found["executed_tflops"] == pytest.approx(0.25 * flops / 10e-3 / 1e12, abs=0.1)
-    assert found["asked_density"] == 0.2 and found["rel_l1"] == 0.12346
-
-
-def test_all_shapes_are_in_a_default_run() -> None:
-    assert sorted(attention.ORDER) == sorted(SHAPES)
-
-
 def test_the_warmed_kernels_are_those_of_the_modes() -> None:
     specs = attention.specs("sm_90a", {128})
     assert {spec.entry for spec in specs} == {"means", "quantize", "route", *attends(specs)}
@@ -147,47 +125,6 @@ def test_peers_that_are_not_installed_say_so(
     assert [peer.name for peer in found] == names[density]
     assert all(peer.reason.startswith("ModuleNotFoundError: no ") for peer in found)
     assert [working(peer, 64) for peer in found] == found
-
-
-def test_sol_attn_is_absent_where_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    kitchen = SimpleNamespace(sol_attn=None, sol_attn_is_available=lambda _: False)
-    monkeypatch.setattr("importlib.import_module", lambda _: kitchen)
-    for head_dim, reason in ((64, "head_dim 128 only"), (128, "do not run on this GPU")):
-        (peer,) = peers(0.2, head_dim)
-        assert isinstance(peer, Absent) and reason in peer.reason
-
-
-def test_a_reason_fits_a_line() -> None:
-    assert in_a_line(ValueError("first\nsecond")) == "ValueError: first"
-    assert in_a_line(ValueError()) == "ValueError: "
-
-
-def test_the_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
-    allowance = Allowance(100, 4)
-    assert allowance.next() == 25
-    now[0] = 10.0  # the case took less: the others get more
-    assert allowance.next() == 30
-    now[0] = 98.0
-    assert allowance.next() == 1
-    now[0] = 101.0
-    assert allowance.next() == 0
-
-
-@pytest.mark.parametrize(("ms", "repeats"), [(0.1, 20), (100.0, 10), (900.0, 3)])
-def test_long_calls_are_repeated_less(
-    ms: float, repeats: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def median_ms(work: Callable[[], object], repeats: int, warm_up: int) -> float:
-        asked.append(repeats)
-        return ms
-
-    monkeypatch.setattr(timing, "median_ms", median_ms)
-    assert timing.median_within(dict, 1.0) == (ms, repeats)
-    assert asked == [1, repeats]
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
@@ -245,8 +182,15 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 def test_stages_are_told_apart(call: Callable[[int], None]) -> None:
     wanted = {"means": 2.0, "quantize": 4.0, "route": 1.0, "attend": 20.0}
     assert stages.stage_ms(lambda: call(2), 3) == wanted
+    assert stages.before_attend_ms(lambda: call(2), 3) == 303.5, "of the first group, as a whole"
 
 
-def test_what_comes_before_attend_is_timed_as_a_whole(call: Callable[[int], None]) -> None:
-    assert stages.before_attend_ms(lambda: call(1), 3) == 303.5
-    assert stages.before_attend_ms(lambda: call(2), 3) == 303.5, "of the first group"
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("density", [0.1, 0.2, 0.5, 1.0])
+def test_a_call_keeps_the_density_that_is_asked_for(name: str, density: float) -> None:
+    """But for half a step of attend, and with text and a step at least."""
+    order = grid_order(SHAPES[name].grid)
+    assert SHAPES[name].grid.tokens == SHAPES[name].tokens
+    kept = Workload(order).density([int(ranked_share(order, density) * order.key_blocks), 1])
+    wanted = max(density, float(kept[1]))
+    assert kept[0] == pytest.approx(wanted, abs=0.0 if density == 1 else 1.001 / order.key_blocks)

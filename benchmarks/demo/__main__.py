@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense and sparse attention side by side: a clip of the small video DiT, then one large call.
+"""Dense and sparse attention side by side: a clip of the small video DiT, then one call of it.
 
 python -m benchmarks.demo [--out DIR] [--seed N] [--weights FILE]
 """
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.demo import made_up, trained
+from benchmarks.demo import call, trained
 from benchmarks.demo.device import choose_device
+from benchmarks.quality.dit import load_dit, sample_dense
+from benchmarks.quality_data.weights import WeightsMissingError
 from benchmarks.tiny_video_dit.checkpoint import SHIPPED
 
 
@@ -27,14 +29,14 @@ def main(arguments: list[str] | None = None) -> None:
     device, what_runs = choose_device()
     print(f"Ran: {what_runs}")
     options.out.mkdir(parents=True, exist_ok=True)
-    on_gpu = device.type == "cuda"
-    if options.weights.is_file():
-        size = trained.GPU_SIZE if on_gpu else trained.CPU_SIZE
-        trained.run(size, device, options.weights, options.seed, options.out)
-    else:
-        print(f"{options.weights} is not there: no clip of the small video DiT.")
-    size = made_up.GPU_SIZE if on_gpu else made_up.CPU_SIZE
-    made_up.run(size, device, options.seed, options.out)
+    size = trained.GPU_SIZE if device.type == "cuda" else trained.CPU_SIZE
+    try:
+        model = load_dit(options.weights, device)
+    except WeightsMissingError as missing:
+        parser.exit(1, f"{missing}\n")
+    dense = sample_dense(model, size, options.seed)
+    trained.run(dense, options.out)
+    call.run(dense, options.out)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.demo.device import timed
-from benchmarks.png import write_png
-from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun, load_dit, sample_dense
+from benchmarks.pixels import to_image, write_gif
+from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from benchmarks.tiny_video_dit.gif import write_gif
-from sparge.common.glyphs import write
+from sparge.tune import Aim
 
 GPU_SIZE = FULL_GRID
 CPU_SIZE = (9, 16, 14)  # 2,016 tokens: not two minutes of one core, most of it our reference
@@ -28,8 +29,13 @@ SHOWN_FRAMES = 3
 ERROR_GAIN = 4
 REPEATS = 3  # timed runs on a GPU; the median counts
 PANEL = 320  # pixels a clip is at least scaled up to
-MARGIN, LETTER_ZOOM = 8, 2
-LINE = 24  # pixels of a line of a caption: letters are 14 high
+MARGIN = 8
+LETTERS, LINE = 18, 24  # pixels of a letter and of a line of a caption
+ABOUT = f"""\
+Of the last {STEPS - DENSE_STEPS} steps; the first {DENSE_STEPS} are dense, and the heads are
+measured in the last of them. PSNR is against the dense clip.
+Plain drop is SpargeAttn's rule: a top-k of block means, and the rest is gone.
+Small clips have few blocks to choose from: they lose more than large ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +47,9 @@ class Row:
     clip: Tensor
 
 
-def run(
-    size: tuple[int, int, int], device: torch.device, weights: Path, seed: int, out: Path
-) -> list[Row]:
+def run(dense: DenseRun, out: Path) -> list[Row]:
     """Makes the rows, the dense one first; the pictures go into the folder `out`."""
-    dense = sample_dense(load_dit(weights, device), size, seed)
+    device = dense.begun.device
     frames, rows, columns = dense.clip.shape[:3]
     print(
         f"Example: the small video DiT, {frames} frames of {columns} x {rows} pixels, "
@@ -65,7 +69,7 @@ def run(
     side_by_side, titles = _side_by_side(panels), _titles(captions, panels[0].shape[2])
     picks = torch.linspace(0, frames - 1, SHOWN_FRAMES).round().long()
     sheet = torch.cat([titles, *side_by_side[picks]])
-    write_png(out / "demo.png", (sheet * 255).round().to(torch.uint8))
+    to_image(sheet).save(out / "demo.png")
     titled = torch.cat([titles.expand(frames, -1, -1, -1), side_by_side], 1)
     write_gif(out / "demo.gif", titled)
     print(
@@ -83,27 +87,17 @@ def _caption(row: Row, device: torch.device) -> str:
 
 def _sparse_row(dense: DenseRun, clips: Clips, mode_name: str, density: float) -> Row:
     mode = BY_NAME[mode_name]
-    attention, reached = in_library(dense, mode, clips.budgets(0, mode, density))
+    attention, reached = in_library(dense, mode, clips.budgets_for(0, mode, Aim("budget", density)))
     clip, milliseconds = timed(lambda: dense.finished(attention), dense.begun.device, REPEATS)
     name = f"{TITLES[mode_name]} {density:g}"
     return Row(name, reached(), milliseconds / 1000, clip_psnr(clip, dense.clip), clip)
 
 
 def _formatted(table: list[Row]) -> str:
-    lines = ["", "                     density      time s   PSNR dB"]
-    lines += [
+    lines = [
         f"{row.name:20} {row.density:7.1%} {row.seconds:11.2f} {row.psnr:9.1f}" for row in table
     ]
-    return "\n".join(
-        [
-            *lines,
-            f"Of the last {STEPS - DENSE_STEPS} steps; the first {DENSE_STEPS} are dense, and the "
-            "heads are measured in the last of them. PSNR is against the dense clip.",
-            "Plain drop is SpargeAttn's rule: a top-k of block means, and the rest is gone.",
-            "Small clips have few blocks to choose from: they lose more than large ones.",
-            "",
-        ]
-    )
+    return "\n".join(["", "                     density      time s   PSNR dB", *lines, ABOUT, ""])
 
 
 def _panels(clips: list[Tensor]) -> list[Tensor]:
@@ -125,10 +119,8 @@ def _titles(captions: list[tuple[str, ...]], width: int) -> Tensor:
     """(lines, columns, 3), each caption over its panel, cut where the panel ends."""
     bands = []
     for caption in captions:
-        band = torch.ones(LINE * len(caption) + MARGIN, width + MARGIN, 3)
-        for line, text in enumerate(caption):
-            letters = write(text, LETTER_ZOOM)[:, :width]
-            top = MARGIN + LINE * line
-            band[top : top + letters.shape[0], : letters.shape[1]][letters] = 0
-        bands.append(band)
+        band = Image.new("RGB", (width + MARGIN, LINE * len(caption) + MARGIN), "white")
+        text = "\n".join(caption)
+        ImageDraw.Draw(band).multiline_text((0, 0), text, "black", ImageFont.load_default(LETTERS))
+        bands.append(torch.from_numpy(np.array(band)) / 255)
     return torch.cat(bands, 1)

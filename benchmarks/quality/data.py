@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.quality.dit import JUDGED_STEPS, DenseRun, load_dit, named, sample_dense
 from benchmarks.quality.judge import Call
 from benchmarks.quality_data.clips import make_clip
 from benchmarks.quality_data.dino import Dino
@@ -33,8 +32,6 @@ class DataSet:
     """Calls of each layer to calibrate on."""
     text: tuple[SmolLM, Tensor] | None = None
     """The language model and the tokens to take the perplexity of."""
-    runs: tuple[DenseRun, ...] = ()
-    """Clips to sample in the modes; the calls are those of the first."""
 
     @property
     def layers(self) -> int:
@@ -47,7 +44,7 @@ def load(options: Namespace) -> DataSet:
     Raises:
         WeightsMissingError: the weights are not there; the message says what to do.
     """
-    return {"dino": _dino, "smollm": _smollm, "dit": _dit}[options.data](options)
+    return {"dino": _dino, "smollm": _smollm}[options.data](options)
 
 
 def _dino(options: Namespace) -> DataSet:
@@ -56,8 +53,7 @@ def _dino(options: Namespace) -> DataSet:
     else:
         name = f"dino clip {options.seed}"
         clip = make_clip(FRAMES, HEIGHT, WIDTH, options.seed)
-    network = Dino.load(options.weights, options.device)
-    calls = list(_calls(network.layers(clip), False, options.layers, network.depth))
+    calls = list(_calls(Dino.load(options.weights, options.device).layers(clip), False))
     return DataSet(name, calls, calls)
 
 
@@ -66,30 +62,10 @@ def _smollm(options: Namespace) -> DataSet:
     tokens, others = (
         model.tokens(python_reference(part, TEXT_PARTS), options.tokens) for part in (0, 1)
     )
-    judged = list(_calls(model.layers(tokens), True, options.layers, model.depth))
-    calibrated = _calls(model.layers(others), True, options.layers, model.depth)
-    return DataSet(f"smollm {options.tokens}", judged, calibrated, text=(model, tokens))
+    judged, calibrated = (_calls(model.layers(each), True) for each in (tokens, others))
+    return DataSet(f"smollm {options.tokens}", list(judged), calibrated, (model, tokens))
 
 
-def _dit(options: Namespace) -> DataSet:
-    model = load_dit(options.weights, options.device)
-    grid = tuple(options.grid)
-    seeds = range(options.seed, options.seed + max(1, options.clips))
-    first = sample_dense(model, grid, seeds[0], options.layers, JUDGED_STEPS)
-    others = (sample_dense(model, grid, seed, options.layers) for seed in seeds[1:])
-    runs = (first, *others)
-    name = named(first.grid, f"scene {first.seed}")
-    return DataSet(name, first.judged, first.calibrated, runs=runs)
-
-
-def _calls(
-    layers: Iterator[Layer], is_causal: bool, wanted: Collection[int], depth: int
-) -> Iterator[Call]:
-    """Calls of the layers `wanted`, or of all where it is empty."""
-    place = 0
-    for index, layer in enumerate(layers):
-        if not wanted or index in wanted:
-            yield Call(layer, is_causal, place=place)
-            place += 1
-        if index + 1 == (max(wanted) + 1 if wanted else depth):
-            return
+def _calls(layers: Iterator[Layer], is_causal: bool) -> Iterator[Call]:
+    for place, layer in enumerate(layers):
+        yield Call(layer, is_causal, place=place)

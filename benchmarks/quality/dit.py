@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small video DiT sampled with dense attention: its clip, and what its layers were asked."""
+"""Small video DiT sampled with dense attention: its clip, and the calls that measuring sees."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.quality.judge import Call
 from benchmarks.quality_data.layer import Layer
-from benchmarks.quality_data.wheel import WeightsMissingError
+from benchmarks.quality_data.weights import WeightsMissingError
 from benchmarks.tiny_video_dit import flow
 from benchmarks.tiny_video_dit.checkpoint import SHIPPED, load_model
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
@@ -25,13 +24,12 @@ from sparge.order.grid import TokenGrid
 STEPS = 20
 DENSE_STEPS = 4  # 20 %
 CALIBRATED_STEP = DENSE_STEPS - 1  # as in sparge/tune/schedule.py
-JUDGED_STEPS = (6, 12, 18)
-TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900 --planned-seconds 900"
+TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900"
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRun:
-    """Dense run of one scene: its clip and calls."""
+    """Dense run of one scene."""
 
     model: VideoDiT
     grid: TokenGrid
@@ -43,8 +41,6 @@ class DenseRun:
     """(frames, rows, columns, 3) in [0, 1]."""
     calibrated: list[Call]
     """The calls of CALIBRATED_STEP."""
-    judged: list[Call]
-    """Calls of the steps asked for."""
 
     def finished(self, attention: Attention = dense) -> Tensor:
         """Clip (frames, rows, columns, 3) whose steps after the dense ones run with `attention`."""
@@ -67,41 +63,25 @@ def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
     return load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def sample_dense(
-    model: VideoDiT,
-    size: tuple[int, int, int],
-    seed: int,
-    layers: Collection[int] = (),
-    judged_steps: Collection[int] = (),
-) -> DenseRun:
-    """Samples the scene of `seed`; calls are those of `layers`, or of all where it is empty.
-
-    judged_steps: whose calls to keep for judging, 263 MB a step at the full grid.
-    """
+def sample_dense(model: VideoDiT, size: tuple[int, int, int], seed: int) -> DenseRun:
+    """Samples the scene of `seed`."""
     text = context(scenes_to_sample(1, size, seed))
     grid = TokenGrid(*size)
-    wanted = sorted(layers) or range(len(model.blocks))
-    places = {layer: place for place, layer in enumerate(wanted)}
     latent = begun = starting_noise(1, size, seed)
     sigmas = flow.sampling_sigmas(STEPS)
     calibrated: list[Call] = []
-    judged: list[Call] = []
-    kept = {CALIBRATED_STEP: calibrated, **dict.fromkeys(judged_steps, judged)}
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+        layer = Layer(f"dit layer {block}", q.bfloat16(), k.bfloat16(), v.bfloat16(), grid)
+        calibrated.append(Call(layer, is_causal=False, place=block))
+        return dense(q, k, v, block)
 
     for step in range(STEPS):
         if step == DENSE_STEPS:
             begun = latent
-        keep = kept.get(step)
-        name = f"dit step {step} layer"
-
-        def watched(q: Tensor, k: Tensor, v: Tensor, block: int, to=keep, name=name) -> Tensor:
-            if to is not None and block in places:
-                layer = Layer(f"{name} {block}", q.bfloat16(), k.bfloat16(), v.bfloat16(), grid)
-                to.append(Call(layer, is_causal=False, place=places[block]))
-            return dense(q, k, v, block)
-
-        latent = euler(model, latent, text, sigmas[step : step + 2], attention=watched)
-    return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], calibrated, judged)
+        attention = watched if step == CALIBRATED_STEP else dense
+        latent = euler(model, latent, text, sigmas[step : step + 2], attention=attention)
+    return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], calibrated)
 
 
 def named(grid: TokenGrid, what: str) -> str:

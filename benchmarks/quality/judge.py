@@ -1,65 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge of one attention call: its sampled query blocks, and errors against float32 on them."""
+"""Judge of one attention call: some of its queries, and errors against float32 on them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from statistics import mean
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.quality.modes import ELEMENT
 from benchmarks.quality_data.layer import Layer
 from sparge.blocks import QUERY_BLOCK
 from sparge.common import metrics
-from sparge.kernels.spec import Element
 from sparge.order.grid import grid_order
 from sparge.reference.packed import Packed, pack_qkv
-
-PERCENTILE = 0.95
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Attention call of a network, batch 1, quantized in both orders."""
+    """Attention call of a network, batch 1."""
 
     layer: Layer
     is_causal: bool
-    element: Element = ELEMENT
     place: int = 0
     """Number of the layer among those judged, from 0, which tells the call's head settings."""
-    _walked: dict[int, Packed] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def heads(self) -> int:
         return self.layer.q.shape[1]
 
-    @cached_property
-    def raster(self) -> Packed:
-        return pack_qkv(self.layer.q, self.layer.k, self.layer.v, element=self.element)
-
-    @property
-    def cubes(self) -> Packed:
-        return self.walked(0)
-
-    def walked(self, walk: int) -> Packed:
-        """Packing in one of the token orders of `grid_order`; raster where the tokens have no
-        grid.
-        """
-        if self.layer.grid is None:
-            return self.raster
-        if walk not in self._walked:
-            order = grid_order(self.layer.grid).walk(walk)
-            q, k, v = self.layer.q, self.layer.k, self.layer.v
-            self._walked[walk] = pack_qkv(q, k, v, order, element=self.element)
-        return self._walked[walk]
-
     def packed(self, cubes: bool) -> Packed:
-        return self.cubes if cubes else self.raster
+        """Packing in cube order, or as the tokens come where they have no grid."""
+        grid, (q, k, v) = self.layer.grid, self.layer[1:4]
+        return pack_qkv(q, k, v, grid_order(grid).walk(0) if grid and cubes else None)
 
     def truth(self, tokens: Tensor) -> Tensor:
         """(heads, rows, D): dense attention in float32 of the queries `tokens` (rows,)."""
@@ -70,79 +46,46 @@ class Call:
         q, k, v = self.layer.q[:, :, tokens].float(), self.layer.k.float(), self.layer.v.float()
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0]
 
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """Some query blocks of a packing: blocks (nq,) bool, their occupied slots, and the tokens."""
-
-    blocks: Tensor
-    slots: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def of(cls, packed: Packed, blocks: Collection[int]) -> Sample:
-        device = packed.query_counts.device
-        wanted = torch.zeros(len(packed.query_counts), dtype=torch.bool, device=device)
-        wanted[list(blocks)] = True
-        rows = wanted.repeat_interleave(QUERY_BLOCK)[: packed.operands.n_queries]
-        slots = (rows & packed.occupied).nonzero().squeeze(-1)
-        tokens = slots if packed.order is None else packed.order.slot_token[slots].long()
-        return cls(wanted, slots, tokens)
-
-    @classmethod
-    def holding(cls, packed: Packed, tokens: Tensor) -> Sample:
-        """Sample of the query blocks of a packing with an order that hold `tokens`, and those alone
-        as rows, in the order given."""
-        assert packed.order is not None  # token orders need a grid
-        slots = packed.order.token_slot[tokens].long()
-        blocks = torch.zeros(len(packed.query_counts), dtype=torch.bool, device=slots.device)
-        blocks[slots // QUERY_BLOCK] = True
-        return cls(blocks, slots, tokens)
-
-    @classmethod
-    def draw(cls, packed: Packed, count: int, seed: int, avoid: Collection[int]) -> Sample:
-        """`count` query blocks at random, none of them exact and none of `avoid`.
+    def drawn(self, count: int, seed: int, avoid: Collection[int]) -> Tensor:
+        """Tokens of `count` query blocks at random, in cube order where there is a grid, none of
+        them exact and none of `avoid`.
 
         Raises:
             ValueError: there are fewer.
         """
-        exact = () if packed.order is None else packed.order.queries_exact.nonzero().flatten()
-        left = sorted(set(range(len(packed.query_counts))) - set(map(int, exact)) - set(avoid))
+        tokens = torch.arange(self.layer.q.shape[2])
+        exact: set[int] = set()
+        if self.layer.grid is not None:
+            order = grid_order(self.layer.grid).walk(0)
+            tokens = order.slot_token.long()
+            exact = set(order.queries_exact.nonzero().flatten().tolist())
+        blocks = tokens.split(QUERY_BLOCK)
+        left = sorted(set(range(len(blocks))) - exact - set(avoid))
         if len(left) < count:
             raise ValueError(
                 f"The call has {len(left)} query blocks that calibration did not see; {count} are "
                 "asked for. Ask for fewer blocks or more tokens."
             )
-        random = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(len(left), generator=random)[:count]
-        return cls.of(packed, [left[place] for place in drawn.tolist()])
+        places = torch.randperm(len(left), generator=torch.Generator().manual_seed(seed))[:count]
+        found = torch.cat([blocks[left[place]] for place in sorted(places.tolist())])
+        return found[found >= 0].to(self.layer.q.device)
 
 
 @dataclass(frozen=True)
 class HeadError:
-    """Error of one head of one call against float32, over the sampled rows."""
+    """Error of one head of one call against float32, over the judged rows."""
 
     name: str
-    density: float
-    rel_l1: float
     rel_l2: float
-    cos: float
     psnr: float
     """Decibels below the range of the head's true output."""
 
 
-def head_errors(name: str, value: Tensor, truth: Tensor, density: Tensor) -> list[HeadError]:
-    """Errors of value against truth, both (heads, rows, D); density (heads,)."""
+def head_errors(name: str, value: Tensor, truth: Tensor) -> list[HeadError]:
+    """Errors of value against truth, both (heads, rows, D)."""
     return [
-        HeadError(
-            f"{name} head {head}",
-            float(density[head]),
-            metrics.rel_l1(value[head], truth[head]),
-            metrics.rel_l2(value[head], truth[head]),
-            metrics.cosine(value[head], truth[head]),
-            psnr(value[head], truth[head]),
-        )
-        for head in range(len(value))
+        HeadError(f"{name} head {head}", metrics.rel_l2(own, true), psnr(own, true))
+        for head, (own, true) in enumerate(zip(value, truth, strict=True))
     ]
 
 
@@ -156,20 +99,10 @@ def psnr(value: Tensor, truth: Tensor, extent: float | None = None) -> float:
 
 def summary(errors: Sequence[HeadError]) -> dict[str, float | str]:
     """Means over heads and layers, and the worst of them."""
-    count = len(errors)
-    worst = max(errors, key=_rel_l2)
-    ordered = sorted(error.rel_l1 for error in errors)
+    worst = max(errors, key=lambda error: error.rel_l2)
     return {
-        "density": sum(error.density for error in errors) / count,
-        "rel_l1": sum(error.rel_l1 for error in errors) / count,
-        "rel_l2": sum(error.rel_l2 for error in errors) / count,
-        "cos": sum(error.cos for error in errors) / count,
-        "p95_rel_l1": ordered[math.ceil(PERCENTILE * count) - 1],
-        "psnr": sum(error.psnr for error in errors) / count,
+        "rel_l2": mean(error.rel_l2 for error in errors),
+        "psnr": mean(error.psnr for error in errors),
         "worst_rel_l2": worst.rel_l2,
         "worst_head": worst.name,
     }
-
-
-def _rel_l2(error: HeadError) -> float:
-    return error.rel_l2

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.quality.judge import Call
 from sparge.head_settings import HeadBudget
 from sparge.order.grid import grid_order
-from sparge.tune import Calibration, HeadChoices, Workload, measure_for
+from sparge.tune import Calibration, Workload, measure_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +51,10 @@ class Measured:
 
     def budgets(self, mean_density: float, device: torch.device | str = "cpu") -> list[HeadBudget]:
         """Head settings of each layer, by place; all of them were measured."""
-        return _budgets(self.choices(mean_density), device)
-
-    def choices(self, mean_density: float) -> HeadChoices:
-        return self.calibration.offers().freeze(mean_density=mean_density)
-
-
-def _budgets(choices: HeadChoices, device: torch.device | str) -> list[HeadBudget]:
-    measured = [budget for budget in choices.budgets(device) if budget is not None]
-    assert len(measured) == choices.layers
-    return measured
+        choices = self.calibration.offers().freeze(mean_density=mean_density)
+        measured = [budget for budget in choices.budgets(device) if budget is not None]
+        assert len(measured) == choices.layers
+        return measured
 
 
 def _dense(call: Call) -> Tensor:

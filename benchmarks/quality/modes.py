@@ -1,43 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods compared, all in the same 8-bit arithmetic: what each keeps, and its substitute for the
-rest."""
+"""Methods compared, all with 8-bit operands: what each keeps, and its substitute for the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from benchmarks.quality.at_once import attend_at_once
-from benchmarks.quality.centroid import centroids
+import sparge
+from benchmarks.quality.rows import EMULATION, REFERENCE
+from benchmarks.quality.sol import sol_attention
 from benchmarks.shares import share_of
-from sparge.head_settings import HeadBudget, Router
-from sparge.kernels.spec import Element
+from sparge.head_settings import HeadBudget
+from sparge.order.grid import TokenGrid, TokenOrder, grid_order, unmeasured_order
 from sparge.order.variants import TURNS
 from sparge.policy import SparsePolicy
-from sparge.reference.choose import Choice, choose_blocks
+from sparge.reference.choose import choose_blocks
 from sparge.reference.packed import Packed
-from sparge.reference.partial import Partial
-from sparge.reference.pooled import attend_packed, with_contrast
-from sparge.reference.route import route
-
-ELEMENT = Element.INT8_E4M3  # compute type of the native kernels of Ada, Hopper and Blackwell
 
 
 @dataclass(frozen=True)
 class Mode:
     name: str
     cubes: bool
-    """Packed cube order where the tokens have a grid; else the order they come in."""
-    gain: float = 0.0
-    router: Router = Router.MASS
-    centroid: bool = False
+    """Cube order where the tokens have a grid; else the order they come in."""
+    sol: bool = False
     """One pooled term a query block, from its mean query, for all that it drops."""
     measured: bool = False
     """Whether calibration chose what a head keeps and how it makes up for the rest, under the mean
     density."""
-    upstream: bool = False
-    """Routing as upstream has it: a ragged last block weighs as much as a whole one."""
     text_sink: bool = False
     """Under causal the first key block is exact: a language model's first token takes the attention
     that a head has no use for, and the mean of its block hides it from routing."""
@@ -45,90 +38,69 @@ class Mode:
     @property
     def turns(self) -> int:
         """Number of variants of the token order that the steps of a sampling run take in turn."""
-        return TURNS if self.cubes and not self.centroid else 1
+        return TURNS if self.cubes and not self.sol else 1
 
     def rules(self, budget: HeadBudget, is_causal: bool) -> tuple[SparsePolicy, HeadBudget | None]:
         """Arguments that attention is given for `budget`: a policy says what it can say of that, as
         in mode manual of the node."""
         policy = SparsePolicy(attention_sink=self.text_sink and is_causal)
-        if self.measured or self.gain > 0:
+        if self.measured:
             return policy, budget
         return replace(policy, topk=budget.density), None
 
 
 MODES = (
     # Upstream SpargeAttn: pooled top-k, dropped blocks are gone.
-    Mode("drop", cubes=False, upstream=True),
+    Mode("drop", cubes=False),
     # Sol-Attn (arXiv 2607.24027) orders tokens along a space-filling curve. ComfyUI's port leaves
     # that out; with cubes it is the harder one to beat.
-    Mode("sol", cubes=True, centroid=True),
+    Mode("sol", cubes=True, sol=True),
     # Mode of the library without a measurement.
     Mode("ours manual", cubes=True, text_sink=True),
     Mode("ours auto", cubes=True, measured=True, text_sink=True),
 )
-#: Pooled keys and router the same in every head, asked for by name: right for encoders, ruinous for
-#: flat heads.
-RESIDUAL = Mode("ours residual", cubes=True, gain=1.0, router=Router.ERROR, text_sink=True)
-BY_NAME = {mode.name: mode for mode in (*MODES, RESIDUAL)}
+BY_NAME = {mode.name: mode for mode in MODES}
 
 
-def uniform(mode: Mode, heads: int, share: float) -> HeadBudget:
-    """Head settings of a mode that treats all heads alike."""
-    return HeadBudget.uniform(heads, share, mode.gain, mode.router)
+def where(mode: Mode, device: torch.device) -> str:
+    """Place where a mode runs: the GPU's name for the kernels, the reference on a CPU, or an
+    emulation of a peer's method, which the library does not have."""
+    if mode.sol:
+        return EMULATION
+    usable = sparge.capabilities(device).usable
+    return torch.cuda.get_device_name(device) if usable else REFERENCE
 
 
-def attend(
+def order_of(
+    mode: Mode, grid: TokenGrid | None, device: torch.device, turn: int = 0
+) -> TokenOrder | None:
+    """All token orders where each head has its own, else the order of the variant, cubes in the
+    first, or the order that the tokens come in."""
+    if grid is None or not mode.cubes:
+        return None
+    return (grid_order if mode.measured else unmeasured_order)(grid, turn).on(device)
+
+
+def attention(
     mode: Mode,
-    packed: Packed,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     budget: HeadBudget,
-    *,
+    order: TokenOrder | None,
     is_causal: bool = False,
-    query_blocks: Tensor | None = None,
-    at_once: bool = False,
-) -> tuple[Tensor, Choice]:
-    """Attention of a mode by slot, (B, H, Nq, D) float32, and what it chose everywhere.
-
-    query_blocks: (nq,) bool, those to compute; the rows of others hold nothing of meaning. at_once:
-    in few large products, which is quicker for all query blocks; not for causal.
-    """
-    scale = packed.operands.head_dim**-0.5
-    choice = choose(mode, packed, budget, is_causal)
-    kept, pooled, valid = choice.kept, choice.pooled, choice.valid
-    if query_blocks is not None:
-        kept, pooled, valid = (x & query_blocks[:, None] for x in (kept, pooled, valid))
-    if at_once:
-        part = attend_at_once(packed, kept, pooled, budget.gain, scale=scale)
-    else:
-        attended = attend_packed(
-            packed,
-            kept,
-            pooled,
-            budget.gain,
-            scale=scale,
-            is_causal=is_causal,
-        )
-        part = Partial(attended.unnormalised, attended.row_max, attended.row_sum)
-    if mode.centroid:
-        part = part.plus(centroids(packed, valid & ~kept, scale=scale))
-    out = part.output()
-    if budget.contrast is not None:
-        out = with_contrast(out, part.row_sum, packed.operands, kept, budget.contrast)
-    return out, choice
-
-
-def choose(mode: Mode, packed: Packed, budget: HeadBudget, is_causal: bool) -> Choice:
-    """Blocks that a mode keeps and pools."""
-    scale, (policy, own) = packed.operands.head_dim**-0.5, mode.rules(budget, is_causal)
-    choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
-    if not mode.upstream:
-        return choice
-    plan = route(packed.operands, policy, scale=scale, is_causal=is_causal)
-    return replace(choice, kept=plan.kept())
-
-
-def reached_density(choice: Choice) -> Tensor:
-    """(heads,) float64: kept over valid query-key pairs."""
-    return choice.kept_pairs().sum(0).double() / choice.valid_pairs().sum(0).double()
+) -> tuple[Tensor, Callable[[], float]]:
+    """(B, H, N, D) float32 in token order, and a function that waits for the density. `budget` and
+    `order` on q's device."""
+    if mode.sol:
+        assert not is_causal, "sol is a method for video"
+        out, density = sol_attention(q, k, v, float(budget.density[0]), order)
+        return out, lambda: density
+    policy, own = mode.rules(budget, is_causal)
+    stats = sparge.AttentionStats(q.device)
+    options = {"order": order, "budget": own, "stats": stats, "output_dtype": torch.float32}
+    out = sparge.attention(q, k, v, policy, is_causal=is_causal, **options)
+    return out, lambda: stats.density
 
 
 def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> float:
@@ -138,10 +110,12 @@ def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> fl
     density that forced blocks alone exceed gives the least share there is.
     """
     blocks, heads = packed.operands.key_counts.shape[1], packed.operands.heads
+    scale = packed.operands.head_dim**-0.5
 
     def density_of(count: int) -> float:
-        budget = HeadBudget.uniform(heads, share_of(count, blocks))
-        return float(reached_density(choose(mode, packed, budget, is_causal)).mean())
+        policy, own = mode.rules(HeadBudget.uniform(heads, share_of(count, blocks)), is_causal)
+        choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
+        return int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
 
     low, high = 1, blocks + 1
     while high - low > 1:

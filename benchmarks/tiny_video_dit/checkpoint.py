@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that ComfyUI loads, and two files that training goes on from. Safetensors only.
-
-All three hold bf16, 15.3 MiB each by default: the averaged weights; the weights' distance from that
-average, small enough that bf16 keeps 16 bits of the weights; and AdamW's second moment. Its first
-moment, a memory of ten steps, starts again. Saving leaves the running state as a resumed one would
-be, so going on and resuming are the same.
-"""
+"""Weights as a file that ComfyUI loads: the averaged ones in bf16, 15.3 MiB by default."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,41 +15,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.tiny_video_dit.model import Config, VideoDiT
-from benchmarks.tiny_video_dit.training_state import Counters, TrainingState
 
 WEIGHTS = "tiny_video_dit.safetensors"
-DISTANCE, SECOND = "resume_distance.safetensors", "resume_second_moment.safetensors"
 SHIPPED = Path(__file__).with_name(WEIGHTS)  # the trained weights of this repository
-STORED_TYPE = torch.bfloat16
 
 
-def save(folder: Path, state: TrainingState, config: Config, header: dict[str, Any]) -> None:
-    """Writes the three files; `header` describes the training and goes into the weights' file."""
+def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, **training: Any) -> Path:
+    """Writes the tensors of a state dict; `training` describes the training in the header."""
     folder.mkdir(parents=True, exist_ok=True)
-    average = state.average.to(STORED_TYPE)
-    distance = (state.weights - average.float()).to(STORED_TYPE)
-    second = state.second.to(STORED_TYPE)
-    state.restore(average, distance, second)
-    counters = asdict(state.counters)
     metadata = {
         # ComfyUI reads "config": the text's width is the one size it does not read off the weights.
         "config": json.dumps({"transformer": {"text_dim": config.text_width}}),
         "model": json.dumps(asdict(config)),
-        "training": json.dumps(counters | header),
+        "training": json.dumps(training),
     }
-    kept = {WEIGHTS: average, DISTANCE: distance, SECOND: second}
-    for name, vector in kept.items():
-        save_file(_on_cpu(state.named(vector)), folder / name, metadata)
-
-
-def resume(folder: Path, state: TrainingState) -> None:
-    """Goes on where `save` left off. Raises ValueError where the files are of another model."""
-    average, distance, second = (
-        state.joined(load_file(folder / name)) for name in (WEIGHTS, DISTANCE, SECOND)
-    )
-    state.restore(average, distance, second)
-    training = describe(folder / DISTANCE)["training"]
-    state.counters = Counters(training["step"], training["seconds"])
+    # Copies, because views of one vector share memory, which safetensors refuses.
+    stored = {name: each.to("cpu", torch.bfloat16, copy=True) for name, each in tensors.items()}
+    save_file(stored, folder / WEIGHTS, metadata)
+    return folder / WEIGHTS
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -71,8 +49,3 @@ def load_model(
     model = VideoDiT(Config(**describe(path)["model"]))
     model.load_state_dict(load_file(path))
     return model.to(device, dtype).train(False).requires_grad_(False)
-
-
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, because views of one vector share memory, which safetensors refuses."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

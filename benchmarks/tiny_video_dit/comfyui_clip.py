@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 # ComfyUI's modules are not dependencies of the development environment.
@@ -29,7 +30,7 @@ import sparge
 from benchmarks.comfyui_host import Host
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, named, of_model
 from benchmarks.quality.end_to_end import clip_psnr
-from benchmarks.quality.library import where
+from benchmarks.quality.modes import BY_NAME, where
 from benchmarks.quality.rows import RESULTS, Row, write
 from benchmarks.timing import commit
 from benchmarks.tiny_video_dit import flow
@@ -70,18 +71,19 @@ def main(arguments: list[str] | None = None) -> None:
     clips = named(TokenGrid(*size), f"comfyui clips {seeds[0]}-{seeds[-1]}")
     for density in sorted(options.densities):
         for mode in options.modes:
-            pairs: list[tuple[float, float]] = []
+            found, reached = [], []
             for seed, truth in zip(seeds, dense, strict=True):
-                clip, reached = sparse_clip(host, model, mode, density, options, seed)
-                pairs.append((clip_psnr(clip, truth), reached))
+                clip, kept = sparse_clip(host, model, mode, density, options, seed)
+                found.append(clip_psnr(clip, truth))
+                reached.append(kept)
             row: Row = {
                 "data": of_model(clips, options.called),
                 "mode": mode,
                 "asked_density": density,
-                "density": sum(reached for _, reached in pairs) / len(pairs),
-                "psnr": sum(psnr for psnr, _ in pairs) / len(pairs),
-                "worst_psnr": min(psnr for psnr, _ in pairs),
-                "where": where(host.device),
+                "density": mean(reached),
+                "psnr": mean(found),
+                "worst_psnr": min(found),
+                "where": where(BY_NAME[mode], host.device),
                 "comfyui": host.version,
                 "commit": options.commit or commit(),
             }

@@ -123,10 +123,6 @@ def context(scenes: Scenes) -> Tensor:
     return attributes @ _signs(attributes.shape[-1], described.device) * TEXT_GAIN
 
 
-def empty_context(count: int, device: torch.device | str = "cpu") -> Tensor:
-    return torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH, device=device)
-
-
 def _object_attributes(scenes: Scenes) -> Tensor:
     """(B, K, attributes), each of about unit size; zeros where no object is."""
     half = _pair(FULL_COLUMNS / 2, FULL_ROWS / 2, scenes.centre.device)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the small video model on one GPU, in runs that go on from each other.
+"""Trains the small video model on one GPU.
 
-python -m benchmarks.tiny_video_dit.train --out DIR --seconds 250 --planned-seconds 750
-    [--resume DIR_OF_THE_RUN_BEFORE] [--seed N] [--commit HASH] [--width 384 --blocks 6]
+python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900 [--seed N] [--commit HASH]
+    [--width 384 --blocks 6]
 
-Learning rate and clip sizes follow the share of --planned-seconds that all runs together have used.
-DIR gets three files of bf16 (see checkpoint.py) and log.jsonl, one line every LOG_EVERY steps.
+Learning rate and clip sizes follow the share of --seconds that is over. DIR gets the weights (see
+checkpoint.py).
 """
 
 from __future__ import annotations
@@ -14,22 +14,29 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import mse_loss
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 from benchmarks.tiny_video_dit import checkpoint, flow
 from benchmarks.tiny_video_dit.clips import draw_clips
 from benchmarks.tiny_video_dit.curriculum import FULL, PHASES, Batch, Phase, batch_at, rate_at
-from benchmarks.tiny_video_dit.fastest_attention import fastest_attention
 from benchmarks.tiny_video_dit.latent import clip_size, to_latent
-from benchmarks.tiny_video_dit.model import Attention, Config, VideoDiT, dense, initialised
+from benchmarks.tiny_video_dit.model import (
+    HEAD_DIM,
+    Attention,
+    Config,
+    VideoDiT,
+    dense,
+    initialised,
+)
+from benchmarks.tiny_video_dit.optimizer import WORKING_TYPE, Optimizer
 from benchmarks.tiny_video_dit.scenes import context, draw_scenes
-from benchmarks.tiny_video_dit.training_state import WORKING_TYPE, TrainingState
 
 WITHOUT_TEXT = 0.1  # share of clips, so that a sampler may guide away from the empty text
 LOG_EVERY = 50
@@ -83,74 +90,86 @@ class Trainer:
         self.config, self.seed, self.device = config, seed, device
         self.phases, self.attention = phases, attention
         self.model = initialised(config, seed)
-        self.state = TrainingState(self.model, device)
+        self.optimizer = Optimizer(self.model, device)
 
     def step(self, progress: float) -> tuple[Batch, Tensor, Tensor]:
         """One update; returns its batch, loss and gradient norm, the last two on the device."""
-        number = self.state.counters.step
+        number = self.optimizer.step
         batch = batch_at(number, progress, self.phases)
         example = draw_example(batch, (self.seed << 32) + number, self.device)
         loss = loss_of(self.model, example, self.attention)
         loss.backward()
-        return batch, loss.detach(), self.state.update(rate_at(progress))
+        return batch, loss.detach(), self.optimizer.update(rate_at(progress))
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch, clips: int = VALIDATION_CLIPS) -> float:
         """Loss of the averaged weights, on scenes of the batch's size that training does not
-        see.
-        """
-        self.state.working.copy_(self.state.average)
+        see."""
+        self.optimizer.show(self.optimizer.average.values())
         seeds = range(VALIDATION_SEED, VALIDATION_SEED + math.ceil(clips / batch.clips))
         examples = (draw_example(batch, seed, self.device) for seed in seeds)
         losses = [loss_of(self.model, example, self.attention) for example in examples]
-        self.state.working.copy_(self.state.weights)
+        self.optimizer.show(self.optimizer.weights)
         return float(torch.stack(losses).mean())
 
 
-def train_for(
-    trainer: Trainer,
-    seconds: float,
-    planned_seconds: float,
-    log: Callable[[dict[str, float | str]], None],
-) -> None:
-    """Makes steps until this many seconds have passed. Raises FloatingPointError if the loss
-    does.
-    """
-    counters = trainer.state.counters
-    before, started, logged = counters.seconds, time.monotonic(), time.monotonic()
+def train_for(trainer: Trainer, seconds: float) -> None:
+    """Makes steps until this many seconds have passed, and prints a JSON object every LOG_EVERY
+    steps. Raises FloatingPointError if the loss does."""
+    started = logged = time.monotonic()
     while (elapsed := time.monotonic() - started) < seconds:
-        progress = min(1.0, (before + elapsed) / planned_seconds)
+        progress = elapsed / seconds
         batch, loss, norm = trainer.step(progress)
-        counters.seconds = before + elapsed
-        if counters.step % LOG_EVERY == 0:
+        step = trainer.optimizer.step
+        if step % LOG_EVERY == 0:
             value = loss.item()  # waits for the GPU
             now = time.monotonic()
-            log(
-                {
-                    "step": counters.step,
-                    "seconds": round(before + now - started, 1),
-                    "grid": "x".join(map(str, batch.grid)),
-                    "loss": round(value, 5),
-                    "gradient": round(norm.item(), 4),
-                    "rate": round(rate_at(progress), 7),
-                    "ms_per_step": round(1e3 * (now - logged) / LOG_EVERY, 2),
-                }
-            )
+            line = {
+                "step": step,
+                "seconds": round(now - started, 1),
+                "grid": "x".join(map(str, batch.grid)),
+                "loss": round(value, 5),
+                "gradient": round(norm.item(), 4),
+                "ms_per_step": round(1e3 * (now - logged) / LOG_EVERY, 2),
+            }
+            print(json.dumps(line), flush=True)
             logged = now
             if not math.isfinite(value):
                 raise FloatingPointError(
-                    f"the loss is {value} at step {counters.step}: lower PEAK_RATE in "
-                    "curriculum.py, or resume from the last good run with another --seed"
+                    f"the loss is {value} at step {step}: lower PEAK_RATE in curriculum.py, or "
+                    "take another --seed"
                 )
-    counters.seconds = before + seconds
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+    """Attention by cuDNN where it has a plan for the shape: on Hopper it is well ahead, yet some
+    versions of torch try it last."""
+    if _cudnn_serves(*q.shape[:3]):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v)
+    return dense(q, k, v, block)
+
+
+@cache
+def _cudnn_serves(clips: int, heads: int, tokens: int) -> bool:
+    """Whether cuDNN computes a call and its gradients, all finite."""
+    made = torch.randn(3, clips, tokens, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        q, k, v = (x.transpose(1, 2).requires_grad_() for x in made)
+        try:
+            out = scaled_dot_product_attention(q, k, v)
+            parts = (out, *torch.autograd.grad(out, (q, k, v), out))
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            return False
+    return all(bool(torch.isfinite(part).all()) for part in parts)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="folder for weights and log")
-    parser.add_argument("--seconds", type=float, required=True, help="training time of this run")
-    parser.add_argument("--planned-seconds", type=float, required=True, help="of all runs together")
-    parser.add_argument("--resume", type=Path, help="folder of the run before")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
+    parser.add_argument("--seconds", type=float, required=True, help="training time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="", help="noted in the weights' header")
     parser.add_argument("--width", type=int, help="a multiple of 128")
@@ -160,28 +179,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     sizes = {"width": options.width, "blocks": options.blocks}
     config = replace(Config(), **{name: size for name, size in sizes.items() if size is not None})
-    attention = fastest_attention(_shapes(config)) if device.type == "cuda" else dense
+    attention = cudnn_attention if device.type == "cuda" else dense
     trainer = Trainer(config, options.seed, device, attention=attention)
-    if options.resume:
-        checkpoint.resume(options.resume, trainer.state)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "log.jsonl").open("w") as file:
-
-        def log(line: dict[str, float | str]) -> None:
-            print(json.dumps(line), file=file, flush=True)
-            print(json.dumps(line), flush=True)
-
-        train_for(trainer, options.seconds, options.planned_seconds, log)
-        loss = trainer.validation_loss(FULL)
-        log({"step": trainer.state.counters.step, "validation_loss": round(loss, 5)})
-    header = {"loss": round(loss, 5), "seed": options.seed, "commit": options.commit}
-    checkpoint.save(options.out, trainer.state, trainer.config, header)
-
-
-def _shapes(config: Config) -> list[tuple[int, int, int]]:
-    """(clips, heads, tokens) of every batch."""
-    batches = dict.fromkeys(batch for phase in PHASES for batch in phase.batches)
-    return [(batch.clips, config.heads, math.prod(batch.grid)) for batch in batches]
+    train_for(trainer, options.seconds)
+    loss = round(trainer.validation_loss(FULL), 5)
+    print(json.dumps({"step": trainer.optimizer.step, "validation_loss": loss}))
+    optimizer, said = trainer.optimizer, {"seed": options.seed, "commit": options.commit}
+    said |= {"step": optimizer.step, "seconds": options.seconds, "loss": loss}
+    checkpoint.save(options.out, optimizer.average, config, **said)
 
 
 if __name__ == "__main__":

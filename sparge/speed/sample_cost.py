@@ -8,7 +8,7 @@ one. With H heads of one batch entry, N tokens, and so many token orders (`walks
 
 on the GPU, and likewise on the host. Where the host takes longer than the dense call and the GPU,
 the GPU waits. The rates are beside those of calls in rates.json, from `python -m
-benchmarks.sample_cost --fit`.
+benchmarks.rates samples --fit`.
 """
 
 from __future__ import annotations

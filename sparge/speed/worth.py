@@ -11,7 +11,7 @@ With H heads of all batch entries, N tokens, and a share of the pairs that is ke
 filter_pair: with the PV filter; the last line: with head settings of which a share of the heads,
 pooled, adds pseudo-keys. Routing does not show beside the rest. A call that the host takes longer
 to launch takes as long as the host. The rates are in rates.json, which `python -m
-benchmarks.crossover --fit` writes from measurements; where nothing was measured (another kind of
+benchmarks.rates calls --fit` writes from measurements; where nothing was measured (another kind of
 GPU, another head_dim) there is no opinion.
 """
 

@@ -11,7 +11,7 @@ from statistics import mean
 import torch
 
 from benchmarks.quality.dit import DenseRun, load_dit, sample_dense
-from benchmarks.quality.end_to_end import Clips, clip_psnr, emulated, in_library
+from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME, Mode
 from sparge.tune import Aim
 
@@ -30,8 +30,7 @@ class Found:
 class GateClips:
     """Dense clips of one model on one grid, and the same clips sampled sparse.
 
-    On a GPU sparse calls go through `sparge.attention`; on a CPU through the emulation of
-    `benchmarks.quality`, which computes the same in fewer and larger products.
+    Sparse calls go through `sparge.attention`: the kernels on a GPU, the reference on a CPU.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class GateClips:
         """size: frames, rows, columns of tokens. weights: None for the shipped model."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_dit(weights, device)
-        self._attending = in_library if device.type == "cuda" else emulated
         self._runs = [sample_dense(model, size, seed) for seed in seeds]
 
     def auto(self, aim: Aim) -> Found:
@@ -54,7 +52,7 @@ class GateClips:
 
     def _sampled(self, run: DenseRun, mode: Mode, aim: Aim) -> Found:
         clips = Clips([run])
-        attention, density = self._attending(run, mode, clips.budgets_for(0, mode, aim))
+        attention, density = in_library(run, mode, clips.budgets_for(0, mode, aim))
         return Found(clip_psnr(run.finished(attention), run.clip), density())
 
     @staticmethod

@@ -3,57 +3,19 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch.nn.functional import conv3d
 
-from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.model import (
     CHANNELS,
-    Config,
     PatchEmbedding,
-    VideoDiT,
     dense,
-    grid_of,
     initialised,
     patches,
     rotary,
     rotated,
-    unpatched,
 )
-
-FILE_LIMIT = 16 * 2**20  # bytes that come back from a GPU machine in one file
-
-
-def test_default_weights_fit_one_file() -> None:
-    parameters = sum(parameter.numel() for parameter in VideoDiT(Config()).parameters())
-    assert 2 * parameters < FILE_LIMIT - 2**16  # room for the header
-
-
-def test_names_are_those_of_wan(toy) -> None:
-    names = {re.sub(r"blocks\.\d+", "blocks", name) for name in VideoDiT(toy).state_dict()}
-    projections = {
-        f"blocks.{kind}.{part}"
-        for kind in ("self_attn", "cross_attn")
-        for part in ("norm_q.weight", "norm_k.weight")
-    } | {
-        f"blocks.{kind}.{part}.{what}"
-        for kind in ("self_attn", "cross_attn")
-        for part in "qkvo"
-        for what in ("weight", "bias")
-    }
-    layers = {
-        f"{layer}.{what}"
-        for layer in (
-            *("patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0"),
-            *("time_embedding.2", "time_projection.1", "head.head"),
-            *("blocks.norm3", "blocks.ffn.0", "blocks.ffn.2"),
-        )
-        for what in ("weight", "bias")
-    }
-    assert names == projections | layers | {"head.modulation", "blocks.modulation"}
 
 
 def test_output_is_shaped_like_the_latent(toy_model, generator) -> None:
@@ -63,23 +25,6 @@ def test_output_is_shaped_like_the_latent(toy_model, generator) -> None:
     assert out.shape == latent.shape
     alone = toy_model(latent[1:], torch.tensor([20.0]), text[1:])
     torch.testing.assert_close(out[1:], alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("changed", ["latent", "timestep", "text"])
-def test_every_input_matters(toy_model, generator, changed) -> None:
-    given = {
-        "latent": torch.randn(1, CHANNELS, 2, 4, 6, generator=generator),
-        "timestep": torch.tensor([500.0]),
-        "text": torch.randn(1, 7, 64, generator=generator),
-    }
-    before = toy_model(*given.values())
-    given[changed] = given[changed] * 0.5
-    assert (toy_model(*given.values()) - before).abs().max() > 1e-3
-
-
-def test_odd_latents_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 x 6; both must be even"):
-        grid_of(torch.zeros(1, CHANNELS, 2, 5, 6))
 
 
 def test_attention_can_be_replaced(toy_model, generator) -> None:
@@ -105,13 +50,6 @@ def test_patches_are_a_strided_convolution(generator) -> None:
     torch.testing.assert_close(layer(patches(latent, (3, 3, 5))), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_unpatching_puts_channels_innermost(generator) -> None:
-    grid = (2, 3, 5)
-    latent = torch.randn(2, CHANNELS, 2, 6, 10, generator=generator)
-    channels_last = patches(latent, grid).unflatten(2, (CHANNELS, 4)).mT.flatten(2)
-    assert torch.equal(unpatched(channels_last, grid), latent)
-
-
 def test_rotary_products_depend_on_the_distance_only(generator) -> None:
     turns = rotary((4, 5, 6), torch.device("cpu")).view(4, 5, 6, -1)
     q, k = torch.randn(2, 1, 1, 1, 128, generator=generator)
@@ -128,9 +66,3 @@ def test_initial_weights_depend_on_the_seed_only(toy) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["blocks.0.ffn.0.weight"], other["blocks.0.ffn.0.weight"])
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
-
-
-def test_judged_size_is_long_and_ragged() -> None:
-    frames, rows, columns = FULL_GRID
-    assert 16_000 < frames * rows * columns < 30_000
-    assert all(size % 4 for size in FULL_GRID)
