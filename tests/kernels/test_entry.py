@@ -48,7 +48,7 @@ class Kept:
         self.beside.write_text(json.dumps(without_missing(told)))
 
 
-MISSING = object()
+MISSING = "missing"
 
 
 def without_missing(told: dict[str, Any]) -> dict[str, Any]:
