@@ -35,7 +35,7 @@ def default(kind: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        change(before)
+        change(None if kind == "device" else before)  # a default "cpu" would stay a function mode
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -123,7 +123,7 @@ class SessionPass:
             if table is None:
                 return self.facts.why_dense or MEASURING
             self.tables[shape] = table
-        if table.choices is None:
+        if not table.is_frozen:
             table.sample(row, call, exact)
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:

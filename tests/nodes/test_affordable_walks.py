@@ -225,7 +225,7 @@ def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
         run = {"layers": 57, "dense_steps": 1, "sparse_steps": steps}
         return node.affordable(call_of(q, q, q), 2, 1, 2, 0.235, **run).pays
 
-    assert [pays(4608, steps) for steps in (0, 1, 8, 12, 16)] == [False] * 4 + [True]
+    assert [pays(4608, steps) for steps in (0, 1, 7, 8, 16)] == [False] * 3 + [True] * 2
     assert pays(16896, 1) and not pays(16896, 0)
     assert pays(4608, None), "nobody knows how many come"
     assert pays(4608, 1, gpu="NVIDIA GeForce RTX 4090"), "nor what a call takes there"

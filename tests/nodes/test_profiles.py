@@ -202,11 +202,10 @@ def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, loa
     assert hook.last.profile is None, "it measured nothing itself"
 
 
-@pytest.mark.parametrize("kind", ["pooling", "dropping"])
-def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs, kind):
+def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs):
     """A model with as many tokens and heads, whose tokens nobody can order."""
     (choices,) = saved.profile.choices.values()
-    getattr(choices, kind).walk[:] = 1
+    choices.walk[:] = 1
     run_once(sigmas=[0.7, 0.6], model=WanModel(), profile=saved)
     ((known, _),) = runs
     assert known.tally.reasons == {}
