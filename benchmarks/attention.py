@@ -93,7 +93,9 @@ def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) 
     ms, repeats = median_within(lambda: case.attend(qkv, out_layout="NHD"), seconds)
     attend, calls = partial(case.attend, qkv, out_layout="NHD"), 1 if ms > LONG_MS else 5
     stages, before_attend = stage_ms(attend, calls), before_attend_ms(attend, calls)
-    pooled = float((case.budget.gain > 0).float().mean()) if case.budget else 0.0
+    pooled = (
+        float((case.head_settings.pool_weight > 0).float().mean()) if case.head_settings else 0.0
+    )
     return row(
         shape,
         case.name,

@@ -81,7 +81,10 @@ def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) 
         known = {part.name for part in fields(library.TokenGrid)}  # which may have other fields
         grid = library.TokenGrid(**{k: v for k, v in vars(shape.grid).items() if k in known})
         options["order"] = library.grid_order(grid).on(device)
-        options["budget"] = library.HeadBudget.uniform(shape.heads, density, 0.5, router, device)
+        now = hasattr(library, "HeadSettings")  # bases may be older than the name
+        made = library.HeadSettings if now else library.HeadBudget
+        name = "head_settings" if now else "budget"
+        options[name] = made.uniform(shape.heads, density, 0.5, router, device)
     return lambda: library.attention(*qkv, policy, out_layout="NHD", **options)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import HeadBudget, Router, SparsePolicy, TokenGrid, TokenOrder
+from sparge import HeadSettings, Router, SparsePolicy, TokenGrid, TokenOrder
 from sparge.tune import Workload
 
 from .shares import share_of
@@ -22,10 +22,12 @@ class Case:
     name: str
     policy: SparsePolicy
     order: TokenOrder | None = None
-    budget: HeadBudget | None = None
+    head_settings: HeadSettings | None = None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
-        return sparge.attention(*qkv, self.policy, order=self.order, budget=self.budget, **options)
+        return sparge.attention(
+            *qkv, self.policy, order=self.order, head_settings=self.head_settings, **options
+        )
 
 
 def ranked_share(order: TokenOrder, density: float) -> float:
@@ -44,7 +46,7 @@ def half_pooled(
     """Case in cube order in which every second head pools what it drops and ranks by error."""
     order, density = _ordered(grid, density, device)
     uniform = torch.full((heads,), density, device=device)
-    return Case(name, SparsePolicy(topk=density), order, HeadBudget(uniform, *_halves(uniform)))
+    return Case(name, SparsePolicy(topk=density), order, HeadSettings(uniform, *_halves(uniform)))
 
 
 def spread(
@@ -54,9 +56,9 @@ def spread(
     order, density = _ordered(grid, density, device)
     spread = torch.logspace(-0.5, 0.5, heads, device=device)
     spread = (spread / spread.mean() * density).clamp(max=1)
-    walk = (torch.arange(heads, device=device) % order.walks).int()
-    budget = HeadBudget(spread, *_halves(spread), walk=walk)
-    return Case(name, SparsePolicy(topk=density), order, budget)
+    order_kind = (torch.arange(heads, device=device) % order.order_kinds).int()
+    head_settings = HeadSettings(spread, *_halves(spread), order_kind=order_kind)
+    return Case(name, SparsePolicy(topk=density), order, head_settings)
 
 
 def _ordered(

@@ -42,7 +42,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparge import AttentionStats, SparsePolicy, TokenGrid, capabilities, cube_order, grid_order
 from sparge.kernels import warm
 from sparge.speed.worth import TORCH_KERNELS, torch_kernel
-from sparge.tune import Calibration, Workload, measure_for
+from sparge.tune import Measurement, Workload, measure_for
 
 from . import rates_fit, timing
 from .attention import specs
@@ -147,7 +147,9 @@ def time_calls(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[Row]:
                 "asked_density": asked,
                 "density": round(stats.density, 4),
                 "pv_filter": case.policy.pv_filter,
-                "pooled": float((case.budget.gain > 0).float().mean()) if case.budget else None,
+                "pooled": float((case.head_settings.pool_weight > 0).float().mean())
+                if case.head_settings
+                else None,
                 **ms,
                 **more,
             }
@@ -159,18 +161,18 @@ def time_samples(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[Row]:
     for name, backend in TORCH_KERNELS.items() if device.type == "cuda" else ():
         with sdpa_kernel(backend):
             dense_ms[name] = round(median_ms(partial(scaled_dot_product_attention, *qkv), 3, 1), 4)
-    for walks, calls in SAMPLES:
-        calibration = Calibration.begin(
+    for order_kinds, calls in SAMPLES:
+        measurement = Measurement.begin(
             layers=1,
             heads=shape.heads,
             workload=Workload(grid_order(shape.grid)),
-            walks=range(walks),
+            order_kinds=range(order_kinds),
             measure=measure_for(device),
             device=device,
         )
-        sample = partial(calibration.sample, 0, *qkv, dense=dense, calls=calls)
+        sample = partial(measurement.sample, 0, *qkv, dense=dense, calls=calls)
         if seconds := allowance.next():
-            found = {"walks": walks, "calls": calls, "row_step": calibration.row_step}
+            found = {"walks": order_kinds, "calls": calls, "row_step": measurement.row_step}
             ms = timed(sample, seconds, _sleep if device.type == "cuda" else None)
             yield found | ms | {"dense_ms": dense_ms}
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparge.order.variants import Walk
+from sparge.order.variants import OrderKind
 
 from . import pictures
 from .limits import read_rates
@@ -119,7 +119,7 @@ def samples_table() -> str:
     """Table of the models' shapes, where dense calls were timed, too; flash serves those that a
     measurement is a share of."""
     names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
-    measured, lines = len(Walk), []
+    measured, lines = len(OrderKind), []
     for row in read(SAMPLES):
         name = names.get((row["tokens"], row["heads"], row["head_dim"]))
         if name and row["walks"] == measured and row["calls"] == 1 and row.get("dense_ms"):

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch 4: block-sparse flash attention over the block map, mma.sync family (sm_80 and up).
 //
-// Semantics   Softmax over the keys of the kept blocks, ascending. O = v_mean + contrast * v_scale * acc / l, 0 for rows without
-//             keys; contrast is the output scale (attend/output_scale.cuh).
+// Semantics   Softmax over the keys of the kept blocks, ascending. O = v_mean + output_scale * v_scale * acc / l, 0 for rows without
+//             keys; output_scale is the output scale (attend/output_scale.cuh).
 //             Pooled keys may stand for dropped blocks (attend/pool.cuh).
 //             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
 // Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
@@ -73,7 +73,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
 
   softmax.finish();
   store_facts(p, work, smem, softmax);
-  if constexpr (is_quantized(kElement)) softmax.spread(smem.inverse_contrast);
+  if constexpr (is_quantized(kElement)) softmax.spread(smem.inverse_output_scale);
   store_output(p, work, out, softmax);
   const i32 thread = ptx::thread_index();
   if (kPvFilter && p.counters && thread % kRowGroupThreads == 0)

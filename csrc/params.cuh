@@ -28,7 +28,7 @@ struct HeadThresholds {
   float pvthreshd;
   float log2_gain;  // log2 of the pool weight; minus infinity: nothing is pooled
   float router;     // above 0: rank by the error that pooling a block makes
-  float contrast;   // output scale of query blocks that drop something (attend/output_scale.cuh); 1: none
+  float output_scale;   // output scale of query blocks that drop something (attend/output_scale.cuh); 1: none
 };
 
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
@@ -37,15 +37,15 @@ struct HeadThresholds {
 // key block. Some are empty at segment ends; inside a key block the tokens come first.
 struct Problem {
   const i32* key_lengths;
-  const i32* slot_token;   // (walks, slots), a row a token order: token in each slot, -1 where it is empty; null without an order
+  const i32* slot_token;   // (order kinds, slots), a row a token order: token in each slot, -1 where it is empty; null without an order
   const i32* slot_counts;  // (key_blocks): tokens in each 64 slots; null without an order
-  const i32* head_walk;    // (heads): row of slot_token; null: row 0. Heads that share keys have the same row
+  const i32* head_order_kind;    // (heads): row of slot_token; null: row 0. Heads that share keys have the same row
   i32 batch;
   i32 heads;
   i32 kv_heads;
   i32 queries;  // slots
   i32 keys;     // slots
-  i32 walks;
+  i32 order_kinds;
   i32 channels;
 
   SPARGE_DEVICE i32 query_blocks() const { return ceil_div(queries, kQueryBlock); }
@@ -60,8 +60,8 @@ struct Problem {
   }
   // Where the token order of the heads that read these keys starts in slot_token. All token orders have as many blocks. The
   // caller's values are unchecked: one past the last row means the last row.
-  SPARGE_DEVICE i32 walk_start(i32 kv) const {
-    return head_walk ? larger(0, smaller(head_walk[kv * (heads / kv_heads)], walks - 1)) * keys : 0;
+  SPARGE_DEVICE i32 order_start(i32 kv) const {
+    return head_order_kind ? larger(0, smaller(head_order_kind[kv * (heads / kv_heads)], order_kinds - 1)) * keys : 0;
   }
   // -1: the query slot holds none.
   SPARGE_DEVICE i32 query_token(i32 start, i32 slot) const {

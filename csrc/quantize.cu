@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     const i32 last = smaller(first + p.key_run, blocks) - 1;
     auto share = [&](const char* base) {
       if (threadIdx.x == 0)
-        run = {base, kv_at, blocks, first, quantize::walk_start_of_keys(problem, kv), problem.key_length(b), true};
+        run = {base, kv_at, blocks, first, quantize::order_start_of_keys(problem, kv), problem.key_length(b), true};
       __syncthreads();
     };
     if (values)
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
     const i32 last = smaller(first + p.query_run, blocks) - 1;
     with_chunks(p.q, b, head, problem.channels, [&](auto rows) {
       if (threadIdx.x == 0)
-        run = {rows.base, b * problem.heads + head, blocks, first, quantize::walk_start_of_queries(problem, head)};
+        run = {rows.base, b * problem.heads + head, blocks, first, quantize::order_start_of_queries(problem, head)};
       __syncthreads();
       quantize::average_queries(p, rows, smem.query, run, last);
     });

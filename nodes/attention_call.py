@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from ..sparge import (
     AttentionStats,
-    HeadBudget,
+    HeadSettings,
     SparsePolicy,
     TokenOrder,
     Unsupported,
@@ -163,7 +163,7 @@ class AttentionCall:
         policy: SparsePolicy,
         stats: AttentionStats,
         order: TokenOrder | None = None,
-        budget: HeadBudget | None = None,
+        head_settings: HeadSettings | None = None,
     ) -> Tensor:
         """Computes the call sparse. Raises sparge.Unsupported when the library cannot serve it."""
         out = attention(
@@ -173,7 +173,7 @@ class AttentionCall:
             out_layout="HND" if self.skip_output_reshape else "NHD",
             scale=self.scale,
             order=order,
-            budget=budget,
+            head_settings=head_settings,
             stats=stats,
             output_dtype=self.q.dtype,
         )

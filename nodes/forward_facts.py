@@ -296,7 +296,7 @@ class Forward:
             out = call.sparse(policy, stats, order)
         else:
             order = plan.order
-            out = call.sparse(policy, stats, order, plan.budget)
+            out = call.sparse(policy, stats, order, plan.head_settings)
             self.heads.probe(plan, row, call, out)
         if self.layout.remark:
             self.run.note(self.layout.remark)

@@ -128,7 +128,7 @@ def _errors(canvas: Canvas, result: RunResult, tall: int, left: int) -> None:
 def _by_layer(result: RunResult, name: str) -> dict[int, float]:
     found: dict[int, list[Tensor]] = {}
     for shape in result.shapes:
-        heads = torch.stack([getattr(shape, name), shape.loudness])
+        heads = torch.stack([getattr(shape, name), shape.head_weight])
         for place, layer in enumerate(shape.layers.tolist()):
             found.setdefault(layer, []).append(heads[:, place])
     means = {layer: mean_error(*torch.cat(heads, 1)) for layer, heads in found.items()}

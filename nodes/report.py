@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..sparge import Walk
+from ..sparge import OrderKind
 from ..sparge.tune import MeasuredShape, mean_error
 from .host import show_on_node
 from .pv_filter import LEFT_OUT
@@ -19,7 +19,7 @@ from .verdict import advice, why_nothing
 
 logger = logging.getLogger("sparge")
 
-BLOCKS_OF = {Walk.CUBES: "cubes", Walk.RASTER: "rows"}
+BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 
 
 def publish(result: RunResult, node_id: str | None) -> None:
@@ -38,7 +38,7 @@ def summary(result: RunResult) -> str:
             f"density {100 * result.density:.1f} %{_head_range(result)}"
         )
         parts.extend(_errors(result))
-        if any(shape.one_walk for shape in result.shapes):
+        if any(shape.one_order for shape in result.shapes):
             parts.append("measured one token order alone: the dense steps are few or short")
     else:
         parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why_nothing(result)])))
@@ -81,13 +81,16 @@ def _steps(result: RunResult) -> Iterator[str]:
 def _asked(result: RunResult) -> Iterator[str]:
     if result.asked:
         yield f"Asked for {result.asked}."
-    residual = result.of_heads("residual")
-    if heads := residual.numel():
-        pooled = 100 * float((residual > 0).float().mean())
-        yield f"{pooled:.0f} % of {heads} heads use the residual."
-    walks = sum((Counter(shape.walks) for shape in result.shapes), Counter())
-    if walks:
-        heads = (f"{BLOCKS_OF[walk]} in {walks[walk]}" for walk in sorted(walks))
+    pool_weight = result.of_heads("pool_weight")
+    if heads := pool_weight.numel():
+        pooled = 100 * float((pool_weight > 0).float().mean())
+        yield f"{pooled:.0f} % of {heads} heads use pooled keys."
+    order_kinds = sum((Counter(shape.order_kinds) for shape in result.shapes), Counter())
+    if order_kinds:
+        heads = (
+            f"{BLOCKS_OF[order_kind]} in {order_kinds[order_kind]}"
+            for order_kind in sorted(order_kinds)
+        )
         yield f"Blocks of tokens by head: {', '.join(heads)}."
 
 
@@ -121,5 +124,5 @@ def _percent(share: Tensor) -> str:
 
 
 def _of_layer(shape: MeasuredShape, name: str, index: int) -> str:
-    error = mean_error(getattr(shape, name)[index], shape.loudness[index])
+    error = mean_error(getattr(shape, name)[index], shape.head_weight[index])
     return "-" if error is None else f"{error:.3f}"

@@ -106,7 +106,7 @@ class RunResult:
     def mean_error(self, name: str) -> float | None:
         """Mean by head weight, over the heads of all shapes and layers whose error is known, if
         any."""
-        return mean_error(self._joined(name), self._joined("loudness"))
+        return mean_error(self._joined(name), self._joined("head_weight"))
 
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.shapes]

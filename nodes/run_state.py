@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..sparge import TURNS, TokenGrid, TokenOrder, capabilities
+from ..sparge import VARIANTS, TokenGrid, TokenOrder, capabilities
 from ..sparge.order.grid import unmeasured_order
 from ..sparge.tune import PassRecord, Profile, Session
 from ..sparge.tune.facts import Conditioning
@@ -189,13 +189,13 @@ class Run:
         """Token order that a step of manual mode takes; copied to the device once a run."""
         with self._lock:
             self._grids.add(grid)
-        return unmeasured_order(grid, step % TURNS).on(device)
+        return unmeasured_order(grid, step % VARIANTS).on(device)
 
     def end(self) -> None:
         """Gives back what outlives passes on the devices."""
         for grid in self._grids:
-            for turn in range(TURNS):
-                unmeasured_order(grid, turn).forget_copies()
+            for variant in range(VARIANTS):
+                unmeasured_order(grid, variant).forget_copies()
         if self.heads is not None:
             self.heads.end()
 

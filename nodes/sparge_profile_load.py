@@ -32,7 +32,7 @@ class SpargeProfileLoad(io.ComfyNode):
                 "measure. A profile that is missing or does not fit the model is not used, the "
                 "line under Sparge Attention says why, and the run measures."
             ),
-            search_aliases=["sparse attention", "spargeattn", "calibration"],
+            search_aliases=["sparse attention", "spargeattn", "measurement"],
             inputs=[
                 io.String.Input(
                     "name",

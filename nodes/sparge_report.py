@@ -46,7 +46,7 @@ class SpargeReport(io.ComfyNode):
                 "predicted and probed error, and why calls were dense. It can save what was "
                 "measured for Load Sparge Profile."
             ),
-            search_aliases=["sparse attention", "spargeattn", "statistics", "calibration"],
+            search_aliases=["sparse attention", "spargeattn", "statistics", "measurement"],
             inputs=[
                 io.Model.Input("model", tooltip="The model that Sparge Attention gave out."),
                 io.Latent.Input(

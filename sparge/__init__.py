@@ -7,22 +7,23 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 from .attention import Partials, attention, attention_partials, make_plan
 from .blocks import BlockPlan
 from .errors import KernelBuildError, Unsupported
-from .head_settings import HeadBudget, Router
+from .head_settings import HeadSettings, Router
 from .kernels import Capability, capabilities
 from .order.grid import TokenGrid, TokenOrder, cube_order, grid_order
-from .order.variants import TURNS, Walk
+from .order.variants import VARIANTS, OrderKind
 from .padding import KeyPadding, key_padding
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
 
 __all__ = [
-    "TURNS",
+    "VARIANTS",
     "AttentionStats",
     "BlockPlan",
     "Capability",
-    "HeadBudget",
+    "HeadSettings",
     "KernelBuildError",
     "KeyPadding",
+    "OrderKind",
     "Partials",
     "Precision",
     "Router",
@@ -30,7 +31,6 @@ __all__ = [
     "TokenGrid",
     "TokenOrder",
     "Unsupported",
-    "Walk",
     "attention",
     "attention_partials",
     "capabilities",

@@ -15,7 +15,7 @@ from .checks.argument import check_kind, flag
 from .checks.causal import Alignment
 from .checks.validate import as_heads_first, check_layout, check_output_dtype
 from .errors import Unsupported
-from .head_settings import HeadBudget
+from .head_settings import HeadSettings
 from .order.grid import TokenOrder
 from .policy import SparsePolicy
 from .stages import on_reference
@@ -54,7 +54,7 @@ class _Options(TypedDict, total=False):
     block_mask: Tensor | None
     plan: BlockPlan | None
     order: TokenOrder | None
-    budget: HeadBudget | None
+    head_settings: HeadSettings | None
     stats: AttentionStats | None
     output_dtype: torch.dtype | None
 
@@ -94,7 +94,7 @@ def attention(
     block_mask: Tensor | None = None,
     plan: BlockPlan | None = None,
     order: TokenOrder | None = None,
-    budget: HeadBudget | None = None,
+    head_settings: HeadSettings | None = None,
     stats: AttentionStats | None = None,
     output_dtype: torch.dtype | None = None,
     return_lse: bool = False,
@@ -118,7 +118,7 @@ def attention(
         plan: from ``make_plan``; replaces routing.
         order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
             and its exact tokens replace the policy's. q, k, v and the result stay as they come.
-        budget: settings of each head: density, pooled keys, output scale, and router; replaces the
+        head_settings: density, pooled keys, output scale and router of each head; they replace the
             policy's density.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
@@ -138,8 +138,8 @@ def attention(
             ``sparge.kernels.warm(device)`` before); ``log`` says why.
     """
     call = make_call(
-        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order, budget,
-        causal,
+        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order,
+        head_settings, causal,
     )  # fmt: skip
     check_output_dtype(output_dtype)
     dtype = output_dtype or call.q.dtype

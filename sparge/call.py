@@ -21,7 +21,7 @@ from .checks.validate import (
     checked_scale,
 )
 from .errors import Unsupported
-from .head_settings import HeadBudget
+from .head_settings import HeadSettings
 from .kernels import Element, capabilities, native_element
 from .order.grid import TokenOrder
 from .policy import Precision, SparsePolicy, operand_dtype
@@ -42,7 +42,7 @@ class Call:
     block_mask: Tensor | None
     plan: BlockPlan | None
     order: TokenOrder | None
-    budget: HeadBudget | None
+    head_settings: HeadSettings | None
     thresholds: Tensor | None
     bottom_right: bool = False
     """Meaning of `is_causal`: True when the last query sees the last key, else the first sees the
@@ -55,7 +55,7 @@ class Call:
     @property
     def pools(self) -> bool:
         """Whether dropped blocks may take part as their means."""
-        return self.budget is not None and self.budget.pools
+        return self.head_settings is not None and self.head_settings.pools
 
     @property
     def element(self) -> Element:
@@ -102,7 +102,9 @@ class Call:
             v=None if self.v is None else self.v[:, kv],
             block_mask=None if self.block_mask is None else self.block_mask[:, query],
             plan=None if self.plan is None else self.plan.heads_slice(query),
-            budget=None if self.budget is None else self.budget.heads_slice(query),
+            head_settings=None
+            if self.head_settings is None
+            else self.head_settings.heads_slice(query),
             thresholds=None if self.thresholds is None else self.thresholds[query],
         )
 
@@ -128,13 +130,13 @@ def make_call(
     block_mask: Tensor | None,
     plan: BlockPlan | None,
     order: TokenOrder | None = None,
-    budget: HeadBudget | None = None,
+    head_settings: HeadSettings | None = None,
     causal: Alignment | None = None,
 ) -> Call:
     """Validates arguments. Raises Unsupported or ValueError, with a sentence for the user, before
     anything runs."""
     policy = SparsePolicy() if policy is None else policy
-    _check_kinds(policy, plan, order, budget)
+    _check_kinds(policy, plan, order, head_settings)
     q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
     check_pair(q, k)
     if v is not None:
@@ -147,7 +149,7 @@ def make_call(
         v,
         block_mask,
         *policy.per_head.values(),
-        *(budget.tensors.values() if budget else ()),
+        *(head_settings.tensors.values() if head_settings else ()),
     )
     check_inference(q, k, *(tensor for tensor in optional if tensor is not None))
     is_causal = flag("is_causal", is_causal)
@@ -155,7 +157,7 @@ def make_call(
     bottom_right = ends_with_the_keys(is_causal, causal, n_queries, n_keys)
     is_causal = is_causal or causal is not None
     replaces_routing = plan is not None or block_mask is not None
-    _check_order_and_budget(q, k, policy, is_causal, replaces_routing, order, budget)
+    _check_order_and_settings(q, k, policy, is_causal, replaces_routing, order, head_settings)
     softmax_scale = checked_scale(scale, q.shape[-1])
     if plan is not None:
         plan.check_fits(q, k, is_causal, key_lengths, block_mask)
@@ -178,8 +180,10 @@ def make_call(
         block_mask,
         plan,
         None if order is None else order.on(q.device),
-        budget,
-        policy.head_thresholds(heads, q.device) if budget is None else budget.table(policy),
+        head_settings,
+        policy.head_thresholds(heads, q.device)
+        if head_settings is None
+        else head_settings.table(policy),
         bottom_right and n_queries != n_keys,
     )
 
@@ -188,31 +192,31 @@ def _check_kinds(
     policy: SparsePolicy,
     plan: BlockPlan | None,
     order: TokenOrder | None,
-    budget: HeadBudget | None,
+    head_settings: HeadSettings | None,
 ) -> None:
     check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
     for name, value, kind, maker in (
         ("plan", plan, BlockPlan, "make_plan"),
         ("order", order, TokenOrder, "cube_order or grid_order"),
-        ("budget", budget, HeadBudget, "HeadBudget or HeadBudget.uniform"),
+        ("head_settings", head_settings, HeadSettings, "HeadSettings or HeadSettings.uniform"),
     ):
         if value is not None:
             check_kind(name, value, kind, f"what {maker} makes")
 
 
-def _check_order_and_budget(
+def _check_order_and_settings(
     q: Tensor,
     k: Tensor,
     policy: SparsePolicy,
     is_causal: bool,
     replaces_routing: bool,
     order: TokenOrder | None,
-    budget: HeadBudget | None,
+    head_settings: HeadSettings | None,
 ) -> None:
-    if (order is not None or budget is not None) and replaces_routing:
+    if (order is not None or head_settings is not None) and replaces_routing:
         raise ValueError(
-            "plan and block_mask replace routing, which order and budget are about: give one or "
-            "the other."
+            "plan and block_mask replace routing, which order and head_settings are about: give "
+            "one or the other."
         )
     if order is not None:
         if is_causal:
@@ -225,22 +229,24 @@ def _check_order_and_budget(
                 f"The call has {q.shape[2]} queries and {k.shape[2]} keys; the token order is one "
                 f"of {order.tokens} tokens that attend to each other. Make an order for this grid."
             )
-    if budget is not None and budget.walk is not None and order is None:
+    if head_settings is not None and head_settings.order_kind is not None and order is None:
         raise ValueError(
-            "The budget says which walk of a token order each head takes, and no order is given: "
-            "give order=grid_order(grid), or a budget without walk."
+            "The head settings say which token order each head takes, and no order is given: "
+            "give order=grid_order(grid), or head settings without order_kind."
         )
-    if budget is not None:
-        _check_contrast(policy, budget, is_causal)
-    if budget is not None and (budget.heads != q.shape[1] or budget.device != q.device):
+    if head_settings is not None:
+        _check_output_scale(policy, head_settings, is_causal)
+    if head_settings is not None and (
+        head_settings.heads != q.shape[1] or head_settings.device != q.device
+    ):
         raise ValueError(
-            f"The budget is for {budget.heads} heads on {budget.device}, q has {q.shape[1]} heads "
-            f"on {q.device}: give one value for each head, on q's device."
+            f"The head settings are for {head_settings.heads} heads on {head_settings.device}, q "
+            f"has {q.shape[1]} heads on {q.device}: give one value for each head, on q's device."
         )
 
 
-def _check_contrast(policy: SparsePolicy, budget: HeadBudget, is_causal: bool) -> None:
-    if budget.contrast is None:
+def _check_output_scale(policy: SparsePolicy, head_settings: HeadSettings, is_causal: bool) -> None:
+    if head_settings.output_scale is None:
         return
     if is_causal:
         reason = "its mean value would tell causal attention of later keys"
@@ -248,4 +254,4 @@ def _check_contrast(policy: SparsePolicy, budget: HeadBudget, is_causal: bool) -
         reason = "16-bit operands do not know it, as they are not taken around a mean"
     else:
         return
-    raise Unsupported(f"The budget has a contrast, but {reason}: leave contrast out.")
+    raise Unsupported(f"The head settings have an output_scale, but {reason}: leave it out.")

@@ -36,43 +36,43 @@ class Router(enum.IntEnum):
 
 #: Fields of head settings that may be None: their types, and what heads then have.
 OPTIONAL = {
-    "walk": (torch.int32, 0),
-    "contrast": (torch.float32, 1.0),
+    "order_kind": (torch.int32, 0),
+    "output_scale": (torch.float32, 1.0),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class HeadBudget:
+class HeadSettings:
     """Head settings: one value per query head; replaces the density of a `SparsePolicy`.
 
     density: (heads,) float32, 0..1. With `select_by="topk"` the share of all key blocks that a
         query block ranks in; it keeps one more where that and the blocks that are always kept are
         an odd number, because on Hopper two take as long as one. With `"cdf"` the share of the
         ranking weight that it keeps.
-    gain: (heads,) float32 >= 0: pool weight, the factor of the pooled keys that stand for dropped
-        blocks; 0 is plain dropping and costs nothing.
+    pool_weight: (heads,) float32 >= 0: factor of the pooled keys that stand for dropped blocks; 0
+        is plain dropping and costs nothing.
     router: (heads,) int32, values of `Router`.
-    contrast: (heads,) float32 > 0: output scale, the factor of the output's distance from the mean
-        value of all keys, in query blocks that drop something; None: 1 for all. Pooled keys draw
+    output_scale: (heads,) float32 > 0: factor of the output's distance from the mean value of all
+        keys, in query blocks that drop something; None: 1 for all. Pooled keys draw
         outputs towards that mean, plain dropping draws them apart. It takes no time. With 8-bit
         operands, not causal: the mean would tell of later keys.
     floor: ranked key blocks that every query block keeps, whatever its density.
     pools: whether any pool weight is above 0 or any router `ERROR`: with False kernels prepare
         neither.
-    walk: (heads,) int32, index of the token order that each head takes among those of the call, the
-        last where there are fewer; None: the first. Heads that share keys take the order of the
-        first of them.
+    order_kind: (heads,) int32, index of the token order that each head takes among those of the
+        call, the last where there are fewer; None: the first. Heads that share keys take the order
+        of the first of them.
 
     Values are not checked: reading them would synchronise with the GPU.
     """
 
     density: Tensor
-    gain: Tensor
+    pool_weight: Tensor
     router: Tensor
     floor: int = 1
     pools: bool = True
-    walk: Tensor | None = None
-    contrast: Tensor | None = None
+    order_kind: Tensor | None = None
+    output_scale: Tensor | None = None
     # Not given, so that `replace` makes new ones: tables hold these values.
     _tables: OrderedDict[TableKey, Tensor] = field(
         default_factory=OrderedDict, init=False, repr=False
@@ -82,21 +82,21 @@ class HeadBudget:
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
-        for name, dtype in (("gain", torch.float32), ("router", torch.int32)):
+        for name, dtype in (("pool_weight", torch.float32), ("router", torch.int32)):
             _check(name, getattr(self, name), dtype, self.heads)
         _check("density", self.density, torch.float32, self.heads)
         for name, (dtype, _) in OPTIONAL.items():
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), dtype, self.heads)
-        for name in ("gain", "router", *OPTIONAL):
+        for name in ("pool_weight", "router", *OPTIONAL):
             value = getattr(self, name)
             if value is not None and value.device != self.device:
                 raise ValueError(
                     f"{name} is on {value.device} and density on {self.device}: put all values of "
-                    "a budget on one device."
+                    "head settings on one device."
                 )
-        if self.walk is not None:  # kernels read it in place
-            object.__setattr__(self, "walk", self.walk.contiguous())
+        if self.order_kind is not None:  # kernels read it in place
+            object.__setattr__(self, "order_kind", self.order_kind.contiguous())
         for name, value in (
             ("floor", whole_number("floor", self.floor, 1, INT32_MAX)),
             ("pools", flag("pools", self.pools)),
@@ -111,22 +111,24 @@ class HeadBudget:
     def device(self) -> torch.device:
         return self.density.device
 
-    def on(self, device: torch.device | str) -> HeadBudget:
+    def on(self, device: torch.device | str) -> HeadSettings:
         """Same values on `device`."""
         return self._each(lambda values: values.to(device))
 
-    def heads_slice(self, heads: slice) -> HeadBudget:
+    def heads_slice(self, heads: slice) -> HeadSettings:
         """Settings of some of the query heads."""
         return self._each(lambda values: values[heads])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> HeadBudget:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> HeadSettings:
         """Settings with all values changed."""
         return replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Values of heads, by name."""
-        values = {name: getattr(self, name) for name in ("density", "gain", "router", *OPTIONAL)}
+        values = {
+            name: getattr(self, name) for name in ("density", "pool_weight", "router", *OPTIONAL)
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     def table(self, policy: SparsePolicy, hold: bool = False) -> Tensor:
@@ -168,9 +170,9 @@ class HeadBudget:
             selection=self.density,
             simthreshd1=policy.simthreshd1,
             pvthreshd=policy.pvthreshd,
-            log2_gain=self.gain.log2(),
+            log2_pool_weight=self.pool_weight.log2(),
             router=self.router,
-            contrast=1.0 if self.contrast is None else self.contrast,
+            output_scale=1.0 if self.output_scale is None else self.output_scale,
         )
 
     @classmethod
@@ -178,25 +180,25 @@ class HeadBudget:
         cls,
         heads: int,
         density: float,
-        gain: float = 0.0,
+        pool_weight: float = 0.0,
         router: Router = Router.MASS,
         device: torch.device | str = "cpu",
-    ) -> HeadBudget:
+    ) -> HeadSettings:
         """Same settings for every head."""
         heads = whole_number("heads", heads, 1)
-        density, gain = number("density", density), number("gain", gain)
-        if not (0 <= density <= 1 and 0 <= gain < math.inf):
+        density, pool_weight = number("density", density), number("pool_weight", pool_weight)
+        if not (0 <= density <= 1 and 0 <= pool_weight < math.inf):
             raise ValueError(
-                f"density is {density} and gain {gain}; density takes a number from 0 to 1, gain "
-                "a finite one from 0."
+                f"density is {density} and pool_weight {pool_weight}; density takes a number from "
+                "0 to 1, pool_weight a finite one from 0."
             )
         if router not in list(Router):
             raise ValueError(f"router is {shown(router)}; it takes Router.MASS or Router.ERROR.")
         return cls(
             torch.full((heads,), density, dtype=torch.float32, device=device),
-            torch.full((heads,), gain, dtype=torch.float32, device=device),
+            torch.full((heads,), pool_weight, dtype=torch.float32, device=device),
             torch.full((heads,), int(router), dtype=torch.int32, device=device),
-            pools=gain > 0 or router == Router.ERROR,
+            pools=pool_weight > 0 or router == Router.ERROR,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .kernels.params import HeadThresholds
 
 COLUMNS = tuple(field[0] for field in HeadThresholds._fields_)
-OFF = {"log2_gain": -math.inf, "router": 0.0, "contrast": 1.0}
+OFF = {"log2_gain": -math.inf, "router": 0.0, "output_scale": 1.0}
 SELECTION = COLUMNS.index("selection")
 
 

@@ -15,7 +15,7 @@ import sparge
 from sparge import (
     AttentionStats,
     BlockPlan,
-    HeadBudget,
+    HeadSettings,
     Precision,
     Router,
     SparsePolicy,
@@ -52,7 +52,7 @@ class TestKinds:
             ({"block_mask": np.ones((1, 2, 2, 4))}, "block_mask is a numpy.ndarray; give a torch"),
             ({"plan": torch.ones(1, 2, 2, 4)}, "plan is a torch.Tensor; give what make_plan makes"),
             ({"order": GRID}, "order is a .*TokenGrid; give what cube_order or grid_order makes"),
-            ({"budget": 0.3}, "budget is 0.3; give what HeadBudget"),
+            ({"head_settings": 0.3}, "head_settings is 0.3; give what HeadSettings"),
             ({"stats": True}, "stats is True; give an AttentionStats"),
             ({"output_dtype": "float16"}, "output_dtype is float16; bfloat16"),
         ],
@@ -98,39 +98,39 @@ class TestKinds:
         [
             ({"density": 0.5}, "density is 0.5; give a torch tensor"),
             ({"router": Router.MASS}, "router is .*; give a torch tensor"),
-            ({"contrast": 1.0}, "contrast is 1.0; give a torch tensor"),
+            ({"output_scale": 1.0}, "output_scale is 1.0; give a torch tensor"),
             ({"floor": 2**31}, "floor is 2147483648; it takes a whole number from 1 to 2147483647"),
             ({"pools": "no"}, "pools is 'no'; it takes True or False"),
         ],
     )
     def test_of_a_budget(self, named: dict[str, Any], words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            replace(HeadBudget.uniform(2, 0.5), **named)
+            replace(HeadSettings.uniform(2, 0.5), **named)
 
     @pytest.mark.parametrize(
         ("given", "words"),
         [
             ((2.0, 0.5), "heads is 2.0; it takes a whole number from 1"),
             ((2, "half"), "density is 'half'; give a number"),
-            ((2, 1.5), "density is 1.5 and gain 0.0; density takes a number from 0 to 1"),
-            ((2, 0.5, -1.0), "density is 0.5 and gain -1.0"),
+            ((2, 1.5), "density is 1.5 and pool_weight 0.0; density takes a number from 0 to 1"),
+            ((2, 0.5, -1.0), "density is 0.5 and pool_weight -1.0"),
             ((2, 0.5, 0.0, "error"), r"router is 'error'; it takes Router\.MASS or Router\.ERROR"),
         ],
     )
     def test_of_a_uniform_budget(self, given: tuple[Any, ...], words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            HeadBudget.uniform(*given)
+            HeadSettings.uniform(*given)
 
     def test_a_routers_number_is_the_router(self) -> None:
         """Kernels prepare what ranking by error reads."""
-        assert HeadBudget.uniform(2, 0.5, 0.0, 1).pools  # type: ignore[arg-type]
+        assert HeadSettings.uniform(2, 0.5, 0.0, 1).pools  # type: ignore[arg-type]
 
     def test_thresholds_of_other_heads_beside_a_budget(self, make_qkv) -> None:
         q, k, v = make_qkv()
         for name in ("simthreshd1", "pvthreshd"):
             policy = replace(SPARSE, **{name: torch.ones(5)})
             with pytest.raises(ValueError, match=rf"{name} has shape \(5,\).* 2 query heads"):
-                attention(q, k, v, policy, budget=HeadBudget.uniform(2, 0.5))
+                attention(q, k, v, policy, head_settings=HeadSettings.uniform(2, 0.5))
 
     def test_numpys_numbers_are_numbers(self, make_qkv) -> None:
         q, k, v = make_qkv()
@@ -143,8 +143,8 @@ class TestKinds:
             expected = attention(q, k, v, same, **plain)
             assert torch.equal(attention(q, k, v, policy, **given), expected)
         sizes: list[Any] = [np.int64(2), np.float32(0.5), np.int64(256), np.int32(256)]
-        budget = HeadBudget.uniform(*sizes[:2])
-        assert budget.heads == 2 and replace(budget, floor=np.int32(3)).floor == 3
+        head_settings = HeadSettings.uniform(*sizes[:2])
+        assert head_settings.heads == 2 and replace(head_settings, floor=np.int32(3)).floor == 3
         plan = sparge.make_plan(q, k, SPARSE)
         assert BlockPlan(plan.block_map, plan.counts, *sizes[2:]).n_queries == 256
 
@@ -161,9 +161,10 @@ class TestSizes:
         full = SparsePolicy(topk=1.0, precision=Precision.INT8_FP16)
         assert torch.equal(attention(q, k, v, policy), attention(q, k, v, full))
         assert sparge.make_plan(q, k, policy).density() == 1
-        budget = HeadBudget.uniform(2, 0.1)
+        head_settings = HeadSettings.uniform(2, 0.1)
         assert torch.equal(
-            attention(q, k, v, policy, budget=budget), attention(q, k, v, full, budget=None)
+            attention(q, k, v, policy, head_settings=head_settings),
+            attention(q, k, v, full, head_settings=None),
         )
         told: list[list[int]] = []
         monkeypatch.setattr(ops, "route", lambda *given: told.append(given[5]))

@@ -187,10 +187,14 @@ def test_stats_on_another_device_are_refused(make_qkv) -> None:
 def test_a_budget_that_does_not_pool_drops(make_qkv, pools: bool) -> None:
     """Kernels do the same, for which nothing is prepared then."""
     q, k, v = make_qkv(1, 2, 2000, 64)
-    plain = sparge.HeadBudget.uniform(2, 0.3)
+    plain = sparge.HeadSettings.uniform(2, 0.3)
     ones = torch.ones(2)
-    budget = replace(plain, gain=ones, router=ones.int() * sparge.Router.ERROR, pools=pools)
-    same = torch.equal(attention(q, k, v, budget=budget), attention(q, k, v, budget=plain))
+    head_settings = replace(
+        plain, pool_weight=ones, router=ones.int() * sparge.Router.ERROR, pools=pools
+    )
+    same = torch.equal(
+        attention(q, k, v, head_settings=head_settings), attention(q, k, v, head_settings=plain)
+    )
     assert same != pools
 
 

@@ -39,7 +39,7 @@ def test_an_overlay_is_a_version_of_its_own(
     assert all(row["equal"] and row["attend_ms"] == 1.5 for row in rows)
 
 
-def test_gains_are_of_the_base_over_the_other() -> None:
+def test_pool_weights_are_of_the_base_over_the_other() -> None:
     found = beside([2.0, 2.2, 2.0], [1.0, 1.1, 1.0])
     assert found == {"base_ms": 2.0, "ms": 1.0, "gain": 1.0, "spread": 0.0}
 

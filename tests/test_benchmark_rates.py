@@ -92,13 +92,13 @@ def test_rates_of_calls_and_of_measurements_leave_each_other_alone(
     rows = [
         timed(
             shape.tokens,
-            1000 * MADE_SAMPLES.seconds(24 * shape.tokens, walks, calls),
-            1000 * HOST.seconds(24 * shape.tokens, walks),
-            walks=walks,
+            1000 * MADE_SAMPLES.seconds(24 * shape.tokens, order_kinds, calls),
+            1000 * HOST.seconds(24 * shape.tokens, order_kinds),
+            order_kinds=order_kinds,
             calls=calls,
         )
         for shape in SHAPES.values()
-        for walks, calls in rates.SAMPLES
+        for order_kinds, calls in rates.SAMPLES
     ]
     write_rows(samples, rows)
     rates.main(["samples", "--fit", str(samples)])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
-from sparge import AttentionStats, HeadBudget, SparsePolicy
+from sparge import AttentionStats, HeadSettings, SparsePolicy
 from sparge.call import make_call
 from sparge.kernels import Capability
 from sparge.stats import Counter
@@ -143,4 +143,4 @@ def test_who_needs_scores_and_similarities(
     masked = call_of(*shared, torch.ones(1, 2, 3, 5, dtype=torch.bool), None)
     assert not masked.scores and not masked.asks_similarity
     if "select_by" not in given:
-        assert call_of(*shared, None, None, None, HeadBudget.uniform(2, 0.3)).scores
+        assert call_of(*shared, None, None, None, HeadSettings.uniform(2, 0.3)).scores

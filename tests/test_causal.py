@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadBudget, Precision, SparsePolicy, compat
+from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, compat
 from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
@@ -132,17 +132,17 @@ def test_a_block_mask_is_cut_where_whole_blocks_allow(
         attention(*ragged, DENSE, causal="bottom-right", block_mask=mask)
 
 
-@pytest.mark.parametrize("gain", [0.0, 1.0])
-def test_a_budget_serves_both_parts(make_qkv, gain: float) -> None:
+@pytest.mark.parametrize("pool_weight", [0.0, 1.0])
+def test_a_budget_serves_both_parts(make_qkv, pool_weight: float) -> None:
     """All keys of a block are the same, so pooled ones stand for them to the letter."""
     q, k, v = make_qkv(1, 2, 128, 64, kv_tokens=1152)
     k, v = (x[:, :, ::64].repeat_interleave(64, 2) for x in (k, v))
-    budget = HeadBudget.uniform(2, 0.25, gain)
+    head_settings = HeadSettings.uniform(2, 0.25, pool_weight)
     stats = AttentionStats("cpu")
-    out = attention(q, k, v, DENSE, causal="bottom-right", budget=budget, stats=stats)
+    out = attention(q, k, v, DENSE, causal="bottom-right", head_settings=head_settings, stats=stats)
     truth, _ = dense(q, k, v, visible(128, 1152, "bottom-right"))
     assert stats.density < 0.4
-    assert (rel_l2(out, truth) < 0.02) == (gain == 1)
+    assert (rel_l2(out, truth) < 0.02) == (pool_weight == 1)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,12 @@ class TestRefusals:
             ({"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
             ({"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_causal"),
             (
-                {"budget": replace(HeadBudget.uniform(2, 0.5), contrast=torch.ones(2))},
-                "has a contrast",
+                {
+                    "head_settings": replace(
+                        HeadSettings.uniform(2, 0.5), output_scale=torch.ones(2)
+                    )
+                },
+                "have an output_scale",
             ),
         ],
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadBudget, SparsePolicy, TokenGrid, grid_order
+from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
 from sparge.call import Call
 from sparge.kernels import Capability
 from sparge.stages import ops, reference_op
@@ -58,9 +58,9 @@ def test_upstreams_semantics_are_of_plain_calls_alone(
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
     order = grid_order(GRID) if ordered else None
-    budget = HeadBudget.uniform(HEADS, 0.3) if budgeted else None
+    head_settings = HeadSettings.uniform(HEADS, 0.3) if budgeted else None
     q, k, v = make_qkv(1, HEADS, GRID.tokens, 64)
-    sparge.attention(q, k, v, SparsePolicy(topk=0.3), order=order, budget=budget)
+    sparge.attention(q, k, v, SparsePolicy(topk=0.3), order=order, head_settings=head_settings)
     (told,) = routed
     assert told.upstream is not (ordered or budgeted)
 
@@ -78,8 +78,8 @@ def test_groups_of_heads_give_what_all_heads_give(
     elif given == "mask":
         options["block_mask"] = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 7 < 4
     elif given == "budget":
-        budget = HeadBudget.uniform(HEADS, 0.3, gain=1.0)
-        options["budget"] = replace(budget, density=torch.linspace(0.1, 0.9, HEADS))
+        head_settings = HeadSettings.uniform(HEADS, 0.3, pool_weight=1.0)
+        options["head_settings"] = replace(head_settings, density=torch.linspace(0.1, 0.9, HEADS))
     groups: list[int] = []
 
     def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparge import (
-    HeadBudget,
+    HeadSettings,
     Precision,
     Router,
     SparsePolicy,
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "filtered": {"pvthreshd": 20.0},
     "causal": {"topk": 0.3, "is_causal": True},
     "ordered": {"order": True},
-    "budget": {"order": True, "budget": True},
+    "budget": {"order": True, "head_settings": True},
     "block mask": {"block_mask": True},
     "plan": {"plan": True},
 }
@@ -58,12 +58,12 @@ def attend(way: str, precision: Precision, device: str, *qkv: Tensor) -> tuple[T
     policy = SparsePolicy(precision=precision, **of_policy)
     if "order" in options:
         options["order"] = grid_order(GRID).on(device)
-    if "budget" in options:
-        budget = HeadBudget.uniform(HEADS, 0.15, 1.0, Router.ERROR, torch.device(device))
+    if "head_settings" in options:
+        head_settings = HeadSettings.uniform(HEADS, 0.15, 1.0, Router.ERROR, torch.device(device))
         if precision is not Precision.SIXTEEN_BIT:
             half = torch.full((HEADS,), 0.5, device=device)
-            budget = replace(budget, contrast=half)
-        options["budget"] = budget
+            head_settings = replace(head_settings, output_scale=half)
+        options["head_settings"] = head_settings
     if "block_mask" in options:
         options["block_mask"] = _mask_without_the_place(device)
     if "plan" in options:

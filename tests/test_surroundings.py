@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge import HeadBudget, Precision, Router, SparsePolicy, TokenGrid, grid_order
-from sparge.tune import Calibration, Workload
+from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
+from sparge.tune import Measurement, Workload
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
@@ -58,7 +58,7 @@ class Inputs:
         self.qkv = make_qkv(1, 2, GRID.tokens, 64, dtype=dtype)
         self.order = grid_order(GRID)
         self.shares = torch.tensor([0.3, 0.6])
-        self.walk = torch.tensor([0, 1], dtype=torch.int32)
+        self.order_kind = torch.tensor([0, 1], dtype=torch.int32)
         self.lengths = torch.tensor([200], dtype=torch.int32)
 
     def results(self, precision: Precision) -> Iterator[Tensor]:
@@ -74,11 +74,13 @@ class Inputs:
         plan = sparge.make_plan(q, k, policy)
         yield from (plan.block_map, plan.counts, plan.kept(), plan.kept_pairs())
         stats = sparge.AttentionStats("cpu")
-        budget = HeadBudget.uniform(2, 0.3, 0.5, Router.ERROR)
-        yield from (budget.density, budget.table(policy))
-        yield from attention(q, k, v, policy, budget=budget, return_lse=True, stats=stats)
-        in_walks = replace(budget, walk=self.walk)
-        yield attention(q, k, v, policy, budget=in_walks, order=self.order, stats=stats)
+        head_settings = HeadSettings.uniform(2, 0.3, 0.5, Router.ERROR)
+        yield from (head_settings.density, head_settings.table(policy))
+        yield from attention(
+            q, k, v, policy, head_settings=head_settings, return_lse=True, stats=stats
+        )
+        in_orders = replace(head_settings, order_kind=self.order_kind)
+        yield attention(q, k, v, policy, head_settings=in_orders, order=self.order, stats=stats)
         yield stats.counters
 
 
@@ -101,9 +103,9 @@ def test_nothing_around_changes_what_is_measured(make_qkv, around: Callable[[], 
     inputs = Inputs(make_qkv, torch.bfloat16)
 
     def measured() -> Tensor:
-        calibration = Calibration.begin(layers=1, heads=2, workload=Workload(inputs.order))
-        calibration.sample(0, *inputs.qkv)
-        return calibration.squared_error
+        measurement = Measurement.begin(layers=1, heads=2, workload=Workload(inputs.order))
+        measurement.sample(0, *inputs.qkv)
+        return measurement.squared_error
 
     expected = measured()
     with around():
@@ -154,12 +156,12 @@ class TestDerivatives:
             with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
                 attention(q, k, v, replace(SPARSE, **{name: dual}))
 
-    @pytest.mark.parametrize("name", ["density", "gain", "contrast"])
+    @pytest.mark.parametrize("name", ["density", "pool_weight", "output_scale"])
     def test_of_budgets(self, make_qkv, name: str) -> None:
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
-        budget = replace(HeadBudget.uniform(2, 0.3), **{name: learned})
+        head_settings = replace(HeadSettings.uniform(2, 0.3), **{name: learned})
         with pytest.raises(sparge.Unsupported, match="no backward pass"):
-            attention(*make_qkv(), budget=budget)
+            attention(*make_qkv(), head_settings=head_settings)
 
     def test_of_masks(self, make_qkv) -> None:
         mask = torch.ones(1, 2, 2, 4, requires_grad=True)

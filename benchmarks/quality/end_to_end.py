@@ -16,7 +16,7 @@ from benchmarks.quality.modes import BY_NAME, Mode
 from benchmarks.quality.rows import AUTO_QUALITY, Row
 from benchmarks.quality.steps import Budgets, SameBudgets, SparseSteps, TunedHeads
 from benchmarks.tiny_video_dit.model import Attention
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.tune import Aim
 
 
@@ -58,8 +58,8 @@ class Clips:
         if mode.measured:
             return TunedHeads(run, aim, judged=judged)
         assert aim.target is None  # heads that are not measured have a density alone
-        budget = HeadBudget.uniform(run.model.config.heads, aim.value).on(run.begun.device)
-        return SameBudgets(run, mode, budget)
+        head_settings = HeadSettings.uniform(run.model.config.heads, aim.value).on(run.begun.device)
+        return SameBudgets(run, mode, head_settings)
 
 
 def clip_psnr(clip: Tensor, truth: Tensor) -> float:
@@ -75,8 +75,8 @@ def in_library(
     steps, densities = SparseSteps(budgets), []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-        order, budget = steps.of_call(block, q, k, v)
-        out, reached = modes.attention(mode, q, k, v, budget, order)
+        order, head_settings = steps.of_call(block, q, k, v)
+        out, reached = modes.attention(mode, q, k, v, head_settings, order)
         out = out.to(q.dtype)
         budgets.see(block, q, k, v, out)
         densities.append(reached)

@@ -22,7 +22,7 @@ class JudgedHeads:
     """Errors that the choices expect."""
     dropped: Tensor
     """Errors of upstream's drop of the same tensors, at each head's own density."""
-    loudness: Tensor
+    head_weight: Tensor
     """Head weights: no error, but what each counts in a mean."""
 
     @classmethod
@@ -37,7 +37,7 @@ class JudgedHeads:
         found, expected, dropped = (x.mean(1) for x in (self.found, self.expected, self.dropped))
         ratios = found / expected
         near = (ratios < PREDICTED_WITHIN) & (ratios > 1 / PREDICTED_WITHIN)
-        of_clips = (self.found * self.loudness).sum((1, 2, 3)) / self.loudness.sum((1, 2, 3))
+        of_clips = (self.found * self.head_weight).sum((1, 2, 3)) / self.head_weight.sum((1, 2, 3))
         return {
             "heads_within": float(near.double().mean()),
             "no_worse_than_drop": float((found <= DROP_NOISE * dropped).double().mean()),

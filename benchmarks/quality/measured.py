@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.quality.judge import Call
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import grid_order
-from sparge.tune import Calibration, Workload, measure_for
+from sparge.tune import Measurement, Workload, measure_for
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    calibration: Calibration
+    measurement: Measurement
     seen: Mapping[int, set[int]]
     """Query blocks by place of the layer."""
 
@@ -30,12 +30,12 @@ class Measured:
         Raises:
             ValueError: there is no call of some layer.
         """
-        calibration: Calibration | None = None
+        measurement: Measurement | None = None
         seen: dict[int, set[int]] = defaultdict(set)
         for call in calls:
             q, k, v = call.layer.q, call.layer.k, call.layer.v
-            if calibration is None:
-                calibration = Calibration.begin(
+            if measurement is None:
+                measurement = Measurement.begin(
                     layers=layers,
                     heads=call.heads,
                     workload=_workload(call),
@@ -43,16 +43,22 @@ class Measured:
                     measure=measure_for(q.device),
                     device=q.device,
                 )
-            seen[call.place].update(calibration.next_query_blocks(call.place))
-            calibration.sample(call.place, q, k, v, dense=_dense(call))
-        if calibration is None or len(seen) != layers:
+            seen[call.place].update(measurement.next_query_blocks(call.place))
+            measurement.sample(call.place, q, k, v, dense=_dense(call))
+        if measurement is None or len(seen) != layers:
             raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
-        return cls(calibration, seen)
+        return cls(measurement, seen)
 
-    def budgets(self, mean_density: float, device: torch.device | str = "cpu") -> list[HeadBudget]:
+    def budgets(
+        self, mean_density: float, device: torch.device | str = "cpu"
+    ) -> list[HeadSettings]:
         """Head settings of each layer, by place; all of them were measured."""
-        choices = self.calibration.offers().freeze(mean_density=mean_density)
-        measured = [budget for budget in choices.budgets(device) if budget is not None]
+        choices = self.measurement.offers().freeze(mean_density=mean_density)
+        measured = [
+            head_settings
+            for head_settings in choices.of_layers(device)
+            if head_settings is not None
+        ]
         assert len(measured) == choices.layers
         return measured
 

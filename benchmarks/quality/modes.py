@@ -13,9 +13,9 @@ import sparge
 from benchmarks.quality.rows import EMULATION, REFERENCE
 from benchmarks.quality.sol import sol_attention
 from benchmarks.shares import share_of
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, TokenOrder, grid_order, unmeasured_order
-from sparge.order.variants import TURNS
+from sparge.order.variants import VARIANTS
 from sparge.policy import SparsePolicy
 from sparge.reference.choose import choose_blocks
 from sparge.reference.packed import Packed
@@ -38,15 +38,17 @@ class Mode:
     @property
     def turns(self) -> int:
         """Number of variants of the token order that the steps of a sampling run take in turn."""
-        return TURNS if self.cubes and not self.sol else 1
+        return VARIANTS if self.cubes and not self.sol else 1
 
-    def rules(self, budget: HeadBudget, is_causal: bool) -> tuple[SparsePolicy, HeadBudget | None]:
+    def rules(
+        self, head_settings: HeadSettings, is_causal: bool
+    ) -> tuple[SparsePolicy, HeadSettings | None]:
         """Arguments that attention is given for `budget`: a policy says what it can say of that, as
         in mode manual of the node."""
         policy = SparsePolicy(attention_sink=self.text_sink and is_causal)
         if self.measured:
-            return policy, budget
-        return replace(policy, topk=budget.density), None
+            return policy, head_settings
+        return replace(policy, topk=head_settings.density), None
 
 
 MODES = (
@@ -86,7 +88,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    budget: HeadBudget,
+    head_settings: HeadSettings,
     order: TokenOrder | None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Callable[[], float]]:
@@ -94,11 +96,11 @@ def attention(
     `order` on q's device."""
     if mode.sol:
         assert not is_causal, "sol is a method for video"
-        out, density = sol_attention(q, k, v, float(budget.density[0]), order)
+        out, density = sol_attention(q, k, v, float(head_settings.density[0]), order)
         return out, lambda: density
-    policy, own = mode.rules(budget, is_causal)
+    policy, own = mode.rules(head_settings, is_causal)
     stats = sparge.AttentionStats(q.device)
-    options = {"order": order, "budget": own, "stats": stats, "output_dtype": torch.float32}
+    options = {"order": order, "head_settings": own, "stats": stats, "output_dtype": torch.float32}
     out = sparge.attention(q, k, v, policy, is_causal=is_causal, **options)
     return out, lambda: stats.density
 
@@ -113,7 +115,7 @@ def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> fl
     scale = packed.operands.head_dim**-0.5
 
     def density_of(count: int) -> float:
-        policy, own = mode.rules(HeadBudget.uniform(heads, share_of(count, blocks)), is_causal)
+        policy, own = mode.rules(HeadSettings.uniform(heads, share_of(count, blocks)), is_causal)
         choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
         return int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
 

@@ -11,7 +11,7 @@ from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode, attention, order_of
 from benchmarks.shares import share_of
 from sparge.blocks import KEY_BLOCK, block_count, whole_steps
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
 from sparge.tune import Aim, ExactOnce, Model, Plan, Session, SessionPass, TensorCall
 
@@ -21,17 +21,17 @@ SPARSE_STEPS = STEPS - DENSE_STEPS
 class SameBudgets:
     """One budget in all layers and steps, and the orders that steps take in turn."""
 
-    def __init__(self, run: DenseRun, mode: Mode, budget: HeadBudget) -> None:
+    def __init__(self, run: DenseRun, mode: Mode, head_settings: HeadSettings) -> None:
         device = run.begun.device
         self._orders = [order_of(mode, run.grid, device, n) for n in range(mode.turns)]
-        self._budget = budget
+        self._budget = head_settings
 
     def begin_step(self, step: int) -> None:
         self._order = self._orders[(DENSE_STEPS + step) % len(self._orders)]
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[TokenOrder | None, HeadBudget]:
+    ) -> tuple[TokenOrder | None, HeadSettings]:
         return self._order, self._budget
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -51,7 +51,7 @@ class TunedHeads:
         self.dropped: list[Tensor] = []
         """(heads,) float64 for each call: errors of upstream's drop of the same tensors, at each
         head's own density."""
-        self.loudness: list[Tensor] = []
+        self.head_weight: list[Tensor] = []
         """(heads,) for each call: head weights of the choices."""
 
     def begin_step(self, step: int) -> None:
@@ -80,13 +80,13 @@ class TunedHeads:
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[TokenOrder | None, HeadBudget]:
+    ) -> tuple[TokenOrder | None, HeadSettings]:
         call = TensorCall(q, k, v)
         plan = self._running.plan(call, call.query_tokens, layer, ExactOnce(call.exact))
         if isinstance(plan, str):
             raise RuntimeError(f"Layer {layer} is not sparse: {plan}.")
         self._plan = plan
-        return plan.order, plan.budget
+        return plan.order, plan.head_settings
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Takes the result of the call that `of_call` was asked for last."""
@@ -96,12 +96,12 @@ class TunedHeads:
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
             self.found.append(_relative(out, exact))
             self.expected.append(plan.table.now.error[layer].double())
-            self.dropped.append(_relative(_drop(q, k, v, plan.budget), exact))
-            self.loudness.append(plan.table.now.loudness[layer].double())
+            self.dropped.append(_relative(_drop(q, k, v, plan.head_settings), exact))
+            self.head_weight.append(plan.table.now.head_weight[layer].double())
 
     def _judgement(self) -> tuple[list[Tensor], ...]:
         """Tensors in the order of `JudgedHeads`."""
-        return self.found, self.expected, self.dropped, self.loudness
+        return self.found, self.expected, self.dropped, self.head_weight
 
     def judged_heads(self) -> JudgedHeads:
         """Judged heads of the last run, one clip."""
@@ -115,14 +115,14 @@ def _relative(out: Tensor, exact: Tensor) -> Tensor:
     return (error / norm).sqrt().cpu()
 
 
-def _drop(q: Tensor, k: Tensor, v: Tensor, budget: HeadBudget) -> Tensor:
+def _drop(q: Tensor, k: Tensor, v: Tensor, head_settings: HeadSettings) -> Tensor:
     """Result of upstream's drop in a call, with as many blocks as the head settings keep."""
-    zeros = torch.zeros_like(budget.gain)
+    zeros = torch.zeros_like(head_settings.pool_weight)
     blocks = block_count(k.shape[2], KEY_BLOCK)
-    asked = (budget.density * blocks).long().clamp(min=budget.floor)
+    asked = (head_settings.density * blocks).long().clamp(min=head_settings.floor)
     kept = whole_steps(asked, zeros.long())  # without text nothing is forced
     density = torch.tensor([share_of(count, blocks) for count in kept.tolist()]).to(zeros)
-    plain = HeadBudget(density, zeros, zeros.int())
+    plain = HeadSettings(density, zeros, zeros.int())
     return attention(BY_NAME["drop"], q, k, v, plain, None)[0]
 
 
@@ -138,7 +138,7 @@ class SparseSteps:
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[TokenOrder | None, HeadBudget]:
+    ) -> tuple[TokenOrder | None, HeadSettings]:
         """Token order and head settings of the next call, which is one of `layer`.
 
         The first layer begins a step, and after the last step comes another run.

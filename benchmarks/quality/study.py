@@ -14,20 +14,20 @@ from benchmarks.quality.judge import HeadError, head_errors, summary
 from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import Mode, attention, order_of, share_for
 from benchmarks.quality.rows import Row
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 
 
 class Study:
     """Calls of a data set, the rows that they are judged by, and what calibration measured."""
 
     def __init__(
-        self, data: DataSet, modes: Iterable[Mode], blocks: int, calibration_blocks: int, seed: int
+        self, data: DataSet, modes: Iterable[Mode], blocks: int, measurement_blocks: int, seed: int
     ) -> None:
         self.data = data
         self._measured: Measured | None = None
         seen: Mapping[int, set[int]] = {}
         if any(mode.measured for mode in modes):
-            self._measured = Measured.on(data.calibrated, data.layers, calibration_blocks)
+            self._measured = Measured.on(data.calibrated, data.layers, measurement_blocks)
             if data.calibrated is data.judged:
                 seen = self._measured.seen
         self._tokens = [
@@ -35,7 +35,7 @@ class Study:
             for index, call in enumerate(data.judged)
         ]
 
-    def budgets(self, mode: Mode, density: float) -> list[HeadBudget]:
+    def budgets(self, mode: Mode, density: float) -> list[HeadSettings]:
         """Head settings for each call; measured ones share the mean density among all heads of all
         calls."""
         calls = self.data.judged
@@ -43,7 +43,7 @@ class Study:
         if not mode.measured:
             first = calls[0]
             share = share_for(mode, first.packed(mode.cubes), density, first.is_causal)
-            return [HeadBudget.uniform(call.heads, share).on(device) for call in calls]
+            return [HeadSettings.uniform(call.heads, share).on(device) for call in calls]
         assert self._measured is not None  # the mode is one of those the study was made for
         by_place = self._measured.budgets(density, device)
         return [by_place[call.place] for call in calls]
@@ -53,10 +53,12 @@ class Study:
         errors: list[HeadError] = []
         densities = []
         budgets = self.budgets(mode, density)
-        for call, budget, tokens in zip(self.data.judged, budgets, self._tokens, strict=True):
+        for call, head_settings, tokens in zip(
+            self.data.judged, budgets, self._tokens, strict=True
+        ):
             layer = call.layer
             order = order_of(mode, layer.grid, layer.q.device)
-            out, reached = attention(mode, *layer[1:4], budget, order, call.is_causal)
+            out, reached = attention(mode, *layer[1:4], head_settings, order, call.is_causal)
             errors += head_errors(layer.name, out[0, :, tokens], call.truth(tokens))
             densities.append(reached())
         named = {"data": self.data.name, "mode": mode.name, "asked_density": density}

@@ -12,7 +12,7 @@ from torch.nn.functional import grid_sample, one_hot
 from benchmarks.tiny_video_dit.scenes import LATTICE, OBJECTS, SHAPES, TEXTURES, TIME_UNIT, Scenes
 
 OCTAVES = ((1.0, 1.0), (2.7, 0.5))  # frequency and weight of the ground's layers
-CONTRAST = 2.5
+OUTPUT_SCALE = 2.5
 RIM = 0.35  # how much darker an object is at its rim
 #: Share of the camera's pan with which an object at the back moves; one in front moves with more.
 PARALLAX = (0.7, 1.3)
@@ -68,7 +68,7 @@ def _ground(scenes: Scenes, place: Tensor) -> Tensor:
             align_corners=False,
         )
         height = height + weight * layer
-    mix = torch.sigmoid(CONTRAST * height).view(count, frames, rows, columns, 1)
+    mix = torch.sigmoid(OUTPUT_SCALE * height).view(count, frames, rows, columns, 1)
     first, second = scenes.ground.view(count, 1, 1, 1, 2, 3).unbind(4)
     return torch.lerp(first, second, mix)
 

@@ -38,8 +38,8 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
     if (lane == 0) list[words + word] = tiles;
   }
   if (is_quantized(kElement) && threadIdx.x < kWarpSize) {
-    const float factor = inverse_contrast(p, work);
-    if (lane == 0) smem.inverse_contrast = factor;
+    const float factor = inverse_output_scale(p, work);
+    if (lane == 0) smem.inverse_output_scale = factor;
   }
   if (threadIdx.x == 0) {
     if constexpr (is_quantized(kElement)) smem.bounds = ScaleBounds(p, work.kv_at);

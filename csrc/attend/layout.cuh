@@ -67,7 +67,7 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
-  float inverse_contrast;                       // see output_scale.cuh
+  float inverse_output_scale;                       // see output_scale.cuh
   ScaleBounds bounds;                           // see row_scale.cuh
   Work work;                                    // here, because the main loop has no register to spare for it
   i32 first_pool_place, end_of_list, poolable;  // likewise; see block_list.cuh, Work::poolable

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Output scale of query blocks that drop key blocks: factor on the output's distance from the mean value of all keys (`contrast`).
+// Output scale of query blocks that drop key blocks: factor on the output's distance from the mean value of all keys (`output_scale`).
 // Pooled keys draw outputs towards it, dropping draws them apart; the factor corrects that distance. The mean value is a part of
 // every output (store.cuh), so the factor changes row sums alone.
 #pragma once
@@ -21,16 +21,16 @@ SPARGE_DEVICE i32 end_of_keys(const AttendParams& p, const Work& work) {
 }
 
 // Factor on the row sums of a query block. By all lanes of a warp.
-SPARGE_DEVICE float inverse_contrast(const AttendParams& p, const Work& work) {
+SPARGE_DEVICE float inverse_output_scale(const AttendParams& p, const Work& work) {
   if (!p.thresholds || p.partial_out) return 1.0f;  // partial results have no output scale
-  const float contrast = p.thresholds[work.head].contrast;
-  if (contrast == 1.0f) return 1.0f;
+  const float output_scale = p.thresholds[work.head].output_scale;
+  if (output_scale == 1.0f) return 1.0f;
   const i32 words = p.problem.map_words(), end = end_of_keys(p, work);
   const u32* map = p.block_map + work.map_row(p.problem) * words;
   u32 dropped = 0;
 #pragma unroll 1
   for (i32 word = threadIdx.x % kWarpSize; word < words; word += kWarpSize) dropped |= open_blocks(map[word], word, end);
-  return __any_sync(kFullWarp, dropped) ? 1.0f / contrast : 1.0f;
+  return __any_sync(kFullWarp, dropped) ? 1.0f / output_scale : 1.0f;
 }
 
 }  // namespace sparge::attend

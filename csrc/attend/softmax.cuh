@@ -121,11 +121,11 @@ struct Softmax {
   }
 
   // Applies the output scale. Here, as `store_output` has no register to spare.
-  SPARGE_DEVICE void spread(float inverse_contrast) {
+  SPARGE_DEVICE void spread(float inverse_output_scale) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] *= inverse_contrast;
+      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] *= inverse_output_scale;
   }
 };
 

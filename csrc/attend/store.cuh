@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From unnormalised sums to the caller's layout: O = v_mean + contrast * v_scale * acc / l, 0 where no key was seen. Partial
+// From unnormalised sums to the caller's layout: O = v_mean + output_scale * v_scale * acc / l, 0 where no key was seen. Partial
 // results have no output scale.
 #pragma once
 
@@ -48,8 +48,8 @@ struct RowStore {
   float* partial;
   float sum, inverse;
 
-  SPARGE_DEVICE RowStore(const AttendParams& params, const Work& w, i32 token, float row_sum, float inverse_contrast = 1.0f)
-      : p(params), work(w), sum(row_sum), inverse(row_sum != 0.0f ? 1.0f / (row_sum * inverse_contrast) : 0.0f) {
+  SPARGE_DEVICE RowStore(const AttendParams& params, const Work& w, i32 token, float row_sum, float inverse_output_scale = 1.0f)
+      : p(params), work(w), sum(row_sum), inverse(row_sum != 0.0f ? 1.0f / (row_sum * inverse_output_scale) : 0.0f) {
     const i64 out_bytes = p.out.dtype == DType::kFp32 ? 4 : 2;
     out = static_cast<char*>(p.out.data) +
           (work.b * p.out.batch_stride + work.head * p.out.head_stride + token * p.out.token_stride) * out_bytes;

@@ -15,7 +15,7 @@ struct Work {
   i32 head_at, kv_at;  // places among all (batch, head) and (batch, kv head)
   i32 first_tile;      // of this head; 2^31 tiles are 16 TB of K
   i32 first_pool;      // first tile of its pooled keys
-  i32 walk_start;      // of its token order in slot_token
+  i32 order_start;      // of its token order in slot_token
 
   float pvthreshd;
   float log2_gain;  // log2 of the pool weight; minus infinity: nothing is pooled
@@ -40,7 +40,7 @@ struct Work {
     head = head_at % problem.heads;
     const i32 kv = problem.kv_head(head);
     kv_at = b * problem.kv_heads + kv;
-    walk_start = problem.walk_start(kv);
+    order_start = problem.order_start(kv);
     first_tile = kv_at * problem.key_blocks();
     first_pool = kv_at * problem.pool_tiles();
     first_query = block * kQueryBlock;
@@ -52,7 +52,7 @@ struct Work {
   SPARGE_DEVICE bool pools() const { return log2_gain != kMinusInfinity; }
 
   // Token of row `row` of the query block; -1: none.
-  SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(walk_start, first_query + row); }
+  SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(order_start, first_query + row); }
 
   // Key blocks from here on hold no keys, or keys that some row must not see, so that no mean can stand for them.
   SPARGE_DEVICE i32 poolable(const AttendParams& p) const {

@@ -33,13 +33,13 @@ struct Thread {
   i32 channel = (index % kTokenLanes) * kLaneChannels;
 };
 
-// As Problem::walk_start, without divisions in the usual case. Inside Problem it would change the order of attend's loop.
-SPARGE_DEVICE i32 walk_start_of_keys(const Problem& problem, i32 kv) {
-  if (problem.heads != problem.kv_heads) return problem.walk_start(kv);
-  return problem.head_walk ? larger(0, smaller(problem.head_walk[kv], problem.walks - 1)) * problem.keys : 0;
+// As Problem::order_start, without divisions in the usual case. Inside Problem it would change the order of attend's loop.
+SPARGE_DEVICE i32 order_start_of_keys(const Problem& problem, i32 kv) {
+  if (problem.heads != problem.kv_heads) return problem.order_start(kv);
+  return problem.head_order_kind ? larger(0, smaller(problem.head_order_kind[kv], problem.order_kinds - 1)) * problem.keys : 0;
 }
-SPARGE_DEVICE i32 walk_start_of_queries(const Problem& problem, i32 head) {
-  return walk_start_of_keys(problem, problem.heads == problem.kv_heads ? head : problem.kv_head(head));
+SPARGE_DEVICE i32 order_start_of_queries(const Problem& problem, i32 head) {
+  return order_start_of_keys(problem, problem.heads == problem.kv_heads ? head : problem.kv_head(head));
 }
 
 // What a thread block knows of its head and of its run: the blocks of the head that it takes one after another, the last first.

@@ -25,13 +25,13 @@ class Problem(Structure):
         ("key_lengths", c_void_p),
         ("slot_token", c_void_p),
         ("slot_counts", c_void_p),
-        ("head_walk", c_void_p),
+        ("head_order_kind", c_void_p),
         ("batch", c_int32),
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("queries", c_int32),
         ("keys", c_int32),
-        ("walks", c_int32),
+        ("order_kinds", c_int32),
         ("channels", c_int32),
     )
 
@@ -196,7 +196,7 @@ class HeadThresholds(Structure):
         ("pvthreshd", c_float),
         ("log2_gain", c_float),
         ("router", c_float),
-        ("contrast", c_float),
+        ("output_scale", c_float),
     )
 
 

@@ -10,13 +10,13 @@ from .grid import (
     raster_order,
     unmeasured_order,
 )
-from .variants import Walk
+from .variants import OrderKind
 
 __all__ = [
+    "OrderKind",
     "Segment",
     "TokenGrid",
     "TokenOrder",
-    "Walk",
     "cube_order",
     "grid_order",
     "raster_order",

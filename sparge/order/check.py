@@ -24,13 +24,13 @@ def check_tensors(of_tokens: dict[str, Tensor], of_blocks: dict[str, Tensor]) ->
         check_tensor(name, value, _TAKE)
     slot_tokens, token_slots = of_tokens.values()
     counts, keys_exact, queries_exact = of_blocks.values()
-    walks = slot_tokens.shape[0] if slot_tokens.dim() else 0
+    order_kinds = slot_tokens.shape[0] if slot_tokens.dim() else 0
     key_blocks = counts.numel()
     slots = key_blocks * KEY_BLOCK
     tokens = token_slots.shape[-1] if token_slots.dim() else 0
     needed = {
-        "slot_tokens": (slot_tokens, torch.int32, (walks, slots)),
-        "token_slots": (token_slots, torch.int32, (walks, tokens)),
+        "slot_tokens": (slot_tokens, torch.int32, (order_kinds, slots)),
+        "token_slots": (token_slots, torch.int32, (order_kinds, tokens)),
         "block_counts": (counts, torch.int32, (key_blocks,)),
         "keys_exact": (keys_exact, torch.bool, (key_blocks,)),
         "queries_exact": (queries_exact, torch.bool, (block_count(slots, QUERY_BLOCK),)),
@@ -39,7 +39,7 @@ def check_tensors(of_tokens: dict[str, Tensor], of_blocks: dict[str, Tensor]) ->
         if value.dtype != dtype or tuple(value.shape) != shape:
             raise ValueError(
                 f"{name} is {value.dtype} of shape {tuple(value.shape)}; {key_blocks} key blocks "
-                f"in {walks} walks need {dtype} of shape {shape}: {_TAKE}."
+                f"in {order_kinds} order kinds need {dtype} of shape {shape}: {_TAKE}."
             )
         if value.device != slot_tokens.device or not value.is_contiguous():
             raise ValueError(
@@ -69,6 +69,6 @@ def _check_values(slot_tokens: Tensor, token_slots: Tensor, counts: Tensor) -> N
     ):
         raise ValueError(
             "slot_tokens, token_slots and block_counts do not belong together: each token has one "
-            "slot in every walk, tokens come first in their key block, and empty slots hold -1; "
+            "slot in every order, tokens come first in their key block, and empty slots hold -1; "
             f"{_TAKE}."
         )

@@ -2,7 +2,7 @@
 """Cube order: tokens of a 3-D grid in a sequence whose every 64 lie close together.
 
 Two axes are split into near-equal parts. That leaves columns along the third axis, the longest one
-in variant (`turn`) 0. A serpentine runs through all columns, slab by slab, and every 64 tokens
+in variant 0. A serpentine runs through all columns, slab by slab, and every 64 tokens
 along it make a block of about 4 x 4 x 4 (8 x 8 in a single frame). The cuts need no padding: a
 block that a column cannot fill goes on in the neighbouring column.
 """
@@ -19,10 +19,10 @@ from ..blocks import KEY_BLOCK
 LEAST_COLUMN = 8  # tokens: two cubes
 
 
-def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[np.int32]:
+def cube_ranks(frames: int, height: int, width: int, variant: int = 0) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the cube order, from 0.
 
-    turn: number of the variant. Columns go along the longest, then the second, then the shortest
+    variant: number of the variant. Columns go along the longest, then the second, then the shortest
     axis; not along one so short that most blocks would lie in two columns. Variants that are left
     over in flat grids begin at the other end, where blocks are the same if columns hold whole
     numbers of them (docs/experiments.md, Variants of cubes).
@@ -30,8 +30,8 @@ def cube_ranks(frames: int, height: int, width: int, turn: int = 0) -> NDArray[n
     sizes = (frames, height, width)
     axes = sorted(range(3), key=lambda axis: (sizes[axis], axis), reverse=True)
     axes = [axis for axis in axes if sizes[axis] >= LEAST_COLUMN] or axes[:1]
-    ranks = _along(axes[turn % len(axes)], sizes)
-    return ranks if turn < len(axes) else np.flip(ranks)
+    ranks = _along(axes[variant % len(axes)], sizes)
+    return ranks if variant < len(axes) else np.flip(ranks)
 
 
 def _along(travel: int, sizes: tuple[int, int, int]) -> NDArray[np.int32]:

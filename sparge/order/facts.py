@@ -14,12 +14,12 @@ class OrderFacts:
 
     slot_tokens: Tensor | None = None
     slot_counts: Tensor | None = None
-    head_walk: Tensor | None = None
+    head_order_kind: Tensor | None = None
     keys_exact: Tensor | None = None
     queries_exact: Tensor | None = None
 
     @property
-    def walks(self) -> int:
+    def order_kinds(self) -> int:
         return 1 if self.slot_tokens is None else self.slot_tokens.shape[0]
 
     @property
@@ -31,7 +31,7 @@ class OrderFacts:
         return [
             self.slot_tokens,
             self.slot_counts,
-            self.head_walk,
+            self.head_order_kind,
             self.keys_exact,
             self.queries_exact,
         ]

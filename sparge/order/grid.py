@@ -17,7 +17,7 @@ from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from . import copies as order_copies
 from .check import check_tensors
 from .recording import being_recorded
-from .variants import TURNS, Walk, unmeasured_walk, walk_ranks
+from .variants import VARIANTS, OrderKind, order_ranks, unmeasured_kind
 
 EMPTY = -1  # the token of a slot that holds none
 
@@ -91,8 +91,9 @@ class TokenOrder:
     ends.
 
     Inside a key block the tokens come first and the empty slots last. There may be several orders
-    (`walk`), of which each head takes one (`HeadBudget.walk`), the first by default. They put other
-    tokens into the slots; which slots are empty and which blocks exact is the same for all.
+    (`OrderKind`), of which each head takes one (`HeadSettings.order_kind`), the first by default.
+    They put other tokens into the slots; which slots are empty and which blocks exact is the same
+    for all.
     """
 
     slot_tokens: Tensor
@@ -132,7 +133,7 @@ class TokenOrder:
         return self.token_slots[0]
 
     @property
-    def walks(self) -> int:
+    def order_kinds(self) -> int:
         return self.slot_tokens.shape[0]
 
     @property
@@ -184,7 +185,7 @@ class TokenOrder:
         """Forgets the copies that `on` made: orders are kept, and a device's memory is dear."""
         self._copies.clear()
 
-    def walk(self, index: int) -> TokenOrder:
+    def order_kind(self, index: int) -> TokenOrder:
         """Order that keeps one of the token orders alone; copies nothing."""
         only = slice(index, index + 1)
         return replace(
@@ -212,29 +213,31 @@ class TokenOrder:
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 
-def cube_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
+def cube_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
     """Packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
 
-    turn: variant, below `TURNS`. Sampling steps that take other variants make errors that do not
-    add up.
+    variant: its number, below `VARIANTS`. Sampling steps that take other variants make errors that
+    do not add up.
     """
-    return _walk_order(grid, (Walk.CUBES,), turn)
+    return _order_of_kinds(grid, (OrderKind.CUBES,), variant)
 
 
-def unmeasured_order(grid: TokenGrid, turn: int) -> TokenOrder:
-    """Order that sampling steps of variant `turn` take where no head is measured, on the CPU."""
-    return _walk_order(grid, (unmeasured_walk(turn),), turn)
+def unmeasured_order(grid: TokenGrid, variant: int) -> TokenOrder:
+    """Order that sampling steps of that variant take where no head is measured, on the CPU."""
+    return _order_of_kinds(grid, (unmeasured_kind(variant),), variant)
 
 
-def grid_order(grid: TokenGrid, turn: int = 0) -> TokenOrder:
+def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
     """All token orders of `grid`, cubes first, on the CPU; segments and variants as in
     `cube_order`."""
-    return _walk_order(grid, tuple(Walk), turn)
+    return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 
-@lru_cache(maxsize=32 * TURNS)  # a run uses a grid a conditioning, a context window or two
-def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrder:
-    """Order of `grid` with these token orders (`walks`), on the CPU."""
+@lru_cache(maxsize=32 * VARIANTS)  # a run uses a grid a conditioning, a context window or two
+def _order_of_kinds(
+    grid: TokenGrid, order_kinds: tuple[OrderKind, ...], variant: int
+) -> TokenOrder:
+    """Order of `grid` with these token orders, on the CPU."""
     frame, lead = grid.frame_tokens, grid.lead_frames
     walked = [lead * frame, (grid.frames - lead) * frame]
     tokens = [grid.prefix, *walked, grid.tail, grid.suffix]
@@ -245,12 +248,14 @@ def _walk_order(grid: TokenGrid, walks: tuple[Walk, ...], turn: int) -> TokenOrd
         if count:
             segments.append(Segment(block, first, count, keys_exact, queries_exact))
             first, block = first + count, block + segments[-1].key_blocks
-    slots = np.stack([_token_slot(grid, walk, segments, turn) for walk in walks])
+    slots = np.stack(
+        [_token_slot(grid, order_kind, segments, variant) for order_kind in order_kinds]
+    )
     return _order(slots, tuple(segments))
 
 
 def _token_slot(
-    grid: TokenGrid, walk: Walk, segments: list[Segment], turn: int
+    grid: TokenGrid, order_kind: OrderKind, segments: list[Segment], variant: int
 ) -> NDArray[np.int32]:
     """(tokens,): slot of each token. Segments of whole frames are ordered, others stay as they
     come."""
@@ -261,7 +266,7 @@ def _token_slot(
             rank = np.arange(segment.tokens, dtype=np.int32)
         else:
             frames = segment.tokens // grid.frame_tokens
-            rank = walk_ranks(walk, frames, grid.height, grid.width, turn).ravel()
+            rank = order_ranks(order_kind, frames, grid.height, grid.width, variant).ravel()
         parts.append(rank + np.int32(segment.first_block * KEY_BLOCK))
     return np.concatenate(parts)
 
@@ -282,8 +287,8 @@ def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> Tok
     whoever asks first.
     """
     key_blocks = sum(segment.key_blocks for segment in segments)
-    walks, tokens = token_slots.shape
-    slot_tokens = np.full((walks, key_blocks * KEY_BLOCK), EMPTY, dtype=np.int32)
+    order_kinds, tokens = token_slots.shape
+    slot_tokens = np.full((order_kinds, key_blocks * KEY_BLOCK), EMPTY, dtype=np.int32)
     np.put_along_axis(slot_tokens, token_slots, np.arange(tokens, dtype=np.int32)[None], axis=1)
     filled = slot_tokens[0] != EMPTY
     counts = filled.reshape(-1, KEY_BLOCK).sum(-1, dtype=np.int32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token orders (`walk`) of a grid: permutations of its tokens, cut into key blocks of 64.
+"""Token orders of a grid: permutations of its tokens, cut into key blocks of 64.
 
-A head whose attention has the shape of those blocks keeps few of them. Each order comes in variants
-(`turn`), whose blocks have about the same shape and other borders. Sampling steps take them in
+A head whose attention has the shape of those blocks keeps few of them. Each order comes in
+variants, whose blocks have about the same shape and other borders. Sampling steps take them in
 turn: what a head drops in one step it may keep in the next, so that its errors add up less.
 """
 
@@ -17,43 +17,43 @@ from ..blocks import KEY_BLOCK
 from .cubes import cube_ranks
 
 #: Variants of every order (docs/experiments.md, Number of variants).
-TURNS = 3
+VARIANTS = 3
 
 
-class Walk(enum.IntEnum):
+class OrderKind(enum.IntEnum):
     """Shape of the blocks that an order makes. Heads differ in which suits them
     (docs/experiments.md, Who takes cubes and who rows)."""
 
     CUBES = 0
     """About 4 frames x 4 x 4."""
-    RASTER = 1
+    ROWS = 1
     """Rows of a frame, for heads that look along rows."""
 
 
-def unmeasured_walk(turn: int) -> Walk:
+def unmeasured_kind(variant: int) -> OrderKind:
     """Order of heads that nobody measured: rows in the second variant, cubes in the others.
 
     Steps that cut the clip in different ways drop different things (docs/experiments.md, Order of
     unmeasured heads).
     """
-    return Walk.RASTER if turn == 1 else Walk.CUBES
+    return OrderKind.ROWS if variant == 1 else OrderKind.CUBES
 
 
-def walk_ranks(
-    walk: Walk, frames: int, height: int, width: int, turn: int = 0
+def order_ranks(
+    order_kind: OrderKind, frames: int, height: int, width: int, variant: int = 0
 ) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the order, from 0.
 
-    turn: number of the variant. Cubes go along another axis. Rows begin a third of a key block
+    variant: number of the variant. Cubes go along another axis. Rows begin a third of a key block
     later, with the tokens that were last, or in an image every second time at the other end.
     """
-    if walk is Walk.CUBES:
-        return cube_ranks(frames, height, width, turn)
+    if order_kind is OrderKind.CUBES:
+        return cube_ranks(frames, height, width, variant)
     if frames == 1:
         path = _rows(height, width)[None]
-        return np.flip(path) if turn % 2 else path
-    ranks = _frame_by_frame(frames, height, width, meets=turn > 0)
-    return (ranks + np.int32(turn * KEY_BLOCK // TURNS)) % np.int32(ranks.size)
+        return np.flip(path) if variant % 2 else path
+    ranks = _frame_by_frame(frames, height, width, meets=variant > 0)
+    return (ranks + np.int32(variant * KEY_BLOCK // VARIANTS)) % np.int32(ranks.size)
 
 
 def _frame_by_frame(frames: int, height: int, width: int, meets: bool) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..head_settings import HeadBudget
+from ..head_settings import HeadSettings
 from ..kernels.spec import Element
 from ..order.grid import TokenOrder
 from ..policy import PV_FILTER_OFF, SparsePolicy
@@ -30,7 +30,7 @@ def budgeted_attention(
     k: Tensor,
     v: Tensor,
     policy: SparsePolicy,
-    budget: HeadBudget | None = None,
+    head_settings: HeadSettings | None = None,
     *,
     order: TokenOrder | None = None,
     is_causal: bool = False,
@@ -49,25 +49,27 @@ def budgeted_attention(
             "A token order and is_causal do not go together: blocks of an order hold tokens from "
             "before and after. Leave one of them out."
         )
-    if order is not None and budget is not None and budget.walk is not None:
+    if order is not None and head_settings is not None and head_settings.order_kind is not None:
         group = q.shape[1] // k.shape[1]
-        head_walk = budget.walk.to(q.device).view(-1, group)[:, :1].expand(-1, group).flatten()
-        by_walk = [
+        head_order_kind = (
+            head_settings.order_kind.to(q.device).view(-1, group)[:, :1].expand(-1, group).flatten()
+        )
+        by_order = [
             budgeted_attention(
                 q,
                 k,
                 v,
                 policy,
-                replace(budget, walk=None),
-                order=order.walk(walk),
+                replace(head_settings, order_kind=None),
+                order=order.order_kind(order_kind),
                 scale=scale,
                 key_lengths=key_lengths,
                 element=element,
             )
-            for walk in range(order.walks)
+            for order_kind in range(order.order_kinds)
         ]
-        attended, choices = zip(*by_walk, strict=True)
-        return _by_head(attended, head_walk), _by_head(choices, head_walk)
+        attended, choices = zip(*by_order, strict=True)
+        return _by_head(attended, head_order_kind), _by_head(choices, head_order_kind)
     if element is None:
         element = reference_element(policy.precision, q.dtype, k.dtype, v.dtype)
     packed = pack_qkv(
@@ -80,14 +82,16 @@ def budgeted_attention(
         key_lengths=key_lengths,
     )
     choice = choose_blocks(
-        packed, policy, budget, scale=softmax_scale(q, scale), is_causal=is_causal
+        packed, policy, head_settings, scale=softmax_scale(q, scale), is_causal=is_causal
     )
     attended = attend_packed(
         packed,
         choice.kept,
         choice.pooled,
-        1.0 if budget is None else budget.gain,
-        contrast=1.0 if budget is None or budget.contrast is None else budget.contrast,
+        1.0 if head_settings is None else head_settings.pool_weight,
+        output_scale=1.0
+        if head_settings is None or head_settings.output_scale is None
+        else head_settings.output_scale,
         scale=softmax_scale(q, scale),
         is_causal=is_causal,
         pvthreshd=policy.pvthreshd if policy.pv_filter else PV_FILTER_OFF,
@@ -115,16 +119,16 @@ def bucket_partials(
     return parts
 
 
-def _by_head(by_walk: Sequence[OfHeads], head_walk: Tensor) -> OfHeads:
+def _by_head(by_order: Sequence[OfHeads], head_order_kind: Tensor) -> OfHeads:
     """Selects for each head what its token order gave, the last one for a number beyond; all fields
     are (B, H, ...)."""
-    walk = head_walk.long().clamp(0, len(by_walk) - 1)
-    heads = torch.arange(len(walk), device=walk.device)
+    order_kind = head_order_kind.long().clamp(0, len(by_order) - 1)
+    heads = torch.arange(len(order_kind), device=order_kind.device)
 
     def joined(name: str) -> Tensor:
-        return torch.stack([getattr(part, name) for part in by_walk], 1)[:, walk, heads]
+        return torch.stack([getattr(part, name) for part in by_order], 1)[:, order_kind, heads]
 
-    return replace(by_walk[0], **{each.name: joined(each.name) for each in fields(by_walk[0])})
+    return replace(by_order[0], **{each.name: joined(each.name) for each in fields(by_order[0])})
 
 
 def _partial(attended: Attended) -> Partial:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import block_pairs, touches_diagonal, whole_steps
-from ..head_settings import HeadBudget, Router
+from ..head_settings import HeadSettings, Router
 from ..policy import SparsePolicy
 from .packed import Packed
 from .route import (
@@ -70,13 +70,13 @@ def _facts(packed: Packed) -> BlockFacts:
 def choose_blocks(
     packed: Packed,
     policy: SparsePolicy,
-    budget: HeadBudget | None,
+    head_settings: HeadSettings | None,
     *,
     scale: float,
     is_causal: bool = False,
 ) -> Choice:
-    """Chooses blocks by `budget` and the rules of `policy` (all but its density). Without a budget
-    the policy's density counts, by mass and without pooled keys.
+    """Chooses blocks by `head_settings` and the rules of `policy` (all but its density).
+    Without them the policy's density counts, by mass and without pooled keys.
 
     Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
     come on top of the density. With an order or head settings top-k makes `whole_steps`. An order
@@ -89,18 +89,18 @@ def choose_blocks(
     ranked = valid & ~forced
 
     scores = mass_scores(packed, scale)
-    if budget is not None and budget.pools:
-        by_error = budget.router.to(device) == Router.ERROR
+    if head_settings is not None and head_settings.pools:
+        by_error = head_settings.router.to(device) == Router.ERROR
         errors = error_scores(packed, scale, valid)
         scores = torch.where(by_error[:, None, None], errors, scores)
     scores = scores.masked_fill(~ranked, -torch.inf)
     rank = rank_blocks(scores)
-    if budget is None:
+    if head_settings is None:
         counts, pools = kept_ranks(scores, policy, operands.heads), torch.zeros_like(valid)
     else:
-        counts = _kept_ranks(scores, policy, budget)
-        pools = (budget.gain.to(device) > 0)[:, None, None] & budget.pools
-    if policy.select_by == "topk" and (budget is not None or packed.order is not None):
+        counts = _kept_ranks(scores, policy, head_settings)
+        pools = (head_settings.pool_weight.to(device) > 0)[:, None, None] & head_settings.pools
+    if policy.select_by == "topk" and (head_settings is not None or packed.order is not None):
         counts = whole_steps(counts, forced.sum(-1, keepdim=True))
     kept = forced | (ranked & (rank < counts)) | (dense & valid)
     pooled = poolable(packed, valid & ~kept & pools, is_causal)
@@ -147,14 +147,14 @@ def _forced(
     return forced & valid, dense.unsqueeze(-1)
 
 
-def _kept_ranks(scores: Tensor, policy: SparsePolicy, budget: HeadBudget) -> Tensor:
+def _kept_ranks(scores: Tensor, policy: SparsePolicy, head_settings: HeadSettings) -> Tensor:
     """Number of ranked blocks that are asked for, broadcastable to the scores: at least the
     floor.
     """
-    share = budget.density.to(scores.device)[:, None, None]
+    share = head_settings.density.to(scores.device)[:, None, None]
     if policy.select_by == "topk":
-        return (share * scores.shape[-1]).long().clamp(min=budget.floor)
+        return (share * scores.shape[-1]).long().clamp(min=head_settings.floor)
     weight = scores.softmax(-1).nan_to_num(0.0)  # a row that ranks nothing has no softmax
     within = weight.sort(dim=-1, descending=True, stable=True).values.cumsum(-1) <= share
     everything = share >= 1  # float32 sums may end a little above 1
-    return (within | everything).sum(-1, keepdim=True).clamp(min=budget.floor)
+    return (within | everything).sum(-1, keepdim=True).clamp(min=head_settings.floor)

@@ -19,9 +19,9 @@ def exact_pooled_attention(
     v: Tensor,
     kept: Tensor,
     pooled: Tensor | None = None,
-    gain: Tensor | float = 1.0,
+    pool_weight: Tensor | float = 1.0,
     *,
-    contrast: Tensor | float = 1.0,
+    output_scale: Tensor | float = 1.0,
     mean_values: Tensor | None = None,
     order: TokenOrder | None = None,
     is_causal: bool = False,
@@ -33,8 +33,8 @@ def exact_pooled_attention(
 
     kept: (B, H, nq, nk) bool, blocks whose keys take part.
     pooled: (B, H, nq, nk) bool, blocks that take part as one key, the mean of theirs, with the
-        weight of n keys times the pool weight `gain` (one number, or (H,)).
-    contrast: one number, or (H,): output scale, the factor of the distance from the mean value,
+        weight of n keys times the pool weight `pool_weight` (one number, or (H,)).
+    output_scale: one number, or (H,): output scale, the factor of the distance from the mean value,
         where any block is dropped.
     mean_values: (B, Hkv, D), where they are not to be the means of all keys' values.
 
@@ -47,8 +47,9 @@ def exact_pooled_attention(
     query_block, key_block = _blocks(order, n_queries, n_keys, q.device)
     out = torch.zeros(batch, heads, n_queries, v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, n_queries), -torch.inf, dtype=dtype, device=q.device)
-    gains, contrasts = (
-        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads) for x in (gain, contrast)
+    pool_weights, output_scales = (
+        torch.as_tensor(x, dtype=dtype, device=q.device).expand(heads)
+        for x in (pool_weight, output_scale)
     )
     for b in range(batch):
         length = n_keys if key_lengths is None else min(n_keys, int(key_lengths[b]))
@@ -62,7 +63,7 @@ def exact_pooled_attention(
                 mean_value = values.mean(0, keepdim=True)
             else:
                 mean_value = mean_values[b, h // group, None].to(dtype)
-            weight = (counts * gains[h]).log()
+            weight = (counts * pool_weights[h]).log()
             for i in range(kept.shape[2]):
                 rows = (query_block == i).nonzero().squeeze(-1)
                 queries = q[b, h, rows].to(dtype) * logit_scale
@@ -81,7 +82,7 @@ def exact_pooled_attention(
                 blind = (lse[b, h, rows] == -torch.inf).unsqueeze(-1)
                 found = logits.softmax(-1).masked_fill(blind, 0) @ seen
                 if ((counts > 0) & ~kept[b, h, i]).any():
-                    spread = mean_value + contrasts[h] * (found - mean_value)
+                    spread = mean_value + output_scales[h] * (found - mean_value)
                     found = spread.masked_fill(blind, 0)
                 out[b, h, rows] = found
     return out, lse

@@ -25,11 +25,13 @@ class Partial:
     row_max: Tensor
     row_sum: Tensor
 
-    def weighted(self, gain: Tensor | float) -> Partial:
-        """Part with every key counted `gain` times; broadcasts against (..., R)."""
-        gain = torch.as_tensor(gain, dtype=torch.float32, device=self.row_sum.device)
-        gain = gain.expand_as(self.row_sum)
-        return Partial(self.unnormalised * gain.unsqueeze(-1), self.row_max, self.row_sum * gain)
+    def weighted(self, pool_weight: Tensor | float) -> Partial:
+        """Part with every key counted `pool_weight` times; broadcasts against (..., R)."""
+        pool_weight = torch.as_tensor(pool_weight, dtype=torch.float32, device=self.row_sum.device)
+        pool_weight = pool_weight.expand_as(self.row_sum)
+        return Partial(
+            self.unnormalised * pool_weight.unsqueeze(-1), self.row_max, self.row_sum * pool_weight
+        )
 
     def plus(self, other: Partial) -> Partial:
         """Both parts put together."""

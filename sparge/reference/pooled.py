@@ -2,8 +2,8 @@
 """Stage attend with pooled keys, in the arithmetic of the kernels.
 
 A dropped block takes part in the softmax as one pseudo-key: its mean key, with the weight of all
-its keys times the pool weight (`gain`) of the head, and its mean value. Pseudo-keys come last, in
-tiles of 64, and no filter leaves them out.
+its keys times the pool weight of the head, and its mean value. Pseudo-keys come last, in tiles of
+64, and no filter leaves them out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def attend_packed(
     packed: Packed,
     kept: Tensor,
     pooled: Tensor | None = None,
-    gain: Tensor | float = 1.0,
+    pool_weight: Tensor | float = 1.0,
     *,
-    contrast: Tensor | float = 1.0,
+    output_scale: Tensor | float = 1.0,
     scale: float,
     is_causal: bool = False,
     pvthreshd: PerHead = PV_FILTER_OFF,
@@ -40,9 +40,9 @@ def attend_packed(
     """Attention over the blocks `kept` (B, H, nq, nk) bool, by slot where `packed` has an order.
 
     pooled: (B, H, nq, nk) bool, the dropped blocks that stand as pseudo-keys, each key counted
-        `gain` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
+        `pool_weight` times (one number, or (H,)). Tiles of pseudo-keys count as kept blocks do in
         `softmax`.
-    contrast: one number, or (H,): output scale of `out` alone (`with_contrast`).
+    output_scale: one number, or (H,): output scale of `out` alone (`with_output_scale`).
 
     Rows of empty slots hold nothing of meaning.
     """
@@ -51,7 +51,7 @@ def attend_packed(
     thresholds = (
         torch.as_tensor(pvthreshd, dtype=torch.float32, device="cpu").expand(shape[1]).tolist()
     )
-    gains = torch.as_tensor(gain, dtype=torch.float32, device=device).expand(shape[1])
+    pool_weights = torch.as_tensor(pool_weight, dtype=torch.float32, device=device).expand(shape[1])
     unnormalised = torch.zeros(shape, dtype=torch.float32, device=device)
     row_max = torch.full(shape[:3], NO_LOGIT, dtype=torch.float32, device=device)
     row_sum = torch.zeros(shape[:3], dtype=torch.float32, device=device)
@@ -60,7 +60,7 @@ def attend_packed(
     for b in range(shape[0]):
         for h in range(shape[1]):
             head = _PackedHead.of_packed(packed, b, h // group, is_causal, softmax)
-            pool = _Pool.of(packed, b, h // group, gains[h], softmax)
+            pool = _Pool.of(packed, b, h // group, pool_weights[h], softmax)
             for i in range(kept.shape[2]):
                 rows = slice(i * QUERY_BLOCK, min((i + 1) * QUERY_BLOCK, shape[2]))
                 q = operands.q_levels[b, h, rows].float()
@@ -77,17 +77,17 @@ def attend_packed(
                 row_max[b, h, rows] = part.row_max
                 row_sum[b, h, rows] = part.row_sum
     whole = Partial(unnormalised, row_max, row_sum)
-    out = with_contrast(whole.output(), row_sum, operands, kept, contrast)
+    out = with_output_scale(whole.output(), row_sum, operands, kept, output_scale)
     lse = log_sum_exp(operands, row_max, row_sum, scale)
     return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
 
 
-def with_contrast(
-    out: Tensor, row_sum: Tensor, operands: Quantized, kept: Tensor, contrast: Tensor | float
+def with_output_scale(
+    out: Tensor, row_sum: Tensor, operands: Quantized, kept: Tensor, output_scale: Tensor | float
 ) -> Tensor:
-    """Scales the distance of out (B, H, Nq, D) from the mean value by `contrast` ((H,) or one
+    """Scales the distance of out (B, H, Nq, D) from the mean value by `output_scale` ((H,) or one
     number), in query blocks that drop something. Rows that met no key (row_sum 0) stay 0."""
-    factor = torch.as_tensor(contrast, dtype=torch.float32, device=kept.device)
+    factor = torch.as_tensor(output_scale, dtype=torch.float32, device=kept.device)
     if (factor == 1).all():
         return out
     of_block = factor.expand(operands.heads)[:, None].masked_fill(~_drops(operands, kept), 1)
@@ -137,7 +137,7 @@ class _Pool:
 
     k: Tensor  # (nk, D) levels
     k_scale: Tensor  # (nk,), one a pseudo-key
-    bias: Tensor  # (nk,) log2 of keys times gain
+    bias: Tensor  # (nk,) log2 of keys times pool weight
     v: Tensor  # (nk, D) levels
     v_scale: Tensor  # (D,)
     vbar: Tensor  # (D,)
@@ -145,7 +145,9 @@ class _Pool:
     softmax: OnlineSoftmax
 
     @classmethod
-    def of(cls, packed: Packed, b: int, h: int, gain: Tensor, softmax: OnlineSoftmax) -> _Pool:
+    def of(
+        cls, packed: Packed, b: int, h: int, pool_weight: Tensor, softmax: OnlineSoftmax
+    ) -> _Pool:
         operands, arithmetic = packed.operands, ARITHMETIC[packed.operands.element]
         mean, v_scale = operands.k_block_mean[b, h], operands.v_scale[b, h]
         if arithmetic.quantized_qk:
@@ -157,7 +159,7 @@ class _Pool:
         return cls(
             levels.float(),
             scale,
-            (operands.key_counts[b] * gain).log2(),
+            (operands.key_counts[b] * pool_weight).log2(),
             arithmetic.round(packed.v_block_mean[b, h] / v_scale).float(),
             v_scale,
             operands.vbar[b, h],

@@ -2,7 +2,7 @@
 """Cost of a measurement of heads, and how many token orders it may measure.
 
 It follows from sizes alone, nothing is timed, so that the choices of a run are the same in every
-one. With H heads of one batch entry, N tokens, and so many token orders (`walks`):
+one. With H heads of one batch entry, N tokens, and so many token orders (`order_kinds`):
 
     sample = once + walks (launch + token H N)
 
@@ -61,15 +61,17 @@ class SampleRates:
             return None
         return cls(**{**fields, "host": cls.read(fields.get("host"))})
 
-    def seconds(self, rows: int, walks: int, calls: int = 1, dense: float = math.inf) -> float:
+    def seconds(
+        self, rows: int, order_kinds: int, calls: int = 1, dense: float = math.inf
+    ) -> float:
         """Seconds by which a measurement makes a dense call longer.
 
         rows: heads times tokens. calls: number of usual measurements whose query blocks it covers.
         dense: seconds of the call, in which the GPU does not wait for the host.
         """
-        terms = sample_terms(rows, walks)
+        terms = sample_terms(rows, order_kinds)
         alone = sum(getattr(self, name) * times for name, times in terms.items())
-        waiting = 0.0 if self.host is None else self.host.seconds(rows, walks) - dense
+        waiting = 0.0 if self.host is None else self.host.seconds(rows, order_kinds) - dense
         return max(alone * (1 + MORE_BLOCKS * (calls - 1)), waiting)
 
 
@@ -77,7 +79,7 @@ class SampleRates:
 class Afforded:
     """Extent of measuring that the dense calls of a run afford."""
 
-    walks: int
+    order_kinds: int
     """Token orders that each measurement covers."""
     again: int
     """Times that heads can be measured once more among the sparse steps."""
@@ -87,9 +89,9 @@ class Afforded:
     """Whether measured calls are served by a faster exact kernel, which pays for measuring."""
 
 
-def sample_terms(rows: int, walks: int) -> dict[str, float]:
+def sample_terms(rows: int, order_kinds: int) -> dict[str, float]:
     """Factor of each rate of `SampleRates`."""
-    return {"once": 1.0, "launch": walks, "token": walks * rows}
+    return {"once": 1.0, "launch": order_kinds, "token": order_kinds * rows}
 
 
 def affordable(
@@ -124,11 +126,11 @@ def affordable(
     faster = shorter * samples > WORTH_A_PLAN
     allowed = max(SHARE * steps * dense + faster * shorter, ALWAYS / samples)
     within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls, dense) <= allowed)
-    walks = next(within, 1)
-    first = rates.seconds(rows, walks, calls, dense)
-    more = rates.seconds(rows, walks, AGAIN_CALLS, dense) / conditionings
+    order_kinds = next(within, 1)
+    first = rates.seconds(rows, order_kinds, calls, dense)
+    more = rates.seconds(rows, order_kinds, AGAIN_CALLS, dense) / conditionings
     again = min(max(0.0, (allowed - first) / more), UNLIMITED)  # allowed may be infinite
-    return Afforded(walks, int(again), by_faster_kernel=faster)
+    return Afforded(order_kinds, int(again), by_faster_kernel=faster)
 
 
 def pays(

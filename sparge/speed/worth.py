@@ -63,14 +63,14 @@ class Call:
 
     def sparse_terms(self, density: float) -> dict[str, float]:
         """Factor of each rate of `SparseRates`."""
-        budgets = self.pooled is not None
+        with_settings = self.pooled is not None
         kept = density * self.pairs
         return {
             "launch": 1.0,
             "token": self.rows,
             "pair": kept + (self.pooled or 0.0) * self.pairs / KEY_BLOCK,
             "filter_pair": kept * self.pv_filter,
-            "pool_token": self.rows * budgets,
+            "pool_token": self.rows * with_settings,
         }
 
     def dense_terms(self) -> dict[str, float]:

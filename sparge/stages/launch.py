@@ -319,13 +319,13 @@ def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = N
         key_lengths=_address(key_lengths),
         slot_token=_address(order.slot_tokens),
         slot_counts=_address(order.slot_counts),
-        head_walk=_address(order.head_walk),
+        head_order_kind=_address(order.head_order_kind),
         batch=shape.batch,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         queries=shape.queries,
         keys=shape.keys,
-        walks=order.walks,
+        order_kinds=order.order_kinds,
         channels=shape.channels,
     )
 

@@ -36,7 +36,13 @@ def _attend_in_order(call: Call) -> tuple[reference.Attended, reference.Choice]:
     assert call.v is not None
     with as_written(call.q.device):
         return reference.budgeted_attention(
-            call.q, call.k, call.v, call.policy, call.budget, order=call.order, **_pairs(call)
+            call.q,
+            call.k,
+            call.v,
+            call.policy,
+            call.head_settings,
+            order=call.order,
+            **_pairs(call),
         )
 
 
@@ -52,7 +58,7 @@ def _pairs(call: Call) -> dict[str, Any]:
 def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
     """Writes the results that the kernels would write, and adds to the counters of
     `AttentionStats`."""
-    if call.order is None and call.budget is None:
+    if call.order is None and call.head_settings is None:
         attended, plan = attend(call)
         kept, valid, blocks = plan.kept_pairs(), plan.valid_pairs(), plan.visited_blocks()
     else:

@@ -142,12 +142,12 @@ def quantize(call: Call) -> Tensor:
 
 
 def _slots(call: Call) -> OrderFacts:
-    """(walks, slots) tokens, (key_blocks,) counts and (heads,) walks."""
-    order, budget = call.order, call.budget
+    """(order kinds, slots) tokens, (key_blocks,) counts and (heads,) order kinds."""
+    order, head_settings = call.order, call.head_settings
     if order is None:
         return NO_ORDER
-    walk = None if budget is None else budget.walk
-    return OrderFacts(order.slot_tokens, order.block_counts, walk)
+    order_kind = None if head_settings is None else head_settings.order_kind
+    return OrderFacts(order.slot_tokens, order.block_counts, order_kind)
 
 
 def route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -164,8 +164,8 @@ def route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tenso
         keep_diagonal=policy.keep_diagonal,
         exact_prefix=policy.exact_prefix,
         exact_suffix=policy.exact_suffix,
-        floor=1 if call.budget is None else call.budget.floor,
-        upstream=call.budget is None and order is None,
+        floor=1 if call.head_settings is None else call.head_settings.floor,
+        upstream=call.head_settings is None and order is None,
     )
     facts = NO_ORDER
     if order is not None:

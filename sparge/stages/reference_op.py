@@ -55,7 +55,7 @@ class _PolicyRules(Rules):
 def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
     """Runs `on_reference.run` as one node of a traced graph, where there is no order and no head
     settings."""
-    if call.order is not None or call.budget is not None:
+    if call.order is not None or call.head_settings is not None:
         on_reference.run(call, out, lse, counters)
         return
     policy, plan = call.policy, call.plan

@@ -87,8 +87,8 @@ class RouteRules(Rules):
     exact_suffix: int
     floor: int = 1
     upstream: bool = True
-    """Its semantics: without an order and a budget. Else a block's mass counts its keys, and top-k
-    makes whole steps of attend."""
+    """Its semantics: without an order and head settings. Else a block's mass counts its keys, and
+    top-k makes whole steps of attend."""
 
 
 @dataclass(frozen=True)

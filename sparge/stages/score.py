@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch of the kernel that scores calibration's candidates."""
+"""Launch of the kernel that scores the candidates of measured heads."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def _rows_per_cta(shape: CallShape, pooling: int, rows: int, sizes: ScoreSizes, 
             return block_count(rows, block_count(rows, most))
     raise Unsupported(
         f"{shape.keys} keys are {shape.key_blocks} key blocks, whose weights do not fit in this "
-        f"GPU's shared memory ({limit} bytes): calibrate on a shorter sequence."
+        f"GPU's shared memory ({limit} bytes): measure on a shorter sequence."
     )

@@ -2,17 +2,17 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
-from .calibration import BLOCKS_A_CALL, Calibration
 from .call import Call, Exact, ExactOnce, TensorCall
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint, Fit, Verdict
 from .head_table import FAILED, HeadTable
+from .head_weights import mean_error
 from .kernel_measure import kernel_measure, measure_for
-from .loudness import mean_error
 from .measure import Measure, Measured, Sample, reference_measure
 from .measured_shape import MeasuredShape
+from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
 from .probe import Probe
 from .profile import Profile
@@ -32,7 +32,6 @@ __all__ = [
     "FAILED",
     "MEASURING",
     "Aim",
-    "Calibration",
     "Call",
     "CandidateSet",
     "Conditioning",
@@ -47,6 +46,7 @@ __all__ = [
     "Measure",
     "Measured",
     "MeasuredShape",
+    "Measurement",
     "Model",
     "PassFacts",
     "PassRecord",

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..attention import attention
 from ..checks.validate import as_heads_first
 from ..errors import Unsupported
-from ..head_settings import HeadBudget
+from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from ..speed.worth import torch_kernel
@@ -130,7 +130,7 @@ class TensorCall:
         policy: SparsePolicy,
         stats: AttentionStats,
         order: TokenOrder | None,
-        budget: HeadBudget | None,
+        head_settings: HeadSettings | None,
     ) -> Tensor:
         """Raises sparge.Unsupported where the library cannot serve the call."""
         out = attention(
@@ -140,7 +140,7 @@ class TensorCall:
             out_layout=self.layout,
             scale=self.scale,
             order=order,
-            budget=budget,
+            head_settings=head_settings,
             stats=stats,
             output_dtype=self.q.dtype,
         )

@@ -15,8 +15,8 @@ from ..head_settings import Router
 
 @dataclass(frozen=True)
 class CandidateSet:
-    """Every density with every pool weight (`gain`) and router; axes of errors are (routers,
-    densities, gains).
+    """Every density with every pool weight (`pool_weight`) and router; axes of errors are (routers,
+    densities, pool weights).
 
     Errors between the measured densities are interpolated. Pool weights cost little to measure:
     0.25 and 0.5 are for heads that full pooling ruins, 1.2 for those whose logits vary inside a
@@ -25,12 +25,12 @@ class CandidateSet:
 
     densities: tuple[float, ...] = (0.03, 0.075, 0.15, 0.25, 0.4, 0.6, 1.0)
     """Ascending; the last is 1, so that every target can be met."""
-    gains: tuple[float, ...] = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
+    pool_weights: tuple[float, ...] = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
     """Ascending from 0, plain dropping, which wins a tie."""
     routers: tuple[Router, ...] = (Router.ERROR,)
     floor: int = 1
-    """Ranked key blocks that are kept whatever the density; as in `HeadBudget`."""
-    contrasts: tuple[float, float] = (0.5, 2.0)
+    """Ranked key blocks that are kept whatever the density; as in `HeadSettings`."""
+    output_scales: tuple[float, float] = (0.5, 2.0)
     """Least and greatest output scale that a head may get; both 1: no head gets one."""
 
     def __post_init__(self) -> None:
@@ -38,20 +38,21 @@ class CandidateSet:
             raise ValueError(f"densities are {self.densities}; they ascend from above 0 to 1.")
         if len(self.densities) < 2:
             raise ValueError("densities hold nothing but 1, which drops nothing; give another.")
-        if not _ascends(self.gains) or self.gains[0] != 0:
-            raise ValueError(f"gains are {self.gains}; they ascend from 0.")
+        if not _ascends(self.pool_weights) or self.pool_weights[0] != 0:
+            raise ValueError(f"pool_weights are {self.pool_weights}; they ascend from 0.")
         if not self.routers or len(set(self.routers)) < len(self.routers):
             raise ValueError(f"routers are {self.routers}; give each once, and at least one.")
-        if not 1e-3 <= self.contrasts[0] <= self.contrasts[1] <= 1e3:
+        if not 1e-3 <= self.output_scales[0] <= self.output_scales[1] <= 1e3:
             raise ValueError(
-                f"contrasts are {self.contrasts}; give the least and the most, .001 to 1000."
+                f"output_scales are {self.output_scales}; give the least and the most, from 0.001 "
+                "to 1000."
             )
         if self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return len(self.routers), len(self.densities), len(self.gains)
+        return len(self.routers), len(self.densities), len(self.pool_weights)
 
     def kept_ranks(self, key_blocks: int) -> list[int]:
         """Ranked blocks that each density asks for, of `key_blocks`, in float32 as attention

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of calibration: the settings of the heads of all layers."""
+"""Choices of a tuner: the settings of the heads of all layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..head_settings import OPTIONAL, HeadBudget, Router
+from ..head_settings import OPTIONAL, HeadSettings, Router
 from ..policy import SparsePolicy
-from .layer_budgets import LayerBudgets
-from .loudness import mean_error
+from .head_weights import mean_error
+from .layer_settings import LayerSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,18 +21,18 @@ class HeadChoices:
     """Head settings, each (layers, heads) on the CPU. Rows of layers that were not measured hold
     density 1.
 
-    density, gain, contrast float32, router, walk int32: as in `HeadBudget`. error float32: expected
-    relative L2 error of the attention output. loudness float32: the head weight in means over
-    heads; 1 in the mean, 0 in layers that were not measured.
+    density, pool_weight, output_scale float32, router, order_kind int32: as in `HeadSettings`.
+    error float32: expected relative L2 error of the attention output. head_weight float32: what a
+    head counts in means over heads; 1 in the mean, 0 in layers that were not measured.
     """
 
     density: Tensor
-    gain: Tensor
-    contrast: Tensor
+    pool_weight: Tensor
+    output_scale: Tensor
     router: Tensor
-    walk: Tensor
+    order_kind: Tensor
     error: Tensor
-    loudness: Tensor
+    head_weight: Tensor
     measured: Tensor
     """(layers,) bool: whether the layer was measured."""
     floor: int = 1
@@ -50,16 +50,16 @@ class HeadChoices:
         """Mean error over heads, each by its weight: what a target is of. NaN where no head
         counts.
         """
-        error = mean_error(self.error, self.loudness)
+        error = mean_error(self.error, self.head_weight)
         return math.nan if error is None else error
 
-    def budgets(
+    def of_layers(
         self,
         device: torch.device | str = "cpu",
         policy: SparsePolicy | None = None,
         *,
-        before: LayerBudgets | None = None,
-    ) -> LayerBudgets:
+        before: LayerSettings | None = None,
+    ) -> LayerSettings:
         """Returns the head settings of each layer, uploaded all at once.
 
         Layers have one structure: token orders in all of them or, where all heads take the first,
@@ -67,23 +67,23 @@ class HeadChoices:
         depends on that structure, and ComfyUI wants it to stay the same from step to step. Not
         every call can have output scales, and torch.compile would trace either kind.
 
-        policy: as in `LayerBudgets`. before: head settings of the step before, whose structure is
+        policy: as in `LayerSettings`. before: head settings of the step before, whose structure is
         kept.
         """
-        names = ("density", "gain", "router", *OPTIONAL)
+        names = ("density", "pool_weight", "router", *OPTIONAL)
         uploaded: dict[str, Any] = {
             name: getattr(self, name).to(device, copy=True).flatten() for name in names
         }
         other = before.of_all if before is not None and any(before.measured) else None
-        pools = bool(self.gain.any() or (self.router == Router.ERROR).any())
+        pools = bool(self.pool_weight.any() or (self.router == Router.ERROR).any())
         pools |= other is not None and other.pools
         for name, (_, none) in OPTIONAL.items():
             is_used = bool((getattr(self, name) != none).any())
             if not is_used and (other is None or getattr(other, name) is None):
                 uploaded[name] = None
-        of_all = HeadBudget(**uploaded, floor=self.floor, pools=pools)
-        return LayerBudgets(of_all, self.measured.tolist(), policy)
+        of_all = HeadSettings(**uploaded, floor=self.floor, pools=pools)
+        return LayerSettings(of_all, self.measured.tolist(), policy)
 
-    def budget(self, layer: int, device: torch.device | str = "cpu") -> HeadBudget | None:
+    def head_settings(self, layer: int, device: torch.device | str = "cpu") -> HeadSettings | None:
         """Returns the head settings of one layer; None where it was not measured."""
-        return self.budgets(device)[layer]
+        return self.of_layers(device)[layer]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error over density, made robust to few query blocks and read between measured densities.
 
-Errors are float64 arrays (layers, heads, ..., densities, gains), the last density being 1. What is
-read between densities is of one pool weight (`gain`).
+Errors are float64 arrays (layers, heads, ..., densities, pool weights), the last density
+being 1. What is read between densities is of one pool weight.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LEAST = 1e-6  # keeps the logarithm of an error of 0 a number, far below the 8-b
 def steady(errors: Array, samples: NDArray[np.int64]) -> Array:
     """Errors that fall with density, the shape of their fall drawn towards the layer's mean.
 
-    samples: (layers,) query blocks measured of each head. Each (head, ..., gain) keeps its own
-    level, so what a pool weight does to one head never follows from what it does to others.
+    samples: (layers,) query blocks measured of each head. Each (head, ..., pool weight) keeps its
+    own level, so what a pool weight does to one head never follows from what it does to others.
     """
     falling = fall(errors)
     inner = np.log(np.maximum(falling[..., :-1, :], LEAST))

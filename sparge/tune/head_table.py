@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of one attention shape on one device: measured while dense, frozen, probed.
-
-`walk` and `turn` are a token order and its variant.
-"""
+"""Heads of one attention shape on one device: measured while dense, frozen, probed."""
 
 from __future__ import annotations
 
@@ -13,18 +10,18 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..head_settings import HeadBudget
+from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
-from ..order.variants import TURNS
+from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from ..speed.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
 from .aim import Aim
-from .calibration import Calibration
 from .call import Call, Exact
 from .choices import HeadChoices
 from .facts import PassFacts, Place
 from .kernel_measure import measure_for
-from .layer_budgets import LayerBudgets
+from .layer_settings import LayerSettings
+from .measurement import Measurement
 from .probe import Probe
 from .schedule import SampleSchedule
 from .shape import Shape
@@ -71,7 +68,7 @@ class HeadTable:
         """Whether choices are those of a profile: what they were measured on may be another
         model.
         """
-        self.one_walk = False
+        self.one_order = False
         """Heads were measured in one way through the tokens: more would have cost too much."""
         self._afford: Afford | None = None if even_if_slower else afford  # until it is asked
         self._untracked, self._even_if_slower = untracked, even_if_slower
@@ -82,7 +79,7 @@ class HeadTable:
         # Worked out before steps begin: there the GPU would wait for it.
         by_rank = self._workload.density(range(self._workload.key_blocks + 1))
         self._kept_by_rank = torch.from_numpy(by_rank).float()
-        self._calibration: Calibration | None = None
+        self._measurement: Measurement | None = None
         self._schedule = SampleSchedule()
         self._again = UNLIMITED if even_if_slower else 0  # times that heads are measured again
         self._by_faster_kernel = False  # whether measured calls are served by one
@@ -94,7 +91,7 @@ class HeadTable:
         self._called: set[int] = set()  # rows of dense calls
         self._sampled: set[int] = set()
         self._refusals: dict[int, str] = {}
-        self._budgets: LayerBudgets | None = None
+        self._of_layers: LayerSettings | None = None
         self._steps: StepChoices | None = None
         self._first: PassFacts | None = None  # facts of the first sparse pass
         self._step = -1  # number of the sparse step that the head settings are of
@@ -135,14 +132,14 @@ class HeadTable:
 
     def order(self, step: int) -> TokenOrder | None:
         """Token order in which the calls of a step are sparse."""
-        return self._orders[step % TURNS] if self._orders else None
+        return self._orders[step % VARIANTS] if self._orders else None
 
     def _prepare(self) -> None:
         """Prepares what the measurements of this pass add to."""
-        if self._calibration is not None or not self._schedule.measuring:
+        if self._measurement is not None or not self._schedule.measuring:
             return
         try:
-            self._calibration = Calibration.begin(
+            self._measurement = Measurement.begin(
                 layers=self.rows,
                 heads=self.shape.heads,
                 workload=self._workload,
@@ -163,11 +160,11 @@ class HeadTable:
             self._refusals[row] = slower
             return
         self._called.add(row)
-        if self._calibration is None or not self._schedule.measuring:
+        if self._measurement is None or not self._schedule.measuring:
             return
         calls = self._schedule.calls_a_sample
         if self._afford is not None:
-            self._settle(self._calibration, self._afford, call, least)
+            self._settle(self._measurement, self._afford, call, least)
         if self.why_dense is not None:
             return
         # Errors raised here have nothing to do with measuring.
@@ -177,7 +174,7 @@ class HeadTable:
                 operands = *call.heads_first(), call.result_heads_first(out)
                 for *qkv, rows in self._entries(operands, self._schedule.measuring):
                     self._look_for_nan(row, rows)
-                    self._calibration.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
+                    self._measurement.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
@@ -197,18 +194,18 @@ class HeadTable:
         self._finite[0, row] &= ~extremes.isnan().any()
         self._finite[1, row] &= ~extremes.isinf().any()
 
-    def _settle(self, calibration: Calibration, afford: Afford, call: Call, least: float) -> None:
-        """Once: layers and conditionings compare only where all measure the same walks."""
-        most, schedule = len(calibration.walks[0]), self._schedule
+    def _settle(self, measurement: Measurement, afford: Afford, call: Call, least: float) -> None:
+        """Once: layers and conditionings compare only where all measure the same token orders."""
+        most, schedule = len(measurement.order_kinds[0]), self._schedule
         afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample, least)
         self._afford = None
         if not afforded.pays:
-            self.why_dense, self._calibration = TOO_SHORT, None
+            self.why_dense, self._measurement = TOO_SHORT, None
             return
-        self.one_walk, self._again = afforded.walks < most, afforded.again
+        self.one_order, self._again = afforded.order_kinds < most, afforded.again
         self._by_faster_kernel = afforded.by_faster_kernel
-        if self.one_walk:
-            calibration.measure_one_walk()
+        if self.one_order:
+            measurement.measure_one_order()
 
     def _entries(
         self, operands: tuple[Tensor, ...], places: Sequence[int]
@@ -224,16 +221,16 @@ class HeadTable:
 
     def _freeze(self, place: Place | None) -> None:
         """Chooses from what was measured so far. Waits for the GPU."""
-        assert self._calibration is not None  # without one nothing was measured
+        assert self._measurement is not None  # without one nothing was measured
         steps = place.steps - place.index if place else None
         self._find_not_finite()
         try:
             self._use(
-                StepChoices(self._aim, steps, calibration=self._calibration, again=self._again)
+                StepChoices(self._aim, steps, measurement=self._measurement, again=self._again)
             )
         except ValueError:  # no layer gave finite numbers
             self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
-        self._calibration = None
+        self._measurement = None
 
     def _find_not_finite(self) -> None:
         """Finds the rows that were not finite. Waits for the GPU."""
@@ -270,18 +267,18 @@ class HeadTable:
         if now not in before:
             self._give(now)
 
-    def budget(self, row: int) -> HeadBudget | str:
+    def head_settings(self, row: int) -> HeadSettings | str:
         """Settings of the heads of a layer, or the reason why it has to stay dense."""
         if row in self.not_finite:
             return self.not_finite[row]
-        budgets = self._budgets if row < self.rows else None
-        budget = None if budgets is None else budgets[row]
+        of_layers = self._of_layers if row < self.rows else None
+        head_settings = None if of_layers is None else of_layers[row]
         unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED
-        return budget or self.refusal(row) or unknown
+        return head_settings or self.refusal(row) or unknown
 
     def _give(self, choices: HeadChoices) -> None:
         """Sets head settings for the calls from now on."""
-        self._budgets = choices.budgets(self.device, self._policy, before=self._budgets)
+        self._of_layers = choices.of_layers(self.device, self._policy, before=self._of_layers)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
 
     def predicted(self) -> Tensor:
@@ -298,18 +295,18 @@ class HeadTable:
         """Choices of the running step."""
         return self._given()[-1]
 
-    def decide(self, row: int, call: Call) -> HeadBudget | str:
+    def decide(self, row: int, call: Call) -> HeadSettings | str:
         """Settings of a call of a layer, or why it has to stay dense: at the densities of this
         pass it may be slower."""
-        budget = self.budget(row)
-        if isinstance(budget, str):
-            return budget
+        head_settings = self.head_settings(row)
+        if isinstance(head_settings, str):
+            return head_settings
         # All heads count as pooled: that is 1/64 of a dense call, and reasons of layers stay alike.
-        pooled = float(budget.pools)
+        pooled = float(head_settings.pools)
         if slower := self._slower(call, self._kept[row], pooled):
             return slower
         self.sparse_rows.add(row)
-        return budget
+        return head_settings
 
     def _slower(self, call: Call, kept: float, pooled: float) -> str | None:
         """Why a call that keeps this share of its pairs would be slower than exact, or None."""
@@ -349,7 +346,7 @@ class HeadTable:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
         included, the mean over the steps so far; NaN for rows that are not measured."""
         kept = torch.full((self.rows, self.shape.heads), torch.nan)
-        measured = self._budgets.measured if self._budgets is not None else ()
+        measured = self._of_layers.measured if self._of_layers is not None else ()
         rows = [row for row, known in enumerate(measured) if known]
         if rows:
             given = self._given()

@@ -45,11 +45,11 @@ def kernel_measure(sample: Sample) -> Measured:
         return reference_measure(sample)
     facts, groups = _Facts.of(sample), list(_head_groups(sample))
     found = _room_for_distances(sample)
-    for place, walk in enumerate(sample.walks):
-        rows = SampledRows.of(sample, facts.blocks, walk, facts.means.shape[-1])
-        in_walk = replace(sample, workload=sample.workload.walk(walk, sample.q.device))
+    for place, order_kind in enumerate(sample.order_kinds):
+        rows = SampledRows.of(sample, facts.blocks, order_kind, facts.means.shape[-1])
+        in_order = replace(sample, workload=sample.workload.order_kind(order_kind, sample.q.device))
         for heads in groups:
-            _Group.of(in_walk, facts, rows, heads).score(found[:, :, place])
+            _Group.of(in_order, facts, rows, heads).score(found[:, :, place])
     by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
     occupied = facts.blocks.occupied.index_select(1, facts.blocks.rows)
     return Measured(Distances.of_packed(by_block), occupied)
@@ -91,7 +91,7 @@ def _room_for_distances(sample: Sample) -> Tensor:
     """Empty tensor for what `Distances.packed` gives, for rows (orders, B, H, S x rows a block)."""
     batch, heads, *_ = sample.q.shape
     routers, densities, _ = sample.candidates.shape
-    rows = (len(sample.walks), batch, heads, _compared(sample))
+    rows = (len(sample.order_kinds), batch, heads, _compared(sample))
     fields = Distances.packed_fields(densities)
     return torch.empty(routers, fields, *rows, dtype=torch.float32, device=sample.q.device)
 
@@ -122,7 +122,7 @@ def _bytes_of_all_heads(sample: Sample) -> int:
     routers, densities, _ = sample.candidates.shape
     sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
     compared = batch * heads * _compared(sample)
-    found = 4 * compared * len(sample.walks) * routers * Distances.packed_fields(densities)
+    found = 4 * compared * len(sample.order_kinds) * routers * Distances.packed_fields(densities)
     dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
     routed = _routed_shape(sample)
     means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)

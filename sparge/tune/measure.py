@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact and pooled parts of some query blocks, and their distance from exact attention.
 
-Parts are taken bucket by bucket; the distances are what calibration scores.
+Parts are taken bucket by bucket; the distances are what measuring scores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK
-from ..head_settings import HeadBudget
+from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..reference.budgeted import bucket_partials
 from ..reference.choose import choose_blocks
@@ -49,7 +49,7 @@ class Sample:
     candidates: CandidateSet
     scale: float
     key_lengths: Tensor | None
-    walks: range = range(1)
+    order_kinds: range = range(1)
     """Token orders of the workload to measure; the first is one of them."""
     row_step: int = 1
     """One in so many rows of a query block is compared, as in `spread_rows`."""
@@ -67,12 +67,12 @@ class Sample:
         )
 
 
-def stacked(of_walks: Iterable[Distances]) -> Distances:
+def stacked(of_orders: Iterable[Distances]) -> Distances:
     """Stacks what was found of rows (B, H, S, rows) in each token order.
 
     Orders may be measured while this takes them, so that nothing else of one is alive in the next.
     """
-    return Distances.of_packed(torch.stack(list(map(Distances.packed, of_walks)), -5))
+    return Distances.of_packed(torch.stack(list(map(Distances.packed, of_orders)), -5))
 
 
 #: Measures how far the parts of attention lie from the whole; must not synchronise with the GPU.
@@ -83,17 +83,19 @@ def reference_measure(sample: Sample) -> Measured:
     """Computes a `Measure` in the reference's arithmetic, for tests and for machines without
     kernels."""
     device = sample.q.device
-    workloads = [sample.workload.walk(walk, device) for walk in sample.walks]
-    compared = [sample.dense, *[None] * (len(sample.walks) - 1)]
-    of_walks = [
-        _in_its_walk(replace(sample, workload=workload, dense=dense))
+    workloads = [
+        sample.workload.order_kind(order_kind, device) for order_kind in sample.order_kinds
+    ]
+    compared = [sample.dense, *[None] * (len(sample.order_kinds) - 1)]
+    of_orders = [
+        _in_its_order(replace(sample, workload=workload, dense=dense))
         for workload, dense in zip(workloads, compared, strict=True)
     ]
-    found, occupied = zip(*of_walks, strict=True)
+    found, occupied = zip(*of_orders, strict=True)
     return Measured(stacked(found), occupied[0])
 
 
-def _in_its_walk(sample: Sample) -> tuple[Distances, Tensor]:
+def _in_its_order(sample: Sample) -> tuple[Distances, Tensor]:
     """Distances of rows (B, H, S, rows), and which rows are queries."""
     order = None if sample.workload.is_causal else sample.workload.order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
@@ -121,7 +123,7 @@ def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
         choice = choose_blocks(
             packed,
             workload.policy(),
-            HeadBudget.uniform(sample.q.shape[1], 1.0, router=router),
+            HeadSettings.uniform(sample.q.shape[1], 1.0, router=router),
             scale=sample.scale,
             is_causal=workload.is_causal,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..order.variants import Walk
+from ..order.variants import OrderKind
 from .head_table import HeadTable
 
 
@@ -27,14 +27,14 @@ class MeasuredShape:
     probed: Tensor
     """Relative L2 error found in sparse calls, against exact attention; NaN where no call was
     probed."""
-    loudness: Tensor
+    head_weight: Tensor
     """Head weights, as in `HeadChoices`."""
-    residual: Tensor
+    pool_weight: Tensor
     """Pool weights, as first chosen; 0 is none. Where steps differ that of their mean density, and
     so are the token orders."""
-    walks: Mapping[Walk, int]
+    order_kinds: Mapping[OrderKind, int]
     """Number of heads by their token order; empty where there was no choice."""
-    one_walk: bool = False
+    one_order: bool = False
     """Whether one token order alone was measured, as in `HeadTable`."""
 
     @classmethod
@@ -43,17 +43,17 @@ class MeasuredShape:
         assert table.choices is not None and table.probe is not None
         layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
         tables = (table.density(), table.predicted(), table.probe.relative_errors())
-        walks: dict[Walk, int] = {}
+        order_kinds: dict[OrderKind, int] = {}
         if table.shape.grid is not None:
-            taken = table.choices.walk[layers].flatten().tolist()
-            walks = {walk: taken.count(walk) for walk in Walk}
+            taken = table.choices.order_kind[layers].flatten().tolist()
+            order_kinds = {order_kind: taken.count(order_kind) for order_kind in OrderKind}
         chosen = table.choices
-        tables = (*tables, chosen.loudness, chosen.gain)
+        tables = (*tables, chosen.head_weight, chosen.pool_weight)
         of_layers = (x[layers] for x in tables)
         return cls(
             table.shape.tokens,
             layers,
             *of_layers,
-            walks=walks,
-            one_walk=table.one_walk,
+            order_kinds=order_kinds,
+            one_order=table.one_order,
         )

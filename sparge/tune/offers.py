@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers to the heads of a model, and the choice of what each of them gets.
 
-    offers = calibration.offers()  # waits for the GPU
+    offers = measurement.offers()  # waits for the GPU
     choices = offers.freeze(mean_density=0.2)
 
 A target is the mean error of the heads, each by its weight: quality at a target is the density that
@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..head_settings import Router
-from . import budgets, curves
-from .best_gains import Group, best_gains
+from . import allocate, curves
+from .best_pool_weights import Group, best_pool_weights
 from .candidates import CandidateSet
 from .choices import HeadChoices
-from .loudness import loudness
+from .head_weights import head_weight
 from .side_by_side import side_by_side
-from .workload import RESIDUAL_COST, Workload
+from .workload import POOLED_COST, Workload
 
 logger = logging.getLogger("sparge")
 
@@ -42,33 +42,33 @@ class Offers:
     """Errors and costs of all candidates; made by `of`.
 
     Candidates are all token orders with all routers and densities. Blocks beyond a density are
-    dropped or pooled, as suits the head best (`best_gains`).
+    dropped or pooled, as suits the head best (`best_pool_weights`).
     """
 
-    walks: list[int]
+    order_kinds: list[int]
     """Token orders that some layer measured."""
     densities: list[float]
     candidates: CandidateSet
     measured: Tensor
     """(layers,) bool. Layers that are not measured get no head settings and do not count in the
     mean."""
-    errors: budgets.Array = field(repr=False)
+    errors: allocate.Array = field(repr=False)
     """(heads of measured layers, candidates): errors by dropping."""
-    rounding: budgets.Array = field(repr=False)
+    rounding: allocate.Array = field(repr=False)
     """(heads of measured layers,): errors by rounding, whatever the head gets."""
-    loudness: budgets.Array = field(repr=False)
+    head_weight: allocate.Array = field(repr=False)
     """(heads of measured layers,): head weights, mean 1."""
-    gains: budgets.Indices = field(repr=False)
-    """(heads of measured layers, candidates): index of each into `CandidateSet.gains`."""
+    pool_weights: allocate.Indices = field(repr=False)
+    """(heads of measured layers, candidates): index of each into `CandidateSet.pool_weights`."""
     groups: NDArray[np.int64] = field(repr=False)
     """(candidates,): `Group` of each."""
-    costs: budgets.Array = field(repr=False)
+    costs: allocate.Array = field(repr=False)
     """(candidates,): costs, shares of dense attention."""
-    kept: budgets.Array = field(repr=False)
+    kept: allocate.Array = field(repr=False)
     """(candidates,): shares of pairs."""
-    contrasts: budgets.Array = field(repr=False)
-    """(heads of measured layers, orders, routers, measured densities, gains): output scales."""
-    places: tuple[budgets.Indices, budgets.Array] = field(repr=False)
+    output_scales: allocate.Array = field(repr=False)
+    """(heads of measured layers, orders, routers, measured densities, pool weights): scales."""
+    places: tuple[allocate.Indices, allocate.Array] = field(repr=False)
     """Places of `densities` among the measured ones, as in `curves.places_between`."""
 
     @classmethod
@@ -76,18 +76,18 @@ class Offers:
         cls,
         workload: Workload,
         candidates: CandidateSet,
-        errors: budgets.Array,
-        contrasts: budgets.Array,
-        rounding: budgets.Array,
-        norms: budgets.Array,
+        errors: allocate.Array,
+        output_scales: allocate.Array,
+        rounding: allocate.Array,
+        norms: allocate.Array,
         samples: Sequence[int],
-        walks: Sequence[range],
+        order_kinds: Sequence[range],
     ) -> Offers:
-        """Makes offers from measurements, with arrays as in `Calibration`.
+        """Makes offers from measurements, with arrays as in `Measurement`.
 
-        errors, contrasts: its relative errors and output scales. rounding, norms: as there.
-        samples: of each layer the number of measurements. walks: of each layer the token orders
-        that they measured, all that there are errors of or the first.
+        errors, output_scales: its relative errors and output scales. rounding, norms: as there.
+        samples: of each layer the number of measurements. order_kinds: of each layer the token
+        orders that they measured, all that there are errors of or the first.
 
         Raises:
             ValueError: no layer was measured and gave finite errors.
@@ -95,33 +95,37 @@ class Offers:
         measured = (np.asarray(samples) > 0) & np.isfinite(errors).all((1, 2, 3, 4, 5))
         if not measured.any():
             raise ValueError("No layer was measured: call sample in dense calls before freeze.")
-        of_layers = [of_layer for of_layer, known in zip(walks, measured, strict=True) if known]
+        of_layers = [
+            of_layer for of_layer, known in zip(order_kinds, measured, strict=True) if known
+        ]
         in_some = sorted(set().union(*of_layers))
         densities = _densities(candidates)
         known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
-        of_walks, contrasts = (x[measured][:, :, : len(in_some)] for x in (errors, contrasts))
+        of_orders, output_scales = (
+            x[measured][:, :, : len(in_some)] for x in (errors, output_scales)
+        )
         sampled = np.asarray(samples)[measured]
         everything = kept >= 1  # rounding made the errors there, and would decide between orders
-        known_walks = [np.isin(in_some, of_layer) for of_layer in of_layers]
-        unknown = ~np.reshape(known_walks, (len(of_layers), 1, len(in_some), 1, 1))
+        known_orders = [np.isin(in_some, of_layer) for of_layer in of_layers]
+        unknown = ~np.reshape(known_orders, (len(of_layers), 1, len(in_some), 1, 1))
 
-        def best_of(layers: slice) -> tuple[budgets.Array, budgets.Indices]:
-            steady = curves.steady(of_walks[layers], sampled[layers])
+        def best_of(layers: slice) -> tuple[allocate.Array, allocate.Indices]:
+            steady = curves.steady(of_orders[layers], sampled[layers])
 
-            def logs_of(gain: int) -> budgets.Array:
-                logs = curves.logs_between(steady[..., gain], known, kept)
+            def logs_of(pool_weight: int) -> allocate.Array:
+                logs = curves.logs_between(steady[..., pool_weight], known, kept)
                 logs[..., everything] = -np.inf
                 np.copyto(logs, np.inf, where=unknown[layers])
                 return logs
 
-            return best_gains(map(logs_of, range(len(candidates.gains))))
+            return best_pool_weights(map(logs_of, range(len(candidates.pool_weights))))
 
         logs, best = side_by_side(best_of, len(of_layers))
         errors = np.exp(logs)
         shape = errors.shape[2:]
         groups = np.arange(shape[-1])
         pools = (groups == Group.POOLED) & ~everything[:, None]
-        costs = kept[:, None] + np.where(pools, RESIDUAL_COST, 0)
+        costs = kept[:, None] + np.where(pools, POOLED_COST, 0)
         return cls(
             in_some,
             densities,
@@ -129,12 +133,12 @@ class Offers:
             torch.from_numpy(measured),
             errors.reshape(-1, errors[0, 0].size),
             rounding[measured].ravel(),
-            loudness(norms[measured]).ravel(),
+            head_weight(norms[measured]).ravel(),
             best.reshape(-1, best[0, 0].size),
             np.broadcast_to(groups, shape).ravel(),
             np.broadcast_to(costs, shape).ravel(),
             np.broadcast_to(kept[:, None], shape).ravel(),
-            contrasts.reshape(-1, *contrasts.shape[2:]),
+            output_scales.reshape(-1, *output_scales.shape[2:]),
             curves.places_between(known, kept),
         )
 
@@ -155,36 +159,47 @@ class Offers:
         if mean_density is not None:
             return self.choices(self.hulls(mean_density).climb(mean_density))
         assert target is not None
-        weights = self.loudness[:, None]
+        weights = self.head_weight[:, None]
         whole = np.hypot(self.errors, self.rounding[:, None])
-        rounding = (self.loudness * self.rounding).mean()
-        most = max(target, np.hypot(target / 2, rounding)) * self.loudness.sum()
-        chosen = budgets.meet_error(
+        rounding = (self.head_weight * self.rounding).mean()
+        most = max(target, np.hypot(target / 2, rounding)) * self.head_weight.sum()
+        chosen = allocate.meet_error(
             self.errors * weights, self.costs, self.kept, whole * weights, most
         )
         return self.choices(chosen)
 
-    def hulls(self, mean_density: float) -> budgets.HullSteps:
+    def hulls(self, mean_density: float) -> allocate.HullSteps:
         """Hull steps, with a remark in the log where a run keeps more than the mean density that
         was asked."""
-        hulls = budgets.HullSteps.of(self.errors * self.loudness[:, None], self.costs, self.kept)
-        most = mean_density + budgets.ROUNDING
+        hulls = allocate.HullSteps.of(
+            self.errors * self.head_weight[:, None], self.costs, self.kept
+        )
+        most = mean_density + allocate.ROUNDING
         if self.kept[hulls.cheapest].mean() > most:
             reached = self.kept[hulls.climb(mean_density)].mean()
             if reached > most:
                 _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
         return hulls
 
-    def choices(self, chosen: budgets.Indices) -> HeadChoices:
+    def choices(self, chosen: allocate.Indices) -> HeadChoices:
         """Head settings of the chosen candidates, one for each head of measured layers."""
         routers, heads = self.candidates.routers, np.arange(len(chosen))
-        shape = (len(self.walks), len(routers), len(self.densities), int(self.groups.max()) + 1)
-        walk, router, density, _ = np.unravel_index(chosen, shape)
-        gain = self.gains[heads, chosen]
+        shape = (
+            len(self.order_kinds),
+            len(routers),
+            len(self.densities),
+            int(self.groups.max()) + 1,
+        )
+        order_kind, router, density, _ = np.unravel_index(chosen, shape)
+        pool_weight = self.pool_weights[heads, chosen]
         by_dropping = self.errors[heads, chosen]
         left, share = self.places[0][density], self.places[1][density]
-        contrasts = self.contrasts[heads, walk, router, :, gain]  # (heads, densities)
-        contrast = (1 - share) * contrasts[heads, left] + share * contrasts[heads, left + 1]
+        output_scales = self.output_scales[
+            heads, order_kind, router, :, pool_weight
+        ]  # (heads, densities)
+        output_scale = (1 - share) * output_scales[heads, left] + share * output_scales[
+            heads, left + 1
+        ]
 
         def table(values: NDArray[Any], unmeasured: float, dtype: torch.dtype) -> Tensor:
             of_measured = torch.from_numpy(values).to(dtype).view(int(self.measured.sum()), -1)
@@ -194,12 +209,12 @@ class Offers:
 
         return HeadChoices(
             table(np.asarray(self.densities)[density], 1.0, torch.float32),
-            table(np.asarray(self.candidates.gains)[gain], 0.0, torch.float32),
-            table(contrast, 1.0, torch.float32),
+            table(np.asarray(self.candidates.pool_weights)[pool_weight], 0.0, torch.float32),
+            table(output_scale, 1.0, torch.float32),
             table(np.asarray(routers)[router], int(Router.MASS), torch.int32),
-            table(np.asarray(self.walks)[walk], 0, torch.int32),
+            table(np.asarray(self.order_kinds)[order_kind], 0, torch.int32),
             table(np.hypot(by_dropping, self.rounding), 0.0, torch.float32),
-            table(self.loudness, 0.0, torch.float32),
+            table(self.head_weight, 0.0, torch.float32),
             self.measured,
             self.candidates.floor,
         )
@@ -218,7 +233,7 @@ def _say_denser(asked: str, kept: str) -> None:
 
 def _kept(
     workload: Workload, candidates: CandidateSet, densities: Sequence[float]
-) -> budgets.Array:
+) -> allocate.Array:
     """Share of pairs that each density really keeps, forced blocks included."""
     shares = CandidateSet(tuple(densities), floor=candidates.floor)
     return workload.density(shares.kept_ranks(workload.key_blocks))

@@ -72,7 +72,7 @@ class Probe:
         a step are split into calls.
         """
         count = len(self.tokens)
-        # From the middle, not with the blocks that calibration began with.
+        # From the middle, not with the blocks that measuring began with.
         first = count // 2 + visit * BLOCKS_A_SAMPLE + layer
         blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
         tokens = torch.cat([self.tokens[block] for block in blocks])

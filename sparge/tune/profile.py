@@ -20,7 +20,7 @@ from .profile_tables import checked_choices, checked_norm, tensors_of
 
 METADATA_KEY = "sparge_profile"
 LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
-NORM = "norm."  # begins the names of norm tensors; choices are "0.density", "1.gain"
+NORM = "norm."  # begins the names of norm tensors; choices are "0.density", "1.pool_weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Profile:
             _, table = min(of_grid, key=lambda found: found[0])
             return table, fits[table]
         choices = fits.get(wanted)
-        return None if choices is None or choices.walk.any() else (wanted, choices)
+        return None if choices is None or choices.order_kind.any() else (wanted, choices)
 
     def save(self, path: Path) -> None:
         """Writes to `path` at once or not at all.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..head_settings import Router
-from ..order.variants import Walk
+from ..order.variants import OrderKind
 from .choices import HeadChoices
 from .fingerprint import SAMPLE
 from .profile_error import ProfileError
@@ -17,12 +17,16 @@ from .profile_error import ProfileError
 #: Name and dtype of each tensor, and the least and greatest value in it.
 TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
-    "gain": (torch.float32, 0.0, 100.0),  # beyond the keys of a block a pool weight pools nothing
-    "contrast": (torch.float32, 1e-3, 1e3),
+    "pool_weight": (
+        torch.float32,
+        0.0,
+        100.0,
+    ),  # beyond the keys of a block a pool weight pools nothing
+    "output_scale": (torch.float32, 1e-3, 1e3),
     "router": (torch.int32, min(Router), max(Router)),
-    "walk": (torch.int32, 0, len(Walk) - 1),  # index into the token orders
+    "order_kind": (torch.int32, 0, len(OrderKind) - 1),  # index into the token orders
     "error": (torch.float32, 0.0, 1e6),
-    "loudness": (torch.float32, 0.0, 1e6),
+    "head_weight": (torch.float32, 0.0, 1e6),
     "measured": (torch.bool, 0, 1),
 }
 

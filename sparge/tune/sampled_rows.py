@@ -86,9 +86,11 @@ class SampledRows:
     slots; in the first token order, where it is known."""
 
     @classmethod
-    def of(cls, sample: Sample, blocks: SampledBlocks, walk: int, channels: int) -> SampledRows:
+    def of(
+        cls, sample: Sample, blocks: SampledBlocks, order_kind: int, channels: int
+    ) -> SampledRows:
         batch, heads, _, own = sample.q.shape
-        q = sample.q.gather(2, blocks.places[walk].expand(batch, heads, -1, own))
+        q = sample.q.gather(2, blocks.places[order_kind].expand(batch, heads, -1, own))
         by_block = q.masked_fill_(blocks.empty, 0).unflatten(2, blocks.occupied.shape)
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
@@ -96,8 +98,8 @@ class SampledRows:
         routers, densities, _ = sample.candidates.shape
         for_each = means.unsqueeze(2).expand(-1, -1, routers * (densities - 1), -1, -1)
         dense = None
-        if sample.dense is not None and walk == 0:
-            places = blocks.compared_of(blocks.places[walk], 0)
+        if sample.dense is not None and order_kind == 0:
+            places = blocks.compared_of(blocks.places[order_kind], 0)
             dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
             if dense.dtype != q.dtype:
                 dense = dense.float()
@@ -135,7 +137,7 @@ def _thresholds(candidates: CandidateSet) -> Tensor:
         selection=1.0,
         simthreshd1=-torch.inf,
         pvthreshd=PV_FILTER_OFF,
-        log2_gain=-torch.inf,
+        log2_pool_weight=-torch.inf,
         router=float(candidates.routers[0]),
     )
     by_router = table.view(len(candidates.routers), len(densities), -1)

@@ -188,32 +188,32 @@ def bucket_distances(
     return distances(found, [1] * len(by_router[0]))
 
 
-def squared_errors(measured: Distances, log_gains: Tensor) -> Tensor:
-    """(routers, densities, ..., gains) float32: squared distance of each row's output from the
-    truth.
+def squared_errors(measured: Distances, log_pool_weights: Tensor) -> Tensor:
+    """(routers, densities, ..., pool weights) float32: squared distance of each row's output from
+    the truth.
 
-    log_gains (gains,) float32, natural; the first is -inf, plain dropping. Rows that neither part
-    reaches give 0, as attention does.
+    log_pool_weights (pool weights,) float32, natural; the first is -inf, plain dropping. Rows that
+    neither part reaches give 0, as attention does.
     """
     near = measured.near
-    errors = near.new_empty(*near.shape, len(log_gains))
+    errors = near.new_empty(*near.shape, len(log_pool_weights))
     errors[..., 0] = near
     near = near.unsqueeze(-1)
     errors[:, -1:] = near[:, -1:]
-    lead = log_gains[1:] - measured.advantage.unsqueeze(-1)
+    lead = log_pool_weights[1:] - measured.advantage.unsqueeze(-1)
     between, far = (x.unsqueeze(-1) for x in (measured.between, measured.far))
     _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., 1:])
     # A pooled part as good as the exact one may leave a sum just below 0.
     return errors.clamp_(min=0)
 
 
-def towards_mean(measured: Distances, log_gains: Tensor) -> Tensor:
+def towards_mean(measured: Distances, log_pool_weights: Tensor) -> Tensor:
     """Products <y - o, m - o> for the outputs y of `squared_errors`, of the same shape; 0 where
     nothing is dropped."""
-    found = measured.near.new_zeros(*measured.near.shape, len(log_gains))
+    found = measured.near.new_zeros(*measured.near.shape, len(log_pool_weights))
     kept, pooled = measured.kept_towards_mean, measured.pooled_towards_mean
     found[:, :-1, ..., 0] = kept
-    rest = _rest(log_gains[1:] - measured.advantage.unsqueeze(-1))
+    rest = _rest(log_pool_weights[1:] - measured.advantage.unsqueeze(-1))
     torch.lerp(kept.unsqueeze(-1), pooled.unsqueeze(-1), rest, out=found[:, :-1, ..., 1:])
     return found
 

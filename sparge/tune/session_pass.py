@@ -15,7 +15,7 @@ from ..checks.argument import whole_number
 from ..checks.validate import check_inference
 from ..common.untraced import untraced
 from ..errors import Unsupported
-from ..head_settings import HeadBudget
+from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .call import Call, Exact, ExactOnce, TensorCall
@@ -34,7 +34,7 @@ class Plan:
     """Plan of a sparse call: token order and head settings."""
 
     table: HeadTable
-    budget: HeadBudget
+    head_settings: HeadSettings
     order: TokenOrder | None
 
 
@@ -103,7 +103,7 @@ class SessionPass:
         grid, policy = plan.table.shape.grid, self.policy
         if grid is not None:
             policy = replace(policy, exact_prefix=grid.prefix, exact_suffix=grid.suffix)
-        out = call.sparse(policy, record.stats_of(layer), plan.order, plan.budget)
+        out = call.sparse(policy, record.stats_of(layer), plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
             self.probe(plan, layer, call, out)
         return out
@@ -128,10 +128,10 @@ class SessionPass:
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense
-        budget = table.decide(row, call)
-        if isinstance(budget, str):
-            return budget
-        return Plan(table, budget, table.order(self.facts.step))
+        head_settings = table.decide(row, call)
+        if isinstance(head_settings, str):
+            return head_settings
+        return Plan(table, head_settings, table.order(self.facts.step))
 
     def end(self) -> None:
         """Ends the pass for the host. Never waits."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..order.grid import TokenGrid, TokenOrder, grid_order
-from ..order.variants import TURNS
+from ..order.variants import VARIANTS
 from .profile_header import Table
 from .workload import Workload
 
@@ -37,7 +37,7 @@ class Shape:
         """
         if self.grid is None:
             return []
-        return [grid_order(self.grid, turn) for turn in range(TURNS)]
+        return [grid_order(self.grid, variant) for variant in range(VARIANTS)]
 
     def forget_copies(self) -> None:
         for order in (*self.orders(), self.workload().order):

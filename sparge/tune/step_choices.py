@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 from .aim import Aim
-from .calibration import Calibration
 from .choices import HeadChoices
 from .fall import step_means
+from .measurement import Measurement
 from .offers import Offers
 
 #: Times that heads are measured again, after equal numbers of steps.
@@ -77,31 +77,31 @@ class StepChoices:
         aim: Aim,
         steps: int | None,
         *,
-        calibration: Calibration | None = None,
+        measurement: Measurement | None = None,
         profile: HeadChoices | None = None,
         again: int = MEASURED_AGAIN,
     ) -> None:
-        """Starts from either a calibration or a profile.
+        """Starts from either a measurement or a profile.
 
         steps: number of sparse steps, where that is known. again: times that heads may be measured
         again.
 
         Waits for the GPU. Raises ValueError when nothing was measured.
         """
-        assert (calibration is None) != (profile is None)
+        assert (measurement is None) != (profile is None)
         self.given: list[HeadChoices] = []
         """Choices of each step so far."""
-        self.again: Calibration | None = None
+        self.again: Measurement | None = None
         """Calibration that sparse calls of the running step are measured into; of one conditioning
         as many query blocks as before of two."""
-        self._found: Calibration | None = None  # the same for a step that is over
+        self._found: Measurement | None = None  # the same for a step that is over
         self._aim, self._steps = aim, steps
         self._interval = interval_of(steps)
         self._end = sys.maxsize if steps is None else max(1, steps)
-        self._calibration, self._profile = calibration, profile
-        self._chooser = None if calibration is None else Chooser(aim, calibration.offers(), steps)
+        self._measurement, self._profile = measurement, profile
+        self._chooser = None if measurement is None else Chooser(aim, measurement.offers(), steps)
         self._first_chooser = self._chooser
-        self._left = 0 if calibration is None else min(again, MEASURED_AGAIN)  # choices to come
+        self._left = 0 if measurement is None else min(again, MEASURED_AGAIN)  # choices to come
         self._chosen = 0  # step of the last choice
 
     @property
@@ -129,20 +129,20 @@ class StepChoices:
     def choose_anew(self, step: int) -> None:
         """Chooses for this step and those after it, from what was measured since the last choice,
         if anything was. Waits for the GPU."""
-        assert self._calibration is not None
+        assert self._measurement is not None
         self._chosen, self._left = step, self._left - 1
         measured, self.again, self._found = self.again or self._found, None, None
         if measured is not None and any(measured.samples):
-            measured.fill_from(self._calibration)
-            self._calibration = measured
+            measured.fill_from(self._measurement)
+            self._measurement = measured
             self._chooser = Chooser(self._aim, measured.offers(), self._steps)
 
     def at(self, step: int) -> HeadChoices:
         """Choices of the next step, which begins. Allocates where it is one to be measured."""
         if step != self._measured_step:
             self.again, self._found = None, self.again or self._found
-        elif self._calibration is not None and self.again is None:
-            self.again = self._calibration.anew()
+        elif self._measurement is not None and self.again is None:
+            self.again = self._measurement.anew()
         self.given.append(self._of(step))
         return self.given[-1]
 

@@ -16,7 +16,7 @@ from ..order.grid import TokenOrder, raster_order
 from ..policy import SparsePolicy
 
 #: Share of dense attention that pooled keys cost a head: one pseudo-key for 64 keys.
-RESIDUAL_COST = 1 / KEY_BLOCK
+POOLED_COST = 1 / KEY_BLOCK
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Workload:
         """Workload of tokens in the order they come."""
         return cls(raster_order(tokens), is_causal, sink)
 
-    def walk(self, index: int, device: torch.device) -> Workload:
+    def order_kind(self, index: int, device: torch.device) -> Workload:
         """Workload with one token order alone, on `device`; copied there once for all orders."""
-        return replace(self, order=self.order.on(device).walk(index))
+        return replace(self, order=self.order.on(device).order_kind(index))
 
     @property
     def key_blocks(self) -> int:

@@ -91,10 +91,10 @@ def auto_batched_or_split(**widgets: Any) -> dict[str, Any]:
         "error": relative_error(apart, together),
         "same_choices": all(
             torch.equal(getattr(a, name), getattr(b, name))
-            for name in ("density", "gain", "router", "walk")
+            for name in ("density", "pool_weight", "router", "order_kind")
         ),
         "error_difference": float((a.error - b.error).abs().max()),
-        "loudness_difference": float((a.loudness - b.loudness).abs().max()),
+        "loudness_difference": float((a.head_weight - b.head_weight).abs().max()),
     }
 
 

@@ -128,7 +128,7 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
                 if kwargs["order"]
                 else [],
                 "slots": kwargs["order"].slot_token[:64].tolist() if kwargs["order"] else [],
-                "measured": kwargs["budget"] is not None,
+                "measured": kwargs["head_settings"] is not None,
                 "topk": policy.topk,
                 "dtypes": [str(t.dtype).removeprefix("torch.") for t in (q, k, v)],
                 "classes": [type(t).__name__ for t in (q, k, v)],

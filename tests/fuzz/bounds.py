@@ -111,7 +111,7 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
     k_step = _with_pools(setting, exact, k_step)
     scale, channels = case.scale, setting.q.shape[-1]
     p, keys, values = exact.p, exact.keys, exact.values
-    centred = p @ values  # of the output before contrast
+    centred = p @ values  # of the output before output scale
     length = values.square().sum(-1)[:, :, None]
     distance = length - 2 * centred @ values.mT + centred.square().sum(-1, keepdim=True)
     distance = distance.clamp(min=0)  # |v_j - out|^2 for each row
@@ -148,7 +148,7 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
     floats = floats * ((p * length.sqrt()).sum(-1) + centred.norm(dim=-1)) + 2.0**-22 * (
         setting.value_centre.norm(dim=-1)
     )
-    contrast = exact.contrast.abs()
+    output_scale = exact.output_scale.abs()
     written = UNIT[out_dtype] * exact.out.norm(dim=-1) + FLOOR[out_dtype] * math.sqrt(channels)
 
     # Weights within a few roundings of each other are rounded alike.
@@ -165,26 +165,26 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
     )
     roundings = (weights + of_values).sum(-1) / 3 + p_floor.square() / 3
     roundings = roundings + v_floor[..., None] * counted / 3
-    expected = (first + roundings) * contrast.square() + written.square() / 3
-    higher = (p * deviation.square() * distance.sqrt()).sum(-1) * contrast
+    expected = (first + roundings) * output_scale.square() + written.square() / 3
+    higher = (p * deviation.square() * distance.sqrt()).sum(-1) * output_scale
     expected_all = (expected + higher.square()) / least_sum.square()
 
     if structured:
         of_logits = (all_logits / least_sum).minimum(peaked)
-        out = contrast * (of_logits + rounded + floats) + written
+        out = output_scale * (of_logits + rounded + floats) + written
     else:
         of_logits = (sure.norm * first.sqrt() + beyond_first + shaken) / least_sum
         of_logits = of_logits.minimum(peaked)
         of_rounding = torch.where(alike, rounded, sure.norm * roundings.sqrt())
-        out = contrast * (of_logits + of_rounding + floats) + written
+        out = output_scale * (of_logits + of_rounding + floats) + written
     known = ~alike & exact.seen & (higher.square() < 0.1 * expected)
-    known = known & (2 * (shaken + floats) * contrast < expected.sqrt())
+    known = known & (2 * (shaken + floats) * output_scale < expected.sqrt())
     spoilt = torch.zeros_like(out)
     if exact.doubtful is not None:
         lost = p[..., : exact.doubtful.shape[-1]].masked_fill(~exact.doubtful, 0).sum(-1)
         furthest = distance.masked_fill(p == 0, 0).amax(-1).sqrt()
         spoilt = lost / (1 - lost).clamp(min=1e-12)
-        out = out + contrast * spoilt * furthest * 2
+        out = out + output_scale * spoilt * furthest * 2
         known = known & (lost == 0)
     lse = _lse_bound(setting, exact, arithmetic, k_step, q_step, furthest_off, float_error, alike)
     out = out.masked_fill(~exact.seen, 0)  # such rows are 0, exactly

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparge import (
-    HeadBudget,
+    HeadSettings,
     Precision,
     SparsePolicy,
     TokenGrid,
@@ -60,8 +60,8 @@ class Case:
         return self.options.get("order")
 
     @property
-    def budget(self) -> HeadBudget | None:
-        return self.options.get("budget")
+    def head_settings(self) -> HeadSettings | None:
+        return self.options.get("head_settings")
 
     def describe(self) -> str:
         """Description for whoever has to find out what went wrong."""
@@ -122,10 +122,10 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
     if budgeted:
         order = None if grid is None else _draw_order(rng, grid)
         with_mean = not is_causal and policy.precision is not Precision.SIXTEEN_BIT
-        walks = 1 if order is None else order.walks
+        order_kinds = 1 if order is None else order.order_kinds
         options["order"] = order
         if order is None or rng.random() < 0.8:
-            options["budget"] = _draw_budget(rng, sizes, device, walks, with_mean)
+            options["head_settings"] = _draw_budget(rng, sizes, device, order_kinds, with_mean)
     q, k, v = tensors
     return Case(seed, way, data, q, k, v, policy, layout, options)
 
@@ -146,7 +146,7 @@ def _draw_sizes(
     if grid is not None:
         keys = queries = grid.tokens
     most_heads = max(1, rng.choice((10_000, 40_000, 70_000)) // (queries * keys))
-    if grid is not None:  # heads of one call take different walks
+    if grid is not None:  # heads of one call take different token orders
         most_heads = rng.choice((1, 2, 4, 6))
     while True:
         batch, kv_heads = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
@@ -260,9 +260,9 @@ def _draw_budget(
     rng: random.Random,
     sizes: Sizes,
     device: torch.device | str,
-    walks: int,
+    order_kinds: int,
     with_mean: bool,
-) -> HeadBudget:
+) -> HeadSettings:
     def numbers(*choices: float) -> Tensor:
         return torch.tensor([float(rng.choice(choices)) for _ in range(sizes.heads)], device=device)
 
@@ -272,14 +272,16 @@ def _draw_budget(
 
     pools = rng.random() < 0.7
     zeros = numbers(0.0)
-    return HeadBudget(
+    return HeadSettings(
         density=numbers(0.0, 0.15, 0.3, 0.3, 0.5, 0.5, 0.7, 1.0),
-        gain=numbers(0.0, 0.5, 1.0, 1.3) if pools else zeros,
+        pool_weight=numbers(0.0, 0.5, 1.0, 1.3) if pools else zeros,
         router=integers(0, 1) if pools else zeros.int(),
         floor=rng.choice((1, 1, 1, 2, 4)),
         pools=pools,
-        walk=integers(*range(walks + 1)) if walks > 1 and rng.random() < 0.8 else None,
-        contrast=numbers(0.7, 1.0, 1.2) if with_mean and rng.random() < 0.5 else None,
+        order_kind=integers(*range(order_kinds + 1))
+        if order_kinds > 1 and rng.random() < 0.8
+        else None,
+        output_scale=numbers(0.7, 1.0, 1.2) if with_mean and rng.random() < 0.5 else None,
     )
 
 

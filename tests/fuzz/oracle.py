@@ -2,7 +2,7 @@
 """Oracle of a call in float64, from the maths alone.
 
 It has softmax over exactly the kept keys, and what the documentation says of pooled keys, output
-scale (`contrast`) and the PV filter. Which blocks are kept is given; `tests.fuzz.routing` judges
+scale and the PV filter. Which blocks are kept is given; `tests.fuzz.routing` judges
 that. Nothing of `sparge.reference` is used.
 """
 
@@ -52,11 +52,11 @@ class Setting:
             k_slot = tokens.expand(heads, -1)
             query_blocks, key_blocks = -(-queries // QUERY_BLOCK), -(-keys // KEY_BLOCK)
         else:
-            walk = torch.zeros(heads, dtype=torch.long)
-            if case.budget is not None and case.budget.walk is not None:
-                asked = case.budget.walk.cpu().long().view(-1, group)[:, :1]
-                walk = asked.expand(-1, group).flatten().clamp(0, order.walks - 1)
-            q_slot = k_slot = order.token_slots.cpu()[walk].long().to(q.device)
+            order_kind = torch.zeros(heads, dtype=torch.long)
+            if case.head_settings is not None and case.head_settings.order_kind is not None:
+                asked = case.head_settings.order_kind.cpu().long().view(-1, group)[:, :1]
+                order_kind = asked.expand(-1, group).flatten().clamp(0, order.order_kinds - 1)
+            q_slot = k_slot = order.token_slots.cpu()[order_kind].long().to(q.device)
             query_blocks, key_blocks = order.query_blocks, order.key_blocks
         return cls(
             case,
@@ -141,7 +141,7 @@ class Exact:
     logits: Tensor  # (B, H, Nq, C), natural units
     keys: Tensor  # (B, H, C, D), around the key centre
     values: Tensor  # (B, H, C, D), around the value centre
-    contrast: Tensor  # (B, H, Nq)
+    output_scale: Tensor  # (B, H, Nq)
     doubtful: Tensor | None  # (B, H, Nq, Nk) bool: rounding decides whether the filter skips it
     skipped: tuple[int, int]  # pairs that the filter skips at least and at most
 
@@ -161,35 +161,39 @@ def answer(setting: Setting, kept: Tensor, slack: Tensor | None = None) -> Exact
     logits = logits.masked_fill(~pairs, -math.inf)
     key_centre, value_centre = setting.key_centre, setting.value_centre
     keys, values = setting.k - key_centre, setting.v - value_centre
-    contrast = torch.ones_like(logits[..., 0])
-    if case.budget is not None:
+    output_scale = torch.ones_like(logits[..., 0])
+    if case.head_settings is not None:
         pooled = _pooled(setting, kept)
         if pooled is not None:
             columns, mean_keys, mean_values = pooled
             logits = torch.cat([logits, columns], -1)
             keys = torch.cat([keys, mean_keys - key_centre], 2)
             values = torch.cat([values, mean_values - value_centre], 2)
-        if case.budget.contrast is not None:
+        if case.head_settings.output_scale is not None:
             dropped = _dropped(setting, kept)
-            factor = case.budget.contrast.double()[:, None].expand_as(dropped)
-            contrast = torch.where(dropped > 0, factor, 1.0)
+            factor = case.head_settings.output_scale.double()[:, None].expand_as(dropped)
+            output_scale = torch.where(dropped > 0, factor, 1.0)
     seen = (logits > -math.inf).any(-1)
     lse = logits.logsumexp(-1)
     p = (logits - lse.masked_fill(~seen, 0).unsqueeze(-1)).exp()
-    out = contrast.unsqueeze(-1) * (p @ values) + value_centre
+    out = output_scale.unsqueeze(-1) * (p @ values) + value_centre
     out = out.masked_fill(~seen.unsqueeze(-1), 0)
-    return Exact(out, lse, seen, p, logits, keys, values, contrast, doubtful, skipped)
+    return Exact(out, lse, seen, p, logits, keys, values, output_scale, doubtful, skipped)
 
 
 def _pooled(setting: Setting, kept: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Logits (B, H, Nq, nk) of dropped blocks as one key each, and their keys and values: the means
-    of the block, counted `gain` times for each of its keys. Under causal a block that rows see in
-    part is no such block."""
-    budget, case = setting.case.budget, setting.case
-    if budget is None or not budget.pools or not (budget.gain > 0).any():
+    of the block, counted `pool_weight` times for each of its keys. Under causal a block that rows
+    see in part is no such block."""
+    head_settings, case = setting.case.head_settings, setting.case
+    if (
+        head_settings is None
+        or not head_settings.pools
+        or not (head_settings.pool_weight > 0).any()
+    ):
         return None
     counts = setting.key_counts()
-    stands = ~kept & (counts > 0).unsqueeze(2) & (budget.gain > 0)[:, None, None]
+    stands = ~kept & (counts > 0).unsqueeze(2) & (head_settings.pool_weight > 0)[:, None, None]
     if case.is_causal:
         first = torch.arange(kept.shape[2], device=kept.device).unsqueeze(-1) * QUERY_BLOCK
         last_key = (torch.arange(kept.shape[3], device=kept.device) + 1) * KEY_BLOCK - 1
@@ -199,7 +203,7 @@ def _pooled(setting: Setting, kept: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
         setting.by_block(setting.k) * share,
         setting.by_block(setting.v) * share,
     )
-    weight = (counts * budget.gain.double()[:, None]).log().unsqueeze(2)
+    weight = (counts * head_settings.pool_weight.double()[:, None]).log().unsqueeze(2)
     logits = setting.q @ mean_keys.mT * case.scale + weight
     return logits.masked_fill(~_of_rows(setting, stands), -math.inf), mean_keys, mean_values
 

@@ -93,10 +93,10 @@ class Routing:
         self, ranked: Tensor, forced: Tensor, low: Tensor, high: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(B, H, nq): ranked blocks to be kept, at least and at most."""
-        budget, policy, blocks = self.case.budget, self.policy, ranked.shape[-1]
-        floor = 1 if budget is None else budget.floor
-        if budget is not None:
-            share = self._per_head(budget.density)
+        head_settings, policy, blocks = self.case.head_settings, self.policy, ranked.shape[-1]
+        floor = 1 if head_settings is None else head_settings.floor
+        if head_settings is not None:
+            share = self._per_head(head_settings.density)
         else:
             share = self._per_head(policy.topk if policy.select_by == "topk" else policy.cdfthreshd)
         if policy.select_by == "topk":
@@ -104,7 +104,9 @@ class Routing:
                 (share * blocks * near).floor().clamp(min=floor).expand(forced.shape).long()
                 for near in (1 - 1e-6, 1 + 1e-6)
             ]
-            if budget is not None or self.case.order is not None:  # whole steps of two blocks
+            if (
+                head_settings is not None or self.case.order is not None
+            ):  # whole steps of two blocks
                 counts = [count + (count + forced) % 2 for count in counts]
             return counts[0], counts[1]
         middle = ((low + high) / 2).masked_fill(~ranked, -torch.inf)
@@ -118,7 +120,7 @@ class Routing:
 
     def _scores(self, exists: Tensor) -> tuple[Tensor, Tensor]:
         """Scores that blocks are ranked by, at least and at most."""
-        setting, case, budget = self.setting, self.case, self.case.budget
+        setting, case, head_settings = self.setting, self.case, self.case.head_settings
         share = 1 / self.counts.clamp(min=1).unsqueeze(-1)
         keys = self._centred_keys()
         mean_key = setting.by_block(keys) * share
@@ -129,12 +131,16 @@ class Routing:
         long_query = _sum_queries(setting, setting.q.norm(dim=-1, keepdim=True)) * query_share
         tensor_cores = mean_query.norm(dim=-1, keepdim=True) @ mean_key.norm(dim=-1)[:, :, None]
         doubt = case.scale * (2.0**-14 * tensor_cores + 2.0**-17 * long_query @ long_key.mT) + 1e-7
-        if budget is not None or case.order is not None:
+        if head_settings is not None or case.order is not None:
             mass = mass + (self.counts / KEY_BLOCK).log().unsqueeze(2)
-        if budget is None or not budget.pools or not (budget.router == Router.ERROR).any():
+        if (
+            head_settings is None
+            or not head_settings.pools
+            or not (head_settings.router == Router.ERROR).any()
+        ):
             return mass - doubt, mass + doubt
         error = self._errors(mass, exists, keys, mean_key, mean_query, share)
-        by_error = (budget.router == Router.ERROR)[:, None, None]
+        by_error = (head_settings.router == Router.ERROR)[:, None, None]
         return (
             torch.where(by_error, error[0], mass) - doubt,
             torch.where(by_error, error[1], mass) + doubt,

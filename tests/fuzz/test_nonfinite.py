@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import HeadBudget, Precision, SparsePolicy, TokenGrid, grid_order
+from sparge import HeadSettings, Precision, SparsePolicy, TokenGrid, grid_order
 
 CASES = 100
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -80,8 +80,8 @@ def draw(seed: int, device: str) -> Spoilt:
     if ordered:
         options["order"] = grid_order(GRID)
         if rng.random() < 0.6:
-            gain = rng.choice((0.0, 1.0))
-            options["budget"] = HeadBudget.uniform(HEADS, 0.4, gain, device=device)
+            pool_weight = rng.choice((0.0, 1.0))
+            options["head_settings"] = HeadSettings.uniform(HEADS, 0.4, pool_weight, device=device)
     name = rng.choice("qkv")
     token = rng.randrange(queries if name == "q" else keys // 2)
     channel = rng.randrange(head_dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge import AttentionStats, BlockPlan, HeadBudget, Precision, SparsePolicy, key_padding
+from sparge import AttentionStats, BlockPlan, HeadSettings, Precision, SparsePolicy, key_padding
 from sparge.common.metrics import rel_l2
 from sparge.kernels import KernelSpec
 
@@ -86,8 +86,8 @@ def test_a_padding_mask_waits_once(make_qkv, kind: str, inference: bool) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(make_qkv, dtype: torch.dtype) -> None:
     q, k, v = make_qkv(1, 2, 700, 64, device="cuda", dtype=torch.float32)
-    budget = HeadBudget.uniform(2, 0.3, 0.5, device="cuda")
-    options: list[dict[str, Any]] = [{}, {"budget": budget}]
+    head_settings = HeadSettings.uniform(2, 0.3, 0.5, device="cuda")
+    options: list[dict[str, Any]] = [{}, {"head_settings": head_settings}]
     for named in options:
         expected = attention(q, k, v, **named)
         with torch.autocast("cuda", dtype):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadBudget, Precision, SparsePolicy
+from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy
 from sparge.common.metrics import rel_l2
 from sparge.kernels import KernelSpec
 
@@ -59,20 +59,29 @@ def test_sees_what_the_alignment_says(
     assert len(attends) >= parts  # a part's heads may be served in groups
 
 
-@pytest.mark.parametrize("gain", [None, 0.5])
+@pytest.mark.parametrize("pool_weight", [None, 0.5])
 @pytest.mark.parametrize(("queries", "keys"), [(256, 2240), (2240, 256)])
 def test_sparse_calls_are_those_of_the_reference(
-    make_qkv, gain: float | None, queries: int, keys: int
+    make_qkv, pool_weight: float | None, queries: int, keys: int
 ) -> None:
     q, k, v = make_qkv(1, 4, queries, 64, kv_tokens=keys)
     policy = SparsePolicy(topk=0.3, precision=Precision.INT8_FP16, attention_sink=True)
     found = []
     for device in ("cpu", "cuda"):
         stats = AttentionStats(device)
-        budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, device=device)
+        head_settings = (
+            None
+            if pool_weight is None
+            else HeadSettings.uniform(4, 0.3, pool_weight, device=device)
+        )
         given = (x.to(device) for x in (q, k, v))
         out, lse = attention(
-            *given, policy, causal="bottom-right", budget=budget, stats=stats, return_lse=True
+            *given,
+            policy,
+            causal="bottom-right",
+            head_settings=head_settings,
+            stats=stats,
+            return_lse=True,
         )
         found.append((out.cpu(), lse.cpu(), stats.counters.tolist()))
     (out, lse, counters), (truth, truth_lse, truth_counters) = found[1], found[0]

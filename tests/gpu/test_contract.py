@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import sparge
 from sparge import (
     AttentionStats,
-    HeadBudget,
+    HeadSettings,
     Precision,
     Router,
     SparsePolicy,
@@ -51,22 +51,26 @@ def trace(work: Callable[[], object]) -> list:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("gain", [None, 0.0, 0.5])
+@pytest.mark.parametrize("pool_weight", [None, 0.0, 0.5])
 def test_four_launches_no_sync_no_copy(
-    gain: float | None, ordered: bool, generator: torch.Generator
+    pool_weight: float | None, ordered: bool, generator: torch.Generator
 ) -> None:
     q, k, v = qkv(generator)
     stats = AttentionStats("cuda")
     order = grid_order(TokenGrid(5, 10, 18, suffix=100)) if ordered else None
-    budget = None if gain is None else HeadBudget.uniform(4, 0.3, gain, Router.ERROR, "cuda")
-    if budget is not None and ordered:
-        walk = torch.tensor([0, 1, 1, 0], dtype=torch.int32, device="cuda")
-        contrast = torch.tensor([0.75, 0.5, 1.5, 4.5], device="cuda")
-        budget = replace(budget, walk=walk, contrast=contrast)
+    head_settings = (
+        None
+        if pool_weight is None
+        else HeadSettings.uniform(4, 0.3, pool_weight, Router.ERROR, "cuda")
+    )
+    if head_settings is not None and ordered:
+        order_kind = torch.tensor([0, 1, 1, 0], dtype=torch.int32, device="cuda")
+        output_scale = torch.tensor([0.75, 0.5, 1.5, 4.5], device="cuda")
+        head_settings = replace(head_settings, order_kind=order_kind, output_scale=output_scale)
 
     def attend() -> object:
         return sparge.attention(
-            q, k, v, HALF, stats=stats, return_lse=True, order=order, budget=budget
+            q, k, v, HALF, stats=stats, return_lse=True, order=order, head_settings=head_settings
         )
 
     attend()
@@ -155,14 +159,16 @@ def test_head_groups_give_the_same_bits(
 ) -> None:
     q = draw(2, 6, 500, 64, generator=generator)
     k, v = (draw(2, 3, 500, 64, generator=generator) for _ in range(2))
-    contrast = torch.tensor([0.5, 0.5625, 0.75, 1.5, 0.53125, 0.625], device="cuda")
-    plain = HeadBudget.uniform(6, 0.5, device="cuda")
-    budget = replace(plain, contrast=contrast)
+    output_scale = torch.tensor([0.5, 0.5625, 0.75, 1.5, 0.53125, 0.625], device="cuda")
+    plain = HeadSettings.uniform(6, 0.5, device="cuda")
+    head_settings = replace(plain, output_scale=output_scale)
     alone = AttentionStats("cuda")
-    whole, lse = sparge.attention(q, k, v, HALF, budget=budget, return_lse=True, stats=alone)
-    assert not torch.equal(whole, sparge.attention(q, k, v, HALF, budget=plain))
+    whole, lse = sparge.attention(
+        q, k, v, HALF, head_settings=head_settings, return_lse=True, stats=alone
+    )
+    assert not torch.equal(whole, sparge.attention(q, k, v, HALF, head_settings=plain))
     launched.clear()
-    assert torch.equal(whole, sparge.attention(q, k, v, HALF, budget=budget))
+    assert torch.equal(whole, sparge.attention(q, k, v, HALF, head_settings=head_settings))
     assert len(launched) == 4
     launched.clear()
     pipeline = importlib.import_module("sparge.stages.pipeline")
@@ -170,7 +176,7 @@ def test_head_groups_give_the_same_bits(
     monkeypatch.setattr(pipeline, "MEMORY_FLOOR", 0)
     stats = AttentionStats("cuda")
     grouped, grouped_lse = sparge.attention(
-        q, k, v, HALF, budget=budget, return_lse=True, stats=stats
+        q, k, v, HALF, head_settings=head_settings, return_lse=True, stats=stats
     )
     assert len(launched) > 4
     assert torch.equal(whole, grouped) and torch.equal(lse, grouped_lse)

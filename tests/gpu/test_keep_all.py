@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
+from sparge import AttentionStats, HeadSettings, Router, SparsePolicy, TokenGrid, cube_order
 from sparge.kernels.params import QuantizeParams
 
 pytestmark = pytest.mark.gpu
@@ -67,10 +67,10 @@ def test_q_is_averaged_for_those_that_score(
 def test_with_a_budget_and_an_order(router: Router, generator: torch.Generator) -> None:
     q, k, v = qkv(generator, batch=1)
     order = cube_order(TokenGrid(5, 10, 20, suffix=100))
-    every = HeadBudget.uniform(4, 1.0, 0.5, router, "cuda")
+    every = HeadSettings.uniform(4, 1.0, 0.5, router, "cuda")
     densities = torch.tensor([1.0, 0.3, 1.0, 0.3], device="cuda")
     some = replace(every, density=densities)
-    wanted, found = (sparge.attention(q, k, v, order=order, budget=b) for b in (every, some))
+    wanted, found = (sparge.attention(q, k, v, order=order, head_settings=b) for b in (every, some))
     for head in range(4):
         same = torch.equal(found[:, head], wanted[:, head])
         assert same == (densities[head] == 1)

@@ -140,7 +140,7 @@ def test_blocks_without_a_mean_pass_no_threshold(
 
 @pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
 def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
-    """Some heads of all are taken, as calibration takes them."""
+    """Some heads of all are taken, as measurement takes them."""
     q, k, v = make_qkv(case, generator)
     lengths, element = lengths_of(case), Element.INT8_FP16
     found = means(k, v, lengths, True, element)

@@ -14,7 +14,7 @@ from sparge.reference.scores import LEAST_ERROR
 from sparge.stages.launch import find_kernel
 from sparge.stages.pipeline import quantize, route
 from tests.gpu.conftest import Kernels
-from tests.gpu.test_budgets import JOBS, Job, choose, element_for, prepare
+from tests.gpu.test_head_settings import JOBS, Job, choose, element_for, prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -29,10 +29,10 @@ def test_routing(job: Job, generator: torch.Generator, poison: None, force) -> N
     differs = got.kept != choice.kept
     if job.case.data == "zeros":
         return  # every score is the same up to rounding
-    budget = got.call.budget
-    assert budget is not None
+    head_settings = got.call.head_settings
+    assert head_settings is not None
     errors = error_scores(got.packed, got.scale, choice.valid)
-    by_error = (budget.router == Router.ERROR)[:, None, None]
+    by_error = (head_settings.router == Router.ERROR)[:, None, None]
     scores = torch.where(by_error, errors, mass_scores(got.packed, got.scale))
     least = float(torch.tensor(LEAST_ERROR).log() / 2) + 1
     for row in differs.any(-1).nonzero():

@@ -18,7 +18,7 @@ from sparge.stages.quantize_grid import QuantizeGrid
 from sparge.stages.rules import QuantizeRules
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv
 from tests.gpu.conftest import Kernels
-from tests.gpu.test_budgets import JOBS, Job, element_for, prepare
+from tests.gpu.test_head_settings import JOBS, Job, element_for, prepare
 from tests.gpu.test_stages import ELEMENTS
 
 pytestmark = pytest.mark.gpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that scores calibration's candidates against torch."""
+"""The kernel that scores measurement's candidates against torch."""
 
 from __future__ import annotations
 

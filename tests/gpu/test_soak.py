@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.gpu.test_orders import HEAD_WALK
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge import HeadBudget, Precision, Router, SparsePolicy, TokenGrid, grid_order
+from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
 from sparge.order import grid as grids
-from sparge.order.variants import TURNS
-from sparge.tune import Calibration, Probe, Workload, measure_for
-from tests.gpu.test_budgets import PLAIN, budget_of
-from tests.gpu.test_walks import HEAD_WALK
+from sparge.order.variants import VARIANTS
+from sparge.tune import Measurement, Probe, Workload, measure_for
+from tests.gpu.test_head_settings import PLAIN, budget_of
 
 pytestmark = pytest.mark.gpu
 
@@ -51,19 +51,19 @@ def test_repeats_are_bit_identical(
     grid = TokenGrid(6, 20, 30, suffix=100)
     q, k, v = (draw((1, 8, grid.tokens, head_dim), generator) for _ in range(3))
     order = grid_order(grid) if measured else None
-    budget = HeadBudget.uniform(8, 0.3, 0.5, Router.ERROR, "cuda") if measured else None
+    head_settings = HeadSettings.uniform(8, 0.3, 0.5, Router.ERROR, "cuda") if measured else None
 
     policy = replace(HALF, precision=precision)
 
     def attend() -> Tensor:
-        return sparge.attention(q, k, v, policy, order=order, budget=budget)
+        return sparge.attention(q, k, v, policy, order=order, head_settings=head_settings)
 
     first = attend()
     assert all(torch.equal(first, attend()) for _ in range(REPEATS))
 
 
 def calls(generator: torch.Generator) -> list[Callable[[], Tensor]]:
-    """Shapes that have little in common; two in walks, with a residual and a text."""
+    """Shapes that have little in common; two in token orders, with a residual and a text."""
 
     def call(heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, causal: bool):
         q = draw((1, heads, queries, head_dim), generator)
@@ -72,8 +72,8 @@ def calls(generator: torch.Generator) -> list[Callable[[], Tensor]]:
 
     def measured(grid: TokenGrid, head_dim: int):
         q, k, v = (draw((1, HEADS, grid.tokens, head_dim), generator) for _ in range(3))
-        order, budget = grid_order(grid).on("cuda"), each_its_own("cuda")
-        return lambda: sparge.attention(q, k, v, PLAIN, order=order, budget=budget)
+        order, head_settings = grid_order(grid).on("cuda"), each_its_own("cuda")
+        return lambda: sparge.attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
 
     return [
         measured(TokenGrid(5, 9, 11, prefix=70), 128),
@@ -88,10 +88,10 @@ def calls(generator: torch.Generator) -> list[Callable[[], Tensor]]:
     ]
 
 
-def each_its_own(device: torch.device | str) -> HeadBudget:
-    """Densities, gains, routers and walks that differ from head to head."""
-    walk = torch.tensor(HEAD_WALK, dtype=torch.int32, device=device)
-    return replace(budget_of(HEADS).on(device), walk=walk)
+def each_its_own(device: torch.device | str) -> HeadSettings:
+    """Densities, pool weights, routers and token orders that differ from head to head."""
+    order_kind = torch.tensor(HEAD_WALK, dtype=torch.int32, device=device)
+    return replace(budget_of(HEADS).on(device), order_kind=order_kind)
 
 
 def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[Tensor]:
@@ -102,7 +102,7 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
     """
     q, k, v = (x[:, :, : grid.tokens, :head_dim] for x in inputs)
     workload, device = Workload(grid_order(grid)), q.device
-    calibration = Calibration.begin(
+    measurement = Measurement.begin(
         layers=LAYERS,
         heads=HEADS,
         workload=workload,
@@ -111,16 +111,16 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
     )
     dense = scaled_dot_product_attention(q, k, v)
     for layer in range(LAYERS):
-        calibration.sample(layer, q, k, v, dense=dense)
-    choices = calibration.offers().freeze(mean_density=0.4)
+        measurement.sample(layer, q, k, v, dense=dense)
+    choices = measurement.offers().freeze(mean_density=0.4)
     probe = Probe.begin(layers=LAYERS, heads=HEADS, workload=workload, device=device)
     fixed, outs = each_its_own(device), []
-    for turn in range(TURNS):
+    for turn in range(VARIANTS):
         order = grid_order(grid, turn).on(device)
-        for layer, budget in enumerate(choices.budgets(device, PLAIN)):
-            out = sparge.attention(q, k, v, PLAIN, order=order, budget=budget)
+        for layer, head_settings in enumerate(choices.of_layers(device, PLAIN)):
+            out = sparge.attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
             probe.sample(layer, q, k, v, out, visit=turn)
-        outs.append(sparge.attention(q, k, v, PLAIN, order=order, budget=fixed))
+        outs.append(sparge.attention(q, k, v, PLAIN, order=order, head_settings=fixed))
     assert probe.relative_errors().isfinite().all()
     return outs
 
@@ -146,7 +146,7 @@ def test_runs_over_many_grids_leak_nothing(generator: torch.Generator) -> None:
     along."""
     most = max(grid.tokens for grid in GRIDS)
     inputs = [draw((1, HEADS, most, 128), generator) for _ in range(3)]
-    kept_orders = grids._walk_order
+    kept_orders = grids._order_of_kinds
 
     def rounds(count: int) -> None:
         for _ in range(count):
@@ -172,8 +172,10 @@ def test_runs_over_many_grids_leak_nothing(generator: torch.Generator) -> None:
     assert torch.cuda.memory_reserved() <= reserved + SEGMENT
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host_kib < HOST_KIB
     orders = kept_orders.cache_info()
-    assert orders.maxsize == orders.currsize < len(GRIDS) * TURNS
-    assert orders.misses == (SETTLED_ROUNDS + ROUNDS) * len(GRIDS) * TURNS, "none was kept so long"
+    assert orders.maxsize == orders.currsize < len(GRIDS) * VARIANTS
+    assert orders.misses == (SETTLED_ROUNDS + ROUNDS) * len(GRIDS) * VARIANTS, (
+        "none was kept so long"
+    )
     again = [
         sampling_run(grid, inputs, head_dim)
         for grid, head_dim in zip(GRIDS, (64, 128), strict=False)

@@ -61,9 +61,9 @@ def calls(load_pack, monkeypatch):
     module = load_pack("nodes.attention_call")
     library, seen = module.attention, []
 
-    def spy(*args, order, budget, **kwargs):
-        seen.append((order and order.tokens, budget and budget.heads))
-        return library(*args, order=order, budget=budget, **kwargs)
+    def spy(*args, order, head_settings, **kwargs):
+        seen.append((order and order.tokens, head_settings and head_settings.heads))
+        return library(*args, order=order, head_settings=head_settings, **kwargs)
 
     monkeypatch.setattr(module, "attention", spy)
     return seen
@@ -100,7 +100,7 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     assert [record.step for record in apart.records] == [0, 0, 1, 1, 2, 2]
     one, other = (run.heads.tables.frozen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
-    for name in ("density", "gain", "contrast", "loudness"):
+    for name in ("density", "pool_weight", "output_scale", "head_weight"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
@@ -152,9 +152,9 @@ def test_what_outlives_a_call_is_made_between_calls(
 
         monkeypatch.setattr(owner, name, made_here)
 
-    watched(calibrate.Calibration, "begin", calibrate.Calibration.begin)
+    watched(calibrate.Measurement, "begin", calibrate.Measurement.begin)
     watched(calibrate.Probe, "begin", calibrate.Probe.begin)
-    watched(sparge.HeadBudget, "_make_table", sparge.HeadBudget._make_table)
+    watched(sparge.HeadSettings, "_make_table", sparge.HeadSettings._make_table)
     record = load_pack("sparge.tune").PassRecord
     watched(record, "begin", record.begin)
     forward = load_pack("nodes.forward_facts").Forward
@@ -170,7 +170,7 @@ def test_what_outlives_a_call_is_made_between_calls(
     monkeypatch.setattr(forward, "attend", entered)
     session(patch(), LATENT).sample(step, DENSE_THEN_SPARSE)
     assert made == {
-        ("begin", False): 2 + len(DENSE_THEN_SPARSE),  # a calibration, a probe, a record a pass
+        ("begin", False): 2 + len(DENSE_THEN_SPARSE),  # a measurement, a probe, a record a pass
         ("_make_table", False): 1,  # of all layers, as all steps are alike
     }
 
@@ -179,14 +179,14 @@ def test_what_outlives_a_call_is_made_between_calls(
 def samples(load_pack, monkeypatch):
     """(layer, sum of q) of each sample."""
     seen = []
-    calibration = load_pack("sparge.tune").Calibration
-    original = calibration.sample
+    measurement = load_pack("sparge.tune").Measurement
+    original = measurement.sample
 
     def sample(self, layer, q, k, v, **kwargs):
         seen.append((layer, float(q.sum())))
         return original(self, layer, q, k, v, **kwargs)
 
-    monkeypatch.setattr(calibration, "sample", sample)
+    monkeypatch.setattr(measurement, "sample", sample)
     return seen
 
 
@@ -324,7 +324,7 @@ def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step
     (shape,) = result.shapes
     assert shape.layers.tolist() == list(range(BLOCKS))
     error = result.mean_error("predicted")
-    assert error == pytest.approx(float((shape.predicted * shape.loudness).mean()))
+    assert error == pytest.approx(float((shape.predicted * shape.head_weight).mean()))
     assert 0 < error <= 0.06, "blocks are large beside so few tokens"
     run = weakref.ref(runs[0][0])
     runs.clear()
@@ -345,14 +345,14 @@ def test_a_loud_heads_error_counts_for_more(load_pack, patch, session, step, lou
     session(patched, LATENT).sample(louder, DENSE_THEN_SPARSE)
     result = load_pack("nodes.hook").hook_of(patched).last
     (shape,) = result.shapes
-    first, second = shape.loudness
-    assert float(shape.loudness.mean()) == pytest.approx(1)
+    first, second = shape.head_weight
+    assert float(shape.head_weight.mean()) == pytest.approx(1)
     assert float(first[loud] / first[1 - loud]) == pytest.approx(8, rel=0.5)
     assert float(second[loud] / second[1 - loud]) == pytest.approx(1, rel=0.5)
     for name in ("predicted", "probed"):
         errors = getattr(shape, name)
         known = ~errors.isnan()
-        counts = shape.loudness[known]
+        counts = shape.head_weight[known]
         expected = float((errors[known] * counts).sum() / counts.sum())
         assert result.mean_error(name) == pytest.approx(expected)
         assert f"{name} error {expected:.3f}" in load_pack("nodes.report").summary(result)

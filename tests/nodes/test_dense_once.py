@@ -53,14 +53,14 @@ def dense_calls(load_pack, monkeypatch):
 def test_dense_attention_runs_once_and_is_compared_with(
     load_pack, patch, session, step, runs, monkeypatch, dense_calls
 ):
-    calibration, compared = load_pack("sparge.tune").Calibration, []
-    original = calibration.sample
+    measurement, compared = load_pack("sparge.tune").Measurement, []
+    original = measurement.sample
 
     def sample(self, layer, q, k, v, *, dense, **kwargs):
         compared.append(dense)
         return original(self, layer, q, k, v, dense=dense, **kwargs)
 
-    monkeypatch.setattr(calibration, "sample", sample)
+    monkeypatch.setattr(measurement, "sample", sample)
     session(patch(), LATENT).sample(step, [1.0, 0.9, 0.7, 0.6, 0.5])
     assert len(dense_calls) == 2 * BLOCKS, "two dense steps"
     assert len(compared) == 2 * BLOCKS, "each of a batch of two, in the last of them"
@@ -69,7 +69,7 @@ def test_dense_attention_runs_once_and_is_compared_with(
     ):
         assert torch.equal(torch.cat(entries).transpose(1, 2).flatten(2), out)
     (table,) = runs[0][0].heads.tables.frozen
-    rounding = table._steps._calibration.rounding()[:BLOCKS]
+    rounding = table._steps._measurement.rounding()[:BLOCKS]
     assert 0.002 < float(rounding.min()) <= float(rounding.max()) < 0.03
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
-CUBES, RASTER = range(2)
+CUBES, ROWS = range(2)
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def call_of(load_pack, grid, generator):
     """call_of(*walks): q, k, v of two heads whose keys are alike in the blocks of these walks."""
     order = load_pack("sparge").grid_order(grid)
 
-    def made(*walks: int) -> list[Tensor]:
+    def made(*order_kinds: int) -> list[Tensor]:
         q, k, v = torch.randn(3, 1, 2, grid.tokens, 32, generator=generator)
-        for head, walk in enumerate(walks):
-            block = order.token_slots[walk].long() // 64
+        for head, order_kind in enumerate(order_kinds):
+            block = order.token_slots[order_kind].long() // 64
             k[0, head] = 2 * torch.randn(order.key_blocks, 32, generator=generator)[block]
         return [q, k, v]
 
@@ -47,8 +47,8 @@ def frozen(load_pack, grid):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
         afforded = load_pack("sparge.speed.sample_cost").Afforded
-        device, all_walks = torch.device("cpu"), lambda call, most, *_: afforded(most, again=True)
-        table = module.HeadTable(shape, 1, aim, policy, device, all_walks)
+        device, all_orders = torch.device("cpu"), lambda call, most, *_: afforded(most, again=True)
+        table = module.HeadTable(shape, 1, aim, policy, device, all_orders)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
             call = made(*qkv, 2, False, True, True, {})
@@ -61,18 +61,18 @@ def frozen(load_pack, grid):
 
 
 def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
-    """Their tensors differ, and so do the walks that suit them."""
-    uncond, cond = call_of(RASTER, CUBES), call_of(CUBES, CUBES)
+    """Their tensors differ, and so do the token orders that suit them."""
+    uncond, cond = call_of(ROWS, CUBES), call_of(CUBES, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(((1, 0), *both))
     apart = frozen(((1,), *uncond), ((0,), *cond))
     alone = frozen(((1,), *uncond))
-    assert alone.walk.tolist() == [[RASTER, CUBES]]
-    assert batch.walk.tolist() == [[CUBES, CUBES]]
-    kinds = ("gain", "contrast", "router", "walk")
-    for name in ("density", *kinds, "error", "loudness"):
+    assert alone.order_kind.tolist() == [[ROWS, CUBES]]
+    assert batch.order_kind.tolist() == [[CUBES, CUBES]]
+    kinds = ("pool_weight", "output_scale", "router", "order_kind")
+    for name in ("density", *kinds, "error", "head_weight"):
         assert torch.equal(getattr(batch, name), getattr(apart, name)), name
-    for name in ("error", "loudness"):
+    for name in ("error", "head_weight"):
         of_one = getattr(alone, name)
         assert not torch.equal(of_one, getattr(apart, name)), f"{name} of both conditionings"
 
@@ -83,4 +83,6 @@ def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
     shape = module.Shape(grid.tokens, 2, grid, rows=3)
     table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), lambda *_: None)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
-    assert table.budget(3) == module.NO_ROOM and table.budget(2) == module.NOT_MEASURED
+    assert (
+        table.head_settings(3) == module.NO_ROOM and table.head_settings(2) == module.NOT_MEASURED
+    )

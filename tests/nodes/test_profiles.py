@@ -205,7 +205,7 @@ def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, loa
 def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs):
     """A model with as many tokens and heads, whose tokens nobody can order."""
     (choices,) = saved.profile.choices.values()
-    choices.walk[:] = 1
+    choices.order_kind[:] = 1
     run_once(sigmas=[0.7, 0.6], model=WanModel(), profile=saved)
     ((known, _),) = runs
     assert known.tally.reasons == {}

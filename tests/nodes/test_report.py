@@ -43,7 +43,7 @@ def measured(load_pack, result):
         torch.tensor([[0.06, 0.10], [float("nan")] * 2]),
         torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
-        {walk: 3 - place for place, walk in enumerate(load_pack("sparge").Walk)},
+        {order_kind: 3 - place for place, order_kind in enumerate(load_pack("sparge").OrderKind)},
     )
     return result(asked="a mean error of 0.06", shapes=(shape,))
 
@@ -95,7 +95,7 @@ def test_measured_heads_are_told(measured, report):
     ],
     ids=["a quiet head", "a loud head"],
 )
-def test_errors_count_by_loudness(measured, report, picture, head, line, layer, bar):
+def test_errors_count_by_head_weight(measured, report, picture, head, line, layer, bar):
     """One of the heads errs by .1 more."""
     (shape,) = measured.shapes
     off = torch.zeros(2, 2)
@@ -109,9 +109,9 @@ def test_errors_count_by_loudness(measured, report, picture, head, line, layer, 
     assert picture._by_layer(result, "predicted") == pytest.approx({0: bar, 7: 0.01})
 
 
-def test_heads_of_two_shapes_count_by_loudness(measured, report, picture):
+def test_heads_of_two_shapes_count_by_head_weight(measured, report, picture):
     (shape,) = measured.shapes
-    other = replace(shape, predicted=torch.full((2, 2), 0.3), loudness=torch.full((2, 2), 3.0))
+    other = replace(shape, predicted=torch.full((2, 2), 0.3), head_weight=torch.full((2, 2), 3.0))
     result = replace(measured, shapes=(shape, other))
     assert "predicted error 0.235;" in report.summary(result)
     expected = {0: (0.136 + 1.8) / 8, 7: (0.02 + 1.8) / 8}
@@ -121,16 +121,16 @@ def test_heads_of_two_shapes_count_by_loudness(measured, report, picture):
 def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
     """A profile may have such heads."""
     (shape,) = measured.shapes
-    silent = replace(measured, shapes=(replace(shape, loudness=torch.zeros(2, 2)),))
+    silent = replace(measured, shapes=(replace(shape, head_weight=torch.zeros(2, 2)),))
     assert "error" not in report.summary(silent)
     assert report.details(silent).splitlines()[-1].split()[-2:] == ["-", "-"]
     assert shades(picture.draw(silent), picture.PREDICTED) == 0
 
 
-def test_walks_that_were_not_measured_are_told(measured, report):
+def test_orders_that_were_not_measured_are_told(measured, report):
     (shape,) = measured.shapes
     assert "token order" not in report.summary(measured)
-    line = report.summary(replace(measured, shapes=(shape, replace(shape, one_walk=True))))
+    line = report.summary(replace(measured, shapes=(shape, replace(shape, one_order=True))))
     assert "; measured one token order alone: the dense steps are few or short" in line
 
 

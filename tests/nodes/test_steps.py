@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
     order: object
     density: torch.Tensor | None
-    gain: torch.Tensor | None
+    pool_weight: torch.Tensor | None
 
 
 @pytest.fixture
@@ -45,10 +45,14 @@ def steps_of(load_pack, monkeypatch, session, generator):
     layers[:, :2] += 2 * drift.sin()
     library, seen = module.attention, []
 
-    def spy(*args, order, budget, **kwargs):
-        values = (budget.density.clone(), budget.gain.clone()) if budget else (None, None)
+    def spy(*args, order, head_settings, **kwargs):
+        values = (
+            (head_settings.density.clone(), head_settings.pool_weight.clone())
+            if head_settings
+            else (None, None)
+        )
         seen.append(Call(order, *values))
-        return library(*args, order=order, budget=budget, **kwargs)
+        return library(*args, order=order, head_settings=head_settings, **kwargs)
 
     monkeypatch.setattr(module, "attention", spy)
 
@@ -70,7 +74,7 @@ def steps_of(load_pack, monkeypatch, session, generator):
 @pytest.mark.parametrize("mode", ["manual", "auto quality", "auto budget"])
 def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
     steps = steps_of(patch(mode=mode), SIX_SPARSE)
-    turns = load_pack("sparge").TURNS
+    turns = load_pack("sparge").VARIANTS
     assert len(steps) == 6
     orders = [step[0][0] for step in steps]
     assert all(call.order is orders[at] for at, step in enumerate(steps) for call in step)
@@ -92,7 +96,7 @@ def test_manual_mode_takes_rows_between_cubes(load_pack, patch, steps_of):
 def test_all_passes_of_an_evaluation_take_one_turn(load_pack, patch, steps_of, apart):
     """Two prompts, windows of context: in one batch or one by one, as memory allows."""
     passes = steps_of(patch(mode="manual"), SIX_SPARSE, conditionings=apart)
-    turns = load_pack("sparge").TURNS
+    turns = load_pack("sparge").VARIANTS
     orders = [step[0][0] for step in passes]
     steps = [orders[at : at + len(apart)] for at in range(0, len(orders), len(apart))]
     assert all(len(set(map(id, step))) == 1 for step in steps)
@@ -120,7 +124,7 @@ def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
     for mode in ("manual", "auto quality"):
         steps_of(patch(mode=mode), SIX_SPARSE)
         grid = load_pack("sparge").TokenGrid(*GRID)
-        for turn in range(load_pack("sparge").TURNS):
+        for turn in range(load_pack("sparge").VARIANTS):
             for order in (module.unmeasured_order(grid, turn), module.grid_order(grid, turn)):
                 assert not order._copies
 
@@ -166,14 +170,14 @@ def saved(load_pack, tmp_path):
 
 @pytest.fixture
 def run_of(steps_of, runs):
-    """run_of(patched): densities and gains of six sparse steps, and their choices."""
+    """run_of(patched): densities and pool weights of six sparse steps, and their choices."""
 
     def of(patched):
         steps = steps_of(patched, SIX_SPARSE)
         assert runs[-1][0].notes == []
         (table,) = runs[-1][0].heads.tables.frozen
-        gains = [torch.stack([call.gain for call in step]) for step in steps]
-        return given(steps), gains, table._given()
+        pool_weights = [torch.stack([call.pool_weight for call in step]) for step in steps]
+        return given(steps), pool_weights, table._given()
 
     return of
 
@@ -185,10 +189,13 @@ def test_steps_spend_their_density(patch, run_of, runs, saved, topk, least):
     patched = patch(mode="auto budget", topk=topk)
     measured = run_of(patched)
     profiled = run_of(patch(mode="auto budget", topk=topk, profile=saved(patched)))
-    for densities, gains, choices in (measured, profiled):
+    for densities, pool_weights, choices in (measured, profiled):
         for step, of_step in enumerate(choices):
             assert torch.equal(densities[step], of_step.density[:BLOCKS])
-            assert torch.equal(gains[step], of_step.gain[:BLOCKS]) and gains[step].any()
+            assert (
+                torch.equal(pool_weights[step], of_step.pool_weight[:BLOCKS])
+                and pool_weights[step].any()
+            )
         (table,) = runs[-1][0].heads.tables.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         assert least < sum(kept) / 6 <= topk
@@ -224,7 +231,7 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
     passes = steps_of(patched, SIX_SPARSE, conditionings=([0], [1]))
     orders = [step[0][0] for step in passes]
     assert orders[::2] == orders[1::2]
-    assert len(set(map(id, orders))) == load_pack("sparge").TURNS
+    assert len(set(map(id, orders))) == load_pack("sparge").VARIANTS
 
 
 @pytest.mark.parametrize(
@@ -247,13 +254,13 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     monkeypatch.setattr(
         load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
     )
-    sampled, sample = [], calibrate.Calibration.sample
+    sampled, sample = [], calibrate.Measurement.sample
 
     def noted(self, layer, *args, dense=None, **kwargs):
         sampled.append((layer, dense is not None, kwargs["calls"]))
         return sample(self, layer, *args, dense=dense, **kwargs)
 
-    monkeypatch.setattr(calibrate.Calibration, "sample", noted)
+    monkeypatch.setattr(calibrate.Measurement, "sample", noted)
     steps_of(patch(mode="auto budget", topk=0.4), TEN_SPARSE, conditionings=passes)
     conditionings = {one for each in passes for one in each}
     calls = 2 if len(conditionings) == 1 else 1
@@ -266,14 +273,14 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):
     """It does not even where heads are measured again in it."""
     measured = []
-    calibration = load_pack("sparge.tune").Calibration
-    fill = calibration.fill_from
+    measurement = load_pack("sparge.tune").Measurement
+    fill = measurement.fill_from
 
     def spy(self, earlier):
         measured.append(self.squared_error.isnan().any().item())
         fill(self, earlier)
 
-    monkeypatch.setattr(calibration, "fill_from", spy)
+    monkeypatch.setattr(measurement, "fill_from", spy)
     steps = steps_of(patch(mode="auto budget", topk=0.5), TEN_SPARSE, broken=5)
     assert measured == [True]
     assert len(steps) == 10

@@ -22,7 +22,7 @@ from sparge.order.grid import (
     raster_order,
     unmeasured_order,
 )
-from sparge.order.variants import TURNS, Walk, unmeasured_walk, walk_ranks
+from sparge.order.variants import VARIANTS, OrderKind, order_ranks, unmeasured_kind
 from tests.test_surroundings import SURROUNDINGS
 
 GRIDS = [
@@ -88,56 +88,58 @@ def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> No
     assert torch.equal(order.queries_exact, of_queries)
 
 
-@pytest.mark.parametrize("turn", range(TURNS))
-def test_text_keeps_its_order_and_the_grid_gets_that_of_the_walk(turn: int) -> None:
+@pytest.mark.parametrize("turn", range(VARIANTS))
+def test_text_keeps_its_order_and_the_grid_gets_that_of_the_order(turn: int) -> None:
     order = grid_order(TokenGrid(5, 6, 7, prefix=70, suffix=9), turn)
-    for index, walk in enumerate(Walk):
+    for index, order_kind in enumerate(OrderKind):
         slots = order.slot_tokens[index]
         assert slots[:70].tolist() == list(range(70))
         assert slots[-64:-55].tolist() == list(range(280, 289))
-        ranks = torch.from_numpy(walk_ranks(walk, 5, 6, 7, turn).copy()).flatten()
+        ranks = torch.from_numpy(order_ranks(order_kind, 5, 6, 7, turn).copy()).flatten()
         assert torch.equal(order.token_slots[index, 70:280] - 128, ranks)
 
 
-def test_a_tail_keeps_its_order_in_every_walk_and_may_be_dropped() -> None:
+def test_a_tail_keeps_its_order_in_every_order_and_may_be_dropped() -> None:
     grid = TokenGrid(5, 6, 7, prefix=70, suffix=9, tail=93)
-    order = grid_order(grid, turn=1)
+    order = grid_order(grid, variant=1)
     _, _, tail, _ = order.segments
     assert (tail.tokens, tail.keys_exact, tail.queries_exact) == (93, False, False)
     first = 64 * tail.first_block
-    for walk in order.slot_tokens:
-        assert walk[first : first + 93].tolist() == list(range(280, 373))
-    without = grid_order(replace(grid, tail=0), turn=1)
+    for order_kind in order.slot_tokens:
+        assert order_kind[first : first + 93].tolist() == list(range(280, 373))
+    without = grid_order(replace(grid, tail=0), variant=1)
     assert torch.equal(order.token_slots[:, :280], without.token_slots[:, :280])
 
 
-def test_walks_make_blocks_of_their_shape() -> None:
+def test_orders_make_blocks_of_their_shape() -> None:
     order = grid_order(TokenGrid(8, 16, 24))
     frame, row = order.slot_tokens // (16 * 24), order.slot_tokens // 24 % 16
-    frames, rows = (x.view(len(Walk), -1, 64) for x in (frame, row))
+    frames, rows = (x.view(len(OrderKind), -1, 64) for x in (frame, row))
     spans = [(x.amax(-1) - x.amin(-1)).amax(-1) for x in (frames, rows)]
     assert [span.tolist() for span in spans] == [[3, 0], [3, 3]]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_walks_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
+def test_orders_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
     cubes = cube_order(grid)
     text = torch.arange(grid.tokens)
     text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
-    for turn in range(TURNS):
+    for turn in range(VARIANTS):
         order = grid_order(grid, turn)
-        assert order.walks == len(Walk)
+        assert order.order_kinds == len(OrderKind)
         assert order.segments == cubes.segments
-        for index in range(order.walks):
-            walk = order.walk(index)
-            check(walk, grid.tokens)
-            assert walk.walks == 1
-            assert walk.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), "a view"
-            assert torch.equal(walk.block_counts, cubes.block_counts)
-            assert torch.equal(walk.token_slot[text], cubes.token_slot[text])
+        for index in range(order.order_kinds):
+            order_kind = order.order_kind(index)
+            check(order_kind, grid.tokens)
+            assert order_kind.order_kinds == 1
+            assert order_kind.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), (
+                "a view"
+            )
+            assert torch.equal(order_kind.block_counts, cubes.block_counts)
+            assert torch.equal(order_kind.token_slot[text], cubes.token_slot[text])
         assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
-        walk = order.walk(unmeasured_walk(turn))
-        assert torch.equal(unmeasured_order(grid, turn).slot_token, walk.slot_token)
+        order_kind = order.order_kind(unmeasured_kind(turn))
+        assert torch.equal(unmeasured_order(grid, turn).slot_token, order_kind.slot_token)
 
 
 def test_key_lengths_cut_the_suffix() -> None:
@@ -233,7 +235,7 @@ def test_orders_are_the_same_whatever_is_the_default(context) -> None:
     )
 
     def made() -> list[TokenOrder]:
-        grid_module._walk_order.cache_clear()
+        grid_module._order_of_kinds.cache_clear()
         raster_order.cache_clear()
         return [make() for make in makers]
 

@@ -21,28 +21,30 @@ AGAIN = {1: 4.5e-3, 3: 10.5e-3}
 afford = partial(affordable, RATES, ROWS, 3, samples=10**6)
 
 
-@pytest.mark.parametrize(("walks", "calls"), [(2, 1), (3, 1), (2, 2), (3, 2)])
-def test_orders_are_measured_within_a_share_or_where_a_run_is_short(walks: int, calls: int) -> None:
-    seconds = SECONDS[walks, calls]
-    assert afford(dense=1.001 * seconds / SHARE, calls=calls).walks == walks
-    assert afford(dense=0.999 * seconds / SHARE, calls=calls).walks == walks - 1
-    assert afford(dense=0.0, calls=calls).walks == 1
+@pytest.mark.parametrize(("order_kinds", "calls"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_orders_are_measured_within_a_share_or_where_a_run_is_short(
+    order_kinds: int, calls: int
+) -> None:
+    seconds = SECONDS[order_kinds, calls]
+    assert afford(dense=1.001 * seconds / SHARE, calls=calls).order_kinds == order_kinds
+    assert afford(dense=0.999 * seconds / SHARE, calls=calls).order_kinds == order_kinds - 1
+    assert afford(dense=0.0, calls=calls).order_kinds == 1
     few = int(ALWAYS / seconds)
-    assert afford(dense=0.0, samples=few, calls=calls).walks == walks
-    assert afford(dense=0.0, samples=few + 1, calls=calls).walks < walks
-    assert afford(dense=1.0, samples=few + 1, calls=calls).walks == 3, "the more of both"
+    assert afford(dense=0.0, samples=few, calls=calls).order_kinds == order_kinds
+    assert afford(dense=0.0, samples=few + 1, calls=calls).order_kinds < order_kinds
+    assert afford(dense=1.0, samples=few + 1, calls=calls).order_kinds == 3, "the more of both"
 
 
-@pytest.mark.parametrize("walks", [2, 3])
-def test_a_faster_kernel_pays_for_measuring(walks: int) -> None:
-    seconds = SECONDS[walks, 1]
+@pytest.mark.parametrize("order_kinds", [2, 3])
+def test_a_faster_kernel_pays_for_measuring(order_kinds: int) -> None:
+    seconds = SECONDS[order_kinds, 1]
     faster = afford(dense=0.0, shorter=1.001 * seconds)
-    assert faster.by_faster_kernel and faster.walks == walks
-    assert afford(dense=0.0, shorter=0.999 * seconds).walks == walks - 1
+    assert faster.by_faster_kernel and faster.order_kinds == order_kinds
+    assert afford(dense=0.0, shorter=0.999 * seconds).order_kinds == order_kinds - 1
     rest = seconds - 1e-3  # paid by the kernel
-    assert afford(dense=1.001e-3 / SHARE, shorter=rest).walks == walks
+    assert afford(dense=1.001e-3 / SHARE, shorter=rest).order_kinds == order_kinds
     little = afford(dense=0.9 * seconds / SHARE, shorter=0.9e-3, samples=100)
-    assert little.walks == walks - 1, "what it would save pays for nothing"
+    assert little.order_kinds == order_kinds - 1, "what it would save pays for nothing"
     few = int(WORTH_A_PLAN / 1e-3)
     for samples in (few - 1, few + 1):
         found = afford(dense=0.0, shorter=1e-3, samples=samples)
@@ -50,10 +52,12 @@ def test_a_faster_kernel_pays_for_measuring(walks: int) -> None:
 
 
 @pytest.mark.parametrize("conditionings", [1, 2])
-@pytest.mark.parametrize("walks", [1, 3])
-def test_heads_are_measured_again_within_the_same_share(walks: int, conditionings: int) -> None:
-    first, again = SECONDS[walks, 1], AGAIN[walks] / conditionings
-    run = partial(affordable, RATES, ROWS, walks, samples=10**6, conditionings=conditionings)
+@pytest.mark.parametrize("order_kinds", [1, 3])
+def test_heads_are_measured_again_within_the_same_share(
+    order_kinds: int, conditionings: int
+) -> None:
+    first, again = SECONDS[order_kinds, 1], AGAIN[order_kinds] / conditionings
+    run = partial(affordable, RATES, ROWS, order_kinds, samples=10**6, conditionings=conditionings)
     for times in (1, 2, 5):
         assert run(dense=1.001 * (first + times * again) / SHARE).again == times
         assert run(dense=0.999 * (first + times * again) / SHARE).again == times - 1
@@ -76,7 +80,7 @@ def test_a_short_call_waits_for_the_host() -> None:
         assert rates.seconds(ROWS, 2, calls, dense) == pytest.approx(seconds)
     run = partial(affordable, rates, ROWS, 2, samples=10**6, steps=10**4)
     waiting = 5e-3 / (1 + SHARE * 10**4)  # where what is left to wait for is just allowed
-    assert run(dense=1.01 * waiting).walks == 2 and run(dense=0.99 * waiting).walks == 1
+    assert run(dense=1.01 * waiting).order_kinds == 2 and run(dense=0.99 * waiting).order_kinds == 1
 
 
 def test_rates_of_samples_may_be_missing() -> None:
@@ -87,7 +91,7 @@ def test_rates_of_samples_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(44776, 24, 128), (17776, 48, 64)])
-def test_models_measure_all_walks_with_the_dense_steps_of_our_graphs(
+def test_models_measure_all_orders_with_the_dense_steps_of_our_graphs(
     tokens: int, heads: int, head_dim: int
 ) -> None:
     """Mochi 6 of 30 steps, CogVideoX-5B 10 of 50, by flash on an H200, in 40 layers and more."""
@@ -96,5 +100,5 @@ def test_models_measure_all_walks_with_the_dense_steps_of_our_graphs(
     call = Call(tokens, heads, head_dim)
     run = partial(affordable, rates.sample, call.rows, 3, samples=80)
     dense = rates.dense_seconds(call, "flash")
-    of_steps = [run(dense=steps * dense).walks for steps in range(1, 11)]
+    of_steps = [run(dense=steps * dense).order_kinds for steps in range(1, 11)]
     assert of_steps[0] == 1 and of_steps[9] == 3 and of_steps == sorted(of_steps)

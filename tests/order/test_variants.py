@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sparge.order.variants import TURNS, Walk, unmeasured_walk, walk_ranks
+from sparge.order.variants import VARIANTS, OrderKind, order_ranks, unmeasured_kind
 
 Grid = tuple[int, int, int]
 VIDEOS = [
@@ -20,13 +20,15 @@ VIDEOS = [
 ]
 SHORT = [(4, 40, 60), (3, 40, 60), (2, 40, 60), (2, 30, 52), (1, 64, 64), (1, 45, 80)]
 EDGES = [(1, 1, 1), (1, 1, 200), (200, 1, 1), (1, 7, 1), (2, 3, 1), (5, 1, 9), (3, 5, 1)]
-CASES = [(grid, walk) for grid in VIDEOS + SHORT for walk in Walk]
+CASES = [(grid, order_kind) for grid in VIDEOS + SHORT for order_kind in OrderKind]
 CUBE_VARIANCE = 3 * (4**2 - 1) / 12  # squared distance from the centre, mean over 4 x 4 x 4 tokens
 
 
-def visited(grid: Grid, turn: int = 0, walk: Walk = Walk.CUBES) -> NDArray[np.int64]:
+def visited(
+    grid: Grid, turn: int = 0, order_kind: OrderKind = OrderKind.CUBES
+) -> NDArray[np.int64]:
     """(tokens, 3) coordinates in that order, which has every token once."""
-    ranks = walk_ranks(walk, *grid, turn)
+    ranks = order_ranks(order_kind, *grid, turn)
     assert ranks.shape == grid and ranks.dtype == np.int32
     order = np.argsort(ranks.ravel())
     assert np.array_equal(ranks.ravel()[order], np.arange(ranks.size))
@@ -42,15 +44,15 @@ def variance(coordinates: NDArray[np.int64], block: int) -> NDArray[np.float64]:
 def test_every_token_has_its_place_in_any_grid(seed: int) -> None:
     drawn = np.random.default_rng(seed).integers(1, 24, (40, 3)).tolist()
     for grid in [*EDGES, *map(tuple, drawn)]:
-        for walk in Walk:
-            for turn in range(TURNS):
-                visited(grid, turn, walk)
+        for order_kind in OrderKind:
+            for turn in range(VARIANTS):
+                visited(grid, turn, order_kind)
 
 
 @pytest.mark.parametrize("grid", VIDEOS, ids=str)
 def test_turns_of_videos_go_along_another_axis(grid: Grid) -> None:
     along = []
-    for turn in range(TURNS):
+    for turn in range(VARIANTS):
         steps = np.abs(np.diff(visited(grid, turn)[::64], axis=0)).sum(0)
         along.append(int(steps.argmax()))
     assert sorted(along) == [0, 1, 2]
@@ -77,44 +79,48 @@ def test_blocks_of_real_grids_are_nearly_cubes_and_never_leap(grid: Grid) -> Non
         assert variance(coordinates, 128).mean() < 1.2 * (CUBE_VARIANCE + 4)
 
 
-@pytest.mark.parametrize(("grid", "walk"), CASES, ids=str)
-def test_turns_have_compact_blocks_of_other_borders(grid: Grid, walk: Walk) -> None:
+@pytest.mark.parametrize(("grid", "order_kind"), CASES, ids=str)
+def test_turns_have_compact_blocks_of_other_borders(grid: Grid, order_kind: OrderKind) -> None:
     """Of the median block: a few of a turn hold the last tokens of a frame, and the first."""
-    orders = [visited(grid, turn, walk) for turn in range(TURNS)]
+    orders = [visited(grid, turn, order_kind) for turn in range(VARIANTS)]
     for block in (64, 128):
         found = [float(np.median(variance(order, block))) for order in orders]
         assert max(found) < 1.5 * min(found)
     if grid[0] < 8:
         return
-    blocks = [walk_ranks(walk, *grid, turn).ravel() // 64 for turn in range(TURNS)]
+    blocks = [order_ranks(order_kind, *grid, turn).ravel() // 64 for turn in range(VARIANTS)]
     for one, other in ((0, 1), (1, 2), (0, 2)):
         meetings = np.unique(np.stack([blocks[one], blocks[other]]), axis=1).shape[1]
-        assert meetings > (1.4 if walk is Walk.CUBES else 1.9) * (blocks[one].max() + 1)
+        assert meetings > (1.4 if order_kind is OrderKind.CUBES else 1.9) * (blocks[one].max() + 1)
 
 
 @pytest.mark.parametrize("grid", [(4, 6, 9), (5, 6, 9), (2, 3, 2), (3, 2, 2)], ids=str)
-@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize("turn", range(VARIANTS))
 def test_rows_of_a_video_never_leap(grid: Grid, turn: int) -> None:
     """They do not where the frame changes, and in later variants not where its last tokens come
     first; at most along a row."""
-    frame, row, _ = visited(grid, turn, Walk.RASTER).T
+    frame, row, _ = visited(grid, turn, OrderKind.ROWS).T
     to_next = slice(None) if turn else slice(-1)
     leap = np.abs(np.roll(row, -1) - row)[to_next]
     assert leap.max() <= 1
     assert not leap[(np.roll(frame, -1) != frame)[to_next]].any()
 
 
-@pytest.mark.parametrize(("walk", "turn"), [(Walk.CUBES, 2), (Walk.RASTER, 1)])
-def test_a_later_turn_of_an_image_begins_at_the_other_end(walk: Walk, turn: int) -> None:
-    first, later = (walk_ranks(walk, 1, 45, 80, turn) for turn in (0, turn))
+@pytest.mark.parametrize(("order_kind", "turn"), [(OrderKind.CUBES, 2), (OrderKind.ROWS, 1)])
+def test_a_later_turn_of_an_image_begins_at_the_other_end(order_kind: OrderKind, turn: int) -> None:
+    first, later = (order_ranks(order_kind, 1, 45, 80, turn) for turn in (0, turn))
     assert np.array_equal(later, np.flip(first))
 
 
 @pytest.mark.parametrize(("turn", "later"), [(1, 21), (2, 42)])
 def test_a_later_turn_of_a_video_begins_thirds_of_a_key_block_later(turn: int, later: int) -> None:
-    first, moved = (walk_ranks(Walk.RASTER, 4, 6, 9, of_turn) for of_turn in (0, turn))
+    first, moved = (order_ranks(OrderKind.ROWS, 4, 6, 9, of_turn) for of_turn in (0, turn))
     assert np.array_equal(moved, (first + later) % first.size)
 
 
 def test_unmeasured_heads_take_cubes_rows_cubes() -> None:
-    assert [unmeasured_walk(turn) for turn in range(TURNS)] == [Walk.CUBES, Walk.RASTER, Walk.CUBES]
+    assert [unmeasured_kind(turn) for turn in range(VARIANTS)] == [
+        OrderKind.CUBES,
+        OrderKind.ROWS,
+        OrderKind.CUBES,
+    ]

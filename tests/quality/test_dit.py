@@ -71,7 +71,7 @@ def test_clips_in_a_mode_get_near_the_dense_one_with_density(run: DenseRun, mode
 def test_rows_of_clips_and_of_targets(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_drop", lambda q, k, v, budget: 0.75 * v)  # quick, far off
+    monkeypatch.setattr(steps, "_drop", lambda q, k, v, head_settings: 0.75 * v)  # quick, far off
     out = tmp_path / "rows.json"
     asked = ["--targets", "0.5", "fast", "--densities", "0.6", "--modes", "sol", "ours auto"]
     named = ["--commit", "c0", "--called", "dit of seed 9", "--seed", "6", "--clips", "2"]

@@ -24,10 +24,10 @@ def test_heads_are_judged_by_their_means_over_the_steps() -> None:
     assert shares["no_worse_than_drop"] == pytest.approx(1 / 3)
 
 
-def test_a_mean_error_counts_heads_by_their_loudness() -> None:
+def test_a_mean_error_counts_heads_by_their_head_weight() -> None:
     loud = torch.tensor([3.0, 1.0, 0.0]).double()
     judged = clip([[0.1, 0.5, 9.0], [0.1, 0.3, 9.0]])
-    one = replace(judged, loudness=loud.expand(1, 2, 1, 3))
+    one = replace(judged, head_weight=loud.expand(1, 2, 1, 3))
     assert one.shares()["mean_error"] == pytest.approx((3 * 0.1 + 0.4) / 4)
     other = replace(one, found=2 * one.found)
     shares = JudgedHeads.of_clips([other, one]).shares()

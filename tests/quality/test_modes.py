@@ -13,7 +13,7 @@ from benchmarks.quality.judge import Call
 from benchmarks.quality.modes import BY_NAME, MODES, Mode, attention, order_of, share_for
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.common.metrics import rel_l2
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.reference.choose import choose_blocks
 from sparge.reference.exact_pooled import exact_pooled_attention
 
@@ -24,9 +24,9 @@ SHARE = 0.3
 
 def run(call: Call, mode: Mode, share: float) -> tuple[Tensor, float]:
     """(heads, tokens, D) in token order, and the density."""
-    layer, budget = call.layer, HeadBudget.uniform(call.heads, share)
+    layer, head_settings = call.layer, HeadSettings.uniform(call.heads, share)
     order = order_of(mode, layer.grid, layer.q.device)
-    out, density = attention(mode, *layer[1:4], budget, order, call.is_causal)
+    out, density = attention(mode, *layer[1:4], head_settings, order, call.is_causal)
     return out[0], density()
 
 
@@ -65,7 +65,7 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     mode, layer = BY_NAME["sol"], video.layer
     packed = video.packed(cubes=True)
     assert packed.order is not None
-    policy, _ = mode.rules(HeadBudget.uniform(2, SHARE), False)
+    policy, _ = mode.rules(HeadSettings.uniform(2, SHARE), False)
     scale = layer.q.shape[-1] ** -0.5
     kept = choose_blocks(packed, policy, None, scale=scale).kept
     slot = packed.order.token_slot.long()

@@ -20,7 +20,7 @@ from sparge.blocks import QUERY_BLOCK
 AUTO = BY_NAME["ours auto"]
 
 
-def test_judged_rows_are_not_those_calibration_saw(video: Call) -> None:
+def test_judged_rows_are_not_those_measurement_saw(video: Call) -> None:
     seen = Measured.on([video], 1, blocks_a_call=4).seen[0]
     assert len(seen) == 4
     packed = video.packed(cubes=True)
@@ -40,8 +40,10 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
         assert row["density"] <= 0.4 + 1e-9
         assert 0 < row["rel_l2"] <= row["worst_rel_l2"] and row["layers"] == 1
     assert rows["ours auto"]["rel_l2"] < 0.7 * rows["drop"]["rel_l2"]
-    budget = study.budgets(AUTO, 0.4)[0]
-    assert budget.density[0] != budget.density[1], "the heads need different densities"
+    head_settings = study.budgets(AUTO, 0.4)[0]
+    assert head_settings.density[0] != head_settings.density[1], (
+        "the heads need different densities"
+    )
     with pytest.raises(ValueError, match="is no text"):
         study.perplexity(MODES[0], 0.5)
 
@@ -49,7 +51,7 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
 def test_layers_are_measured_in_all_their_calls(video: Call) -> None:
     calls = [replace(video, place=place) for place in (0, 1, 0, 1)]
     measured = Measured.on(calls, 2, blocks_a_call=2)
-    assert measured.calibration.samples == [4, 4]
+    assert measured.measurement.samples == [4, 4]
     study = Study(DataSet("made", calls[:2], calls), [AUTO], 2, 3, seed=0)
     assert len(study.budgets(AUTO, 0.5)) == 2
     with pytest.raises(ValueError, match="saw 1 layers; 2"):

@@ -11,25 +11,25 @@ from unittest.mock import patch
 import numpy as np
 
 from sparge.head_settings import Router
-from sparge.order.variants import Walk
-from sparge.tune import Calibration, CandidateSet, StepChoices, head_table, offers
+from sparge.order.variants import OrderKind
+from sparge.tune import CandidateSet, Measurement, StepChoices, head_table, offers
 
 Off = Callable[[], AbstractContextManager[Any]]
 
-MEASURED_BY = Calibration.begin.__func__  # type: ignore[attr-defined]
+MEASURED_BY = Measurement.begin.__func__  # type: ignore[attr-defined]
 
 
 def _measured_with(**given: object) -> AbstractContextManager[Any]:
     """Every measurement of heads begins with these arguments."""
 
-    def begin(cls: type[Calibration], **own: object) -> Calibration:
+    def begin(cls: type[Measurement], **own: object) -> Measurement:
         return MEASURED_BY(cls, **own | given)
 
-    return patch.object(Calibration, "begin", classmethod(begin))
+    return patch.object(Measurement, "begin", classmethod(begin))
 
 
 def _orders(first: int, end: int) -> Off:
-    return lambda: _measured_with(walks=range(first, end))
+    return lambda: _measured_with(order_kinds=range(first, end))
 
 
 def _candidates(**fields: Any) -> Off:
@@ -47,12 +47,12 @@ def _never_measured_again() -> AbstractContextManager[Any]:
 
 #: Name of a mechanism -> what switches it off, for as long as the context lasts.
 MECHANISMS: dict[str, Off] = {
-    "output scale": _candidates(contrasts=(1.0, 1.0)),
-    "head weights": lambda: patch.object(offers, "loudness", np.ones_like),
-    "pooled keys": _candidates(gains=(0.0,)),
-    "order variants": lambda: patch.object(head_table, "TURNS", 1),
-    "cubes": _orders(Walk.RASTER, Walk.RASTER + 1),
-    "rows": _orders(Walk.CUBES, Walk.CUBES + 1),
+    "output scale": _candidates(output_scales=(1.0, 1.0)),
+    "head weights": lambda: patch.object(offers, "head_weight", np.ones_like),
+    "pooled keys": _candidates(pool_weights=(0.0,)),
+    "order variants": lambda: patch.object(head_table, "VARIANTS", 1),
+    "cubes": _orders(OrderKind.ROWS, OrderKind.ROWS + 1),
+    "rows": _orders(OrderKind.CUBES, OrderKind.CUBES + 1),
     "measuring again": _never_measured_again,
     "error routing": _candidates(routers=(Router.MASS,)),
 }

@@ -31,7 +31,7 @@ class Walked:
     skipped: int
 
 
-def walk(
+def order_kind(
     x: Quantized, plan: BlockPlan, b: int, h: int, rows: range, scale: float, threshold: float
 ) -> Walked:
     """Online softmax over one PV group of query rows: a block at a time, rescaling, in float64."""
@@ -100,7 +100,7 @@ def test_is_the_online_softmax_of_a_kernel(
             skipped = 0
             for start in range(0, 330, 64):
                 rows = range(start, min(start + 64, 330))
-                walked = walk(x, plan, b, h, rows, 0.1, thresholds[h])
+                walked = order_kind(x, plan, b, h, rows, 0.1, thresholds[h])
                 at = (b, h, slice(rows.start, rows.stop))
                 skipped += walked.skipped
                 assert torch.equal(result.row_max[at] == -math.inf, walked.row_max == -math.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All stages in a token order with a budget per head, and the parts that calibration scores."""
+"""All stages in a token order with a budget per head, and the parts that measurement scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from sparge.common.metrics import rel_l2
 from sparge.errors import Unsupported
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
@@ -41,31 +41,31 @@ ROUNDING = {
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("gains", [[0.0, 0.0], [1.0, 0.3], [0.0, 2.0]])
+@pytest.mark.parametrize("pool_weights", [[0.0, 0.0], [1.0, 0.3], [0.0, 2.0]])
 def test_buckets_of_ranks_combine_to_any_candidate(
-    make_qkv, gains: list[float], is_causal: bool
+    make_qkv, pool_weights: list[float], is_causal: bool
 ) -> None:
-    """(A + g R) / (a + g r): what calibration scores is what attention then computes."""
+    """(A + g R) / (a + g r): what measurement scores is what attention then computes."""
     grid = TokenGrid(5, 9, 13, prefix=10)
     order = None if is_causal else cube_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16, dtype=torch.float16)
     packed = pack_qkv(q, k, v, order, element=Element.FP16)
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal}
-    budget = HeadBudget.uniform(2, 0.5)
-    choice = choose_blocks(packed, SparsePolicy(), budget, **options)
+    head_settings = HeadSettings.uniform(2, 0.5)
+    choice = choose_blocks(packed, SparsePolicy(), head_settings, **options)
     # Forced blocks first, which every candidate computes exactly; then ranks, two to a bucket.
     buckets = torch.where(choice.rank < 0, 0, choice.rank // 2 + 1)
     buckets = buckets.masked_fill(~choice.valid, -1)
     count = int(buckets.max()) + 1
     parts = bucket_partials(packed, buckets, count, **options)
-    gain = torch.tensor(gains)
+    pool_weight = torch.tensor(pool_weights)
     for split in range(1, count + 1):
         exact = [part for part, _ in parts[:split]]
-        pooled = [part.weighted(gain[:, None]) for _, part in parts[split:]]
+        pooled = [part.weighted(pool_weight[:, None]) for _, part in parts[split:]]
         found = combine([*exact, *pooled]).output()
         kept = choice.valid & (buckets < split)
-        dropped = choice.valid & ~kept & (gain > 0)[:, None, None]
-        expected = attend_packed(packed, kept, dropped, gain, **options)
+        dropped = choice.valid & ~kept & (pool_weight > 0)[:, None, None]
+        expected = attend_packed(packed, kept, dropped, pool_weight, **options)
         assert rel_l2(found, expected.out) < ROUNDING[Element.FP16]
     whole, _ = exact_attention(q, k, v, scale=0.25, is_causal=is_causal)
     if order is None:
@@ -93,7 +93,7 @@ def test_causal_attention_keeps_its_order(make_qkv) -> None:
             k,
             v,
             SparsePolicy(),
-            HeadBudget.uniform(1, 0.5),
+            HeadSettings.uniform(1, 0.5),
             order=cube_order(grid),
             is_causal=True,
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparge.blocks import STEP_BLOCKS, whole_steps
-from sparge.head_settings import HeadBudget, Router
+from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import quantize_qkv, route
@@ -18,7 +18,7 @@ SCALE = 0.25
 GRID = TokenGrid(5, 9, 13, prefix=70, suffix=85, lead_frames=1)
 CUBES = cube_order(GRID)
 LENGTHS = torch.tensor([GRID.tokens, GRID.tokens - 80], dtype=torch.int32)
-BUDGET = HeadBudget(
+BUDGET = HeadSettings(
     torch.tensor([0.3, 0.1, 0.2, 0.45]),
     torch.tensor([1.0, 0.0, 0.4, 2.5]),
     torch.tensor([Router.MASS, Router.ERROR, Router.ERROR, Router.ERROR], dtype=torch.int32),
@@ -58,8 +58,8 @@ def test_mass_in_raster_order_is_the_existing_route(
     assert torch.equal(by_policy.kept, plan.kept()) and not by_policy.pooled.any()
     assert torch.equal(by_policy.kept_pairs(), plan.kept_pairs())
     assert torch.equal(by_policy.valid_pairs(), plan.valid_pairs())
-    budget = HeadBudget.uniform(4, float(policy.selection))
-    choice = choose_blocks(packed, policy, budget, scale=SCALE, is_causal=is_causal)
+    head_settings = HeadSettings.uniform(4, float(policy.selection))
+    choice = choose_blocks(packed, policy, head_settings, scale=SCALE, is_causal=is_causal)
     more = choice.kept.sum(-1) - plan.kept().sum(-1)
     missing = (choice.valid & ~plan.kept()).any(-1)
     assert not (plan.kept() & ~choice.kept).any()
@@ -84,8 +84,8 @@ def test_ranks_number_the_ranked_blocks(make_qkv) -> None:
 def test_lists_with_a_budget_or_an_order_make_whole_steps(make_qkv) -> None:
     """But for those that keep all that there is, as where text or a gate forces it."""
     x = case(make_qkv, CUBES)
-    for budget in (BUDGET, None):
-        choice = choose_blocks(x, SparsePolicy(topk=0.3), budget, scale=SCALE)
+    for head_settings in (BUDGET, None):
+        choice = choose_blocks(x, SparsePolicy(topk=0.3), head_settings, scale=SCALE)
         kept, valid = choice.kept.sum(-1), choice.valid.sum(-1)
         assert ((kept % STEP_BLOCKS == 0) | (kept == valid)).all()
         assert (kept < valid).any(-1).all()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparge.blocks import BlockPlan
-from sparge.head_settings import HeadBudget, Router
+from sparge.head_settings import HeadSettings, Router
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
@@ -34,7 +34,7 @@ GRID = TokenGrid(3, 8, 11, prefix=20, suffix=45)
 CUBES = cube_order(GRID)
 LENGTHS = torch.tensor([GRID.tokens, GRID.tokens - 45], dtype=torch.int32)
 ERROR, MASS = int(Router.ERROR), int(Router.MASS)
-BUDGET = HeadBudget(
+BUDGET = HeadSettings(
     torch.tensor([0.3, 0.1, 0.2, 0.0]),
     torch.tensor([1.0, 0.0, 0.4, 2.5]),
     torch.tensor([MASS, MASS, ERROR, ERROR], dtype=torch.int32),
@@ -54,7 +54,7 @@ CASES = {
     "cubes": (CUBES, False, None),
     "cubes and cut": (CUBES, False, LENGTHS),
 }
-CONTRAST = torch.tensor([1.5, 1.0, 0.5, 1.1])
+OUTPUT_SCALE = torch.tensor([1.5, 1.0, 0.5, 1.1])
 Case = tuple[TokenOrder | None, bool, torch.Tensor | None]
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -75,16 +75,16 @@ def make_case(make_qkv, case: Case, element: Element) -> tuple[QKV, Packed, Choi
 def test_exact_pooled_attention_is_the_oracles(make_qkv, case: Case) -> None:
     order, is_causal, lengths = case
     qkv, _, choice = make_case(make_qkv, case, Element.INT8_FP16)
-    contrast = None if is_causal else CONTRAST
+    output_scale = None if is_causal else OUTPUT_SCALE
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "key_lengths": lengths}
     options["order"] = order
-    budget = replace(BUDGET, contrast=contrast)
-    call = Call(0, "", "", *qkv, SparsePolicy(), "HND", {**options, "budget": budget})
+    head_settings = replace(BUDGET, output_scale=output_scale)
+    call = Call(0, "", "", *qkv, SparsePolicy(), "HND", {**options, "head_settings": head_settings})
     expected = answer(Setting.of(call), choice.kept)
-    factor = 1.0 if contrast is None else contrast
+    factor = 1.0 if output_scale is None else output_scale
     out, lse = exact_pooled_attention(
-        *qkv, choice.kept, choice.pooled, BUDGET.gain,
-        contrast=factor, dtype=torch.float64, **options,
+        *qkv, choice.kept, choice.pooled, BUDGET.pool_weight,
+        output_scale=factor, dtype=torch.float64, **options,
     )  # fmt: skip
     torch.testing.assert_close(out, expected.out, atol=1e-10, rtol=0)
     torch.testing.assert_close(lse, expected.lse)
@@ -96,7 +96,7 @@ def many_blocks(make_qkv, element: Element) -> tuple[Packed, Choice]:
     k = 2 * k[:, :, ::64].repeat_interleave(64, 2)[:, :, : k.shape[2]] + k / 2
     packed, blocks = pack_qkv(q, k, v, element=element), torch.arange(136)
     kept = (blocks % 3 == 0).expand(1, 4, 1, 136)
-    pooled = ~kept & (blocks // 64 != 1) & (BUDGET.gain > 0)[:, None, None]
+    pooled = ~kept & (blocks // 64 != 1) & (BUDGET.pool_weight > 0)[:, None, None]
     return packed, Choice(kept, pooled, kept.long(), kept, kept.long())
 
 
@@ -120,7 +120,7 @@ def test_error_is_that_of_rounding_p(
         _, packed, choice = make_case(make_qkv, case, element)
     x = packed.operands
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "softmax": softmax}
-    result = attend_packed(packed, choice.kept, choice.pooled, BUDGET.gain, **options)
+    result = attend_packed(packed, choice.kept, choice.pooled, BUDGET.pool_weight, **options)
     relative, smallest = P_ROUNDING[element]
     lse_error = 2e-4
     if softmax.fixed_exp2:  # what is rounded is off already
@@ -131,7 +131,7 @@ def test_error_is_that_of_rounding_p(
         relative *= 2
     for b in range(x.batch):
         for h in range(4):
-            logits, values = stored_logits(packed, choice, b, h, is_causal, BUDGET.gain)
+            logits, values = stored_logits(packed, choice, b, h, is_causal, BUDGET.pool_weight)
             rows = logits.amax(-1) > -torch.inf
             p = logits.softmax(-1).nan_to_num(0.0)
             spread = p @ values.abs()
@@ -146,7 +146,7 @@ def test_error_is_that_of_rounding_p(
 
 
 def stored_logits(
-    packed: Packed, choice: Choice, b: int, h: int, is_causal: bool, gain: torch.Tensor
+    packed: Packed, choice: Choice, b: int, h: int, is_causal: bool, pool_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Natural logits (Nq, keys + pseudo-keys) of the stored operands, and their values."""
     x = packed.operands
@@ -170,7 +170,7 @@ def stored_logits(
     else:
         means = means.to(x.k_levels.dtype).double()
     pooled_values = pooled_values.to(x.v_levels.dtype).double() * v_scale
-    weight = (x.key_counts[b].double() * gain[h]).log()
+    weight = (x.key_counts[b].double() * pool_weight[h]).log()
     pseudo = (q @ means.T + weight).masked_fill(~choice.pooled[b, h][query // 128], -torch.inf)
     logits = torch.cat([(q @ keys.T).masked_fill(~visible, -torch.inf), pseudo], -1)
     if packed.order is not None:
@@ -181,7 +181,7 @@ def stored_logits(
 @pytest.mark.parametrize("pvthreshd", [50.0, 3.0])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("element", list(Element))
-def test_gain_zero_is_the_plain_drop(
+def test_pool_weight_zero_is_the_plain_drop(
     make_qkv, element: Element, is_causal: bool, pvthreshd: float
 ) -> None:
     q, k, v = make_qkv(2, 4, 300, 16, kv_heads=2, kv_tokens=500, dtype=torch.float16)
@@ -190,15 +190,15 @@ def test_gain_zero_is_the_plain_drop(
     q, k = q + 1, k + 2 * torch.linspace(-1, 8, 500).sin().unsqueeze(-1).half()
     plain = quantize_qkv(q, k, v, element=element, key_lengths=lengths)
     packed = pack_qkv(q, k, v, element=element, key_lengths=lengths)
-    budget = HeadBudget.uniform(4, 0.6)
-    choice = choose_blocks(packed, SparsePolicy(), budget, scale=0.25, is_causal=is_causal)
+    head_settings = HeadSettings.uniform(4, 0.6)
+    choice = choose_blocks(packed, SparsePolicy(), head_settings, scale=0.25, is_causal=is_causal)
     assert not choice.pooled.any()
     plan = BlockPlan.from_kept(choice.kept, 300, 500, is_causal, lengths)
     thresholds = pvthreshd * torch.tensor([1.0, 0.5, 1.0, 0.5])
     expected = attend(plain, plan, scale=0.25, pvthreshd=thresholds)
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "pvthreshd": thresholds}
     for pooled in (None, choice.pooled):
-        result = attend_packed(packed, choice.kept, pooled, budget.gain, **options)
+        result = attend_packed(packed, choice.kept, pooled, head_settings.pool_weight, **options)
         for name in vars(expected):
             assert torch.equal(getattr(result, name), getattr(expected, name)), name
     if pvthreshd < 50:

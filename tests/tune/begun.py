@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A calibration of three heads, and the attention that its choices are judged by."""
+"""A measurement of three heads, and the attention that its choices are judged by."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.head_settings import HeadBudget, Router
+from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference.budgeted import budgeted_attention
-from sparge.tune import Calibration, CandidateSet, Workload
+from sparge.tune import CandidateSet, Measurement, Workload
 
 GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
 CANDIDATES = CandidateSet(
     densities=(0.2, 0.5, 1.0),
-    gains=(0.0, 0.7),
+    pool_weights=(0.0, 0.7),
     routers=(Router.MASS, Router.ERROR),
 )
 EVERY_BLOCK = 1000
 
 
-def begin(layers: int = 1, **changes: Any) -> Calibration:
+def begin(layers: int = 1, **changes: Any) -> Measurement:
     options: dict[str, Any] = {
         "layers": layers,
         "heads": 3,
@@ -32,15 +32,15 @@ def begin(layers: int = 1, **changes: Any) -> Calibration:
         "blocks_a_call": EVERY_BLOCK,
         "row_step": 1,
     }
-    return Calibration.begin(**(options | changes))
+    return Measurement.begin(**(options | changes))
 
 
 def attend(
-    qkv: tuple[Tensor, Tensor, Tensor], budget: HeadBudget, workload: Workload
+    qkv: tuple[Tensor, Tensor, Tensor], head_settings: HeadSettings, workload: Workload
 ) -> tuple[Tensor, Tensor]:
     order = None if workload.is_causal else workload.order
     attended, choice = budgeted_attention(
-        *qkv, SparsePolicy(), budget, order=order, is_causal=workload.is_causal
+        *qkv, SparsePolicy(), head_settings, order=order, is_causal=workload.is_causal
     )
     return attended.out[0], choice.kept[0]
 

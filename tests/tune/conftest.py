@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests of calibration."""
+"""Fixtures of the tests of measurement."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sparge import TokenGrid, Walk
+from sparge import OrderKind, TokenGrid
 from sparge.tune import Fingerprint, HeadChoices, Profile, Table
 
 KEY = "sparge_profile"
@@ -24,7 +24,7 @@ def choices(generator: torch.Generator) -> HeadChoices:
         pools * torch.rand(shape, generator=generator),
         0.5 + torch.rand(shape, generator=generator),
         torch.randint(0, 2, shape, generator=generator, dtype=torch.int32),
-        torch.randint(0, len(Walk), shape, generator=generator, dtype=torch.int32),
+        torch.randint(0, len(OrderKind), shape, generator=generator, dtype=torch.int32),
         torch.rand(shape, generator=generator),
         2 * torch.rand(shape, generator=generator),
         torch.tensor([True, False, True]),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparge.head_settings import HeadBudget, Router
+from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed, pack_qkv
@@ -29,9 +29,11 @@ CANDIDATES = CandidateSet(densities=(0.1, 0.3, 0.7, 1.0), floor=2)
 
 def choose(packed: Packed, workload: Workload, density: float) -> Choice:
     ones = torch.ones(2)
-    budget = HeadBudget(ones * density, ones, torch.tensor([0, 1], dtype=torch.int32), floor=2)
+    head_settings = HeadSettings(
+        ones * density, ones, torch.tensor([0, 1], dtype=torch.int32), floor=2
+    )
     policy = workload.policy()
-    return choose_blocks(packed, policy, budget, scale=0.25, is_causal=workload.is_causal)
+    return choose_blocks(packed, policy, head_settings, scale=0.25, is_causal=workload.is_causal)
 
 
 @pytest.mark.parametrize("workload", CASES, ids=NAMES)
@@ -74,12 +76,12 @@ def test_sparse_causal_costs_are_exact(make_qkv) -> None:
         ({"densities": (0.5, 0.9)}, "ascend from above 0 to 1"),
         ({"densities": (0.0, 1.0)}, "ascend from above 0 to 1"),
         ({"densities": (1.0,)}, "nothing but 1"),
-        ({"gains": (0.5, 1.0)}, "gains are .* from 0"),
-        ({"gains": ()}, "gains are"),
+        ({"pool_weights": (0.5, 1.0)}, "pool_weights are .* from 0"),
+        ({"pool_weights": ()}, "pool_weights are"),
         ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
-        ({"contrasts": (0.0, 2.0)}, "contrasts are .* the least and the most"),
-        ({"contrasts": (2.0, 0.5)}, "contrasts are"),
-        ({"contrasts": (0.5, float("inf"))}, "contrasts are"),
+        ({"output_scales": (0.0, 2.0)}, "contrasts are .* the least and the most"),
+        ({"output_scales": (2.0, 0.5)}, "contrasts are"),
+        ({"output_scales": (0.5, float("inf"))}, "contrasts are"),
         ({"floor": 0}, "floor is 0"),
     ],
 )

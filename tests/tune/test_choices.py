@@ -11,31 +11,31 @@ import torch
 from sparge import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.thresholds import COLUMNS
-from sparge.tune import Calibration, CandidateSet, HeadChoices, Workload
+from sparge.tune import CandidateSet, HeadChoices, Measurement, Workload
 from sparge.tune.spread import spread_places
 
 GRID = TokenGrid(4, 8, 15)
 
 
-def begin() -> Calibration:
-    return Calibration.begin(
+def begin() -> Measurement:
+    return Measurement.begin(
         layers=2,
         heads=2,
         workload=Workload(cube_order(GRID)),
-        candidates=CandidateSet(densities=(0.2, 0.5, 1.0), gains=(0.0, 0.7)),
+        candidates=CandidateSet(densities=(0.2, 0.5, 1.0), pool_weights=(0.0, 0.7)),
         blocks_a_call=2,
     )
 
 
 def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
-    calibration = begin()
-    calibration.sample(0, *make_qkv(1, 2, GRID.tokens, 16))
-    choices = calibration.offers().freeze(mean_density=0.6)
+    measurement = begin()
+    measurement.sample(0, *make_qkv(1, 2, GRID.tokens, 16))
+    choices = measurement.offers().freeze(mean_density=0.6)
     before = choices.density.clone()
-    budget = choices.budget(0)
-    assert budget is not None
-    assert budget.pools == bool(choices.gain[0].any() or choices.router[0].any())
-    budget.density.fill_(1)
+    head_settings = choices.head_settings(0)
+    assert head_settings is not None
+    assert head_settings.pools == bool(choices.pool_weight[0].any() or choices.router[0].any())
+    head_settings.density.fill_(1)
     assert torch.equal(choices.density, before)
 
 
@@ -50,30 +50,34 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
     plain = HeadChoices(none + 0.5, none, none + 1, ints, ints, none, none, measured)
-    rich = replace(plain, gain=none + 1, contrast=none + 1.5, walk=ints + 1)
-    first, unmeasured = plain.budgets()
+    rich = replace(plain, pool_weight=none + 1, output_scale=none + 1.5, order_kind=ints + 1)
+    first, unmeasured = plain.of_layers()
     assert first is not None and not first.pools and unmeasured is None
-    assert first.walk is None and first.contrast is None
-    after, _ = plain.budgets(before=rich.budgets())
+    assert first.order_kind is None and first.output_scale is None
+    after, _ = plain.of_layers(before=rich.of_layers())
     assert after is not None and after.pools
-    assert after.walk is not None
-    assert not (after.gain.any() or after.walk.any()), "its own choices"
-    assert after.contrast is not None and (after.contrast == 1).all()
+    assert after.order_kind is not None
+    assert not (after.pool_weight.any() or after.order_kind.any()), "its own choices"
+    assert after.output_scale is not None and (after.output_scale == 1).all()
 
 
 def test_all_layers_have_an_output_scale_if_one_head_has() -> None:
     none, measured = torch.zeros(2, 2), torch.ones(2).bool()
-    contrast, ints = torch.tensor([[1.0, 1.0], [1.5, 1.0]]), none.int()
-    choices = HeadChoices(none + 0.5, none, contrast, ints, ints, none, none, measured)
+    output_scale, ints = torch.tensor([[1.0, 1.0], [1.5, 1.0]]), none.int()
+    choices = HeadChoices(none + 0.5, none, output_scale, ints, ints, none, none, measured)
     policy = SparsePolicy()
-    for layer, budget in enumerate(choices.budgets(policy=policy)):
-        assert budget is not None
-        assert budget.contrast is not None and torch.equal(budget.contrast, contrast[layer])
-        assert torch.equal(budget.table(policy)[:, COLUMNS.index("contrast")], contrast[layer])
-        own = replace(budget)
-        assert torch.equal(budget.table(policy), own.table(policy)), "made for all at once"
-        budget.contrast.zero_()
-    assert float(choices.contrast.sum()) == 4.5, "the choices stay as they are"
+    for layer, head_settings in enumerate(choices.of_layers(policy=policy)):
+        assert head_settings is not None
+        assert head_settings.output_scale is not None and torch.equal(
+            head_settings.output_scale, output_scale[layer]
+        )
+        assert torch.equal(
+            head_settings.table(policy)[:, COLUMNS.index("output_scale")], output_scale[layer]
+        )
+        own = replace(head_settings)
+        assert torch.equal(head_settings.table(policy), own.table(policy)), "made for all at once"
+        head_settings.output_scale.zero_()
+    assert float(choices.output_scale.sum()) == 4.5, "the choices stay as they are"
 
 
 def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
@@ -82,12 +86,12 @@ def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
     measured = torch.tensor([True, False, True])
     choices = HeadChoices(values, values, values, ints, ints, values, values, measured)
     policy = SparsePolicy()
-    budgets = choices.budgets(policy=policy)
+    budgets = choices.of_layers(policy=policy)
     assert not budgets._made
-    budget = budgets[2]
-    assert budget is not None and budgets[1] is None and len(budgets) == 3
-    assert budgets[-1] is budget and len(budgets._made) == 1
-    assert budgets[2] is budget, "its tables are made once"
-    assert torch.equal(budget.density, values[2])
-    assert budget.density.data_ptr() == budgets.of_all.density[4:].data_ptr()
-    assert budget.table(policy).data_ptr() == budgets.of_all.table(policy)[4:].data_ptr()
+    head_settings = budgets[2]
+    assert head_settings is not None and budgets[1] is None and len(budgets) == 3
+    assert budgets[-1] is head_settings and len(budgets._made) == 1
+    assert budgets[2] is head_settings, "its tables are made once"
+    assert torch.equal(head_settings.density, values[2])
+    assert head_settings.density.data_ptr() == budgets.of_all.density[4:].data_ptr()
+    assert head_settings.table(policy).data_ptr() == budgets.of_all.table(policy)[4:].data_ptr()

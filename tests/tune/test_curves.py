@@ -29,9 +29,9 @@ def test_fall_is_the_nearest_falling_curve(seed: int) -> None:
     errors = np.random.default_rng(seed).random((2, 3, 2, 6, 4))
     found = fall(errors)
     for index in np.ndindex(2, 3, 2):
-        for gain in range(4):
-            expected = nearest_falling(errors[index][:, gain])
-            np.testing.assert_allclose(found[index][:, gain], expected)
+        for pool_weight in range(4):
+            expected = nearest_falling(errors[index][:, pool_weight])
+            np.testing.assert_allclose(found[index][:, pool_weight], expected)
 
 
 def test_many_samples_speak_for_themselves(seed: int) -> None:
@@ -54,7 +54,7 @@ def test_few_samples_take_the_shape_of_the_layer_and_keep_their_level() -> None:
     assert not found[..., -1, :].any(), "nothing dropped, no error"
 
 
-def test_what_a_gain_does_to_one_head_says_nothing_of_another() -> None:
+def test_what_a_pool_weight_does_to_one_head_says_nothing_of_another() -> None:
     helped = np.array([[0.4, 0.1], [0.2, 0.05], [0.0, 0.0]])
     ruined = np.array([[0.4, 1.6], [0.2, 0.8], [0.0, 0.0]])
     errors = np.stack([helped] * 9 + [ruined])[None, :, None]

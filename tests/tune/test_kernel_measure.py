@@ -28,9 +28,9 @@ from sparge.stages.workspace import CallShape, WorkspaceLayout
 from sparge.thresholds import COLUMNS
 from sparge.tune import (
     BLOCKS_A_CALL,
-    Calibration,
     CandidateSet,
     Measured,
+    Measurement,
     Sample,
     Workload,
     reference_measure,
@@ -45,7 +45,7 @@ module = importlib.import_module("sparge.tune.kernel_measure")
 GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but the text are empty
 CANDIDATES = CandidateSet(
     densities=(0.1, 0.5, 1.0),
-    gains=(0.0, 0.7, 1.0),
+    pool_weights=(0.0, 0.7, 1.0),
     routers=tuple(Router),
 )
 
@@ -69,10 +69,10 @@ class Stages:
         *rest: Any,
     ) -> Tensor:
         *flat, facts, means = rest
-        rules, (slot_tokens, _, head_walk, *_) = QuantizeRules.of_flat(*flat), facts
+        rules, (slot_tokens, _, head_order_kind, *_) = QuantizeRules.of_flat(*flat), facts
         assert element == Element.INT8_FP16 and rules.smooth_k and not rules.with_similarity
-        assert head_walk is None and means.shape == (3, *k.shape[:2], 64)
-        (walk,) = (
+        assert head_order_kind is None and means.shape == (3, *k.shape[:2], 64)
+        (order_kind,) = (
             index
             for index, tokens in enumerate(self.workload.order.slot_tokens)
             if torch.equal(tokens, slot_tokens[0])
@@ -94,7 +94,7 @@ class Stages:
                 q[:, head * group : (head + 1) * group],
                 k[:, own],
                 v[:, own],
-                order.walk(walk),
+                order.order_kind(order_kind),
                 element=Element.INT8_FP16,
                 key_lengths=key_lengths,
             )
@@ -197,17 +197,17 @@ class Stages:
         self.attended.append(q)
 
 
-@pytest.fixture(params=["cubes", "walks"])
+@pytest.fixture(params=["cubes", "order_kinds"])
 def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     """Four heads over two KV heads, of 40 channels; text is exact, and the sink not text."""
-    walks = request.param == "walks"
-    workload = Workload(grid_order(GRID) if walks else cube_order(GRID), sink=True)
+    order_kinds = request.param == "order_kinds"
+    workload = Workload(grid_order(GRID) if order_kinds else cube_order(GRID), sink=True)
     q, k, v = make_qkv(2, 4, GRID.tokens, 40, kv_heads=2)
     k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
     blocks = workload.sparse_query_blocks()[-2:]
     k = k.bfloat16()
     dense = 0.5 * scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    measured = range(2 if walks else 1)
+    measured = range(2 if order_kinds else 1)
     return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2, dense.float())
 
 
@@ -223,9 +223,9 @@ def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def errors(measured: Measured) -> Tensor:
-    """(routers, densities, walks, heads, gains) relative."""
+    """(routers, densities, token orders, heads, pool weights) relative."""
     distances, empty = measured.distances, ~measured.occupied
-    found = squared_errors(distances, torch.tensor(CANDIDATES.gains).log())
+    found = squared_errors(distances, torch.tensor(CANDIDATES.pool_weights).log())
     sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((3, 5, 6))
     return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
 
@@ -235,7 +235,7 @@ def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> No
     assert found.occupied.shape == (2, QUERY_BLOCK // 2)
     assert torch.equal(found.occupied, expected.occupied)
     assert not found.occupied.all()
-    assert len(stages.attended) == len(sample.walks), "one launch a walk"
+    assert len(stages.attended) == len(sample.order_kinds), "one launch a walk"
     # Pseudo-keys: INT8 there, FP16 here.
     torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
     for each in fields(Distances):
@@ -264,9 +264,9 @@ def test_groups_of_heads_are_the_whole(
     whole = module.kernel_measure(sample)
     monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
     grouped = module.kernel_measure(sample)
-    walks = len(sample.walks)
-    assert [len(rows) for rows in stages.attended] == [4] * walks + [2, 2] * walks
-    assert max(stages.held[walks:]) < 0.6 * stages.held[0]
+    order_kinds = len(sample.order_kinds)
+    assert [len(rows) for rows in stages.attended] == [4] * order_kinds + [2, 2] * order_kinds
+    assert max(stages.held[order_kinds:]) < 0.6 * stages.held[0]
     assert torch.equal(grouped.occupied, whole.occupied)
     for each in fields(Distances):
         torch.testing.assert_close(
@@ -296,7 +296,7 @@ WAN_720P = TokenGrid(21, 45, 80)
     ],
     ids=["mochi", "wan 720p", "cogvideox 5b", "hunyuan"],
 )
-def test_calibration_stays_below_100_megabytes(
+def test_measurement_stays_below_100_megabytes(
     monkeypatch: pytest.MonkeyPatch,
     grid: TokenGrid,
     heads: int,
@@ -313,11 +313,11 @@ def test_calibration_stays_below_100_megabytes(
     monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_E4M3)
     q = torch.empty(1, heads, grid.tokens, head_dim, dtype=torch.bfloat16, device="meta")
     workload = Workload(grid_order(grid))
-    run = Calibration.begin(layers=2 * blocks, heads=heads, workload=workload)
+    run = Measurement.begin(layers=2 * blocks, heads=heads, workload=workload)
     sampled = run.next_query_blocks(0, calls)
     assert len(sampled) == calls * BLOCKS_A_CALL
-    walks = run.walks[0]
-    sample = Sample(q, q, q, sampled, workload, run.candidates, 1.0, None, walks, ROW_STEP, q)
+    order_kinds = run.order_kinds[0]
+    sample = Sample(q, q, q, sampled, workload, run.candidates, 1.0, None, order_kinds, ROW_STEP, q)
     groups = list(module._head_groups(sample))
     sizes = [group.stop - group.start for group in groups]
     assert sum(sizes) == heads
@@ -334,7 +334,7 @@ def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
     """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all gains, and
     two more tensors of those above 0."""
     batch, heads, *_ = sample.q.shape
-    _, densities, gains = candidates.shape
-    rows = batch * heads * len(sample.walks) * module._compared(sample)
-    mixes = 2 * (densities - 1) * (gains - 1)
-    return 4 * rows * (Distances.packed_fields(densities) + densities * gains + mixes)
+    _, densities, pool_weights = candidates.shape
+    rows = batch * heads * len(sample.order_kinds) * module._compared(sample)
+    mixes = 2 * (densities - 1) * (pool_weights - 1)
+    return 4 * rows * (Distances.packed_fields(densities) + densities * pool_weights + mixes)

@@ -14,11 +14,11 @@ NAMES = ("squared_error", "towards_mean")
 
 def test_at_other_query_blocks_it_takes_the_rest_from_the_first(qkv) -> None:
     first = begin(layers=2, blocks_a_call=1)
-    first.measure_one_walk()
+    first.measure_one_order()
     for layer in range(2):
         first.sample(layer, *qkv, dense=qkv[0])
     again = first.anew()
-    assert not any(again.samples) and again.walks == first.walks
+    assert not any(again.samples) and again.order_kinds == first.order_kinds
     assert again.next_query_blocks(1) == first.next_query_blocks(1)
     again.sample(1, *qkv)
     assert not torch.equal(again.squared_error[1], first.squared_error[1])

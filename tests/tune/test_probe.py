@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge import HeadBudget, SparsePolicy, TokenGrid, attention, cube_order
+from sparge import HeadSettings, SparsePolicy, TokenGrid, attention, cube_order
 from sparge.common.metrics import rel_l2
-from sparge.tune import Calibration, Probe, Workload
+from sparge.tune import Measurement, Probe, Workload
 from sparge.tune.spread import ROW_STEP, spread_rows
 
 GRID = TokenGrid(4, 8, 15, prefix=20)
@@ -31,8 +31,8 @@ def probed(workload: Workload, layers: int = 1) -> Probe:
 
 
 def sparse(qkv: tuple[Tensor, Tensor, Tensor], density: float) -> Tensor:
-    budget = HeadBudget.uniform(HEADS, density)
-    out = attention(*qkv, SparsePolicy(), order=cube_order(GRID), budget=budget)
+    head_settings = HeadSettings.uniform(HEADS, density)
+    out = attention(*qkv, SparsePolicy(), order=cube_order(GRID), head_settings=head_settings)
     assert isinstance(out, Tensor)
     return out
 
@@ -102,12 +102,12 @@ def test_other_blocks_in_every_sample(generator) -> None:
 
 @pytest.mark.parametrize("layer", [0, 3])
 def test_other_blocks_than_those_that_were_calibrated(generator, layer: int) -> None:
-    """Heads are chosen by the errors of the blocks that calibration saw: those are too good."""
+    """Heads are chosen by the errors of the blocks that measurement saw: those are too good."""
     grid = TokenGrid(16, 16, 16)
     order = cube_order(grid)
     workload = Workload(order)
-    calibration = Calibration.begin(layers=4, heads=1, workload=workload)
-    seen = torch.tensor(calibration.next_query_blocks(layer, calls=2))  # cond and uncond
+    measurement = Measurement.begin(layers=4, heads=1, workload=workload)
+    seen = torch.tensor(measurement.next_query_blocks(layer, calls=2))  # cond and uncond
     assert len(seen) == 8
     q = torch.randn(1, 1, grid.tokens, 16, generator=generator)
     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)

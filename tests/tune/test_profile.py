@@ -30,9 +30,9 @@ def test_round_trip(profile: Profile, tmp_path: Path) -> None:
     assert found.notes == profile.notes
     assert found.fits(profile.fingerprint).fit is Fit.FITS
     again = found.choices[Table("cond", 18444)]
-    budget = again.budget(0)
-    assert budget is not None and budget.floor == 2
-    assert again.budget(1) is None
+    head_settings = again.head_settings(0)
+    assert head_settings is not None and head_settings.floor == 2
+    assert again.head_settings(1) is None
     assert [x.name for x in path.parent.iterdir()] == ["mine.safetensors"]
 
 
@@ -68,14 +68,14 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         (set_tensor("0.density", full(-0.1)), "0.density goes from"),
         (
-            set_tensor("1.gain", full(float("nan"))),
-            "1.gain holds a value that is not finite",
+            set_tensor("1.pool_weight", full(float("nan"))),
+            "1.pool_weight holds a value that is not finite",
         ),
-        (set_tensor("1.gain", full(float("inf"))), "not finite"),
-        (set_tensor("0.gain", full(-1.0)), "0.gain goes from -1"),
-        (set_tensor("0.contrast", full(1, torch.float64)), "has type torch.float64"),
-        (set_tensor("1.contrast", full(0)), "1.contrast goes from 0 to 0"),
-        (set_tensor("0.contrast", full(1e4)), "0.contrast goes from 10000"),
+        (set_tensor("1.pool_weight", full(float("inf"))), "not finite"),
+        (set_tensor("0.pool_weight", full(-1.0)), "0.pool_weight goes from -1"),
+        (set_tensor("0.output_scale", full(1, torch.float64)), "has type torch.float64"),
+        (set_tensor("1.output_scale", full(0)), "1.output_scale goes from 0 to 0"),
+        (set_tensor("0.output_scale", full(1e4)), "0.output_scale goes from 10000"),
         (set_tensor("0.router", full(2, torch.int32)), "0.router goes from 2 to 2"),
         (
             set_tensor("0.router", full(1, torch.int64)),
@@ -91,8 +91,8 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             r"0.measured has shape \(2,\)",
         ),
         (set_tensor("0.density", torch.zeros(0, 4)), "0.density is empty"),
-        (set_tensor("0.loudness", full(-0.5)), "0.loudness goes from -0.5"),
-        (set_tensor("1.loudness", full(float("inf"))), "1.loudness holds"),
+        (set_tensor("0.head_weight", full(-0.5)), "0.head_weight goes from -0.5"),
+        (set_tensor("1.head_weight", full(float("inf"))), "1.head_weight holds"),
         (set_tensor("0.spare", torch.zeros(1)), "has a tensor '0.spare'"),
         (set_tensor("2.density", full(1.0)), "has a tensor '2.density'"),
         (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
@@ -100,7 +100,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
         (lambda tensors, header: tensors.pop("0.measured"), "no tensor 0.measured"),
         (lambda tensors, header: tensors.pop("1.density"), "no tensor 1.dens"),
-        (lambda tensors, header: tensors.pop("1.loudness"), "no tensor 1.loud"),
+        (lambda tensors, header: tensors.pop("1.head_weight"), "no tensor 1.head_w"),
         (
             set_header("version", 2),
             "version 2 and only version 1 is read: measure anew and save again",
@@ -189,14 +189,14 @@ def test_the_nearest_text_of_a_grid_is_taken(
         assert of_texts.nearest(table(grid), layers, heads) is None
 
 
-def test_only_choices_of_one_walk_fit_tokens_without_a_grid(
+def test_only_choices_of_one_order_fit_tokens_without_a_grid(
     of_texts: Profile, generator: torch.Generator
 ) -> None:
     wanted, without = Table("shared", GRID.tokens), choices(generator)
     assert of_texts.nearest(wanted, 3, 4) is None, "measured in a grid"
     profile = replace(of_texts, choices={wanted: without})
     assert profile.nearest(wanted, 3, 4) is None
-    without.walk.zero_()
+    without.order_kind.zero_()
     assert profile.nearest(wanted, 3, 4) == (wanted, without)
     assert profile.nearest(wanted._replace(tokens=GRID.tokens + 1), 3, 4) is None
     assert profile.nearest(table(GRID), 3, 4) is None, "measured without a grid"

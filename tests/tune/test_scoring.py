@@ -34,13 +34,13 @@ def part(logits: Tensor, values: Tensor) -> Partial:
     return Partial(p @ values, top, p.sum(-1))
 
 
-def errors(parts: list[tuple[Partial, Partial]], gains: list[float]) -> Tensor:
-    """(densities, rows, gains) of one router."""
-    return squared_errors(bucket_distances([parts], NO_MEAN), torch.tensor(gains).log())[0]
+def errors(parts: list[tuple[Partial, Partial]], pool_weights: list[float]) -> Tensor:
+    """(densities, rows, pool weights) of one router."""
+    return squared_errors(bucket_distances([parts], NO_MEAN), torch.tensor(pool_weights).log())[0]
 
 
 def products_with_mean(parts: list[tuple[Partial, Partial]], mean: Tensor) -> Tensor:
-    """(densities, rows, gains) of one router."""
+    """(densities, rows, pool weights) of one router."""
     return towards_mean(bucket_distances([parts], mean), torch.tensor(GAINS).log())[0]
 
 
@@ -49,7 +49,7 @@ def softmax_output(logits: Tensor, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("spread", [1.0, 20.0])
-def test_every_density_and_gain(generator: torch.Generator, spread: float) -> None:
+def test_every_density_and_pool_weight(generator: torch.Generator, spread: float) -> None:
     sizes = [(5, 1), (0, 0), (7, 2), (3, 3)]  # exact keys and pseudo-keys of each bucket
     keys = [
         [
@@ -68,11 +68,11 @@ def test_every_density_and_gain(generator: torch.Generator, spread: float) -> No
     truth = softmax_output(*whole)
     assert found.shape == (len(sizes), 6, len(GAINS))
     for density in range(len(sizes)):
-        for index, gain in enumerate(GAINS):
+        for index, pool_weight in enumerate(GAINS):
             taken = [exact for exact, _ in keys[: density + 1]]
-            if gain:
+            if pool_weight:
                 pooled = [of_bucket for _, of_bucket in keys[density + 1 :]]
-                weight = math.log(gain)
+                weight = math.log(pool_weight)
                 taken += [(logits + weight, values) for logits, values in pooled]
             logits = torch.cat([logits for logits, _ in taken], 1)
             values = torch.cat([values for _, values in taken])
@@ -84,7 +84,7 @@ def test_every_density_and_gain(generator: torch.Generator, spread: float) -> No
 
 
 def test_kept_keys_far_below_the_dropped_ones() -> None:
-    """Their weight beside the pseudo-keys underflows; with gain 0 they are all there is."""
+    """Their weight beside the pseudo-keys underflows; with pool weight 0 they are all there is."""
     kept = part(torch.full((1, 2), -500.0), torch.ones(2, 3))
     dropped = part(torch.zeros(1, 2), torch.full((2, 3), 7.0))
     found = errors([(kept, kept), (dropped, dropped)], [0.0, 1.0])
@@ -108,15 +108,19 @@ def test_routers_are_judged_by_the_output_of_the_first(generator: torch.Generato
     routers = [[(some(5), some(2)) for _ in range(3)] for _ in range(2)]
     truth = combine(exact for exact, _ in routers[0]).output()
     expected = torch.empty(2, 3, 6, len(GAINS))
-    for router, density, gain in np.ndindex(2, 3, len(GAINS)):
+    for router, density, pool_weight in np.ndindex(2, 3, len(GAINS)):
         exact = [of_bucket for of_bucket, _ in routers[router][: density + 1]]
         dropped = [of_bucket for _, of_bucket in routers[router][density + 1 :]]
-        output = combine([*exact, *(pooled.weighted(GAINS[gain]) for pooled in dropped)]).output()
-        expected[router, density, :, gain] = (output - truth).square().sum(-1)
+        output = combine(
+            [*exact, *(pooled.weighted(GAINS[pool_weight]) for pooled in dropped)]
+        ).output()
+        expected[router, density, :, pool_weight] = (output - truth).square().sum(-1)
     found = bucket_distances(routers, NO_MEAN)
     torch.testing.assert_close(found.norm, truth.square().sum(-1))
-    log_gains = torch.tensor(GAINS).log()
-    torch.testing.assert_close(squared_errors(found, log_gains), expected, rtol=1e-4, atol=1e-6)
+    log_pool_weights = torch.tensor(GAINS).log()
+    torch.testing.assert_close(
+        squared_errors(found, log_pool_weights), expected, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> None:

@@ -59,8 +59,8 @@ def test_a_head_that_looks_to_one_side(generator, row_step, turn, ahead) -> None
     v = torch.randn(1, 1, ROOM.tokens, 64, generator=generator)
     workload = Workload(grid_order(ROOM, turn))
     few, all_rows = (begin(heads=1, workload=workload, row_step=step) for step in (row_step, 1))
-    for calibration in (few, all_rows):
-        calibration.sample(0, q, k, v)
-    found, expected = (x.errors_and_contrasts()[0][0, 0, 0, :, 0, 0] for x in (few, all_rows))
+    for measurement in (few, all_rows):
+        measurement.sample(0, q, k, v)
+    found, expected = (x.errors_and_scales()[0][0, 0, 0, :, 0, 0] for x in (few, all_rows))
     assert (expected > 0.1).all()
     assert found == pytest.approx(expected, rel=0.15)

@@ -82,12 +82,12 @@ def run(choices: StepChoices, steps: range) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("again", [0, 1, 2, 100])
 def test_heads_are_measured_and_chosen_anew_after_each_third(steps, due, again):
     """But not for one step, and as often as is afforded."""
-    choices = made("budget", 0.6, steps, calibration=Measured(), again=again)
+    choices = made("budget", 0.6, steps, measurement=Measured(), again=again)
     assert run(choices, range(steps)) == (due[:again], [step - 1 for step in due[:again]])
 
 
 def test_of_steps_that_nobody_counted_each_sixteenth_chooses():
-    choices = made("quality", 0.1, None, calibration=Measured())
+    choices = made("quality", 0.1, None, measurement=Measured())
     assert run(choices, range(60)) == ([16, 32], [15, 31])
 
 
@@ -95,7 +95,7 @@ def test_of_steps_that_nobody_counted_each_sixteenth_chooses():
 def test_what_was_measured_again_replaces_what_was_before(due):
     """It does also where the sampler left out the step of the choice, or ran one twice."""
     first = Measured()
-    choices = made("budget", 0.6, 16, calibration=first)
+    choices = made("budget", 0.6, 16, measurement=first)
     for step in (0, 3, 5, 5):
         assert not choices.is_due(step)
         choices.at(step)
@@ -110,7 +110,7 @@ def test_what_was_measured_again_replaces_what_was_before(due):
 
 
 def test_where_nothing_was_measured_again_the_choices_stay():
-    choices = made("budget", 0.6, 16, calibration=Measured())
+    choices = made("budget", 0.6, 16, measurement=Measured())
     before = choices.at(5)
     assert choices.is_due(6)
     choices.choose_anew(6)
@@ -119,7 +119,7 @@ def test_where_nothing_was_measured_again_the_choices_stay():
 
 def test_a_mean_density_falls_over_the_whole_run_however_often_heads_are_chosen():
     measured = Measured()
-    choices = made("budget", 0.2, 16, calibration=measured)
+    choices = made("budget", 0.2, 16, measurement=measured)
     given = []
     for step in (0, 0, 1, 5, 6, 9, 12, 15, 17):  # one twice, some left out, one too many
         if choices.is_due(step):
@@ -134,7 +134,7 @@ def test_a_mean_density_falls_over_the_whole_run_however_often_heads_are_chosen(
 def test_what_the_next_step_gets_is_worked_out_ahead():
     """It is not where heads are chosen anew, nor past the end, and never twice."""
     measured = Measured()
-    choices = made("budget", 0.2, 8, calibration=measured)
+    choices = made("budget", 0.2, 8, measurement=measured)
     assert measured.worked_out == []
     choices.at(0)
     choices.prepare(1)

@@ -78,7 +78,7 @@ struct Feeder {
   }
 
   SPARGE_DEVICE void lay_down_scale(Queries& queries) const {
-    const float factor = attend::inverse_contrast(p, queries.work);
+    const float factor = attend::inverse_output_scale(p, queries.work);
     if (feeder_thread() == 0) queries.row_sum_factor = factor;
   }
 };

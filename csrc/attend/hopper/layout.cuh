@@ -133,7 +133,7 @@ struct Queries {
     if constexpr (!kSixteenBits) value.mean = v_mean[channel], value.scale = v_scale[channel];
     return value;
   }
-  SPARGE_DEVICE float inverse_contrast() const { return kSixteenBits ? 1.0f : row_sum_factor; }
+  SPARGE_DEVICE float inverse_output_scale() const { return kSixteenBits ? 1.0f : row_sum_factor; }
   SPARGE_DEVICE attend::QueryFacts facts(i32 row) const {
     if constexpr (kSixteenBits) return {};
     return {dot_mean[row], sharpness[row]};

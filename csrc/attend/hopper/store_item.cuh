@@ -21,7 +21,7 @@ SPARGE_DEVICE void store_rows(const AttendParams& p, const Item& item, const Que
     const i32 quad = quad_lane_anew(), row = first_row_anew() + 8 * half, token = of.token[row];
     store_facts(p, item, of, half, row);
     if (token < 0) continue;
-    const attend::RowStore to(p, of.work, token, item.softmax.sum[half], of.inverse_contrast());
+    const attend::RowStore to(p, of.work, token, item.softmax.sum[half], of.inverse_output_scale());
 #pragma unroll
     for (int n = 0; n < kChannelTiles; ++n) {
       const i32 channel = 8 * n + 2 * quad;
@@ -37,8 +37,8 @@ SPARGE_DEVICE void store_whole_rows(const AttendParams& p, const Item& item, con
   const i32 lane = ptx::thread_index() % kWarpSize, quad = lane % 4, row = first_row_anew();
   const u32 mine = Exchange::offset(lane / Exchange::kRows, lane % Exchange::kRows), whole = Exchange::offset(quad, lane / 4);
   const i32 token[2] = {of.token[row], of.token[row + 8]};
-  const attend::RowStore rows[2] = {{p, of.work, token[0], item.softmax.sum[0], of.inverse_contrast()},
-                                    {p, of.work, token[1], item.softmax.sum[1], of.inverse_contrast()}};
+  const attend::RowStore rows[2] = {{p, of.work, token[0], item.softmax.sum[0], of.inverse_output_scale()},
+                                    {p, of.work, token[1], item.softmax.sum[1], of.inverse_output_scale()}};
 #pragma unroll
   for (int half = 0; half < 2; ++half) store_facts(p, item, of, half, row + 8 * half);
 #pragma unroll

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output scale (`contrast`): the factor of a head's distance from the mean value.
+"""Output scale (`output_scale`): the factor of a head's distance from the mean value.
 
 Whatever stands for dropped keys draws a head's output towards the mean value of all keys, and plain
 dropping draws outputs apart. A model follows such errors, which go through all tokens, layers and
@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 UNSURE = 0.4
 
 
-def best_contrasts(
+def best_output_scales(
     error: Array, towards: Array, far: Array, limits: tuple[float, float]
 ) -> tuple[Array, Array]:
     """Output scale of each candidate, and the squared error expected with it, never less than 0.
@@ -36,9 +36,9 @@ def best_contrasts(
     """
     spread = error - 2 * towards + far
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        contrast = np.sqrt(far / spread)
-        contrast = np.where((far > 0) & (spread > 0), contrast, 1.0).clip(*limits)
-        rest = 1 - contrast
-        found = contrast**2 * error + 2 * contrast * rest * towards + rest**2 * far
+        output_scale = np.sqrt(far / spread)
+        output_scale = np.where((far > 0) & (spread > 0), output_scale, 1.0).clip(*limits)
+        rest = 1 - output_scale
+        found = output_scale**2 * error + 2 * output_scale * rest * towards + rest**2 * far
         found = np.where(found < 0, 0.0, found)  # NaN stays NaN
-        return contrast, found + (UNSURE * np.log(contrast)) ** 2 * far
+        return output_scale, found + (UNSURE * np.log(output_scale)) ** 2 * far

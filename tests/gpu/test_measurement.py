@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration on the kernels finds what calibration on the reference finds."""
+"""Calibration on the kernels finds what measurement on the reference finds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sparge.common.metrics import rel_l2
 from sparge.speed.worth import torch_kernel
 from sparge.tune import (
     BLOCKS_A_CALL,
-    Calibration,
     CandidateSet,
+    Measurement,
     Workload,
     kernel_measure,
     measure_for,
@@ -49,7 +49,7 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
 
     def errors(measure: Measure, device: str) -> np.ndarray:
         workload = Workload(grid_order(grid))
-        calibration = Calibration.begin(
+        measurement = Measurement.begin(
             layers=1,
             heads=case.heads,
             workload=workload,
@@ -57,8 +57,8 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
             measure=measure,
             device=device,
         )
-        calibration.sample(0, q.to(device), k.to(device), v.to(device))
-        return calibration.errors_and_contrasts()[0]
+        measurement.sample(0, q.to(device), k.to(device), v.to(device))
+        return measurement.errors_and_scales()[0]
 
     by_kernels = errors(kernel_measure, "cuda")
     # On the CPU: compute-sanitizer slows each of thousands of torch kernels down.
@@ -75,23 +75,23 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
     grid = TokenGrid(9, 12, 12)  # more query blocks than a sample takes
     case = Case("sync", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
-    calibration = Calibration.begin(
+    measurement = Measurement.begin(
         layers=1,
         heads=4,
         workload=Workload(grid_order(grid)),
         measure=kernel_measure,
         device="cuda",
     )
-    calibration.sample(0, q, k, v)
+    measurement.sample(0, q, k, v)
     torch.cuda.synchronize()
-    calibration.samples[0] = 0  # so that walks are chosen again
+    measurement.samples[0] = 0  # so that token orders are chosen again
     torch.cuda.set_sync_debug_mode("error")
     try:
-        calibration.sample(0, q, k, v)
-        calibration.sample(0, q, k, v)
+        measurement.sample(0, q, k, v)
+        measurement.sample(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert calibration.samples == [2 * BLOCKS_A_CALL]
+    assert measurement.samples == [2 * BLOCKS_A_CALL]
 
 
 def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> None:
@@ -99,18 +99,18 @@ def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> N
     grid = TokenGrid(13, 30, 45, prefix=226)
     case = Case("large", heads=24, kv_heads=24, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
-    calibration = Calibration.begin(
+    measurement = Measurement.begin(
         layers=1,
         heads=24,
         workload=Workload(grid_order(grid)),
         measure=kernel_measure,
         device="cuda",
     )
-    calibration.sample(0, q, k, v)  # what the libraries keep
-    calibration.samples[0] = 0
+    measurement.sample(0, q, k, v)  # what the libraries keep
+    measurement.samples[0] = 0
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    calibration.sample(0, q, k, v)
+    measurement.sample(0, q, k, v)
     assert torch.cuda.max_memory_allocated() - before <= 100e6
 
 

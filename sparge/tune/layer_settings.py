@@ -2,22 +2,22 @@
 """Head settings of one step, made when each layer asks.
 
 Before a pass the GPU waits for the host, in the pass the host has time. They are views of one
-budget of all heads, so making them allocates nothing.
+settings of all heads, so making them allocates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..head_settings import HeadBudget
+from ..head_settings import HeadSettings
 from ..policy import SparsePolicy
 
 
-class LayerBudgets:
+class LayerSettings:
     """Head settings by layer; None for layers that were not measured, which stay dense."""
 
     def __init__(
-        self, of_all: HeadBudget, measured: Sequence[bool], policy: SparsePolicy | None = None
+        self, of_all: HeadSettings, measured: Sequence[bool], policy: SparsePolicy | None = None
     ) -> None:
         """of_all: settings of the heads of all layers, one layer after the other. policy: of the
         calls; with it their tables are made here all at once, because single ones take seven
@@ -26,15 +26,15 @@ class LayerBudgets:
         self._heads = of_all.heads // len(measured)
         self._policy = policy
         self._table = None if policy is None else of_all.table(policy, hold=True)
-        self._made: dict[int, HeadBudget] = {}
+        self._made: dict[int, HeadSettings] = {}
 
     def __len__(self) -> int:
         return len(self.measured)
 
-    def __iter__(self) -> Iterator[HeadBudget | None]:
+    def __iter__(self) -> Iterator[HeadSettings | None]:
         return (self[layer] for layer in range(len(self)))
 
-    def __getitem__(self, layer: int) -> HeadBudget | None:
+    def __getitem__(self, layer: int) -> HeadSettings | None:
         layer = range(len(self))[layer]
         if not self.measured[layer]:
             return None
@@ -42,8 +42,8 @@ class LayerBudgets:
             self._made[layer] = self._make(slice(layer * self._heads, (layer + 1) * self._heads))
         return self._made[layer]
 
-    def _make(self, heads: slice) -> HeadBudget:
-        budget = self.of_all.heads_slice(heads)
+    def _make(self, heads: slice) -> HeadSettings:
+        head_settings = self.of_all.heads_slice(heads)
         if self._policy is not None and self._table is not None:
-            budget.keep_table(self._policy, self._table[heads])
-        return budget
+            head_settings.keep_table(self._policy, self._table[heads])
+        return head_settings

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge import AttentionStats, HeadBudget, Router, SparsePolicy, TokenGrid, cube_order
+from sparge import AttentionStats, HeadSettings, Router, SparsePolicy, TokenGrid, cube_order
 from sparge import attention as public_attention
 from sparge.blocks import KEY_BLOCK, unpack
 from sparge.call import Call, make_call
@@ -99,20 +99,20 @@ JOBS = (
 )
 
 
-def budget_of(heads: int, *, scaled: bool = False) -> HeadBudget:
-    """A gain, a density and a router for each head, all different."""
+def budget_of(heads: int, *, scaled: bool = False) -> HeadSettings:
+    """A pool weight, a density and a router for each head, all different."""
 
     def spread(values: tuple[float, ...]) -> Tensor:
         return torch.tensor([values[head % len(values)] for head in range(heads)], device="cuda")
 
     routers = torch.tensor([Router.MASS, Router.ERROR, Router.ERROR, Router.MASS], device="cuda")
     index = torch.arange(heads, device="cuda") % 4
-    return HeadBudget(
+    return HeadSettings(
         spread(DENSITIES),
         spread(GAINS),
         routers[index].int(),
         floor=2,
-        contrast=spread(CONTRASTS) if scaled else None,
+        output_scale=spread(CONTRASTS) if scaled else None,
     )
 
 
@@ -137,8 +137,10 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
     lengths = lengths_of(case)
     policy = with_element(job.policy, element)
     centred = element in (Element.INT8_FP16, Element.INT8_E4M3)
-    budget = budget_of(case.heads, scaled=centred and not case.causal)
-    call = make_call(q, k, v, policy, "HND", case.causal, None, lengths, None, None, order, budget)
+    head_settings = budget_of(case.heads, scaled=centred and not case.causal)
+    call = make_call(
+        q, k, v, policy, "HND", case.causal, None, lengths, None, None, order, head_settings
+    )
     workspace = quantize(call)
     layout = WorkspaceLayout(
         call.shape, call.element, with_values=True, with_queries=True, with_pools=True
@@ -160,7 +162,7 @@ def element_for(kernels: Kernels, case: Case) -> Element:
 def choose(got: Prepared) -> Choice:
     call = got.call
     return choose_blocks(
-        got.packed, call.policy, call.budget, scale=got.scale, is_causal=call.is_causal
+        got.packed, call.policy, call.head_settings, scale=got.scale, is_causal=call.is_causal
     )
 
 
@@ -177,7 +179,7 @@ def test_output(
     force(replace(kernels, element=element))
     got = prepare(job, element, generator)
     call, packed = got.call, got.packed
-    assert call.v is not None and call.budget is not None
+    assert call.v is not None and call.head_settings is not None
     stats = AttentionStats("cuda")
     out, lse = public_attention(
         call.q,
@@ -187,24 +189,24 @@ def test_output(
         is_causal=call.is_causal,
         key_lengths=call.key_lengths,
         order=call.order,
-        budget=call.budget,
+        head_settings=call.head_settings,
         stats=stats,
         output_dtype=torch.float32,
         return_lse=True,
     )
     assert torch.isfinite(out).all()
     choice = choose(got)
-    gains = (call.budget.gain > 0)[:, None, None]
-    pooled = poolable(packed, choice.valid & ~got.kept & gains, call.is_causal)
-    asked, centred = call.budget.contrast, element.name.startswith("INT8")
+    pool_weights = (call.head_settings.pool_weight > 0)[:, None, None]
+    pooled = poolable(packed, choice.valid & ~got.kept & pool_weights, call.is_causal)
+    asked, centred = call.head_settings.output_scale, element.name.startswith("INT8")
     assert (asked is not None) == (centred and not call.is_causal)
-    contrast = 1.0 if asked is None else asked
+    output_scale = 1.0 if asked is None else asked
     emulated = attend_packed(
         packed,
         got.kept,
         pooled,
-        call.budget.gain,
-        contrast=contrast,
+        call.head_settings.pool_weight,
+        output_scale=output_scale,
         scale=got.scale,
         is_causal=call.is_causal,
         pvthreshd=call.policy.pvthreshd,
@@ -226,8 +228,8 @@ def test_output(
         call.v,
         got.kept,
         pooled,
-        call.budget.gain,
-        contrast=contrast,
+        call.head_settings.pool_weight,
+        output_scale=output_scale,
         mean_values=packed.operands.vbar,
         order=call.order,
         is_causal=call.is_causal,

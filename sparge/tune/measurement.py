@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the heads of a model while it runs dense, to decide what each of them may drop.
 
-    calibration = Calibration.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
-    calibration.sample(layer, q, k, v)              # in dense calls; never waits for the GPU
-    choices = calibration.offers().freeze(mean_density=0.2)  # between two steps; waits for the GPU
-    budget = choices.budget(layer, "cuda")
+    measurement = Measurement.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
+    measurement.sample(layer, q, k, v)              # in dense calls; never waits for the GPU
+    choices = measurement.offers().freeze(mean_density=0.2)  # between two steps; waits for the GPU
+    head_settings = choices.head_settings(layer, "cuda")
 
-One calibration is for one conditioning and one token count. Output scale here is `contrast`, pool
-weight `gain`, head weight `loudness`, token order `walk`, variant `turn`, head settings `budget`.
+One measurement is for one conditioning and one token count.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from ..stages.as_written import as_written
 from .candidates import CandidateSet
-from .contrast import best_contrasts
 from .measure import Measure, Measured, Sample, reference_measure
 from .offers import Offers
+from .output_scale import best_output_scales
 from .scoring import squared_errors, towards_mean
 from .side_by_side import side_by_side
 from .spread import ROW_STEP, spread_places
@@ -38,7 +37,7 @@ ROUNDING = 0.005
 
 
 @dataclass(frozen=True, eq=False)
-class Calibration:
+class Measurement:
     """Sums over the query blocks measured so far; made by `begin`."""
 
     workload: Workload
@@ -48,13 +47,13 @@ class Calibration:
     blocks_a_call: int
     row_step: int
     measure: Measure
-    log_gains: Tensor = field(repr=False)
-    """(gains,) float32 on the device: natural logarithms of the candidates' pool weights."""
-    measured_walks: range
+    log_pool_weights: Tensor = field(repr=False)
+    """(pool weights,) float32 on the device: natural logarithms of the candidates' pool weights."""
+    measured_orders: range
     """Token orders of the workload that there are sums of."""
     squared_error: Tensor
-    """(layers, heads, measured orders, routers, densities, gains) float32, summed over rows and
-    channels: the largest tensors that are kept, of few terms."""
+    """(layers, heads, measured orders, routers, densities, pool weights) float32, summed over rows
+    and channels: the largest tensors that are kept, of few terms."""
     towards_mean: Tensor
     """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
     squared_norm: Tensor
@@ -66,7 +65,7 @@ class Calibration:
     samples: list[int] = field(repr=False)
     """Number of query blocks measured of each layer, in each token order."""
     visited: int = field(repr=False)
-    walks: list[range] = field(repr=False)
+    order_kinds: list[range] = field(repr=False)
     """Token orders measured of each layer. The first alone where heads share keys, since those have
     to share an order."""
 
@@ -81,29 +80,29 @@ class Calibration:
         blocks_a_call: int = BLOCKS_A_CALL,
         row_step: int = ROW_STEP,
         visited: int = 0,
-        walks: range | None = None,
+        order_kinds: range | None = None,
         measure: Measure = reference_measure,
         device: torch.device | str = "cpu",
-    ) -> Calibration:
-        """Returns an empty calibration. Allocates all that it keeps, so call it where sampling or a
+    ) -> Measurement:
+        """Returns an empty measurement. Allocates all that it keeps, so call it where sampling or a
         forward pass starts.
 
         blocks_a_call: query blocks of every head that one `sample` measures.
         row_step: one in so many rows of them is compared, as in `spread_rows`.
-        visited: number of query blocks that an earlier calibration has measured; this one goes on
+        visited: number of query blocks that an earlier measurement has measured; this one goes on
             after those.
-        walks: token orders of the workload that are measured and chosen from; all where None.
+        order_kinds: token orders of the workload that are measured and chosen from; all where None.
 
         Raises:
             ValueError: no query block of the workload may drop anything.
         """
         candidates = candidates or CandidateSet()
         if workload.is_causal:  # the mean value of all keys holds later ones too
-            candidates = replace(candidates, contrasts=(1.0, 1.0))
+            candidates = replace(candidates, output_scales=(1.0, 1.0))
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
-        measured = range(workload.order.walks) if walks is None else walks
+        measured = range(workload.order.order_kinds) if order_kinds is None else order_kinds
         sums = torch.zeros(
             layers, heads, len(measured), *candidates.shape, dtype=torch.float32, device=device
         )
@@ -114,7 +113,7 @@ class Calibration:
             blocks_a_call,
             row_step,
             measure,
-            torch.tensor(candidates.gains, dtype=torch.float32, device=device).log(),
+            torch.tensor(candidates.pool_weights, dtype=torch.float32, device=device).log(),
             measured,
             sums,
             torch.zeros_like(sums),
@@ -125,10 +124,10 @@ class Calibration:
             [measured] * layers,
         )
 
-    def anew(self) -> Calibration:
-        """Returns an empty calibration of the same kind that goes on with other query blocks.
+    def anew(self) -> Measurement:
+        """Returns an empty measurement of the same kind that goes on with other query blocks.
         Allocates."""
-        like = Calibration.begin(
+        like = Measurement.begin(
             layers=len(self.samples),
             heads=self.squared_norm.shape[2],
             workload=self.workload,
@@ -136,14 +135,14 @@ class Calibration:
             blocks_a_call=self.blocks_a_call,
             row_step=self.row_step,
             visited=self.visited + max(self.samples),
-            walks=self.measured_walks,
+            order_kinds=self.measured_orders,
             measure=self.measure,
             device=self.squared_norm.device,
         )
-        like.walks[:] = self.walks
+        like.order_kinds[:] = self.order_kinds
         return like
 
-    def fill_from(self, earlier: Calibration) -> None:
+    def fill_from(self, earlier: Measurement) -> None:
         """Copies from `earlier`, of the same kind, what is not known here. Waits for the GPU.
 
         Not known are layers that were not measured or gave something not finite, and rounding,
@@ -151,19 +150,21 @@ class Calibration:
         """
         sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
         finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
-        for layer, (known, walks) in enumerate(zip(earlier.samples, earlier.walks, strict=True)):
+        for layer, (known, order_kinds) in enumerate(
+            zip(earlier.samples, earlier.order_kinds, strict=True)
+        ):
             if not (self.samples[layer] and finite[layer]):
-                self.samples[layer], self.walks[layer] = known, walks
+                self.samples[layer], self.order_kinds[layer] = known, order_kinds
                 self.squared_error[layer].copy_(earlier.squared_error[layer])
                 self.towards_mean[layer].copy_(earlier.towards_mean[layer])
                 self.squared_norm[:, layer].copy_(earlier.squared_norm[:, layer])
         self.squared_rounding.copy_(earlier.squared_rounding)
 
-    def measure_one_walk(self) -> None:
+    def measure_one_order(self) -> None:
         """Restricts measurements to the first token order. Call it before any `sample`: orders
         measured in different calls do not compare."""
         assert not any(self.samples)
-        self.walks[:] = [self.measured_walks[:1]] * len(self.walks)
+        self.order_kinds[:] = [self.measured_orders[:1]] * len(self.order_kinds)
 
     def sample(
         self,
@@ -190,7 +191,7 @@ class Calibration:
         blocks = self.next_query_blocks(layer, calls)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
         if k.shape[1] != q.shape[1]:
-            self.walks[layer] = self.measured_walks[:1]
+            self.order_kinds[layer] = self.measured_orders[:1]
         sample = Sample(
             q,
             k,
@@ -200,7 +201,7 @@ class Calibration:
             self.candidates,
             softmax_scale,
             key_lengths,
-            self.walks[layer],
+            self.order_kinds[layer],
             self.row_step,
             dense,
         )
@@ -216,47 +217,47 @@ class Calibration:
         return [self.query_blocks[place] for place in places]
 
     def _add(self, layer: int, measured: Measured, *, with_rounding: bool) -> None:
-        empty, of_layer = ~measured.occupied, self.walks[layer]
-        walks = slice(len(of_layer))  # all of the measured orders, or the first
+        empty, of_layer = ~measured.occupied, self.order_kinds[layer]
+        order_kinds = slice(len(of_layer))  # all of the measured orders, or the first
         found = measured.distances
-        for of_gains, sums in (
+        for of_pool_weights, sums in (
             (squared_errors, self.squared_error),
             (towards_mean, self.towards_mean),
         ):
-            of_rows = of_gains(found, self.log_gains)
+            of_rows = of_pool_weights(found, self.log_pool_weights)
             # Summed in float32 first: as float64 the rows would not fit in the memory of a
             # measurement.
             of_blocks = of_rows.masked_fill_(empty.unsqueeze(-1), 0).sum(-2)
             del of_rows
             of_heads = of_blocks.sum((3, 5), dtype=torch.float64)
-            sums[layer, :, walks].add_(of_heads.movedim((3, 2), (0, 1)))
+            sums[layer, :, order_kinds].add_(of_heads.movedim((3, 2), (0, 1)))
         of_rows = torch.stack([found.norm, found.mean_far, found.rounding])
         squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
-        self.squared_norm[:, layer, :, walks].add_(squares[:2].movedim(1, 2))
+        self.squared_norm[:, layer, :, order_kinds].add_(squares[:2].movedim(1, 2))
         if with_rounding:
             self.squared_rounding[:, layer].add_(squares[::2, 0])
 
-    def errors_and_contrasts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def errors_and_scales(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
 
-        Both are (layers, heads, measured orders, routers, densities, gains). An error is the root
-        of the ratio of sums, which predicts better than a mean of ratios (docs/experiments.md, Sums
-        or ratios).
+        Both are (layers, heads, measured orders, routers, densities, pool weights). An error is the
+        root of the ratio of sums, which predicts better than a mean of ratios
+        (docs/experiments.md, Sums or ratios).
         """
         norms, far = self.squared_norm.cpu().numpy()[..., None, None, None]
         error, towards = (x.cpu().numpy() for x in (self.squared_error, self.towards_mean))
 
         def of(layers: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
             made, lacking = (x[layers].astype(np.float64) for x in (error, towards))
-            limits = self.candidates.contrasts
-            contrasts, squares = best_contrasts(made, lacking, far[layers], limits)
+            limits = self.candidates.output_scales
+            output_scales, squares = best_output_scales(made, lacking, far[layers], limits)
             own = norms[layers]
             with np.errstate(invalid="ignore"):  # stays so, and is not measured
                 shares = np.divide(squares, own, out=np.zeros_like(squares), where=own != 0)
-                return np.sqrt(shares), contrasts
+                return np.sqrt(shares), output_scales
 
-        errors, contrasts = side_by_side(of, len(error))
-        return errors, contrasts
+        errors, output_scales = side_by_side(of, len(error))
+        return errors, output_scales
 
     def rounding(self) -> NDArray[np.float64]:
         """(layers, heads) relative L2 error that 8 bits alone make. Waits for the GPU."""
@@ -284,9 +285,9 @@ class Calibration:
         return Offers.of(
             self.workload,
             self.candidates,
-            *self.errors_and_contrasts(),
+            *self.errors_and_scales(),
             self.rounding(),
             self.norms(),
             self.samples,
-            self.walks,
+            self.order_kinds,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contrast against its definition, and in the kernels' arithmetic."""
+"""The output scale against its definition, and in the kernels' arithmetic."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 import sparge
 from sparge.errors import Unsupported
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import Precision, SparsePolicy
 
 GRID = TokenGrid(3, 8, 11, prefix=20, suffix=45)
 CUBES = cube_order(GRID)
-CONTRAST = torch.tensor([1.5, 1.0, 0.5, 1.1])
+OUTPUT_SCALE = torch.tensor([1.5, 1.0, 0.5, 1.1])
 
 
-def budget(contrast: torch.Tensor | None = CONTRAST) -> HeadBudget:
-    return replace(HeadBudget.uniform(4, 0.3), contrast=contrast)
+def head_settings(output_scale: torch.Tensor | None = OUTPUT_SCALE) -> HeadSettings:
+    return replace(HeadSettings.uniform(4, 0.3), output_scale=output_scale)
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def qkv(make_qkv) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_one_changes_no_bit_and_others_every_row_that_drops(qkv) -> None:
     options: dict[str, Any] = {"order": CUBES, "output_dtype": torch.float32}
-    plain = sparge.attention(*qkv, budget=budget(None), **options)
-    ones = sparge.attention(*qkv, budget=budget(torch.ones(4)), **options)
-    found = sparge.attention(*qkv, budget=budget(), **options)
+    plain = sparge.attention(*qkv, head_settings=head_settings(None), **options)
+    ones = sparge.attention(*qkv, head_settings=head_settings(torch.ones(4)), **options)
+    found = sparge.attention(*qkv, head_settings=head_settings(), **options)
     assert torch.equal(plain, ones)
     assert torch.equal(plain[:, 1], found[:, 1])
     assert torch.equal(plain[:, :, :20], found[:, :, :20]), "text drops nothing"
@@ -46,7 +46,8 @@ def test_blocks_without_keys_are_not_dropped(make_qkv) -> None:
     q, k, v = make_qkv(2, 4, 640, 16)
     options: dict[str, Any] = {"key_lengths": torch.tensor([640, 192], dtype=torch.int32)}
     plain, found = (
-        sparge.attention(q, k, v, budget=budget(x), **options) for x in (None, CONTRAST)
+        sparge.attention(q, k, v, head_settings=head_settings(x), **options)
+        for x in (None, OUTPUT_SCALE)
     )
     assert torch.equal(plain[1], found[1]), "keeps all three blocks that hold keys"
     assert not torch.equal(plain[0], found[0])
@@ -61,12 +62,12 @@ def test_blocks_without_keys_are_not_dropped(make_qkv) -> None:
 )
 def test_where_there_is_none(make_qkv, policy: SparsePolicy, causal: bool, reason: str) -> None:
     q, k, v = make_qkv(1, 4, 300, 16)
-    with pytest.raises(Unsupported, match=f"{reason}.*leave contrast out"):
-        sparge.attention(q, k, v, policy, is_causal=causal, budget=budget())
+    with pytest.raises(Unsupported, match=f"{reason}.*leave it out"):
+        sparge.attention(q, k, v, policy, is_causal=causal, head_settings=head_settings())
 
 
 def test_one_value_a_head() -> None:
-    with pytest.raises(ValueError, match="contrast has shape"):
-        budget(torch.ones(3))
-    part = budget().heads_slice(slice(1, 3)).contrast
+    with pytest.raises(ValueError, match="output_scale has shape"):
+        head_settings(torch.ones(3))
+    part = head_settings().heads_slice(slice(1, 3)).output_scale
     assert part is not None and part.tolist() == [1.0, 0.5]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best pool weight (`gain`) of a head, beside plain dropping.
+"""Best pool weight (`pool_weight`) of a head, beside plain dropping.
 
 All pool weights above 0 cost the same and plain dropping costs nothing. So the later choice of head
 settings is between costs alone.
@@ -18,7 +18,7 @@ Indices = NDArray[np.int64]
 
 
 class Group(enum.IntEnum):
-    """Indices along the last axis of what `best_gains` returns."""
+    """Indices along the last axis of what `best_pool_weights` returns."""
 
     DROPPED = 0
     """Plain dropping."""
@@ -26,7 +26,7 @@ class Group(enum.IntEnum):
     """Pooled keys. Missing where there is no pool weight above 0."""
 
 
-def best_gains(errors: Iterable[Array]) -> tuple[Array, Indices]:
+def best_pool_weights(errors: Iterable[Array]) -> tuple[Array, Indices]:
     """Returns the least errors and the indices of the pool weights that make them, each (*shape,
     groups).
 
@@ -35,12 +35,14 @@ def best_gains(errors: Iterable[Array]) -> tuple[Array, Indices]:
     finite the first of the group is taken, with an infinite error.
     """
     found: list[tuple[Array, Indices]] = []
-    for place, of_gain in enumerate(errors):
+    for place, of_pool_weight in enumerate(errors):
         if place <= Group.POOLED:
-            found.append((np.full(of_gain.shape, np.inf), np.full(of_gain.shape, place)))
+            found.append(
+                (np.full(of_pool_weight.shape, np.inf), np.full(of_pool_weight.shape, place))
+            )
         least, best = found[-1]
-        better = of_gain < least  # never true of NaN
-        np.copyto(least, of_gain, where=better)
+        better = of_pool_weight < least  # never true of NaN
+        np.copyto(least, of_pool_weight, where=better)
         np.copyto(best, place, where=better)
     least, best = (np.stack(of_groups, -1) for of_groups in zip(*found, strict=True))
     return least, best

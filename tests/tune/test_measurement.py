@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparge.common.metrics import rel_l2
-from sparge.head_settings import HeadBudget
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order, grid_order
-from sparge.order.variants import Walk
+from sparge.order.variants import OrderKind
 from sparge.reference.partial import Partial
 from sparge.tune import Measured, Sample, Workload, reference_measure
-from sparge.tune.contrast import UNSURE
 from sparge.tune.measure import stacked
+from sparge.tune.output_scale import UNSURE
 from sparge.tune.scoring import Distances, bucket_distances
 from tests.tune.begun import GRID, attend, begin, share_of_pairs
 
@@ -35,28 +35,28 @@ def sparse_rows(workload: Workload) -> Tensor:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
-    calibration = begin(workload=workload)
-    calibration.sample(0, *qkv)
-    found, contrasts = (x[0, :, 0] for x in calibration.errors_and_contrasts())
-    norm, far = calibration.squared_norm[:, 0, :, 0]
+    measurement = begin(workload=workload)
+    measurement.sample(0, *qkv)
+    found, output_scales = (x[0, :, 0] for x in measurement.errors_and_scales())
+    norm, far = measurement.squared_norm[:, 0, :, 0]
     spread = (far / norm).sqrt().tolist()
     rows = sparse_rows(workload)
-    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
-    candidates = calibration.candidates
+    exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), workload)
+    candidates = measurement.candidates
     for place in np.ndindex(candidates.shape):
-        router, density, gain = place
-        budget = HeadBudget.uniform(
+        router, density, pool_weight = place
+        head_settings = HeadSettings.uniform(
             3,
             candidates.densities[density],
-            candidates.gains[gain],
+            candidates.pool_weights[pool_weight],
             candidates.routers[router],
         )
         if not is_causal:
-            of_heads = contrasts[(slice(None), *place)]
-            budget = replace(budget, contrast=torch.from_numpy(of_heads).float())
-        out, _ = attend(qkv, budget, workload)
+            of_heads = output_scales[(slice(None), *place)]
+            head_settings = replace(head_settings, output_scale=torch.from_numpy(of_heads).float())
+        out, _ = attend(qkv, head_settings, workload)
         for head in range(3):
-            unsure = UNSURE * np.log(contrasts[head][place]) * spread[head]
+            unsure = UNSURE * np.log(output_scales[head][place]) * spread[head]
             expected = np.hypot(rel_l2(out[head, rows], exact[head, rows]), unsure)
             # 0.01: parts round P around their own maxima, to FP16.
             assert found[head][place] == pytest.approx(expected, rel=0.01, abs=1e-3)
@@ -64,25 +64,29 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("mean", [0.5, 0.6, 0.8])
 def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv, mean: float) -> None:
-    calibration = begin(layers=2)
-    calibration.sample(0, *qkv)
-    calibration.sample(1, *qkv)
-    choices = calibration.offers().freeze(mean_density=mean)
-    workload = calibration.workload
-    exact, _ = attend(qkv, HeadBudget.uniform(3, 1.0), workload)
+    measurement = begin(layers=2)
+    measurement.sample(0, *qkv)
+    measurement.sample(1, *qkv)
+    choices = measurement.offers().freeze(mean_density=mean)
+    workload = measurement.workload
+    exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), workload)
 
-    def judged(budget: HeadBudget) -> tuple[float, float, Tensor]:
-        out, kept = attend(qkv, budget, workload)
+    def judged(head_settings: HeadSettings) -> tuple[float, float, Tensor]:
+        out, kept = attend(qkv, head_settings, workload)
         errors = torch.tensor([rel_l2(a, b) for a, b in zip(out, exact, strict=True)])
         return float(errors.mean()), share_of_pairs(kept, workload), errors
 
-    layers = [budget for layer in range(2) if (budget := choices.budget(layer))]
-    errors, densities, by_head = zip(*(judged(budget) for budget in layers), strict=True)
+    layers = [
+        head_settings for layer in range(2) if (head_settings := choices.head_settings(layer))
+    ]
+    errors, densities, by_head = zip(
+        *(judged(head_settings) for head_settings in layers), strict=True
+    )
     assert len(layers) == 2
     assert sum(densities) / 2 <= mean + 1e-6
     assert sum(densities) / 2 > mean - 0.1, "and used"
     shares = torch.linspace(0.05, 1, 20).tolist()
-    of_all = [judged(HeadBudget.uniform(3, share)) for share in shares]
+    of_all = [judged(HeadSettings.uniform(3, share)) for share in shares]
     uniform = min(error for error, density, _ in of_all if density <= mean + 1e-6)
     assert sum(errors) / 2 < uniform
     assert torch.allclose(choices.error[0], by_head[0], rtol=0.5, atol=0.01)
@@ -90,46 +94,46 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv, mean: float) -> 
 
 def test_keeping_everything_drops_nothing(qkv) -> None:
     """Rounding leaves errors there, which must not decide between token orders."""
-    calibration = begin()
-    calibration.sample(0, *qkv)
-    calibration.squared_error.add_(1e-9 * calibration.squared_norm[0, ..., None, None, None])
-    offers = calibration.offers()
+    measurement = begin()
+    measurement.sample(0, *qkv)
+    measurement.squared_error.add_(1e-9 * measurement.squared_norm[0, ..., None, None, None])
+    offers = measurement.offers()
     dropping = offers.kept < 1
     assert offers.errors[:, dropping].all() and not offers.errors[:, ~dropping].any()
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
-    calibration = begin()
-    calibration.sample(0, *qkv)
-    choices = calibration.offers().freeze(mean_density=0.1)
+    measurement = begin()
+    measurement.sample(0, *qkv)
+    choices = measurement.offers().freeze(mean_density=0.1)
     assert choices.density.tolist() == [[pytest.approx(0.2)] * 3]
     assert "A mean density of 0.1 is asked for" in caplog.text
     caplog.clear()
-    calibration.offers().freeze(mean_density=0.8)
+    measurement.offers().freeze(mean_density=0.8)
     assert not caplog.text
 
 
 def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
-    calibration = begin(layers=3)
-    calibration.sample(1, *qkv)
+    measurement = begin(layers=3)
+    measurement.sample(1, *qkv)
     q, k, v = qkv
-    calibration.sample(2, q, k, v * torch.inf)
-    choices = calibration.offers().freeze(mean_density=0.6)
+    measurement.sample(2, q, k, v * torch.inf)
+    choices = measurement.offers().freeze(mean_density=0.6)
     assert choices.measured.tolist() == [False, True, False]
-    assert choices.budget(0) is None
-    assert choices.budget(1) is not None
+    assert choices.head_settings(0) is None
+    assert choices.head_settings(1) is not None
     assert choices.density[0].tolist() == [1.0] * 3
 
 
 def test_freeze_wants_one_aim_and_samples(qkv) -> None:
-    calibration = begin()
+    measurement = begin()
     with pytest.raises(ValueError, match="No layer was measured"):
-        calibration.offers().freeze(target=0.1)
-    calibration.sample(0, *qkv)
+        measurement.offers().freeze(target=0.1)
+    measurement.sample(0, *qkv)
     both_and_neither: list[dict[str, Any]] = [{}, {"target": 0.1, "mean_density": 0.2}]
     for aims in both_and_neither:
         with pytest.raises(ValueError, match="one of the two"):
-            calibration.offers().freeze(**aims)
+            measurement.offers().freeze(**aims)
 
 
 def test_samples_add_up(qkv) -> None:
@@ -145,88 +149,92 @@ def test_samples_add_up(qkv) -> None:
 
 def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
     workload = Workload(cube_order(TokenGrid(12, 32, 48, prefix=300)))
-    calibration = begin(layers=2, workload=workload, blocks_a_call=4)
+    measurement = begin(layers=2, workload=workload, blocks_a_call=4)
     chosen: list[int] = []
     for call in range(8):
-        calibration.samples[0] = 4 * call
-        chosen += calibration.next_query_blocks(0)
-        assert calibration.next_query_blocks(0) == chosen[-4:]
-        assert calibration.next_query_blocks(1) != chosen[-4:]
+        measurement.samples[0] = 4 * call
+        chosen += measurement.next_query_blocks(0)
+        assert measurement.next_query_blocks(0) == chosen[-4:]
+        assert measurement.next_query_blocks(1) != chosen[-4:]
     sparse = workload.sparse_query_blocks()
     assert 0 not in sparse, "text drops nothing, so there is nothing to measure"
     assert set(chosen) <= set(sparse)
     assert len(set(chosen)) == 32
     assert max(np.diff(sorted(chosen))) <= 2.7 * len(sparse) / 32  # golden: phi^2
-    calibration.samples[0] = 0
-    calibration = replace(calibration, blocks_a_call=10**6)
-    assert sorted(calibration.next_query_blocks(0)) == sparse
+    measurement.samples[0] = 0
+    measurement = replace(measurement, blocks_a_call=10**6)
+    assert sorted(measurement.next_query_blocks(0)) == sparse
 
 
-def test_each_head_gets_the_walk_that_suits_it(make_qkv) -> None:
+def test_each_head_gets_the_order_that_suits_it(make_qkv) -> None:
     """One head's keys are alike along rows, the other's in cubes, all measured in every walk."""
     grid = TokenGrid(8, 16, 16)
     order = grid_order(grid)
     q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
-    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
-        alike = order.walk(walk).token_slot.long() // 64
+    for head, order_kind in enumerate((OrderKind.ROWS, OrderKind.CUBES)):
+        alike = order.order_kind(order_kind).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
-    calibration = begin(heads=2, workload=Workload(order), blocks_a_call=4)
-    calibration.sample(0, q, k, v)
-    assert calibration.samples == [4]
-    choices = calibration.offers().freeze(mean_density=0.4)
-    assert choices.walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
-    budget = choices.budget(0)
-    assert budget is not None
-    out, _ = attend((q, k, v), budget, Workload(order))
-    exact, _ = attend((q, k, v), HeadBudget.uniform(2, 1.0), Workload(order))
-    swapped = replace(budget, walk=torch.tensor([Walk.CUBES, Walk.RASTER], dtype=torch.int32))
+    measurement = begin(heads=2, workload=Workload(order), blocks_a_call=4)
+    measurement.sample(0, q, k, v)
+    assert measurement.samples == [4]
+    choices = measurement.offers().freeze(mean_density=0.4)
+    assert choices.order_kind.tolist() == [[OrderKind.ROWS, OrderKind.CUBES]]
+    head_settings = choices.head_settings(0)
+    assert head_settings is not None
+    out, _ = attend((q, k, v), head_settings, Workload(order))
+    exact, _ = attend((q, k, v), HeadSettings.uniform(2, 1.0), Workload(order))
+    swapped = replace(
+        head_settings, order_kind=torch.tensor([OrderKind.CUBES, OrderKind.ROWS], dtype=torch.int32)
+    )
     wrong, _ = attend((q, k, v), swapped, Workload(order))
     assert rel_l2(out, exact) < 0.5 * rel_l2(wrong, exact)
 
 
-def test_heads_that_share_keys_keep_the_first_walk(qkv) -> None:
-    calibration = begin(workload=Workload(grid_order(GRID)))
-    calibration.sample(0, *qkv)
+def test_heads_that_share_keys_keep_the_first_order(qkv) -> None:
+    measurement = begin(workload=Workload(grid_order(GRID)))
+    measurement.sample(0, *qkv)
     cubes_alone = begin()
     cubes_alone.sample(0, *qkv)
-    choices, expected = (x.offers().freeze(mean_density=0.6) for x in (calibration, cubes_alone))
-    assert choices.walk.tolist() == [[0, 0, 0]]
+    choices, expected = (x.offers().freeze(mean_density=0.6) for x in (measurement, cubes_alone))
+    assert choices.order_kind.tolist() == [[0, 0, 0]]
     assert torch.equal(choices.density, expected.density)
     assert torch.equal(choices.error, expected.error)
 
 
-@pytest.mark.parametrize("walks", [range(1), range(1, 2)])
-def test_walks_that_are_not_measured_are_not_chosen(make_qkv, walks: range) -> None:
+@pytest.mark.parametrize("order_kinds", [range(1), range(1, 2)])
+def test_orders_that_are_not_measured_are_not_chosen(make_qkv, order_kinds: range) -> None:
     grid = TokenGrid(8, 16, 16)
     order = grid_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16)
-    for head, walk in enumerate((Walk.RASTER, Walk.CUBES)):
-        alike = order.walk(walk).token_slot.long() // 64
+    for head, order_kind in enumerate((OrderKind.ROWS, OrderKind.CUBES)):
+        alike = order.order_kind(order_kind).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
-    by_first = not walks.start
+    by_first = not order_kinds.start
     full, limited = (
-        begin(heads=2, workload=Workload(order), blocks_a_call=2, walks=each)
-        for each in (None, None if by_first else walks)
+        begin(heads=2, workload=Workload(order), blocks_a_call=2, order_kinds=each)
+        for each in (None, None if by_first else order_kinds)
     )
     if by_first:
-        limited.measure_one_walk()
-    assert limited.walks == [walks]
+        limited.measure_one_order()
+    assert limited.order_kinds == [order_kinds]
     for each in (full, limited):
         each.sample(0, q, k, v)
-    expected = full.errors_and_contrasts()[0][0][:, walks]
-    found = limited.errors_and_contrasts()[0][0][:, : len(walks)]
+    expected = full.errors_and_scales()[0][0][:, order_kinds]
+    found = limited.errors_and_scales()[0][0][:, : len(order_kinds)]
     assert np.array_equal(found, expected), "measured as ever"
-    assert full.offers().freeze(mean_density=0.4).walk.tolist() == [[Walk.RASTER, Walk.CUBES]]
+    assert full.offers().freeze(mean_density=0.4).order_kind.tolist() == [
+        [OrderKind.ROWS, OrderKind.CUBES]
+    ]
     for choices in (
         limited.offers().freeze(mean_density=0.4),
         limited.offers().freeze(target=0.1),
     ):
-        assert set(choices.walk.flatten().tolist()) <= set(walks)
+        assert set(choices.order_kind.flatten().tolist()) <= set(order_kinds)
         assert choices.error.isfinite().all()
-        budget = choices.budget(0)
-        assert budget is not None and (budget.walk is None) == by_first
+        head_settings = choices.head_settings(0)
+        assert head_settings is not None and (head_settings.order_kind is None) == by_first
     with pytest.raises(AssertionError):
-        limited.measure_one_walk()
+        limited.measure_one_order()
 
 
 @pytest.mark.parametrize("row_step", [2, 4])
@@ -238,8 +246,8 @@ def test_some_of_the_rows_tell_about_as_much(make_qkv, row_step: int) -> None:
         some.sample(0, *qkv)
     norm = row_step * some.squared_norm / whole.squared_norm
     torch.testing.assert_close(norm, torch.ones_like(norm), rtol=0.1, atol=0)
-    expected = whole.errors_and_contrasts()[0][0, :, 0, :, :-1]
-    assert np.abs(some.errors_and_contrasts()[0][0, :, 0, :, :-1] / expected - 1).max() < 0.1
+    expected = whole.errors_and_scales()[0][0, :, 0, :, :-1]
+    assert np.abs(some.errors_and_scales()[0][0, :, 0, :, :-1] / expected - 1).max() < 0.1
 
 
 def test_text_alone_is_not_measured() -> None:
@@ -263,13 +271,13 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
         found = stacked([bucket_distances([parts] * 2, NO_MEAN)])
         return Measured(found, torch.ones(len(blocks), 128).bool())
 
-    calibration = begin(measure=measure)
+    measurement = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
-    calibration.sample(0, q, q, q)
-    errors = calibration.errors_and_contrasts()[0][0, 0, 0, 0]
+    measurement.sample(0, q, q, q)
+    errors = measurement.errors_and_scales()[0][0, 0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
-    choices = calibration.offers().freeze(target=float(errors[1, 0]) * 1.001)
-    assert not choices.gain.any()
+    choices = measurement.offers().freeze(target=float(errors[1, 0]) * 1.001)
+    assert not choices.pool_weight.any()
 
 
 def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
@@ -311,26 +319,26 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
             sums = torch.rand(shape, generator=generator) + 0.1
             return Partial(torch.rand(*shape, 16, generator=generator), torch.zeros(shape), sums)
 
-        def walk() -> Distances:
+        def order_kind() -> Distances:
             parts = [(part(), part()) for _ in candidates.densities]
             return bucket_distances([parts] * len(candidates.routers), NO_MEAN)
 
-        found = stacked([walk() for _ in sample.walks])
+        found = stacked([order_kind() for _ in sample.order_kinds])
         return Measured(found, torch.ones(shape[2:]).bool())
 
-    calibration = begin(
+    measurement = begin(
         workload=Workload(grid_order(GRID)), measure=measure, blocks_a_call=3, row_step=2
     )
-    kept = {f.name: getattr(calibration, f.name) for f in fields(calibration)}
-    of_gains = (calibration.squared_error, calibration.towards_mean)
-    sums = (*of_gains, calibration.squared_norm, calibration.squared_rounding)
+    kept = {f.name: getattr(measurement, f.name) for f in fields(measurement)}
+    of_pool_weights = (measurement.squared_error, measurement.towards_mean)
+    sums = (*of_pool_weights, measurement.squared_norm, measurement.squared_rounding)
     pointers = [each.data_ptr() for each in sums]
     with NoSync():
         for _ in range(3):
-            calibration.sample(0, q, q, q, dense=q)
-    assert all(getattr(calibration, name) is value for name, value in kept.items())
+            measurement.sample(0, q, q, q, dense=q)
+    assert all(getattr(measurement, name) is value for name, value in kept.items())
     assert pointers == [each.data_ptr() for each in sums]
-    assert calibration.samples == [9]
-    assert float(calibration.squared_norm.min()) > 0
+    assert measurement.samples == [9]
+    assert float(measurement.squared_norm.min()) > 0
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
-        calibration.squared_norm.sum().item()
+        measurement.squared_norm.sum().item()

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS, TOKENS = 2, 512
-CUBES, RASTER = range(2)
+CUBES, ROWS = range(2)
 
 
 @pytest.fixture
@@ -47,18 +47,18 @@ def call_of(load_pack):
 
 @pytest.fixture
 def afforded(load_pack, call_of):
-    """afforded(dense steps): of three walks, in a run of very many samples."""
+    """afforded(dense steps): of three token orders, in a run of very many samples."""
 
-    def walks(steps, layers=10**9, calls=1, tensors=None):
+    def order_kinds(steps, layers=10**9, calls=1, tensors=None):
         q = torch.zeros(1, HEADS, TOKENS, 64)
         call, afford = call_of(*(tensors or (q, q, q))), load_pack("sparge.tune.worth").affordable
         found = afford(call, 3, 2, calls, 0.0, layers=layers, dense_steps=steps, sparse_steps=9)
-        return found.walks
+        return found.order_kinds
 
-    return walks
+    return order_kinds
 
 
-def test_more_dense_steps_afford_more_walks(sample_of, afforded):
+def test_more_dense_steps_afford_more_orders(sample_of, afforded):
     sample_of(0.08)
     assert [afforded(steps) for steps in range(1, 7)] == [1, 1, 2, 3, 3, 3]
     assert [afforded(steps, calls=2) for steps in range(1, 7)] == [1, 1, 1, 2, 2, 3]
@@ -69,13 +69,13 @@ def test_more_dense_steps_afford_more_walks(sample_of, afforded):
 
 def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypatch):
     sample_of(0.08)
-    for kernel, walks in ("flash", 3), ("cudnn", 1), ("", 1):
+    for kernel, order_kinds in ("flash", 3), ("cudnn", 1), ("", 1):
         found = load_pack("nodes.attention_call")
         monkeypatch.setattr(found, "torch_kernel", lambda *args, kernel=kernel: kernel)
-        assert afforded(4) == walks
+        assert afforded(4) == order_kinds
 
 
-def test_all_walks_where_nothing_is_known(sample_of, afforded, load_pack, monkeypatch):
+def test_all_orders_where_nothing_is_known(sample_of, afforded, load_pack, monkeypatch):
     node = load_pack("sparge.tune.worth")
     known = node.proportions_for
     sample_of(10)
@@ -109,10 +109,10 @@ def test_other_gpus_go_by_the_proportions_of_the_measured_one(
         afford = partial(node.affordable, call, 2, 2, 1, 0.2, layers=48, sparse_steps=9)
         found[gpu] = [afford(dense_steps=steps) for steps in range(1, 11)]
     measured, other = found.values()
-    walks = [afforded.walks for afforded in other]
-    assert walks == [1] * (fewest - 1) + [2] * (11 - fewest)
+    order_kinds = [afforded.order_kinds for afforded in other]
+    assert order_kinds == [1] * (fewest - 1) + [2] * (11 - fewest)
     assert not any(afforded.by_faster_kernel for afforded in other)
-    assert all(afforded.by_faster_kernel and afforded.walks == 2 for afforded in measured)
+    assert all(afforded.by_faster_kernel and afforded.order_kinds == 2 for afforded in measured)
     assert node.known_rates(call) is None and node.slower_reason(call, 1.0, False, None) is None
 
 
@@ -122,12 +122,12 @@ def test_a_short_call_waits_for_the_host_where_rates_are_its_own(load_pack, call
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 32, 8192, 64)
-    walks = {}
+    order_kinds = {}
     for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090"):
         monkeypatch.setattr(node, "gpu_name", lambda device, gpu=gpu: gpu)
         run = {"layers": 28, "dense_steps": 4, "sparse_steps": 16}
-        walks[gpu] = node.affordable(call_of(q, q, q), 2, 2, 1, 0.2, **run).walks
-    assert list(walks.values()) == [1, 2]
+        order_kinds[gpu] = node.affordable(call_of(q, q, q), 2, 2, 1, 0.2, **run).order_kinds
+    assert list(order_kinds.values()) == [1, 2]
 
 
 def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
@@ -165,51 +165,51 @@ def frozen(load_pack, call_of):
 
 @pytest.fixture
 def qkv_of(load_pack, generator):
-    """qkv_of(*walks): of heads whose keys are alike in the blocks of these walks."""
+    """qkv_of(*token orders): of heads whose keys are alike in the blocks of these token orders."""
     sparge = load_pack("sparge")
     order = sparge.grid_order(sparge.TokenGrid(8, 8, 8))
 
-    def made(*walks):
+    def made(*order_kinds):
         q, k, v = torch.randn(3, 1, HEADS, TOKENS, 64, generator=generator)
-        for head, walk in enumerate(walks):
-            block = order.token_slots[walk].long() // 64
+        for head, order_kind in enumerate(order_kinds):
+            block = order.token_slots[order_kind].long() // 64
             k[0, head] = 2 * torch.randn(order.key_blocks, 64, generator=generator)[block]
         return [q, k, v]
 
     return made
 
 
-@pytest.mark.parametrize(("steps", "one_walk"), [(1, True), (2, True), (3, False)])
-def test_heads_take_measured_walks_in_a_batch_and_apart(
-    sample_of, frozen, qkv_of, load_pack, monkeypatch, steps, one_walk
+@pytest.mark.parametrize(("steps", "one_order"), [(1, True), (2, True), (3, False)])
+def test_heads_take_measured_orders_in_a_batch_and_apart(
+    sample_of, frozen, qkv_of, load_pack, monkeypatch, steps, one_order
 ):
     sample_of(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
-    uncond, cond = qkv_of(RASTER, CUBES), qkv_of(RASTER, CUBES)
+    uncond, cond = qkv_of(ROWS, CUBES), qkv_of(ROWS, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(steps, ((1, 0), *both))
     apart = frozen(steps, ((1,), *uncond), ((0,), *cond))
     for table in (batch, apart):
-        assert table.one_walk == one_walk
+        assert table.one_order == one_order
     one, other = (table.choices for table in (batch, apart))
-    taken = set(one.walk.flatten().tolist())
-    assert taken == {CUBES} if one_walk else {CUBES, RASTER}
-    kinds = ("gain", "contrast", "router", "walk")
-    for name in ("density", *kinds, "error", "loudness"):
+    taken = set(one.order_kind.flatten().tolist())
+    assert taken == {CUBES} if one_order else {CUBES, ROWS}
+    kinds = ("pool_weight", "output_scale", "router", "order_kind")
+    for name in ("density", *kinds, "error", "head_weight"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_walks_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
+def test_orders_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
     """Even if another kernel would serve later calls."""
     sample_of(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
     module = load_pack("nodes.attention_call")
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
-    table = frozen(4, ((1,), *qkv_of(RASTER, CUBES)), ((0,), *qkv_of(RASTER, CUBES)))
-    assert next(kernels) == "flash" and table.one_walk
-    assert not table.choices.walk.any()
-    assert table.budget(0).walk is None
+    table = frozen(4, ((1,), *qkv_of(ROWS, CUBES)), ((0,), *qkv_of(ROWS, CUBES)))
+    assert next(kernels) == "flash" and table.one_order
+    assert not table.choices.order_kind.any()
+    assert table.head_settings(0).order_kind is None
 
 
 def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
@@ -245,7 +245,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     patcher.model.diffusion_model = WanModel(8)
     node, hook_of = load_pack("nodes.sparge_attention").SpargeAttention, load_pack("nodes.hook")
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
-    qkv = qkv_of(RASTER, CUBES)
+    qkv = qkv_of(ROWS, CUBES)
     told = "measured one token order alone: the dense steps are few or short"
 
     def step(attend):
@@ -261,8 +261,8 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     assert told in line(1)
     result = hook_of.hook_of(patched).last
     ((shape,), (choices,)) = result.shapes, result.profile.choices.values()
-    assert list(shape.walks.values()) == [4, 0]
-    assert not choices.walk.any()
+    assert list(shape.order_kinds.values()) == [4, 0]
+    assert not choices.order_kind.any()
     assert "token order" not in line(4)
     assert runs[-1][0].tally.sparse == 8
 
@@ -275,7 +275,7 @@ def test_only_measured_calls_go_by_a_faster_kernel(
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode="auto budget", topk=0.5, min_tokens=TOKENS)[0]
-    qkv, served, given = qkv_of(RASTER, CUBES), [], []
+    qkv, served, given = qkv_of(ROWS, CUBES), [], []
 
     def by_faster(call):
         served.append(scaled_dot_product_attention(*call.heads_first()).transpose(1, 2).flatten(2))
@@ -305,7 +305,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
-    qkv = qkv_of(RASTER, CUBES)
+    qkv = qkv_of(ROWS, CUBES)
 
     def step(attend):
         for _ in range(2):
