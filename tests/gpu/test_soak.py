@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.gpu.test_orders import HEAD_WALK
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,6 +19,7 @@ from sparge.order import grid as grids
 from sparge.order.variants import VARIANTS
 from sparge.tune import Measurement, Probe, Workload, measure_for
 from tests.gpu.test_head_settings import PLAIN, budget_of
+from tests.gpu.test_order_kinds import HEAD_WALK
 
 pytestmark = pytest.mark.gpu
 

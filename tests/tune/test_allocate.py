@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sparge.tune.budgets import HullSteps, meet_error, truest_of_each_cost
+from sparge.tune.allocate import HullSteps, meet_error, truest_of_each_cost
 
 
 def shared(errors: np.ndarray, costs: np.ndarray, densities: np.ndarray, mean: float) -> np.ndarray:

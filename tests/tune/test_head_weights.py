@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparge.tune.head_weight import LEAST, head_weight
+from sparge.tune.head_weights import LEAST, head_weight
 
 
 def test_heads_count_by_their_norms_and_layers_by_the_roots_of_theirs() -> None:
