@@ -26,7 +26,7 @@ struct HeadThresholds {
   float selection;  // share of the key blocks, or of the mass
   float simthreshd1;
   float pvthreshd;
-  float log2_gain;  // log2 of the pool weight; minus infinity: nothing is pooled
+  float log2_pool_weight;  // log2 of the pool weight; minus infinity: nothing is pooled
   float router;     // above 0: rank by the error that pooling a block makes
   float output_scale;   // output scale of query blocks that drop something (attend/output_scale.cuh); 1: none
 };

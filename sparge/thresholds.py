@@ -11,7 +11,7 @@ from torch import Tensor
 from .kernels.params import HeadThresholds
 
 COLUMNS = tuple(field[0] for field in HeadThresholds._fields_)
-OFF = {"log2_gain": -math.inf, "router": 0.0, "output_scale": 1.0}
+OFF = {"log2_pool_weight": -math.inf, "router": 0.0, "output_scale": 1.0}
 SELECTION = COLUMNS.index("selection")
 
 
@@ -20,6 +20,7 @@ def threshold_table(heads: int, device: torch.device, **columns: float | Tensor)
 
     Substitutes for dropped blocks, and ranking by error, are `OFF` where they are not given.
     """
+    assert columns.keys() <= set(COLUMNS), columns.keys()
     table = torch.empty(heads, len(COLUMNS), dtype=torch.float32, device=device)
     for index, name in enumerate(COLUMNS):
         value = columns[name] if name in columns else OFF[name]

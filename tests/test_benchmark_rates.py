@@ -94,7 +94,7 @@ def test_rates_of_calls_and_of_measurements_leave_each_other_alone(
             shape.tokens,
             1000 * MADE_SAMPLES.seconds(24 * shape.tokens, order_kinds, calls),
             1000 * HOST.seconds(24 * shape.tokens, order_kinds),
-            order_kinds=order_kinds,
+            walks=order_kinds,
             calls=calls,
         )
         for shape in SHAPES.values()

@@ -146,6 +146,6 @@ class TestOrders:
 
     def test_on_another_device_only_what_costs_no_wait_is_looked_at(self) -> None:
         order = grid_order(GRID).on("meta")
-        assert order.order_kind(1).order_kinds == 1
+        assert order.of_kind(1).order_kinds == 1
         with pytest.raises(ValueError, match=r"block_counts is torch.int64"):
             replace(order, block_counts=order.block_counts.long())

@@ -116,8 +116,8 @@ def test_the_exit_status_says_whether_all_was_clean(
 
 
 def test_tests_of_the_gpu_are_collected(sanitize: ModuleType) -> None:
-    found = sanitize.collected("test_walks")
-    assert found and all("gpu/test_walks.py::" in test for test in found)
+    found = sanitize.collected("test_order_kinds")
+    assert found and all("gpu/test_order_kinds.py::" in test for test in found)
 
 
 def test_what_was_found_is_shown_and_copies_by_the_host_are_not(sanitize: ModuleType) -> None:

@@ -35,7 +35,7 @@ class Call:
     def packed(self, cubes: bool) -> Packed:
         """Packing in cube order, or as the tokens come where they have no grid."""
         grid, (q, k, v) = self.layer.grid, self.layer[1:4]
-        return pack_qkv(q, k, v, grid_order(grid).order_kind(0) if grid and cubes else None)
+        return pack_qkv(q, k, v, grid_order(grid).of_kind(0) if grid and cubes else None)
 
     def truth(self, tokens: Tensor) -> Tensor:
         """(heads, rows, D): dense attention in float32 of the queries `tokens` (rows,)."""
@@ -56,7 +56,7 @@ class Call:
         tokens = torch.arange(self.layer.q.shape[2])
         exact: set[int] = set()
         if self.layer.grid is not None:
-            order = grid_order(self.layer.grid).order_kind(0)
+            order = grid_order(self.layer.grid).of_kind(0)
             tokens = order.slot_token.long()
             exact = set(order.queries_exact.nonzero().flatten().tolist())
         blocks = tokens.split(QUERY_BLOCK)

@@ -23,7 +23,7 @@ SPARGE_DEVICE u32 open_blocks(u32 word, i32 index, i32 end) {
 
 // The column as pool_score takes it.
 SPARGE_DEVICE PoolColumn prepared(const PoolColumn& column, const Work& work, bool open) {
-  return open ? PoolColumn{column.scale / kPoolScale, column.bias + work.log2_gain} : PoolColumn{0.0f, kMinusInfinity};
+  return open ? PoolColumn{column.scale / kPoolScale, column.bias + work.log2_pool_weight} : PoolColumn{0.0f, kMinusInfinity};
 }
 
 // `per_bias` is 1 / (row scale * kPoolScale).

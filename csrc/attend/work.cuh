@@ -18,7 +18,7 @@ struct Work {
   i32 order_start;      // of its token order in slot_token
 
   float pvthreshd;
-  float log2_gain;  // log2 of the pool weight; minus infinity: nothing is pooled
+  float log2_pool_weight;  // log2 of the pool weight; minus infinity: nothing is pooled
 
   // Shared memory constructs nothing.
   Work() = default;
@@ -46,10 +46,10 @@ struct Work {
     first_query = block * kQueryBlock;
     queries = smaller(kQueryBlock, problem.queries - first_query);
     pvthreshd = p.thresholds ? p.thresholds[head].pvthreshd : p.pvthreshd;
-    log2_gain = p.pool_k ? p.thresholds[head].log2_gain : kMinusInfinity;
+    log2_pool_weight = p.pool_k ? p.thresholds[head].log2_pool_weight : kMinusInfinity;
   }
 
-  SPARGE_DEVICE bool pools() const { return log2_gain != kMinusInfinity; }
+  SPARGE_DEVICE bool pools() const { return log2_pool_weight != kMinusInfinity; }
 
   // Token of row `row` of the query block; -1: none.
   SPARGE_DEVICE i32 token(const Problem& problem, i32 row) const { return problem.query_token(order_start, first_query + row); }

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host half of every kernel's parameter block; ``csrc/params.cuh`` is the device half.
 
-Field meanings, shapes and units stand there. A test compiles both and compares every offset.
+Field meanings, shapes and units stand there. A test compiles both and compares every offset. With
+empty slots a field that does not exist is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_uint32, c_void_p
 
 
 class TensorView(Structure):
+    __slots__ = ()
     _fields_ = (
         ("data", c_void_p),
         ("batch_stride", c_int64),
@@ -21,6 +23,7 @@ class TensorView(Structure):
 
 
 class Problem(Structure):
+    __slots__ = ()
     _fields_ = (
         ("key_lengths", c_void_p),
         ("slot_token", c_void_p),
@@ -37,6 +40,7 @@ class Problem(Structure):
 
 
 class MeansParams(Structure):
+    __slots__ = ()
     _fields_ = (
         ("problem", Problem),
         ("k", TensorView),
@@ -52,6 +56,7 @@ class MeansParams(Structure):
 
 
 class QuantizeParams(Structure):
+    __slots__ = ()
     _fields_ = (
         ("problem", Problem),
         ("q", TensorView),
@@ -88,6 +93,7 @@ class QuantizeParams(Structure):
 
 
 class RouteParams(Structure):
+    __slots__ = ()
     _fields_ = (
         ("problem", Problem),
         ("q_block_mean", c_void_p),
@@ -125,6 +131,7 @@ class RouteParams(Structure):
 
 
 class AttendParams(Structure):
+    __slots__ = ()
     _fields_ = (
         ("problem", Problem),
         ("q", TensorView),
@@ -157,6 +164,7 @@ class AttendParams(Structure):
 
 
 class ScoreParams(Structure):
+    __slots__ = ()
     _fields_ = (
         ("exact_out", c_void_p),
         ("exact_max", c_void_p),
@@ -190,29 +198,34 @@ class ScoreParams(Structure):
 
 
 class HeadThresholds(Structure):
+    __slots__ = ()
     _fields_ = (
         ("selection", c_float),
         ("simthreshd1", c_float),
         ("pvthreshd", c_float),
-        ("log2_gain", c_float),
+        ("log2_pool_weight", c_float),
         ("router", c_float),
         ("output_scale", c_float),
     )
 
 
 class PoolColumn(Structure):
+    __slots__ = ()
     _fields_ = (("scale", c_float), ("bias", c_float))
 
 
 class MeansSizes(Structure):
+    __slots__ = ()
     _fields_ = (("slices", c_uint32),)
 
 
 class RouteSizes(Structure):
+    __slots__ = ()
     _fields_ = (("rows", c_uint32), ("key_step", c_uint32), ("spare_bytes", c_uint32))
 
 
 class ScoreSizes(Structure):
+    __slots__ = ()
     _fields_ = (("rows", c_uint32), ("step", c_uint32), ("query_bytes", c_uint32))
 
 

@@ -185,7 +185,7 @@ class TokenOrder:
         """Forgets the copies that `on` made: orders are kept, and a device's memory is dear."""
         self._copies.clear()
 
-    def order_kind(self, index: int) -> TokenOrder:
+    def of_kind(self, index: int) -> TokenOrder:
         """Order that keeps one of the token orders alone; copies nothing."""
         only = slice(index, index + 1)
         return replace(

@@ -61,7 +61,7 @@ def budgeted_attention(
                 v,
                 policy,
                 replace(head_settings, order_kind=None),
-                order=order.order_kind(order_kind),
+                order=order.of_kind(order_kind),
                 scale=scale,
                 key_lengths=key_lengths,
                 element=element,

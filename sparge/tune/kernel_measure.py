@@ -47,7 +47,7 @@ def kernel_measure(sample: Sample) -> Measured:
     found = _room_for_distances(sample)
     for place, order_kind in enumerate(sample.order_kinds):
         rows = SampledRows.of(sample, facts.blocks, order_kind, facts.means.shape[-1])
-        in_order = replace(sample, workload=sample.workload.order_kind(order_kind, sample.q.device))
+        in_order = replace(sample, workload=sample.workload.of_kind(order_kind, sample.q.device))
         for heads in groups:
             _Group.of(in_order, facts, rows, heads).score(found[:, :, place])
     by_block = found.unflatten(-1, (len(sample.query_blocks), -1))

@@ -83,9 +83,7 @@ def reference_measure(sample: Sample) -> Measured:
     """Computes a `Measure` in the reference's arithmetic, for tests and for machines without
     kernels."""
     device = sample.q.device
-    workloads = [
-        sample.workload.order_kind(order_kind, device) for order_kind in sample.order_kinds
-    ]
+    workloads = [sample.workload.of_kind(order_kind, device) for order_kind in sample.order_kinds]
     compared = [sample.dense, *[None] * (len(sample.order_kinds) - 1)]
     of_orders = [
         _in_its_order(replace(sample, workload=workload, dense=dense))

@@ -33,9 +33,9 @@ class Workload:
         """Workload of tokens in the order they come."""
         return cls(raster_order(tokens), is_causal, sink)
 
-    def order_kind(self, index: int, device: torch.device) -> Workload:
+    def of_kind(self, index: int, device: torch.device) -> Workload:
         """Workload with one token order alone, on `device`; copied there once for all orders."""
-        return replace(self, order=self.order.on(device).order_kind(index))
+        return replace(self, order=self.order.on(device).of_kind(index))
 
     @property
     def key_blocks(self) -> int:

@@ -59,7 +59,7 @@ def test_each_head_takes_its_order(
     kept = 0
     for head, index in enumerate(taken):
         own = AttentionStats("cuda")
-        out, lse = run(order=order.order_kind(index), head_settings=head_settings, stats=own)
+        out, lse = run(order=order.of_kind(index), head_settings=head_settings, stats=own)
         assert torch.equal(mixed[:, head], out[:, head])
         assert torch.equal(mixed_lse[:, head], lse[:, head])
         kept += own.counters[1] // case.heads

@@ -109,3 +109,10 @@ def test_each_kind_of_disagreement_is_noticed(compiler):
         wrong.__name__ = struct.__name__
         with pytest.raises(NvrtcError, match="static assertion failed"):
             _compile(compiler, [c for c in _claims(wrong) if "added" not in c])
+
+
+def test_a_field_that_does_not_exist_is_refused() -> None:
+    """Else a kernel would read zero for a name that changed in one place."""
+    for struct in STRUCTS.values():
+        with pytest.raises(AttributeError):
+            struct(no_field=1)

@@ -79,7 +79,7 @@ def test_measured_heads_are_told(measured, report):
     assert details[4] == "Density by step, %: 100 50 50."
     assert details[1:4] == [
         "Asked for a mean error of 0.06.",
-        "25 % of 4 heads use the residual.",
+        "25 % of 4 heads use pooled keys.",
         "Blocks of tokens by head: cubes in 3, rows in 2.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])

@@ -129,7 +129,7 @@ def test_orders_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
         assert order.order_kinds == len(OrderKind)
         assert order.segments == cubes.segments
         for index in range(order.order_kinds):
-            order_kind = order.order_kind(index)
+            order_kind = order.of_kind(index)
             check(order_kind, grid.tokens)
             assert order_kind.order_kinds == 1
             assert order_kind.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), (
@@ -138,7 +138,7 @@ def test_orders_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
             assert torch.equal(order_kind.block_counts, cubes.block_counts)
             assert torch.equal(order_kind.token_slot[text], cubes.token_slot[text])
         assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
-        order_kind = order.order_kind(unmeasured_kind(turn))
+        order_kind = order.of_kind(unmeasured_kind(turn))
         assert torch.equal(unmeasured_order(grid, turn).slot_token, order_kind.slot_token)
 
 

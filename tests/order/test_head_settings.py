@@ -69,7 +69,7 @@ def test_each_value_has_its_own_column() -> None:
         "selection": [0.25, 0.5],
         "simthreshd1": [0.625, 0.625],
         "pvthreshd": [9.0, 9.0],
-        "log2_gain": [-1.0, 2.0],
+        "log2_pool_weight": [-1.0, 2.0],
         "router": [1.0, 0.0],
         "output_scale": [0.75, 1.5],
     }

@@ -79,9 +79,9 @@ def test_sparse_causal_costs_are_exact(make_qkv) -> None:
         ({"pool_weights": (0.5, 1.0)}, "pool_weights are .* from 0"),
         ({"pool_weights": ()}, "pool_weights are"),
         ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
-        ({"output_scales": (0.0, 2.0)}, "contrasts are .* the least and the most"),
-        ({"output_scales": (2.0, 0.5)}, "contrasts are"),
-        ({"output_scales": (0.5, float("inf"))}, "contrasts are"),
+        ({"output_scales": (0.0, 2.0)}, "output_scales are .* the least and the most"),
+        ({"output_scales": (2.0, 0.5)}, "output_scales are"),
+        ({"output_scales": (0.5, float("inf"))}, "output_scales are"),
         ({"floor": 0}, "floor is 0"),
     ],
 )

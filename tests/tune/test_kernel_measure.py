@@ -94,7 +94,7 @@ class Stages:
                 q[:, head * group : (head + 1) * group],
                 k[:, own],
                 v[:, own],
-                order.order_kind(order_kind),
+                order.of_kind(order_kind),
                 element=Element.INT8_FP16,
                 key_lengths=key_lengths,
             )

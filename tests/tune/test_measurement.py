@@ -172,7 +172,7 @@ def test_each_head_gets_the_order_that_suits_it(make_qkv) -> None:
     order = grid_order(grid)
     q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))
     for head, order_kind in enumerate((OrderKind.ROWS, OrderKind.CUBES)):
-        alike = order.order_kind(order_kind).token_slot.long() // 64
+        alike = order.of_kind(order_kind).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
     measurement = begin(heads=2, workload=Workload(order), blocks_a_call=4)
     measurement.sample(0, q, k, v)
@@ -207,7 +207,7 @@ def test_orders_that_are_not_measured_are_not_chosen(make_qkv, order_kinds: rang
     order = grid_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16)
     for head, order_kind in enumerate((OrderKind.ROWS, OrderKind.CUBES)):
-        alike = order.order_kind(order_kind).token_slot.long() // 64
+        alike = order.of_kind(order_kind).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
     by_first = not order_kinds.start
     full, limited = (
