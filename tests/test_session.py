@@ -112,7 +112,7 @@ def test_the_host_computes_exact_results(qkv) -> None:
 
 
 def test_the_first_step_counts_as_dense_where_none_is(qkv, monkeypatch) -> None:
-    """What is measured has to pay in the steps that are left."""
+    """A measurement has to pay in the steps that are left."""
     asked = []
 
     def affordable(call, most, *_, layers: int, dense_steps: int, sparse_steps: int | None):

@@ -24,7 +24,7 @@ class SameBudgets:
     def __init__(self, run: DenseRun, mode: Mode, head_settings: HeadSettings) -> None:
         device = run.begun.device
         self._orders = [order_of(mode, run.grid, device, n) for n in range(mode.turns)]
-        self._budget = head_settings
+        self._head_settings = head_settings
 
     def begin_step(self, step: int) -> None:
         self._order = self._orders[(DENSE_STEPS + step) % len(self._orders)]
@@ -32,7 +32,7 @@ class SameBudgets:
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[TokenOrder | None, HeadSettings]:
-        return self._order, self._budget
+        return self._order, self._head_settings
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         pass
@@ -133,7 +133,7 @@ class SparseSteps:
     """The calls of sparse steps, in a model's order."""
 
     def __init__(self, budgets: Budgets) -> None:
-        self._budgets = budgets
+        self._head_settingss = budgets
         self._step = -1
 
     def of_call(
@@ -145,5 +145,5 @@ class SparseSteps:
         """
         if layer == 0:
             self._step = (self._step + 1) % SPARSE_STEPS
-            self._budgets.begin_step(self._step)
-        return self._budgets.of_call(layer, q, k, v)
+            self._head_settingss.begin_step(self._step)
+        return self._head_settingss.of_call(layer, q, k, v)

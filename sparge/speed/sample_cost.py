@@ -2,9 +2,9 @@
 """Cost of a measurement of heads, and how many token orders it may measure.
 
 It follows from sizes alone, nothing is timed, so that the choices of a run are the same in every
-one. With H heads of one batch entry, N tokens, and so many token orders (`order_kinds`):
+one. With H heads of one batch entry, N tokens, and so many token orders (`orders`):
 
-    sample = once + walks (launch + token H N)
+    sample = once + orders (launch + token H N)
 
 on the GPU, and likewise on the host. Where the host takes longer than the dense call and the GPU,
 the GPU waits. The rates are beside those of calls in rates.json, from `python -m

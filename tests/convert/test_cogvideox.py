@@ -154,7 +154,7 @@ def test_published_heads_decide_without_config(tmp_path: Path, generator: torch.
 
 @pytest.fixture
 def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What is said where these are not converted."""
+    """Sentence of the converter where it refuses a file."""
 
     def refuse(*sources: Path) -> str:
         out = tmp_path / "refused.safetensors"

@@ -125,7 +125,7 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
         order_kinds = 1 if order is None else order.order_kinds
         options["order"] = order
         if order is None or rng.random() < 0.8:
-            options["head_settings"] = _draw_budget(rng, sizes, device, order_kinds, with_mean)
+            options["head_settings"] = _draw_settings(rng, sizes, device, order_kinds, with_mean)
     q, k, v = tensors
     return Case(seed, way, data, q, k, v, policy, layout, options)
 
@@ -256,7 +256,7 @@ def _draw_order(rng: random.Random, grid: TokenGrid) -> TokenOrder:
     return cube_order(grid, turn) if kind == "cubes" else grid_order(grid, turn)
 
 
-def _draw_budget(
+def _draw_settings(
     rng: random.Random,
     sizes: Sizes,
     device: torch.device | str,

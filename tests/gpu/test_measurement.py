@@ -70,18 +70,23 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
     assert by_kernels[..., 0, :].max() > 0.1, "the least dense candidates drop something"
 
 
+def begun(grid: TokenGrid, heads: int) -> Measurement:
+    """Empty measurement of one layer by the kernels."""
+    return Measurement.begin(
+        layers=1,
+        heads=heads,
+        workload=Workload(grid_order(grid)),
+        measure=kernel_measure,
+        device="cuda",
+    )
+
+
 def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
     assert measure_for("cuda") is kernel_measure
     grid = TokenGrid(9, 12, 12)  # more query blocks than a sample takes
     case = Case("sync", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
-    measurement = Measurement.begin(
-        layers=1,
-        heads=4,
-        workload=Workload(grid_order(grid)),
-        measure=kernel_measure,
-        device="cuda",
-    )
+    measurement = begun(grid, 4)
     measurement.sample(0, q, k, v)
     torch.cuda.synchronize()
     measurement.samples[0] = 0  # so that token orders are chosen again
@@ -99,13 +104,7 @@ def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> N
     grid = TokenGrid(13, 30, 45, prefix=226)
     case = Case("large", heads=24, kv_heads=24, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
-    measurement = Measurement.begin(
-        layers=1,
-        heads=24,
-        workload=Workload(grid_order(grid)),
-        measure=kernel_measure,
-        device="cuda",
-    )
+    measurement = begun(grid, 24)
     measurement.sample(0, q, k, v)  # what the libraries keep
     measurement.samples[0] = 0
     before = torch.cuda.memory_allocated()

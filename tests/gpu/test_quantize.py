@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels quantize, average and copy, tile by tile, against the reference."""
+"""Tiles, means and copies of means and quantize, against the reference."""
 
 from __future__ import annotations
 

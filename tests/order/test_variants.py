@@ -81,7 +81,7 @@ def test_blocks_of_real_grids_are_nearly_cubes_and_never_leap(grid: Grid) -> Non
 
 @pytest.mark.parametrize(("grid", "order_kind"), CASES, ids=str)
 def test_turns_have_compact_blocks_of_other_borders(grid: Grid, order_kind: OrderKind) -> None:
-    """Of the median block: a few of a turn hold the last tokens of a frame, and the first."""
+    """The median block counts: a few of a variant hold the last tokens of a frame and the first."""
     orders = [visited(grid, turn, order_kind) for turn in range(VARIANTS)]
     for block in (64, 128):
         found = [float(np.median(variance(order, block))) for order in orders]
