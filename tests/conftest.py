@@ -30,6 +30,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="shifts the random inputs of every test")
     parser.addoption("--trained", type=Path, help="weights of another small video DiT")
+    parser.addoption("--all-kernels", action="store_true", help="compile every kernel")
 
 
 def no_gpu_reason() -> str:
