@@ -181,6 +181,17 @@ class TestSizes:
             attention(q, k, k)
 
 
+def test_a_token_order_is_of_one_sequence_without_a_past(make_qkv) -> None:
+    q, k, v = make_qkv()
+    order = cube_order(TokenGrid(1, 16, 16))
+    with pytest.raises(Unsupported, match="do not go together"):
+        attention(q, k, v, order=order, is_causal=True)
+    with pytest.raises(
+        Unsupported, match="100 queries and 256 keys; the token order is one of 256"
+    ):
+        attention(q[:, :, :100], k, v, order=order)
+
+
 def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv()
     stats = AttentionStats("cpu")
@@ -196,7 +207,7 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
         raise Unsupported("too long")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.reference_op, "run", refuse)
+        patch.setattr(pipeline.on_reference, "run", refuse)
         with pytest.raises(Unsupported, match="too long"):
             attention(q, k, v, stats=stats)
     assert stats.calls == 0

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparge.blocks import BlockPlan, block_count
-from sparge.reference import exact, exact_attention
+from sparge.reference import exact_attention
 
 LENGTHS = [1, 64, 129, 799]
 
@@ -33,9 +32,8 @@ def test_map_lengths_and_scale_against_the_formula(
     lengths = torch.tensor([100, 330], dtype=torch.int32)
     kept = torch.rand(2, 2, 2, 6, generator=generator) < 0.5
     kept[1, 1, 1] = False
-    plan = BlockPlan.from_kept(kept, n_queries, n_keys)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_lengths": lengths}
-    out, lse = exact_attention(q, k, v, plan=plan, dtype=torch.float64, **options)
+    out, lse = exact_attention(q, k, v, kept, dtype=torch.float64, **options)
     seen = kept.repeat_interleave(128, 2)[:, :, :n_queries].repeat_interleave(64, 3)[..., :n_keys]
     seen = seen & (torch.arange(n_keys) < lengths[:, None, None, None])
     if is_causal:
@@ -47,14 +45,6 @@ def test_map_lengths_and_scale_against_the_formula(
     assert (out - truth).abs().max() < 1e-12
     assert torch.equal(lse == -torch.inf, total == 0)
     assert (lse - total.log())[total > 0].abs().max() < 1e-12
-
-
-def test_chunks_do_not_change_the_result(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv(1, 1, 700, 16, dtype=torch.float64)
-    at_once, _ = exact_attention(q, k, v, is_causal=True, dtype=torch.float64)
-    monkeypatch.setattr(exact, "MAX_LOGITS", 1)
-    in_chunks, _ = exact_attention(q, k, v, is_causal=True, dtype=torch.float64)
-    assert (at_once - in_chunks).abs().max() < 1e-14
 
 
 def test_an_empty_row_gives_zero_and_keys_beyond_the_length_are_never_read(make_qkv) -> None:
@@ -70,7 +60,6 @@ def test_an_empty_row_gives_zero_and_keys_beyond_the_length_are_never_read(make_
 def test_a_nan_input_shows(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 70, 16, dtype=torch.float32)
     q[0, 0, 3] = torch.nan
-    plan = BlockPlan.from_kept(torch.ones(1, 1, 1, block_count(70, 64), dtype=torch.bool), 70, 70)
-    out, _ = exact_attention(q, k, v, plan=plan)
+    out, _ = exact_attention(q, k, v, torch.ones(1, 1, 1, 2, dtype=torch.bool))
     assert out[0, 0, 3].isnan().all()
     assert not out[0, 0, 4:].isnan().any()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.reference.partial import Partial, combine
+from sparge.partial import Partial
 from sparge.tune.scoring import (
     Distances,
     bucket_distances,
@@ -20,6 +20,7 @@ from sparge.tune.scoring import (
     squared_errors,
     towards_mean,
 )
+from tests.tune.parts import combine, weighted
 
 GAINS = [0.0, 0.3, 1.0, 2.5]
 NO_MEAN = torch.zeros(1)
@@ -112,7 +113,7 @@ def test_routers_are_judged_by_the_output_of_the_first(generator: torch.Generato
         exact = [of_bucket for of_bucket, _ in routers[router][: density + 1]]
         dropped = [of_bucket for _, of_bucket in routers[router][density + 1 :]]
         output = combine(
-            [*exact, *(pooled.weighted(GAINS[pool_weight]) for pooled in dropped)]
+            [*exact, *(weighted(pooled, GAINS[pool_weight]) for pooled in dropped)]
         ).output()
         expected[router, density, :, pool_weight] = (output - truth).square().sum(-1)
     found = bucket_distances(routers, NO_MEAN)
