@@ -109,7 +109,7 @@ class _Head:
     v: Tensor  # (nk, 64, D) levels
     values: Values
     counts: Tensor  # (nk,) keys of each block
-    occupied: Tensor  # (Nq,) bool: the others have no say in the PV filter
+    occupied: Tensor | None  # (Nq,) bool, in an order: the others have no say in the PV filter
     is_causal: bool
 
     @classmethod
@@ -120,7 +120,7 @@ class _Head:
             blocked(x.v_levels[b, h].float(), KEY_BLOCK),
             values,
             x.key_counts[b],
-            x.occupied,
+            None if x.order is None else x.occupied,
             is_causal,
         )
 
@@ -147,12 +147,15 @@ class _Head:
         return self.values.sums(exponents, reference, self.v[blocks].flatten(0, 1), lost), skipped
 
     def _visible(self, rows: int, first_row: int, blocks: Tensor) -> Tensor:
-        """(R, n, 64): whether the pair exists, for its key is valid and not after its query."""
+        """(R or 1, n, 64): whether the pair exists, for its key is valid and not after its
+        query."""
         place = torch.arange(KEY_BLOCK, device=blocks.device)
-        row = first_row + torch.arange(rows, device=blocks.device)
-        visible = (place < self.counts[blocks].unsqueeze(-1)) & self.occupied[row, None, None]
+        row = (first_row + torch.arange(rows, device=blocks.device))[:, None, None]
+        visible = (place < self.counts[blocks].unsqueeze(-1)).unsqueeze(0)
+        if self.occupied is not None:
+            visible = visible & self.occupied[row]
         if self.is_causal:
-            return visible & (blocks.unsqueeze(-1) * KEY_BLOCK + place <= row[:, None, None])
+            visible = visible & (blocks.unsqueeze(-1) * KEY_BLOCK + place <= row)
         return visible
 
 

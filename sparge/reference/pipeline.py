@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..blocks import BlockPlan
 from ..head_settings import HeadSettings
 from ..kernels.spec import Element
 from ..order.grid import TokenOrder
-from ..policy import PV_FILTER_OFF, Precision, SparsePolicy, operand_dtype
+from ..policy import Precision, SparsePolicy, operand_dtype
 from .attend import Attended, attend
 from .quantize import quantize_qkv
 from .quantized import Quantized, scatter
@@ -36,9 +36,8 @@ def make_plan(
 ) -> BlockPlan:
     """The blocks `policy` keeps for q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
     x = _quantize(q, k, k, policy, None, key_lengths, element)
-    routed = route(
-        x, policy, scale=softmax_scale(q, scale), is_causal=is_causal, block_mask=block_mask
-    )
+    own = x.head_dim**-0.5 if scale is None else scale
+    routed = route(x, policy, scale=own, is_causal=is_causal, block_mask=block_mask)
     return BlockPlan.from_kept(routed.kept, q.shape[2], k.shape[2], is_causal, key_lengths)
 
 
@@ -74,17 +73,12 @@ def attention(
         group = q.shape[1] // k.shape[1]
         taken = head_settings.order_kind.to(q.device).long()[::group].repeat_interleave(group)
         return _by_head(attended, taken), _by_head(routes, taken)
-    x, scale = _quantize(q, k, v, policy, order, key_lengths, element), softmax_scale(q, scale)
-    is_causal = is_causal if plan is None else plan.is_causal
-    routed = route(
-        x,
-        policy,
-        head_settings,
-        scale=scale,
-        is_causal=is_causal,
-        block_mask=block_mask,
-        plan=plan,
-    )
+    x = _quantize(q, k, v, policy, order, key_lengths, element)
+    shared: dict[str, Any] = {
+        "scale": x.head_dim**-0.5 if scale is None else scale,
+        "is_causal": is_causal if plan is None else plan.is_causal,
+    }
+    routed = route(x, policy, head_settings, block_mask=block_mask, plan=plan, **shared)
     pool_weight = output_scale = 1.0
     if head_settings is not None:
         pool_weight = head_settings.pool_weight
@@ -96,9 +90,8 @@ def attention(
         routed.pooled,
         pool_weight,
         output_scale=output_scale,
-        scale=scale,
-        is_causal=is_causal,
-        pvthreshd=policy.pvthreshd if policy.pv_filter else PV_FILTER_OFF,
+        pvthreshd=policy.pvthreshd,
+        **shared,
     )
     by_row = ("out", "lse", "row_max", "row_sum", "unnormalised")
     rows = {name: scatter(getattr(attended, name), x.order) for name in by_row}
@@ -133,7 +126,3 @@ def _by_head(by_order: Sequence[OfHeads], order_kind: Tensor) -> OfHeads:
         return torch.stack([getattr(part, name) for part in by_order], 1)[:, order_kind, heads]
 
     return replace(by_order[0], **{each.name: joined(each.name) for each in fields(by_order[0])})
-
-
-def softmax_scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale

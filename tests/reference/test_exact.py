@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""exact_attention against torch's own attention and against the dense formula."""
+"""exact_attention against torch's own attention, and rows without keys; `test_pooled` has more."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -23,30 +21,6 @@ def test_dense_is_torchs_attention(make_qkv, tokens: int, is_causal: bool) -> No
     assert (out - truth).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_map_lengths_and_scale_against_the_formula(
-    make_qkv, generator: torch.Generator, is_causal: bool
-) -> None:
-    n_queries, n_keys, scale = 200, 330, 0.3
-    q, k, v = make_qkv(2, 2, n_queries, 16, kv_tokens=n_keys, dtype=torch.float64)
-    lengths = torch.tensor([100, 330], dtype=torch.int32)
-    kept = torch.rand(2, 2, 2, 6, generator=generator) < 0.5
-    kept[1, 1, 1] = False
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_lengths": lengths}
-    out, lse = exact_attention(q, k, v, kept, dtype=torch.float64, **options)
-    seen = kept.repeat_interleave(128, 2)[:, :, :n_queries].repeat_interleave(64, 3)[..., :n_keys]
-    seen = seen & (torch.arange(n_keys) < lengths[:, None, None, None])
-    if is_causal:
-        seen = seen & (torch.arange(n_keys) <= torch.arange(n_queries).unsqueeze(-1))
-    weights = torch.where(seen, torch.exp(q @ k.mT * scale), 0)
-    total = weights.sum(-1)
-    assert (total == 0).any(), "the case should hold rows that see nothing"
-    truth = torch.where(total[..., None] > 0, weights @ v / total[..., None], 0)
-    assert (out - truth).abs().max() < 1e-12
-    assert torch.equal(lse == -torch.inf, total == 0)
-    assert (lse - total.log())[total > 0].abs().max() < 1e-12
-
-
 def test_an_empty_row_gives_zero_and_keys_beyond_the_length_are_never_read(make_qkv) -> None:
     q, k, v = make_qkv(2, 1, 70, 16, dtype=torch.float32)
     k[0] = v[0] = k[1, :, 30:] = v[1, :, 30:] = torch.nan
@@ -55,6 +29,9 @@ def test_an_empty_row_gives_zero_and_keys_beyond_the_length_are_never_read(make_
     assert (lse[0] == -torch.inf).all()
     alone, _ = exact_attention(q[1:], k[1:, :, :30], v[1:, :, :30])
     assert torch.equal(out[1:], alone)
+    nothing = torch.zeros(1, 1, 1, 2, dtype=torch.bool)
+    out, lse = exact_attention(q[:1], q[:1], q[:1], nothing)
+    assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_a_nan_input_shows(make_qkv) -> None:

@@ -5,32 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from sparge.blocks import STEP_BLOCKS
-from sparge.head_settings import HeadSettings, Router
-from sparge.order.grid import TokenGrid, cube_order
+from sparge.head_settings import HeadSettings
 from sparge.policy import SparsePolicy
-from sparge.reference import Quantized, quantize_qkv, route
+from sparge.reference import quantize_qkv, route
 
 SCALE = 0.25
-GRID = TokenGrid(5, 9, 13, prefix=70, suffix=85, lead_frames=1)
-CUBES = cube_order(GRID)
-LENGTHS = torch.tensor([GRID.tokens, GRID.tokens - 80], dtype=torch.int32)
-SETTINGS = HeadSettings(
-    torch.tensor([0.3, 0.1, 0.2, 0.45]),
-    torch.tensor([1.0, 0.0, 0.4, 2.5]),
-    torch.tensor([Router.MASS, Router.ERROR, Router.ERROR, Router.ERROR], dtype=torch.int32),
-)
-
-
-@pytest.fixture
-def video(make_qkv) -> Quantized:
-    # Correlated neighbours: block means differ, and variances too.
-    q, k, v = make_qkv(2, 4, GRID.tokens, 16, kv_heads=2, dtype=torch.float32)
-    q, k, v = (x + x.cumsum(2) / 20 for x in (q, k, v))
-    return quantize_qkv(q, k, v, CUBES, key_lengths=LENGTHS)
 
 
 def test_ties_go_to_the_lower_index(make_qkv) -> None:
@@ -83,30 +64,6 @@ def test_no_keys_keep_no_blocks(make_qkv) -> None:
     routed = route(x, policy, scale=SCALE)
     assert not routed.kept.any()
     assert routed.density() == 1.0
-
-
-def test_ranks_number_the_ranked_blocks(video: Quantized) -> None:
-    routed = route(video, SparsePolicy(), SETTINGS, scale=SCALE)
-    forced = CUBES.keys_exact | (video.key_counts == 0)[:, None, None]
-    assert torch.equal(routed.rank == -1, forced.expand_as(routed.rank))
-    for ranks in routed.rank.flatten(0, 2):
-        ranked = ranks[ranks >= 0].sort().values
-        assert torch.equal(ranked, torch.arange(len(ranked)))
-    grid_rows = ~CUBES.queries_exact
-    chosen = (routed.kept & (routed.rank >= 0)).sum(-1)[:, :, grid_rows]
-    asked = (SETTINGS.density * CUBES.key_blocks).long()[:, None]
-    assert ((chosen == asked) | (chosen == asked + 1)).all()
-
-
-@pytest.mark.parametrize("head_settings", [None, SETTINGS], ids=["policy", "head settings"])
-def test_lists_with_an_order_make_whole_steps(
-    video: Quantized, head_settings: HeadSettings | None
-) -> None:
-    """But for those that keep all that there is, as where text or a gate forces it."""
-    routed = route(video, SparsePolicy(topk=0.3), head_settings, scale=SCALE)
-    kept, valid = routed.kept.sum(-1), routed.valid.sum(-1)
-    assert ((kept % STEP_BLOCKS == 0) | (kept == valid)).all()
-    assert (kept < valid).any(-1).all()
 
 
 def test_alone_a_ragged_block_ranks_as_a_whole_one_and_lists_may_be_odd(make_qkv) -> None:
