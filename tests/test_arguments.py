@@ -181,6 +181,40 @@ class TestSizes:
             attention(q, k, k)
 
 
+def test_a_token_order_is_of_one_sequence_without_a_past(make_qkv) -> None:
+    q, k, v = make_qkv()
+    order = cube_order(TokenGrid(1, 16, 16))
+    with pytest.raises(Unsupported, match="do not go together"):
+        attention(q, k, v, order=order, is_causal=True)
+    with pytest.raises(Unsupported, match="the token order is one of 256 tokens"):
+        attention(q[:, :, :100], k, v, order=order)
+
+
+@pytest.mark.parametrize(
+    ("policy", "causal", "reason"),
+    [
+        (SparsePolicy(), True, "later keys"),
+        (SparsePolicy(precision=Precision.SIXTEEN_BIT), False, "16-bit operands"),
+    ],
+)
+def test_where_there_is_no_output_scale(
+    make_qkv, policy: SparsePolicy, causal: bool, reason: str
+) -> None:
+    q, k, v = make_qkv()
+    head_settings = replace(HeadSettings.uniform(2, 0.3), output_scale=torch.ones(2))
+    with pytest.raises(Unsupported, match=f"{reason}.*leave it out"):
+        attention(q, k, v, policy, is_causal=causal, head_settings=head_settings)
+
+
+def test_one_output_scale_a_head() -> None:
+    head_settings = HeadSettings.uniform(4, 0.3)
+    with pytest.raises(ValueError, match="output_scale has shape"):
+        replace(head_settings, output_scale=torch.ones(3))
+    scaled = replace(head_settings, output_scale=torch.tensor([1.5, 1.0, 0.5, 1.1]))
+    part = scaled.heads_slice(slice(1, 3)).output_scale
+    assert part is not None and part.tolist() == [1.0, 0.5]
+
+
 def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv()
     stats = AttentionStats("cpu")
@@ -196,7 +230,7 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
         raise Unsupported("too long")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.reference_op, "run", refuse)
+        patch.setattr(pipeline.on_reference, "run", refuse)
         with pytest.raises(Unsupported, match="too long"):
             attention(q, k, v, stats=stats)
     assert stats.calls == 0

@@ -17,7 +17,7 @@ import sparge
 from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
 from sparge.call import Call
 from sparge.kernels import Capability
-from sparge.stages import ops, reference_op
+from sparge.stages import on_reference, ops
 from sparge.stages.rules import RouteRules
 
 GRID = TokenGrid(3, 6, 9)
@@ -85,7 +85,7 @@ def test_groups_of_heads_give_what_all_heads_give(
     def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
         groups.append(call.k.shape[1])
         assert call.q.shape[1] == call.k.shape[1] * HEADS // KV_HEADS
-        reference_op.run(call, out, lse, counters)
+        on_reference.run(call, out, lse, counters)
 
     def attend(limit: int) -> tuple[Tensor, Tensor, Tensor]:
         stats = AttentionStats("cpu")

@@ -16,7 +16,7 @@ from benchmarks.quality_data.layer import Layer
 from sparge.blocks import QUERY_BLOCK
 from sparge.common import metrics
 from sparge.order.grid import grid_order
-from sparge.reference.packed import Packed, pack_qkv
+from sparge.reference import Quantized, quantize_qkv
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,10 @@ class Call:
     def heads(self) -> int:
         return self.layer.q.shape[1]
 
-    def packed(self, cubes: bool) -> Packed:
-        """Packing in cube order, or as the tokens come where they have no grid."""
+    def quantized(self, cubes: bool) -> Quantized:
+        """Operands in cube order, or as the tokens come where they have no grid."""
         grid, (q, k, v) = self.layer.grid, self.layer[1:4]
-        return pack_qkv(q, k, v, grid_order(grid).of_kind(0) if grid and cubes else None)
+        return quantize_qkv(q, k, v, grid_order(grid).of_kind(0) if grid and cubes else None)
 
     def truth(self, tokens: Tensor) -> Tensor:
         """(heads, rows, D): dense attention in float32 of the queries `tokens` (rows,)."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.quality.judge import Call
 from sparge.head_settings import HeadSettings
@@ -44,7 +42,7 @@ class Measured:
                     device=q.device,
                 )
             seen[call.place].update(measurement.next_query_blocks(call.place))
-            measurement.sample(call.place, q, k, v, dense=_dense(call))
+            measurement.sample(call.place, q, k, v)
         if measurement is None or len(seen) != layers:
             raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
         return cls(measurement, seen)
@@ -61,11 +59,6 @@ class Measured:
         ]
         assert len(measured) == choices.layers
         return measured
-
-
-def _dense(call: Call) -> Tensor:
-    q, k, v = call.layer.q, call.layer.k, call.layer.v
-    return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, enable_gqa=True)
 
 
 def _workload(call: Call) -> Workload:

@@ -17,8 +17,7 @@ from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, TokenOrder, grid_order, unmeasured_order
 from sparge.order.variants import VARIANTS
 from sparge.policy import SparsePolicy
-from sparge.reference.choose import choose_blocks
-from sparge.reference.packed import Packed
+from sparge.reference import Quantized, route
 
 
 @dataclass(frozen=True)
@@ -105,19 +104,17 @@ def attention(
     return out, lambda: stats.density
 
 
-def share_for(mode: Mode, packed: Packed, density: float, is_causal: bool) -> float:
+def share_for(mode: Mode, x: Quantized, density: float, is_causal: bool) -> float:
     """Largest share of key blocks a query block whose density does not exceed `density`.
 
     They differ: forced blocks come on top, and under causal the early query blocks see few keys. A
     density that forced blocks alone exceed gives the least share there is.
     """
-    blocks, heads = packed.operands.key_counts.shape[1], packed.operands.heads
-    scale = packed.operands.head_dim**-0.5
+    blocks, scale = x.key_counts.shape[1], x.head_dim**-0.5
 
     def density_of(count: int) -> float:
-        policy, own = mode.rules(HeadSettings.uniform(heads, share_of(count, blocks)), is_causal)
-        choice = choose_blocks(packed, policy, own, scale=scale, is_causal=is_causal)
-        return int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
+        policy, own = mode.rules(HeadSettings.uniform(x.heads, share_of(count, blocks)), is_causal)
+        return route(x, policy, own, scale=scale, is_causal=is_causal).density()
 
     low, high = 1, blocks + 1
     while high - low > 1:

@@ -13,9 +13,7 @@ from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenOrder
 from sparge.policy import SparsePolicy
-from sparge.reference.choose import choose_blocks
-from sparge.reference.packed import pack_qkv, scatter
-from sparge.reference.route import block_scores
+from sparge.reference import block_scores, quantize_qkv, route, scatter
 
 BLOCKS_AT_ONCE = 32  # query blocks: logits of 21,000 keys then take 340 MB
 
@@ -28,33 +26,31 @@ def sol_attention(
     A dropped block of n keys adds n exp(qbar . kbar) to the row sum and as much of its mean value
     to the output of every row, as if every query were the mean of its block.
     """
-    packed, scale = pack_qkv(q, k, v, order, element=Element.INT8_E4M3), q.shape[-1] ** -0.5
-    parts = packed.operands
-    choice = choose_blocks(packed, SparsePolicy(topk=share), None, scale=scale)
-    counts = parts.key_counts
+    x, scale = quantize_qkv(q, k, v, order, element=Element.INT8_E4M3), q.shape[-1] ** -0.5
+    routed = route(x, SparsePolicy(topk=share), scale=scale)
+    counts = x.key_counts
     visible = torch.arange(KEY_BLOCK, device=q.device) < counts.unsqueeze(-1)  # (B, nk, 64)
-    pooled = block_scores(parts, scale) + counts.float().log()[:, None, None]
-    pooled = pooled.masked_fill(~choice.valid | choice.kept, -torch.inf)
-    queries = parts.q_levels.float() * parts.q_scale.unsqueeze(-1) * scale
-    keys = _blocks(parts.k_levels.float()) * parts.k_scale[..., None, None]
-    values = _blocks(parts.v_levels.float()) * parts.v_scale[:, :, None, None]
-    group, nk = parts.heads // parts.kv_heads, counts.shape[1]
+    pooled = block_scores(x, scale) + counts.float().log()[:, None, None]
+    pooled = pooled.masked_fill(~routed.valid | routed.kept, -torch.inf)
+    queries = x.q_levels.float() * x.q_scale.unsqueeze(-1) * scale
+    keys = _blocks(x.k_levels.float()) * x.k_scale[..., None, None]
+    values = _blocks(x.v_levels.float()) * x.v_scale[:, :, None, None]
+    group, nk = x.heads // x.kv_heads, counts.shape[1]
     out = torch.empty_like(queries)
-    for b in range(parts.batch):
-        for h in range(parts.heads):
+    for b in range(x.batch):
+        for h in range(x.heads):
             own = h // group
             key, value = (x[b, own].flatten(0, 1)[: nk * KEY_BLOCK] for x in (keys, values))
-            value = torch.cat([value, packed.v_block_mean[b, own]]) + parts.vbar[b, own]
-            for first in range(0, choice.kept.shape[2], BLOCKS_AT_ONCE):
+            value = torch.cat([value, x.v_block_mean[b, own]]) + x.vbar[b, own]
+            for first in range(0, routed.kept.shape[2], BLOCKS_AT_ONCE):
                 blocks = slice(first, first + BLOCKS_AT_ONCE)
                 rows = slice(first * QUERY_BLOCK, (first + BLOCKS_AT_ONCE) * QUERY_BLOCK)
                 query = queries[b, h, rows]
-                seen = choice.kept[b, h, blocks].unsqueeze(-1) & visible[b]
+                seen = routed.kept[b, h, blocks].unsqueeze(-1) & visible[b]
                 exact = (query @ key.T).masked_fill(~_rows(seen.flatten(1), query), -torch.inf)
                 logits = torch.cat([exact, _rows(pooled[b, h, blocks], query)], -1)
                 out[b, h, rows] = logits.softmax(-1) @ value
-    density = int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
-    return (out if order is None else scatter(out, order)), density
+    return scatter(out, x.order), routed.density()
 
 
 def _blocks(rows: Tensor) -> Tensor:

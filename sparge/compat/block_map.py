@@ -53,7 +53,7 @@ def choose_blocks(
     ranked = valid & ~forced
     scores = q_means @ k_means.transpose(-1, -2) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~ranked, -torch.inf)
-    kept = ranked & (rank_blocks(scores) < kept_ranks(scores, policy, heads))
+    kept = ranked & (rank_blocks(scores) < kept_ranks(scores, policy, policy.selection))
     return (kept | forced | ~(q_similarity > threshold).unsqueeze(-1)) & valid
 
 

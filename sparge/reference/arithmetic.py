@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats in which each kernel element type stores its operands."""
+"""Arithmetic of the kernels: formats of each element type's operands, and their softmaxes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..kernels.spec import Element
+from ..partial import Partial, finite
+from .fixed_exp2 import fixed_exp2, is_fixed
 
 E4M3_MAX = 448.0
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,66 @@ ARITHMETIC = {
     Element.BF16: Arithmetic(False, torch.bfloat16),
     Element.FP16: Arithmetic(False, torch.float16),
 }
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Differences between the softmaxes of the attend kernels; the defaults are those of
+    mma.sync.
+    """
+
+    step_blocks: int = 1
+    """Kept blocks after which the running maximum is taken; P is rounded relative to it."""
+    sums_rounded: bool = False
+    """Whether the row sums are of P as it was rounded: the tensor cores add them beside the
+    values.
+    """
+    fixed_exp2: bool = False
+    """Whether P of some keys of a step is computed in fixed point
+    (`sparge.reference.fixed_exp2`).
+    """
+
+    def weigh(self, x: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+        """P = 2^x as it is stored, in units of 1 / p_peak, and its sums; x is (..., keys)."""
+        p = torch.exp2(x)
+        exact = p * arithmetic.p_peak
+        if self.fixed_exp2:
+            fixed = fixed_exp2(x + math.log2(arithmetic.p_peak)).float()
+            exact = torch.where(is_fixed(x.shape[-1], x.device), fixed, exact)
+        stored = arithmetic.round(exact).float()
+        if not self.sums_rounded:
+            return stored, p.sum(-1, keepdim=True)
+        return stored, stored.sum(-1, keepdim=True) / arithmetic.p_peak
+
+
+PORTABLE_SOFTMAX = OnlineSoftmax()
+#: Softmaxes of the sm_90a kernels, of 8-bit and of 16-bit operands.
+HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True, fixed_exp2=True)
+HOPPER_SOFTMAX_16 = OnlineSoftmax(step_blocks=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What turns weights of one KV head's keys or pseudo-keys into sums of their values."""
+
+    scale: Tensor  # (D,)
+    mean: Tensor  # (D,)
+    arithmetic: Arithmetic
+    softmax: OnlineSoftmax
+
+    def sums(
+        self, exponents: Tensor, maxima: Tensor, levels: Tensor, lost: Tensor | None = None
+    ) -> Partial:
+        """Sums over the keys of all steps.
+
+        exponents: (R, steps, keys of a step), logits less `maxima` (R, steps), the running ones.
+        levels: (steps * keys, D) of the values. lost: (R,) bool, rows whose softmax is no number.
+        """
+        rescale = torch.exp2(maxima - finite(maxima[:, -1:])).unsqueeze(-1)
+        stored, sums = self.softmax.weigh(exponents, self.arithmetic)
+        row_sum = (sums * rescale).sum((-2, -1))
+        if lost is not None:
+            row_sum = row_sum.masked_fill(lost, torch.nan)
+        acc = stored.mul_(rescale).flatten(1) @ levels / self.arithmetic.p_peak
+        unnormalised = acc * self.scale + row_sum.unsqueeze(-1) * self.mean
+        return Partial(unnormalised, maxima[:, -1], row_sum)

@@ -1,61 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage route: which key blocks each query block keeps. It sorts, since it need not be fast."""
+"""Stage route: which key blocks each query block keeps, and which it pools. It sorts, since it need
+not be fast."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, touches_diagonal
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, block_pairs, touches_diagonal, whole_steps
+from ..head_settings import HeadSettings, Router
 from ..policy import PerHead, SparsePolicy
-from .quantize import Quantized
+from .quantized import Quantized, by_query_head
+from .scores import block_scores, log_mass, log_scores
 
 
-def block_scores(quantized: Quantized, scale: float) -> Tensor:
-    """(B, H, nq, nk) float32: mean query . mean centred key * scale."""
-    group = quantized.heads // quantized.kv_heads
-    key_means = quantized.k_block_mean.repeat_interleave(group, 1)
-    return quantized.q_block_mean @ key_means.transpose(-1, -2) * scale
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Fate of each (query block, key block); all (B, H, nq, nk)."""
+
+    kept: Tensor  # bool: computed exactly
+    pooled: Tensor  # bool: stands in the softmax as one pseudo-key
+    rank: Tensor  # int64: place among the ranked blocks, from 0; -1 for all others
+    pairs: Tensor  # int64: query-key pairs of each block, kept or not
+
+    @property
+    def valid(self) -> Tensor:
+        """Whether the block holds a pair."""
+        return self.pairs > 0
+
+    def kept_pairs(self) -> Tensor:
+        """(B, H) int64: query-key pairs inside the kept blocks."""
+        return (self.pairs * self.kept).sum((-2, -1))
+
+    def valid_pairs(self) -> Tensor:
+        """(B, H) int64: query-key pairs inside all blocks."""
+        return self.pairs.sum((-2, -1))
+
+    def kept_blocks(self) -> Tensor:
+        """(B, H) int64: kept blocks that hold a pair."""
+        return (self.kept & self.valid).sum((-2, -1))
+
+    def density(self) -> float:
+        """Share of pairs that are kept, over all heads (1 when there are none)."""
+        valid = int(self.valid_pairs().sum())
+        return int(self.kept_pairs().sum()) / valid if valid else 1.0
 
 
 def route(
-    quantized: Quantized,
+    x: Quantized,
     policy: SparsePolicy,
+    head_settings: HeadSettings | None = None,
     *,
     scale: float,
     is_causal: bool = False,
     block_mask: Tensor | None = None,
-) -> BlockPlan:
-    """Makes the plan of `policy` from the block statistics, or from `block_mask` (B, H, nq, nk)
-    alone."""
-    valid = valid_blocks(quantized, is_causal)
+    plan: BlockPlan | None = None,
+) -> Route:
+    """Chooses blocks by the rules of `policy`, at the density of `head_settings` where they are
+    given; or takes those of `plan`, or those of `block_mask` (B, H, nq, nk) that hold a pair.
+
+    Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
+    come on top of the density. An order says itself which tokens are exact; without one the
+    policy's `exact_prefix` and `exact_suffix` do.
+
+    Without an order and head settings the semantics are upstream's: ragged blocks rank as whole
+    ones do, and top-k makes no `whole_steps`.
+    """
+    pairs = _pairs(x, is_causal if plan is None else plan.is_causal)
+    valid = pairs > 0
+    nothing = torch.zeros_like(valid)
+    if plan is not None:
+        return Route(plan.kept(), nothing, torch.full_like(pairs, -1), pairs)
     if block_mask is not None:
-        kept = block_mask.bool() & valid
-    else:
-        kept = _select(quantized, policy, scale, is_causal, valid)
-    return BlockPlan.from_kept(
-        kept, quantized.n_queries, quantized.n_keys, is_causal, quantized.key_lengths
-    )
-
-
-def _select(
-    quantized: Quantized, policy: SparsePolicy, scale: float, is_causal: bool, valid: Tensor
-) -> Tensor:
-    heads, device = quantized.heads, valid.device
-    threshold = per_head(policy.simthreshd1, heads, device).unsqueeze(-1)
-    group = heads // quantized.kv_heads
-    k_similarity = quantized.k_self_similarity.repeat_interleave(group, 1)
-
-    never_dropped = ~(k_similarity > threshold)  # not "<=": a NaN is never dropped either
-    forced = valid & (never_dropped.unsqueeze(-2) | protected_keys(quantized, policy))
-    if is_causal and policy.keep_diagonal:
-        forced = forced | (valid & touches_diagonal(valid))
-    dense = ~(quantized.q_self_similarity > threshold) | exact_query_blocks(quantized, policy)
-
+        return Route(block_mask.bool() & valid, nothing, torch.full_like(pairs, -1), pairs)
+    forced, dense = _forced(x, policy, valid, is_causal)
     ranked = valid & ~forced
-    scores = block_scores(quantized, scale).masked_fill(~ranked, -torch.inf)
-    chosen = ranked & (rank_blocks(scores) < kept_ranks(scores, policy, heads))
-    return forced | chosen | (dense.unsqueeze(-1) & valid)
+
+    upstream = x.order is None and head_settings is None
+    scores = block_scores(x, scale) if upstream else _scores(x, head_settings, scale, valid)
+    scores = scores.masked_fill(~ranked, -torch.inf)
+    rank = rank_blocks(scores)
+    if head_settings is None:
+        counts, pools = kept_ranks(scores, policy, policy.selection), nothing
+    else:
+        counts = kept_ranks(scores, policy, head_settings.density, head_settings.floor)
+        pools = (head_settings.pool_weight > 0)[:, None, None].to(valid.device)
+        pools = pools & head_settings.pools
+    if policy.select_by == "topk" and not upstream:
+        counts = whole_steps(counts, forced.sum(-1, keepdim=True))
+    kept = forced | (ranked & (rank < counts)) | (dense & valid)
+    pooled = poolable(valid & ~kept & pools, is_causal)
+    return Route(kept, pooled, rank.masked_fill(~ranked, -1), pairs)
+
+
+def _scores(
+    x: Quantized, head_settings: HeadSettings | None, scale: float, valid: Tensor
+) -> Tensor:
+    if head_settings is None or not head_settings.pools:
+        return log_mass(x, scale)
+    by_mass, by_error = log_scores(x, scale, valid)
+    takes_error = head_settings.router.to(by_mass.device) == Router.ERROR
+    return torch.where(takes_error[:, None, None], by_error, by_mass)
+
+
+def poolable(blocks: Tensor, is_causal: bool) -> Tensor:
+    """Subset of `blocks` that a mean can stand for: under causal, rows must not see them in
+    part.
+    """
+    return blocks & ~touches_diagonal(blocks) if is_causal else blocks
 
 
 def rank_blocks(scores: Tensor) -> Tensor:
@@ -65,68 +119,56 @@ def rank_blocks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def kept_ranks(scores: Tensor, policy: SparsePolicy, heads: int) -> Tensor:
-    """Number of ranked blocks to keep, broadcastable to the scores."""
+def kept_ranks(scores: Tensor, policy: SparsePolicy, share: PerHead, floor: int = 1) -> Tensor:
+    """Number of ranked blocks to keep, at least `floor`, broadcastable to the scores (B, H, nq,
+    nk): a share of all blocks, or of the mass of the ranked ones."""
+    key_blocks = scores.shape[-1]
+    shares = per_head(share, scores.shape[1], scores.device)[:, None, None]
     if policy.select_by == "topk":
-        return _share_of(policy.topk, scores.shape[-1], heads, scores.device)
-    threshold = per_head(policy.cdfthreshd, heads, scores.device)[:, None, None]
+        if isinstance(share, Tensor):
+            return (shares * key_blocks).long().clamp(min=floor)
+        return torch.full_like(shares, max(floor, int(share * key_blocks)), dtype=torch.int64)
     mass = scores.softmax(-1).nan_to_num(0.0)  # a row that ranks nothing has no softmax
-    within = mass.sort(dim=-1, descending=True, stable=True).values.cumsum(-1) <= threshold
-    everything = threshold >= 1  # float32 sums may end a little above 1
-    return (within | everything).sum(-1, keepdim=True).clamp(min=1)
+    within = mass.sort(dim=-1, descending=True, stable=True).values.cumsum(-1) <= shares
+    everything = shares >= 1  # float32 sums may end a little above 1
+    return (within | everything).sum(-1, keepdim=True).clamp(min=floor)
 
 
-def _share_of(share: PerHead, key_blocks: int, heads: int, device: torch.device) -> Tensor:
-    """(H, 1, 1): max(1, int(share * key_blocks)) of each head."""
-    if not isinstance(share, Tensor):
-        count = max(1, int(share * key_blocks))
-        return torch.full((heads, 1, 1), count, device=device)
-    counts = (per_head(share, heads, device) * key_blocks).long()
-    return counts.clamp(min=1)[:, None, None]
+def _pairs(x: Quantized, is_causal: bool) -> Tensor:
+    """(B, H, nq, nk) int64: query-key pairs of each block."""
+    if x.order is None:
+        pairs = block_pairs(x.n_queries, x.key_counts, is_causal)
+    else:
+        pairs = x.query_counts.long()[:, None] * x.key_counts.long()[:, None]
+    return pairs.unsqueeze(1).expand(-1, x.heads, -1, -1)
 
 
-def valid_blocks(quantized: Quantized, is_causal: bool) -> Tensor:
-    """(B, 1, nq, nk): the block has a key, and under causal a key that some query may see."""
-    device = quantized.key_counts.device
-    valid = (quantized.key_counts > 0)[:, None, None, :]
-    query_blocks = quantized.q_block_mean.shape[2]
-    if not is_causal:
-        return valid.expand(-1, -1, query_blocks, -1)
-    last_row = (_starts(query_blocks, QUERY_BLOCK, device) + QUERY_BLOCK - 1).clamp(
-        max=quantized.n_queries - 1
-    )
-    first_key = _starts(quantized.key_counts.shape[1], KEY_BLOCK, device)
-    return valid & (first_key <= last_row.unsqueeze(-1))
-
-
-def protected_keys(quantized: Quantized, policy: SparsePolicy) -> Tensor:
-    """(B, 1, 1, nk): the key block holds an exact token, or is the sink."""
-    starts = _starts(quantized.key_counts.shape[1], KEY_BLOCK, quantized.key_counts.device)
-    lengths = quantized.key_counts.sum(-1, keepdim=True)
-    protected = _holds_exact(starts, quantized.key_counts, lengths, policy)
+def _forced(
+    x: Quantized, policy: SparsePolicy, valid: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Forced blocks (B, H, nq, nk), and query blocks that drop nothing, broadcastable to them."""
+    threshold = per_head(policy.simthreshd1, x.heads, valid.device).unsqueeze(-1)
+    similar = by_query_head(x.k_self_similarity, x.heads) > threshold
+    dense = ~(x.q_self_similarity > threshold)  # not "<=": a NaN is never dropped either
+    if x.order is None:
+        lengths = x.key_counts.sum(-1, keepdim=True)
+        keys = _holds_exact(x.key_counts, KEY_BLOCK, lengths, policy)[:, None, None]
+        queries = _holds_exact(x.query_counts, QUERY_BLOCK, x.n_queries, policy)
+    else:
+        keys, queries = x.order.keys_exact, x.order.queries_exact
+    forced = ~similar.unsqueeze(-2) | keys
     if policy.attention_sink:
-        protected = protected | (starts == 0)
-    return protected[:, None, None, :]
+        forced = forced | (torch.arange(forced.shape[-1], device=valid.device) == 0)
+    if is_causal and policy.keep_diagonal:
+        forced = forced | touches_diagonal(valid)
+    return forced & valid, (dense | queries).unsqueeze(-1)
 
 
-def exact_query_blocks(quantized: Quantized, policy: SparsePolicy) -> Tensor:
-    """(nq,): the query block holds an exact token."""
-    device, queries = quantized.q_block_mean.device, quantized.n_queries
-    starts = _starts(quantized.q_block_mean.shape[2], QUERY_BLOCK, device)
-    rows = (queries - starts).clamp(max=QUERY_BLOCK)
-    return _holds_exact(starts, rows, queries, policy)
-
-
-def _holds_exact(
-    starts: Tensor, counts: Tensor, length: Tensor | int, policy: SparsePolicy
-) -> Tensor:
-    """Whether each block holds an exact token. The suffix ends at the last valid token: for keys
-    that is the batch entry's key length."""
+def _holds_exact(counts: Tensor, size: int, length: Tensor | int, policy: SparsePolicy) -> Tensor:
+    """Whether each block, `counts` (..., n) tokens of `size`, holds an exact token. The suffix ends
+    at the last valid token: for keys that is the batch entry's key length."""
+    starts = torch.arange(counts.shape[-1], device=counts.device) * size
     return (starts < policy.exact_prefix) | (starts + counts > length - policy.exact_suffix)
-
-
-def _starts(blocks: int, size: int, device: torch.device) -> Tensor:
-    return torch.arange(blocks, device=device) * size
 
 
 def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:

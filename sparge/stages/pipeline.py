@@ -12,7 +12,7 @@ from ..kernels import capabilities
 from ..order.facts import NO_ORDER, OrderFacts
 from ..policy import PV_FILTER_OFF
 from ..stats import Counter
-from . import ops, reference_op
+from . import on_reference, ops
 from .kernel_check import build_kernels
 from .rules import AttendRules, QuantizeRules, RouteRules, Select
 from .workspace import layout_of
@@ -28,7 +28,7 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
     if has_kernels(call):
         _run_in_head_groups(call, out, lse, counters)
     else:
-        reference_op.run(call, out, lse, counters)
+        on_reference.run(call, out, lse, counters)
 
 
 def has_kernels(call: Call) -> bool:

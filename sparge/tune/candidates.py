@@ -61,7 +61,7 @@ class CandidateSet:
         """(..., nk) int64: for each block the first density that keeps it; -1 for invalid blocks.
 
         rank (..., nk) int: place among the ranked blocks, negative for forced ones; valid (..., nk)
-        bool. Both as in `sparge.reference.choose.Choice`.
+        bool. Both as in `sparge.reference.Route`.
         """
         bucket = torch.zeros_like(rank)
         forced = (valid & (rank < 0)).sum(-1, keepdim=True)

@@ -19,8 +19,8 @@ from ..blocks import QUERY_BLOCK, block_count
 from ..call import element_of
 from ..kernels import Element, capabilities
 from ..order.facts import OrderFacts
+from ..partial import Partial
 from ..policy import PV_FILTER_OFF, Precision
-from ..reference.partial import Partial
 from ..stages import ops
 from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of

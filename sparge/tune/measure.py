@@ -15,10 +15,9 @@ from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK
 from ..head_settings import HeadSettings
-from ..reference.budgeted import bucket_partials
-from ..reference.choose import choose_blocks
-from ..reference.packed import Packed, pack_qkv
-from ..reference.partial import Partial
+from ..partial import Partial
+from ..reference import Attended, Quantized, attend, poolable, quantize_qkv, route
+from ..reference.quantized import by_query_head
 from .candidates import CandidateSet
 from .scoring import Distances, bucket_distances
 from .spread import rows_on
@@ -87,48 +86,70 @@ def reference_measure(sample: Sample) -> Measured:
 def _in_its_order(sample: Sample) -> tuple[Distances, Tensor]:
     """Distances of rows (B, H, S, rows), and which rows are queries."""
     order = None if sample.workload.is_causal else sample.workload.order
-    packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
-    occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
-    parts = _bucket_partials(sample, packed, _sampled_buckets(sample, packed))
-    return bucket_distances(parts, _mean_value(packed)), occupied
+    x = quantize_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
+    occupied = _by_block(x.occupied.unsqueeze(-1), sample)[..., 0]
+    parts = _bucket_partials(sample, x, _sampled_buckets(sample, x))
+    return bucket_distances(parts, _mean_value(x)), occupied
 
 
-def _sampled_buckets(sample: Sample, packed: Packed) -> Tensor:
+def _sampled_buckets(sample: Sample, x: Quantized) -> Tensor:
     """Buckets (B, H, nq, nk), -1 in query blocks that are not measured."""
     workload, candidates = sample.workload, sample.candidates
-    choice = choose_blocks(
-        packed,
+    routed = route(
+        x,
         workload.policy(),
         HeadSettings.uniform(sample.q.shape[1], 1.0, router=candidates.router),
         scale=sample.scale,
         is_causal=workload.is_causal,
     )
-    every = candidates.buckets(choice.rank, choice.valid)
+    every = candidates.buckets(routed.rank, routed.valid)
     sampled = torch.full_like(every, -1)
     for block in sample.query_blocks:
         sampled[:, :, block] = every[:, :, block]
     return sampled
 
 
-def _mean_value(packed: Packed) -> Tensor:
+def _mean_value(x: Quantized) -> Tensor:
     """(B, H, 1, 1, D): mean value of all keys."""
-    operands = packed.operands
-    mean = operands.vbar.repeat_interleave(operands.heads // operands.kv_heads, 1)
-    return mean[:, :, None, None]
+    return by_query_head(x.vbar, x.heads)[:, :, None, None]
 
 
 def _bucket_partials(
-    sample: Sample, packed: Packed, buckets: Tensor
+    sample: Sample, x: Quantized, buckets: Tensor
 ) -> list[tuple[Partial, Partial]]:
     """Exact and pooled part (B, H, S, 128, D) of each bucket."""
     parts = bucket_partials(
-        packed,
+        x,
         buckets,
         len(sample.candidates.densities),
         scale=sample.scale,
         is_causal=sample.workload.is_causal,
     )
     return [(_rows(exact, sample), _rows(pooled, sample)) for exact, pooled in parts]
+
+
+def bucket_partials(
+    x: Quantized, buckets: Tensor, count: int, *, scale: float, is_causal: bool = False
+) -> list[tuple[Partial, Partial]]:
+    """Exact and pooled part of each bucket of blocks, 0 .. count - 1.
+
+    `buckets` (B, H, nq, nk) int: the bucket of each block, any other number for none. With the
+    first t buckets exact and pool weight g, the output is that of all exact parts before t together
+    with all pooled parts from t on, their keys counted g times. Rows are slots where `x` has an
+    order.
+    """
+    nothing = torch.zeros_like(buckets, dtype=torch.bool)
+    parts: list[tuple[Partial, Partial]] = []
+    for bucket in range(count):
+        blocks = buckets == bucket
+        exact = attend(x, blocks, scale=scale, is_causal=is_causal)
+        pooled = attend(x, nothing, poolable(blocks, is_causal), scale=scale)
+        parts.append((_partial(exact), _partial(pooled)))
+    return parts
+
+
+def _partial(attended: Attended) -> Partial:
+    return Partial(attended.unnormalised, attended.row_max, attended.row_sum)
 
 
 def _rows(part: Partial, sample: Sample) -> Partial:

@@ -176,7 +176,7 @@ def routed() -> Iterator[list[Tensor]]:
     """The maps (B, H, nq, nk) bool of the calls inside, or of the groups of heads they are cut in.
     An order or a budget is not for `make_plan`, so they are caught where they are made."""
     maps: list[Tensor] = []
-    route, budgeted = ops.route, reference.budgeted_attention
+    route, attention = ops.route, reference.attention
 
     def on_gpu(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         block_map, counts = route(*args, **named)
@@ -184,13 +184,13 @@ def routed() -> Iterator[list[Tensor]]:
         return block_map, counts
 
     def on_cpu(*args: Any, **named: Any) -> Any:
-        attended, choice = budgeted(*args, **named)
-        maps.append(choice.kept)
-        return attended, choice
+        attended, routed = attention(*args, **named)
+        maps.append(routed.kept)
+        return attended, routed
 
     with (
         mock.patch.object(ops, "route", on_gpu),
-        mock.patch.object(reference, "budgeted_attention", on_cpu),
+        mock.patch.object(reference, "attention", on_cpu),
     ):
         yield maps
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
 from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath
-from sparge.reference.attend import (
+from sparge.reference.arithmetic import (
     HOPPER_SOFTMAX,
     HOPPER_SOFTMAX_16,
     PORTABLE_SOFTMAX,

@@ -17,17 +17,16 @@ from sparge.blocks import KEY_BLOCK, unpack
 from sparge.call import Call, make_call
 from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
-from sparge.order.grid import TokenOrder
 from sparge.reference import (
-    Choice,
-    Packed,
-    attend_packed,
-    choose_blocks,
-    exact_pooled_attention,
-    pack_qkv,
+    Quantized,
+    Route,
+    attend,
+    exact_attention,
     poolable,
+    quantize_qkv,
     scatter,
 )
+from sparge.reference import route as reference_route
 from sparge.stages.pipeline import quantize, route
 from sparge.stages.workspace import WorkspaceLayout
 from tests.gpu.cases import Case, lengths_of, make_qkv
@@ -122,7 +121,7 @@ class Prepared:
 
     call: Call
     fields: dict[str, Tensor]
-    packed: Packed
+    operands: Quantized
     kept: Tensor
 
     @property
@@ -147,11 +146,11 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
     )
     fields = {name: layout.view(workspace, name) for name in layout.fields}
     means = means_of(fields, element, case.head_dim)
-    packed = pack_qkv(q, k, v, call.order, element=element, key_lengths=lengths, **means)
+    operands = quantize_qkv(q, k, v, call.order, element=element, key_lengths=lengths, **means)
     block_map, counts = route(call, workspace, None)
     kept = unpack(block_map, call.shape.key_blocks)
     assert torch.equal(counts, kept.sum(-1, dtype=torch.int32))
-    return Prepared(call, fields, packed, kept)
+    return Prepared(call, fields, operands, kept)
 
 
 def element_for(kernels: Kernels, case: Case) -> Element:
@@ -159,10 +158,10 @@ def element_for(kernels: Kernels, case: Case) -> Element:
     return Element.FP16 if fp16 else kernels.element
 
 
-def choose(got: Prepared) -> Choice:
+def choose(got: Prepared) -> Route:
     call = got.call
-    return choose_blocks(
-        got.packed, call.policy, call.head_settings, scale=got.scale, is_causal=call.is_causal
+    return reference_route(
+        got.operands, call.policy, call.head_settings, scale=got.scale, is_causal=call.is_causal
     )
 
 
@@ -178,7 +177,7 @@ def test_output(
     element = element_for(kernels, job.case)
     force(replace(kernels, element=element))
     got = prepare(job, element, generator)
-    call, packed = got.call, got.packed
+    call, operands = got.call, got.operands
     assert call.v is not None and call.head_settings is not None
     stats = AttentionStats("cuda")
     out, lse = public_attention(
@@ -195,14 +194,14 @@ def test_output(
         return_lse=True,
     )
     assert torch.isfinite(out).all()
-    choice = choose(got)
+    routed = choose(got)
     pool_weights = (call.head_settings.pool_weight > 0)[:, None, None]
-    pooled = poolable(packed, choice.valid & ~got.kept & pool_weights, call.is_causal)
+    pooled = poolable(routed.valid & ~got.kept & pool_weights, call.is_causal)
     asked, centred = call.head_settings.output_scale, element.name.startswith("INT8")
     assert (asked is not None) == (centred and not call.is_causal)
     output_scale = 1.0 if asked is None else asked
-    emulated = attend_packed(
-        packed,
+    emulated = attend(
+        operands,
         got.kept,
         pooled,
         call.head_settings.pool_weight,
@@ -212,17 +211,17 @@ def test_output(
         pvthreshd=call.policy.pvthreshd,
         softmax=kernels.softmax,
     )
-    truth = in_token_order(emulated.out, call.order)
+    truth = scatter(emulated.out, call.order)
     size = truth.norm().clamp(min=1e-3)
     assert (out - truth).norm() / size <= TIGHT[element]
-    assert_same_lse(lse, in_token_order(emulated.lse, call.order), kernels, 2e-3)
-    counted = replace(choice, kept=got.kept)
+    assert_same_lse(lse, scatter(emulated.lse, call.order), kernels, 2e-3)
+    counted = replace(routed, kept=got.kept)
     kept, valid, skipped, blocks = stats.counters.tolist()
     assert blocks == int(got.kept.sum())
     assert kept == int(counted.kept_pairs().sum()) and valid == int(counted.valid_pairs().sum())
     assert skipped == pytest.approx(int(emulated.pv_skipped.sum()), rel=0.05, abs=128 * KEY_BLOCK)
 
-    exact, _ = exact_pooled_attention(
+    exact, _ = exact_attention(
         call.q,
         call.k,
         call.v,
@@ -230,16 +229,12 @@ def test_output(
         pooled,
         call.head_settings.pool_weight,
         output_scale=output_scale,
-        mean_values=packed.operands.vbar,
+        mean_values=operands.vbar,
         order=call.order,
         is_causal=call.is_causal,
         key_lengths=call.key_lengths,
     )
     assert rel_l2(out, exact) <= 1.2 * rel_l2(truth, exact) + TIGHT[element]
-
-
-def in_token_order(rows: Tensor, order: TokenOrder | None) -> Tensor:
-    return rows if order is None else scatter(rows, order)
 
 
 def test_key_lengths_that_cut_the_grid_give_no_numbers(generator: torch.Generator) -> None:

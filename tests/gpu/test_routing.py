@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparge import AttentionStats, Router
 from sparge.kernels import Element
-from sparge.reference import error_scores, mass_scores
+from sparge.reference import log_scores
 from sparge.reference.scores import LEAST_ERROR
 from sparge.stages.launch import find_kernel
 from sparge.stages.pipeline import quantize, route
@@ -25,15 +25,15 @@ def test_routing(job: Job, generator: torch.Generator, poison: None, force) -> N
     element = element_for(Kernels(Element.BF16), job.case)
     force(Kernels(element))
     got = prepare(job, element, generator)
-    choice = choose(got)
-    differs = got.kept != choice.kept
+    routed = choose(got)
+    differs = got.kept != routed.kept
     if job.case.data == "zeros":
         return  # every score is the same up to rounding
     head_settings = got.call.head_settings
     assert head_settings is not None
-    errors = error_scores(got.packed, got.scale, choice.valid)
-    by_error = (head_settings.router == Router.ERROR)[:, None, None]
-    scores = torch.where(by_error, errors, mass_scores(got.packed, got.scale))
+    by_mass, by_error = log_scores(got.operands, got.scale, routed.valid)
+    takes_error = (head_settings.router == Router.ERROR)[:, None, None]
+    scores = torch.where(takes_error, by_error, by_mass)
     least = float(torch.tensor(LEAST_ERROR).log() / 2) + 1
     for row in differs.any(-1).nonzero():
         at = tuple(row.tolist())

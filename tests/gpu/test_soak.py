@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
@@ -109,9 +108,8 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
         measure=measure_for(device),
         device=device,
     )
-    dense = scaled_dot_product_attention(q, k, v)
     for layer in range(LAYERS):
-        measurement.sample(layer, q, k, v, dense=dense)
+        measurement.sample(layer, q, k, v)
     choices = measurement.offers().freeze(mean_density=0.4)
     probe = Probe.begin(layers=LAYERS, heads=HEADS, workload=workload, device=device)
     fixed, outs = each_its_own(device), []

@@ -19,8 +19,7 @@ from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
 from sparge.kernels.spec import HEAD_DIMS
 from sparge.policy import Precision
-from sparge.reference.arithmetic import E4M3_MAX
-from sparge.reference.attend import OnlineSoftmax
+from sparge.reference.arithmetic import E4M3_MAX, OnlineSoftmax
 from sparge.stages.launch import quantize
 from sparge.stages.rules import QuantizeRules
 from sparge.stages.workspace import CallShape, WorkspaceLayout
@@ -60,7 +59,7 @@ def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Te
 
 
 def means_of(fields: dict[str, Tensor], element: Element, head_dim: int) -> dict[str, Any]:
-    """Means and value scales of the kernels, for `reference.quantize_qkv` and `pack_qkv`."""
+    """Means and value scales of the kernels, for `reference.quantize_qkv`."""
     names = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale"}
     if not element.name.startswith("INT8"):
         return {}
@@ -107,7 +106,12 @@ def test_attention(
     means = means_of(fields, element, d)
     quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
     emulated = reference.attend(
-        quantized, plan, scale=d**-0.5, pvthreshd=policy.pvthreshd, softmax=kernels.softmax
+        quantized,
+        plan.kept(),
+        scale=d**-0.5,
+        is_causal=plan.is_causal,
+        pvthreshd=policy.pvthreshd,
+        softmax=kernels.softmax,
     )
     size = emulated.out.norm().clamp(min=1e-3)
     assert (out - emulated.out).norm() / size <= TIGHT[element]
@@ -115,7 +119,7 @@ def test_attention(
 
     exact, _ = reference.exact_attention(
         *(x.bfloat16() if x.dtype == torch.float32 else x for x in (q, k, v)),
-        plan=plan,
+        kept=plan.kept(),
         is_causal=case.causal,
         key_lengths=lengths,
     )
@@ -127,11 +131,11 @@ def check_routing(plan, q, k, v, policy, element, case, lengths) -> None:
     """The kernel's choice equals the reference's, but where two scores tie to rounding."""
     quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths)
     truth = reference.route(quantized, policy, scale=case.head_dim**-0.5, is_causal=case.causal)
-    differs = plan.kept() != truth.kept()
+    differs = plan.kept() != truth.kept
     assert torch.equal(plan.counts, plan.kept().sum(-1, dtype=torch.int32))
     if case.data in ("equal rows", "zeros"):
         # Every score is the same up to rounding: the counts must agree, the choice is arbitrary.
-        assert (plan.counts - truth.counts).abs().max() <= 1
+        assert (plan.counts - truth.kept.sum(-1)).abs().max() <= 1
         return
     if policy.select_by == "cdf":
         # The mass of one block may lie on either side of the target.
@@ -167,7 +171,7 @@ def test_hopper_errs_hardly_more_than_mma_sync(
         q, k, v = (torch.randn(size, generator=generator).bfloat16().cuda() for _ in range(3))
     policy = with_element(SparsePolicy(topk=0.2), kernels.element)
     plan = make_plan(q, k, policy)
-    exact, _ = reference.exact_attention(q, k, v, plan=plan)
+    exact, _ = reference.exact_attention(q, k, v, plan.kept())
 
     def error(kernels: Kernels) -> float:
         force(kernels)
@@ -198,7 +202,7 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     plan = make_plan(q, k, policy)
 
     def off(softmax: OnlineSoftmax) -> Tensor:
-        emulated = reference.attend(quantized, plan, scale=1 / head_dim, softmax=softmax)
+        emulated = reference.attend(quantized, plan.kept(), scale=1 / head_dim, softmax=softmax)
         codes = (emulated.unnormalised * E4M3_MAX)[..., :KEY_BLOCK]
         return (found[..., :KEY_BLOCK] * E4M3_MAX - codes).abs() > 1e-3 * codes + 1e-4
 

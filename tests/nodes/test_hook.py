@@ -294,7 +294,7 @@ def test_an_installed_library_beside_the_pack_changes_nothing(load_pack, monkeyp
     def refuse(*_):
         raise ours.Unsupported("the test allows nothing")
 
-    monkeypatch.setattr(load_pack("sparge.stages.on_reference"), "run", refuse)
+    monkeypatch.setattr(load_pack("sparge.stages.on_reference"), "compute", refuse)
     with pytest.raises(ours.Unsupported):
         ours.attention(q, k, v)
     sparge.attention(q, k, v)

@@ -14,8 +14,7 @@ from benchmarks.quality.modes import BY_NAME, MODES, Mode, attention, order_of, 
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.common.metrics import rel_l2
 from sparge.head_settings import HeadSettings
-from sparge.reference.choose import choose_blocks
-from sparge.reference.exact_pooled import exact_pooled_attention
+from sparge.reference import exact_attention, route
 
 EIGHT_BITS = 0.02  # relative L2
 INT8_ALONE = 0.004  # without E4M3: what the design measured for INT8 QK, and FP16 V
@@ -54,7 +53,7 @@ def test_drop_is_a_top_k_of_pooled_scores_in_raster_order(video: Call) -> None:
     kept.scatter_(-1, scores.topk(int(SHARE * scores.shape[-1])).indices, True)
     # A ragged last block counts by its keys here, and as a whole one upstream.
     whole = [*range(video.layer.q.shape[2] // QUERY_BLOCK * QUERY_BLOCK)]
-    expected, _ = exact_pooled_attention(q, k, v, kept)
+    expected, _ = exact_attention(q, k, v, kept)
     same = torch.isclose(out[:, whole], expected[0][:, whole], rtol=0.02, atol=0.02).all(-1)
     assert same.float().mean() > 0.8
 
@@ -63,12 +62,12 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     """Each dropped block as if every query were the mean of its block, of what the rows do not have
     in common: K less its mean."""
     mode, layer = BY_NAME["sol"], video.layer
-    packed = video.packed(cubes=True)
-    assert packed.order is not None
+    x = video.quantized(cubes=True)
+    assert x.order is not None
     policy, _ = mode.rules(HeadSettings.uniform(2, SHARE), False)
     scale = layer.q.shape[-1] ** -0.5
-    kept = choose_blocks(packed, policy, None, scale=scale).kept
-    slot = packed.order.token_slot.long()
+    kept = route(x, policy, scale=scale).kept
+    slot = x.order.token_slot.long()
     query_block, key_block = slot // QUERY_BLOCK, slot // KEY_BLOCK
     q, k, v = (x[0].double() for x in layer[1:4])
     out, _ = run(video, mode, SHARE)
@@ -97,11 +96,11 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
 
 @pytest.mark.parametrize("density", [0.35, 0.5, 1.0])
 def test_a_share_reaches_its_density_and_no_more(call: Call, density: float) -> None:
-    mode, packed = BY_NAME["ours manual"], call.packed(cubes=True)
-    share = share_for(mode, packed, density, call.is_causal)
+    mode, x = BY_NAME["ours manual"], call.quantized(cubes=True)
+    share = share_for(mode, x, density, call.is_causal)
     assert run(call, mode, share)[1] <= density
     if density < 1:
-        one_step = 2 / packed.operands.key_counts.shape[1]
+        one_step = 2 / x.key_counts.shape[1]
         assert run(call, mode, share + one_step)[1] > density
     else:
         assert run(call, mode, share)[1] == 1

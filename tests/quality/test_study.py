@@ -23,11 +23,11 @@ AUTO = BY_NAME["ours auto"]
 def test_judged_rows_are_not_those_measurement_saw(video: Call) -> None:
     seen = Measured.on([video], 1, blocks_a_call=4).seen[0]
     assert len(seen) == 4
-    packed = video.packed(cubes=True)
-    usable = len(packed.query_counts) - 1  # the exact tokens' block is no sample
+    operands = video.quantized(cubes=True)
+    usable = len(operands.query_counts) - 1  # the exact tokens' block is no sample
     tokens = video.drawn(usable - 4, 1, seen)
-    assert packed.order is not None
-    drawn = set((packed.order.token_slot[tokens] // QUERY_BLOCK).tolist())
+    assert operands.order is not None
+    drawn = set((operands.order.token_slot[tokens] // QUERY_BLOCK).tolist())
     assert len(drawn) == usable - 4 and not drawn & seen and 0 not in drawn
     with pytest.raises(ValueError, match="that calibration did not see"):
         video.drawn(usable - 3, 1, seen)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from sparge.blocks import BlockPlan
 from sparge.kernels.spec import Element
-from sparge.reference import Quantized, attend, quantize_qkv
+from sparge.policy import SparsePolicy
+from sparge.reference import Quantized, attend, quantize_qkv, route
 
 STORED = {
     Element.INT8_FP16: torch.float16,
@@ -19,6 +20,7 @@ STORED = {
     Element.BF16: torch.bfloat16,
     Element.FP16: torch.float16,
 }
+SCALE = 0.1
 LOGIT_SLACK = 1e-4  # log2 units: float32 dot products of up to 300, times the scale
 
 
@@ -31,23 +33,23 @@ class Walked:
     skipped: int
 
 
-def order_kind(
-    x: Quantized, plan: BlockPlan, b: int, h: int, rows: range, scale: float, threshold: float
+def walk(
+    x: Quantized, kept: torch.Tensor, is_causal: bool, b: int, h: int, rows: range, threshold: float
 ) -> Walked:
     """Online softmax over one PV group of query rows: a block at a time, rescaling, in float64."""
     kv, keys = h // (x.heads // x.kv_heads), int(x.key_counts[b].sum())
     peak = 448.0 if x.element == Element.INT8_E4M3 else 1.0
     q = x.q_levels[b, h, rows.start : rows.stop].double()
-    factor = x.q_scale[b, h, rows.start : rows.stop].double() * scale * math.log2(math.e)
+    factor = x.q_scale[b, h, rows.start : rows.stop].double() * SCALE * math.log2(math.e)
     m = torch.full((len(rows),), -math.inf, dtype=torch.float64)
     total, acc = torch.zeros_like(m), torch.zeros(2, len(rows), x.head_dim, dtype=torch.float64)
     skipped = 0
-    kept = plan.kept()[b, h, rows.start // 128].nonzero().flatten().tolist()
-    for place, j in enumerate(kept):
+    blocks = kept[b, h, rows.start // 128].nonzero().flatten().tolist()
+    for place, j in enumerate(blocks):
         span = range(64 * j, min(64 * j + 64, keys))
         s = q @ x.k_levels[b, kv, span.start : span.stop].double().T
         s = s * factor[:, None] * x.k_scale[b, kv, j].double()
-        if plan.is_causal:
+        if is_causal:
             for r, row in enumerate(rows):
                 s[r, max(0, row + 1 - span.start) :] = -math.inf
         block_max = s.amax(-1)
@@ -89,18 +91,17 @@ def test_is_the_online_softmax_of_a_kernel(
     x = peaked_case(make_qkv, element)
     mask = torch.rand(2, 2, 3, 8, generator=generator) < 0.7
     mask[0, 0, 1] = False
-    plan = BlockPlan.from_kept(
-        mask & (x.key_counts > 0)[:, None, None], 330, 500, is_causal, x.key_lengths
-    )
+    kept = route(x, SparsePolicy(), scale=SCALE, is_causal=is_causal, block_mask=mask).kept
     thresholds = (threshold, threshold / 2)
-    result = attend(x, plan, scale=0.1, pvthreshd=torch.tensor(thresholds))
+    options: dict[str, Any] = {"is_causal": is_causal, "pvthreshd": torch.tensor(thresholds)}
+    result = attend(x, kept, scale=SCALE, **options)
     error, rounding = 0.0, 0.0
     for b in range(2):
         for h in range(2):
             skipped = 0
             for start in range(0, 330, 64):
                 rows = range(start, min(start + 64, 330))
-                walked = order_kind(x, plan, b, h, rows, 0.1, thresholds[h])
+                walked = walk(x, kept, is_causal, b, h, rows, thresholds[h])
                 at = (b, h, slice(rows.start, rows.stop))
                 skipped += walked.skipped
                 assert torch.equal(result.row_max[at] == -math.inf, walked.row_max == -math.inf)

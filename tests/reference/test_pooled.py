@@ -10,23 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from sparge.blocks import BlockPlan
 from sparge.head_settings import HeadSettings, Router
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.policy import SparsePolicy
-from sparge.reference import attend, quantize_qkv
-from sparge.reference.attend import (
+from sparge.reference import Quantized, Route, attend, exact_attention, quantize_qkv, route
+from sparge.reference.arithmetic import (
     HOPPER_SOFTMAX,
     HOPPER_SOFTMAX_16,
     PORTABLE_SOFTMAX,
     OnlineSoftmax,
 )
-from sparge.reference.choose import Choice, choose_blocks
-from sparge.reference.exact_pooled import exact_pooled_attention
 from sparge.reference.fixed_exp2 import HIGH, LOW
-from sparge.reference.packed import Packed, pack_qkv
-from sparge.reference.pooled import attend_packed
 from tests.fuzz.draw import Case as Call
 from tests.fuzz.oracle import Setting, answer
 
@@ -34,7 +29,7 @@ GRID = TokenGrid(3, 8, 11, prefix=20, suffix=45)
 CUBES = cube_order(GRID)
 LENGTHS = torch.tensor([GRID.tokens, GRID.tokens - 45], dtype=torch.int32)
 ERROR, MASS = int(Router.ERROR), int(Router.MASS)
-BUDGET = HeadSettings(
+SETTINGS = HeadSettings(
     torch.tensor([0.3, 0.1, 0.2, 0.0]),
     torch.tensor([1.0, 0.0, 0.4, 2.5]),
     torch.tensor([MASS, MASS, ERROR, ERROR], dtype=torch.int32),
@@ -60,44 +55,44 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def make_case(make_qkv, case: Case, element: Element) -> tuple[QKV, Packed, Choice]:
+def make_case(make_qkv, case: Case, element: Element) -> tuple[QKV, Quantized, Route]:
     order, is_causal, lengths = case
     dtype = torch.float16 if element == Element.FP16 else torch.bfloat16
     q, k, v = make_qkv(2, 4, GRID.tokens, 16, kv_heads=2, dtype=dtype)
     k, v = k + 1, v + 2 * k
-    packed = pack_qkv(q, k, v, order, element=element, key_lengths=lengths)
-    choice = choose_blocks(packed, SparsePolicy(), BUDGET, scale=0.25, is_causal=is_causal)
-    assert choice.pooled[:, [0, 2, 3]].any((-2, -1)).all(), "the case should pool something"
-    return (q, k, v), packed, choice
+    x = quantize_qkv(q, k, v, order, element=element, key_lengths=lengths)
+    routed = route(x, SparsePolicy(), SETTINGS, scale=0.25, is_causal=is_causal)
+    assert routed.pooled[:, [0, 2, 3]].any((-2, -1)).all(), "the case should pool something"
+    return (q, k, v), x, routed
 
 
 @each_case
-def test_exact_pooled_attention_is_the_oracles(make_qkv, case: Case) -> None:
+def test_exact_attention_is_the_oracles(make_qkv, case: Case) -> None:
     order, is_causal, lengths = case
-    qkv, _, choice = make_case(make_qkv, case, Element.INT8_FP16)
+    qkv, _, routed = make_case(make_qkv, case, Element.INT8_FP16)
     output_scale = None if is_causal else OUTPUT_SCALE
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "key_lengths": lengths}
     options["order"] = order
-    head_settings = replace(BUDGET, output_scale=output_scale)
+    head_settings = replace(SETTINGS, output_scale=output_scale)
     call = Call(0, "", "", *qkv, SparsePolicy(), "HND", {**options, "head_settings": head_settings})
-    expected = answer(Setting.of(call), choice.kept)
+    expected = answer(Setting.of(call), routed.kept)
     factor = 1.0 if output_scale is None else output_scale
-    out, lse = exact_pooled_attention(
-        *qkv, choice.kept, choice.pooled, BUDGET.pool_weight,
+    out, lse = exact_attention(
+        *qkv, routed.kept, routed.pooled, SETTINGS.pool_weight,
         output_scale=factor, dtype=torch.float64, **options,
     )  # fmt: skip
     torch.testing.assert_close(out, expected.out, atol=1e-10, rtol=0)
     torch.testing.assert_close(lse, expected.lse)
 
 
-def many_blocks(make_qkv, element: Element) -> tuple[Packed, Choice]:
+def many_blocks(make_qkv, element: Element) -> tuple[Quantized, Route]:
     """Three tiles of pseudo-keys, one of them empty, after kept blocks."""
     q, k, v = make_qkv(1, 4, 100, 16, kv_heads=2, kv_tokens=135 * 64 + 20)
     k = 2 * k[:, :, ::64].repeat_interleave(64, 2)[:, :, : k.shape[2]] + k / 2
-    packed, blocks = pack_qkv(q, k, v, element=element), torch.arange(136)
+    blocks = torch.arange(136)
     kept = (blocks % 3 == 0).expand(1, 4, 1, 136)
-    pooled = ~kept & (blocks // 64 != 1) & (BUDGET.pool_weight > 0)[:, None, None]
-    return packed, Choice(kept, pooled, kept.long(), kept, kept.long())
+    pooled = ~kept & (blocks // 64 != 1) & (SETTINGS.pool_weight > 0)[:, None, None]
+    return quantize_qkv(q, k, v, element=element), Route(kept, pooled, kept.long(), kept.long())
 
 
 @pytest.mark.parametrize(
@@ -115,12 +110,11 @@ def test_error_is_that_of_rounding_p(
     """Only the rounding of P is left with the stored operands, pseudo-keys included."""
     is_causal = case is not None and case[1]
     if case is None:
-        packed, choice = many_blocks(make_qkv, element)
+        x, routed = many_blocks(make_qkv, element)
     else:
-        _, packed, choice = make_case(make_qkv, case, element)
-    x = packed.operands
+        _, x, routed = make_case(make_qkv, case, element)
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "softmax": softmax}
-    result = attend_packed(packed, choice.kept, choice.pooled, BUDGET.pool_weight, **options)
+    result = attend(x, routed.kept, routed.pooled, SETTINGS.pool_weight, **options)
     relative, smallest = P_ROUNDING[element]
     lse_error = 2e-4
     if softmax.fixed_exp2:  # what is rounded is off already
@@ -131,7 +125,7 @@ def test_error_is_that_of_rounding_p(
         relative *= 2
     for b in range(x.batch):
         for h in range(4):
-            logits, values = stored_logits(packed, choice, b, h, is_causal, BUDGET.pool_weight)
+            logits, values = stored_logits(x, routed, b, h, is_causal)
             rows = logits.amax(-1) > -torch.inf
             p = logits.softmax(-1).nan_to_num(0.0)
             spread = p @ values.abs()
@@ -146,10 +140,9 @@ def test_error_is_that_of_rounding_p(
 
 
 def stored_logits(
-    packed: Packed, choice: Choice, b: int, h: int, is_causal: bool, pool_weight: torch.Tensor
+    x: Quantized, routed: Route, b: int, h: int, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Natural logits (Nq, keys + pseudo-keys) of the stored operands, and their values."""
-    x = packed.operands
     kv = h // (x.heads // x.kv_heads)
     q = x.q_levels[b, h].double() * x.q_scale[b, h].double().unsqueeze(-1) * 0.25
     k_scale = x.k_scale[b, kv].repeat_interleave(64)[: x.n_keys].double()
@@ -157,49 +150,22 @@ def stored_logits(
     v_scale = x.v_scale[b, kv].double()
     values = x.v_levels[b, kv].double() * v_scale
     query, key = torch.arange(x.n_queries), torch.arange(x.n_keys)
-    visible = choice.kept[b, h][query // 128][:, key // 64]
+    visible = routed.kept[b, h][query // 128][:, key // 64]
     visible = visible & (key % 64 < x.key_counts[b][key // 64])
     if is_causal:
         visible = visible & (key <= query.unsqueeze(-1))
 
     means = x.k_block_mean[b, kv]
-    pooled_values = packed.v_block_mean[b, kv] / x.v_scale[b, kv]
+    pooled_values = x.v_block_mean[b, kv] / x.v_scale[b, kv]
     if x.element in (Element.INT8_FP16, Element.INT8_E4M3):
         largest = means.abs().amax(-1, keepdim=True)
         means = (means * (127 / largest.clamp(min=1e-9))).round().double() * largest / 127
     else:
         means = means.to(x.k_levels.dtype).double()
     pooled_values = pooled_values.to(x.v_levels.dtype).double() * v_scale
-    weight = (x.key_counts[b].double() * pool_weight[h]).log()
-    pseudo = (q @ means.T + weight).masked_fill(~choice.pooled[b, h][query // 128], -torch.inf)
+    weight = (x.key_counts[b].double() * SETTINGS.pool_weight[h]).log()
+    pseudo = (q @ means.T + weight).masked_fill(~routed.pooled[b, h][query // 128], -torch.inf)
     logits = torch.cat([(q @ keys.T).masked_fill(~visible, -torch.inf), pseudo], -1)
-    if packed.order is not None:
-        logits[packed.order.slot_token < 0] = -torch.inf  # no query
+    if x.order is not None:
+        logits[x.order.slot_token < 0] = -torch.inf  # no query
     return logits, torch.cat([values, pooled_values])
-
-
-@pytest.mark.parametrize("pvthreshd", [50.0, 3.0])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("element", list(Element))
-def test_pool_weight_zero_is_the_plain_drop(
-    make_qkv, element: Element, is_causal: bool, pvthreshd: float
-) -> None:
-    q, k, v = make_qkv(2, 4, 300, 16, kv_heads=2, kv_tokens=500, dtype=torch.float16)
-    lengths = torch.tensor([500, 290], dtype=torch.int32)
-    # Keys that grow and shrink along q's mean: some blocks lie far below the maximum before them.
-    q, k = q + 1, k + 2 * torch.linspace(-1, 8, 500).sin().unsqueeze(-1).half()
-    plain = quantize_qkv(q, k, v, element=element, key_lengths=lengths)
-    packed = pack_qkv(q, k, v, element=element, key_lengths=lengths)
-    head_settings = HeadSettings.uniform(4, 0.6)
-    choice = choose_blocks(packed, SparsePolicy(), head_settings, scale=0.25, is_causal=is_causal)
-    assert not choice.pooled.any()
-    plan = BlockPlan.from_kept(choice.kept, 300, 500, is_causal, lengths)
-    thresholds = pvthreshd * torch.tensor([1.0, 0.5, 1.0, 0.5])
-    expected = attend(plain, plan, scale=0.25, pvthreshd=thresholds)
-    options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "pvthreshd": thresholds}
-    for pooled in (None, choice.pooled):
-        result = attend_packed(packed, choice.kept, pooled, head_settings.pool_weight, **options)
-        for name in vars(expected):
-            assert torch.equal(getattr(result, name), getattr(expected, name)), name
-    if pvthreshd < 50:
-        assert expected.pv_skipped.sum() > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands that the attend stage reads are as close to the inputs as their formats allow."""
+"""Operands as close to the inputs as their formats allow; statistics against loops over tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from sparge.kernels.spec import Element
+from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.reference import quantize_qkv
+from sparge.stages import key_mean
 
 LENGTHS = [1, 64, 129, 799]
+GRID = TokenGrid(3, 7, 9, prefix=70, suffix=75)  # 70 + 189 + 75 tokens: every segment is ragged
+CUBES = cube_order(GRID)
+CUTS = torch.tensor([334, 259, 300], dtype=torch.int32)
 INT8_ELEMENTS = [Element.INT8_FP16, Element.INT8_E4M3]
 # Half a unit in the last place, relative: 10, 7 and 3 mantissa bits.
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m3fn: 2.0**-4}
@@ -55,30 +60,80 @@ def test_sixteen_bit_copies_its_inputs(make_qkv, element: Element, dtype: torch.
     assert x.kbar.abs().max() == x.vbar.abs().max() == 0
 
 
-def test_statistics_against_loops(make_qkv) -> None:
-    q, k, v = make_qkv(2, 4, 300, 16, kv_heads=2, kv_tokens=200, dtype=torch.float16)
-    k[0, 0, 70] = 0
-    lengths = torch.tensor([150, 60], dtype=torch.int32)
-    x = quantize_qkv(q, k, v, smooth_k=False, key_lengths=lengths)
-    assert x.key_counts.tolist() == [[64, 64, 22, 0], [60, 0, 0, 0]]
+@pytest.mark.parametrize("order", [None, CUBES], ids=["as they come", "cubes"])
+@pytest.mark.parametrize("lengths", [None, CUTS], ids=["whole", "lengths"])
+def test_statistics_are_those_of_the_tokens_in_a_block(
+    make_qkv, order: TokenOrder | None, lengths: torch.Tensor | None
+) -> None:
+    q, k, v = make_qkv(3, 4, GRID.tokens, 16, kv_heads=2)
+    k = k + 3
+    q[0, 0, 100] = 0  # a row without a direction
+    if lengths is not None:
+        for b, length in enumerate(lengths.tolist()):
+            k[b, :, length:] = v[b, :, length:] = torch.nan
+    x = quantize_qkv(q, k, v, order, key_lengths=lengths)
 
-    def check(mean: torch.Tensor, similarity: torch.Tensor, rows: torch.Tensor) -> None:
-        rows = rows.double()
-        unit = [row / row.norm() for row in rows if row.norm() > 0]
-        expected = sum(unit).square().sum() / len(rows) ** 2  # type: ignore[union-attr]
-        assert (mean - rows.mean(0)).abs().max() < 1e-6
-        assert similarity == pytest.approx(float(expected), abs=1e-6)
+    def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+        assert torch.allclose(found.double(), expected, atol=1e-5, rtol=1e-5)
 
-    for b, length in enumerate(lengths.tolist()):
-        for h in range(4):
-            for i in range(3):
-                rows = q[b, h, 128 * i : 128 * (i + 1)]
-                check(x.q_block_mean[b, h, i], x.q_self_similarity[b, h, i], rows)
-        for h in range(2):
-            for j in range(-(-length // 64)):
-                rows = k[b, h, :length][64 * j : 64 * (j + 1)]
-                check(x.k_block_mean[b, h, j], x.k_self_similarity[b, h, j], rows)
-    assert x.k_block_mean[1, :, 1:].abs().max() == 0
+    def similarity(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(rows, dim=-1).mean(1).square().sum(-1)
+
+    for b in range(3):
+        length = GRID.tokens if lengths is None else int(lengths[b])
+        kbar, vbar = x.kbar[b].double()[:, None], x.vbar[b].double()[:, None]
+        for j, block in enumerate(blocks_of(order, 64)):
+            tokens = [token for token in block if token < length]
+            assert int(x.key_counts[b, j]) == len(tokens)
+            if not tokens:
+                for value in (x.k_block_mean, x.k_variance, x.v_block_mean, x.v_variance):
+                    assert not value[b, :, j].any()
+                continue
+            keys, values = k[b][:, tokens].double() - kbar, v[b][:, tokens].double() - vbar
+            same(x.k_block_mean[b, :, j], keys.mean(1))
+            same(x.v_block_mean[b, :, j], values.mean(1))
+            same(x.k_variance[b, :, j], keys.var(1, correction=0))
+            same(x.v_variance[b, :, j], values.var(1, correction=0).sum(-1))
+            same(x.k_self_similarity[b, :, j], similarity(keys))
+        for i, rows in enumerate(blocks_of(order, 128)):
+            queries = q[b][:, rows].double()
+            assert int(x.query_counts[i]) == len(rows)
+            same(x.q_block_mean[b, :, i], queries.mean(1))
+            same(x.q_self_similarity[b, :, i], similarity(queries))
+
+
+def blocks_of(order: TokenOrder | None, size: int) -> list[list[int]]:
+    """Tokens of each block of `size` slots, in the order's slots or one after another."""
+    slots = list(range(GRID.tokens)) if order is None else order.slot_token.tolist()
+    starts = range(0, len(slots), size)
+    return [[token for token in slots[at : at + size] if token >= 0] for at in starts]
+
+
+def test_the_mean_key_of_many_tokens_is_that_of_a_sample(
+    make_qkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = make_qkv(3, 2, GRID.tokens, 16)
+    few = quantize_qkv(q, k, v, CUBES, key_lengths=CUTS)
+    assert torch.equal(few.kbar, quantize_qkv(q, k, v, key_lengths=CUTS).kbar)
+    monkeypatch.setattr(key_mean, "LEAST_KEYS", GRID.tokens)
+    monkeypatch.setattr(key_mean, "STRIDE", 3)
+    sampled = quantize_qkv(q, k, v, CUBES, key_lengths=CUTS)
+    assert torch.equal(sampled.vbar, few.vbar)
+    for entry, length in enumerate(CUTS.tolist()):
+        counted = [*range(64), *range(192, min(256, length))]
+        expected = k[entry, :, counted].float().mean(1)
+        torch.testing.assert_close(sampled.kbar[entry], expected, rtol=1e-5, atol=1e-6)
+    as_they_come = quantize_qkv(q, k, v, key_lengths=CUTS)
+    assert torch.equal(as_they_come.kbar, few.kbar)
+
+
+@pytest.mark.parametrize("suffix", [0, 9])
+def test_key_lengths_may_not_cut_the_grid(make_qkv, suffix: int) -> None:
+    grid = TokenGrid(2, 5, 9, prefix=3, suffix=suffix)
+    q, k, v = make_qkv(1, 1, grid.tokens, 8)
+    quantize_qkv(q, k, v, cube_order(grid), key_lengths=torch.tensor([93]))
+    with pytest.raises(ValueError, match="give at least 93"):
+        quantize_qkv(q, k, v, cube_order(grid), key_lengths=torch.tensor([92]))
 
 
 def test_given_means_are_used(make_qkv) -> None:
@@ -108,12 +163,3 @@ def test_zero_maxima_give_zero_levels(make_qkv) -> None:
         assert (scale > 0).all()
         assert scale.max() < 1e-6, "no logit may be as large as one level at scale 1"
     assert x.q_self_similarity.max() == 0
-
-
-def test_values_near_the_fp16_limit_in_bf16(make_qkv) -> None:
-    q, k, v = make_qkv(1, 1, 256, 16)
-    v = (v * 1e5).bfloat16()
-    x = quantize_qkv(q, k, v)
-    back = x.v_levels.float() * x.v_scale.unsqueeze(2) + x.vbar.unsqueeze(2)
-    assert v.abs().max() > 65504
-    assert (back - v.float()).abs().max() <= v.float().abs().max() * 2.0**-10

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from sparge.head_settings import HeadSettings
 from sparge.policy import SparsePolicy
 from sparge.reference import quantize_qkv, route
 
@@ -19,7 +20,7 @@ def test_ties_go_to_the_lower_index(make_qkv) -> None:
     x = quantize_qkv(q, k.repeat(1, 1, 8, 1), v.repeat(1, 1, 8, 1), smooth_k=False)
     assert len(set(x.k_block_mean.sum(-1).flatten().tolist())) == 1
     for policy in (SparsePolicy(topk=0.26), SparsePolicy(select_by="cdf", cdfthreshd=0.26)):
-        kept = route(x, policy, scale=SCALE).kept()
+        kept = route(x, policy, scale=SCALE).kept
         assert kept[0, 0, 0].tolist() == [True] * 4 + [False] * 12
 
 
@@ -43,7 +44,7 @@ def test_upstreams_rule_that_the_block_crossing_the_mass_stays_out(make_qkv) -> 
         (1.0, [0, 1, 2]),
     ]:
         policy = SparsePolicy(select_by="cdf", cdfthreshd=threshold)
-        assert route(x, policy, scale=SCALE).kept()[0, 0, 0].nonzero().flatten().tolist() == blocks
+        assert route(x, policy, scale=SCALE).kept[0, 0, 0].nonzero().flatten().tolist() == blocks
 
 
 def test_zero_rows_are_similar_to_nothing_and_stay(make_qkv) -> None:
@@ -51,7 +52,7 @@ def test_zero_rows_are_similar_to_nothing_and_stay(make_qkv) -> None:
     k[:, :, 128:192] = 0
     x = quantize_qkv(q + 3, k, v, smooth_k=False)
     assert float(x.k_self_similarity[0, 0, 2]) == 0
-    kept = route(x, SparsePolicy(topk=0.1, simthreshd1=0.0), scale=SCALE).kept()
+    kept = route(x, SparsePolicy(topk=0.1, simthreshd1=0.0), scale=SCALE).kept
     assert kept[0, 0, :, 2].all()
     assert kept.sum() == 4
 
@@ -60,6 +61,21 @@ def test_no_keys_keep_no_blocks(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 200, 16)
     x = quantize_qkv(q, k, v, key_lengths=torch.zeros(1, dtype=torch.int32))
     policy = SparsePolicy(select_by="cdf", attention_sink=True, exact_prefix=10, exact_suffix=10)
-    plan = route(x, policy, scale=SCALE)
-    assert not plan.kept().any()
-    assert plan.density() == 1.0
+    routed = route(x, policy, scale=SCALE)
+    assert not routed.kept.any()
+    assert routed.density() == 1.0
+
+
+def test_alone_a_ragged_block_ranks_as_a_whole_one_and_lists_may_be_odd(make_qkv) -> None:
+    """Upstream's semantics; with head settings the keys of a block count."""
+    q, k, v = make_qkv(1, 1, 128, 16, kv_tokens=257)  # the last block has one key
+    q[:], k[:] = 1, 0
+    k[:, :, 256:] = 2
+    x = quantize_qkv(q, k, v, smooth_k=False)
+    alone = route(x, SparsePolicy(topk=0.2), scale=SCALE).kept[0, 0, 0]
+    assert alone.tolist() == [False] * 4 + [True]
+    k[:, :, 256:] = 0.1
+    x = quantize_qkv(q, k, v, smooth_k=False)
+    assert route(x, SparsePolicy(topk=0.2), scale=SCALE).kept[0, 0, 0].equal(alone)
+    settled = route(x, SparsePolicy(), HeadSettings.uniform(1, 0.2), scale=SCALE).kept[0, 0, 0]
+    assert settled.tolist() == [True] * 2 + [False] * 3

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
-from sparge.reference.budgeted import budgeted_attention
+from sparge.reference import attention
 from sparge.tune import CandidateSet, Measurement, Workload
 
 GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
@@ -38,10 +38,10 @@ def attend(
     qkv: tuple[Tensor, Tensor, Tensor], head_settings: HeadSettings, workload: Workload
 ) -> tuple[Tensor, Tensor]:
     order = None if workload.is_causal else workload.order
-    attended, choice = budgeted_attention(
+    attended, routed = attention(
         *qkv, SparsePolicy(), head_settings, order=order, is_causal=workload.is_causal
     )
-    return attended.out[0], choice.kept[0]
+    return attended.out[0], routed.kept[0]
 
 
 def share_of_pairs(kept: Tensor, workload: Workload) -> float:

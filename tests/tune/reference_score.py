@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparge.blocks import unpack
 from sparge.kernels import Element
-from sparge.reference.attend import LOG2_E
-from sparge.reference.partial import Partial
+from sparge.partial import Partial
+from sparge.reference.arithmetic import LOG2_E
 from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
 from sparge.tune.scoring import distances, products
 

@@ -10,8 +10,7 @@ import torch
 
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
-from sparge.reference.choose import Choice, choose_blocks
-from sparge.reference.packed import Packed, pack_qkv
+from sparge.reference import Quantized, Route, quantize_qkv, route
 from sparge.tune import CandidateSet, Workload
 
 CASES = [
@@ -27,46 +26,45 @@ ROUNDING = 1e-9
 CANDIDATES = CandidateSet(densities=(0.1, 0.3, 0.7, 1.0), floor=2)
 
 
-def choose(packed: Packed, workload: Workload, density: float) -> Choice:
+def choose(x: Quantized, workload: Workload, density: float) -> Route:
     ones = torch.ones(2)
     head_settings = HeadSettings(
         ones * density, ones, torch.tensor([0, 1], dtype=torch.int32), floor=2
     )
     policy = workload.policy()
-    return choose_blocks(packed, policy, head_settings, scale=0.25, is_causal=workload.is_causal)
+    return route(x, policy, head_settings, scale=0.25, is_causal=workload.is_causal)
 
 
 @pytest.mark.parametrize("workload", CASES, ids=NAMES)
 def test_buckets_and_cost_are_those_of_attention(make_qkv, workload: Workload) -> None:
     q, k, v = make_qkv(1, 2, workload.order.tokens, 16)
-    packed = pack_qkv(q, k, v, None if workload.is_causal else workload.order)
-    choices = [choose(packed, workload, density) for density in CANDIDATES.densities]
-    buckets = CANDIDATES.buckets(choices[0].rank, choices[0].valid)
+    x = quantize_qkv(q, k, v, None if workload.is_causal else workload.order)
+    routes = [choose(x, workload, density) for density in CANDIDATES.densities]
+    buckets = CANDIDATES.buckets(routes[0].rank, routes[0].valid)
     costs = workload.density(CANDIDATES.kept_ranks(workload.key_blocks))
     sparse = workload.sparse_query_blocks()
     assert len(sparse) == int((~workload.order.queries_exact).sum()) > 0
-    for place, choice in enumerate(choices):
+    for place, routed in enumerate(routes):
         kept = (buckets >= 0) & (buckets <= place)
-        assert torch.equal(kept[:, :, sparse], choice.kept[:, :, sparse])
-        share = int(choice.kept_pairs().sum()) / int(choice.valid_pairs().sum())
-        assert costs[place] == pytest.approx(share, abs=ROUNDING + ragged_share(choice))
+        assert torch.equal(kept[:, :, sparse], routed.kept[:, :, sparse])
+        assert costs[place] == pytest.approx(routed.density(), abs=ROUNDING + ragged_share(routed))
     assert costs[0] < costs[-1] == 1
 
 
-def ragged_share(choice: Choice) -> float:
+def ragged_share(routed: Route) -> float:
     """The most that counting ranked blocks by their mean may be off: what the ragged ones lack."""
-    ranked = choice.pairs * (choice.rank >= 0)
+    ranked = routed.pairs * (routed.rank >= 0)
     largest = ranked.amax(-1, keepdim=True)
-    lacking = (largest - ranked) * (choice.rank >= 0)
-    return int(lacking.sum()) / int(choice.valid_pairs().sum())
+    lacking = (largest - ranked) * (routed.rank >= 0)
+    return int(lacking.sum()) / int(routed.valid_pairs().sum())
 
 
 def test_sparse_causal_costs_are_exact(make_qkv) -> None:
     """Only the diagonal is ragged there, and it is always kept: nothing to allow for."""
     q, k, v = make_qkv(1, 2, 1000, 16)
     for workload in CASES[-2:]:
-        choice = choose(pack_qkv(q, k, v), workload, 0.1)
-        assert ragged_share(choice) == 0
+        routed = choose(quantize_qkv(q, k, v), workload, 0.1)
+        assert ragged_share(routed) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,9 @@ from sparge.head_settings import Router
 from sparge.kernels import Element
 from sparge.order.facts import OrderFacts
 from sparge.order.grid import TokenGrid, cube_order, grid_order
-from sparge.reference.packed import Packed, pack_qkv
-from sparge.reference.pooled import attend_packed
-from sparge.reference.quantize import count_rows, quantize_qkv
+from sparge.reference import Quantized, attend, log_scores, quantize_qkv
+from sparge.reference.quantize import count_rows
 from sparge.reference.route import rank_blocks
-from sparge.reference.scores import BlockFacts, log_scores
 from sparge.stages.rules import AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stages.workspace import CallShape, WorkspaceLayout
 from sparge.thresholds import COLUMNS
@@ -54,7 +52,7 @@ class Stages:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.packed: list[Packed] = []  # of the KV heads of the last workspace
+        self.operands: list[Quantized] = []  # of the KV heads of the last workspace
         self.attended: list[Tensor] = []
         self.held: list[int] = []  # bytes of each workspace
 
@@ -86,10 +84,10 @@ class Stages:
         )
         workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
         self.held.append(workspace.numel())
-        self.packed = []
+        self.operands = []
         for head in range(k.shape[1]):
             own = slice(head, head + 1)
-            packed = pack_qkv(
+            x = quantize_qkv(
                 q[:, head * group : (head + 1) * group],
                 k[:, own],
                 v[:, own],
@@ -97,14 +95,13 @@ class Stages:
                 element=Element.INT8_FP16,
                 key_lengths=key_lengths,
             )
-            self.packed.append(packed)
-            operands = packed.operands
+            self.operands.append(x)
             for name, values in {
-                "k_block_mean": operands.k_block_mean,
-                "key_counts": operands.key_counts.unsqueeze(1),
-                "k_variance": packed.k_variance,
-                "v_block_mean": packed.v_block_mean,
-                "v_variance": packed.v_variance,
+                "k_block_mean": x.k_block_mean,
+                "key_counts": x.key_counts.unsqueeze(1),
+                "k_variance": x.k_variance,
+                "v_block_mean": x.v_block_mean,
+                "v_variance": x.v_variance,
             }.items():  # of the caller's channels; the rest is padding
                 field = layout.view(workspace, name)[:, own]
                 field.zero_()[tuple(map(slice, values.shape))] = values
@@ -144,19 +141,17 @@ class Stages:
         assert q_means.shape == (*shape[:2], layout.shape.query_blocks, 64)
         assert q_means.is_contiguous() and q_similarity.numel() >= q_means[..., 0].numel()
         assert (q_similarity > -1).all()
-        means = BlockFacts(
-            q_means,
-            layout.view(workspace, "k_block_mean"),
-            layout.view(workspace, "key_counts")[:, 0],
-            layout.view(workspace, "k_variance").float(),
-            layout.view(workspace, "v_block_mean").float(),
-            layout.view(workspace, "v_variance"),
+        names = ("k_block_mean", "k_variance", "v_block_mean", "v_variance")
+        facts_of_blocks: Any = SimpleNamespace(
+            q_block_mean=q_means,
+            key_counts=layout.view(workspace, "key_counts")[:, 0],
+            **{name: layout.view(workspace, name) for name in names},
         )
-        valid = (means.key_counts > 0)[:, None, None]
+        valid = (facts_of_blocks.key_counts > 0)[:, None, None]
         forced = order.keys_exact.clone()
         forced[0] |= rules.attention_sink
         assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all()
-        _, scores = log_scores(means, rules.score_scale, valid)
+        _, scores = log_scores(facts_of_blocks, rules.score_scale, valid)
         rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
         share = thresholds[:, COLUMNS.index("selection")]
         asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
@@ -173,20 +168,19 @@ class Stages:
         assert shape[0] == q.shape[0] and shape[2] == 1
         assert lengths is None or len(lengths) == len(q)
         assert out.shape == q.shape and out.data_ptr() != q.data_ptr()
-        for head, packed in enumerate(self.packed):
-            heads = slice(head, None, len(self.packed))  # batch entries are KV heads
+        for head, x in enumerate(self.operands):
+            heads = slice(head, None, len(self.operands))  # batch entries are KV heads
             rows = every_row[heads]
             own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
             of_queries = ("q_levels", "q_scale", "q_dot_kbar")
-            operands = replace(packed.operands, **{name: getattr(own, name) for name in of_queries})
-            found = attend_packed(
+            found = attend(
                 replace(
-                    packed,
-                    operands=operands,
+                    x,
+                    **{name: getattr(own, name) for name in of_queries},
                     order=None,
                     query_counts=count_rows(rows.shape[2], rows.device),
                 ),
-                unpack(block_map[heads], packed.operands.key_counts.shape[1]),
+                unpack(block_map[heads], x.key_counts.shape[1]),
                 scale=rules.scale,
             )
             sums[heads] = found.unnormalised[:, :, slots >= 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.reference.partial import Partial, combine
+from sparge.partial import Partial
 from sparge.tune.scoring import (
     Distances,
     bucket_distances,
@@ -19,6 +19,7 @@ from sparge.tune.scoring import (
     squared_errors,
     towards_mean,
 )
+from tests.tune.parts import combine
 
 GAINS = [0.0, 0.3, 1.0, 2.5]
 NO_MEAN = torch.zeros(1)

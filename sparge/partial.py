@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -25,16 +23,8 @@ class Partial:
     row_max: Tensor
     row_sum: Tensor
 
-    def weighted(self, pool_weight: Tensor | float) -> Partial:
-        """Part with every key counted `pool_weight` times; broadcasts against (..., R)."""
-        pool_weight = torch.as_tensor(pool_weight, dtype=torch.float32, device=self.row_sum.device)
-        pool_weight = pool_weight.expand_as(self.row_sum)
-        return Partial(
-            self.unnormalised * pool_weight.unsqueeze(-1), self.row_max, self.row_sum * pool_weight
-        )
-
     def plus(self, other: Partial) -> Partial:
-        """Both parts put together."""
+        """Both parts, over disjoint keys, put together."""
         top = torch.maximum(self.row_max, other.row_max)
         mine, others = _shrink(self.row_max, top), _shrink(other.row_max, top)
         return Partial(
@@ -47,11 +37,6 @@ class Partial:
         """(..., R, D): the attention output, 0 for rows that no key of any weight reached."""
         inverse = torch.where(self.row_sum == 0, 0, 1 / self.row_sum)
         return self.unnormalised * inverse.unsqueeze(-1)
-
-
-def combine(parts: Iterable[Partial]) -> Partial:
-    """All parts, over disjoint keys, put together."""
-    return reduce(Partial.plus, parts)
 
 
 def finite(maximum: Tensor) -> Tensor:
