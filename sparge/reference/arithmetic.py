@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..common.partial import Partial, finite
 from ..kernels.spec import Element
-from ..partial import Partial, finite
 from .fixed_exp2 import fixed_exp2, is_fixed
 
 E4M3_MAX = 448.0

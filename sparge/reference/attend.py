@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK
-from ..partial import NO_LOGIT, Partial, finite
+from ..common.partial import NO_LOGIT, Partial, finite
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, LOG2_E, PORTABLE_SOFTMAX, OnlineSoftmax, Values
 from .pooled import Pool, with_output_scale

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK
-from ..partial import NO_LOGIT, Partial, finite
+from ..common.partial import NO_LOGIT, Partial, finite
 from ..policy import PerHead
 from .arithmetic import Values
 from .quantize import stored

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..blocks import QUERY_BLOCK, block_count
 from ..call import element_of
+from ..common.partial import Partial
 from ..kernels import Element, capabilities
 from ..order.facts import OrderFacts
-from ..partial import Partial
 from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
 from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK
+from ..common.partial import Partial
 from ..head_settings import HeadSettings
-from ..partial import Partial
 from ..reference import Attended, Quantized, attend, poolable, quantize_qkv, route
 from ..reference.quantized import by_query_head
 from .candidates import CandidateSet

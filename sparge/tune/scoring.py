@@ -32,7 +32,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..partial import Partial
+from ..common.partial import Partial
 
 LOG_2 = math.log(2)  # turns a unit of row_max into natural logs
 _LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose values sum to 0

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from sparge.partial import Partial
+from sparge.common.partial import Partial
 
 
 def weighted(part: Partial, pool_weight: Tensor | float) -> Partial:

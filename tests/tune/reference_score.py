@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparge.blocks import unpack
+from sparge.common.partial import Partial
 from sparge.kernels import Element
-from sparge.partial import Partial
 from sparge.reference.arithmetic import LOG2_E
 from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
 from sparge.tune.scoring import distances, products

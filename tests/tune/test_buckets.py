@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sparge.common.metrics import rel_l2
+from sparge.common.partial import Partial
 from sparge.head_settings import HeadSettings
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenGrid, cube_order
-from sparge.partial import Partial
 from sparge.policy import SparsePolicy
 from sparge.reference import attend, quantize_qkv, route
 from sparge.tune.measure import bucket_partials

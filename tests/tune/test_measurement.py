@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparge.common.metrics import rel_l2
+from sparge.common.partial import Partial
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order, grid_order
 from sparge.order.variants import OrderKind
-from sparge.partial import Partial
 from sparge.tune import Measured, Sample, Workload, reference_measure
 from sparge.tune.measure import stacked
 from sparge.tune.output_scale import UNSURE

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.partial import Partial
+from sparge.common.partial import Partial
 from sparge.tune.scoring import (
     Distances,
     bucket_distances,
