@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..sparge.tune import Place
+from ..sparge.tune import MASK, PassFacts, Place
 from .families import TokenLayout
 from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"
-MASK = "attention mask"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
 FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
 
@@ -32,6 +32,29 @@ class SigmaWindow:
     @property
     def is_everything(self) -> bool:
         return self.start == float("inf") and self.end == 0.0
+
+    @classmethod
+    def of(cls, settings: Settings, model_sampling: Any) -> SigmaWindow:
+        """Turns percent into sigma, with the model sampling that is in force when sampling starts.
+
+        The edges 0 and 1 are open: model samplings disagree about the sigma they give them.
+        """
+        start, end = settings.start_percent, settings.end_percent
+        return cls(
+            float(model_sampling.percent_to_sigma(start)) if start > 0 else float("inf"),
+            float(model_sampling.percent_to_sigma(end)) if end < 1 else 0.0,
+        )
+
+    def facts(
+        self, facts: PassFacts, sigma: float, schedule: Sequence[float], settings: Settings
+    ) -> PassFacts:
+        """Facts of a pass at a noise level, with what follows from that."""
+        return replace(
+            facts,
+            why_dense=self.outside_reason(sigma, settings),
+            is_last_dense=self.is_last_dense(sigma, schedule),
+            place=self.place(sigma, schedule),
+        )
 
     def outside_reason(self, sigma: float, settings: Settings) -> str | None:
         if settings.start_percent > settings.end_percent:

@@ -141,7 +141,7 @@ class Hook:
             if found is not None:
                 options[OVERRIDE_KEY] = found
             self._report(run, fingerprint, stopped=not finished)
-            run.end()
+            run.session.end()
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps all forward passes of one evaluation of the model: conditionings, batched or not,
@@ -221,7 +221,7 @@ class Hook:
     def _report(self, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> None:
         self.last = None  # if this report fails, the one before must not pass for it
         try:
-            self.last = RunResult.of(run, fingerprint, stopped)
+            self.last = run.result(fingerprint, stopped)
             report.publish(self.last, self.node_id)
         except Exception:  # the run's own outcome, good or bad, matters more than the report
             logger.exception("[Sparge] the report failed")
@@ -283,12 +283,11 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
             k,
             v,
             heads,
-            mask is not None,
+            mask,
             skip_reshape,
             skip_output_reshape,
             kwargs,
             sdpa_order=sdpa_order(func) if previous is None else None,
-            mask=mask,
         )
         return forward.attend(call, dense)
 

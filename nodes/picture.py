@@ -51,7 +51,7 @@ class Canvas:
 def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
     layers, steps = result.by_step.shape
-    if not layers or not steps or result.missing:
+    if not layers or not steps or result.tally.missing:
         return message(why_nothing(result) or "no self-attention of a whole grid reached this node")
     cell = (_cell(HEIGHT, layers), _cell(MAP_WIDTH, steps))
     height, map_width = max(layers * cell[0], 120), max(steps * cell[1], 240)
@@ -127,7 +127,7 @@ def _errors(canvas: Canvas, result: RunResult, tall: int, left: int) -> None:
 
 def _by_layer(result: RunResult, name: str) -> dict[int, float]:
     found: dict[int, list[Tensor]] = {}
-    for shape in result.shapes:
+    for shape in result.report.shapes:
         heads = torch.stack([getattr(shape, name), shape.head_weight])
         for place, layer in enumerate(shape.layers.tolist()):
             found.setdefault(layer, []).append(heads[:, place])

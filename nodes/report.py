@@ -24,39 +24,40 @@ BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 
 def publish(result: RunResult, node_id: str | None) -> None:
     text = summary(result)
-    level = logging.WARNING if result.sparse == 0 or result.notes else logging.INFO
+    level = logging.WARNING if result.tally.sparse == 0 or result.notes else logging.INFO
     logger.log(level, "[Sparge] %s", text)
     show_on_node(node_id, text)
 
 
 def summary(result: RunResult) -> str:
-    tokens = result.grid_tokens if result.missing else result.tokens
-    parts = [f"{result.family}, {tokens:,} tokens" if tokens else result.family]
-    if result.sparse:
+    tally = result.tally
+    tokens = tally.grid_tokens if tally.missing else tally.tokens
+    parts = [f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
+    if tally.sparse:
         parts.append(
-            f"{result.sparse} sparse and {result.dense} dense self-attention calls, "
-            f"density {100 * result.density:.1f} %{_head_range(result)}"
+            f"{tally.sparse} sparse and {tally.dense} dense self-attention calls, "
+            f"density {100 * result.report.densities.overall:.1f} %{_head_range(result)}"
         )
         parts.extend(_errors(result))
-        if any(shape.one_order for shape in result.shapes):
+        if any(shape.one_order for shape in result.report.shapes):
             parts.append("measured one token order alone: the dense steps are few or short")
     else:
         parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why_nothing(result)])))
-        if result.dense:
-            of = " of text or sound" if result.missing else ""
-            parts.append(f"{result.dense} dense self-attention calls{of}")
-    if result.faster_dense:
-        parts.append(f"{result.faster_dense} dense calls were measured, by a faster exact kernel")
+        if tally.dense:
+            of = " of text or sound" if tally.missing else ""
+            parts.append(f"{tally.dense} dense self-attention calls{of}")
+    if tally.faster_dense:
+        parts.append(f"{tally.faster_dense} dense calls were measured, by a faster exact kernel")
     if result.from_profile:
         parts.append(f"heads as the profile {result.profile_name} has them, not measured")
-    if result.reasons and not result.missing:
-        reasons = (f"{why.rstrip('.')} ({count})" for why, count in result.reasons.items())
+    if tally.reasons and not tally.missing:
+        reasons = (f"{why.rstrip('.')} ({count})" for why, count in tally.reasons.most_common())
         parts.append("dense because: " + ", ".join(reasons))
         parts.append(advice(result))
-    if result.cross:
-        faster = f", {result.faster_cross} by a faster kernel" if result.faster_cross else ""
-        parts.append(f"{result.cross} cross-attention calls (always dense{faster})")
-    if result.filter_left_out:
+    if tally.cross:
+        faster = f", {tally.faster_cross} by a faster kernel" if tally.faster_cross else ""
+        parts.append(f"{tally.cross} cross-attention calls (always dense{faster})")
+    if tally.filter_left_out:
         parts.append(LEFT_OUT)
     parts.extend(note.rstrip(".") for note in result.notes)
     if result.stopped and not result.stopped_early:
@@ -79,13 +80,13 @@ def _steps(result: RunResult) -> Iterator[str]:
 
 
 def _asked(result: RunResult) -> Iterator[str]:
-    if result.asked:
-        yield f"Asked for {result.asked}."
+    if result.report.aim is not None:
+        yield f"Asked for {result.report.aim}."
     pool_weight = result.of_heads("pool_weight")
     if heads := pool_weight.numel():
         pooled = 100 * float((pool_weight > 0).float().mean())
         yield f"{pooled:.0f} % of {heads} heads use pooled keys."
-    order_kinds = sum((Counter(shape.order_kinds) for shape in result.shapes), Counter())
+    order_kinds = sum((Counter(shape.order_kinds) for shape in result.report.shapes), Counter())
     if order_kinds:
         heads = (
             f"{BLOCKS_OF[order_kind]} in {order_kinds[order_kind]}"
@@ -95,7 +96,7 @@ def _asked(result: RunResult) -> Iterator[str]:
 
 
 def _layers(result: RunResult) -> Iterator[str]:
-    for shape in result.shapes:
+    for shape in result.report.shapes:
         yield f"{shape.tokens:,} tokens: layer, density (least to most), error predicted, probed"
         for index, layer in enumerate(shape.layers.tolist()):
             density = shape.density[index]

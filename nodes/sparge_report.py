@@ -112,7 +112,7 @@ def _save(result: RunResult, name: str) -> str:
         if result.profile is None:
             if result.from_profile:
                 return "No profile was saved: this run used one instead of measuring."
-            takes = "" if result.asked else ", which takes an auto mode"
+            takes = "" if result.report.aim else ", which takes an auto mode"
             return f"No profile was saved: no head was measured{takes}."
         result.profile.save(path)
     except ProfileError as error:

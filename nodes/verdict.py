@@ -30,24 +30,24 @@ ONE_STEP_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 
 def why_nothing(result: RunResult) -> str:
     """Reason for a run without a sparse call; "" where the reasons of its dense calls say it."""
-    if result.sparse:
+    if result.tally.sparse:
         return ""
     if result.stopped_early:
         return STOPPED
-    if result.forwards == 0:
+    if result.tally.forwards == 0:
         return NOT_RUN
-    if result.dense + result.cross == 0:
+    if result.tally.dense + result.tally.cross == 0:
         return WHOLE_GRAPH if has_been_traced() else NO_CALLS
-    return REPLACED.format(what=result.missing) if result.missing else ""
+    return REPLACED.format(what=result.tally.missing) if result.tally.missing else ""
 
 
 def advice(result: RunResult) -> str:
     """Change that a user can make, where the reasons of dense calls would send them the wrong
     way.
     """
-    if result.sparse or result.steps != 1 or result.stopped_early:
+    if result.tally.sparse or result.steps != 1 or result.stopped_early:
         return ""
-    waits = any(why.startswith("before start_percent") for why in result.reasons)
-    if result.asked:
-        return ONE_STEP_AUTO if waits or MEASURING in result.reasons else ""
+    waits = any(why.startswith("before start_percent") for why in result.tally.reasons)
+    if result.report.aim is not None:
+        return ONE_STEP_AUTO if waits or MEASURING in result.tally.reasons else ""
     return ONE_STEP_MANUAL if waits else ""

@@ -2,7 +2,7 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
-from .call import Call, Exact, ExactOnce, TensorCall
+from .call import Call, ExactOnce
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -19,6 +19,7 @@ from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
 from .profile_path import profile_path
+from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord
 from .report import Report
 from .session import Session
@@ -26,17 +27,18 @@ from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
 from .step_choices import StepChoices
 from .workload import Workload
+from .worth import by_faster_kernel
 
 __all__ = [
     "BLOCKS_A_CALL",
     "FAILED",
+    "MASK",
     "MEASURING",
     "Aim",
     "Call",
     "CandidateSet",
     "Conditioning",
     "Densities",
-    "Exact",
     "ExactOnce",
     "Fingerprint",
     "Fit",
@@ -55,6 +57,7 @@ __all__ = [
     "Probe",
     "Profile",
     "ProfileError",
+    "RealTokens",
     "Report",
     "Sample",
     "Session",
@@ -62,12 +65,13 @@ __all__ = [
     "Shape",
     "StepChoices",
     "Table",
-    "TensorCall",
     "Verdict",
     "Workload",
+    "by_faster_kernel",
     "kernel_measure",
     "mean_error",
     "measure_for",
     "profile_path",
+    "real_tokens",
     "reference_measure",
 ]

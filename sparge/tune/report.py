@@ -17,7 +17,7 @@ from .records import Densities
 class Report:
     """Densities, errors and reasons of one run."""
 
-    aim: Aim
+    aim: Aim | None
     densities: Densities
     shapes: tuple[MeasuredShape, ...]
     """Measured heads, one entry for each shape of calls."""
@@ -27,7 +27,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        aim: Aim,
+        aim: Aim | None,
         densities: Densities,
         tables: Sequence[HeadTable],
         reasons: Counter[str],
@@ -36,7 +36,8 @@ class Report:
         return cls(aim, densities, shapes, dict(reasons.most_common()))
 
     def __str__(self) -> str:
-        lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs, for {self.aim}."]
+        wanted = f", for {self.aim}" if self.aim else ""
+        lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs{wanted}."]
         for reason, count in self.reasons.items():
             lines.append(f"{count} calls were exact: {reason.rstrip('.')}.")
         return "\n".join(lines)

@@ -7,11 +7,22 @@ import os
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..kernels import capabilities
 from ..speed import sample_cost, worth
 from ..speed.sample_cost import Afforded
-from ..speed.worth import Rates, estimate, proportions_for, rates_for
+from ..speed.worth import (
+    TORCH_KERNELS,
+    Rates,
+    estimate,
+    faster_kernel,
+    proportions_for,
+    rates_for,
+    torch_kernel,
+)
 from .call import Call
 
 #: Environment variable for debugging: with the value 1 speed does not matter. A device without
@@ -116,6 +127,21 @@ def affordable(
         steps=sparse_steps,
     )
     return replace(afforded, pays=pays)
+
+
+def by_faster_kernel(call: Call) -> Tensor | None:
+    """Exact result of a call without a mask; None where no kernel of PyTorch's is known to be
+    faster than the one that the host would have."""
+    rates = known_rates(call)
+    if rates is None:
+        return None
+    q, k, v = call.qkv
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    faster = faster_kernel(pairs, rates, call.dense_kernel())
+    if faster is None or torch_kernel(q, k, v, [TORCH_KERNELS[faster]]) != faster:
+        return None
+    with sdpa_kernel(TORCH_KERNELS[faster]):
+        return call.result(scaled_dot_product_attention(q, k, v, scale=call.scale))
 
 
 def known_rates(call: Call) -> Rates | None:

@@ -178,7 +178,7 @@ def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(load_pack):
             return 0.5 if percent in (0.0, 1.0) else 1 - percent
 
     settings = load_pack("nodes.settings").Settings(start_percent=0.0, end_percent=1.0)
-    window = load_pack("nodes.run_state").sigma_window(settings, Odd())
+    window = load_pack("nodes.decision").SigmaWindow.of(settings, Odd())
     assert window.is_everything
     assert window.outside_reason(14.6, settings) is None
     assert window.outside_reason(0.0, settings) is None

@@ -68,7 +68,7 @@ def test_dense_attention_runs_once_and_is_compared_with(
         dense_calls[-BLOCKS:], zip(compared[::2], compared[1::2], strict=True), strict=True
     ):
         assert torch.equal(torch.cat(entries).transpose(1, 2).flatten(2), out)
-    (table,) = runs[0][0].heads.tables.frozen
+    (table,) = runs[0][0].session.tables.frozen
     rounding = table._steps._measurement.rounding()[:BLOCKS]
     assert 0.002 < float(rounding.min()) <= float(rounding.max()) < 0.03
 

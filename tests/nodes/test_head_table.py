@@ -40,8 +40,8 @@ def frozen(load_pack, grid):
     """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
     module = load_pack("sparge.tune.head_table")
     aim = load_pack("nodes.aim").Aim("budget", 0.5)
-    made = load_pack("nodes.attention_call").AttentionCall
-    facts = load_pack("sparge.tune").PassFacts
+    tune = load_pack("sparge.tune")
+    facts = tune.PassFacts
 
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
@@ -51,9 +51,8 @@ def frozen(load_pack, grid):
         table = module.HeadTable(shape, 1, aim, policy, device, all_orders)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
-            call = made(*qkv, 2, False, True, True, {})
             own = partial(scaled_dot_product_attention, *qkv)
-            table.sample(0, call, load_pack("nodes.exact_attention").ExactResult(call, own))
+            table.sample(0, tune.Call(*qkv), tune.ExactOnce(own))
         table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 

@@ -51,7 +51,7 @@ def test_only_what_can_run_is_compiled(load_pack, arch, filtered):
 def told(load_pack, monkeypatch, reference_allowed, patcher, session, generator, runs):
     """told(**widgets): thresholds that calls of a run had, and whether it tells of a filter that it
     left out."""
-    module = load_pack("nodes.attention_call")
+    module = load_pack("sparge.tune.call")
     node = load_pack("nodes.sparge_attention").SpargeAttention
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
     library = module.attention
@@ -95,5 +95,5 @@ def test_a_refused_call_left_nothing_out(load_pack, told, on_gpu, monkeypatch):
         raise load_pack("sparge").Unsupported("no")
 
     on_gpu("sm_90a")
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", refuse)
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", refuse)
     assert told() == (set(), False)
