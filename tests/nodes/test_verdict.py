@@ -62,9 +62,9 @@ def told(load_pack, patched_wan, patcher, session, runs):
         with pytest.MonkeyPatch.context() as patch:
             write = picture.write
 
-            def noted(text, *args):
+            def noted(image, text, *args):
                 words.append(text)
-                return write(text, *args)
+                write(image, text, *args)
 
             patch.setattr(picture, "write", noted)
             image = picture.draw(last)
