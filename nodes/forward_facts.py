@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..sparge import KernelBuildError, Unsupported, capabilities
+from ..sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE
 from ..sparge.tune import (
     FAILED,
     Call,
@@ -20,6 +21,7 @@ from ..sparge.tune import (
     RealTokens,
     SessionPass,
     by_faster_kernel,
+    fitted,
     real_tokens,
 )
 from .attention_call import AttentionCall
@@ -27,9 +29,7 @@ from .decision import CROSS_ATTENTION, Kind, dense_reason
 from .failures import MEANT_FOR_COMFYUI
 from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
-from .pv_filter import fitted
 from .run_state import Run
-from .warmup import KERNEL_DID_NOT_COMPILE
 
 logger = logging.getLogger("sparge")
 

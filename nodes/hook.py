@@ -13,6 +13,8 @@ import torch
 
 from ..sparge import capabilities
 from ..sparge.common.untraced import untraced
+from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.kernels.warmup import Warmup, warm_up
 from ..sparge.tune import FAILED, Fingerprint, Profile
 from . import report
 from .attention_call import AttentionCall
@@ -32,8 +34,6 @@ from .profiles import NamedProfile, fingerprint_of
 from .result import RunResult
 from .run_state import Run
 from .settings import Settings
-from .warmup import Warmup, warm_up
-from .whole_graph import is_traced_whole
 
 logger = logging.getLogger("sparge")
 

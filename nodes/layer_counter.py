@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge.common.untraced import untraced
+from ..sparge.common.whole_graph import is_traced_whole
 from .families import TextPosition, TokenLayout
-from .whole_graph import is_traced_whole
 
 #: Key of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"

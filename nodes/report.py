@@ -13,12 +13,13 @@ from torch import Tensor
 from ..sparge import OrderKind
 from ..sparge.tune import MeasuredShape, mean_error
 from .host import show_on_node
-from .pv_filter import LEFT_OUT
 from .result import RunResult
 from .verdict import advice, why_nothing
 
 logger = logging.getLogger("sparge")
 
+#: Remark where the user asked for the PV filter.
+LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 
 

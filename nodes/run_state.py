@@ -45,7 +45,7 @@ class Run:
         self.owner = owner
         self.settings = settings
         self.asked = settings.policy()
-        """Policy for any device; `pv_filter.fitted` makes it one's own."""
+        """Policy for any device; `sparge.tune.fitted` makes it one's own."""
         self.window = SigmaWindow.of(settings, model_sampling)
         self.schedule = schedule
         self.tally = Tally()

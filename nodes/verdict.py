@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from ..sparge.common.whole_graph import has_been_traced
 from ..sparge.tune import MEASURING
 from .result import RunResult
-from .whole_graph import has_been_traced
 
 STOPPED = "stopped before the first sparse step"
 NOT_RUN = "the model did not run"

@@ -27,7 +27,7 @@ from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
 from .step_choices import StepChoices
 from .workload import Workload
-from .worth import by_faster_kernel
+from .worth import by_faster_kernel, fitted
 
 __all__ = [
     "BLOCKS_A_CALL",
@@ -68,6 +68,7 @@ __all__ = [
     "Verdict",
     "Workload",
     "by_faster_kernel",
+    "fitted",
     "kernel_measure",
     "mean_error",
     "measure_for",

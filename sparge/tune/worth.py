@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels import capabilities
+from ..kernels import capabilities, pv_filter_saves
+from ..policy import PV_FILTER_OFF, SparsePolicy
 from ..speed import sample_cost, worth
 from ..speed.sample_cost import Afforded
 from ..speed.worth import (
@@ -47,6 +48,15 @@ def gpu_name(device: torch.device) -> str:
         return ""
     name, capability = torch.cuda.get_device_name(device), capabilities(device)
     return f"{name} by {capability.arch}" if capability.note else name
+
+
+def fitted(policy: SparsePolicy, device: torch.device) -> SparsePolicy:
+    """Policy as a device shall run it: without the PV filter where that would only cost exactness;
+    unchanged where there are no kernels."""
+    arch = capabilities(device).arch
+    if not policy.pv_filter or not arch or pv_filter_saves(arch):
+        return policy
+    return replace(policy, pvthreshd=PV_FILTER_OFF)
 
 
 def slower_reason(call: Call, density: float, pv_filter: bool, pooled: float | None) -> str | None:

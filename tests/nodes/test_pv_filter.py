@@ -12,7 +12,7 @@ TOKENS, HEADS = 256, 2
 
 @pytest.fixture
 def pv_filter(load_pack):
-    return load_pack("nodes.pv_filter")
+    return load_pack("sparge.tune.worth")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_it_goes_where_it_saves_nothing(pv_filter, policy, on_gpu, arch, thresho
 
 @pytest.mark.parametrize(("arch", "filtered"), [("sm_89", True), ("sm_90a", False)])
 def test_only_what_can_run_is_compiled(load_pack, arch, filtered):
-    specs = load_pack("nodes.warmup").node_specs(arch)
+    specs = load_pack("sparge.kernels.warmup").eight_bit_specs(arch)
     assert any(spec.pv_filter for spec in specs) == filtered
     assert any(spec.entry.startswith("attend") and not spec.pv_filter for spec in specs)
 
