@@ -144,11 +144,11 @@ class Kind(enum.Enum):
 
 
 def dense_reason(
-    call: CallFacts, block: int, run_reason: str | None, layout: TokenLayout, settings: Settings
+    call: CallFacts, layer: int, run_reason: str | None, layout: TokenLayout, settings: Settings
 ) -> str | None:
     """Reason why this call stays dense, or None for a sparse one.
 
-    block: number of the running layer. run_reason: holds for every call of the forward pass (the
+    layer: number of the running layer. run_reason: holds for every call of the forward pass (the
     device cannot, or the step is outside the window). What the arithmetic cannot serve (head_dim,
     strides, gradients) the library refuses itself, with a reason.
     """
@@ -169,6 +169,6 @@ def dense_reason(
         return "fewer tokens than a frame has"  # text or sound alone; text stays exact
     if run_reason is not None:
         return run_reason
-    if settings.dense_spans.contains(block, layout.blocks):
+    if settings.dense_layers.contains(layer, layout.blocks):
         return "listed in dense_blocks"
     return None

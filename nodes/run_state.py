@@ -115,7 +115,7 @@ class Run:
 
     def note_missing_layers(self, total: int | None) -> None:
         """Notes what dense_blocks asks in vain of a model of so many layers."""
-        spans = self.settings.dense_spans
+        spans = self.settings.dense_layers
         if total is None and spans.needs_total:
             self.note("negative dense_blocks do nothing: this model's block count is unknown")
         if total is not None and (missing := spans.missing(total)):

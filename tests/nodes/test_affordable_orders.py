@@ -141,7 +141,7 @@ def frozen(load_pack, call_of):
     """frozen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
     in the last dense step."""
     module, grid = load_pack("sparge.tune.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
-    aim = load_pack("nodes.aim").Aim("budget", 0.5)
+    aim = load_pack("sparge.tune").Aim("budget", 0.5)
     facts = load_pack("sparge.tune").PassFacts
     exact = load_pack("sparge.tune").ExactOnce
 

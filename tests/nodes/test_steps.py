@@ -204,7 +204,7 @@ def test_steps_spend_their_density(patch, run_of, runs, saved, topk, least):
 
 def test_steps_keep_to_the_target(load_pack, patch, run_of, saved, monkeypatch):
     target = 0.7  # these heads are hard
-    monkeypatch.setitem(load_pack("nodes.aim").QUALITIES, "fast", target)
+    monkeypatch.setitem(load_pack("nodes.settings").QUALITIES, "fast", target)
     widgets = {"mode": "auto quality", "quality": "fast"}
     patched = patch(**widgets)
     measured, profiled = run_of(patched), run_of(patch(profile=saved(patched), **widgets))
