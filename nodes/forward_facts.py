@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..sparge import KernelBuildError, Unsupported, capabilities
+from ..sparge.common.failures import MEANT_FOR_HOST
 from ..sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE
 from ..sparge.tune import (
     FAILED,
@@ -26,7 +27,6 @@ from ..sparge.tune import (
 )
 from .attention_call import AttentionCall
 from .decision import CROSS_ATTENTION, Kind, dense_reason
-from .failures import MEANT_FOR_COMFYUI
 from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
 from .run_state import Run
@@ -79,7 +79,7 @@ class Forward:
         facts = PassFacts(conditioning, run.step_of(conditioning), which=which)
         if unusable is None and run.needs_level:
             # The one place where a run waits for the GPU: once a pass, for a single number.
-            facts = run.window.facts(facts, float(sigma.max()), run.schedule, run.settings)
+            facts = run.window.facts(facts, float(sigma.max()), run.schedule)
         policy = fitted(run.asked, x.device)
         begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
         beside = frozenset(shape[2] for shape in (packed or ())[1:])
@@ -143,7 +143,7 @@ class Forward:
             logger.error("[Sparge] %s", error)
             reason = self.unusable = KERNEL_DID_NOT_COMPILE
             self.run.give_up(self.begun.device, reason)
-        except MEANT_FOR_COMFYUI:
+        except MEANT_FOR_HOST:
             raise
         except Exception as error:
             if error is exact.failure:

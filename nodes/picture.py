@@ -9,7 +9,6 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ..sparge.tune import mean_error
 from .result import RunResult
 from .verdict import why_nothing
 
@@ -30,7 +29,7 @@ FONT = ImageFont.load_default()
 
 def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
-    layers, steps = result.by_step.shape
+    layers, steps = result.report.by_step.shape
     if not layers or not steps or result.tally.missing:
         return message(why_nothing(result) or "no self-attention of a whole grid reached this node")
     tall, wide = _cell(HEIGHT, layers), _cell(MAP_WIDTH, steps)
@@ -60,18 +59,18 @@ def write(image: Image.Image, text: str, top: int, left: int, colour: Colour = I
 
 def _density(image: Image.Image, result: RunResult, tall: int, wide: int) -> None:
     write(image, "Density by block and step", 8, LEFT)
-    colours = _colours(result.by_step.nan_to_num(0.0))
-    colours[result.by_step.isnan()] = torch.tensor(FAINT, dtype=torch.uint8)
+    colours = _colours(result.report.by_step.nan_to_num(0.0))
+    colours[result.report.by_step.isnan()] = torch.tensor(FAINT, dtype=torch.uint8)
     cells = colours.repeat_interleave(tall, 0).repeat_interleave(wide, 1)
     if tall > SMALL_CELL:
         cells[tall - 1 :: tall] = 255
     if wide > SMALL_CELL:
         cells[:, wide - 1 :: wide] = 255
     _paste(image, cells, TOP, LEFT)
-    for row, layer in enumerate(result.layers.tolist()):
+    for row, layer in enumerate(result.report.layers.tolist()):
         if _has_label(row, tall):
             write(image, f"{layer:4d}", TOP + row * tall + (tall - 10) // 2, LEFT - 40)
-    for step in range(result.by_step.shape[1]):
+    for step in range(result.report.by_step.shape[1]):
         if _has_label(step, wide):
             write(image, str(step + 1), TOP - 16, LEFT + step * wide)
 
@@ -84,7 +83,7 @@ def _scale(image: Image.Image, top: int) -> None:
 
 def _errors(image: Image.Image, result: RunResult, tall: int, left: int) -> None:
     """Draws the mean error over the heads of each layer, by head weight, and over shapes."""
-    predicted, probed = _by_layer(result, "predicted"), _by_layer(result, "probed")
+    predicted, probed = (result.report.of_layers(name) for name in ("predicted", "probed"))
     most = max([*predicted.values(), *probed.values()], default=0.0)
     if not most:
         write(image, "No head was measured", 8, left)
@@ -95,7 +94,7 @@ def _errors(image: Image.Image, result: RunResult, tall: int, left: int) -> None
     label = f"{most:.3f}"
     write(image, label, TOP - 16, left + ERROR_WIDTH - int(FONT.getlength(label)))
     bars = ImageDraw.Draw(image)
-    for row, layer in enumerate(result.layers.tolist()):
+    for row, layer in enumerate(result.report.layers.tolist()):
         top = TOP + row * tall
         bottom = top + max(0, tall - 1 - (tall > SMALL_CELL))
         if layer in predicted:
@@ -104,16 +103,6 @@ def _errors(image: Image.Image, result: RunResult, tall: int, left: int) -> None
         if layer in probed:
             place = left + round((ERROR_WIDTH - 4) * probed[layer] / most)
             bars.rectangle((place, top, place + 3, bottom), PROBED)
-
-
-def _by_layer(result: RunResult, name: str) -> dict[int, float]:
-    found: dict[int, list[Tensor]] = {}
-    for shape in result.report.shapes:
-        heads = torch.stack([getattr(shape, name), shape.head_weight])
-        for place, layer in enumerate(shape.layers.tolist()):
-            found.setdefault(layer, []).append(heads[:, place])
-    means = {layer: mean_error(*torch.cat(heads, 1)) for layer, heads in found.items()}
-    return {layer: mean for layer, mean in means.items() if mean is not None}
 
 
 def _colours(density: Tensor) -> Tensor:

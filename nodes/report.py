@@ -4,14 +4,9 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Iterator
 
-from torch import Tensor
-
-from ..sparge import OrderKind
-from ..sparge.tune import MeasuredShape, mean_error
+from ..sparge.tune.measured_shape import percent
 from .host import show_on_node
 from .result import RunResult
 from .verdict import advice, why_nothing
@@ -20,7 +15,6 @@ logger = logging.getLogger("sparge")
 
 #: Remark where the user asked for the PV filter.
 LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
-BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 
 
 def publish(result: RunResult, node_id: str | None) -> None:
@@ -68,63 +62,17 @@ def summary(result: RunResult) -> str:
 
 def details(result: RunResult) -> str:
     """Line of the report, and below it what was measured of each layer."""
-    return "\n".join([summary(result), *_asked(result), *_steps(result), *_layers(result)])
-
-
-def _steps(result: RunResult) -> Iterator[str]:
-    """Lines of the steps: means over the layers that ran; 100 % where all were dense, - where none
-    ran."""
-    if result.by_step.numel():
-        means = result.by_step.nanmean(0).tolist()
-        shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in means)
-        yield f"Density by step, %: {' '.join(shares)}."
-
-
-def _asked(result: RunResult) -> Iterator[str]:
-    if result.report.aim is not None:
-        yield f"Asked for {result.report.aim}."
-    pool_weight = result.of_heads("pool_weight")
-    if heads := pool_weight.numel():
-        pooled = 100 * float((pool_weight > 0).float().mean())
-        yield f"{pooled:.0f} % of {heads} heads use pooled keys."
-    order_kinds = sum((Counter(shape.order_kinds) for shape in result.report.shapes), Counter())
-    if order_kinds:
-        heads = (
-            f"{BLOCKS_OF[order_kind]} in {order_kinds[order_kind]}"
-            for order_kind in sorted(order_kinds)
-        )
-        yield f"Blocks of tokens by head: {', '.join(heads)}."
-
-
-def _layers(result: RunResult) -> Iterator[str]:
-    for shape in result.report.shapes:
-        yield f"{shape.tokens:,} tokens: layer, density (least to most), error predicted, probed"
-        for index, layer in enumerate(shape.layers.tolist()):
-            density = shape.density[index]
-            yield (
-                f"{layer:4d}  {_percent(density.mean())} ({_percent(density.min())} to "
-                f"{_percent(density.max())})  {_of_layer(shape, 'predicted', index)}  "
-                f"{_of_layer(shape, 'probed', index)}"
-            )
+    return "\n".join([summary(result), *result.report.details()])
 
 
 def _head_range(result: RunResult) -> str:
-    heads = result.of_heads("density")
+    heads = result.report.of_heads("density")
     if not heads.numel():
         return ""
-    return f" (heads {_percent(heads.min())} to {_percent(heads.max())})"
+    return f" (heads {percent(heads.min())} to {percent(heads.max())})"
 
 
 def _errors(result: RunResult) -> Iterator[str]:
     for name in ("predicted", "probed"):
-        if (error := result.mean_error(name)) is not None:
+        if (error := result.report.mean_error(name)) is not None:
             yield f"{name} error {error:.3f}"
-
-
-def _percent(share: Tensor) -> str:
-    return f"{100 * float(share):.1f} %"
-
-
-def _of_layer(shape: MeasuredShape, name: str, index: int) -> str:
-    error = mean_error(getattr(shape, name)[index], shape.head_weight[index])
-    return "-" if error is None else f"{error:.3f}"

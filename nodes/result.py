@@ -7,12 +7,8 @@ import math
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 
-import torch
-from torch import Tensor
-
-from ..sparge.tune import Profile, Report, mean_error
+from ..sparge.tune import Profile, Report
 
 
 @dataclass
@@ -108,32 +104,7 @@ class RunResult:
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""
 
-    @cached_property
-    def layers(self) -> Tensor:
-        """(layers,) int64: number of each layer with self-attention."""
-        return (~self.report.densities.by_step.isnan()).any(1).nonzero().flatten()
-
-    @property
-    def by_step(self) -> Tensor:
-        """(layers, steps) float32: share of attention that was computed, 1 where it was dense, NaN
-        in steps without any."""
-        return self.report.densities.by_step[self.layers]
-
     @property
     def stopped_early(self) -> bool:
         """Whether an error or the user stopped it before a pass that may be sparse was over."""
         return self.stopped and not self.tally.sparse and not self.tally.may_have_been_sparse
-
-    def of_heads(self, name: str) -> Tensor:
-        """(heads of all shapes and layers,) of one table of `MeasuredShape`, without NaN."""
-        joined = self._joined(name)
-        return joined[~joined.isnan()]
-
-    def mean_error(self, name: str) -> float | None:
-        """Mean by head weight, over the heads of all shapes and layers whose error is known, if
-        any."""
-        return mean_error(self._joined(name), self._joined("head_weight"))
-
-    def _joined(self, name: str) -> Tensor:
-        values = [getattr(shape, name).flatten() for shape in self.report.shapes]
-        return torch.cat(values) if values else torch.empty(0)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ..sparge import capabilities
-from ..sparge.tune import Conditioning, Fingerprint, Profile, Session
+from ..sparge.common.failures import Failures
+from ..sparge.tune import Conditioning, Fingerprint, Profile, Session, SigmaWindow
 from ..sparge.tune.worth import speed_matters
-from .decision import SigmaWindow
-from .failures import Failures
 from .host import untracked_allocations
 from .layer_counter import ReplacedBlocks
 from .result import RunResult, Tally
@@ -46,7 +45,8 @@ class Run:
         self.settings = settings
         self.asked = settings.policy()
         """Policy for any device; `sparge.tune.fitted` makes it one's own."""
-        self.window = SigmaWindow.of(settings, model_sampling)
+        to_sigma = model_sampling.percent_to_sigma  # in force when sampling starts
+        self.window = SigmaWindow.of(settings.start_percent, settings.end_percent, to_sigma)
         self.schedule = schedule
         self.tally = Tally()
         self._notes: dict[str, None] = {}

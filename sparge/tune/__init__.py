@@ -26,6 +26,7 @@ from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
 from .step_choices import StepChoices
+from .window import SigmaWindow
 from .workload import Workload
 from .worth import by_faster_kernel, fitted
 
@@ -63,6 +64,7 @@ __all__ = [
     "Session",
     "SessionPass",
     "Shape",
+    "SigmaWindow",
     "StepChoices",
     "Table",
     "Verdict",

@@ -96,12 +96,12 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "density": result.report.densities.overall,
                 "stopped": result.stopped,
                 "text": report.summary(result),
-                "by_step": [[round(x, 3) for x in row] for row in result.by_step.tolist()],
+                "by_step": [[round(x, 3) for x in row] for row in result.report.by_step.tolist()],
                 "shapes": [shape.tokens for shape in result.report.shapes],
-                "kept": result.of_heads("density").tolist(),
-                "predicted_error": result.mean_error("predicted"),
-                "predicted": result.of_heads("predicted").tolist(),
-                "probed": result.of_heads("probed").tolist(),
+                "kept": result.report.of_heads("density").tolist(),
+                "predicted_error": result.report.mean_error("predicted"),
+                "predicted": result.report.of_heads("predicted").tolist(),
+                "probed": result.report.of_heads("probed").tolist(),
             }
         )
 

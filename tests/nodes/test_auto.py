@@ -318,12 +318,13 @@ def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step
     patched = patch()
     session(patched, LATENT).sample(step, DENSE_THEN_SPARSE)
     result = load_pack("nodes.hook").hook_of(patched).last
-    assert result.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
-    assert (result.by_step[:, :2] == 1).all()
-    assert result.report.densities.overall == pytest.approx(float(result.by_step[:, 2:].mean()))
+    assert result.report.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
+    assert (result.report.by_step[:, :2] == 1).all()
+    kept = float(result.report.by_step[:, 2:].mean())
+    assert result.report.densities.overall == pytest.approx(kept)
     (shape,) = result.report.shapes
     assert shape.layers.tolist() == list(range(BLOCKS))
-    error = result.mean_error("predicted")
+    error = result.report.mean_error("predicted")
     assert error == pytest.approx(float((shape.predicted * shape.head_weight).mean()))
     assert 0 < error <= 0.06, "blocks are large beside so few tokens"
     run = weakref.ref(runs[0][0])
@@ -354,7 +355,7 @@ def test_a_loud_heads_error_counts_for_more(load_pack, patch, session, step, lou
         known = ~errors.isnan()
         counts = shape.head_weight[known]
         expected = float((errors[known] * counts).sum() / counts.sum())
-        assert result.mean_error(name) == pytest.approx(expected)
+        assert result.report.mean_error(name) == pytest.approx(expected)
         assert f"{name} error {expected:.3f}" in load_pack("nodes.report").summary(result)
 
 

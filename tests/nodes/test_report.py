@@ -115,7 +115,7 @@ def test_errors_count_by_head_weight(measured, report, picture, head, line, laye
     first, second = report.details(result).splitlines()[-2:]
     assert first.split("%)")[1].split() == layer.split()
     assert second.split("%)")[1].split() == ["0.010", "-"], "layer 7 has nothing to do with it"
-    assert picture._by_layer(result, "predicted") == pytest.approx({0: bar, 7: 0.01})
+    assert result.report.of_layers("predicted") == pytest.approx({0: bar, 7: 0.01})
 
 
 def test_heads_of_two_shapes_count_by_head_weight(measured, report, picture):
@@ -124,7 +124,7 @@ def test_heads_of_two_shapes_count_by_head_weight(measured, report, picture):
     result = with_shapes(measured, shape, other)
     assert "predicted error 0.235;" in report.summary(result)
     expected = {0: (0.136 + 1.8) / 8, 7: (0.02 + 1.8) / 8}
-    assert picture._by_layer(result, "predicted") == pytest.approx(expected)
+    assert result.report.of_layers("predicted") == pytest.approx(expected)
 
 
 def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
