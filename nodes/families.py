@@ -129,10 +129,7 @@ class TokenLayout:
         counts: transformer blocks of the model.
         tokens: the whole self-attention sequence, as far as it is known; None without a grid.
         heads: attention heads; None when they are not known before a call.
-        left_out_key: as in `Family`.
-        branches: as in `Family`.
-        calls: as in `Family`.
-        frame_by_frame: as in `Family`.
+        left_out_key, branches, calls, frame_by_frame: as in `Family`.
         loose_frames: as in `OffGrid`.
         context: tokens of text that the model is given.
         masked: the model is given a mask of them, so that fewer may be real.

@@ -9,8 +9,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from .report import why_nothing
 from .result import RunResult
-from .verdict import why_nothing
 
 Colour = tuple[int, int, int]
 

@@ -281,7 +281,7 @@ def test_only_measured_calls_go_by_a_faster_kernel(
         return served[-1]
 
     monkeypatch.setattr(load_pack("nodes.forward_facts"), "by_faster_kernel", by_faster)
-    monkeypatch.setattr(load_pack("nodes.hook"), "sdpa_order", lambda func: ())
+    monkeypatch.setattr(load_pack("nodes.host"), "sdpa_order", lambda func: ())
 
     def step(attend):
         given.extend(attend(*qkv, HEADS, skip_reshape=True) for _ in range(2))
