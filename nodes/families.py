@@ -8,13 +8,13 @@ tokens are then all alike to the policy, and the end-of-run line says so.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge import TokenGrid
+from ..sparge.tune import Sequences, TextPosition
 from . import off_grid, unlisted_models
 from .block_numbers import BlockCounts
 from .off_grid import ModelInputs, OffGrid, Patch, no_branches, two_calls
@@ -26,14 +26,6 @@ UNKNOWN_TOKENS = (
 )
 #: Remark on sparse calls of some of the queries.
 FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
-
-
-class TextPosition(enum.Enum):
-    """Place of the tokens that are not on the video grid, in the self-attention sequence."""
-
-    FIRST = "first"
-    LAST = "last"
-    NONE = "none"
 
 
 def _num_heads(model: Any) -> int | None:
@@ -118,52 +110,32 @@ FAMILIES: Mapping[str, Family] = {
 _UNCOUNTED_ROWS = 256
 
 
-@dataclass(frozen=True)
-class TokenLayout:
-    """Facts about the tokens of one forward pass.
+@dataclass(frozen=True, kw_only=True)
+class TokenLayout(Sequences):
+    """Facts about the tokens and layers of one forward pass.
 
     Attributes:
         family: the model's name for the user.
-        text: position of the tokens off the grid; None for a model without a row in FAMILIES.
-        grid: tokens along (time, height, width); None when it is not known.
         counts: transformer blocks of the model.
-        tokens: the whole self-attention sequence, as far as it is known; None without a grid.
         heads: attention heads; None when they are not known before a call.
-        left_out_key, branches, calls, frame_by_frame: as in `Family`.
-        loose_frames: as in `OffGrid`.
+        left_out_key, calls: as in `Family`.
         context: tokens of text that the model is given.
-        masked: the model is given a mask of them, so that fewer may be real.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: about how many self-attentions a model has whose `blocks` are not known.
     """
 
     family: str
-    text: TextPosition | None
-    grid: tuple[int, int, int] | None
     counts: BlockCounts = field(default_factory=BlockCounts)
-    tokens: TokenGrid | None = None
     heads: int | None = None
     left_out_key: str | None = None
-    branches: tuple[TokenGrid, ...] = ()
     calls: int = 2
-    frame_by_frame: bool = False
-    loose_frames: int = 0
     context: int = 0
-    masked: bool = False
     remark: str = ""
     layers: int | None = None
 
     @property
     def blocks(self) -> int | None:
         return self.counts.total
-
-    @property
-    def grid_tokens(self) -> int:
-        return math.prod(self.grid) if self.grid else 0
-
-    @property
-    def frame_tokens(self) -> int:
-        return math.prod(self.grid[1:]) if self.grid else 0
 
     @property
     def rows(self) -> int:
@@ -187,50 +159,6 @@ class TokenLayout:
         """Row of a block that has no number."""
         return self.calls * (self.blocks or 0) + refiner
 
-    @property
-    def expected(self) -> tuple[TokenGrid, ...]:
-        """Sequences that attend to themselves as a whole."""
-        if self.frame_by_frame and self.branches:
-            return self.branches
-        if self.masked and self.text is not TextPosition.NONE:
-            return ()
-        return () if self.tokens is None else (self.tokens, *self.branches)
-
-    def sequence(self, tokens: int) -> TokenGrid | None:
-        """Sequence of a self-attention over so many tokens. Of more or fewer than are expected the
-        grid is known all the same, where no text stands around it."""
-        if self.tokens is None:
-            return None
-        for known in (self.tokens, *self.branches):
-            if known.tokens == tokens:
-                return known
-        without_text = self.tokens.tokens - self.tokens.prefix
-        if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
-            return replace(self.tokens, prefix=tokens - without_text)  # prefix of its padding
-        if self.text is not TextPosition.NONE:
-            return None
-        further = tokens - self.tokens.tokens
-        if further > 0:
-            return replace(self.tokens, tail=self.tokens.tail + further)
-        kept = replace(self.tokens, frames=max(1, self.tokens.frames - self.loose_frames))
-        further = tokens - kept.tokens
-        return replace(kept, tail=kept.tail + further) if further >= 0 else None
-
-    def exact_tokens(self, tokens: int, references: int = 0) -> tuple[int, int]:
-        """Numbers (prefix, suffix) of tokens that must stay exact in a self-attention over
-        ``tokens`` tokens.
-
-        references counts image tokens that a model appends after the grid (Flux edits).
-        """
-        if (known := self.sequence(tokens)) is not None:
-            return known.prefix, known.suffix
-        text = tokens - self.grid_tokens - references
-        if self.grid is None or text <= 0:
-            return (0, 0)
-        if self.text is TextPosition.FIRST:
-            return (text, 0)
-        return (0, text) if self.text is TextPosition.LAST else (0, 0)
-
 
 def token_layout(
     diffusion_model: Any,
@@ -248,15 +176,14 @@ def token_layout(
     if family is None:
         name = unlisted_models.name_of(names)
         remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
-        return TokenLayout(
-            name, None, None, counts, remark=remark, layers=counts.total or layers, context=text
-        )
+        layers = counts.total or layers
+        return TokenLayout(family=name, counts=counts, remark=remark, layers=layers, context=text)
     patch = family.patch(model)
     layout = TokenLayout(
-        family.name,
-        family.text,
-        _grid(patch, latent_shape),
-        counts,
+        family=family.name,
+        text=family.text,
+        grid=_grid(patch, latent_shape),
+        counts=counts,
         heads=family.heads(model),
         left_out_key=family.left_out_key,
         frame_by_frame=family.frame_by_frame,

@@ -22,6 +22,7 @@ from .profile_path import profile_path
 from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord
 from .report import Report
+from .sequences import Sequences, TextPosition
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
@@ -61,12 +62,14 @@ __all__ = [
     "RealTokens",
     "Report",
     "Sample",
+    "Sequences",
     "Session",
     "SessionPass",
     "Shape",
     "SigmaWindow",
     "StepChoices",
     "Table",
+    "TextPosition",
     "Verdict",
     "Workload",
     "by_faster_kernel",

@@ -21,7 +21,9 @@ def layout_of(load_pack):
 
     def made(grid=None, text=None, **fields):
         position = families.TextPosition[text] if text else None
-        return families.TokenLayout("Test", position, grid, counts, **fields)
+        return families.TokenLayout(
+            family="Test", text=position, grid=grid, counts=counts, **fields
+        )
 
     return made
 
