@@ -19,16 +19,10 @@ from ..sparge.tune import Call
 from .decision import CallFacts
 
 #: Keywords that do not change the result, or that the library honours.
-_KNOWN_OPTIONS = frozenset(
-    {
-        "transformer_options",
-        "_inside_attn_wrapper",
-        "low_precision_attention",
-        "preferred_attention",
-        "enable_gqa",
-        "scale",
-    }
-)
+_KNOWN_OPTIONS = {
+    *("transformer_options", "_inside_attn_wrapper", "low_precision_attention"),
+    *("preferred_attention", "enable_gqa", "scale"),
+}
 
 
 @dataclass(frozen=True)

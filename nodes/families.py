@@ -8,7 +8,6 @@ tokens are then all alike to the policy, and the end-of-run line says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 from ..sparge import TokenGrid
 from ..sparge.tune import Sequences, TextPosition
 from . import off_grid, unlisted_models
-from .block_numbers import BlockCounts
-from .off_grid import ModelInputs, OffGrid, Patch, no_branches, two_calls
+from .layer_counts import LayerCounts
+from .off_grid import ModelInputs, OffGrid, Patch, in_patches
 
 #: Remark on sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
@@ -40,15 +39,15 @@ class Family:
     name: str
     text: TextPosition
     patch: Callable[[Any], Patch]
-    off_grid: Callable[[Any, ModelInputs], OffGrid] = off_grid.nothing
+    off_grid: Callable[[Any, ModelInputs], OffGrid] | None = None
     """Tokens that stand beside the grid, from the model and its inputs."""
     heads: Callable[[Any], int | None] = _num_heads
     left_out_key: str | None = None
     """Entry of transformer_options that names layers whose self-attention the model leaves out."""
-    branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] = no_branches
+    branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] | None = None
     """Other sequences that attend to themselves in the same layers."""
-    calls: Callable[[ModelInputs], int] = two_calls
-    """Most self-attention calls under one layer number."""
+    calls: Callable[[ModelInputs], int] | None = None
+    """Most self-attention calls under one layer number; one where there is none."""
     frame_by_frame: bool = False
     """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
     it."""
@@ -73,7 +72,7 @@ def _one_cell(model: Any) -> Patch:
     return (1, 1, 1)
 
 
-def _heads_of_first_block(model: Any) -> int | None:
+def _heads_of_first_layer(model: Any) -> int | None:
     return model.visual_transformer_blocks[0].self_attention.num_heads
 
 
@@ -101,12 +100,12 @@ FAMILIES: Mapping[str, Family] = {
     "LTXAVModel": Family(
         "LTXV", _NONE, _one_cell, off_grid.ltx, left_out_key="stg_self_attn_blocks"
     ),
-    "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_block),
+    "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
     "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
 }
 
-#: Rows for the layers of a model whose blocks cannot be counted: more than any has.
+#: Rows for the layers of a model that cannot be counted: more than any has.
 _UNCOUNTED_ROWS = 256
 
 
@@ -116,7 +115,7 @@ class TokenLayout(Sequences):
 
     Attributes:
         family: the model's name for the user.
-        counts: transformer blocks of the model.
+        counts: layers of the model.
         heads: attention heads; None when they are not known before a call.
         left_out_key, calls: as in `Family`.
         context: tokens of text that the model is given.
@@ -125,7 +124,7 @@ class TokenLayout(Sequences):
     """
 
     family: str
-    counts: BlockCounts = field(default_factory=BlockCounts)
+    counts: LayerCounts = field(default_factory=LayerCounts)
     heads: int | None = None
     left_out_key: str | None = None
     calls: int = 2
@@ -145,18 +144,18 @@ class TokenLayout(Sequences):
             return _UNCOUNTED_ROWS
         return self.calls * self.blocks + self.counts.refiners
 
-    def row(self, block: int, earlier_calls: int) -> int:
-        """Row of a self-attention call in `block` after `earlier_calls` others there.
+    def row(self, layer: int, earlier_calls: int) -> int:
+        """Row of a self-attention call in `layer` after `earlier_calls` others there.
 
-        Each further call has a row of its own: the control blocks of Wan VACE call under the number
-        of the block that they steer. The row is `rows` or more when there is no room for it.
+        Each further call has a row of its own: the control layers of Wan VACE call under the number
+        of the layer that they steer. The row is `rows` or more when there is no room for it.
         """
         if self.blocks and earlier_calls >= self.calls:
             return self.rows
-        return block + earlier_calls * (self.blocks or 0)
+        return layer + earlier_calls * (self.blocks or 0)
 
     def refiner_row(self, refiner: int) -> int:
-        """Row of a block that has no number."""
+        """Row of a layer that has no number."""
         return self.calls * (self.blocks or 0) + refiner
 
 
@@ -172,17 +171,17 @@ def token_layout(
     names = [cls.__name__ for cls in type(model).__mro__]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     given = extras or {}
-    counts, text = BlockCounts.of(model, given), off_grid.length(context)
+    counts, text = LayerCounts.of(model, given), off_grid.length(context)
     if family is None:
         name = unlisted_models.name_of(names)
         remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
         layers = counts.total or layers
         return TokenLayout(family=name, counts=counts, remark=remark, layers=layers, context=text)
-    patch = family.patch(model)
+    patch, cells = family.patch(model), latent_shape[2:]
     layout = TokenLayout(
         family=family.name,
         text=family.text,
-        grid=_grid(patch, latent_shape),
+        grid=in_patches(cells, patch) if len(cells) in (2, 3) else None,
         counts=counts,
         heads=family.heads(model),
         left_out_key=family.left_out_key,
@@ -193,21 +192,12 @@ def token_layout(
     if layout.grid is None:
         return layout
     inputs = ModelInputs(layout.grid, patch, context, given)
-    beside = family.off_grid(model, inputs)
+    beside = family.off_grid(model, inputs) if family.off_grid else OffGrid()
     return replace(
         layout,
         tokens=beside.around(layout.grid),
-        branches=family.branches(inputs),
-        calls=family.calls(inputs),
+        branches=family.branches(inputs) if family.branches else (),
+        # Room for one call that nobody knew of.
+        calls=max(2, family.calls(inputs) if family.calls else 1),
         loose_frames=beside.loose_frames,
     )
-
-
-def _grid(patch: Patch, latent_shape: Sequence[int]) -> tuple[int, int, int] | None:
-    cells = latent_shape[2:]
-    if len(cells) not in (2, 3):
-        return None
-    time, height, width = (
-        math.ceil(extent / step) for extent, step in zip([1, *cells][-3:], patch, strict=True)
-    )
-    return (time, height, width)

@@ -131,7 +131,9 @@ class Forward:
     ) -> Tensor:
         """Computes a call. why: reason to be dense, beside what is looked at here."""
         # Measuring takes the exact result, too.
-        exact = ExactOnce(partial(self._hand_on, dense), lambda: _faster(given))
+        call = given.tensors
+        faster = partial(by_faster_kernel, call) if isinstance(call, Call) else None
+        exact = ExactOnce(partial(self._hand_on, dense), faster)
         try:
             out = why or self._sparse(given, kind, layer, exact)
             if not isinstance(out, str):
@@ -191,7 +193,7 @@ class Forward:
             reason = f"tensors on {given.q.device} in a forward pass on {self.begun.device}"
         if reason is None and settings.aim is None:  # else a dense call is measured in that step
             reason = self.begun.facts.why_dense
-        reason = dense_reason(given.facts, layer.block, reason, self.layout, settings)
+        reason = dense_reason(given.facts, layer.number, reason, self.layout, settings)
         return reason or (given.tensors if isinstance(given.tensors, str) else None)
 
     def _tokens(self, given: AttentionCall, kind: Kind) -> int:
@@ -232,8 +234,3 @@ class Forward:
             return dense()
         finally:
             self._handing_on = False
-
-
-def _faster(given: AttentionCall) -> Tensor | None:
-    """Exact result of a call by a faster kernel than ComfyUI's own, where one is known."""
-    return by_faster_kernel(given.tensors) if isinstance(given.tensors, Call) else None

@@ -68,9 +68,7 @@ class Hook:
         self.profile = profile
         self.last: RunResult | None = None
         self.last_shape: tuple[int, ...] | None = None
-        """Shape of the latent that the last run gave; None where it gave none, or several in
-        one.
-        """
+        """Shape of the latent that the last run gave; None where it gave none or several."""
         self._on_top: Override | None = None
 
     def show(self, text: str) -> None:

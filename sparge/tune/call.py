@@ -123,10 +123,10 @@ class ExactOnce:
     """Exact result of a call in its layout, computed once however often it is asked for."""
 
     def __init__(
-        self, compute: Callable[[], Tensor], faster: Callable[[], Tensor | None] = lambda: None
+        self, compute: Callable[[], Tensor], faster: Callable[[], Tensor | None] | None = None
     ) -> None:
-        """compute: by whatever serves the host's exact calls. faster: by a faster kernel; None
-        where none is known."""
+        """compute: by whatever serves the host's exact calls. faster: by a faster kernel; gives
+        None where none is known."""
         self._compute, self._faster = compute, faster
         self._out: Tensor | None = None
         self.by_faster = False
@@ -145,6 +145,6 @@ class ExactOnce:
 
     def try_faster(self) -> None:
         """Takes the result of a faster kernel, where one is known."""
-        if self._out is None:
+        if self._out is None and self._faster is not None:
             self._out = self._faster()
             self.by_faster = self._out is not None

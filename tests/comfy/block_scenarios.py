@@ -38,7 +38,7 @@ class Looker:
         def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:
             if kind.name == "SELF":
                 which = tuple(call.options["transformer_options"]["cond_or_uncond"])
-                self.seen.add((which, self.running, layer.block if layer.beside else layer.row))
+                self.seen.add((which, self.running, layer.number if layer.beside else layer.row))
             return serve(this, call, kind, layer, *args, **named)
 
         return replaced(forward, "_serve", spy)

@@ -17,7 +17,7 @@ def tune(load_pack):
 @pytest.fixture(scope="module")
 def layout_of(load_pack):
     """layout_of(grid, text position's name, **fields) of a model of ten blocks."""
-    families, counts = load_pack("nodes.families"), load_pack("nodes.block_numbers").BlockCounts(10)
+    families, counts = load_pack("nodes.families"), load_pack("nodes.layer_counts").LayerCounts(10)
 
     def made(grid=None, text=None, **fields):
         position = families.TextPosition[text] if text else None
@@ -33,9 +33,9 @@ def why(load_pack, decision, layout_of):
     layout = layout_of()
     settings = load_pack("nodes.settings").Settings(min_tokens=1000, dense_blocks="0, -1")
 
-    def reason(block=5, run_reason=None, tokens=1000, keys=None, **facts):
+    def reason(layer=5, run_reason=None, tokens=1000, keys=None, **facts):
         call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
-        return decision.dense_reason(call, block, run_reason, layout, settings)
+        return decision.dense_reason(call, layer, run_reason, layout, settings)
 
     return reason
 
@@ -53,8 +53,8 @@ def test_plain_long_self_attention_is_sparse(why):
         ({"unknown_options": ("is_causal",)}, "is_causal"),
         ({"tokens": 999}, "fewer than min_tokens (1000)"),
         ({"run_reason": "no GPU"}, "no GPU"),
-        ({"block": 0}, "dense_blocks"),
-        ({"block": 9}, "dense_blocks"),
+        ({"layer": 0}, "dense_blocks"),
+        ({"layer": 9}, "dense_blocks"),
     ],
     ids=lambda value: str(value),
 )
