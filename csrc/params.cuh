@@ -27,8 +27,8 @@ struct HeadThresholds {
   float simthreshd1;
   float pvthreshd;
   float log2_pool_weight;  // log2 of the pool weight; minus infinity: nothing is pooled
-  float router;     // above 0: rank by the error that pooling a block makes
-  float output_scale;   // output scale of query blocks that drop something (attend/output_scale.cuh); 1: none
+  float router;            // above 0: rank by the error that pooling a block makes
+  float output_scale;      // output scale of query blocks that drop something (attend/output_scale.cuh); 1: none
 };
 
 // Sizes shared by all stages. key_lengths is (batch) or null; keys at and beyond it are never read.
@@ -37,9 +37,10 @@ struct HeadThresholds {
 // key block. Some are empty at segment ends; inside a key block the tokens come first.
 struct Problem {
   const i32* key_lengths;
-  const i32* slot_token;   // (order kinds, slots), a row a token order: token in each slot, -1 where it is empty; null without an order
-  const i32* slot_counts;  // (key_blocks): tokens in each 64 slots; null without an order
-  const i32* head_order_kind;    // (heads): row of slot_token; null: row 0. Heads that share keys have the same row
+  const i32*
+      slot_token;  // (order kinds, slots), a row a token order: token in each slot, -1 where it is empty; null without an order
+  const i32* slot_counts;      // (key_blocks): tokens in each 64 slots; null without an order
+  const i32* head_order_kind;  // (heads): row of slot_token; null: row 0. Heads that share keys have the same row
   i32 batch;
   i32 heads;
   i32 kv_heads;
@@ -112,7 +113,7 @@ struct QuantizeParams {
   float* k_block_mean;  // (batch, kv_heads, key_blocks, head_dim)
   float* q_similarity;  // (batch, heads, query_blocks)
   float* k_similarity;  // (batch, kv_heads, key_blocks)
-  i32* next_turn;       // set to zero where attend has persistent blocks
+  i32* next_item;       // set to zero where attend has persistent blocks
   u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest |K - k_mean|; NaN where a key or value is not finite
   u8* finite;           // (batch, kv_heads, 2, key_blocks), 16 bits, keys, then values: 0 where one is not finite, or a hole is
   // What head settings need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
@@ -192,7 +193,7 @@ struct AttendParams {
   float* partial_max;  // (batch, heads, queries) log2 units, with partial_out
   float* partial_sum;  // (batch, heads, queries), with partial_out
   u64* counters;
-  i32* next_turn;  // zero between launches, which must not overlap; only where blocks are persistent
+  i32* next_item;  // zero between launches, which must not overlap; only where blocks are persistent
   i32 tokens;      // queries of the caller's tensors: rows of lse and the partial results
   float scale;     // natural softmax scale
   float pvthreshd;
@@ -201,25 +202,22 @@ struct AttendParams {
 
 // For some rows of measured query blocks. A piece is some of the key blocks that a density adds to the one before.
 struct ScoreParams {
-  const float* exact_out;     // (batch, heads, routers, pieces, rows, channels): as attend's partial results
-  const float* exact_max;     // (batch, heads, routers, pieces, rows)
+  const float* exact_out;     // (batch, heads, pieces, rows, channels): as attend's partial results
+  const float* exact_max;     // (batch, heads, pieces, rows)
   const float* exact_sum;     // likewise
   TensorView q;               // (batch, heads, rows, channels)
-  TensorView dense;           // likewise: output of dense attention; no data: unknown
   const float* k_block_mean;  // as in QuantizeParams
   const u16* v_block_mean;
   const float* v_mean;
   const i32* key_counts;
-  const u32* kept;    // (batch, heads, routers, densities - 1, blocks, map words): what each density but the last keeps
-  float* found;       // (routers, 6 densities - 2, batch, heads, rows): rows contiguous
-  i64 router_stride;  // of `found`
-  i64 field_stride;
+  const u32* kept;   // (batch, heads, densities - 1, blocks, map words): what each density but the last keeps
+  float* found;      // (6 densities - 3, batch, heads, rows): rows contiguous
+  i64 field_stride;  // of `found`
   i64 batch_stride;
   i64 head_stride;
   float scale;  // natural softmax scale
   i32 heads;
   i32 kv_heads;
-  i32 routers;
   i32 densities;
   i32 pieces;
   u32 ends;    // a bit for each piece that is the last of its density

@@ -50,14 +50,14 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
   __shared__ quantize::Smem smem;
   __shared__ quantize::Run run;
   const Problem& problem = p.problem;
-  const i32 turn = blockIdx.y, kv_at = blockIdx.x;
+  const i32 run_at = blockIdx.y, kv_at = blockIdx.x;
   if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
-    if (turn == 0 && kv_at == 0 && threadIdx.x == 0) *p.next_turn = 0;
+    if (run_at == 0 && kv_at == 0 && threadIdx.x == 0) *p.next_item = 0;
   const i32 b = quantize::batch_of(kv_at, problem.batch, problem.kv_heads), kv = kv_at - b * problem.kv_heads;
-  const i32 key_turns = p.with_values ? 2 * p.key_runs : p.key_runs;
-  if (turn < key_turns) {
-    const bool values = p.with_values && turn % 2 == 1;
-    const i32 first = (p.key_runs - 1 - (p.with_values ? turn / 2 : turn)) * p.key_run, blocks = problem.key_blocks();
+  const i32 kv_runs = p.with_values ? 2 * p.key_runs : p.key_runs;
+  if (run_at < kv_runs) {
+    const bool values = p.with_values && run_at % 2 == 1;
+    const i32 first = (p.key_runs - 1 - (p.with_values ? run_at / 2 : run_at)) * p.key_run, blocks = problem.key_blocks();
     const i32 last = smaller(first + p.key_run, blocks) - 1;
     auto share = [&](const char* base) {
       if (threadIdx.x == 0)
@@ -75,13 +75,13 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
         quantize::quantize_keys(p, rows, smem.key, run, last);
       });
   } else {
-    i32 query_turn = turn - key_turns, head = kv;
+    i32 run_of_head = run_at - kv_runs, head = kv;
     if (problem.heads != problem.kv_heads) {
       const i32 group = problem.heads / problem.kv_heads;
-      head = kv * group + query_turn % group;
-      query_turn /= group;
+      head = kv * group + run_of_head % group;
+      run_of_head /= group;
     }
-    const i32 first = query_turn * p.query_run, blocks = problem.query_blocks();
+    const i32 first = run_of_head * p.query_run, blocks = problem.query_blocks();
     const i32 last = smaller(first + p.query_run, blocks) - 1;
     with_chunks(p.q, b, head, problem.channels, [&](auto rows) {
       if (threadIdx.x == 0)

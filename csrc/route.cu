@@ -11,12 +11,12 @@
 //             read from the L2 once for all of them. Then each warp selects for one. Scores live in shared memory only.
 //             Vectors lie in the order of the products' first operand, and two tiles of columns share each read of them.
 //             Every phase waits for latencies. So an SM has 32 warps, what is needed once is noted in shared memory, and loads
-//             start early. Heads ranked by error start first, as they take longest (route/turn.cuh).
+//             start early. Heads ranked by error start first, as they take longest (route/place.cuh).
 // Tried       docs/experiments.md, "Route".
 #include "common/config.cuh"
 #include "params.cuh"
 #include "route/error.cuh"
-#include "route/turn.cuh"
+#include "route/place.cuh"
 
 namespace sparge::route {
 
@@ -30,7 +30,7 @@ extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::route::kTh
 extern "C" __device__ const sparge::RouteSizes launch_sizes = {sparge::route::kMaxRows, sparge::route::kKeyStep,
                                                                sizeof(sparge::route::Sums)};
 
-// Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/turn.cuh.
+// Grid: (batch, head) x groups of rows_per_cta query blocks, groups fastest, heads in the order of route/place.cuh.
 extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::route::kBlocksPerSm)
     route(const __grid_constant__ sparge::RouteParams p) {
   using namespace sparge;

@@ -6,7 +6,7 @@
 //               |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve every pool weight
 //               (sparge/tune/scoring.py has the maths, and is this kernel's reference);
 //               (e - o)(m - o), (p - o)(m - o) and |m - o|^2, for the output scale;
-//               |o|^2, and how far o is from what dense attention gave: the rounding of 8 bits, which no density takes away.
+//               |o|^2.
 //             A pooled key is a block's mean key, with the log of its keys as bias, and its mean value.
 // Strategy    A thread block scores 16 rows of a query block, so each mean is read from the L2 once for all of them, and its rows
 //             share one list of key blocks (score/buckets.cuh). Logits and weights stand in shared memory. All products with
@@ -27,7 +27,7 @@ extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::score::kTh
 extern "C" __device__ const sparge::ScoreSizes launch_sizes = {sparge::score::kMaxRows, sparge::score::kStep,
                                                                sizeof(sparge::score::Queries)};
 
-// Grid: (batch, head), router, query block and groups of rows_per_cta rows, groups fastest.
+// Grid: (batch, head), query block and groups of rows_per_cta rows, groups fastest.
 extern "C" __global__ void __launch_bounds__(sparge::score::kThreads, sparge::score::kBlocksPerSm)
     score(const __grid_constant__ sparge::ScoreParams p) {
   using namespace sparge;

@@ -41,7 +41,7 @@ def test_millions_of_tokens_fit_the_grid(with_queries: bool):
     shape = square(1, 64 * 10**6, 64)
     found = QuantizeGrid.of(shape, H200, with_values=True, with_queries=with_queries)
     assert found.key_run == (64 if with_queries else 32)
-    assert LONGEST_AXIS / 2 < found.turns <= LONGEST_AXIS
+    assert LONGEST_AXIS / 2 < found.runs <= LONGEST_AXIS
 
 
 MANY_QUERIES = [
@@ -57,10 +57,10 @@ MANY_QUERIES = [
 @pytest.mark.parametrize("shape", MANY_QUERIES)
 def test_many_queries_of_few_keys_fit_the_grid(shape: CallShape, with_values: bool):
     found = QuantizeGrid.of(shape, H200, with_values=with_values, with_queries=True)
-    assert found.turns <= LONGEST_AXIS
+    assert found.runs <= LONGEST_AXIS
     assert found.key_runs * found.key_run >= shape.key_blocks
-    turns = found.turns - (1 + with_values) * found.key_runs
-    assert turns // (shape.heads // shape.kv_heads) * found.query_run >= shape.query_blocks
+    runs = found.runs - (1 + with_values) * found.key_runs
+    assert runs // (shape.heads // shape.kv_heads) * found.query_run >= shape.query_blocks
 
 
 def test_more_heads_of_one_key_head_than_an_axis_are_refused():
@@ -70,19 +70,19 @@ def test_more_heads_of_one_key_head_than_an_axis_are_refused():
 
 
 def blocks_of(grid: QuantizeGrid, shape: CallShape, with_values: bool) -> Counter:
-    """(tensor, query head of the KV head, block) of every turn, as csrc/quantize.cu finds them."""
-    key_turns = (1 + with_values) * grid.key_runs
+    """(tensor, query head of the KV head, block) of every run, as csrc/quantize.cu finds them."""
+    kv_runs = (1 + with_values) * grid.key_runs
     group = shape.heads // shape.kv_heads
     found: Counter = Counter()
-    for turn in range(grid.turns):
-        if turn < key_turns:
-            tensor = "v" if with_values and turn % 2 else "k"
-            first = (grid.key_runs - 1 - (turn // 2 if with_values else turn)) * grid.key_run
+    for run in range(grid.runs):
+        if run < kv_runs:
+            tensor = "v" if with_values and run % 2 else "k"
+            first = (grid.key_runs - 1 - (run // 2 if with_values else run)) * grid.key_run
             last = min(first + grid.key_run, shape.key_blocks) - 1
             head = 0
         else:
-            tensor, head = "q", (turn - key_turns) % group
-            first = (turn - key_turns) // group * grid.query_run
+            tensor, head = "q", (run - kv_runs) % group
+            first = (run - kv_runs) // group * grid.query_run
             last = min(first + grid.query_run, shape.query_blocks) - 1
         assert first <= last
         found.update((tensor, head, block) for block in range(first, last + 1))
@@ -99,7 +99,7 @@ def test_each_block_has_its_turn(with_values, with_queries, longest, axis, monke
     monkeypatch.setattr(quantize_grid, "LONGEST_AXIS", axis)
     shape = square(6, 64 * 21, 64, kv_heads=2)
     grid = QuantizeGrid.of(shape, H200, with_values=with_values, with_queries=with_queries)
-    assert grid.heads == 2 and grid.turns <= axis and grid.key_run >= longest
+    assert grid.heads == 2 and grid.runs <= axis and grid.key_run >= longest
     tensors = ["k", "v"] if with_values else ["k"]
     expected = [(tensor, 0, block) for tensor in tensors for block in range(shape.key_blocks)]
     if with_queries:

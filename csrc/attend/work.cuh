@@ -15,7 +15,7 @@ struct Work {
   i32 head_at, kv_at;  // places among all (batch, head) and (batch, kv head)
   i32 first_tile;      // of this head; 2^31 tiles are 16 TB of K
   i32 first_pool;      // first tile of its pooled keys
-  i32 order_start;      // of its token order in slot_token
+  i32 order_start;     // of its token order in slot_token
 
   float pvthreshd;
   float log2_pool_weight;  // log2 of the pool weight; minus infinity: nothing is pooled
@@ -23,16 +23,16 @@ struct Work {
   // Shared memory constructs nothing.
   Work() = default;
 
-  SPARGE_DEVICE Work(const AttendParams& p, i32 turn) { read(p, turn); }
+  SPARGE_DEVICE Work(const AttendParams& p, i32 item) { read(p, item); }
 
   // Query blocks are fastest, so that neighbours share K and V in L2, and go from both ends inwards: a long list must not start
-  // last. `turn` is the number of the work item.
-  SPARGE_DEVICE void read(const AttendParams& p, i32 turn) {
+  // last. `item` is the number of the work item.
+  SPARGE_DEVICE void read(const AttendParams& p, i32 item) {
     const Problem& problem = p.problem;
     const i32 query_blocks = problem.query_blocks(), ends = smaller(kEnds, query_blocks);
-    const i32 early_turns = problem.batch * problem.heads * ends;
-    const bool early = turn < early_turns;
-    const i32 place = early ? turn : turn - early_turns, of_head = early ? ends : query_blocks - ends;
+    const i32 early_items = problem.batch * problem.heads * ends;
+    const bool early = item < early_items;
+    const i32 place = early ? item : item - early_items, of_head = early ? ends : query_blocks - ends;
     head_at = place / of_head;
     const i32 step = place % of_head + (early ? 0 : ends);
     block = step % 2 ? query_blocks - 1 - step / 2 : step / 2;

@@ -9,8 +9,8 @@
 #include "../ptx/convert.cuh"
 #include "../ptx/special.cuh"
 #include "outputs.cuh"
+#include "place.cuh"
 #include "row.cuh"
-#include "turn.cuh"
 
 namespace sparge::route {
 

@@ -47,10 +47,10 @@ SPARGE_DEVICE void pool_outputs(const u16* values, const float* weights, i32 pit
   };
   load(x[0], kKeyStep * key_group);
 #pragma unroll 1
-  for (i32 turn = kKeyStep * key_group; turn < key_blocks; turn += 2 * kKeyStep * kKeyGroups)
+  for (i32 base = kKeyStep * key_group; base < key_blocks; base += 2 * kKeyStep * kKeyGroups)
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-      const i32 start = turn + step * kKeyStep * kKeyGroups;
+      const i32 start = base + step * kKeyStep * kKeyGroups;
       if (start >= key_blocks) continue;
       load(x[1 - step], start + kKeyStep * kKeyGroups);
       u32 high[4], low[4];

@@ -27,8 +27,7 @@ SPARGE_DEVICE u32 bucket_word(const ScoreParams& p, const u32* maps, i32 stride,
 // By all threads of the block, for which the list is complete on return.
 SPARGE_DEVICE void list_buckets(const ScoreParams& p, const Place& place, const Shared& shared, Buckets& buckets) {
   const i32 pooling = p.densities - 1, words = ceil_div(p.key_blocks, kMapBits), stride = p.blocks * words;
-  const u32* maps =
-      p.kept + ((static_cast<i64>(place.head_at) * p.routers + place.router) * pooling * p.blocks + place.block) * words;
+  const u32* maps = p.kept + (static_cast<i64>(place.head_at) * pooling * p.blocks + place.block) * words;
   const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   for (i32 t = warp; t < pooling; t += kWarps) {
     u32 count = 0;

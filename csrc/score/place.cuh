@@ -13,9 +13,9 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = kHeadDim == 128 ? 1 : 3;
 constexpr int kMostDensities = 32;  // bits of `ends`
 
-// Some rows of one measured query block, for one router.
+// Some rows of one measured query block.
 struct Place {
-  i32 b, head, head_at, router, block;
+  i32 b, head, head_at, block;
   i32 first, rows;  // of the head
 
   SPARGE_DEVICE i64 kv_at(const ScoreParams& p) const { return static_cast<i64>(b) * p.kv_heads + head / (p.heads / p.kv_heads); }
@@ -24,12 +24,10 @@ struct Place {
 SPARGE_DEVICE Place place_at(const ScoreParams& p, i32 index) {
   const i32 rows_a_block = p.rows / p.blocks, groups = ceil_div(rows_a_block, p.rows_per_cta);
   const i32 first = index % groups * p.rows_per_cta, block = index / groups % p.blocks;
-  index /= groups * p.blocks;
-  const i32 head_at = index / p.routers;
+  const i32 head_at = index / (groups * p.blocks);
   return {head_at / p.heads,
           head_at % p.heads,
           head_at,
-          index % p.routers,
           block,
           block * rows_a_block + first,
           smaller(p.rows_per_cta, rows_a_block - first)};

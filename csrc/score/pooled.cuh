@@ -141,10 +141,10 @@ SPARGE_DEVICE void pool_values(const ScoreParams& p, const Place& place, const S
   for (int step = 0; step < kAhead; ++step) load(x[step], step * kStep);
   store_ended(0);
 #pragma unroll 1
-  for (i32 turn = 0; turn < end; turn += kAhead * kStep)
+  for (i32 base = 0; base < end; base += kAhead * kStep)
 #pragma unroll
     for (int step = 0; step < kAhead; ++step) {
-      const i32 start = turn + step * kStep;
+      const i32 start = base + step * kStep;
       if (start >= end) continue;
       const Vec16 weights = kAlone ? lone(line + start) : *reinterpret_cast<const Vec16*>(line + 2 * start);
       const u32 a[4] = {weights.x, weights.y, weights.z, weights.w};

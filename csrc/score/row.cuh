@@ -62,56 +62,29 @@ struct Sums {
   SPARGE_DEVICE float inverse() const { return 1.0f / fmaxf(sum, kLeastSum); }
 };
 
-struct Row {
-  i32 b, head;
-  i64 exact_stride;            // between the pieces
-  i64 first_exact, own_exact;  // first piece of the first router, which gives the true output, and of the own router
-  i32 row;
-
-  SPARGE_DEVICE Row(const ScoreParams& p, const Place& place, i32 index)
-      : b(place.b), head(place.head), exact_stride(p.rows), row(place.first + index) {
-    const i64 of_head = static_cast<i64>(place.head_at) * p.routers;
-    first_exact = of_head * p.pieces * p.rows + row;
-    own_exact = (of_head + place.router) * p.pieces * p.rows + row;
-  }
-};
-
-// A lane's part of |dense - o|^2.
-SPARGE_DEVICE float rounding_of(const ScoreParams& p, const Row& row, const Values& truth) {
-  if (!p.dense.data) return 0.0f;
-  const i64 first = row.b * p.dense.batch_stride + row.head * p.dense.head_stride + row.row * p.dense.token_stride;
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    const float off = channel(i) < p.channels ? value_at(p.dense, first + channel(i)) - truth.x[i] : 0.0f;
-    sum += off * off;
-  }
-  return sum;
-}
-
 // index: the row's in its thread block.
 SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Shared& shared, const Buckets& buckets,
                              const Masses& masses, i32 index) {
-  const Row row(p, place, index);
   const bool writes = threadIdx.x % kWarpSize == 0;
-  const i32 pooling = p.densities - 1;
-  float* found = p.found + place.router * p.router_stride + row.b * p.batch_stride + row.head * p.head_stride + row.row;
+  const i32 pooling = p.densities - 1, row = place.first + index;
+  const i64 first = static_cast<i64>(place.head_at) * p.pieces * p.rows + row;  // row of the first piece
+  float* found = p.found + place.b * p.batch_stride + place.head * p.head_stride + row;
   auto store = [&](i32 field, float value) {
     if (writes) found[field * p.field_stride] = value;
   };
-  auto load = [&](Values& values, i64 first, i32 piece) {
-    values.load(p.exact_out + (first + piece * row.exact_stride) * p.channels, p.channels);
+  auto load = [&](Values& values, i32 piece) {
+    values.load(p.exact_out + (first + static_cast<i64>(piece) * p.rows) * p.channels, p.channels);
   };
 
   Values truth, mean;
   mean.load(p.v_mean + place.kv_at(p) * kHeadDim, p.channels);
+  const Pieces pieces(p, first);
   {
-    const Pieces pieces(p, row.first_exact);
     Sums all;
 #pragma unroll 7
     for (i32 piece = 0; piece < p.pieces; ++piece) {
       Values values;
-      load(values, row.first_exact, piece);
+      load(values, piece);
       all.add(pieces, piece, values);
     }
     const float inverse = all.inverse();
@@ -126,18 +99,16 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
     mean_far += o * o;
   }
   store(p.densities + 5 * pooling, lane_sum<1, kWarpSize>(norm));
-  store(p.densities + 5 * pooling + 1, lane_sum<1, kWarpSize>(rounding_of(p, row, truth)));
-  store(p.densities + 5 * pooling + 2, lane_sum<1, kWarpSize>(mean_far));
+  store(p.densities + 5 * pooling + 1, lane_sum<1, kWarpSize>(mean_far));
 
-  const Pieces pieces(p, row.own_exact);
   Sums kept;
   Values next;
-  load(next, row.own_exact, 0);
+  load(next, 0);
   i32 density = 0;
 #pragma unroll 1
   for (i32 piece = 0; piece < p.pieces; ++piece) {
     const Values values = next;
-    if (piece + 1 < p.pieces) load(next, row.own_exact, piece + 1);
+    if (piece + 1 < p.pieces) load(next, piece + 1);
     kept.add(pieces, piece, values);
     if (!(p.ends >> piece & 1)) continue;
     const bool pools = density < pooling;

@@ -100,7 +100,7 @@ def quantize(
         k_block_mean=address("k_block_mean"),
         q_similarity=address("q_similarity"),
         k_similarity=address("k_similarity"),
-        next_turn=address("next_turn"),
+        next_item=address("next_item"),
         reach=address("reach"),
         finite=address("finite"),
         k_variance=address("k_variance"),
@@ -119,7 +119,7 @@ def quantize(
     )
     params.key_run, params.query_run = grid.key_run, grid.query_run
     params.key_runs = grid.key_runs
-    size = (grid.heads, grid.turns, 1)
+    size = (grid.heads, grid.runs, 1)
     queue(find_kernel("quantize", q.device, shape.head_dim, element), size, params)
     return workspace
 
@@ -232,7 +232,7 @@ def attend(
         partial_max=_address(partial_max),
         partial_sum=_address(partial_sum),
         counters=_counters(counters),
-        next_turn=address("next_turn"),
+        next_item=address("next_item"),
         tokens=q.shape[2],
         scale=rules.scale,
         pvthreshd=rules.pvthreshd,

@@ -40,8 +40,7 @@ _SCHEMAS = (
     "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, Tensor(d!)? partial_max, "
     "Tensor(e!)? partial_sum, Tensor(f!)? counters) -> ()",
     "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor q, Tensor workspace, "
-    "SymInt[] shape, int element, Tensor kept, float scale, int ends, Tensor(a!) found, "
-    "Tensor? dense=None) -> ()",
+    "SymInt[] shape, int element, Tensor kept, float scale, int ends, Tensor(a!) found) -> ()",
 )
 
 
@@ -197,7 +196,6 @@ def _score(
     scale: float,
     ends: int,
     found: Tensor,
-    dense: Tensor | None = None,
 ) -> None:
     launch_score.score(
         (exact_out, exact_max, exact_sum),
@@ -209,7 +207,6 @@ def _score(
         scale,
         ends,
         found,
-        dense,
     )
 
 

@@ -23,7 +23,7 @@ class QuantizeGrid:
 
     heads: int
     """Key heads in all batches: the first axis."""
-    turns: int
+    runs: int
     """Runs of key, value and query blocks of each head: the second axis."""
     key_run: int
     """Key or value blocks that a thread block takes."""
@@ -41,10 +41,10 @@ class QuantizeGrid:
         run = next(run for run in (LONGEST_RUN, LONGEST_RUN // 2, 1) if run <= max(1, share))
         grid = cls.of_runs(shape, run, with_values, with_queries)
         longest = max(shape.key_blocks, 2 * shape.query_blocks)
-        while grid.turns > LONGEST_AXIS and run < longest:  # millions of tokens, or of queries
+        while grid.runs > LONGEST_AXIS and run < longest:  # millions of tokens, or of queries
             run *= 2
             grid = cls.of_runs(shape, run, with_values, with_queries)
-        if grid.turns > LONGEST_AXIS:
+        if grid.runs > LONGEST_AXIS:
             raise Unsupported(
                 f"{shape.heads} query heads share {shape.kv_heads} key heads; up to "
                 f"{LONGEST_AXIS - 2} may share one: serve fewer heads at a time."
@@ -56,8 +56,8 @@ class QuantizeGrid:
         cls, shape: CallShape, key_run: int, with_values: bool, with_queries: bool
     ) -> QuantizeGrid:
         query_run, key_runs = max(1, key_run // 2), block_count(shape.key_blocks, key_run)
-        turns = 2 * key_runs if with_values else key_runs
+        runs = 2 * key_runs if with_values else key_runs
         if with_queries:
             group = shape.heads // shape.kv_heads
-            turns += group * block_count(shape.query_blocks, query_run)
-        return cls(shape.batch * shape.kv_heads, turns, key_run, query_run, key_runs)
+            runs += group * block_count(shape.query_blocks, query_run)
+        return cls(shape.batch * shape.kv_heads, runs, key_run, query_run, key_runs)

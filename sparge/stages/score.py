@@ -23,18 +23,17 @@ def score(
     scale: float,
     ends: int,
     found: Tensor,
-    dense: Tensor | None,
 ) -> None:
-    """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``q`` and ``dense`` in any strides but
-    a contiguous last dimension.
+    """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``q`` in any strides but a contiguous
+    last dimension.
 
     exact: sums, maxima and sums of weights, as in partial results. shape, element: of the call that
     quantized into ``workspace``.
     """
     exact_out, exact_max, exact_sum = exact
-    batch, heads, routers, pieces, rows, channels = exact_out.shape
-    densities, blocks = kept.shape[3] + 1, kept.shape[4]
-    router_stride, field_stride, batch_stride, head_stride, _ = found.stride()
+    batch, heads, pieces, rows, channels = exact_out.shape
+    densities, blocks = kept.shape[2] + 1, kept.shape[3]
+    field_stride, batch_stride, head_stride, _ = found.stride()
     address = layout_of(shape, element, True, False, True).addresses(workspace).get
     rows_a_block = rows // blocks
     device = exact_out.device
@@ -46,21 +45,18 @@ def score(
         exact_max=exact_max.data_ptr(),
         exact_sum=exact_sum.data_ptr(),
         q=view_of(q),
-        dense=view_of(dense),
         k_block_mean=address("k_block_mean"),
         v_block_mean=address("v_block_mean"),
         v_mean=address("v_mean"),
         key_counts=address("key_counts"),
         kept=kept.data_ptr(),
         found=found.data_ptr(),
-        router_stride=router_stride,
         field_stride=field_stride,
         batch_stride=batch_stride,
         head_stride=head_stride,
         scale=scale,
         heads=heads,
         kv_heads=shape.kv_heads,
-        routers=routers,
         densities=densities,
         pieces=pieces,
         ends=ends,
@@ -72,7 +68,7 @@ def score(
         rows_per_cta=rows_per_cta,
     )
     groups = block_count(rows_a_block, rows_per_cta)
-    grid = (batch * heads * routers * blocks * groups, 1, 1)
+    grid = (batch * heads * blocks * groups, 1, 1)
     shared = shared_bytes(shape, densities - 1, rows_per_cta, kernel.sizes)
     queue(kernel, grid, params, shared)
 

@@ -111,7 +111,7 @@ class WorkspaceLayout:
         self.shape, self.element = shape, element
         self._end = 0
         self.fields: dict[str, Field] = {}
-        self._add("next_turn", (1,), torch.int32)
+        self._add("next_item", (1,), torch.int32)
         means = ("k_mean", "v_mean", "v_scale") if with_values else ("k_mean",)
         for name in means:
             self._add(name, (*kv, shape.head_dim))

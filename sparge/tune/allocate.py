@@ -24,18 +24,9 @@ def meet_error(
     """(heads,) candidates at the least mean density whose `whole_errors` sum to at most `most`.
 
     whole_errors: (heads, candidates), rounding included. Candidates are those of `HullSteps.climb`,
-    or the ones of least error where no mean density suffices. The head that moved last goes no
-    farther than it has to.
+    or the ones of least error where no mean density suffices.
     """
-    steps = HullSteps.of(errors, costs, densities)
-    chosen, last = steps.descend(whole_errors, most)
-    if last is not None:
-        reached = whole_errors[np.arange(len(chosen)), chosen]
-        left = most * (1 + ROUNDING) - (reached.sum() - reached[last])
-        enough = np.flatnonzero(whole_errors[last] <= left)
-        if enough.size:
-            chosen[last] = min(enough, key=lambda each: (costs[each], errors[last, each]))
-    return chosen
+    return HullSteps.of(errors, costs, densities).descend(whole_errors, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +44,6 @@ class HullSteps:
     after: Indices
     dearer: Array
     """(steps,): density that each step adds to the sum."""
-    climbed: Array
-    """(steps,): density that the steps of a head add up to and with each."""
     densities: Array
     """(candidates,) densities."""
 
@@ -87,51 +76,34 @@ class HullSteps:
         order = np.argsort(-slopes[head, start], kind="stable")
         head, start = head[order], start[order]
         before, after = truest[head, start], truest[head, ends[head, start]]
-        climbed = densities[after] - densities[cheapest[head]]
         dearer = densities[after] - densities[before]
-        return cls(cheapest, head, before, after, dearer, climbed, densities)
+        return cls(cheapest, head, before, after, dearer, densities)
 
     def climb(self, mean: float) -> Indices:
         """(heads,) candidates that leave the least summed error under a mean density.
 
         Every head starts with its cheapest candidate. Then the step along a head's hull that takes
-        most error away for its cost is made, again and again, while the mean over the heads stays
-        within `mean`. Ties go to the lower head. Where even the cheapest candidates are denser,
-        those are returned.
+        most error away for its cost is made, again and again, wherever the mean over the heads
+        stays within `mean`. Ties go to the lower head. Where even the cheapest candidates are
+        denser, those are returned.
         """
-        chosen = self.cheapest.copy()
+        chosen = self.cheapest.tolist()
         left = mean * len(chosen) - self.densities[chosen].sum() + ROUNDING
-        # All steps up to the first that is too dear. A head's own steps are in the order of its
-        # hull.
-        taken = int(np.argmax(np.append(np.cumsum(self.dearer) > left, True)))
-        chosen[self.head[:taken]] = self.after[:taken]
-        left -= self.dearer[:taken].sum()
-        # Later steps one by one: only those that may still fit with earlier ones of the same head,
-        # and those that take density away, as pooled keys in place of some blocks do.
-        most = left - np.minimum(self.dearer[taken:], 0).sum()
-        spent = np.bincount(self.head[:taken], self.dearer[:taken], len(chosen))
-        needed = self.climbed[taken:] - spent[self.head[taken:]]
-        others = taken + np.flatnonzero(needed <= most + ROUNDING)
-        cheapest = np.minimum.accumulate(self.dearer[others][::-1])[::-1]  # of each and later ones
-        for step, least in zip(others.tolist(), cheapest.tolist(), strict=True):
-            if least > left:
-                break
-            head, dearer = self.head[step], self.dearer[step]
-            if chosen[head] == self.before[step] and dearer <= left:
-                chosen[head] = self.after[step]
-                left -= dearer
-        return chosen
+        steps = (x.tolist() for x in (self.head, self.before, self.after, self.dearer))
+        for head, before, after, dearer in zip(*steps, strict=True):
+            if chosen[head] == before and dearer <= left:
+                chosen[head], left = after, left - dearer
+        return np.array(chosen)
 
-    def descend(self, errors: Array, most: float) -> tuple[Indices, int | None]:
-        """(heads,) candidates when `errors` first sum to at most `most`, and the head that moved
-        last."""
+    def descend(self, errors: Array, most: float) -> Indices:
+        """(heads,) candidates when `errors` first sum to at most `most`."""
         heads, chosen = np.arange(len(errors)), self.cheapest.copy()
         falls = errors[self.head, self.before] - errors[self.head, self.after]
         sums = errors[heads, chosen].sum() - np.append(0.0, np.cumsum(falls))
         enough = sums <= most * (1 + ROUNDING)
         taken = int(enough.argmax()) if enough.any() else len(falls)
         chosen[self.head[:taken]] = self.after[:taken]
-        return chosen, int(self.head[taken - 1]) if taken else None
+        return chosen
 
 
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:

@@ -15,8 +15,7 @@ from ..head_settings import Router
 
 @dataclass(frozen=True)
 class CandidateSet:
-    """Every density with every pool weight (`pool_weight`) and router; axes of errors are (routers,
-    densities, pool weights).
+    """Every density with every pool weight; axes of errors are (densities, pool weights).
 
     Errors between the measured densities are interpolated. Pool weights cost little to measure:
     0.25 and 0.5 are for heads that full pooling ruins, 1.2 for those whose logits vary inside a
@@ -27,7 +26,7 @@ class CandidateSet:
     """Ascending; the last is 1, so that every target can be met."""
     pool_weights: tuple[float, ...] = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
     """Ascending from 0, plain dropping, which wins a tie."""
-    routers: tuple[Router, ...] = (Router.ERROR,)
+    router: Router = Router.ERROR
     floor: int = 1
     """Ranked key blocks that are kept whatever the density; as in `HeadSettings`."""
     output_scales: tuple[float, float] = (0.5, 2.0)
@@ -40,8 +39,6 @@ class CandidateSet:
             raise ValueError("densities hold nothing but 1, which drops nothing; give another.")
         if not _ascends(self.pool_weights) or self.pool_weights[0] != 0:
             raise ValueError(f"pool_weights are {self.pool_weights}; they ascend from 0.")
-        if not self.routers or len(set(self.routers)) < len(self.routers):
-            raise ValueError(f"routers are {self.routers}; give each once, and at least one.")
         if not 1e-3 <= self.output_scales[0] <= self.output_scales[1] <= 1e3:
             raise ValueError(
                 f"output_scales are {self.output_scales}; give the least and the most, from 0.001 "
@@ -51,8 +48,8 @@ class CandidateSet:
             raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return len(self.routers), len(self.densities), len(self.pool_weights)
+    def shape(self) -> tuple[int, int]:
+        return len(self.densities), len(self.pool_weights)
 
     def kept_ranks(self, key_blocks: int) -> list[int]:
         """Ranked blocks that each density asks for, of `key_blocks`, in float32 as attention

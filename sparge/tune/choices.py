@@ -21,7 +21,7 @@ class HeadChoices:
     """Head settings, each (layers, heads) on the CPU. Rows of layers that were not measured hold
     density 1.
 
-    density, pool_weight, output_scale float32, router, order_kind int32: as in `HeadSettings`.
+    density, pool_weight, output_scale float32, order_kind int32: as in `HeadSettings`.
     error float32: expected relative L2 error of the attention output. head_weight float32: what a
     head counts in means over heads; 1 in the mean, 0 in layers that were not measured.
     """
@@ -29,13 +29,14 @@ class HeadChoices:
     density: Tensor
     pool_weight: Tensor
     output_scale: Tensor
-    router: Tensor
     order_kind: Tensor
     error: Tensor
     head_weight: Tensor
     measured: Tensor
     """(layers,) bool: whether the layer was measured."""
     floor: int = 1
+    router: Router = Router.ERROR
+    """Router of all heads."""
 
     @property
     def layers(self) -> int:
@@ -70,18 +71,19 @@ class HeadChoices:
         policy: as in `LayerSettings`. before: head settings of the step before, whose structure is
         kept.
         """
-        names = ("density", "pool_weight", "router", *OPTIONAL)
+        names = ("density", "pool_weight", *OPTIONAL)
         uploaded: dict[str, Any] = {
             name: getattr(self, name).to(device, copy=True).flatten() for name in names
         }
         other = before.of_all if before is not None and any(before.measured) else None
-        pools = bool(self.pool_weight.any() or (self.router == Router.ERROR).any())
+        router = torch.full_like(uploaded["density"], self.router, dtype=torch.int32)
+        pools = self.router == Router.ERROR or bool(self.pool_weight.any())
         pools |= other is not None and other.pools
         for name, (_, none) in OPTIONAL.items():
             is_used = bool((getattr(self, name) != none).any())
             if not is_used and (other is None or getattr(other, name) is None):
                 uploaded[name] = None
-        of_all = HeadSettings(**uploaded, floor=self.floor, pools=pools)
+        of_all = HeadSettings(**uploaded, router=router, floor=self.floor, pools=pools)
         return LayerSettings(of_all, self.measured.tolist(), policy)
 
     def head_settings(self, layer: int, device: torch.device | str = "cpu") -> HeadSettings | None:

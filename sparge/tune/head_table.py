@@ -173,10 +173,9 @@ class HeadTable:
         out = exact.own()
         try:
             with self._untracked():
-                operands = *call.qkv, call.result_heads_first(out)
-                for *qkv, rows in self._entries(operands, self._schedule.measuring):
-                    self._look_for_nan(row, rows)
-                    self._measurement.sample(row, *qkv, scale=call.scale, dense=rows, calls=calls)
+                self._look_for_nan(row, call.result_heads_first(out))
+                for qkv in self._entries(call.qkv, self._schedule.measuring):
+                    self._measurement.sample(row, *qkv, scale=call.scale, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same

@@ -3,7 +3,7 @@
 
 For each group keys and values are quantized, the measured query blocks are routed for every
 candidate in one launch, attended to in one, bucket by bucket, and scored in one, which also pools
-what is dropped. Routers and buckets are dimensions here, not loops; see `scoring`.
+what is dropped. Buckets are a dimension here, not a loop; see `scoring`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kernel_measure(sample: Sample) -> Measured:
         rows = SampledRows.of(sample, facts.blocks, order_kind, facts.means.shape[-1])
         in_order = replace(sample, workload=sample.workload.of_kind(order_kind, sample.q.device))
         for heads in groups:
-            _Group.of(in_order, facts, rows, heads).score(found[:, :, place])
+            _Group.of(in_order, facts, rows, heads).score(found[:, place])
     by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
     occupied = facts.blocks.occupied.index_select(1, facts.blocks.rows)
     return Measured(Distances.of_packed(by_block), occupied)
@@ -90,16 +90,14 @@ class _Facts:
 def _room_for_distances(sample: Sample) -> Tensor:
     """Empty tensor for what `Distances.packed` gives, for rows (orders, B, H, S x rows a block)."""
     batch, heads, *_ = sample.q.shape
-    routers, densities, _ = sample.candidates.shape
     rows = (len(sample.order_kinds), batch, heads, _compared(sample))
-    fields = Distances.packed_fields(densities)
-    return torch.empty(routers, fields, *rows, dtype=torch.float32, device=sample.q.device)
+    fields = Distances.packed_fields(len(sample.candidates.densities))
+    return torch.empty(fields, *rows, dtype=torch.float32, device=sample.q.device)
 
 
 def _candidates(sample: Sample) -> int:
     """Number of candidates a head, without those of the last density, which drop nothing."""
-    routers, densities, _ = sample.candidates.shape
-    return routers * (densities - 1)
+    return len(sample.candidates.densities) - 1
 
 
 def _compared(sample: Sample) -> int:
@@ -119,23 +117,21 @@ def _head_groups(sample: Sample) -> Iterator[slice]:
 def _bytes_of_all_heads(sample: Sample) -> int:
     """Bytes of the rows of one token order, and of what is found of all orders."""
     batch, heads, _, channels = sample.q.shape
-    routers, densities, _ = sample.candidates.shape
+    fields = Distances.packed_fields(len(sample.candidates.densities))
     sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
     compared = batch * heads * _compared(sample)
-    found = 4 * compared * len(sample.order_kinds) * routers * Distances.packed_fields(densities)
-    dense = 0 if sample.dense is None else compared * channels * sample.dense.element_size()
+    found = 4 * compared * len(sample.order_kinds) * fields
     routed = _routed_shape(sample)
     means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)
     queries = (sampled + compared) * channels * sample.q.element_size()
-    return queries + dense + means + found
+    return queries + means + found
 
 
 def _bytes_a_kv_head(sample: Sample) -> int:
     """Bytes of the workspace and of attend for each KV head."""
     batch, heads, _, channels = sample.q.shape
-    routers, *_ = sample.candidates.shape
     rows = batch * heads // sample.k.shape[1] * _compared(sample)
-    pieces = routers * sum(piece_counts(sample.candidates.densities))
+    pieces = sum(piece_counts(sample.candidates.densities))
     copies = 1 if _is_one_view(sample) else 1 + pieces
     attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
     return attended + _layout(sample.of_heads(slice(0, 1))).nbytes
@@ -180,7 +176,7 @@ class _Group:
         return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
 
     def score(self, found: Tensor) -> None:
-        """Fills in the heads of `found` (routers, fields, B, H, S x rows a block)."""
+        """Fills in the heads of `found` (fields, B, H, S x rows a block)."""
         layout = _layout(self.sample)
         workspace = self._quantized(layout)
         kept = self._kept(workspace, layout)
@@ -196,8 +192,7 @@ class _Group:
             kept,
             self.sample.scale,
             self.facts.pieces.ends,
-            found[:, :, :, self.heads],
-            self.rows.dense,
+            found[:, :, self.heads],
         )
 
     def _quantized(self, layout: WorkspaceLayout) -> Tensor:
@@ -217,9 +212,8 @@ class _Group:
         )
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
-        """(B, H, routers, densities - 1, S, words) int32: the block map of each candidate."""
+        """(B, H, densities - 1, S, words) int32: the block map of each candidate."""
         sample, shape = self.sample, layout.shape
-        routers, densities, _ = sample.candidates.shape
         rules = RouteRules(
             select=int(Select.TOPK),
             topk_blocks=1,
@@ -251,16 +245,16 @@ class _Group:
             self.rows.means.flatten(1, 2).contiguous(),
             self.facts.similar,
         )
-        return kept.unflatten(1, (-1, routers, densities - 1))
+        return kept.unflatten(1, (-1, _candidates(sample)))
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
         """Attends from each measured block to each piece of its key blocks, as heads of their own.
         Each KV head is a batch entry, so that one copy of the queries serves all pieces."""
         sample = self.sample
-        batch, heads, routers, count, blocks, words = pieces.shape
+        batch, heads, count, blocks, words = pieces.shape
         kv_heads, slots = sample.k.shape[1], self.facts.blocks.compared
-        by_kv = (batch * kv_heads, heads // kv_heads * routers * count)
-        q = self.rows.q.unsqueeze(2).expand(-1, -1, routers * count, -1, -1)
+        by_kv = (batch * kv_heads, heads // kv_heads * count)
+        q = self.rows.q.unsqueeze(2).expand(-1, -1, count, -1, -1)
         q = q.reshape(*by_kv, *q.shape[-2:])
         # Outputs that nobody asks for go where nobody reads them.
         out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)

@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK
 from ..head_settings import HeadSettings
-from ..order.grid import TokenOrder
 from ..reference.budgeted import bucket_partials
 from ..reference.choose import choose_blocks
 from ..reference.packed import Packed, pack_qkv
@@ -53,18 +52,12 @@ class Sample:
     """Token orders of the workload to measure; the first is one of them."""
     row_step: int = 1
     """One in so many rows of a query block is compared, as in `spread_rows`."""
-    dense: Tensor | None = None
-    """(B, H, N, D) dense result in the caller's token order, with which the first order is
-    compared."""
 
     def of_heads(self, heads: slice) -> Sample:
         """Same measurement of some KV heads and the query heads that read them."""
         group = self.q.shape[1] // self.k.shape[1]
         query = slice(heads.start * group, heads.stop * group)
-        dense = None if self.dense is None else self.dense[:, query]
-        return replace(
-            self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads], dense=dense
-        )
+        return replace(self, q=self.q[:, query], k=self.k[:, heads], v=self.v[:, heads])
 
 
 def stacked(of_orders: Iterable[Distances]) -> Distances:
@@ -83,11 +76,9 @@ def reference_measure(sample: Sample) -> Measured:
     """Computes a `Measure` in the reference's arithmetic, for tests and for machines without
     kernels."""
     device = sample.q.device
-    workloads = [sample.workload.of_kind(order_kind, device) for order_kind in sample.order_kinds]
-    compared = [sample.dense, *[None] * (len(sample.order_kinds) - 1)]
     of_orders = [
-        _in_its_order(replace(sample, workload=workload, dense=dense))
-        for workload, dense in zip(workloads, compared, strict=True)
+        _in_its_order(replace(sample, workload=sample.workload.of_kind(order_kind, device)))
+        for order_kind in sample.order_kinds
     ]
     found, occupied = zip(*of_orders, strict=True)
     return Measured(stacked(found), occupied[0])
@@ -98,39 +89,25 @@ def _in_its_order(sample: Sample) -> tuple[Distances, Tensor]:
     order = None if sample.workload.is_causal else sample.workload.order
     packed = pack_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
     occupied = _by_block(packed.occupied.unsqueeze(-1), sample)[..., 0]
-    buckets = _sampled_buckets(sample, packed)
-    parts = _bucket_partials(sample, packed, buckets)
-    return bucket_distances(parts, _mean_value(packed), _dense_rows(sample, order)), occupied
+    parts = _bucket_partials(sample, packed, _sampled_buckets(sample, packed))
+    return bucket_distances(parts, _mean_value(packed)), occupied
 
 
-def _dense_rows(sample: Sample, order: TokenOrder | None) -> Tensor | None:
-    """(B, H, S, rows, D) float32 dense results; those of empty slots belong to some token."""
-    if sample.dense is None:
-        return None
-    rows = sample.dense
-    if order is not None:
-        rows = rows[:, :, order.slot_token.clamp(min=0).long()]
-    return _by_block(rows.float(), sample)
-
-
-def _sampled_buckets(sample: Sample, packed: Packed) -> list[Tensor]:
-    """Buckets (B, H, nq, nk) for each router, -1 in query blocks that are not measured."""
+def _sampled_buckets(sample: Sample, packed: Packed) -> Tensor:
+    """Buckets (B, H, nq, nk), -1 in query blocks that are not measured."""
     workload, candidates = sample.workload, sample.candidates
-    by_router: list[Tensor] = []
-    for router in candidates.routers:
-        choice = choose_blocks(
-            packed,
-            workload.policy(),
-            HeadSettings.uniform(sample.q.shape[1], 1.0, router=router),
-            scale=sample.scale,
-            is_causal=workload.is_causal,
-        )
-        every = candidates.buckets(choice.rank, choice.valid)
-        sampled = torch.full_like(every, -1)
-        for block in sample.query_blocks:
-            sampled[:, :, block] = every[:, :, block]
-        by_router.append(sampled)
-    return by_router
+    choice = choose_blocks(
+        packed,
+        workload.policy(),
+        HeadSettings.uniform(sample.q.shape[1], 1.0, router=candidates.router),
+        scale=sample.scale,
+        is_causal=workload.is_causal,
+    )
+    every = candidates.buckets(choice.rank, choice.valid)
+    sampled = torch.full_like(every, -1)
+    for block in sample.query_blocks:
+        sampled[:, :, block] = every[:, :, block]
+    return sampled
 
 
 def _mean_value(packed: Packed) -> Tensor:
@@ -141,16 +118,17 @@ def _mean_value(packed: Packed) -> Tensor:
 
 
 def _bucket_partials(
-    sample: Sample, packed: Packed, buckets: Sequence[Tensor]
-) -> list[list[tuple[Partial, Partial]]]:
-    """Exact and pooled part (B, H, S, 128, D) for each router and bucket."""
-    workload, scale, count = sample.workload, sample.scale, len(sample.candidates.densities)
-    by_router: list[list[tuple[Partial, Partial]]] = []
-    for sampled in buckets:
-        parts = bucket_partials(packed, sampled, count, scale=scale, is_causal=workload.is_causal)
-        rows = [[_rows(part, sample) for part in both] for both in parts]
-        by_router.append([(exact, pooled) for exact, pooled in rows])
-    return by_router
+    sample: Sample, packed: Packed, buckets: Tensor
+) -> list[tuple[Partial, Partial]]:
+    """Exact and pooled part (B, H, S, 128, D) of each bucket."""
+    parts = bucket_partials(
+        packed,
+        buckets,
+        len(sample.candidates.densities),
+        scale=sample.scale,
+        is_causal=sample.workload.is_causal,
+    )
+    return [(_rows(exact, sample), _rows(pooled, sample)) for exact, pooled in parts]
 
 
 def _rows(part: Partial, sample: Sample) -> Partial:

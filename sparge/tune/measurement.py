@@ -24,16 +24,12 @@ from .measure import Measure, Measured, Sample, reference_measure
 from .offers import Offers
 from .output_scale import best_output_scales
 from .scoring import squared_errors, towards_mean
-from .side_by_side import side_by_side
 from .spread import ROW_STEP, spread_places
 from .workload import Workload
 
 #: Query blocks of every head that one measurement looks at in each token order. A run with guidance
 #: measures cond and uncond, so twice as many (docs/experiments.md, Query blocks of a measurement).
 BLOCKS_A_CALL = 4
-#: Relative L2 error of 8-bit attention that drops nothing, where no measurement knew what dense
-#: attention gave (docs/experiments.md, Error of 8 bits alone).
-ROUNDING = 0.005
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +48,13 @@ class Measurement:
     measured_orders: range
     """Token orders of the workload that there are sums of."""
     squared_error: Tensor
-    """(layers, heads, measured orders, routers, densities, pool weights) float32, summed over rows
-    and channels: the largest tensors that are kept, of few terms."""
+    """(layers, heads, measured orders, densities, pool weights) float32, summed over rows and
+    channels: the largest tensors that are kept, of few terms."""
     towards_mean: Tensor
     """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
     squared_norm: Tensor
     """(2, layers, heads, measured orders) float64: squared norm of the exact output, and of that
     lack."""
-    squared_rounding: Tensor
-    """(2, layers, heads) float64, of what was compared with dense attention: squared norm, and
-    squared distance from it."""
     samples: list[int] = field(repr=False)
     """Number of query blocks measured of each layer, in each token order."""
     visited: int = field(repr=False)
@@ -118,7 +111,6 @@ class Measurement:
             sums,
             torch.zeros_like(sums),
             torch.zeros(2, layers, heads, len(measured), dtype=torch.float64, device=device),
-            torch.zeros(2, layers, heads, dtype=torch.float64, device=device),
             [0] * layers,
             visited,
             [measured] * layers,
@@ -145,8 +137,7 @@ class Measurement:
     def fill_from(self, earlier: Measurement) -> None:
         """Copies from `earlier`, of the same kind, what is not known here. Waits for the GPU.
 
-        Not known are layers that were not measured or gave something not finite, and rounding,
-        which only dense calls tell.
+        Not known are layers that were not measured or gave something not finite.
         """
         sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
         finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
@@ -158,7 +149,6 @@ class Measurement:
                 self.squared_error[layer].copy_(earlier.squared_error[layer])
                 self.towards_mean[layer].copy_(earlier.towards_mean[layer])
                 self.squared_norm[:, layer].copy_(earlier.squared_norm[:, layer])
-        self.squared_rounding.copy_(earlier.squared_rounding)
 
     def measure_one_order(self) -> None:
         """Restricts measurements to the first token order. Call it before any `sample`: orders
@@ -175,12 +165,10 @@ class Measurement:
         *,
         scale: float | None = None,
         key_lengths: Tensor | None = None,
-        dense: Tensor | None = None,
         calls: int = 1,
     ) -> None:
         """Measures all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
 
-        dense: (B, H, N, D), the dense result; it tells the error of a head that drops nothing.
         calls: number of usual measurements whose query blocks this one covers.
 
         Every call and layer looks at other query blocks, evenly spread and the same in every run.
@@ -203,10 +191,9 @@ class Measurement:
             key_lengths,
             self.order_kinds[layer],
             self.row_step,
-            dense,
         )
         with as_written(q.device):
-            self._add(layer, self.measure(sample), with_rounding=dense is not None)
+            self._add(layer, self.measure(sample))
         self.samples[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
@@ -216,7 +203,7 @@ class Measurement:
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
-    def _add(self, layer: int, measured: Measured, *, with_rounding: bool) -> None:
+    def _add(self, layer: int, measured: Measured) -> None:
         empty, of_layer = ~measured.occupied, self.order_kinds[layer]
         order_kinds = slice(len(of_layer))  # all of the measured orders, or the first
         found = measured.distances
@@ -229,44 +216,28 @@ class Measurement:
             # measurement.
             of_blocks = of_rows.masked_fill_(empty.unsqueeze(-1), 0).sum(-2)
             del of_rows
-            of_heads = of_blocks.sum((3, 5), dtype=torch.float64)
-            sums[layer, :, order_kinds].add_(of_heads.movedim((3, 2), (0, 1)))
-        of_rows = torch.stack([found.norm, found.mean_far, found.rounding])
+            of_heads = of_blocks.sum((2, 4), dtype=torch.float64)
+            sums[layer, :, order_kinds].add_(of_heads.movedim((2, 1), (0, 1)))
+        of_rows = torch.stack([found.norm, found.mean_far])
         squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
-        self.squared_norm[:, layer, :, order_kinds].add_(squares[:2].movedim(1, 2))
-        if with_rounding:
-            self.squared_rounding[:, layer].add_(squares[::2, 0])
+        self.squared_norm[:, layer, :, order_kinds].add_(squares.movedim(1, 2))
 
     def errors_and_scales(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
 
-        Both are (layers, heads, measured orders, routers, densities, pool weights). An error is the
-        root of the ratio of sums, which predicts better than a mean of ratios
-        (docs/experiments.md, Sums or ratios).
+        Both are (layers, heads, measured orders, densities, pool weights). An error is the root of
+        the ratio of sums, which predicts better than a mean of ratios (docs/experiments.md, Sums or
+        ratios).
         """
-        norms, far = self.squared_norm.cpu().numpy()[..., None, None, None]
-        error, towards = (x.cpu().numpy() for x in (self.squared_error, self.towards_mean))
-
-        def of(layers: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-            made, lacking = (x[layers].astype(np.float64) for x in (error, towards))
-            limits = self.candidates.output_scales
-            output_scales, squares = best_output_scales(made, lacking, far[layers], limits)
-            own = norms[layers]
-            with np.errstate(invalid="ignore"):  # stays so, and is not measured
-                shares = np.divide(squares, own, out=np.zeros_like(squares), where=own != 0)
-                return np.sqrt(shares), output_scales
-
-        errors, output_scales = side_by_side(of, len(error))
-        return errors, output_scales
-
-    def rounding(self) -> NDArray[np.float64]:
-        """(layers, heads) relative L2 error that 8 bits alone make. Waits for the GPU."""
-        norms, squares = self.squared_rounding.cpu().numpy()
-        with np.errstate(invalid="ignore"):
-            measured = np.sqrt(
-                np.divide(squares, norms, out=np.zeros_like(norms), where=norms != 0)
-            )
-        return np.where((norms != 0) & np.isfinite(measured), measured, ROUNDING)
+        norms, far = self.squared_norm.cpu().numpy()[..., None, None]
+        error, towards = (
+            x.cpu().numpy().astype(np.float64) for x in (self.squared_error, self.towards_mean)
+        )
+        limits = self.candidates.output_scales
+        output_scales, squares = best_output_scales(error, towards, far, limits)
+        with np.errstate(invalid="ignore"):  # stays so, and is not measured
+            shares = np.divide(squares, norms, out=np.zeros_like(squares), where=norms != 0)
+            return np.sqrt(shares), output_scales
 
     def norms(self) -> NDArray[np.float64]:
         """(layers, heads) norm of the exact output, over equally many query blocks each. Waits for
@@ -286,7 +257,6 @@ class Measurement:
             self.workload,
             self.candidates,
             *self.errors_and_scales(),
-            self.rounding(),
             self.norms(),
             self.samples,
             self.order_kinds,

@@ -62,17 +62,17 @@ class Pieces:
         )
 
     def cut(self, kept: Tensor) -> Tensor:
-        """Cuts what each density adds: (B, H, routers, pieces, S, words) int32 of the maps `kept`
-        (B, H, routers, densities - 1, S, words).
+        """Cuts what each density adds: (B, H, pieces, S, words) int32 of the maps `kept` (B, H,
+        densities - 1, S, words).
 
         A bucket is where two maps differ, whichever comes first. So maps in a row, back and forth
         between those of a bucket in several pieces, differ from their neighbours by all pieces.
         """
-        batch, heads, routers, _, blocks, words = kept.shape
-        flat = kept.flatten(4).flatten(0, 2)  # of more than four dimensions cat copies one by one
+        batch, heads, _, blocks, words = kept.shape
+        flat = kept.flatten(3).flatten(0, 1)  # of more than four dimensions cat copies one by one
 
         def for_heads(one: Tensor) -> Tensor:
-            return one.expand(-1, heads * routers, -1, -1).flatten(0, 1)
+            return one.expand(-1, heads, -1, -1).flatten(0, 1)
 
         maps = [for_heads(self.none), *flat.split(1, 1), for_heads(self.every)]
         bounds = maps[:1]
@@ -80,7 +80,7 @@ class Pieces:
             bounds += [pair[1 - piece % 2] for piece in range(count)]
         row = torch.cat(bounds, 1)
         pieces = (row[:, 1:] ^ row[:, :-1]).bitwise_and_(self.bits)
-        return pieces.view(batch, heads, routers, -1, blocks, words)
+        return pieces.view(batch, heads, -1, blocks, words)
 
 
 def every_bit(count: int, first: int) -> int:

@@ -12,16 +12,20 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..blocks import QUERY_BLOCK
 from ..order.grid import EMPTY
 from ..stages.as_written import as_written
-from .exact_rows import attend_rows
 from .spread import ROW_STEP, spread_places, spread_rows
 from .workload import Workload
 
 #: Query blocks of every head that one probe compares (docs/experiments.md, Probed query blocks).
 BLOCKS_A_SAMPLE = 4
+#: PyTorch's own order depends on who called it first, and the result must not. Without cuDNN, which
+#: plans each new shape while the GPU waits (docs/experiments.md, Exact attention of few rows).
+ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,3 +94,16 @@ class Probe:
         errors = (error / norm).sqrt()
         probed = torch.tensor(self.samples, device="cpu") > 0
         return errors.where(probed.unsqueeze(-1), torch.nan).float()
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """(B, H, rows, D) float32: q (B, H, rows, D) attending to k, v (B, Hkv, N, D).
+
+    An entry at a time: how flash splits the keys depends on the size of the batch, and the result
+    must not.
+    """
+    entries = zip(q.split(1), k.to(q.dtype).split(1), v.to(q.dtype).split(1), strict=True)
+    gqa = k.shape[1] != q.shape[1]
+    with sdpa_kernel(ORDER, set_priority=True):
+        outs = [scaled_dot_product_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries]
+    return torch.cat(outs).float()

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..head_settings import Router
 from ..order.variants import OrderKind
 from .choices import HeadChoices
 from .fingerprint import SAMPLE
@@ -17,13 +17,8 @@ from .profile_error import ProfileError
 #: Name and dtype of each tensor, and the least and greatest value in it.
 TENSORS = {
     "density": (torch.float32, 0.0, 1.0),
-    "pool_weight": (
-        torch.float32,
-        0.0,
-        100.0,
-    ),  # beyond the keys of a block a pool weight pools nothing
+    "pool_weight": (torch.float32, 0.0, 100.0),  # beyond a block's keys it pools nothing
     "output_scale": (torch.float32, 1e-3, 1e3),
-    "router": (torch.int32, min(Router), max(Router)),
     "order_kind": (torch.int32, 0, len(OrderKind) - 1),  # index into the token orders
     "error": (torch.float32, 0.0, 1e6),
     "head_weight": (torch.float32, 0.0, 1e6),
@@ -38,7 +33,7 @@ def tensors_of(choices: HeadChoices) -> dict[str, Tensor]:
 
 def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:
     """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for name, (dtype, least, greatest) in TENSORS.items():
         tensor = tensors.pop(prefix + name, None)
         if tensor is None:

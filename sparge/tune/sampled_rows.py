@@ -16,12 +16,10 @@ from torch.nn.functional import pad
 from ..blocks import QUERY_BLOCK, pack
 from ..order.grid import EMPTY, TokenOrder
 from ..policy import PV_FILTER_OFF
-from ..thresholds import COLUMNS, SELECTION, threshold_table
+from ..thresholds import SELECTION, threshold_table
 from .candidates import CandidateSet
 from .measure import Sample
 from .spread import rows_on
-
-_ROUTER = COLUMNS.index("router")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +37,7 @@ class SampledBlocks:
     every_block: Tensor
     """(B, words) int32: the key blocks that hold a key, packed."""
     thresholds: Tensor
-    """(H, routers x (densities - 1), fields) float32: `HeadThresholds` that route as each
-    candidate."""
+    """(H, densities - 1, fields) float32: `HeadThresholds` that route as each candidate."""
     rows: Tensor
     """(rows a block,) int64: rows of a block that are compared."""
     compared: Tensor | None
@@ -81,9 +78,6 @@ class SampledRows:
     means: Tensor
     """(B, H, candidates, S, channels) float32: mean query of each block, once for each candidate,
     padded as the kernels' are."""
-    dense: Tensor | None
-    """(B, H, S x rows a block, D): dense results of the compared rows, of some token in empty
-    slots; in the first token order, where it is known."""
 
     @classmethod
     def of(
@@ -95,19 +89,12 @@ class SampledRows:
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
-        routers, densities, _ = sample.candidates.shape
-        for_each = means.unsqueeze(2).expand(-1, -1, routers * (densities - 1), -1, -1)
-        dense = None
-        if sample.dense is not None and order_kind == 0:
-            places = blocks.compared_of(blocks.places[order_kind], 0)
-            dense = sample.dense.gather(2, places.expand(batch, heads, -1, own))
-            if dense.dtype != q.dtype:
-                dense = dense.float()
-        return cls(blocks.compared_of(q, 2), for_each.contiguous(), dense)
+        dropping = len(sample.candidates.densities) - 1
+        for_each = means.unsqueeze(2).expand(-1, -1, dropping, -1, -1)
+        return cls(blocks.compared_of(q, 2), for_each.contiguous())
 
     def of_heads(self, heads: slice) -> SampledRows:
-        dense = None if self.dense is None else self.dense[:, heads]
-        return SampledRows(self.q[:, heads], self.means[:, heads], dense)
+        return SampledRows(self.q[:, heads], self.means[:, heads])
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
@@ -128,21 +115,16 @@ def _compared(tokens: Tensor, rows: Tensor) -> Tensor:
 
 
 def _thresholds(candidates: CandidateSet) -> Tensor:
-    """(routers x (densities - 1), fields) on the CPU: one copy is cheaper than a launch for each
-    number."""
+    """(densities - 1, fields) on the CPU: one copy is cheaper than a launch for each number."""
     *densities, _ = candidates.densities
     table = threshold_table(
-        len(candidates.routers) * len(densities),
+        len(densities),
         torch.device("cpu"),
         selection=1.0,
         simthreshd1=-torch.inf,
         pvthreshd=PV_FILTER_OFF,
         log2_pool_weight=-torch.inf,
-        router=float(candidates.routers[0]),
+        router=float(candidates.router),
     )
-    by_router = table.view(len(candidates.routers), len(densities), -1)
-    for place, density in enumerate(densities):
-        by_router[:, place, SELECTION].fill_(density)
-    for of_router, router in zip(by_router[1:], candidates.routers[1:], strict=True):
-        of_router[:, _ROUTER].fill_(float(router))
+    table[:, SELECTION] = torch.tensor(densities, dtype=table.dtype, device="cpu")
     return table

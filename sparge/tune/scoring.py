@@ -16,9 +16,9 @@ and <e - o, m - o>, <p - o, m - o> and |m - o|^2 are what that takes beside them
 pieces of the kept keys make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o,
 p_t - o, m - o and o are all that is needed of the channels.
 
-On a GPU the number of operations counts here, and the memory of what has channels. So routers,
-densities and pieces are dimensions, few operations serve a group of heads, and the rest serves all
-heads together. Vectors are taken around o, because products around 0 would lose a small e - o in
+On a GPU the number of operations counts here, and the memory of what has channels. So densities and
+pieces are dimensions, few operations serve a group of heads, and the rest serves all heads
+together. Vectors are taken around o, because products around 0 would lose a small e - o in
 rounding.
 """
 
@@ -42,12 +42,11 @@ _LEAST_SUM = 1e-30  # below every sum of weights but that of no key, whose value
 class Distances:
     """Squared distances of each density's outputs from the true one, o; all float32.
 
-    near: (routers, densities, ...), |e - o|^2.
-    between, far, advantage: (routers, densities - 1, ...), <e - o, p - o>, |p - o|^2 and ln(a / r);
-        the last density drops nothing.
+    near: (densities, ...), |e - o|^2.
+    between, far, advantage: (densities - 1, ...), <e - o, p - o>, |p - o|^2 and ln(a / r); the last
+        density drops nothing.
     kept_towards_mean, pooled_towards_mean: of the same shape, <e - o, m - o> and <p - o, m - o>.
-    norm, rounding, mean_far: (...), |o|^2, |dense - o|^2 and |m - o|^2; rounding is 0 where the
-        dense result is not known.
+    norm, mean_far: (...), |o|^2 and |m - o|^2.
     """
 
     near: Tensor
@@ -57,29 +56,25 @@ class Distances:
     kept_towards_mean: Tensor
     pooled_towards_mean: Tensor
     norm: Tensor
-    rounding: Tensor
     mean_far: Tensor
 
     @staticmethod
     def packed_fields(densities: int) -> int:
-        """Number of values a row and router has in `packed`."""
+        """Number of values a row has in `packed`."""
         return sum(_field_counts(densities))
 
     @classmethod
     def of_packed(cls, packed: Tensor) -> Distances:
         """Reads what `packed` gave."""
-        densities = (packed.shape[1] + 2) // 6
-        *of_routers, of_rows = packed.split(_field_counts(densities), 1)
-        return cls(*of_routers, *of_rows[0])
+        densities = (packed.shape[0] + 3) // 6
+        *by_density, of_rows = packed.split(_field_counts(densities))
+        return cls(*by_density, *of_rows)
 
     def packed(self) -> Tensor:
-        """(routers, `packed_fields`, ...): a copy, because fields are views of something far
-        larger."""
-        of_routers = (self.near, self.between, self.far, self.advantage)
+        """(`packed_fields`, ...): a copy, because fields are views of something far larger."""
+        of_outputs = (self.near, self.between, self.far, self.advantage)
         of_mean = (self.kept_towards_mean, self.pooled_towards_mean)
-        of_rows = (self.norm, self.rounding, self.mean_far)
-        expanded = (x.expand_as(self.near[:, :1]) for x in of_rows)
-        return torch.cat([*of_routers, *of_mean, *expanded], 1)
+        return torch.cat([*of_outputs, *of_mean, self.norm[None], self.mean_far[None]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,57 +82,39 @@ class Products:
     """Products of all pairs of vectors in each row, float32.
 
     The vectors: y_u - o of each piece, p_t - o of each density but the last, m - o, and o. gram:
-    (routers, ..., n, n), n = pieces + densities + 1. exact_logs: (routers, ..., pieces), natural
-    logs of sums of exponentials, -inf where there is no key. pooled_max, pooled_sum: (routers,
-    densities - 1, ...), as in `Partial`. rounding: (...), as in `Distances`.
+    (..., n, n), n = pieces + densities + 1. exact_logs: (..., pieces), natural logs of sums of
+    exponentials, -inf where there is no key. pooled_max, pooled_sum: (densities - 1, ...), as in
+    `Partial`.
     """
 
     gram: Tensor
     exact_logs: Tensor
     pooled_max: Tensor
     pooled_sum: Tensor
-    rounding: Tensor
 
 
-def products(
-    exact: Partial,
-    pooled: Partial,
-    mean_value: Tensor,
-    unit: Tensor | float = 1.0,
-    dense: Tensor | None = None,
-) -> Products:
-    """Products for the exact buckets, in pieces (routers, pieces, ..., D), and for what each
-    density pools (routers, densities - 1, ..., D).
+def products(exact: Partial, pooled: Partial, mean_value: Tensor) -> Products:
+    """Products for the exact buckets, in pieces (pieces, ..., D), and for what each density pools
+    (densities - 1, ..., D).
 
-    The true output is the exact one, as the first router splits it. `pooled.unnormalised` may be of
-    any float type and counts in `unit`s, which broadcast to (...). mean_value: m, broadcasts to
-    (..., D). dense: (..., D), the dense result.
+    The true output is the exact one of all pieces. mean_value: m, broadcasts to (..., D).
     """
-    values, others = (part.unnormalised.movedim(1, -2) for part in (exact, pooled))
+    values, others = (part.unnormalised.movedim(0, -2) for part in (exact, pooled))
     pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
     vectors = values.new_empty(*values.shape[:-2], count + 2, values.shape[-1])
-    sums = exact.row_sum.clamp(min=_LEAST_SUM).movedim(1, -1).unsqueeze(-1)
-    torch.div(values, sums, out=vectors[..., :pieces, :])
-    scale = (unit / pooled.row_sum.clamp(min=_LEAST_SUM)).movedim(1, -1).unsqueeze(-1)
-    torch.mul(others, scale, out=vectors[..., pieces:count, :])
+    for part, sums, vector in (
+        (values, exact.row_sum, vectors[..., :pieces, :]),
+        (others, pooled.row_sum, vectors[..., pieces:count, :]),
+    ):
+        torch.div(part, sums.clamp(min=_LEAST_SUM).movedim(0, -1).unsqueeze(-1), out=vector)
     vectors[..., count, :] = mean_value
-    exact_logs = vectors.new_empty(*values.shape[:-1])
-    row_max, log_sums = (x.movedim(1, -1) for x in (exact.row_max, exact.row_sum.log()))
-    torch.add(log_sums, row_max, alpha=LOG_2, out=exact_logs)
-    shares = exact_logs[0].softmax(-1).nan_to_num_(0.0)  # NaN where there is no key
-    truth = vectors[..., count + 1 :, :]
-    torch.bmm(
-        shares.flatten(0, -2).unsqueeze(1),
-        vectors[0, ..., :pieces, :].flatten(0, -3),
-        out=truth[0].flatten(0, -3),
-    )
-    truth[1:].copy_(truth[:1].expand_as(truth[1:]))
+    exact_logs = torch.add(exact.row_sum.log(), exact.row_max, alpha=LOG_2).movedim(0, -1)
+    shares = exact_logs.softmax(-1).nan_to_num_(0.0)  # NaN where there is no key
+    truth = shares.unsqueeze(-2) @ vectors[..., :pieces, :]
+    vectors[..., count + 1 :, :] = truth
     vectors[..., : count + 1, :].sub_(truth)
     gram = vectors @ vectors.transpose(-1, -2)
-    rounding = torch.zeros_like(gram[0, ..., 0, 0])
-    if dense is not None:
-        rounding = (dense - truth[0].squeeze(-2)).square().sum(-1)
-    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum, rounding)
+    return Products(gram, exact_logs, pooled.row_max, pooled.row_sum)
 
 
 def distances(found: Products, pieces: Sequence[int]) -> Distances:
@@ -157,40 +134,30 @@ def distances(found: Products, pieces: Sequence[int]) -> Distances:
     errors = weights @ gram
     between = errors[..., :-1, first:mean].diagonal(dim1=-2, dim2=-1)
     far = gram.diagonal(dim1=-2, dim2=-1)[..., first:mean]
-    kept_logs = kept[..., :-1].movedim(-1, 1)
+    kept_logs = kept[..., :-1].movedim(-1, 0)
     pooled_logs = torch.add(found.pooled_sum.log(), found.pooled_max, alpha=LOG_2)
     return Distances(
-        (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 1),
-        between.movedim(-1, 1),
-        far.movedim(-1, 1),
+        (errors * weights).sum(-1).clamp_(min=0).movedim(-1, 0),
+        between.movedim(-1, 0),
+        far.movedim(-1, 0),
         kept_logs - pooled_logs,
-        errors[..., :-1, mean].movedim(-1, 1),
-        gram[..., first:mean, mean].movedim(-1, 1),
-        gram[0, ..., last, last],
-        found.rounding,
-        gram[0, ..., mean, mean],
+        errors[..., :-1, mean].movedim(-1, 0),
+        gram[..., first:mean, mean].movedim(-1, 0),
+        gram[..., last, last],
+        gram[..., mean, mean],
     )
 
 
-def bucket_distances(
-    by_router: Sequence[Sequence[tuple[Partial, Partial]]],
-    mean_value: Tensor,
-    dense: Tensor | None = None,
-) -> Distances:
-    """Distances for each router from the exact and the pooled part of each bucket; mean_value and
-    dense as in `products`."""
-    exact = [_stacked([of_exact for of_exact, _ in parts]) for parts in by_router]
-    pooled = []
-    for parts in by_router:
-        from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
-        pooled.append(_stacked(list(from_last)[::-1]))
-    found = products(_stacked(exact), _stacked(pooled), mean_value, dense=dense)
-    return distances(found, [1] * len(by_router[0]))
+def bucket_distances(parts: Sequence[tuple[Partial, Partial]], mean_value: Tensor) -> Distances:
+    """Distances from the exact and the pooled part of each bucket; mean_value as in `products`."""
+    exact = _stacked([of_exact for of_exact, _ in parts])
+    from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
+    pooled = _stacked(list(from_last)[::-1])
+    return distances(products(exact, pooled, mean_value), [1] * len(parts))
 
 
 def squared_errors(measured: Distances, log_pool_weights: Tensor) -> Tensor:
-    """(routers, densities, ..., pool weights) float32: squared distance of each row's output from
-    the truth.
+    """(densities, ..., pool weights) float32: squared distance of each row's output from the truth.
 
     log_pool_weights (pool weights,) float32, natural; the first is -inf, plain dropping. Rows that
     neither part reaches give 0, as attention does.
@@ -199,10 +166,10 @@ def squared_errors(measured: Distances, log_pool_weights: Tensor) -> Tensor:
     errors = near.new_empty(*near.shape, len(log_pool_weights))
     errors[..., 0] = near
     near = near.unsqueeze(-1)
-    errors[:, -1:] = near[:, -1:]
+    errors[-1:] = near[-1:]
     lead = log_pool_weights[1:] - measured.advantage.unsqueeze(-1)
     between, far = (x.unsqueeze(-1) for x in (measured.between, measured.far))
-    _mix(near[:, :-1], between, far, lead, errors[:, :-1, ..., 1:])
+    _mix(near[:-1], between, far, lead, errors[:-1, ..., 1:])
     # A pooled part as good as the exact one may leave a sum just below 0.
     return errors.clamp_(min=0)
 
@@ -212,9 +179,9 @@ def towards_mean(measured: Distances, log_pool_weights: Tensor) -> Tensor:
     nothing is dropped."""
     found = measured.near.new_zeros(*measured.near.shape, len(log_pool_weights))
     kept, pooled = measured.kept_towards_mean, measured.pooled_towards_mean
-    found[:, :-1, ..., 0] = kept
+    found[:-1, ..., 0] = kept
     rest = _rest(log_pool_weights[1:] - measured.advantage.unsqueeze(-1))
-    torch.lerp(kept.unsqueeze(-1), pooled.unsqueeze(-1), rest, out=found[:, :-1, ..., 1:])
+    torch.lerp(kept.unsqueeze(-1), pooled.unsqueeze(-1), rest, out=found[:-1, ..., 1:])
     return found
 
 
@@ -236,9 +203,9 @@ def _rest(lead: Tensor) -> Tensor:
 
 
 def _field_counts(densities: int) -> list[int]:
-    """Widths of the fields of `Distances.packed`: of each that routers have, and of all that rows
+    """Widths of the fields of `Distances.packed`: of each that densities have, and of all that rows
     have."""
-    return [densities, *[densities - 1] * 5, 3]
+    return [densities, *[densities - 1] * 5, 2]
 
 
 def _stacked(parts: Sequence[Partial]) -> Partial:
@@ -247,8 +214,7 @@ def _stacked(parts: Sequence[Partial]) -> Partial:
 
 
 def _running(logs: Tensor, pieces: Sequence[int]) -> Tensor:
-    """(routers, ..., densities): logs of all that a density keeps, from logs (routers, ...,
-    pieces).
+    """(..., densities): logs of all that a density keeps, from logs (..., pieces).
 
     Shares are of what is kept: it may be all there is to a row although its weight beside later
     pieces underflows.

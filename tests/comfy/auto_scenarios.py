@@ -91,7 +91,7 @@ def auto_batched_or_split(**widgets: Any) -> dict[str, Any]:
         "error": relative_error(apart, together),
         "same_choices": all(
             torch.equal(getattr(a, name), getattr(b, name))
-            for name in ("density", "pool_weight", "router", "order_kind")
+            for name in ("density", "pool_weight", "order_kind")
         ),
         "error_difference": float((a.error - b.error).abs().max()),
         "loudness_difference": float((a.head_weight - b.head_weight).abs().max()),

@@ -99,4 +99,4 @@ def test_attend_leaves_the_workspace_as_it_was(
     assert torch.equal(*outs)
     assert torch.equal(workspace.cpu(), before)
     layout = WorkspaceLayout(call.shape, call.element, with_values=True, with_queries=True)
-    assert int(layout.view(workspace, "next_turn")) == 0
+    assert int(layout.view(workspace, "next_item")) == 0

@@ -21,14 +21,14 @@ from tests.tune.reference_score import score_by_reference
 
 pytestmark = pytest.mark.gpu
 
-BATCH, KV_HEADS, GROUP, ROUTERS, PIECES, BLOCKS = 2, 3, 2, 2, [1, 3, 2], 2
+BATCH, KV_HEADS, GROUP, PIECES, BLOCKS = 2, 3, 2, [1, 3, 2], 2
 HEADS = KV_HEADS * GROUP
 DROPPED = [0.9, 0.4]  # share of the key blocks, of each density but the last
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arguments of the op but `found` and `dense`, on the CPU."""
+    """The arguments of the op but `found`, on the CPU."""
 
     exact_out: Tensor
     exact_max: Tensor
@@ -39,11 +39,9 @@ class Inputs:
     kept: Tensor
     scale: float
 
-    def score(
-        self, op: Callable[..., None], found: Tensor, dense: Tensor | None, dtype: torch.dtype
-    ) -> None:
-        """found: of two walks and of one head more than there are, of which the second walk and all
-        heads but the first are filled in. dtype: of the exact parts."""
+    def score(self, op: Callable[..., None], found: Tensor, dtype: torch.dtype) -> None:
+        """found: of two orders and of one head more than there are, of which the second order and
+        all heads but the first are filled in. dtype: of the exact parts."""
         device = found.device
         exact = (self.exact_out, self.exact_max, self.exact_sum)
         op(
@@ -55,8 +53,7 @@ class Inputs:
             self.kept.to(device),
             self.scale,
             sum(1 << sum(PIECES[: density + 1]) - 1 for density in range(len(PIECES))),
-            found[:, :, 1, :, 1:],
-            dense,
+            found[:, 1, :, 1:],
         )
 
 
@@ -69,10 +66,10 @@ def inputs(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    exact = (BATCH, HEADS, ROUTERS, sum(PIECES), BLOCKS * rows)
+    exact = (BATCH, HEADS, sum(PIECES), BLOCKS * rows)
     exact_sum, exact_max = random(*exact).abs() + 0.1, 9 * random(*exact)
     # Of two heads nothing at first, of one nothing at all.
-    exact_sum[:, 0, :, :4], exact_sum[:, 1] = 0, 0
+    exact_sum[:, 0, :4], exact_sum[:, 1] = 0, 0
     exact_max[exact_sum == 0] = -torch.inf
     exact_out = (random(*exact, channels) + 3) * exact_sum.unsqueeze(-1)
 
@@ -87,13 +84,13 @@ def inputs(
         field[..., :channels] = random(*field.shape)[..., :channels]
     layout.view(workspace, "k_block_mean")[:, -1, :, :channels].add_(30)  # logits of hundreds
 
-    rank = random(BATCH, HEADS, ROUTERS, 1, BLOCKS, key_blocks).argsort(-1)
-    rank[:, 2, :, :, 0] = -1  # nothing is dropped
-    rank[:, :, :, :, :, 3] = -1  # never
-    rank[:, 1, :, :, 1] = key_blocks  # everything
-    rank[:, 3, 1] = torch.where(rank[:, 3, 1] % 7 == 0, key_blocks, -1)  # the same at every density
+    rank = random(BATCH, HEADS, 1, BLOCKS, key_blocks).argsort(-1)
+    rank[:, 2, :, 0] = -1  # nothing is dropped
+    rank[:, :, :, :, 3] = -1  # never
+    rank[:, 1, :, 1] = key_blocks  # everything
+    rank[:, 3] = torch.where(rank[:, 3] % 7 == 0, key_blocks, -1)  # the same at every density
     least = torch.tensor([1 - share for share in DROPPED]).view(-1, 1, 1) * key_blocks
-    kept = (rank < least) & (counts > 0)[:, :, None, None, None]
+    kept = (rank < least) & (counts > 0)[:, :, None, None]
     q = random(BATCH, 2 * BLOCKS * rows, HEADS, channels).to(dtype)
     scale = channels**-0.5
     return Inputs(exact_out, exact_max, exact_sum, q, workspace, shape, pack(kept), scale)
@@ -102,34 +99,26 @@ def inputs(
 def room_for(given: Inputs, device: str = "cuda") -> Tensor:
     """`found` of `Inputs.score`, full of something else."""
     fields = Distances.packed_fields(len(PIECES))
-    room = (ROUTERS, fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
+    room = (fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
     return torch.full(room, 77.0, device=device)
 
 
-def check(given: Inputs, dense: Tensor | None = None) -> None:
+def check(given: Inputs) -> None:
     """Products near 0 keep the rounding of vectors of square 128 x 10 and more."""
     found, expected = room_for(given), room_for(given)
-    given.score(sparge.stages.ops.score, found, dense, torch.float32)
-    given.score(score_by_reference, expected, dense, torch.float64)
+    given.score(sparge.stages.ops.score, found, torch.float32)
+    given.score(score_by_reference, expected, torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels", [128, 64, 40, 72])
 @pytest.mark.parametrize(("key_blocks", "rows"), [(75, 38), (64, 64), (700, 20), (5, 16)])
 def test_score(
-    key_blocks: int,
-    rows: int,
-    channels: int,
-    dtype: torch.dtype | None,
-    generator: torch.Generator,
+    key_blocks: int, rows: int, channels: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """dtype: of the queries, and of what dense attention gave, of which the heads are a slice."""
-    dense = None
-    if dtype is not None:
-        every_head = torch.randn(BATCH, HEADS + 1, BLOCKS * rows, channels, generator=generator) + 3
-        dense = every_head.to("cuda", dtype)[:, 1:]
-    check(inputs(channels, key_blocks, rows, generator, dtype or torch.bfloat16), dense)
+    """dtype: of the queries."""
+    check(inputs(channels, key_blocks, rows, generator, dtype))
 
 
 def test_few_rows_a_thread_block(generator: torch.Generator) -> None:
@@ -146,11 +135,11 @@ def test_schema(generator: torch.Generator) -> None:
     def opcheck(*arguments: object) -> None:
         torch.library.opcheck(sparge.stages.ops.score, arguments, test_utils=("test_schema",))
 
-    given.score(opcheck, room_for(given), None, torch.float32)
+    given.score(opcheck, room_for(given), torch.float32)
 
 
 def test_sizes_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
     given = inputs(40, 4, 8, generator, torch.bfloat16)
     wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
     with pytest.raises(sparge.Unsupported, match="60000 key blocks, whose weights do not fit"):
-        wide.score(sparge.stages.ops.score, room_for(given), None, torch.float32)
+        wide.score(sparge.stages.ops.score, room_for(given), torch.float32)

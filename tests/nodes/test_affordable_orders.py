@@ -193,7 +193,7 @@ def test_heads_take_measured_orders_in_a_batch_and_apart(
     one, other = (table.choices for table in (batch, apart))
     taken = set(one.order_kind.flatten().tolist())
     assert taken == {CUBES} if one_order else {CUBES, ROWS}
-    kinds = ("pool_weight", "output_scale", "router", "order_kind")
+    kinds = ("pool_weight", "output_scale", "order_kind")
     for name in ("density", *kinds, "error", "head_weight"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 

@@ -68,7 +68,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
     alone = frozen(((1,), *uncond))
     assert alone.order_kind.tolist() == [[ROWS, CUBES]]
     assert batch.order_kind.tolist() == [[CUBES, CUBES]]
-    kinds = ("pool_weight", "output_scale", "router", "order_kind")
+    kinds = ("pool_weight", "output_scale", "order_kind")
     for name in ("density", *kinds, "error", "head_weight"):
         assert torch.equal(getattr(batch, name), getattr(apart, name)), name
     for name in ("error", "head_weight"):

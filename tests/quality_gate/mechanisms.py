@@ -54,5 +54,5 @@ MECHANISMS: dict[str, Off] = {
     "cubes": _orders(OrderKind.ROWS, OrderKind.ROWS + 1),
     "rows": _orders(OrderKind.CUBES, OrderKind.CUBES + 1),
     "measuring again": _never_measured_again,
-    "error routing": _candidates(routers=(Router.MASS,)),
+    "error routing": _candidates(router=Router.MASS),
 }

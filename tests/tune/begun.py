@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.head_settings import HeadSettings, Router
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference.budgeted import budgeted_attention
@@ -18,7 +18,6 @@ GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are em
 CANDIDATES = CandidateSet(
     densities=(0.2, 0.5, 1.0),
     pool_weights=(0.0, 0.7),
-    routers=(Router.MASS, Router.ERROR),
 )
 EVERY_BLOCK = 1000
 

@@ -28,26 +28,24 @@ def score_by_reference(
     scale: float,
     ends: int,
     found: Tensor,
-    dense: Tensor | None = None,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh; in float64 where `exact_out` is."""
     of_pieces = (exact_out, exact_max, exact_sum)
-    exact = Partial(*(x.movedim((2, 3), (0, 1)) for x in of_pieces))
+    exact = Partial(*(x.movedim(2, 0) for x in of_pieces))
     layout = layout_of(CallShape(*shape), Element(element), True, False, True)
     dropped = ~unpack(kept, layout.shape.key_blocks)
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
-    last = [piece for piece in range(exact_sum.shape[3]) if ends >> piece & 1]
+    last = [piece for piece in range(exact_sum.shape[2]) if ends >> piece & 1]
     counts = [piece - before for before, piece in pairwise([-1, *last])]
     values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
     mean = values.repeat_interleave(q.shape[1] // values.shape[1], 1).unsqueeze(2)
-    found.copy_(distances(products(exact, pooled, mean, dense=dense), counts).packed())
+    found.copy_(distances(products(exact, pooled, mean), counts).packed())
 
 
 def _pooled(
     q: Tensor, workspace: Tensor, layout: WorkspaceLayout, dropped: Tensor, scale: float
 ) -> Partial:
-    """(routers, densities - 1, B, H, S x rows, ...) of dropped (B, H, routers, densities - 1, S,
-    nk)."""
+    """(densities - 1, B, H, S x rows, ...) of dropped (B, H, densities - 1, S, nk)."""
     heads, channels = q.shape[1], q.shape[-1]
 
     def of_heads(name: str) -> Tensor:
@@ -58,7 +56,7 @@ def _pooled(
     values = values + of_heads("v_mean")[..., None, :channels]
     bias = of_heads("key_counts").log2().unsqueeze(2)
     logits = q @ keys.transpose(-1, -2) * (scale * LOG2_E) + bias
-    rows = dropped.movedim((2, 3), (0, 1)).repeat_interleave(q.shape[2] // dropped.shape[4], -2)
+    rows = dropped.movedim(2, 0).repeat_interleave(q.shape[2] // dropped.shape[3], -2)
     logits = logits.masked_fill(~rows, -torch.inf)
     row_max = logits.amax(-1).clamp(min=-1e30)
     weights = (logits - row_max.unsqueeze(-1)).exp2()

@@ -161,21 +161,6 @@ def hull(error: np.ndarray, costs: np.ndarray) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("pools", [0.0, 0.2])
-def test_what_is_left_goes_to_the_next_steps_that_fit(seed: int, pools: float) -> None:
-    random = np.random.default_rng(seed)
-    kept = np.linspace(0.05, 1, 12)
-    costs = kept + pools * random.integers(0, 2, 12)  # a step may be dearer and keep less
-    errors = random.random((40, 12)) * np.exp(-3 * costs)
-    steps = HullSteps.of(errors, costs, kept)
-    for mean in np.linspace(0.05, 1, 20):
-        expected, left = steps.cheapest.copy(), 40 * mean - kept[steps.cheapest].sum() + 1e-9
-        for head, before, after in zip(steps.head, steps.before, steps.after, strict=True):
-            if expected[head] == before and kept[after] - kept[before] <= left:
-                expected[head], left = after, left - (kept[after] - kept[before])
-        assert steps.climb(mean).tolist() == expected.tolist()
-
-
 def test_steps_of_a_head_follow_each_other() -> None:
     """So do those of candidates on a line, and where some were not measured."""
     costs = np.linspace(0.05, 1, 20)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparge.head_settings import HeadSettings, Router
+from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.reference.choose import Choice, choose_blocks
 from sparge.reference.packed import Packed, pack_qkv
@@ -78,7 +78,6 @@ def test_sparse_causal_costs_are_exact(make_qkv) -> None:
         ({"densities": (1.0,)}, "nothing but 1"),
         ({"pool_weights": (0.5, 1.0)}, "pool_weights are .* from 0"),
         ({"pool_weights": ()}, "pool_weights are"),
-        ({"routers": (Router.MASS, Router.MASS)}, "give each once"),
         ({"output_scales": (0.0, 2.0)}, "output_scales are .* the least and the most"),
         ({"output_scales": (2.0, 0.5)}, "output_scales are"),
         ({"output_scales": (0.5, float("inf"))}, "output_scales are"),

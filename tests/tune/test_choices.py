@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from sparge import TokenGrid, cube_order
+from sparge import Router, TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.thresholds import COLUMNS
 from sparge.tune import CandidateSet, HeadChoices, Measurement, Workload
@@ -34,7 +34,7 @@ def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     before = choices.density.clone()
     head_settings = choices.head_settings(0)
     assert head_settings is not None
-    assert head_settings.pools == bool(choices.pool_weight[0].any() or choices.router[0].any())
+    assert head_settings.pools and set(head_settings.router.tolist()) == {Router.ERROR}
     head_settings.density.fill_(1)
     assert torch.equal(choices.density, before)
 
@@ -49,13 +49,13 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
     """What a call allocates depends on the structure, which stays from one step to the next."""
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
-    plain = HeadChoices(none + 0.5, none, none + 1, ints, ints, none, none, measured)
+    plain = HeadChoices(none + 0.5, none, none + 1, ints, none, none, measured)
     rich = replace(plain, pool_weight=none + 1, output_scale=none + 1.5, order_kind=ints + 1)
     first, unmeasured = plain.of_layers()
-    assert first is not None and not first.pools and unmeasured is None
+    assert first is not None and unmeasured is None
     assert first.order_kind is None and first.output_scale is None
     after, _ = plain.of_layers(before=rich.of_layers())
-    assert after is not None and after.pools
+    assert after is not None
     assert after.order_kind is not None
     assert not (after.pool_weight.any() or after.order_kind.any()), "its own choices"
     assert after.output_scale is not None and (after.output_scale == 1).all()
@@ -64,7 +64,7 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
 def test_all_layers_have_an_output_scale_if_one_head_has() -> None:
     none, measured = torch.zeros(2, 2), torch.ones(2).bool()
     output_scale, ints = torch.tensor([[1.0, 1.0], [1.5, 1.0]]), none.int()
-    choices = HeadChoices(none + 0.5, none, output_scale, ints, ints, none, none, measured)
+    choices = HeadChoices(none + 0.5, none, output_scale, ints, none, none, measured)
     policy = SparsePolicy()
     for layer, head_settings in enumerate(choices.of_layers(policy=policy)):
         assert head_settings is not None
@@ -84,7 +84,7 @@ def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
     """Inside an attention call, where nothing may be allocated."""
     values, ints = torch.rand(3, 2), torch.zeros(3, 2).int()
     measured = torch.tensor([True, False, True])
-    choices = HeadChoices(values, values, values, ints, ints, values, values, measured)
+    choices = HeadChoices(values, values, values, ints, values, values, measured)
     policy = SparsePolicy()
     budgets = choices.of_layers(policy=policy)
     assert not budgets._made

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from sparge.blocks import QUERY_BLOCK, pack, unpack, whole_steps
 from sparge.head_settings import Router
@@ -46,7 +46,6 @@ GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but th
 CANDIDATES = CandidateSet(
     densities=(0.1, 0.5, 1.0),
     pool_weights=(0.0, 0.7, 1.0),
-    routers=tuple(Router),
 )
 
 
@@ -156,9 +155,8 @@ class Stages:
         valid = (means.key_counts > 0)[:, None, None]
         forced = order.keys_exact.clone()
         forced[0] |= rules.attention_sink
-        mass, error = log_scores(means, rules.score_scale, valid)
-        by_error = thresholds[:, COLUMNS.index("router")] > 0
-        scores = torch.where(by_error[:, None, None], error, mass)
+        assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all()
+        _, scores = log_scores(means, rules.score_scale, valid)
         rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
         share = thresholds[:, COLUMNS.index("selection")]
         asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
@@ -206,9 +204,8 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
     blocks = workload.sparse_query_blocks()[-2:]
     k = k.bfloat16()
-    dense = 0.5 * scaled_dot_product_attention(q, k, v, enable_gqa=True)
     measured = range(2 if order_kinds else 1)
-    return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2, dense.float())
+    return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2)
 
 
 @pytest.fixture
@@ -223,10 +220,10 @@ def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def errors(measured: Measured) -> Tensor:
-    """(routers, densities, token orders, heads, pool weights) relative."""
+    """(densities, token orders, heads, pool weights) relative."""
     distances, empty = measured.distances, ~measured.occupied
     found = squared_errors(distances, torch.tensor(CANDIDATES.pool_weights).log())
-    sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((3, 5, 6))
+    sums = found.masked_fill(empty.unsqueeze(-1), 0).sum((2, 4, 5))
     return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
 
 
@@ -242,25 +239,12 @@ def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> No
         here, there = (getattr(x.distances, each.name)[..., x.occupied] for x in (found, expected))
         rounding = 0.01 * float(there[there.isfinite()].abs().mean())
         torch.testing.assert_close(here, there, rtol=0.01, atol=rounding, msg=each.name)
-    assert float(errors(found)[:, 0].max()) > 0.1, "the least dense candidates drop something"
-    rounding, *others = found.distances.rounding[..., found.occupied].sum((1, 2, 3))
-    assert 0.2 < rounding / found.distances.norm[0, ..., found.occupied].sum() < 0.3
-    assert not any(others), "only the first walk is compared with dense attention"
-
-
-def test_nothing_is_known_of_rounding_without_dense_attention(
-    sample: Sample, stages: Stages
-) -> None:
-    found = module.kernel_measure(replace(sample, dense=None)).distances
-    assert not found.rounding.any()
-    expected = module.kernel_measure(sample).distances
-    assert torch.equal(found.near, expected.near)
+    assert float(errors(found)[0].max()) > 0.1, "the least dense candidates drop something"
 
 
 def test_groups_of_heads_are_the_whole(
     sample: Sample, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = replace(sample, candidates=replace(CANDIDATES, routers=(Router.ERROR,)))
     whole = module.kernel_measure(sample)
     monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
     grouped = module.kernel_measure(sample)
@@ -317,14 +301,14 @@ def test_measurement_stays_below_100_megabytes(
     sampled = run.next_query_blocks(0, calls)
     assert len(sampled) == calls * BLOCKS_A_CALL
     order_kinds = run.order_kinds[0]
-    sample = Sample(q, q, q, sampled, workload, run.candidates, 1.0, None, order_kinds, ROW_STEP, q)
+    sample = Sample(q, q, q, sampled, workload, run.candidates, 1.0, None, order_kinds, ROW_STEP)
     groups = list(module._head_groups(sample))
     sizes = [group.stop - group.start for group in groups]
     assert sum(sizes) == heads
     assert len(groups) <= most_groups, "few launches"
     taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
     scored = _bytes_of_scores(sample, run.candidates)
-    every = (run.squared_error, run.towards_mean, run.squared_norm, run.squared_rounding)
+    every = (run.squared_error, run.towards_mean, run.squared_norm)
     sums = sum(x.nbytes for x in every)
     assert max(taken, scored) <= module._SAMPLE_BYTES
     assert taken + tables * calls * sums < 100e6, "measured again, the first sums are still there"
@@ -334,7 +318,7 @@ def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
     """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all gains, and
     two more tensors of those above 0."""
     batch, heads, *_ = sample.q.shape
-    _, densities, pool_weights = candidates.shape
+    densities, pool_weights = candidates.shape
     rows = batch * heads * len(sample.order_kinds) * module._compared(sample)
     mixes = 2 * (densities - 1) * (pool_weights - 1)
     return 4 * rows * (Distances.packed_fields(densities) + densities * pool_weights + mixes)

@@ -25,11 +25,11 @@ def test_pieces_are_the_buckets(generator: torch.Generator) -> None:
     rank = torch.stack([torch.randperm(70, generator=generator) for _ in range(5)])
     exists = torch.arange(70) < 68
     kept = torch.stack([exists & (rank < count) for count in (2, 16, 42, 70)])
-    maps = pack(kept)[None, None, None]  # (B, H, routers, densities, S, words)
+    maps = pack(kept)[None, None]  # (B, H, densities, S, words)
     every = pack(exists[None])
-    pieces = unpack(Pieces.of(DENSITIES, every, 5).cut(maps[:, :, :, :-1]), 70)
+    pieces = unpack(Pieces.of(DENSITIES, every, 5).cut(maps[:, :, :-1]), 70)
     buckets = kept.clone()
     buckets[1:] ^= kept[:-1]
-    assert pieces.shape == (1, 1, 1, 13, 5, 70)
-    found = [part.sum(0) for part in pieces[0, 0, 0].int().split(counts)]
+    assert pieces.shape == (1, 1, 13, 5, 70)
+    found = [part.sum(0) for part in pieces[0, 0].int().split(counts)]
     assert torch.equal(torch.stack(found), buckets.int()), "each block in one piece"

@@ -76,10 +76,10 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_tensor("0.output_scale", full(1, torch.float64)), "has type torch.float64"),
         (set_tensor("1.output_scale", full(0)), "1.output_scale goes from 0 to 0"),
         (set_tensor("0.output_scale", full(1e4)), "0.output_scale goes from 10000"),
-        (set_tensor("0.router", full(2, torch.int32)), "0.router goes from 2 to 2"),
+        (set_tensor("0.order_kind", full(2, torch.int32)), "0.order_kind goes from 2 to 2"),
         (
-            set_tensor("0.router", full(1, torch.int64)),
-            "0.router has type torch.int64",
+            set_tensor("0.order_kind", full(1, torch.int64)),
+            "0.order_kind has type torch.int64",
         ),
         (set_tensor("0.error", torch.zeros(12)), r"0.error has .* shape \(12,\)"),
         (
@@ -97,7 +97,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (set_tensor("2.density", full(1.0)), "has a tensor '2.density'"),
         (set_tensor("norm.q", torch.zeros(65)), "norm.q has .* up to 64"),
         (set_tensor("norm.q", torch.full((64,), torch.nan)), "norm.q holds"),
-        (lambda tensors, header: tensors.pop("1.router"), "no tensor 1.router"),
+        (lambda tensors, header: tensors.pop("1.order_kind"), "no tensor 1.order"),
         (lambda tensors, header: tensors.pop("0.measured"), "no tensor 0.measured"),
         (lambda tensors, header: tensors.pop("1.density"), "no tensor 1.dens"),
         (lambda tensors, header: tensors.pop("1.head_weight"), "no tensor 1.head_w"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -35,13 +34,13 @@ def part(logits: Tensor, values: Tensor) -> Partial:
 
 
 def errors(parts: list[tuple[Partial, Partial]], pool_weights: list[float]) -> Tensor:
-    """(densities, rows, pool weights) of one router."""
-    return squared_errors(bucket_distances([parts], NO_MEAN), torch.tensor(pool_weights).log())[0]
+    """(densities, rows, pool weights)."""
+    return squared_errors(bucket_distances(parts, NO_MEAN), torch.tensor(pool_weights).log())
 
 
 def products_with_mean(parts: list[tuple[Partial, Partial]], mean: Tensor) -> Tensor:
-    """(densities, rows, pool weights) of one router."""
-    return towards_mean(bucket_distances([parts], mean), torch.tensor(GAINS).log())[0]
+    """(densities, rows, pool weights)."""
+    return towards_mean(bucket_distances(parts, mean), torch.tensor(GAINS).log())
 
 
 def softmax_output(logits: Tensor, values: Tensor) -> Tensor:
@@ -100,66 +99,17 @@ def test_rows_that_reach_no_key_give_zero() -> None:
     assert not errors([(none, none), (none, none)], [0.0, 1.0]).any()
 
 
-def test_routers_are_judged_by_the_output_of_the_first(generator: torch.Generator) -> None:
+def test_distances_are_packed_and_read_back(generator: torch.Generator) -> None:
     def some(keys: int) -> Partial:
         logits = torch.randn(6, keys, generator=generator)
         return part(logits, torch.randn(keys, 4, generator=generator))
 
-    routers = [[(some(5), some(2)) for _ in range(3)] for _ in range(2)]
-    truth = combine(exact for exact, _ in routers[0]).output()
-    expected = torch.empty(2, 3, 6, len(GAINS))
-    for router, density, pool_weight in np.ndindex(2, 3, len(GAINS)):
-        exact = [of_bucket for of_bucket, _ in routers[router][: density + 1]]
-        dropped = [of_bucket for _, of_bucket in routers[router][density + 1 :]]
-        output = combine(
-            [*exact, *(pooled.weighted(GAINS[pool_weight]) for pooled in dropped)]
-        ).output()
-        expected[router, density, :, pool_weight] = (output - truth).square().sum(-1)
-    found = bucket_distances(routers, NO_MEAN)
-    torch.testing.assert_close(found.norm, truth.square().sum(-1))
-    log_pool_weights = torch.tensor(GAINS).log()
-    torch.testing.assert_close(
-        squared_errors(found, log_pool_weights), expected, rtol=1e-4, atol=1e-6
-    )
-
-
-def test_pooled_sums_in_half_precision_and_units(generator: torch.Generator) -> None:
-    unit = torch.tensor([[0.5], [8.0]])  # of each of two heads, with three rows
-    shapes = {"exact": (1, 2, 2, 3), "pooled": (1, 1, 2, 3)}
-    exact, pooled = (
-        Partial(
-            torch.randint(-9, 9, (*shape, 4), generator=generator).float(),
-            torch.randn(shape, generator=generator),
-            torch.rand(shape, generator=generator) + 1,
-        )
-        for shape in shapes.values()
-    )
-    in_units = replace(pooled, unnormalised=(pooled.unnormalised / unit.unsqueeze(-1)).half())
-    whole = distances(products(exact, pooled, NO_MEAN), [1, 1])
-    found = distances(products(exact, in_units, NO_MEAN, unit), [1, 1])
-    for each in fields(Distances):
-        torch.testing.assert_close(getattr(found, each.name), getattr(whole, each.name))
-
-
-def test_how_far_dense_attention_is(generator: torch.Generator) -> None:
-    def some(keys: int) -> Partial:
-        logits = torch.randn(6, keys, generator=generator)
-        return part(logits, torch.randn(keys, 4, generator=generator))
-
-    parts = [(some(5), some(2)) for _ in range(3)]
-    off = torch.randn(6, 4, generator=generator)
-    truth = combine(exact for exact, _ in parts).output()
-    found = bucket_distances([parts, parts], off[0], truth + off)
-    torch.testing.assert_close(found.rounding, off.square().sum(-1), rtol=1e-4, atol=1e-5)
-    without = bucket_distances([parts, parts], off[0])
-    assert not without.rounding.any()
+    found = bucket_distances([(some(5), some(2)) for _ in range(3)], torch.ones(4))
     packed = found.packed()
-    assert packed.shape == (2, Distances.packed_fields(3), 6)
+    assert packed.shape == (Distances.packed_fields(3), 6)
     unpacked = Distances.of_packed(packed)
     for each in fields(Distances):
         assert torch.equal(getattr(unpacked, each.name), getattr(found, each.name)), each.name
-        if each.name != "rounding":
-            assert torch.equal(getattr(without, each.name), getattr(found, each.name)), each.name
 
 
 def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
@@ -200,6 +150,5 @@ EMPTY = torch.zeros(6, 0), torch.zeros(0, 4)
 
 
 def stacked(parts: list[Partial]) -> Partial:
-    """Partials of one router."""
     each = zip(*((x.unnormalised, x.row_max, x.row_sum) for x in parts), strict=True)
-    return Partial(*(torch.stack(x)[None] for x in each))
+    return Partial(*(torch.stack(x) for x in each))

@@ -20,7 +20,7 @@ def choices_of(density: float) -> HeadChoices:
     """Alike in all heads."""
     table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
     measured = torch.ones(LAYERS).bool()
-    return HeadChoices(density * table, none, table, none.int(), none.int(), none, table, measured)
+    return HeadChoices(density * table, none, table, none.int(), none, table, measured)
 
 
 class Measured:

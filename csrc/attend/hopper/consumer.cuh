@@ -36,7 +36,7 @@ struct Consumer {
   Smem& smem;
   const i32 group;
   u32 queries;  // descriptor address
-  ItemTurn items;
+  ItemSlot items;
   Ring ring;
 
   SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s) : p(params), smem(s), group(uniform(threadIdx.x / kGroupThreads)) {}
@@ -47,7 +47,7 @@ struct Consumer {
 
   SPARGE_DEVICE void run() {
     if (leads()) smem.skipped_pairs[group] = 0;
-    while (next_step(), uniform(step(ring.at).turn >= 0)) attend_item();
+    while (next_step(), uniform(step(ring.at).item >= 0)) attend_item();
   }
 
   SPARGE_DEVICE void next_step() { ptx::mbarrier_wait(smem.stage_at(ring.at).full[kKeys], ring.parity); }

@@ -18,12 +18,12 @@ struct Feeder {
   SPARGE_DEVICE Feeder(const AttendParams& params, Smem& s) : p(params), smem(s) {}
 
   SPARGE_DEVICE void run() {
-    for (ItemTurn items;; ++items.count) {
+    for (ItemSlot items;; ++items.count) {
       const u32 place = uniform(items.place());
       Queries& queries = smem.queries[place];
       if (uniform(feeder_thread() / kWarpSize) == 0) ask(queries, items.parity() ^ 1);
       ptx::mbarrier_wait(queries.asked, items.parity());
-      if (uniform(queries.turn) < 0) return;
+      if (uniform(queries.item) < 0) return;
       const u16 flags = kSixteenBits ? attend::first_flags(p, queries.work.kv_at, feeder_thread()) : attend::kBothFinite;
       lay_down_facts(queries);
       sync_feeder();
@@ -48,12 +48,12 @@ struct Feeder {
   SPARGE_DEVICE void ask(Queries& queries, u32 free_parity) const {
     ptx::mbarrier_wait(queries.free, free_parity);
     if (feeder_thread() != 0) return;
-    const i32 turns = p.problem.batch * p.problem.heads * p.problem.query_blocks();
-    i32 turn = atomicAdd(p.next_turn, 1);
-    if (turn == turns + static_cast<i32>(gridDim.x) - 1) *p.next_turn = 0;
-    if (turn >= turns) turn = -1;
-    queries.turn = turn;
-    if (turn >= 0) queries.work.read(p, turn);
+    const i32 items = p.problem.batch * p.problem.heads * p.problem.query_blocks();
+    i32 item = atomicAdd(p.next_item, 1);
+    if (item == items + static_cast<i32>(gridDim.x) - 1) *p.next_item = 0;
+    if (item >= items) item = -1;
+    queries.item = item;
+    if (item >= 0) queries.work.read(p, item);
     ptx::mbarrier_arrive(queries.asked);
   }
 

@@ -69,7 +69,7 @@ static_assert(sizeof(Head) == 16, "the consumers read it by one load");
 // What the consumers must know about a pipeline step. They read the rest where it lies: they have no registers for it.
 struct Step {
   Head head;
-  i32 turn;                // number of the work item; -1: there is no more
+  i32 item;                // number of the work item; -1: there is no more
   i32 block[kStepBlocks];  // [0] = -1: the item's list is empty; [1] = -1: only one block
   i32 keys[kStepBlocks];   // that the blocks really have
   float pvthreshd;
@@ -116,7 +116,7 @@ struct alignas(kSwizzleBytes) Stage {
 // no means, 8-bit ones no `zero_if_finite`: nobody writes or reads them.
 struct Queries {
   Work work;
-  i32 turn;                      // number of the work item; -1: there is no more, and nothing else is set
+  i32 item;                      // number of the work item; -1: there is no more, and nothing else is set
   float scale[kQueryBlock];      // INT8 level of each row, bounded
   float sharpness[kQueryBlock];  // see attend/row_scale.cuh
   float dot_mean[kQueryBlock];   // q . k_mean, for the log-sum-exp
@@ -203,7 +203,7 @@ struct Ring {
 };
 
 // Which of the two work items' queries, and the parity of their barriers' phase.
-struct ItemTurn {
+struct ItemSlot {
   u32 count = 0;
 
   SPARGE_DEVICE u32 place() const { return count % kItems; }

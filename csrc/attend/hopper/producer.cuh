@@ -24,23 +24,23 @@ struct Producer {
 
   // The feeder hands out work items, one ahead.
   SPARGE_DEVICE void run() {
-    for (ItemTurn items;; ++items.count) {
+    for (ItemSlot items;; ++items.count) {
       const Queries& queries = smem.queries[items.place()];
       ptx::mbarrier_wait(smem.queries[items.place()].asked, items.parity());
-      const i32 turn = uniform(queries.turn);
-      if (turn < 0) break;
-      walk(Work(p, turn), turn);
+      const i32 item = uniform(queries.item);
+      if (item < 0) break;
+      walk(Work(p, item), item);
     }
     push_mark(-1);
   }
 
   // Takes the set bits of a row in ascending order. 32 lanes hold 32 words of the map, and the scales of one word's blocks. A
   // complete step waits until the next block shows that it is not the last.
-  SPARGE_DEVICE void walk(const Work& work, i32 turn) {
+  SPARGE_DEVICE void walk(const Work& work, i32 item) {
     const i32 words = p.problem.map_words(), key_blocks = p.problem.key_blocks();
     const u32* row = p.block_map + work.map_row(p.problem) * words;
     Step step = {};
-    step.turn = turn;
+    step.item = item;
     step.block[0] = step.block[1] = -1;
     step.pvthreshd = work.pvthreshd;
     step.first_query = work.first_query;
@@ -65,10 +65,10 @@ struct Producer {
     if (step.block[0] >= 0)
       push(work, step);
     else if (step.head.last)
-      push_mark(turn);
+      push_mark(item);
     while (pair.index >= 0) {
       const Pair after = next_open(work, row, pair.index + 1);
-      push_pooled(work, turn, pair, after.index < 0);
+      push_pooled(work, item, pair, after.index < 0);
       pair = after;
     }
   }
@@ -123,7 +123,7 @@ struct Producer {
   }
 
   // The PV filter lets pooled keys pass.
-  SPARGE_DEVICE void push_pooled(const Work& work, i32 turn, const Pair& pair, bool last) {
+  SPARGE_DEVICE void push_pooled(const Work& work, i32 item, const Pair& pair, bool last) {
     const i64 first = work.first_pool + kStepBlocks * pair.index;
     const i64 second = kStepBlocks * pair.index + 1 < p.problem.pool_tiles() ? first + 1 : first;
     PoolColumn columns[kStepPseudoKeys / kMapBits];
@@ -141,7 +141,7 @@ struct Producer {
     if (lane == 0) {
       Step& step = stage.step;
       step = {};
-      step.turn = turn;
+      step.item = item;
       step.pooled = step.head.masked = true;
       step.head.last = last;
       step.head.k_scale[0] = step.head.k_scale[1] = attend::kPoolScale * log2_scale();
@@ -165,11 +165,11 @@ struct Producer {
   }
 
   // An empty list, or the end of all work.
-  SPARGE_DEVICE void push_mark(i32 turn) {
+  SPARGE_DEVICE void push_mark(i32 item) {
     wait_free();
     Stage& stage = smem.stage_at(ring.at);
     if (lane == 0) {
-      stage.step.turn = turn;
+      stage.step.item = item;
       stage.step.block[0] = -1;
     }
     ptx::mbarrier_arrive(stage.full[kKeys]);

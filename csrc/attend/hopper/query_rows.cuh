@@ -98,7 +98,7 @@ struct QueryRows {
   }
 
   // First row of this warp's groups, which are dealt out among the warps.
-  SPARGE_DEVICE static i32 group(i32 turn) { return (turn * kFeederWarps + feeder_thread() / kWarpSize) * kGroup; }
+  SPARGE_DEVICE static i32 group(i32 pass) { return (pass * kFeederWarps + feeder_thread() / kWarpSize) * kGroup; }
 
   SPARGE_DEVICE void fetch_groups() const {
     constexpr int kLoads = kGroup / kRows;
@@ -114,8 +114,8 @@ struct QueryRows {
   template <DType kType>
   SPARGE_DEVICE void quantize_groups(u8* tile) const {
 #pragma unroll 1
-    for (i32 turn = 0;; ++turn) {
-      const i32 lane = ptx::thread_index() % kWarpSize, share = lane % kShare, row = group(turn) + lane / kShare;
+    for (i32 pass = 0;; ++pass) {
+      const i32 lane = ptx::thread_index() % kWarpSize, share = lane % kShare, row = group(pass) + lane / kShare;
       if (row >= kQueryBlock) return;
       const Chunk* chunks = &smem.raw[row][share];
       const float amax = largest_magnitude<kType>(chunks);

@@ -28,7 +28,7 @@ struct Consumer {
   const i32 group;
   const float log2_scale;
   u32 queries;  // descriptor address
-  ItemTurn items;
+  ItemSlot items;
   Ring ring;
 
   SPARGE_DEVICE Consumer(const AttendParams& params, Smem& s)
@@ -45,7 +45,7 @@ struct Consumer {
   SPARGE_DEVICE void run() {
     if (leads()) smem.skipped_pairs[group] = 0;
     if (group == kLowerRows) pass_turn();
-    while (wait(ring, kKeys), uniform(smem.stage_at(ring.at).step.turn >= 0)) attend_item();
+    while (wait(ring, kKeys), uniform(smem.stage_at(ring.at).step.item >= 0)) attend_item();
   }
 
   SPARGE_DEVICE void wait(const Ring& place, Transfer part) const {

@@ -8,12 +8,12 @@
 
 namespace sparge::route {
 
-struct Turn {
+struct BatchHead {
   i32 b, head;
 };
 
 // By whole warps, of which each finds the same.
-SPARGE_DEVICE Turn turn_at(const RouteParams& p, i32 index) {
+SPARGE_DEVICE BatchHead batch_head(const RouteParams& p, i32 index) {
   const i32 heads = p.problem.heads, lane = threadIdx.x % kWarpSize;
   if (!p.k_variance || !p.thresholds) return {index / heads, index % heads};
   auto by_error = [&](i32 head) { return head < heads && p.thresholds[head].router > 0.0f; };
@@ -40,9 +40,9 @@ struct Place {
 };
 
 // By a whole warp.
-SPARGE_DEVICE Place place_at(const RouteParams& p, i32 turn, i32 first) {
+SPARGE_DEVICE Place place_at(const RouteParams& p, i32 index, i32 first) {
   const Problem& problem = p.problem;
-  const Turn at = turn_at(p, turn);
+  const BatchHead at = batch_head(p, index);
   return {at.b,
           at.head,
           first,
