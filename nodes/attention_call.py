@@ -1,41 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention call in ComfyUI's conventions, and the same call in the library's. No copies."""
+"""Attention call in ComfyUI's conventions, and its tensors as the library takes them. No copies.
+
+Models send what ComfyUI's backends happen to accept: SD3's v has heads of its own where q and k are
+flat. What else somebody's model or node may send is nothing to guess at: such a call stays dense.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..sparge import (
-    AttentionStats,
-    HeadSettings,
-    SparsePolicy,
-    TokenOrder,
-    Unsupported,
-    attention,
-)
-from ..sparge.speed.worth import torch_kernel
+from ..sparge.tune import Call
 from .decision import CallFacts
-from .operands import Operands
-
-Dense = Callable[[], Tensor]
 
 #: Keywords that do not change the result, or that the library honours.
-_KNOWN_OPTIONS = frozenset(
-    {
-        "transformer_options",
-        "_inside_attn_wrapper",
-        "low_precision_attention",
-        "preferred_attention",
-        "enable_gqa",
-        "scale",
-    }
-)
+_KNOWN_OPTIONS = {
+    *("transformer_options", "_inside_attn_wrapper", "low_precision_attention"),
+    *("preferred_attention", "enable_gqa", "scale"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,48 +30,44 @@ class AttentionCall:
     """One call: q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides. k
     and v may be (B, S, H, D) as well.
 
-    `odd_shapes` tells others, and only what does without `operands` may be asked of those. The
-    result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
+    The result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     heads: int
-    has_mask: bool
+    mask: Tensor | None
     skip_reshape: bool
     skip_output_reshape: bool
     options: dict[str, Any]
     sdpa_order: Sequence[SDPBackend] | None = None
     """Order in which PyTorch is asked to choose a kernel where its attention serves a dense call,
     empty for its own order; None where something else may serve it."""
-    mask: Tensor | None = None
 
     @cached_property
-    def _views(self) -> Operands | str:
-        return Operands.of(self.q, self.k, self.v, self.heads, self.skip_reshape)
+    def tensors(self) -> Call | str:
+        """Views of q, k and v that go together; or the reason why there are none, for the user.
 
-    @property
-    def odd_shapes(self) -> str | None:
-        """Reason why the call cannot be but dense, whatever else is known of it; None for a usual
-        one."""
-        return self._views if isinstance(self._views, str) else None
-
-    @property
-    def operands(self) -> Operands:
-        """Returns q, k and v as operands. Raises sparge.Unsupported where there are
-        `odd_shapes`.
+        The views are plain tensors: a GGUF loader's class, which changes new_empty, clone and
+        shape, passes from the weights of a norm to q and k when DynamicVRAM loads the model.
         """
-        if isinstance(self._views, str):
-            raise Unsupported(self._views)
-        return self._views
+        q, k, v = (x.as_subclass(Tensor) for x in (self.q, self.k, self.v))
+        views = (q, k, v) if self.skip_reshape else _split(q, k, v, self.heads)
+        if views is None or not _go_together(*views):
+            sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            return f"the model sends shapes that this node does not serve: {sizes}"
+        layout = "HND" if self.skip_output_reshape else "flat"
+        # Nobody knows which kernel serves an option that is unknown.
+        order = None if self.facts.unknown_options else self.sdpa_order
+        return Call(*views, self.options.get("scale"), layout, order)
 
-    @property
+    @cached_property
     def facts(self) -> CallFacts:
         return CallFacts(
             query_tokens=self._tokens(self.q),
             key_tokens=self._tokens(self.k),
-            has_mask=self.has_mask,
+            has_mask=self.mask is not None,
             masks_keys=self.key_mask is not None,
             refuses_low_precision=self.options.get("low_precision_attention") is False,
             unknown_options=tuple(
@@ -95,8 +78,20 @@ class AttentionCall:
         )
 
     @property
-    def query_tokens(self) -> int:
-        return self._tokens(self.q)
+    def transformer_options(self) -> Mapping[str, Any]:
+        return self.options.get("transformer_options") or {}
+
+    @property
+    def reference_tokens(self) -> int:
+        """Number of image tokens that a model appends after the grid (Flux edits)."""
+        return sum(self.transformer_options.get("reference_image_num_tokens") or ())
+
+    def of_tensors(self, call: Call) -> AttentionCall:
+        """Same call without its mask, of other tensors (B, H, S, D) in and out."""
+        return replace(
+            self, q=call.q, k=call.k, v=call.v, mask=None, skip_reshape=True,
+            skip_output_reshape=True,
+        )  # fmt: skip
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -113,69 +108,32 @@ class AttentionCall:
         if not self.skip_reshape and tensor.ndim > 4:  # as ComfyUI's backends would read it
             return tensor.numel() // max(1, tensor.shape[0] * self.q.shape[-1])
         if not self.skip_reshape and tensor.ndim == 3 and len(tensor) != len(self.q):
-            return tensor.numel() // max(1, len(self.q) * tensor.shape[2])  # as in `Operands.of`
+            return tensor.numel() // max(1, len(self.q) * tensor.shape[2])  # as in `_split`
         place = 2 if self.skip_reshape else 1
         return tensor.shape[place] if tensor.ndim > place else 0
 
-    @property
-    def head_count(self) -> int:
-        return self.operands.q.shape[1]
 
-    @property
-    def head_dim(self) -> int:
-        return self.operands.q.shape[3]
+def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(B, H, N, D) views of q (B, N, H*D), and of k and v flat or with heads as a dimension of
+    their own; None for other shapes."""
+    if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not (q.numel() and k.numel()):
+        return None
+    head_dim = q.shape[-1] // heads
+    found = []
+    for x in (q, k, v):
+        if x.ndim == 3 and x.shape[0] != q.shape[0] and x.numel() % (len(q) * x.shape[-1]) == 0:
+            x = x.reshape(len(q), -1, x.shape[-1])  # HyperTile cuts queries alone into tiles
+        if x.ndim == 3 and x.shape[-1] % head_dim == 0:
+            x = x.unflatten(-1, (-1, head_dim))
+        if x.ndim != 4:
+            return None
+        found.append(x.transpose(1, 2))
+    return found[0], found[1], found[2]
 
-    @property
-    def shares_keys(self) -> bool:
-        """Whether several heads read the same keys and values (GQA)."""
-        return self.operands.k.shape[1] != self.operands.q.shape[1]
 
-    def dense_kernel(self) -> str:
-        """Kernel that PyTorch would take for a dense call; "" when that is not known."""
-        if self.sdpa_order is None or self.shares_keys:
-            return ""
-        q, k, v = self.heads_first()
-        return torch_kernel(q, k, v, self.sdpa_order)
-
-    @property
-    def scale(self) -> float | None:
-        return self.options.get("scale")
-
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views (B, H, S, D) of q, k and v."""
-        return self.operands.q, self.operands.k, self.operands.v
-
-    def result_heads_first(self, out: Tensor) -> Tensor:
-        """View (B, H, S, D) of a result of this call. Raises sparge.Unsupported for one of another
-        shape, which a node that serves the dense calls may give."""
-        out = out.as_subclass(Tensor)  # as in `Operands.of`
-        batch, heads, tokens, head_dim = self.operands.q.shape
-        of_heads = (batch, heads, tokens, head_dim)
-        usual = of_heads if self.skip_output_reshape else (batch, tokens, heads * head_dim)
-        if tuple(out.shape) != usual:
-            raise Unsupported(
-                f"dense attention gave {tuple(out.shape)} instead of {usual}, so it is not measured"
-            )
-        return out if self.skip_output_reshape else out.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def sparse(
-        self,
-        policy: SparsePolicy,
-        stats: AttentionStats,
-        order: TokenOrder | None = None,
-        head_settings: HeadSettings | None = None,
-    ) -> Tensor:
-        """Computes the call sparse. Raises sparge.Unsupported when the library cannot serve it."""
-        out = attention(
-            *self.heads_first(),
-            policy,
-            layout="HND",
-            out_layout="HND" if self.skip_output_reshape else "NHD",
-            scale=self.scale,
-            order=order,
-            head_settings=head_settings,
-            stats=stats,
-            output_dtype=self.q.dtype,
-        )
-        assert isinstance(out, Tensor)  # a pair only with return_lse
-        return out if self.skip_output_reshape else out.flatten(2)
+def _go_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether views have one batch and one head_dim, and k and v are alike: those may have fewer
+    heads (GQA) and another number of tokens than q."""
+    if not q.ndim == k.ndim == 4 or k.shape != v.shape or not (q.numel() and k.numel()):
+        return False
+    return q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0

@@ -4,83 +4,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..sparge.tune import Place
+from ..sparge.tune import MASK
 from .families import TokenLayout
 from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"
-MASK = "attention mask"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
 FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
-
-#: Relative distance within which two noise levels are the same. A step often falls exactly on the
-#: edge (20 steps, start_percent 0.2), where the float32 schedule and the float64 edge differ in the
-#: last bits: this is above that, below a step.
-SAME_SIGMA = 1e-5
-
-
-@dataclass(frozen=True)
-class SigmaWindow:
-    """Range of noise levels in which attention may be sparse; sigma falls while sampling."""
-
-    start: float
-    end: float
-
-    @property
-    def is_everything(self) -> bool:
-        return self.start == float("inf") and self.end == 0.0
-
-    def outside_reason(self, sigma: float, settings: Settings) -> str | None:
-        if settings.start_percent > settings.end_percent:
-            return (
-                f"start_percent {settings.start_percent:g} is above end_percent "
-                f"{settings.end_percent:g}, so no step is between them"
-            )
-        if self._is_before(sigma):
-            return f"before start_percent {settings.start_percent:g}"
-        if self._is_after(sigma):
-            return f"after end_percent {settings.end_percent:g}"
-        return None
-
-    def is_last_dense(self, sigma: float, schedule: Sequence[float]) -> bool:
-        """Whether sigma is before the window and no step of the schedule lies between.
-
-        It goes by noise level and not by counting passes: right wherever a sampler evaluates the
-        model.
-        """
-        if self.start < self.end:  # no step is in the window
-            return False
-        below = sigma * (1 - SAME_SIGMA)
-        later = any(level < below and self._is_before(level) for level in schedule)
-        return self._is_before(sigma) and not later
-
-    def place(self, sigma: float, schedule: Sequence[float]) -> Place | None:
-        """Place of the step at a noise level, or of the next one in the schedule; None where no
-        step of the schedule is in the window."""
-        inside = [x for x in schedule if not self._is_before(x) and not self._is_after(x)]
-        if not inside:
-            return None
-        above = sum(level > sigma * (1 + SAME_SIGMA) for level in inside)
-        return Place(min(above, len(inside) - 1), len(inside))
-
-    def dense_steps(self, schedule: Sequence[float]) -> int:
-        """Number of steps that are dense, at least: those outside the window, and where none comes
-        before it, the one that is measured."""
-        before, after = (sum(map(is_out, schedule)) for is_out in (self._is_before, self._is_after))
-        return max(1, before) + after
-
-    def sparse_steps(self, schedule: Sequence[float]) -> int | None:
-        """Number of the other steps, where the schedule is known."""
-        return max(0, len(schedule) - self.dense_steps(schedule)) if schedule else None
-
-    def _is_before(self, sigma: float) -> bool:
-        return sigma > self.start * (1 + SAME_SIGMA)
-
-    def _is_after(self, sigma: float) -> bool:
-        return sigma < self.end * (1 - SAME_SIGMA)
 
 
 @dataclass(frozen=True)
@@ -121,11 +53,11 @@ class Kind(enum.Enum):
 
 
 def dense_reason(
-    call: CallFacts, block: int, run_reason: str | None, layout: TokenLayout, settings: Settings
+    call: CallFacts, layer: int, run_reason: str | None, layout: TokenLayout, settings: Settings
 ) -> str | None:
     """Reason why this call stays dense, or None for a sparse one.
 
-    block: number of the running layer. run_reason: holds for every call of the forward pass (the
+    layer: number of the running layer. run_reason: holds for every call of the forward pass (the
     device cannot, or the step is outside the window). What the arithmetic cannot serve (head_dim,
     strides, gradients) the library refuses itself, with a reason.
     """
@@ -146,6 +78,6 @@ def dense_reason(
         return "fewer tokens than a frame has"  # text or sound alone; text stays exact
     if run_reason is not None:
         return run_reason
-    if settings.dense_spans.contains(block, layout.blocks):
+    if settings.dense_layers.contains(layer, layout.blocks):
         return "listed in dense_blocks"
     return None

@@ -8,16 +8,15 @@ tokens are then all alike to the policy, and the end-of-run line says so.
 
 from __future__ import annotations
 
-import enum
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge import TokenGrid
+from ..sparge.tune import Sequences, TextPosition
 from . import off_grid, unlisted_models
-from .block_numbers import BlockCounts
-from .off_grid import ModelInputs, OffGrid, Patch, no_branches, two_calls
+from .layer_counts import LayerCounts
+from .off_grid import ModelInputs, OffGrid, Patch, in_patches
 
 #: Remark on sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
@@ -26,14 +25,6 @@ UNKNOWN_TOKENS = (
 )
 #: Remark on sparse calls of some of the queries.
 FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
-
-
-class TextPosition(enum.Enum):
-    """Place of the tokens that are not on the video grid, in the self-attention sequence."""
-
-    FIRST = "first"
-    LAST = "last"
-    NONE = "none"
 
 
 def _num_heads(model: Any) -> int | None:
@@ -48,15 +39,15 @@ class Family:
     name: str
     text: TextPosition
     patch: Callable[[Any], Patch]
-    off_grid: Callable[[Any, ModelInputs], OffGrid] = off_grid.nothing
+    off_grid: Callable[[Any, ModelInputs], OffGrid] | None = None
     """Tokens that stand beside the grid, from the model and its inputs."""
     heads: Callable[[Any], int | None] = _num_heads
     left_out_key: str | None = None
     """Entry of transformer_options that names layers whose self-attention the model leaves out."""
-    branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] = no_branches
+    branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] | None = None
     """Other sequences that attend to themselves in the same layers."""
-    calls: Callable[[ModelInputs], int] = two_calls
-    """Most self-attention calls under one layer number."""
+    calls: Callable[[ModelInputs], int] | None = None
+    """Most self-attention calls under one layer number; one where there is none."""
     frame_by_frame: bool = False
     """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
     it."""
@@ -81,7 +72,7 @@ def _one_cell(model: Any) -> Patch:
     return (1, 1, 1)
 
 
-def _heads_of_first_block(model: Any) -> int | None:
+def _heads_of_first_layer(model: Any) -> int | None:
     return model.visual_transformer_blocks[0].self_attention.num_heads
 
 
@@ -109,64 +100,41 @@ FAMILIES: Mapping[str, Family] = {
     "LTXAVModel": Family(
         "LTXV", _NONE, _one_cell, off_grid.ltx, left_out_key="stg_self_attn_blocks"
     ),
-    "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_block),
+    "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
     "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
 }
 
-#: Rows for the layers of a model whose blocks cannot be counted: more than any has.
+#: Rows for the layers of a model that cannot be counted: more than any has.
 _UNCOUNTED_ROWS = 256
 
 
-@dataclass(frozen=True)
-class TokenLayout:
-    """Facts about the tokens of one forward pass.
+@dataclass(frozen=True, kw_only=True)
+class TokenLayout(Sequences):
+    """Facts about the tokens and layers of one forward pass.
 
     Attributes:
         family: the model's name for the user.
-        text: position of the tokens off the grid; None for a model without a row in FAMILIES.
-        grid: tokens along (time, height, width); None when it is not known.
-        counts: transformer blocks of the model.
-        tokens: the whole self-attention sequence, as far as it is known; None without a grid.
+        counts: layers of the model.
         heads: attention heads; None when they are not known before a call.
-        left_out_key: as in `Family`.
-        branches: as in `Family`.
-        calls: as in `Family`.
-        frame_by_frame: as in `Family`.
-        loose_frames: as in `OffGrid`.
+        left_out_key, calls: as in `Family`.
         context: tokens of text that the model is given.
-        masked: the model is given a mask of them, so that fewer may be real.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: about how many self-attentions a model has whose `blocks` are not known.
     """
 
     family: str
-    text: TextPosition | None
-    grid: tuple[int, int, int] | None
-    counts: BlockCounts = field(default_factory=BlockCounts)
-    tokens: TokenGrid | None = None
+    counts: LayerCounts = field(default_factory=LayerCounts)
     heads: int | None = None
     left_out_key: str | None = None
-    branches: tuple[TokenGrid, ...] = ()
     calls: int = 2
-    frame_by_frame: bool = False
-    loose_frames: int = 0
     context: int = 0
-    masked: bool = False
     remark: str = ""
     layers: int | None = None
 
     @property
     def blocks(self) -> int | None:
         return self.counts.total
-
-    @property
-    def grid_tokens(self) -> int:
-        return math.prod(self.grid) if self.grid else 0
-
-    @property
-    def frame_tokens(self) -> int:
-        return math.prod(self.grid[1:]) if self.grid else 0
 
     @property
     def rows(self) -> int:
@@ -176,63 +144,19 @@ class TokenLayout:
             return _UNCOUNTED_ROWS
         return self.calls * self.blocks + self.counts.refiners
 
-    def row(self, block: int, earlier_calls: int) -> int:
-        """Row of a self-attention call in `block` after `earlier_calls` others there.
+    def row(self, layer: int, earlier_calls: int) -> int:
+        """Row of a self-attention call in `layer` after `earlier_calls` others there.
 
-        Each further call has a row of its own: the control blocks of Wan VACE call under the number
-        of the block that they steer. The row is `rows` or more when there is no room for it.
+        Each further call has a row of its own: the control layers of Wan VACE call under the number
+        of the layer that they steer. The row is `rows` or more when there is no room for it.
         """
         if self.blocks and earlier_calls >= self.calls:
             return self.rows
-        return block + earlier_calls * (self.blocks or 0)
+        return layer + earlier_calls * (self.blocks or 0)
 
     def refiner_row(self, refiner: int) -> int:
-        """Row of a block that has no number."""
+        """Row of a layer that has no number."""
         return self.calls * (self.blocks or 0) + refiner
-
-    @property
-    def expected(self) -> tuple[TokenGrid, ...]:
-        """Sequences that attend to themselves as a whole."""
-        if self.frame_by_frame and self.branches:
-            return self.branches
-        if self.masked and self.text is not TextPosition.NONE:
-            return ()
-        return () if self.tokens is None else (self.tokens, *self.branches)
-
-    def sequence(self, tokens: int) -> TokenGrid | None:
-        """Sequence of a self-attention over so many tokens. Of more or fewer than are expected the
-        grid is known all the same, where no text stands around it."""
-        if self.tokens is None:
-            return None
-        for known in (self.tokens, *self.branches):
-            if known.tokens == tokens:
-                return known
-        without_text = self.tokens.tokens - self.tokens.prefix
-        if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
-            return replace(self.tokens, prefix=tokens - without_text)  # prefix of its padding
-        if self.text is not TextPosition.NONE:
-            return None
-        further = tokens - self.tokens.tokens
-        if further > 0:
-            return replace(self.tokens, tail=self.tokens.tail + further)
-        kept = replace(self.tokens, frames=max(1, self.tokens.frames - self.loose_frames))
-        further = tokens - kept.tokens
-        return replace(kept, tail=kept.tail + further) if further >= 0 else None
-
-    def exact_tokens(self, tokens: int, references: int = 0) -> tuple[int, int]:
-        """Numbers (prefix, suffix) of tokens that must stay exact in a self-attention over
-        ``tokens`` tokens.
-
-        references counts image tokens that a model appends after the grid (Flux edits).
-        """
-        if (known := self.sequence(tokens)) is not None:
-            return known.prefix, known.suffix
-        text = tokens - self.grid_tokens - references
-        if self.grid is None or text <= 0:
-            return (0, 0)
-        if self.text is TextPosition.FIRST:
-            return (text, 0)
-        return (0, text) if self.text is TextPosition.LAST else (0, 0)
 
 
 def token_layout(
@@ -247,19 +171,18 @@ def token_layout(
     names = [cls.__name__ for cls in type(model).__mro__]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     given = extras or {}
-    counts, text = BlockCounts.of(model, given), off_grid.length(context)
+    counts, text = LayerCounts.of(model, given), off_grid.length(context)
     if family is None:
         name = unlisted_models.name_of(names)
         remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
-        return TokenLayout(
-            name, None, None, counts, remark=remark, layers=counts.total or layers, context=text
-        )
-    patch = family.patch(model)
+        layers = counts.total or layers
+        return TokenLayout(family=name, counts=counts, remark=remark, layers=layers, context=text)
+    patch, cells = family.patch(model), latent_shape[2:]
     layout = TokenLayout(
-        family.name,
-        family.text,
-        _grid(patch, latent_shape),
-        counts,
+        family=family.name,
+        text=family.text,
+        grid=in_patches(cells, patch) if len(cells) in (2, 3) else None,
+        counts=counts,
         heads=family.heads(model),
         left_out_key=family.left_out_key,
         frame_by_frame=family.frame_by_frame,
@@ -269,21 +192,12 @@ def token_layout(
     if layout.grid is None:
         return layout
     inputs = ModelInputs(layout.grid, patch, context, given)
-    beside = family.off_grid(model, inputs)
+    beside = family.off_grid(model, inputs) if family.off_grid else OffGrid()
     return replace(
         layout,
         tokens=beside.around(layout.grid),
-        branches=family.branches(inputs),
-        calls=family.calls(inputs),
+        branches=family.branches(inputs) if family.branches else (),
+        # Room for one call that nobody knew of.
+        calls=max(2, family.calls(inputs) if family.calls else 1),
         loose_frames=beside.loose_frames,
     )
-
-
-def _grid(patch: Patch, latent_shape: Sequence[int]) -> tuple[int, int, int] | None:
-    cells = latent_shape[2:]
-    if len(cells) not in (2, 3):
-        return None
-    time, height, width = (
-        math.ceil(extent / step) for extent, step in zip([1, *cells][-3:], patch, strict=True)
-    )
-    return (time, height, width)

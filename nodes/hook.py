@@ -13,27 +13,18 @@ import torch
 
 from ..sparge import capabilities
 from ..sparge.common.untraced import untraced
-from ..sparge.tune import FAILED, Fingerprint, Profile
-from . import report
+from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.kernels.warmup import Warmup, warm_up
+from ..sparge.tune import FAILED, Fingerprint
+from . import host, report
 from .attention_call import AttentionCall
 from .chaining import leads_to
 from .forward_facts import Forward
-from .host import (
-    APPLY_MODEL,
-    OUTER_SAMPLE,
-    PREDICT_NOISE,
-    raise_if_interrupted,
-    sdpa_order,
-    show_on_node,
-    step_sigmas,
-)
 from .layer_counter import COUNTER_KEY
 from .profiles import NamedProfile, fingerprint_of
 from .result import RunResult
 from .run_state import Run
 from .settings import Settings
-from .warmup import Warmup, warm_up
-from .whole_graph import is_traced_whole
 
 logger = logging.getLogger("sparge")
 
@@ -77,13 +68,11 @@ class Hook:
         self.profile = profile
         self.last: RunResult | None = None
         self.last_shape: tuple[int, ...] | None = None
-        """Shape of the latent that the last run gave; None where it gave none, or several in
-        one.
-        """
+        """Shape of the latent that the last run gave; None where it gave none or several."""
         self._on_top: Override | None = None
 
     def show(self, text: str) -> None:
-        show_on_node(self.node_id, text)
+        host.show_on_node(self.node_id, text)
 
     def install(self, model: Any) -> None:
         """Puts the override and the wrappers on ``model``, a clone that nobody else has yet."""
@@ -92,9 +81,9 @@ class Hook:
         ours: Mark | None = getattr(current, MARK, None)
         options[OVERRIDE_KEY] = make_override(self, ours.previous if ours else current)
         for point, wrapper in (
-            (OUTER_SAMPLE, self.outer_sample),
-            (PREDICT_NOISE, self.predict_noise),
-            (APPLY_MODEL, self.apply_model),
+            (host.OUTER_SAMPLE, self.outer_sample),
+            (host.PREDICT_NOISE, self.predict_noise),
+            (host.APPLY_MODEL, self.apply_model),
         ):
             model.remove_wrappers_with_key(point, WRAPPER_KEY)
             model.add_wrapper_with_key(point, WRAPPER_KEY, wrapper)
@@ -106,28 +95,30 @@ class Hook:
         found = options.get(OVERRIDE_KEY)
         sampling = guider.model_patcher.get_model_object("model_sampling")
         fingerprint = fingerprint_of(guider.model_patcher) if self.settings.aim else None
-        profile, remark = self._fitting_profile(fingerprint)
-        schedule = step_sigmas(args, kwargs)
+        profile, remark = None, ""
+        if self.profile is not None:
+            profile, remark = self.profile.usable_for(fingerprint, self.settings.aim)
+        device = guider.model_patcher.load_device
         run = Run(
             self.settings,
             sampling,
             owner=self,
             profile=profile,
-            schedule=schedule,
+            schedule=host.step_sigmas(args, kwargs),
             model=guider.model_patcher.model,
-            device=guider.model_patcher.load_device,
+            device=device,
             profile_name=self.profile.name if self.profile else "",
         )
         if remark:
             run.note(remark)
-        if CORE_SPARSE_KEY in _callback_keys(options):
+        if any(CORE_SPARSE_KEY in by_key for by_key in options.get("callbacks", {}).values()):
             run.note(
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
                 "this node; the results do not add up, remove one"
             )
         finished, self.last_shape = False, None
         try:
-            self._await_kernels(run, guider.model_patcher.load_device)
+            self._await_kernels(run, device)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)
@@ -141,7 +132,7 @@ class Hook:
             if found is not None:
                 options[OVERRIDE_KEY] = found
             self._report(run, fingerprint, stopped=not finished)
-            run.end()
+            run.session.end()
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps all forward passes of one evaluation of the model: conditionings, batched or not,
@@ -191,7 +182,7 @@ class Hook:
         """Waits for the kernels, so that whether a call is sparse never depends on how fast a
         compiler was."""
         warmup = self.prepare_kernels(device)
-        failure = warmup.wait(raise_if_interrupted) if warmup else None
+        failure = warmup.wait(host.raise_if_interrupted) if warmup else None
         if failure is not None:
             run.give_up(device, failure)
 
@@ -213,15 +204,10 @@ class Hook:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
 
-    def _fitting_profile(self, fingerprint: Fingerprint | None) -> tuple[Profile | None, str]:
-        if self.profile is None:
-            return None, ""
-        return self.profile.usable_for(fingerprint, self.settings.aim)
-
     def _report(self, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> None:
         self.last = None  # if this report fails, the one before must not pass for it
         try:
-            self.last = RunResult.of(run, fingerprint, stopped)
+            self.last = run.result(fingerprint, stopped)
             report.publish(self.last, self.node_id)
         except Exception:  # the run's own outcome, good or bad, matters more than the report
             logger.exception("[Sparge] the report failed")
@@ -229,7 +215,7 @@ class Hook:
 
 def hook_of(model: Any) -> Hook | None:
     """Returns the hook that takes part in the sampling of ``model``, if our node was used on it."""
-    for wrapper in model.get_wrappers(OUTER_SAMPLE, WRAPPER_KEY):
+    for wrapper in model.get_wrappers(host.OUTER_SAMPLE, WRAPPER_KEY):
         owner = getattr(wrapper, "__self__", None)
         if isinstance(owner, Hook):
             return owner
@@ -261,40 +247,17 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        def dense() -> torch.Tensor:
-            path = func if previous is None else functools.partial(previous, func)
-            return path(
-                q,
-                k,
-                v,
-                heads,
-                mask=mask,
-                attn_precision=attn_precision,
-                skip_reshape=skip_reshape,
-                skip_output_reshape=skip_output_reshape,
-                **kwargs,
-            )
-
+        path = func if previous is None else functools.partial(previous, func)
+        dense = functools.partial(
+            path, q, k, v, heads, mask=mask, attn_precision=attn_precision,
+            skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs,
+        )  # fmt: skip
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
-        call = AttentionCall(
-            q,
-            k,
-            v,
-            heads,
-            mask is not None,
-            skip_reshape,
-            skip_output_reshape,
-            kwargs,
-            sdpa_order=sdpa_order(func) if previous is None else None,
-            mask=mask,
-        )
+        order = host.sdpa_order(func) if previous is None else None
+        call = AttentionCall(q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, order)
         return forward.attend(call, dense)
 
     setattr(override, MARK, Mark(hook, previous))
     return cast(Override, override)
-
-
-def _callback_keys(options: dict[str, Any]) -> set[str | None]:
-    return {key for by_key in options.get("callbacks", {}).values() for key in by_key}

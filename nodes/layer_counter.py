@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers the attention calls of a forward pass by layer (transformer block).
 
-Where ComfyUI says which block runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls are
-counted, one self-attention over the grid a block. A block whose call does not come would shift all
-after it: skip-layer guidance replaces blocks, STG leaves their self-attention out (of LTXV with
+Where ComfyUI says which layer runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls are
+counted, one self-attention over the grid a layer. A layer whose call does not come would shift all
+after it: skip-layer guidance replaces layers, STG leaves their self-attention out (of LTXV with
 sound; without sound it does nothing). Both say so in the options of a pass.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge.common.untraced import untraced
+from ..sparge.common.whole_graph import is_traced_whole
 from .families import TextPosition, TokenLayout
-from .whole_graph import is_traced_whole
 
 #: Key of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"
 
-#: Block number of a call that no list of blocks means.
+#: Number of a layer that the numbers of dense_blocks never mean.
 UNNUMBERED = -1
 
 #: Replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
@@ -31,13 +31,11 @@ Patch = Callable[..., Any]
 class Layer:
     """Layer that a call is of."""
 
-    block: int
+    number: int
     row: int
     """Row of the layer, as in `TokenLayout.row`."""
     beside: bool = False
-    """Whether it is not the self-attention of a block, but text's or sound's, as far as is
-    known.
-    """
+    """Whether it is the attention of text or sound in a layer, as far as is known."""
 
 
 @dataclass
@@ -46,8 +44,8 @@ class LayerCounter:
 
     layout: TokenLayout
     calls: int = 0
-    """Calls counted so far: the number of the running block, in models that publish none."""
-    _of_block: dict[int, int] = field(default_factory=dict, repr=False)
+    """Calls counted so far: the number of the running layer, in models that publish none."""
+    _of_layer: dict[int, int] = field(default_factory=dict, repr=False)
     _refiners: int = field(default=0, repr=False)  # refiners whose calls came
     _shortened: int | None = field(default=None, repr=False)
 
@@ -62,18 +60,18 @@ class LayerCounter:
             self.calls += 1
         layer = self._layer(options, self.calls)
         self.calls += 1
-        self._of_block[layer.block] = self._of_block.get(layer.block, 0) + 1
+        self._of_layer[layer.number] = self._of_layer.get(layer.number, 0) + 1
         return layer
 
     def peek(self, options: Mapping[str, Any]) -> Layer:
-        """Layer of a call that is not to be counted: the block's own came before, if any did."""
-        running = self._layer(options, self.calls - 1 if self._of_block else self.calls)
+        """Layer of a call that is not to be counted: the layer's own came before, if any did."""
+        running = self._layer(options, self.calls - 1 if self._of_layer else self.calls)
         return replace(running, beside=self.layout.counts.published(options) is None)
 
     def _layer(self, options: Mapping[str, Any], counted: int) -> Layer:
         published = self.layout.counts.published(options)
-        block = counted if published is None else published
-        return Layer(block, self.layout.row(block, self._of_block.get(block, 0)))
+        number = counted if published is None else published
+        return Layer(number, self.layout.row(number, self._of_layer.get(number, 0)))
 
     def _refiner(self) -> Layer:
         self._refiners += 1
@@ -83,14 +81,14 @@ class LayerCounter:
         key = self.layout.left_out_key
         return (options.get(key) if key else None) or ()
 
-    def at(self, block: int) -> None:
-        """Sets the block that runs next."""
-        self.calls = block
+    def at(self, layer: int) -> None:
+        """Sets the layer that runs next."""
+        self.calls = layer
 
     def _counts(self, tokens: int, published: bool) -> bool:
         """Whether a call is counted: not one of text or sound alone.
 
-        LTXV drops tokens of guides that are smaller than the clip: all blocks then have as many as
+        LTXV drops tokens of guides that are smaller than the clip: all layers then have as many as
         the first, whose video comes before its sound.
         """
         if tokens >= self.layout.grid_tokens:
@@ -98,13 +96,13 @@ class LayerCounter:
         alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
         if published or not alone:
             return False
-        if self._shortened is None and not self._of_block:
+        if self._shortened is None and not self._of_layer:
             self._shortened = tokens
         return tokens == self._shortened
 
 
 class ReplacedBlocks:
-    """Replacements of blocks that tell the counter which block they stand for. There is one for
+    """Replacements of layers that tell the counter which layer they stand for. There is one for
     each, kept over a run, for new function objects would make compiled models recompile."""
 
     def __init__(self) -> None:
@@ -128,20 +126,20 @@ class ReplacedBlocks:
         return self._telling[key][1]
 
 
-def _telling(block: int, patch: Patch) -> Patch:
+def _telling(layer: int, patch: Patch) -> Patch:
     def telling(args: Mapping[str, Any], *rest: Any) -> Any:
         if is_traced_whole():
             return patch(args, *rest)
-        _tell(args, block)
+        _tell(args, layer)
         out = patch(args, *rest)
-        _tell(args, block + 1)
+        _tell(args, layer + 1)
         return out
 
     return telling
 
 
 @untraced
-def _tell(args: Mapping[str, Any], block: int) -> None:
+def _tell(args: Mapping[str, Any], layer: int) -> None:
     counter = (args.get("transformer_options") or {}).get(COUNTER_KEY)
     if counter is not None:
-        counter.at(block)
+        counter.at(layer)

@@ -71,13 +71,7 @@ class ModelInputs:
         if found is None:
             return []
         several = found if isinstance(found, list | tuple) else (found,)
-        return [self._tokens(latent, padded) for latent in several]
-
-    def _tokens(self, latent: Tensor, padded: bool) -> Patch:
-        cells = (1, *latent.shape[2:])[-3:]
-        whole = math.ceil if padded else math.floor
-        time, height, width = (whole(c / p) for c, p in zip(cells, self.patch, strict=True))
-        return (time, height, width)
+        return [in_patches(latent.shape[2:], self.patch, padded) for latent in several]
 
     def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> OffGrid:
         """Tokens off the grid: text, then latents before the clip and others behind it."""
@@ -92,10 +86,6 @@ class ModelInputs:
             last_frames=sum(time for time, *_ in last[:fitting]),
             tail=sum(map(math.prod, last[fitting:])),
         )
-
-
-def nothing(model: Any, inputs: ModelInputs) -> OffGrid:
-    return OffGrid()
 
 
 def text_first(model: Any, inputs: ModelInputs) -> OffGrid:
@@ -167,26 +157,24 @@ def flux(model: Any, inputs: ModelInputs) -> OffGrid:
     return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
 
 
-def no_branches(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
-    return ()
-
-
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
     """Branch of Wan Animate 2: sequences of the poses' own frames."""
     return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
 
 
-def two_calls(inputs: ModelInputs) -> int:
-    """Room for one call that nobody knew of."""
-    return 2
-
-
 def vace_calls(inputs: ModelInputs) -> int:
     """Number of calls of a Wan VACE block: its own, and one for each control."""
     shape = inputs.shape("vace_context")  # (batch, controls, channels, time, height, width)
-    return max(2, 1 + shape[1]) if len(shape) > 1 else 2
+    return 1 + shape[1] if len(shape) > 1 else 1
 
 
 def length(value: Any) -> int:
     """Number of tokens of (batch, tokens, width)."""
     return value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else 0
+
+
+def in_patches(cells: Sequence[int], patch: Patch, padded: bool = True) -> Patch:
+    """Tokens along (time, height, width) of latent cells along ([time,] height, width)."""
+    whole = math.ceil if padded else math.floor
+    time, height, width = (whole(c / p) for c, p in zip((1, *cells)[-3:], patch, strict=True))
+    return (time, height, width)

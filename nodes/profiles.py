@@ -14,9 +14,8 @@ import torch
 from ..sparge.tune import Aim, Fingerprint, Fit, Profile, ProfileError, profile_path
 from ..sparge.tune.fingerprint import SAMPLE
 
-#: Number of norm weights that tell a model from its finetunes, spread over its depth; as many
-#: patched weights tell LoRAs apart.
-NORMS = 8
+#: Number of patched weights that tell LoRAs apart.
+PATCHED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +54,8 @@ class NamedProfile:
 def fingerprint_of(model_patcher: Any) -> Fingerprint:
     """Fingerprint of the model as loaded, and of what is patched onto its weights (LoRA). Waits for
     the GPU."""
-    network = model_patcher.model.diffusion_model
-    network = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
-    norms = {
-        name: weight.as_subclass(torch.Tensor)  # GGUF loaders have a class of their own
-        for name, weight in network.named_parameters()
-        if "norm" in name and weight.ndim == 1 and weight.is_floating_point() and not weight.is_meta
-    }
-    names = sorted(norms)[:: max(1, len(norms) // NORMS)][:NORMS]
-    return Fingerprint.of(
-        type(network).__name__,
-        {name: norms[name] for name in names} | {"patches": _mark_of(model_patcher.patches)},
-    )
+    patches = _mark_of(model_patcher.patches)
+    return Fingerprint.of_network(model_patcher.model.diffusion_model, patches=patches)
 
 
 def _mark_of(patches: Mapping[Any, Sequence[Any]]) -> torch.Tensor:
@@ -76,7 +65,7 @@ def _mark_of(patches: Mapping[Any, Sequence[Any]]) -> torch.Tensor:
         return torch.zeros(2)
     digest = hashlib.sha256()
     keys = sorted(patches, key=str)
-    sampled = set(keys[:: max(1, len(keys) // NORMS)][:NORMS])
+    sampled = set(keys[:: max(1, len(keys) // PATCHED)][:PATCHED])
     for key in keys:
         digest.update(str(key).encode())
         for strength, value, *_ in patches[key]:

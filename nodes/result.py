@@ -1,120 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result of a run when it is over: numbers on the CPU, nothing of the model."""
+"""Counts of a run while it goes on, and its result when it is over: nothing of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from ..sparge.tune import Profile, Report
 
-from ..sparge.tune import Densities, Fingerprint, MeasuredShape, Profile, mean_error
-from .run_state import Run
 
-#: Remark where sparse calls came before, so that nothing tells whose doing it is.
-NOT_FINITE_LATER = (
-    "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
-    "see whether the model gives them by itself"
-)
+@dataclass
+class Tally:
+    """Counts of calls; several threads add to it when ComfyUI splits a run over GPUs."""
+
+    sparse: int = 0
+    cross: int = 0
+    faster_cross: int = 0
+    faster_dense: int = 0
+    """Dense calls by another kernel than ComfyUI's choice; above likewise of cross-attention."""
+    forwards: int = 0
+    tokens: int = 0
+    family: str = ""
+    filter_left_out: bool = False
+    """Whether some sparse call ran without the PV filter that was asked for."""
+    finished: int = 0
+    """Forward passes that came to their end."""
+    may_have_been_sparse: bool = False
+    """Whether one of them may have been sparse, or nothing may in the whole run."""
+    grid_tokens: int = 0
+    """Most tokens that a clip had in a pass; 0 where that was never known."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Reasons of dense self-attention calls."""
+    _grid: tuple[int, int, int] | None = field(default=None, repr=False)
+    _reached: bool = field(default=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def dense(self) -> int:
+        return self.reasons.total()
+
+    @property
+    def calls(self) -> int:
+        return self.sparse + self.dense + self.cross
+
+    @property
+    def missing(self) -> str:
+        """What never attended to itself, "clip" or "picture", although other attention came."""
+        if self._grid is None or self._reached or not self.finished or self.calls == 0:
+            return ""
+        return "clip" if self._grid[0] > 1 else "picture"
+
+    def add_forward(self, family: str, grid: tuple[int, int, int] | None) -> None:
+        """Counts a forward pass. grid: tokens of the clip along (time, height, width)."""
+        with self._lock:
+            self.forwards += 1
+            self.family = family
+            self._grid, self._reached = grid, self._reached or grid is None
+            self.grid_tokens = max(self.grid_tokens, math.prod(grid) if grid else 0)
+
+    def end_forward(self, may_be_sparse: bool) -> None:
+        with self._lock:
+            self.finished += 1
+            self.may_have_been_sparse |= may_be_sparse
+
+    def reach(self) -> None:
+        """Notes that a call of the clip's self-attention came."""
+        self._reached = True
+
+    def add_sparse(self, tokens: int, filter_left_out: bool) -> None:
+        with self._lock:
+            self.sparse += 1
+            self.filter_left_out |= filter_left_out
+            self.tokens = max(self.tokens, tokens)
+
+    def add_dense(self, reason: str, tokens: int, by_faster_kernel: bool) -> None:
+        with self._lock:
+            self.reasons[reason] += 1
+            self.faster_dense += by_faster_kernel
+            self.tokens = max(self.tokens, tokens)
+
+    def add_cross(self, by_faster_kernel: bool) -> None:
+        with self._lock:
+            self.cross += 1
+            self.faster_cross += by_faster_kernel
 
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
     """Facts of one run, as the report and the end-of-run line tell it."""
 
-    family: str
-    tokens: int
-    stopped: bool
-    sparse: int
-    dense: int
-    cross: int
-    faster_dense: int
-    """Dense calls by a faster kernel than ComfyUI's choice; below likewise of cross-attention."""
-    faster_cross: int
-    forwards: int
-    density: float
-    layers: Tensor
-    """(layers,) int64: number of each layer with self-attention."""
-    by_step: Tensor
-    """(layers, steps) float32: share of attention that was computed, 1 where it was dense, NaN in
-    steps without any."""
-    reasons: Mapping[str, int]
-    """Reasons of dense self-attention calls, the most frequent first."""
-    notes: tuple[str, ...]
-    filter_left_out: bool
-    """Whether some sparse call ran without the PV filter that was asked for."""
-    asked: str
-    """Aim of measured heads, "" in manual mode."""
-    shapes: tuple[MeasuredShape, ...]
-    profile: Profile | None
+    tally: Tally
+    report: Report
+    """Densities and measured heads, as the session tells them."""
+    stopped: bool = False
+    notes: tuple[str, ...] = ()
+    profile: Profile | None = None
     """Profile that this run measured, and that can be saved."""
-    from_profile: bool
+    from_profile: bool = False
     """Whether choices of some shape came from a profile."""
     profile_name: str = ""
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""
-    stopped_early: bool = False
-    """Whether an error or the user stopped it before a pass that may be sparse was over."""
-    missing: str = ""
-    """"clip" or "picture" where its self-attention never came, although other attention did."""
-    grid_tokens: int = 0
-    """Number of tokens of the clip, where they are known."""
 
-    @classmethod
-    def of(cls, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
-        """Waits for the GPU."""
-        tally, tables = run.tally, run.heads.tables.frozen if run.heads else []
-        densities = Densities.of(run.records)
-        by_step = densities.by_step
-        layers = (~by_step.isnan()).any(1).nonzero().flatten()
-        profile = None
-        if run.heads is not None and fingerprint is not None:
-            profile = run.heads.profile(fingerprint, {"model": tally.family})
-        return cls(
-            tally.family,
-            tally.tokens,
-            stopped,
-            tally.sparse,
-            tally.dense,
-            tally.cross,
-            tally.faster_dense,
-            tally.faster_cross,
-            tally.forwards,
-            densities.overall,
-            layers,
-            by_step[layers],
-            dict(tally.reasons.most_common()),
-            (*run.notes, *_not_finite(run)),
-            tally.filter_left_out,
-            str(run.heads.aim) if run.heads else "",
-            tuple(MeasuredShape.of(table) for table in tables),
-            profile,
-            any(table.from_profile for table in tables),
-            run.profile_name,
-            len(run.schedule),
-            stopped and not tally.sparse and not tally.may_have_been_sparse,
-            tally.missing,
-            tally.grid_tokens,
-        )
-
-    def of_heads(self, name: str) -> Tensor:
-        """(heads of all shapes and layers,) of one table of `MeasuredShape`, without NaN."""
-        joined = self._joined(name)
-        return joined[~joined.isnan()]
-
-    def mean_error(self, name: str) -> float | None:
-        """Mean by head weight, over the heads of all shapes and layers whose error is known, if
-        any."""
-        return mean_error(self._joined(name), self._joined("head_weight"))
-
-    def _joined(self, name: str) -> Tensor:
-        values = [getattr(shape, name).flatten() for shape in self.shapes]
-        return torch.cat(values) if values else torch.empty(0)
-
-
-def _not_finite(run: Run) -> Iterator[str]:
-    """Remarks on NaN and inf in sparse steps, which no dense call tells. Waits for the GPU."""
-    probes = [x.probe for x in run.heads.tables.frozen if x.probe is not None] if run.heads else []
-    if any(not bool(probe.totals[1].isfinite().all()) for probe in probes):
-        yield NOT_FINITE_LATER
+    @property
+    def stopped_early(self) -> bool:
+        """Whether an error or the user stopped it before a pass that may be sparse was over."""
+        return self.stopped and not self.tally.sparse and not self.tally.may_have_been_sparse

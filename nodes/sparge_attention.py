@@ -7,12 +7,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .aim import AUTO_QUALITY, MODES, QUALITIES
-from .blocks import BlockSpans
 from .hook import Hook
 from .host import inference_device
 from .profiles import NamedProfile
-from .settings import Settings
+from .settings import AUTO_QUALITY, MODES, QUALITIES, LayerSpans, Settings
 from .sparge_profile_load import ProfileSocket
 
 DEFAULT = Settings()
@@ -64,7 +62,7 @@ class SpargeAttention(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, dense_blocks: str | None = DEFAULT.dense_blocks) -> bool | str:
         try:
-            BlockSpans.parse(dense_blocks or "")
+            LayerSpans.parse(dense_blocks or "")
         except ValueError as error:
             return str(error)
         return True
@@ -86,19 +84,9 @@ class SpargeAttention(io.ComfyNode):
         quality: str = DEFAULT.quality,
         profile: NamedProfile | None = None,
     ) -> io.NodeOutput:
-        settings = Settings(
-            mode=mode,
-            topk=topk,
-            pvthreshd=pvthreshd,
-            start_percent=start_percent,
-            end_percent=end_percent,
-            min_tokens=min_tokens,
-            dense_blocks=dense_blocks or "",
-            select_by=select_by,
-            cdfthreshd=cdfthreshd,
-            simthreshd1=simthreshd1,
-            quality=quality,
-        )
+        widgets = (mode, topk, pvthreshd, start_percent, end_percent, min_tokens)
+        more = (dense_blocks or "", select_by, cdfthreshd, simthreshd1, quality)
+        settings = Settings(*widgets, *more)
         node_id = cls.hidden.unique_id if cls.hidden else None
         hook = Hook(settings, node_id, profile)
         hook.prepare_kernels(inference_device())
@@ -107,11 +95,18 @@ class SpargeAttention(io.ComfyNode):
         return io.NodeOutput(patched)
 
 
-def _widget(kind: Any, name: str, **options: Any) -> Any:
+def _widget(kind: Any, name: str, tooltip: str, **options: Any) -> Any:
     """Makes a widget that is optional to the server, so that a graph saved before it existed, or an
     API graph that names only a few, still runs; execute() has the same defaults."""
     options.setdefault("default", getattr(DEFAULT, name))
-    return kind.Input(name, optional=True, **options)
+    return kind.Input(name, optional=True, tooltip=tooltip, **options)
+
+
+def _number(name: str, limits: tuple[float, float, float], tooltip: str, **options: Any) -> Any:
+    """Makes a widget for a number. limits: least, most, step."""
+    kind = io.Int if isinstance(getattr(DEFAULT, name), int) else io.Float
+    least, most, step = limits
+    return _widget(kind, name, tooltip, min=least, max=most, step=step, **options)
 
 
 def _widgets() -> list[Any]:
@@ -120,136 +115,93 @@ def _widgets() -> list[Any]:
         _widget(
             io.Combo,
             "mode",
+            "auto quality measures every head in the last dense step and makes them as sparse "
+            "as the quality allows: truer. auto budget shares a mean density, topk, among the "
+            "heads: faster, by an amount you can count on, and truer than manual at the same "
+            "topk. manual: the numbers below decide, the same for every head.",
             default=MODE_OF_NEW_NODES,
             options=MODES,
-            tooltip=(
-                "auto quality measures every head in the last dense step and makes them as sparse "
-                "as the quality allows: truer. auto budget shares a mean density, topk, among the "
-                "heads: faster, by an amount you can count on, and truer than manual at the same "
-                "topk. manual: the numbers below decide, the same for every head."
-            ),
         ),
-        _widget(
-            io.Float,
+        _number(
             "topk",
-            min=0.05,
-            max=1.0,
-            step=0.01,
+            (0.05, 1.0, 0.01),
+            "Share of the attention that is computed, in manual mode for each head and in auto "
+            "budget as the mean over all heads and sparse steps, of which early ones get more. "
+            "Lower is faster, higher is truer: start with 0.5 and go down while you like the "
+            "result; 1 computes all of it, in 8 bits. Has no effect in auto quality, nor when "
+            "select_by is cdf.",
             display_mode=slider,
-            tooltip=(
-                "Share of the attention that is computed, in manual mode for each head and in auto "
-                "budget as the mean over all heads and sparse steps, of which early ones get more. "
-                "Lower is faster, higher is truer: start with 0.5 and go down while you like the "
-                "result; 1 computes all of it, in 8 bits. Has no effect in auto quality, nor when "
-                "select_by is cdf."
-            ),
         ),
-        _widget(
-            io.Float,
+        _number(
             "pvthreshd",
-            min=1.0,
-            max=50.0,
-            step=0.5,
+            (1.0, 50.0, 0.5),
+            "Second filter: skips a part of the kept attention whose weights are this many "
+            "powers of two below the largest. Lower is faster, higher is truer; 50 is off. "
+            "Left out on H100 and H200, where looking for such parts costs more than it saves.",
             display_mode=slider,
-            tooltip=(
-                "Second filter: skips a part of the kept attention whose weights are this many "
-                "powers of two below the largest. Lower is faster, higher is truer; 50 is off. "
-                "Left out on H100 and H200, where looking for such parts costs more than it saves."
-            ),
         ),
-        _widget(
-            io.Float,
+        _number(
             "start_percent",
-            min=0.0,
-            max=1.0,
-            step=0.01,
+            (0.0, 1.0, 0.01),
+            "Sampling before this point stays dense, because the first steps settle layout and "
+            "motion. Lower is faster, higher is truer. A position in the noise schedule, which "
+            "is the share of the steps for most schedulers.",
             advanced=True,
-            tooltip=(
-                "Sampling before this point stays dense, because the first steps settle layout and "
-                "motion. Lower is faster, higher is truer. A position in the noise schedule, which "
-                "is the share of the steps for most schedulers."
-            ),
         ),
-        _widget(
-            io.Float,
+        _number(
             "end_percent",
-            min=0.0,
-            max=1.0,
-            step=0.01,
+            (0.0, 1.0, 0.01),
+            "Sampling after this point is dense again. Higher is faster, lower is truer in "
+            "fine detail.",
             advanced=True,
-            tooltip=(
-                "Sampling after this point is dense again. Higher is faster, lower is truer in "
-                "fine detail."
-            ),
         ),
-        _widget(
-            io.Int,
+        _number(
             "min_tokens",
-            min=0,
-            max=1 << 20,
-            step=256,
+            (0, 1 << 20, 256),
+            "Attention over fewer tokens stays dense, since there is little to gain there. "
+            "Lower is faster in small models only, higher is truer.",
             advanced=True,
-            tooltip=(
-                "Attention over fewer tokens stays dense, since there is little to gain there. "
-                "Lower is faster in small models only, higher is truer."
-            ),
         ),
         _widget(
             io.String,
             "dense_blocks",
+            "Transformer blocks that stay dense, for example 0-2, -1 for the first three and "
+            "the last. Fewer blocks is faster, more is truer.",
             advanced=True,
             placeholder="0-2, -1",
-            tooltip=(
-                "Transformer blocks that stay dense, for example 0-2, -1 for the first three and "
-                "the last. Fewer blocks is faster, more is truer."
-            ),
         ),
         _widget(
             io.Combo,
             "select_by",
+            "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
+            "as cdfthreshd asks for: faster where attention is concentrated, truer where it is "
+            "not. Manual mode only.",
             options=["topk", "cdf"],
             advanced=True,
-            tooltip=(
-                "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
-                "as cdfthreshd asks for: faster where attention is concentrated, truer where it is "
-                "not. Manual mode only."
-            ),
         ),
-        _widget(
-            io.Float,
+        _number(
             "cdfthreshd",
-            min=0.0,
-            max=1.0,
-            step=0.001,
+            (0.0, 1.0, 0.001),
+            "Share of the estimated attention weight that is kept. Lower is faster, higher is "
+            "truer. Used only in manual mode when select_by is cdf.",
             round=0.001,
             advanced=True,
-            tooltip=(
-                "Share of the estimated attention weight that is kept. Lower is faster, higher is "
-                "truer. Used only in manual mode when select_by is cdf."
-            ),
         ),
-        _widget(
-            io.Float,
+        _number(
             "simthreshd1",
-            min=-1.0,
-            max=1.0,
-            step=0.01,
+            (-1.0, 1.0, 0.01),
+            "Blocks whose tokens are less alike than this are never skipped. Lower is faster, "
+            "higher is truer; below 0 is off.",
             advanced=True,
-            tooltip=(
-                "Blocks whose tokens are less alike than this are never skipped. Lower is faster, "
-                "higher is truer; below 0 is off."
-            ),
         ),
         _widget(
             io.Combo,
             "quality",
+            "How far the heads' attention may be from dense attention on average, in auto "
+            "quality: "
+            + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
+            + ". Louder heads, those with larger output, count more; heads that hardly show "
+            "may err more. fast is faster, high is truer.",
             options=list(QUALITIES),
-            tooltip=(
-                "How far the heads' attention may be from dense attention on average, in auto "
-                "quality: "
-                + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
-                + ". Louder heads, those with larger output, count more; heads that hardly show "
-                "may err more. fast is faster, high is truer."
-            ),
         ),
     ]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from comfy_api.latest import io
@@ -22,8 +21,6 @@ NO_RUN = (
     "No sampler has run this model yet. Connect the latent of the sampler that uses it, so that "
     "the report comes after it."
 )
-
-
 NOT_SAVED_OF_ANOTHER = "No profile was saved, for it would be of another run than this latent."
 
 
@@ -93,15 +90,11 @@ def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
     given = getattr(samples, "shape", None)
     if shape is None or given is None or len(given) != len(shape) or tuple(given) == shape:
         return None
+    was, now = ("x".join(map(str, sizes)) for sizes in (shape, given))
     return (
-        f"This is the report of the last run, whose latent was {_sizes(shape)}; the one given here "
-        f"is {_sizes(given)}, of an earlier run or changed since. Run the sampler again, and "
-        "connect its own latent."
+        f"This is the report of the last run, whose latent was {was}; the one given here is {now}, "
+        "of an earlier run or changed since. Run the sampler again, and connect its own latent."
     )
-
-
-def _sizes(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def _save(result: RunResult, name: str) -> str:
@@ -112,7 +105,7 @@ def _save(result: RunResult, name: str) -> str:
         if result.profile is None:
             if result.from_profile:
                 return "No profile was saved: this run used one instead of measuring."
-            takes = "" if result.asked else ", which takes an auto mode"
+            takes = "" if result.report.aim else ", which takes an auto mode"
             return f"No profile was saved: no head was measured{takes}."
         result.profile.save(path)
     except ProfileError as error:

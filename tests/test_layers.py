@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: typing_extensions: for type checkers alone, and torch brings it.
 LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja", "typing_extensions"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
+COMFYUI_BRINGS = {"PIL"}
 STAGES = ("quantize", "route", "attend", "score")
 LONGEST = 400  # lines; past that a file holds more than one idea
 NOT_OURS = re.compile(r"\..+|build|dist|__pycache__|.+\.egg-info")
@@ -58,7 +59,7 @@ def offences(folder: str, allowed: set[str]) -> list[str]:
     ("folder", "allowed"),
     [
         ("sparge", {"sparge"} | LIBRARY_NEEDS),
-        ("nodes", {"sparge", "torch"} | COMFYUI),
+        ("nodes", {"sparge", "torch"} | COMFYUI | COMFYUI_BRINGS),
         ("tools", {"tools", "sparge", "numpy"}),
     ],
 )

@@ -13,7 +13,7 @@ from benchmarks.shares import share_of
 from sparge.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
-from sparge.tune import Aim, ExactOnce, Model, Plan, Session, SessionPass, TensorCall
+from sparge.tune import Aim, Call, ExactOnce, Model, Plan, Session, SessionPass
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
@@ -81,18 +81,20 @@ class TunedHeads:
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[TokenOrder | None, HeadSettings]:
-        call = TensorCall(q, k, v)
-        plan = self._running.plan(call, call.query_tokens, layer, ExactOnce(call.exact))
+        call = Call(q, k, v)
+        plan = self._running.plan(call, layer, ExactOnce(call.exact))
         if isinstance(plan, str):
             raise RuntimeError(f"Layer {layer} is not sparse: {plan}.")
+        assert plan.head_settings is not None
         self._plan = plan
         return plan.order, plan.head_settings
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Takes the result of the call that `of_call` was asked for last."""
         plan: Plan = self._plan
-        self._running.probe(plan, layer, TensorCall(q, k, v), out)
+        self._running.probe(plan, layer, Call(q, k, v), out)
         if self._judged:
+            assert plan.table is not None and plan.head_settings is not None
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
             self.found.append(_relative(out, exact))
             self.expected.append(plan.table.now.error[layer].double())

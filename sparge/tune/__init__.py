@@ -2,7 +2,7 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
-from .call import Call, Exact, ExactOnce, TensorCall
+from .call import Call, ExactOnce
 from .candidates import CandidateSet
 from .choices import HeadChoices
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -19,24 +19,28 @@ from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
 from .profile_path import profile_path
+from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord
 from .report import Report
+from .sequences import Sequences, TextPosition
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .shape import Shape
 from .step_choices import StepChoices
+from .window import SigmaWindow
 from .workload import Workload
+from .worth import by_faster_kernel, fitted
 
 __all__ = [
     "BLOCKS_A_CALL",
     "FAILED",
+    "MASK",
     "MEASURING",
     "Aim",
     "Call",
     "CandidateSet",
     "Conditioning",
     "Densities",
-    "Exact",
     "ExactOnce",
     "Fingerprint",
     "Fit",
@@ -55,19 +59,25 @@ __all__ = [
     "Probe",
     "Profile",
     "ProfileError",
+    "RealTokens",
     "Report",
     "Sample",
+    "Sequences",
     "Session",
     "SessionPass",
     "Shape",
+    "SigmaWindow",
     "StepChoices",
     "Table",
-    "TensorCall",
+    "TextPosition",
     "Verdict",
     "Workload",
+    "by_faster_kernel",
+    "fitted",
     "kernel_measure",
     "mean_error",
     "measure_for",
     "profile_path",
+    "real_tokens",
     "reference_measure",
 ]

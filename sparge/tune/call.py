@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-attention call of a host's model, as a session takes it."""
+"""One attention call of a host's model, as a session takes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import attention
@@ -20,81 +20,37 @@ from ..speed.worth import torch_kernel
 from ..stats import AttentionStats
 
 
-class Call(Protocol):
-    """A call in a host's own layout. Sizes are known without reading a tensor."""
-
-    @property
-    def q(self) -> Tensor:
-        """Queries in the host's layout."""
-        ...
-
-    @property
-    def query_tokens(self) -> int: ...
-
-    @property
-    def head_count(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def shares_keys(self) -> bool:
-        """Whether several heads read the same keys and values (GQA)."""
-        ...
-
-    @property
-    def scale(self) -> float | None: ...
-
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views (B, H, N, D) of q, k and v."""
-        ...
-
-    def result_heads_first(self, out: Tensor) -> Tensor:
-        """A view (B, H, N, D) of a result in the host's layout.
-
-        Raises sparge.Unsupported for one of another shape.
-        """
-        ...
-
-    def dense_kernel(self) -> str:
-        """The kernel that PyTorch would take for an exact call; "" where that is not known."""
-        ...
-
-
-class Exact(Protocol):
-    """The exact result of a call in the host's layout, computed once however often it is asked."""
-
-    def own(self) -> Tensor:
-        """Result of whatever serves the host's exact calls."""
-        ...
-
-    def fastest(self) -> Tensor:
-        """Result of a faster kernel, where one is known."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
-class TensorCall:
-    """A call without a host: q (B, H, N, D), k and v (B, Hkv, N, D) for layout "HND", (B, N, H, D)
-    and so on for "NHD"; the result has q's shape."""
+class Call:
+    """A call by views of its tensors: q (B, H, N, D), k and v (B, Hkv, M, D), in any strides."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    layout: str = "HND"
     scale: float | None = None
+    layout: str = "HND"
+    """Layout of its result: "HND" (B, H, N, D), "NHD" (B, N, H, D) or "flat" (B, N, H*D)."""
+    sdpa_order: Sequence[SDPBackend] | None = ()
+    """Order in which PyTorch is asked to choose a kernel where its attention serves an exact call,
+    empty for its own order; None where something else may serve it."""
 
-    def __post_init__(self) -> None:
-        for name in ("q", "k", "v"):
-            as_heads_first(name, getattr(self, name), self.layout)
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None) -> Call:
+        """Call of tensors in the layout of the result."""
+        q, k, v = (as_heads_first(n, x, layout) for n, x in (("q", q), ("k", k), ("v", v)))
+        return cls(q, k, v, scale, layout)
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
 
     @property
     def query_tokens(self) -> int:
-        return self._heads_first(self.q).shape[2]
+        return self.q.shape[2]
 
     @property
     def head_count(self) -> int:
-        return self._heads_first(self.q).shape[1]
+        return self.q.shape[1]
 
     @property
     def head_dim(self) -> int:
@@ -102,42 +58,57 @@ class TensorCall:
 
     @property
     def shares_keys(self) -> bool:
-        return self._heads_first(self.k).shape[1] != self.head_count
-
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = map(self._heads_first, (self.q, self.k, self.v))
-        return q, k, v
+        """Whether several heads read the same keys and values (GQA)."""
+        return self.k.shape[1] != self.q.shape[1]
 
     def result_heads_first(self, out: Tensor) -> Tensor:
-        if out.shape != self.q.shape:
+        """View (B, H, N, D) of a result. Raises sparge.Unsupported for one of another shape, which
+        whatever serves the host's exact calls may give."""
+        out = out.as_subclass(Tensor)
+        batch, heads, tokens, head_dim = self.q.shape
+        usual = {
+            "HND": (batch, heads, tokens, head_dim),
+            "NHD": (batch, tokens, heads, head_dim),
+            "flat": (batch, tokens, heads * head_dim),
+        }[self.layout]
+        if tuple(out.shape) != usual:
             raise Unsupported(
-                f"exact attention gave {tuple(out.shape)} instead of {tuple(self.q.shape)}, so it "
-                "is not measured"
+                f"dense attention gave {tuple(out.shape)} instead of {usual}, so it is not measured"
             )
-        return self._heads_first(out)
+        out = out.unflatten(-1, (heads, -1)) if self.layout == "flat" else out
+        return out if self.layout == "HND" else out.transpose(1, 2)
+
+    def result(self, out: Tensor) -> Tensor:
+        """Result in its layout, from one (B, H, N, D)."""
+        if self.layout == "HND":
+            return out
+        return out.transpose(1, 2) if self.layout == "NHD" else out.transpose(1, 2).flatten(2)
 
     def dense_kernel(self) -> str:
-        return "" if self.shares_keys else torch_kernel(*self.heads_first(), ())
+        """Kernel that PyTorch would take for an exact call; "" where that is not known."""
+        if self.sdpa_order is None or self.shares_keys:
+            return ""
+        return torch_kernel(*self.qkv, self.sdpa_order)
 
     def exact(self) -> Tensor:
         """Result of PyTorch's own attention."""
-        q, k, v = self.heads_first()
-        out = scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=self.shares_keys)
-        return self._heads_first(out)
+        return self.result(
+            scaled_dot_product_attention(*self.qkv, scale=self.scale, enable_gqa=self.shares_keys)
+        )
 
     def sparse(
         self,
         policy: SparsePolicy,
         stats: AttentionStats,
-        order: TokenOrder | None,
-        head_settings: HeadSettings | None,
+        order: TokenOrder | None = None,
+        head_settings: HeadSettings | None = None,
     ) -> Tensor:
         """Raises sparge.Unsupported where the library cannot serve the call."""
         out = attention(
-            *self.heads_first(),
+            *self.qkv,
             policy,
             layout="HND",
-            out_layout=self.layout,
+            out_layout="HND" if self.layout == "HND" else "NHD",
             scale=self.scale,
             order=order,
             head_settings=head_settings,
@@ -145,21 +116,23 @@ class TensorCall:
             output_dtype=self.q.dtype,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
-        return out
-
-    def _heads_first(self, tensor: Tensor) -> Tensor:
-        """A view; it is its own inverse."""
-        return tensor if self.layout == "HND" else tensor.transpose(1, 2)
+        return out.flatten(2) if self.layout == "flat" else out
 
 
 class ExactOnce:
-    """The exact result of a call, from a function that gives it in the host's layout."""
+    """Exact result of a call in its layout, computed once however often it is asked for."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute = compute
+    def __init__(
+        self, compute: Callable[[], Tensor], faster: Callable[[], Tensor | None] | None = None
+    ) -> None:
+        """compute: by whatever serves the host's exact calls. faster: by a faster kernel; gives
+        None where none is known."""
+        self._compute, self._faster = compute, faster
         self._out: Tensor | None = None
+        self.by_faster = False
+        """Whether a faster kernel gave it."""
         self.failure: Exception | None = None
-        """Error that the function raised."""
+        """Error that `compute` raised: not one of this pack."""
 
     def own(self) -> Tensor:
         if self._out is None:
@@ -170,5 +143,8 @@ class ExactOnce:
                 raise
         return self._out
 
-    def fastest(self) -> Tensor:
-        return self.own()
+    def try_faster(self) -> None:
+        """Takes the result of a faster kernel, where one is known."""
+        if self._out is None and self._faster is not None:
+            self._out = self._faster()
+            self.by_faster = self._out is not None

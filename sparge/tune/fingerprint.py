@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+NORMS = 8  # weights of norms that tell a model from its finetunes
 SAMPLE = 64  # values kept of each norm: enough to tell models apart, a few KB in all
 #: Largest relative distance of norms between the same weights in different dtypes: bf16 rounds by
 #: 2^-9 = 0.002, fp8 checkpoints keep their norms in 16 bits.
@@ -55,6 +56,20 @@ class Fingerprint:
                 for name, weight in weights.items()
             },
         )
+
+    @classmethod
+    def of_network(cls, network: nn.Module, **marks: Tensor) -> Fingerprint:
+        """Fingerprint of a few norms, spread over the depth of a model. marks: other samples, such
+        as of what is patched onto its weights. Waits for the GPU."""
+        network = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
+        norms = {
+            name: weight.as_subclass(Tensor)  # GGUF loaders have a class of their own
+            for name, weight in network.named_parameters()
+            if "norm" in name and weight.ndim == 1 and weight.is_floating_point()
+            and not weight.is_meta
+        }  # fmt: skip
+        names = sorted(norms)[:: max(1, len(norms) // NORMS)][:NORMS]
+        return cls.of(type(network).__name__, {name: norms[name] for name in names} | marks)
 
     def compare(self, measured_on: Fingerprint) -> Verdict:
         """Whether what was measured on another fingerprint holds for this one."""

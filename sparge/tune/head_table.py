@@ -16,7 +16,7 @@ from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from ..speed.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
 from .aim import Aim
-from .call import Call, Exact
+from .call import Call, ExactOnce
 from .choices import HeadChoices
 from .facts import PassFacts, Place
 from .kernel_measure import measure_for
@@ -150,7 +150,7 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def sample(self, row: int, call: Call, exact: Exact) -> None:
+    def sample(self, row: int, call: Call, exact: ExactOnce) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits."""
         if row >= self.rows or row in self._refusals:
@@ -168,11 +168,13 @@ class HeadTable:
         if self.why_dense is not None:
             return
         # Errors raised here have nothing to do with measuring.
-        out = exact.fastest() if self._by_faster_kernel else exact.own()
+        if self._by_faster_kernel:
+            exact.try_faster()
+        out = exact.own()
         try:
             with self._untracked():
-                self._look_for_nan(row, out)
-                for qkv in self._entries(call.heads_first(), self._schedule.measuring):
+                self._look_for_nan(row, call.result_heads_first(out))
+                for qkv in self._entries(call.qkv, self._schedule.measuring):
                     self._measurement.sample(row, *qkv, scale=call.scale, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
@@ -327,7 +329,7 @@ class HeadTable:
             return
         with self._untracked():
             rows = call.result_heads_first(out)
-            self.probe.sample(row, *call.heads_first(), rows, visit=visit, scale=call.scale)
+            self.probe.sample(row, *call.qkv, rows, visit=visit, scale=call.scale)
 
     def _sample_again(self, steps: StepChoices, row: int, call: Call, place: int) -> None:
         """Once a layer in a step, however often that is evaluated. Without memory for it, choices
@@ -336,7 +338,7 @@ class HeadTable:
             return
         try:
             with self._untracked():
-                for qkv in self._entries(call.heads_first(), [place]):
+                for qkv in self._entries(call.qkv, [place]):
                     steps.again.sample(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:
             steps.again = None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..order.variants import OrderKind
 from .head_table import HeadTable
+from .head_weights import mean_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,3 +58,22 @@ class MeasuredShape:
             order_kinds=order_kinds,
             one_order=table.one_order,
         )
+
+    def lines(self) -> Iterator[str]:
+        """Lines of the layers, below a line that names their columns."""
+        yield f"{self.tokens:,} tokens: layer, density (least to most), error predicted, probed"
+        for index, layer in enumerate(self.layers.tolist()):
+            density = self.density[index]
+            yield (
+                f"{layer:4d}  {percent(density.mean())} ({percent(density.min())} to "
+                f"{percent(density.max())})  {self._error('predicted', index)}  "
+                f"{self._error('probed', index)}"
+            )
+
+    def _error(self, name: str, index: int) -> str:
+        error = mean_error(getattr(self, name)[index], self.head_weight[index])
+        return "-" if error is None else f"{error:.3f}"
+
+
+def percent(share: Tensor) -> str:
+    return f"{100 * float(share):.1f} %"

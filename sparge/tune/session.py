@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuning over one sampling run: every head is measured in the last dense step. In later steps heads
-keep as few key blocks as a target for their mean error allows, or share out a mean density.
+keep as few key blocks as a target for their mean error allows, or share out a mean density. Without
+an aim nothing is measured, and all heads follow one policy.
 
     model = Model(layers=30, grid=TokenGrid(frames=21, height=34, width=30))
     session = Session(Aim("budget", 0.2), steps=20, dense_steps=4)
@@ -26,15 +27,16 @@ import torch
 from ..checks.argument import check_kind, whole_number
 from ..policy import SparsePolicy
 from .aim import Aim
+from .alike_heads import AlikeHeads
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint
-from .head_table import Untracked
+from .head_table import HeadTable, Untracked
 from .model import Model
 from .profile import Profile
 from .records import Densities, PassRecord
 from .report import Report
 from .session_pass import SessionPass
-from .shape import table_of
+from .shape import Shape, table_of
 from .tables import HeadTables
 
 
@@ -47,7 +49,7 @@ class Session:
 
     def __init__(
         self,
-        aim: Aim,
+        aim: Aim | None,
         *,
         steps: int | None = None,
         dense_steps: int = 1,
@@ -60,7 +62,8 @@ class Session:
         """Heads are measured in the last dense step, or in the first step where there is none.
 
         Args:
-            aim: a target for the mean error of heads, or a mean density over heads and steps.
+            aim: a target for the mean error of heads, or a mean density over heads and steps; None
+                for heads that all follow the policy.
             steps: number of sampling steps; None where it is not known.
             dense_steps: number of exact steps before the sparse ones; with 0 the first step is
                 exact all the same, and measured.
@@ -73,7 +76,8 @@ class Session:
             even_if_slower: heads are measured and calls are sparse also where exact calls would be
                 faster.
         """
-        check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
+        if aim is not None:
+            check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
         self._dense_steps = whole_number("dense_steps", dense_steps, 0)
         measured = max(1, dense_steps)  # with the first step where there are none
         left = sparse_steps
@@ -85,18 +89,49 @@ class Session:
             note(f"The profile is for {other}, not for {aim}, so this run measures")
             profile = None
         self.aim = aim
-        self.tables = HeadTables(aim, profile, note, measured, left, untracked, even_if_slower)
+        self._heads = (
+            AlikeHeads(untracked, even_if_slower)
+            if aim is None
+            else HeadTables(aim, profile, note, measured, left, untracked, even_if_slower)
+        )
         self._passes: list[SessionPass] = []
 
+    @property
+    def tables(self) -> HeadTables:
+        """Tables of the heads, which there are with an aim."""
+        assert isinstance(self._heads, HeadTables)
+        return self._heads
+
+    @property
+    def frozen(self) -> list[HeadTable]:
+        """Tables of heads that were chosen."""
+        return self._heads.frozen if isinstance(self._heads, HeadTables) else []
+
     def begin_pass(
-        self, layout: Layout, policy: SparsePolicy, device: torch.device, facts: PassFacts
+        self,
+        layout: Layout,
+        policy: SparsePolicy,
+        device: torch.device,
+        facts: PassFacts,
+        usable: bool = True,
     ) -> SessionPass:
         """Begins a forward pass on one device. Waits for the GPU where heads are chosen.
 
-        policy: as this device shall run it, such as without the PV filter on Hopper.
+        Call it before the pass, never inside an attention call: what it makes outlives calls.
+
+        policy: as this device shall run it, such as without the PV filter on Hopper. usable: the
+        device has kernels; where it has none the pass is recorded alone.
         """
-        tables = self.tables.begin(layout, policy, device, facts)
-        return SessionPass(self.tables, device, layout, policy, facts, tables)
+        tables: dict[Shape, HeadTable] = {}
+        may_be_sparse = usable and facts.why_dense is None
+        if isinstance(self._heads, HeadTables):
+            tables = self._heads.begin(layout, policy, device, facts) if usable else {}
+        elif may_be_sparse:
+            self._heads.begin(layout, facts.step, device)
+        record = PassRecord.begin(facts.step, layout.rows, device, may_be_sparse)
+        begun = SessionPass(self._heads, device, layout, policy, facts, tables, record)
+        self._passes.append(begun)
+        return begun
 
     def begin_step(
         self,
@@ -116,19 +151,18 @@ class Session:
         why_dense = None if step >= dense else f"one of the first {dense} steps"
         place = None if sparse is None else Place(min(max(0, step - dense), sparse - 1), sparse)
         facts = PassFacts(conditioning, step, why_dense, step == dense - 1, place)
-        begun = self.begin_pass(model, policy or SparsePolicy(), device, facts)
-        begun.record = PassRecord.begin(step, model.rows, device, why_dense is None)
-        self._passes.append(begun)
-        return begun
+        return self.begin_pass(model, policy or SparsePolicy(), device, facts)
 
     def report(self) -> Report:
-        """Report of the steps that `begin_step` began so far. Waits for the GPU."""
-        records = [begun.record for begun in self._passes if begun.record is not None]
+        """Report of the passes so far. Waits for the GPU."""
+        densities = Densities.of([begun.record for begun in self._passes])
         reasons = sum((begun.reasons for begun in self._passes), start=Counter[str]())
-        return Report.of(self.aim, Densities.of(records), self.tables.frozen, reasons)
+        return Report.of(self.aim, densities, self.frozen, reasons)
 
     def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
         """Profile of what this run measured of the sampled model; None where that is nothing."""
+        if self.aim is None:
+            return None
         measured = [x for x in self.tables.frozen_of_sampled if not x.from_profile]
         choices = {x.shape: x.choices for x in measured if x.choices is not None}
         if not choices:
@@ -139,4 +173,4 @@ class Session:
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""
-        self.tables.end()
+        self._heads.end()

@@ -18,7 +18,8 @@ from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
-from .call import Call, Exact, ExactOnce, TensorCall
+from .alike_heads import AlikeHeads
+from .call import Call, ExactOnce
 from .facts import Layout, PassFacts
 from .head_table import HeadTable
 from .records import PassRecord
@@ -31,26 +32,27 @@ MEASURING = "measuring"
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Plan of a sparse call: token order and head settings."""
+    """Plan of a sparse call."""
 
-    table: HeadTable
-    head_settings: HeadSettings
+    policy: SparsePolicy
     order: TokenOrder | None
+    table: HeadTable | None = None
+    """Table of its heads; None where all heads are alike."""
+    head_settings: HeadSettings | None = None
 
 
 @dataclass(eq=False)
 class SessionPass:
-    """View of the tables by one forward pass."""
+    """View of a session by one forward pass."""
 
-    heads: HeadTables
+    heads: HeadTables | AlikeHeads
     device: torch.device
     layout: Layout
     policy: SparsePolicy
     facts: PassFacts
     tables: dict[Shape, HeadTable]
+    record: PassRecord
     calls: Counter[Shape] = field(default_factory=Counter)
-    record: PassRecord | None = None
-    """Counters of the calls of `attend`; hosts that begin passes themselves keep their own."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of exact results of `attend` by the reason for them."""
 
@@ -70,18 +72,17 @@ class SessionPass:
 
         q, k, v and the result are (B, H, N, D) for layout "HND", (B, N, H, D) for "NHD". exact
         gives the result of exact attention in that layout; `scaled_dot_product_attention` without
-        it. Passes that `Session.begin_step` began alone have this.
+        it.
         """
-        assert self.record is not None
         layer = whole_number("layer", layer, 0)
-        call = TensorCall(q, k, v, layout, scale)
+        call = Call.of(q, k, v, layout, scale)
         once = ExactOnce(exact or call.exact)
         try:
             self._check(call)
-            plan = self.plan(call, call.query_tokens, layer, once)
-            if not isinstance(plan, str):
-                return self._sparse(layer, call, plan, self.record)
-            reason = plan
+            out = self.sparse(call, layer, once)
+            if not isinstance(out, str):
+                return out
+            reason = out
         except Unsupported as refusal:
             if refusal is once.failure:
                 raise
@@ -90,31 +91,45 @@ class SessionPass:
         self.record.dense.add(layer)
         return once.own()
 
-    def _check(self, call: TensorCall) -> None:
+    def _check(self, call: Call) -> None:
         """Raises Unsupported for a call that is exact in every step."""
-        q, k, v = call.heads_first()
+        q, k, v = call.qkv
         if q.device != self.device:
             raise Unsupported(f"tensors on {q.device} in a pass on {self.device}")
         if q.shape[2] != k.shape[2]:
             raise Unsupported("cross-attention: queries and keys differ in number")
         check_inference(q, k, v)
 
-    def _sparse(self, layer: int, call: TensorCall, plan: Plan, record: PassRecord) -> Tensor:
-        grid, policy = plan.table.shape.grid, self.policy
-        if grid is not None:
-            policy = replace(policy, exact_prefix=grid.prefix, exact_suffix=grid.suffix)
-        out = call.sparse(policy, record.stats_of(layer), plan.order, plan.head_settings)
+    def sparse(
+        self, call: Call, row: int, exact: ExactOnce, ends: tuple[int, int] | None = None
+    ) -> Tensor | str:
+        """Sparse result of a call of a layer, or the reason why it has to be dense; the rest as in
+        `plan`.
+        """
+        plan = self.plan(call, row, exact, ends)
+        if isinstance(plan, str):
+            return plan
+        out = call.sparse(plan.policy, self.record.stats_of(row), plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
-            self.probe(plan, layer, call, out)
+            self.probe(plan, row, call, out)
         return out
 
-    def plan(self, call: Call, tokens: int, row: int, exact: Exact) -> Plan | str:
+    def plan(
+        self, call: Call, row: int, exact: ExactOnce, ends: tuple[int, int] | None = None
+    ) -> Plan | str:
         """Plan of a sparse call of a layer, or the reason why it is dense.
 
         A dense call is measured while its table is open, which takes its exact result. Never waits
-        but to make a table.
+        but to make a table. ends: numbers of tokens at either end that stay exact, where it is not
+        those of the grid.
         """
-        grid = self.layout.sequence(tokens)
+        tokens = call.query_tokens
+        grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
+        prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
+        policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
+        if isinstance(self.heads, AlikeHeads):
+            reason = self.facts.why_dense or self.heads.slower(call, policy)
+            return reason or Plan(policy, self.heads.order(grid, self.facts.step, self.device))
         shape = Shape(tokens, call.head_count, grid, self.layout.rows)
         self.calls[shape] += 1
         table = self.tables.get(shape)
@@ -131,13 +146,16 @@ class SessionPass:
         head_settings = table.decide(row, call)
         if isinstance(head_settings, str):
             return head_settings
-        return Plan(table, head_settings, table.order(self.facts.step))
+        return Plan(policy, table.order(self.facts.step), table, head_settings)
 
     def end(self) -> None:
         """Ends the pass for the host. Never waits."""
-        self.heads.count_layers(self.device, self.facts.which, self.calls)
+        if isinstance(self.heads, HeadTables):
+            self.heads.count_layers(self.device, self.facts.which, self.calls)
         for table in self.tables.values():
             table.end_pass()
 
     def probe(self, plan: Plan, row: int, call: Call, out: Tensor) -> None:
-        plan.table.probe_call(row, call, out)
+        """Compares the result of a call by that plan now and then, where heads are measured."""
+        if plan.table is not None:
+            plan.table.probe_call(row, call, out)

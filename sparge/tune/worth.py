@@ -7,11 +7,23 @@ import os
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels import capabilities
+from ..kernels import capabilities, pv_filter_saves
+from ..policy import PV_FILTER_OFF, SparsePolicy
 from ..speed import sample_cost, worth
 from ..speed.sample_cost import Afforded
-from ..speed.worth import Rates, estimate, proportions_for, rates_for
+from ..speed.worth import (
+    TORCH_KERNELS,
+    Rates,
+    estimate,
+    faster_kernel,
+    proportions_for,
+    rates_for,
+    torch_kernel,
+)
 from .call import Call
 
 #: Environment variable for debugging: with the value 1 speed does not matter. A device without
@@ -36,6 +48,15 @@ def gpu_name(device: torch.device) -> str:
         return ""
     name, capability = torch.cuda.get_device_name(device), capabilities(device)
     return f"{name} by {capability.arch}" if capability.note else name
+
+
+def fitted(policy: SparsePolicy, device: torch.device) -> SparsePolicy:
+    """Policy as a device shall run it: without the PV filter where that would only cost exactness;
+    unchanged where there are no kernels."""
+    arch = capabilities(device).arch
+    if not policy.pv_filter or not arch or pv_filter_saves(arch):
+        return policy
+    return replace(policy, pvthreshd=PV_FILTER_OFF)
 
 
 def slower_reason(call: Call, density: float, pv_filter: bool, pooled: float | None) -> str | None:
@@ -116,6 +137,21 @@ def affordable(
         steps=sparse_steps,
     )
     return replace(afforded, pays=pays)
+
+
+def by_faster_kernel(call: Call) -> Tensor | None:
+    """Exact result of a call without a mask; None where no kernel of PyTorch's is known to be
+    faster than the one that the host would have."""
+    rates = known_rates(call)
+    if rates is None:
+        return None
+    q, k, v = call.qkv
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    faster = faster_kernel(pairs, rates, call.dense_kernel())
+    if faster is None or torch_kernel(q, k, v, [TORCH_KERNELS[faster]]) != faster:
+        return None
+    with sdpa_kernel(TORCH_KERNELS[faster]):
+        return call.result(scaled_dot_product_attention(q, k, v, scale=call.scale))
 
 
 def known_rates(call: Call) -> Rates | None:

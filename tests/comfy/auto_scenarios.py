@@ -19,7 +19,7 @@ from session import library_calls, pack, patch, relative_error, replaced, report
 
 def order_on_and_off(name: str) -> dict[str, Any]:
     """Everything kept, in cubes and in raster order: as the node computes it, and in 16 bits."""
-    module = pack("nodes.attention_call")
+    module = pack("sparge.tune.call")
     library, precision = module.attention, pack("sparge").Precision.SIXTEEN_BIT
     model, segments = models.build(name), set()
 

@@ -33,15 +33,15 @@ class Looker:
 
     def look(self) -> Any:
         forward = pack("nodes.forward_facts").Forward
-        plan = forward._plan
+        serve = forward._serve
 
-        def spy(this: Any, call: Any, facts: Any, layer: Any, exact: Any) -> Any:
-            if facts.query_tokens == facts.key_tokens:
+        def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:
+            if kind.name == "SELF":
                 which = tuple(call.options["transformer_options"]["cond_or_uncond"])
-                self.seen.add((which, self.running, layer.block if layer.beside else layer.row))
-            return plan(this, call, facts, layer, exact)
+                self.seen.add((which, self.running, layer.number if layer.beside else layer.row))
+            return serve(this, call, kind, layer, *args, **named)
 
-        return replaced(forward, "_plan", spy)
+        return replaced(forward, "_serve", spy)
 
 
 def skipped_layer(family: str, layer: int) -> dict[str, Any]:
@@ -100,12 +100,12 @@ def two_models_of_a_guider() -> dict[str, Any]:
     for name, model in (("first", first), ("second", second)):
         network = model.model.diffusion_model
         network.register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
-    forward, tables = pack("nodes.forward_facts").Forward, {"first": set(), "second": set()}
-    sparse = forward._sparse
+    begun, tables = pack("sparge.tune").SessionPass, {"first": set(), "second": set()}
+    probe = begun.probe
 
-    def spy(this: Any, call: Any, tokens: int, kind: Any, row: int, plan: Any) -> Any:
+    def spy(this: Any, plan: Any, *args: Any) -> Any:
         tables[running[0]].add(id(plan.table))
-        return sparse(this, call, tokens, kind, row, plan)
+        return probe(this, plan, *args)
 
     guider = Guider_DualModel(patch(first, **AUTO), second)
     guider.set_conds(models.conditioning("wan"), models.conditioning("wan", negative=True))
@@ -114,7 +114,7 @@ def two_models_of_a_guider() -> dict[str, Any]:
     sampling = first.get_model_object("model_sampling")
     sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 4)
     sampler, noise = comfy.samplers.sampler_object("euler"), comfy.sample.prepare_noise(latent, 0)
-    with replaced(forward, "_sparse", spy), reports() as found, torch.inference_mode():
+    with replaced(begun, "probe", spy), reports() as found, torch.inference_mode():
         guider.sample(noise, latent, sampler, sigmas, disable_pbar=True, seed=0)
     shared = tables["first"] & tables["second"]
     counts = {name: len(of_model) for name, of_model in tables.items()}

@@ -54,17 +54,17 @@ def perturbed_attention() -> dict[str, Any]:
     The rows that calls of each place were given, in passes with it and without."""
     guided = PerturbedAttentionGuidance.execute(models.build("square unet"), 3.0).result[0]
     forward = pack("nodes.forward_facts").Forward
-    plan, seen = forward._plan, set()
+    serve, seen = forward._serve, set()
 
-    def spy(this: Any, call: Any, facts: Any, layer: Any, exact: Any) -> Any:
+    def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:
         options = call.options["transformer_options"]
-        if facts.query_tokens == facts.key_tokens:
+        if kind.name == "SELF":
             perturbed = bool(options.get("patches_replace", {}).get("attn1"))
             seen.add((perturbed, *options["block"], options["block_index"], layer.row))
-        return plan(this, call, facts, layer, exact)
+        return serve(this, call, kind, layer, *args, **named)
 
     dense = sample(guided, "square unet")
-    with replaced(forward, "_plan", spy), reports() as told:
+    with replaced(forward, "_serve", spy), reports() as told:
         sample(patch(guided, **AUTO), "square unet")
     with reports() as everything:
         out = sample(patch(guided, topk=1.0), "square unet")

@@ -163,7 +163,7 @@ def library_raises(kind: str) -> dict[str, Any]:
         raise errors[kind]()
 
     raised, same = "", False
-    with reports() as found, replaced(pack("nodes.attention_call"), "attention", fail):
+    with reports() as found, replaced(pack("sparge.tune.call"), "attention", fail):
         try:
             same = torch.equal(sample(patch(model), "wan"), dense)
         except BaseException as error:

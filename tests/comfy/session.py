@@ -85,22 +85,23 @@ def reports() -> Iterator[list[dict[str, Any]]]:
 
     def collect(result: Any, node_id: str | None) -> None:
         publish(result, node_id)
+        tally = result.tally
         collected.append(
             {
-                "sparse": result.sparse,
-                "dense": result.dense,
-                "cross": result.cross,
-                "forwards": result.forwards,
-                "reasons": dict(result.reasons),
-                "density": result.density,
+                "sparse": tally.sparse,
+                "dense": tally.dense,
+                "cross": tally.cross,
+                "forwards": tally.forwards,
+                "reasons": dict(tally.reasons),
+                "density": result.report.densities.overall,
                 "stopped": result.stopped,
                 "text": report.summary(result),
-                "by_step": [[round(x, 3) for x in row] for row in result.by_step.tolist()],
-                "shapes": [shape.tokens for shape in result.shapes],
-                "kept": result.of_heads("density").tolist(),
-                "predicted_error": result.mean_error("predicted"),
-                "predicted": result.of_heads("predicted").tolist(),
-                "probed": result.of_heads("probed").tolist(),
+                "by_step": [[round(x, 3) for x in row] for row in result.report.by_step.tolist()],
+                "shapes": [shape.tokens for shape in result.report.shapes],
+                "kept": result.report.of_heads("density").tolist(),
+                "predicted_error": result.report.mean_error("predicted"),
+                "predicted": result.report.of_heads("predicted").tolist(),
+                "probed": result.report.of_heads("probed").tolist(),
             }
         )
 
@@ -112,7 +113,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
 def library_calls() -> Iterator[list[dict[str, Any]]]:
     """Collects what the library is asked for."""
     collected: list[dict[str, Any]] = []
-    module = pack("nodes.attention_call")
+    module = pack("sparge.tune.call")
     attention = module.attention
 
     def spy(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:

@@ -258,14 +258,14 @@ def backend(
 def runs(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """The (run, stopped) of every run that ends."""
     seen: list[tuple[Any, bool]] = []
-    result = load_pack("nodes.result").RunResult
-    made = result.of
+    run_class = load_pack("nodes.run_state").Run
+    made = run_class.result
 
-    def of(run: Any, fingerprint: Any, stopped: bool) -> Any:
+    def result(run: Any, fingerprint: Any, stopped: bool) -> Any:
         seen.append((run, stopped))
         return made(run, fingerprint, stopped)
 
-    monkeypatch.setattr(result, "of", of)
+    monkeypatch.setattr(run_class, "result", result)
     return seen
 
 

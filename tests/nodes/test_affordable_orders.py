@@ -25,7 +25,7 @@ def sample_of(load_pack, monkeypatch):
     monkeypatch.setattr(node, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(node, "MEASURED_DTYPES", (torch.float32,))
     monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "torch_kernel", lambda *args: "flash")
 
     def pretend(share, launch=True, margin=1.0):
         sparse = worth.SparseRates(0, 0, 0, 0, 1e-12, 0, 0)
@@ -41,8 +41,7 @@ def sample_of(load_pack, monkeypatch):
 @pytest.fixture
 def call_of(load_pack):
     """call_of(q, k, v): the call of (B, H, N, D)."""
-    made = load_pack("nodes.attention_call").AttentionCall
-    return lambda q, k, v: made(q, k, v, q.shape[1], False, True, True, {}, ())
+    return load_pack("sparge.tune").Call
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_more_dense_steps_afford_more_orders(sample_of, afforded):
 def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypatch):
     sample_of(0.08)
     for kernel, order_kinds in ("flash", 3), ("cudnn", 1), ("", 1):
-        found = load_pack("nodes.attention_call")
+        found = load_pack("sparge.tune.call")
         monkeypatch.setattr(found, "torch_kernel", lambda *args, kernel=kernel: kernel)
         assert afforded(4) == order_kinds
 
@@ -101,7 +100,7 @@ def test_other_gpus_go_by_the_proportions_of_the_measured_one(
     elsewhere no kernel is known to be faster, and no call is dense for being slower."""
     node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "torch_kernel", lambda *args: "flash")
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, heads, tokens, head_dim)
     call, found = call_of(q, q, q), {}
     for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090"):
@@ -120,7 +119,7 @@ def test_a_short_call_waits_for_the_host_where_rates_are_its_own(load_pack, call
     """Elsewhere nothing is known of it: a slower GPU may never wait."""
     node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "torch_kernel", lambda *args: "flash")
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 32, 8192, 64)
     order_kinds = {}
     for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090"):
@@ -142,9 +141,9 @@ def frozen(load_pack, call_of):
     """frozen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
     in the last dense step."""
     module, grid = load_pack("sparge.tune.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
-    aim = load_pack("nodes.aim").Aim("budget", 0.5)
+    aim = load_pack("sparge.tune").Aim("budget", 0.5)
     facts = load_pack("sparge.tune").PassFacts
-    exact_result = load_pack("nodes.exact_attention").ExactResult
+    exact = load_pack("sparge.tune").ExactOnce
 
     def run(dense_steps, *passes):
         shape, policy = module.Shape(TOKENS, HEADS, grid), load_pack("sparge").SparsePolicy()
@@ -156,7 +155,7 @@ def frozen(load_pack, call_of):
             for row in range(2):
                 call = call_of(*qkv)
                 own = partial(scaled_dot_product_attention, *qkv)
-                table.sample(row, call, exact_result(call, own))
+                table.sample(row, call, exact(own))
         table.begin_pass(facts(passes[0][0], 1))
         return table
 
@@ -204,7 +203,7 @@ def test_orders_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypat
     sample_of(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
-    module = load_pack("nodes.attention_call")
+    module = load_pack("sparge.tune.call")
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
     table = frozen(4, ((1,), *qkv_of(ROWS, CUBES)), ((0,), *qkv_of(ROWS, CUBES)))
     assert next(kernels) == "flash" and table.one_order
@@ -217,7 +216,7 @@ def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
     host to queue a sample, and at 2048 x 2048."""
     node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "torch_kernel", lambda *args: "flash")
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "torch_kernel", lambda *args: "flash")
 
     def pays(tokens, steps, gpu="NVIDIA H200"):
         monkeypatch.setattr(node, "gpu_name", lambda device: gpu)
@@ -260,7 +259,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
     sample_of(0.03)
     assert told in line(1)
     result = hook_of.hook_of(patched).last
-    ((shape,), (choices,)) = result.shapes, result.profile.choices.values()
+    ((shape,), (choices,)) = result.report.shapes, result.profile.choices.values()
     assert list(shape.order_kinds.values()) == [4, 0]
     assert not choices.order_kind.any()
     assert "token order" not in line(4)
@@ -278,11 +277,11 @@ def test_only_measured_calls_go_by_a_faster_kernel(
     qkv, served, given = qkv_of(ROWS, CUBES), [], []
 
     def by_faster(call):
-        served.append(scaled_dot_product_attention(*call.heads_first()).transpose(1, 2).flatten(2))
+        served.append(call.result(scaled_dot_product_attention(*call.qkv)))
         return served[-1]
 
-    monkeypatch.setattr(load_pack("nodes.exact_attention"), "by_faster_kernel", by_faster)
-    monkeypatch.setattr(load_pack("nodes.hook"), "sdpa_order", lambda func: ())
+    monkeypatch.setattr(load_pack("nodes.forward_facts"), "by_faster_kernel", by_faster)
+    monkeypatch.setattr(load_pack("nodes.host"), "sdpa_order", lambda func: ())
 
     def step(attend):
         given.extend(attend(*qkv, HEADS, skip_reshape=True) for _ in range(2))
@@ -321,7 +320,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
 
     reason = "too few steps are left to pay for measuring"
     short = tally(1)
-    assert short.sparse == 0 and not runs[-1][0].heads.tables.frozen
+    assert short.sparse == 0 and not runs[-1][0].session.tables.frozen
     assert short.reasons[reason] == 2 * (1 + (not dense_steps))
     assert reason in load_pack("nodes.report").summary(
         load_pack("nodes.hook").hook_of(patched).last

@@ -16,6 +16,12 @@ def calls(load_pack):
 
 
 @pytest.fixture(scope="module")
+def module(load_pack):
+    """Module that asks the library."""
+    return load_pack("sparge.tune.call")
+
+
+@pytest.fixture(scope="module")
 def everything(load_pack):
     return load_pack("sparge").SparsePolicy(topk=1.0)
 
@@ -38,22 +44,30 @@ def qkv(generator, layout, heads=4, kv_heads=4, tokens=200, head_dim=64, dtype=t
 @pytest.mark.parametrize("layout", ["flat", "heads first"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_layouts(
-    calls, everything, load_pack, generator, monkeypatch, layout, kv_heads, skip_output_reshape
+    calls,
+    module,
+    everything,
+    load_pack,
+    generator,
+    monkeypatch,
+    layout,
+    kv_heads,
+    skip_output_reshape,
 ):
     q, k, v = qkv(generator, layout, kv_heads=kv_heads)
     flags = {"skip_reshape": layout != "flat", "skip_output_reshape": skip_output_reshape}
     stats = load_pack("sparge").AttentionStats("cpu")
     pointers = []
-    library = calls.attention
+    library = module.attention
 
     def spy(*args, **kwargs):
         out = library(*args, **kwargs)
         pointers.extend(x.data_ptr() for x in (*args[:3], out))
         return out
 
-    monkeypatch.setattr(calls, "attention", spy)
-    call = calls.AttentionCall(q, k, v, 4, False, options={"scale": 0.1}, **flags)
-    out = call.sparse(everything, stats)
+    monkeypatch.setattr(module, "attention", spy)
+    call = calls.AttentionCall(q, k, v, 4, None, options={"scale": 0.1}, **flags)
+    out = call.tensors.sparse(everything, stats)
     expected = dense(q, k, v, 4, scale=0.1, **flags)
     assert out.shape == expected.shape
     assert relative_error(out, expected) < EIGHT_BIT
@@ -74,10 +88,10 @@ def dense(q, k, v, heads, skip_reshape, skip_output_reshape, scale=None):
 @pytest.mark.parametrize("v_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_result_has_the_dtype_of_q(calls, everything, load_pack, generator, q_dtype, v_dtype):
     q, k, v = qkv(generator, "flat", dtype=q_dtype)
-    call = calls.AttentionCall(q, k, v.to(v_dtype), 4, False, False, False, {})
-    out = call.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
+    call = calls.AttentionCall(q, k, v.to(v_dtype), 4, None, False, False, {})
+    out = call.tensors.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
     assert out.dtype == q_dtype
-    assert relative_error(out, dense(q, k, v, 4, False, False)) < EIGHT_BIT
+    assert relative_error(out, dense(q, k, v, 4, None, False)) < EIGHT_BIT
 
 
 class LoaderTensor(torch.Tensor):
@@ -94,19 +108,19 @@ class LoaderTensor(torch.Tensor):
 
 @pytest.mark.parametrize("layout", ["flat", "heads first"])
 def test_the_library_gets_plain_tensors(
-    calls, everything, load_pack, generator, monkeypatch, layout
+    calls, module, everything, load_pack, generator, monkeypatch, layout
 ):
     q, k, v = qkv(generator, layout)
-    library, received = calls.attention, []
+    library, received = module.attention, []
 
     def spy(*args, **kwargs):
         received.extend(args[:3])
         return library(*args, **kwargs)
 
-    monkeypatch.setattr(calls, "attention", spy)
+    monkeypatch.setattr(module, "attention", spy)
     theirs = (x.as_subclass(LoaderTensor) for x in (q, k))
-    call = calls.AttentionCall(*theirs, v, 4, False, layout != "flat", False, {})
-    out = call.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
+    call = calls.AttentionCall(*theirs, v, 4, None, layout != "flat", False, {})
+    out = call.tensors.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
     assert [type(x) for x in (*received, out)] == 4 * [torch.Tensor]
     assert [x.data_ptr() for x in received] == [x.data_ptr() for x in (q, k, v)]
     assert relative_error(out, dense(q, k, v, 4, layout != "flat", False)) < EIGHT_BIT
@@ -116,9 +130,9 @@ def test_what_the_library_cannot_serve_it_refuses_with_a_reason(
     calls, everything, load_pack, generator
 ):
     q, k, v = qkv(generator, "flat", heads=1, kv_heads=1, head_dim=256)
-    call = calls.AttentionCall(q, k, v, 1, False, False, False, {})
+    call = calls.AttentionCall(q, k, v, 1, None, False, False, {})
     with pytest.raises(load_pack("sparge").Unsupported, match="head_dim"):
-        call.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
+        call.tensors.sparse(everything, load_pack("sparge").AttentionStats("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +146,6 @@ def test_what_the_library_cannot_serve_it_refuses_with_a_reason(
 )
 def test_options_that_would_change_the_result_are_noticed(calls, generator, options, unknown):
     q, k, v = qkv(generator, "flat")
-    facts = calls.AttentionCall(q, k, v, 4, False, False, False, options).facts
+    facts = calls.AttentionCall(q, k, v, 4, None, False, False, options).facts
     assert facts.unknown_options == unknown
     assert not facts.refuses_low_precision

@@ -58,7 +58,7 @@ def step(generator):
 @pytest.fixture
 def calls(load_pack, monkeypatch):
     """(order's tokens, heads of the budget) of each library call."""
-    module = load_pack("nodes.attention_call")
+    module = load_pack("sparge.tune.call")
     library, seen = module.attention, []
 
     def spy(*args, order, head_settings, **kwargs):
@@ -97,8 +97,8 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     (batch, _), (apart, _) = runs
     assert apart.tally.sparse == 2 * batch.tally.sparse == 2 * 2 * BLOCKS
     assert apart.tally.dense == 2 * batch.tally.dense == 2 * BLOCKS
-    assert [record.step for record in apart.records] == [0, 0, 1, 1, 2, 2]
-    one, other = (run.heads.tables.frozen[0].choices for run in (batch, apart))
+    assert [begun.record.step for begun in apart.session._passes] == [0, 0, 1, 1, 2, 2]
+    one, other = (run.session.tables.frozen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
     for name in ("density", "pool_weight", "output_scale", "head_weight"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
@@ -318,12 +318,13 @@ def test_the_result_of_a_run_holds_nothing_of_it(load_pack, patch, session, step
     patched = patch()
     session(patched, LATENT).sample(step, DENSE_THEN_SPARSE)
     result = load_pack("nodes.hook").hook_of(patched).last
-    assert result.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
-    assert (result.by_step[:, :2] == 1).all()
-    assert result.density == pytest.approx(float(result.by_step[:, 2:].mean()))
-    (shape,) = result.shapes
+    assert result.report.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
+    assert (result.report.by_step[:, :2] == 1).all()
+    kept = float(result.report.by_step[:, 2:].mean())
+    assert result.report.densities.overall == pytest.approx(kept)
+    (shape,) = result.report.shapes
     assert shape.layers.tolist() == list(range(BLOCKS))
-    error = result.mean_error("predicted")
+    error = result.report.mean_error("predicted")
     assert error == pytest.approx(float((shape.predicted * shape.head_weight).mean()))
     assert 0 < error <= 0.06, "blocks are large beside so few tokens"
     run = weakref.ref(runs[0][0])
@@ -344,7 +345,7 @@ def test_a_loud_heads_error_counts_for_more(load_pack, patch, session, step, lou
     patched = patch(quality="fast")
     session(patched, LATENT).sample(louder, DENSE_THEN_SPARSE)
     result = load_pack("nodes.hook").hook_of(patched).last
-    (shape,) = result.shapes
+    (shape,) = result.report.shapes
     first, second = shape.head_weight
     assert float(shape.head_weight.mean()) == pytest.approx(1)
     assert float(first[loud] / first[1 - loud]) == pytest.approx(8, rel=0.5)
@@ -354,7 +355,7 @@ def test_a_loud_heads_error_counts_for_more(load_pack, patch, session, step, lou
         known = ~errors.isnan()
         counts = shape.head_weight[known]
         expected = float((errors[known] * counts).sum() / counts.sum())
-        assert result.mean_error(name) == pytest.approx(expected)
+        assert result.report.mean_error(name) == pytest.approx(expected)
         assert f"{name} error {expected:.3f}" in load_pack("nodes.report").summary(result)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def spans(load_pack):
-    return load_pack("nodes.blocks").BlockSpans
+    return load_pack("nodes.settings").LayerSpans
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,20 @@ def decision(load_pack):
 
 
 @pytest.fixture(scope="module")
+def tune(load_pack):
+    return load_pack("sparge.tune")
+
+
+@pytest.fixture(scope="module")
 def layout_of(load_pack):
     """layout_of(grid, text position's name, **fields) of a model of ten blocks."""
-    families, counts = load_pack("nodes.families"), load_pack("nodes.block_numbers").BlockCounts(10)
+    families, counts = load_pack("nodes.families"), load_pack("nodes.layer_counts").LayerCounts(10)
 
     def made(grid=None, text=None, **fields):
         position = families.TextPosition[text] if text else None
-        return families.TokenLayout("Test", position, grid, counts, **fields)
+        return families.TokenLayout(
+            family="Test", text=position, grid=grid, counts=counts, **fields
+        )
 
     return made
 
@@ -26,9 +33,9 @@ def why(load_pack, decision, layout_of):
     layout = layout_of()
     settings = load_pack("nodes.settings").Settings(min_tokens=1000, dense_blocks="0, -1")
 
-    def reason(block=5, run_reason=None, tokens=1000, keys=None, **facts):
+    def reason(layer=5, run_reason=None, tokens=1000, keys=None, **facts):
         call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
-        return decision.dense_reason(call, block, run_reason, layout, settings)
+        return decision.dense_reason(call, layer, run_reason, layout, settings)
 
     return reason
 
@@ -46,8 +53,8 @@ def test_plain_long_self_attention_is_sparse(why):
         ({"unknown_options": ("is_causal",)}, "is_causal"),
         ({"tokens": 999}, "fewer than min_tokens (1000)"),
         ({"run_reason": "no GPU"}, "no GPU"),
-        ({"block": 0}, "dense_blocks"),
-        ({"block": 9}, "dense_blocks"),
+        ({"layer": 0}, "dense_blocks"),
+        ({"layer": 9}, "dense_blocks"),
     ],
     ids=lambda value: str(value),
 )
@@ -127,8 +134,8 @@ def test_parts_of_a_self_attention_are_for_manual_mode(load_pack, decision, layo
         (0.8, 0.0, [], 1),
     ],
 )
-def test_dense_steps_of_a_schedule(decision, start, end, schedule, steps):
-    window = decision.SigmaWindow(start, end)
+def test_dense_steps_of_a_schedule(tune, start, end, schedule, steps):
+    window = tune.SigmaWindow(start, end)
     assert window.dense_steps(schedule) == steps
     assert window.sparse_steps(schedule) == (max(0, len(schedule) - steps) if schedule else None)
 
@@ -155,30 +162,27 @@ def test_text_that_attends_to_itself_stays_exact(load_pack, decision, layout_of)
         (0.09, "after end_percent 0.9"),
     ],
 )
-def test_the_window(load_pack, decision, sigma, reason):
-    settings = load_pack("nodes.settings").Settings(start_percent=0.2, end_percent=0.9)
-    window = decision.SigmaWindow(start=0.8, end=0.1)
-    assert window.outside_reason(sigma, settings) == reason
+def test_the_window(tune, sigma, reason):
+    window = tune.SigmaWindow(0.8, 0.1, start_percent=0.2, end_percent=0.9)
+    assert window.outside_reason(sigma) == reason
 
 
-def test_the_place_in_the_window_counts_its_steps(decision):
-    window = decision.SigmaWindow(start=0.8, end=0.2)
+def test_the_place_in_the_window_counts_its_steps(tune):
+    window = tune.SigmaWindow(start=0.8, end=0.2)
     schedule = [1.0, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
     found = [window.place(level, schedule) for level in (0.8, 0.7, 0.3, 0.2)]
-    assert found == [decision.Place(index, 4) for index in range(4)]
+    assert found == [tune.Place(index, 4) for index in range(4)]
     assert window.place(0.5, schedule).index == 2, "between steps: as the next one"
     assert window.place(0.9, schedule).index == 0 and window.place(0.1, schedule).index == 3
     for unknown in ([], [1.0, 0.9]):
         assert window.place(0.5, unknown) is None
 
 
-def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(load_pack):
-    class Odd:
-        def percent_to_sigma(self, percent):
-            return 0.5 if percent in (0.0, 1.0) else 1 - percent
+def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(tune):
+    def to_sigma(percent):
+        return 0.5 if percent in (0.0, 1.0) else 1 - percent
 
-    settings = load_pack("nodes.settings").Settings(start_percent=0.0, end_percent=1.0)
-    window = load_pack("nodes.run_state").sigma_window(settings, Odd())
+    window = tune.SigmaWindow.of(0.0, 1.0, to_sigma)
     assert window.is_everything
-    assert window.outside_reason(14.6, settings) is None
-    assert window.outside_reason(0.0, settings) is None
+    assert window.outside_reason(14.6) is None
+    assert window.outside_reason(0.0) is None

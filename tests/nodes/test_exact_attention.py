@@ -15,20 +15,20 @@ HEADS, ROWS, KEYS = 2, 256, 77
 def cross(load_pack, monkeypatch):
     """cross(**changes): what a call gives whose kernel, as ComfyUI asks for it, is twice as slow as
     the CPU's flash attention; and its q, k, v with heads first."""
-    module, calls = load_pack("nodes.exact_attention"), load_pack("nodes.attention_call")
+    module, calls = load_pack("sparge.tune.worth"), load_pack("nodes.attention_call")
     worth = load_pack("sparge.speed.worth")
     dense = {"cudnn": worth.DenseRates(0, 0, 2e-12), "flash": worth.DenseRates(0, 0, 1e-12)}
     sparse = worth.SparseRates(0, 0, 0, 0, pair=1e-12, filter_pair=0, pool_token=0)
     monkeypatch.setattr(module, "known_rates", lambda call: worth.Rates(sparse, dense, margin=0.1))
-    monkeypatch.setattr(calls, "torch_kernel", lambda *args: "cudnn")
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "torch_kernel", lambda *args: "cudnn")
 
     def call(order=(), heads_first=False, kv_heads=HEADS, **options):
         q = torch.randn(2, ROWS, HEADS * 64, dtype=torch.bfloat16)
         k, v = torch.randn(2, 2, KEYS, kv_heads * 64, dtype=torch.bfloat16)
         q4, k4, v4 = (x.unflatten(-1, (-1, 64)).transpose(1, 2) for x in (q, k, v))
         given = (q4, k4, v4) if heads_first else (q, k, v)
-        made = calls.AttentionCall(*given, HEADS, False, heads_first, heads_first, options, order)
-        return module.by_faster_kernel(made), (q4, k4, v4)
+        made = calls.AttentionCall(*given, HEADS, None, heads_first, heads_first, options, order)
+        return module.by_faster_kernel(made.tensors), (q4, k4, v4)
 
     return call
 
@@ -58,7 +58,7 @@ def test_only_in_passes_that_may_be_sparse(
 
     def faster(call):
         served.append(call)
-        return torch.zeros_like(call.q)
+        return call.result(torch.zeros_like(call.q))
 
     monkeypatch.setattr(load_pack("nodes.forward_facts"), "by_faster_kernel", faster)
     patched = load_pack("nodes.sparge_attention").SpargeAttention.execute(patcher)[0]

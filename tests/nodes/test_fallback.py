@@ -17,7 +17,7 @@ NOTE = "The kernels for sm_90a did not compile (see the log), so slower ones for
 def refusing(load_pack, monkeypatch):
     """refusing(*entries): the compiler refuses these. Has the ids of kernels that were loaded."""
     sparge, device = load_pack("sparge"), load_pack("sparge.kernels.device")
-    loader, warmup = load_pack("sparge.kernels.loader"), load_pack("nodes.warmup")
+    loader, warmup = load_pack("sparge.kernels.loader"), load_pack("sparge.kernels.warmup")
     loaded: list[str] = []
 
     def refuse(*entries):
@@ -43,7 +43,7 @@ def refusing(load_pack, monkeypatch):
 @pytest.fixture
 def warmed(load_pack):
     """Reason why the kernels cannot be used, once the warm-up is over."""
-    return lambda: load_pack("nodes.warmup").warm_up(GPU, print).wait(lambda: None)
+    return lambda: load_pack("sparge.kernels.warmup").warm_up(GPU, print).wait(lambda: None)
 
 
 def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
@@ -52,7 +52,7 @@ def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
         assert warmed() is None
     capability = load_pack("sparge").capabilities(GPU)
     assert (capability.arch, capability.note) == ("sm_90", NOTE)
-    wanted = {spec.id for spec in load_pack("nodes.warmup").node_specs("sm_90")}
+    wanted = {spec.id for spec in load_pack("sparge.kernels.warmup").eight_bit_specs("sm_90")}
     assert wanted <= set(loaded)
     assert {
         f"attend-sm_90-d{size}-int8_fp16{pv}" for size in (64, 128) for pv in ("", "-pv")
@@ -71,12 +71,12 @@ def test_all_is_as_ever_where_all_compiles(load_pack, refusing, warmed, caplog):
 
 def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, warmed, caplog):
     refusing("attend_hopper", "attend")
-    assert warmed() == load_pack("nodes.warmup").KERNEL_DID_NOT_COMPILE
+    assert warmed() == load_pack("sparge.kernels.warmup").KERNEL_DID_NOT_COMPILE
     assert "attend-sm_90-" in caplog.messages[-1]
 
 
 def test_the_filter_is_used_again(load_pack, refusing, warmed):
-    fitted = load_pack("nodes.pv_filter").fitted
+    fitted = load_pack("sparge.tune").fitted
     policy = load_pack("nodes.settings").Settings(pvthreshd=15.0).policy()
     refusing("attend_hopper")
     assert not fitted(policy, GPU).pv_filter

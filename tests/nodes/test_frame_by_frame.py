@@ -44,7 +44,7 @@ def run(load_pack, patcher, session, runs, generator):
         running = session(patched, (FRAMES, 16, 16), torch.zeros(1, TEXT, 8))
         given = running.sample(step, STEPS, ([0],))
         run, stopped = runs[-1]
-        result = load_pack("nodes.result").RunResult.of(run, None, stopped)
+        result = run.result(None, stopped)
         return given, run, load_pack("nodes.report").summary(result)
 
     return sampled

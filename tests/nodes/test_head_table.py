@@ -39,9 +39,9 @@ def call_of(load_pack, grid, generator):
 def frozen(load_pack, grid):
     """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
     module = load_pack("sparge.tune.head_table")
-    aim = load_pack("nodes.aim").Aim("budget", 0.5)
-    made = load_pack("nodes.attention_call").AttentionCall
-    facts = load_pack("sparge.tune").PassFacts
+    aim = load_pack("sparge.tune").Aim("budget", 0.5)
+    tune = load_pack("sparge.tune")
+    facts = tune.PassFacts
 
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
@@ -51,9 +51,8 @@ def frozen(load_pack, grid):
         table = module.HeadTable(shape, 1, aim, policy, device, all_orders)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
-            call = made(*qkv, 2, False, True, True, {})
             own = partial(scaled_dot_product_attention, *qkv)
-            table.sample(0, call, load_pack("nodes.exact_attention").ExactResult(call, own))
+            table.sample(0, tune.Call(*qkv), tune.ExactOnce(own))
         table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 
@@ -79,7 +78,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
 
 def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
     module = load_pack("sparge.tune.head_table")
-    aim, policy = load_pack("nodes.aim").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
+    aim, policy = load_pack("sparge.tune").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
     shape = module.Shape(grid.tokens, 2, grid, rows=3)
     table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), lambda *_: None)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]

@@ -49,7 +49,7 @@ def step(generator):
 def instant_library(load_pack, monkeypatch):
     """Library in place of the reference, where only who is called counts."""
     monkeypatch.setattr(
-        load_pack("nodes.attention_call"), "attention", lambda q, k, v, policy, **kwargs: q
+        load_pack("sparge.tune.call"), "attention", lambda q, k, v, policy, **kwargs: q
     )
 
 

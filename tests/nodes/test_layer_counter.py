@@ -38,10 +38,10 @@ def test_models_that_publish_their_block_are_asked(counter):
     published = {"block_index": 3, "total_blocks": 38}
     flux.at(7)
     assert flux.layout.blocks == 57
-    assert flux.peek(published | {"block_type": "double"}).block == 3
-    assert flux.peek(published | {"block_type": "single"}).block == 22
-    assert flux.peek({}).block == 7
-    assert flux.peek({"block_index": 0, "block": ("input", 1)}).block == 7, "a U-Net's"
+    assert flux.peek(published | {"block_type": "double"}).number == 3
+    assert flux.peek(published | {"block_type": "single"}).number == 22
+    assert flux.peek({}).number == 7
+    assert flux.peek({"block_index": 0, "block": ("input", 1)}).number == 7, "a U-Net's"
 
 
 def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
@@ -54,7 +54,7 @@ def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
         )
         for block in (0, 0, 1, 2, 2)
     ]
-    places = [(layer.block, layer.row) for layer in layers]
+    places = [(layer.number, layer.row) for layer in layers]
     assert places == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
     assert max(layer.row for layer in layers) < wan.layout.rows
 
@@ -62,24 +62,24 @@ def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
 def test_calls_that_are_counted(ltx):
     tokens = ltx.layout.grid_tokens
     layers = [ltx.next({}, n) for n in (10, tokens, 10, tokens)]
-    assert [layer.block for layer in layers] == [0, 0, 0, 1]
+    assert [layer.number for layer in layers] == [0, 0, 0, 1]
     assert [layer.beside for layer in layers] == [True, False, True, False]
     assert layers[1].row == 0 and layers[3].row == 1
     assert layers[2].row == 5, "where it disturbs no block's"
-    assert ltx.peek({}).block == 1
+    assert ltx.peek({}).number == 1
 
 
 def test_a_guide_that_is_smaller_than_the_clip_shortens_all_blocks(ltx):
     """LTXV drops its empty tokens. The sound that follows, however long, is no block's."""
     video, sound = ltx.layout.grid_tokens - 60, ltx.layout.frame_tokens + 7
-    assert [ltx.next({}, n).block for n in (video, sound) * 3] == [0, 0, 1, 1, 2, 2]
+    assert [ltx.next({}, n).number for n in (video, sound) * 3] == [0, 0, 1, 1, 2, 2]
     assert ltx.next({}, video).row == 3
 
 
 def test_text_that_attends_to_itself_first_is_no_block(counter):
     mochi = counter("AsymmDiTJoint", patch_size=2, blocks=[0] * 4)
     text, grid = mochi.layout.frame_tokens + 5, mochi.layout.grid_tokens
-    assert [mochi.next({}, n).block for n in (text, grid, grid)] == [0, 0, 1]
+    assert [mochi.next({}, n).number for n in (text, grid, grid)] == [0, 0, 1]
 
 
 def unet(counter, **attributes):
@@ -106,11 +106,13 @@ def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(counter):
     assert (found.layout.blocks, found.layout.rows) == (9, 18)
     places = [at("input", 2), at("input", 2, 1), at("middle", 0, 2), at("output", 1, 1)]
     layers = [found.next(place, 256) for place in places]
-    assert [(layer.block, layer.row, layer.beside) for layer in layers] == [
+    assert [(layer.number, layer.row, layer.beside) for layer in layers] == [
         (number, number, False) for number in (0, 1, 4, 8)
     ]
     assert found.next(at("output", 1, 1), 14).row == 8 + 9, "SVD's over time, in the same block"
-    assert found.next(at("output", 9), 256).block == 5, "counted, where the model has no such block"
+    assert found.next(at("output", 9), 256).number == 5, (
+        "counted, where the model has no such block"
+    )
 
 
 def test_self_attention_that_is_replaced_without_a_call_shifts_no_other(counter):
@@ -138,10 +140,10 @@ def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, 
     refiners = [found.next({}, tokens) for tokens in (24, 24, 320, 320)]
     options = [{"block_index": n} if numbered else {} for n in range(3)]
     blocks = [found.next(each, 344) for each in options]
-    assert [(layer.block, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
+    assert [(layer.number, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
     assert [layer.row for layer in refiners] == [60, 61, 62, 63]
-    spans = load_pack("nodes.blocks").BlockSpans.parse("0-29, -30--1, 60")
-    assert not any(spans.contains(layer.block, 30) for layer in refiners)
+    spans = load_pack("nodes.settings").LayerSpans.parse("0-29, -30--1, 60")
+    assert not any(spans.contains(layer.number, 30) for layer in refiners)
 
 
 STG = {"stg_self_attn_blocks": frozenset({1, 2})}  # LTXV's spatio-temporal guidance
@@ -155,7 +157,7 @@ def test_blocks_are_passed_over_where_the_model_leaves_their_self_attention_out(
     network = type(name, (type("LTXBaseModel", (SimpleNamespace,), {}),), {})
     layout = load_pack("nodes.families").token_layout(network(transformer_blocks=[0] * 5), LATENT)
     ltx = module.LayerCounter(layout)
-    assert [ltx.next(STG, layout.grid_tokens).block for _ in range(3)] == blocks
+    assert [ltx.next(STG, layout.grid_tokens).number for _ in range(3)] == blocks
 
 
 def test_the_sound_of_a_block_has_its_row_whichever_is_left_out_next(load_pack, module):
@@ -172,7 +174,7 @@ def test_the_sound_of_a_block_has_its_row_whichever_is_left_out_next(load_pack, 
 def test_shorter_calls_after_the_first_block_are_no_blocks(ltx):
     """Sound, where no guide shortened the first block."""
     video, sound = ltx.layout.grid_tokens, ltx.layout.frame_tokens + 7
-    assert [ltx.next({}, n).block for n in (video, sound, sound, video)] == [0, 0, 0, 1]
+    assert [ltx.next({}, n).number for n in (video, sound, sound, video)] == [0, 0, 0, 1]
 
 
 def test_shorter_calls_of_models_that_publish_their_block_get_no_row_of_it(counter):
@@ -195,7 +197,7 @@ class Model:
         for block in range(5):
 
             def run(args: dict[str, Any], block: int = block) -> dict[str, Any]:
-                self.seen.append((block, options[key].next(options, self.tokens).block))
+                self.seen.append((block, options[key].next(options, self.tokens).number))
                 return args
 
             if ("double_block", block) in replaced:

@@ -159,7 +159,7 @@ def test_an_error_of_ours_is_dense_counted_and_logged(
         raise kind("no such thing")
 
     if place == "call":
-        monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", fail)
+        monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", fail)
     else:
         monkeypatch.setattr(load_pack("sparge.tune").Measurement, "sample", fail)
     results, tally = outcome((Q, K, V), {}, mode)
@@ -191,6 +191,6 @@ def test_what_comfyui_has_to_see_goes_through(load_pack, outcome, monkeypatch, e
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", fail)
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", fail)
     with pytest.raises(error):
         outcome((Q, K, V), {}, "manual")

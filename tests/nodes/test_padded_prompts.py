@@ -42,7 +42,7 @@ def qkv(generator):
 @pytest.fixture
 def asked(load_pack, monkeypatch):
     """Requests to the library: (tokens, tokens of each segment)."""
-    calls = load_pack("nodes.attention_call")
+    calls = load_pack("sparge.tune.call")
     library, seen = calls.attention, []
 
     def spy(q, k, v, policy, **kwargs):
@@ -164,13 +164,13 @@ def test_other_masks_stay_dense(run, qkv, asked, case, mode):
 
 
 def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack):
-    module, families = load_pack("nodes.real_tokens"), load_pack("nodes.families")
+    module, families = load_pack("sparge.tune.real_tokens"), load_pack("nodes.families")
     layout = families.token_layout(
         HunyuanVideo(8), (2, 4, 4, 16, 16), torch.zeros(2, TEXT, 8), {"attention_mask": 1}
     )
     alike, apart = (torch.cat([padding(), padding(n)]) for n in (REAL, REAL + 1))
-    assert module.real_tokens(apart, layout) == module.UNEVEN
-    real = module.real_tokens(alike, layout)
+    assert module.real_tokens(apart, layout.tokens) == module.UNEVEN
+    real = module.real_tokens(alike, layout.tokens)
     assert real.index.shape == (2, REAL + GRID) and real.rest.shape == (2, TEXT - REAL)
     assert layout.expected == (), "nobody knows how many are real before a call"
     assert layout.sequence(REAL + GRID).prefix == REAL
@@ -180,7 +180,7 @@ def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run,
     module, looks = load_pack("nodes.forward_facts"), []
     look = module.real_tokens
     monkeypatch.setattr(
-        module, "real_tokens", lambda mask, layout: (looks.append(1), look(mask, layout))[1]
+        module, "real_tokens", lambda mask, known: (looks.append(1), look(mask, known))[1]
     )
     q, k, v = qkv
     mask, flags = padding(), {"skip_reshape": True}

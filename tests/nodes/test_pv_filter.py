@@ -12,7 +12,7 @@ TOKENS, HEADS = 256, 2
 
 @pytest.fixture
 def pv_filter(load_pack):
-    return load_pack("nodes.pv_filter")
+    return load_pack("sparge.tune.worth")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_it_goes_where_it_saves_nothing(pv_filter, policy, on_gpu, arch, thresho
 
 @pytest.mark.parametrize(("arch", "filtered"), [("sm_89", True), ("sm_90a", False)])
 def test_only_what_can_run_is_compiled(load_pack, arch, filtered):
-    specs = load_pack("nodes.warmup").node_specs(arch)
+    specs = load_pack("sparge.kernels.warmup").eight_bit_specs(arch)
     assert any(spec.pv_filter for spec in specs) == filtered
     assert any(spec.entry.startswith("attend") and not spec.pv_filter for spec in specs)
 
@@ -51,7 +51,7 @@ def test_only_what_can_run_is_compiled(load_pack, arch, filtered):
 def told(load_pack, monkeypatch, reference_allowed, patcher, session, generator, runs):
     """told(**widgets): thresholds that calls of a run had, and whether it tells of a filter that it
     left out."""
-    module = load_pack("nodes.attention_call")
+    module = load_pack("sparge.tune.call")
     node = load_pack("nodes.sparge_attention").SpargeAttention
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
     library = module.attention
@@ -95,5 +95,5 @@ def test_a_refused_call_left_nothing_out(load_pack, told, on_gpu, monkeypatch):
         raise load_pack("sparge").Unsupported("no")
 
     on_gpu("sm_90a")
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", refuse)
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", refuse)
     assert told() == (set(), False)

@@ -7,4 +7,4 @@ from benchmarks.quality.rows import TARGETS
 
 
 def test_the_benchmarks_targets_are_the_nodes(load_pack) -> None:
-    assert load_pack("nodes.aim").QUALITIES == TARGETS
+    assert load_pack("nodes.settings").QUALITIES == TARGETS

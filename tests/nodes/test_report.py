@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,15 +21,19 @@ def result(load_pack):
     """result(...) of a manual run of three steps and two layers, with these changes."""
 
     def make(**changes):
-        density = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
+        module, tune = load_pack("nodes.result"), load_pack("sparge.tune")
+        density = torch.full((8, 3), torch.nan)
+        density[[0, 7]] = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
         facts = {
-            "family": "Mochi", "tokens": 44776, "stopped": False, "sparse": 3, "dense": 1,
-            "cross": 4, "faster_cross": 0, "faster_dense": 0, "forwards": 3,
-            "density": 0.25, "layers": torch.tensor([0, 7]), "by_step": density, "notes": (),
-            "reasons": {"before start_percent 0.2": 1}, "filter_left_out": False,
-            "asked": "", "shapes": (), "profile": None, "from_profile": False,
-        }  # fmt: skip
-        return load_pack("nodes.result").RunResult(**(facts | changes))
+            "family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "forwards": 3,
+            "reasons": {"before start_percent 0.2": 1},
+            "aim": None, "by_step": density, "shapes": (),
+        } | changes  # fmt: skip
+        facts["reasons"] = Counter(facts["reasons"])
+        densities = tune.Densities(0.25, facts.pop("by_step"))
+        report = tune.Report(facts.pop("aim"), densities, facts.pop("shapes"), {})
+        of_run = {name: facts.pop(name) for name in ("stopped", "notes") if name in facts}
+        return module.RunResult(module.Tally(**facts), report, **of_run)
 
     return make
 
@@ -45,7 +50,11 @@ def measured(load_pack, result):
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
         {order_kind: 3 - place for place, order_kind in enumerate(load_pack("sparge").OrderKind)},
     )
-    return result(asked="a mean error of 0.06", shapes=(shape,))
+    return result(aim=load_pack("sparge.tune").Aim("quality", 0.06), shapes=(shape,))
+
+
+def with_shapes(result, *shapes):
+    return replace(result, report=replace(result.report, shapes=shapes))
 
 
 def test_a_good_run(result, report):
@@ -61,7 +70,7 @@ def test_cross_attention_by_a_faster_kernel_is_told(result, report):
 
 
 def test_measured_calls_by_a_faster_kernel_are_told(result, report):
-    told = report.summary(result(dense=4, faster_dense=2))
+    told = report.summary(result(faster_dense=2))
     assert "; 2 dense calls were measured, by a faster exact kernel; dense because: " in told
 
 
@@ -97,50 +106,50 @@ def test_measured_heads_are_told(measured, report):
 )
 def test_errors_count_by_head_weight(measured, report, picture, head, line, layer, bar):
     """One of the heads errs by .1 more."""
-    (shape,) = measured.shapes
+    (shape,) = measured.report.shapes
     off = torch.zeros(2, 2)
     off[0, head] = 0.1
     more = replace(shape, predicted=shape.predicted + off, probed=shape.probed + off)
-    result = replace(measured, shapes=(more,))
+    result = with_shapes(measured, more)
     assert line in report.summary(result)
     first, second = report.details(result).splitlines()[-2:]
     assert first.split("%)")[1].split() == layer.split()
     assert second.split("%)")[1].split() == ["0.010", "-"], "layer 7 has nothing to do with it"
-    assert picture._by_layer(result, "predicted") == pytest.approx({0: bar, 7: 0.01})
+    assert result.report.of_layers("predicted") == pytest.approx({0: bar, 7: 0.01})
 
 
 def test_heads_of_two_shapes_count_by_head_weight(measured, report, picture):
-    (shape,) = measured.shapes
+    (shape,) = measured.report.shapes
     other = replace(shape, predicted=torch.full((2, 2), 0.3), head_weight=torch.full((2, 2), 3.0))
-    result = replace(measured, shapes=(shape, other))
+    result = with_shapes(measured, shape, other)
     assert "predicted error 0.235;" in report.summary(result)
     expected = {0: (0.136 + 1.8) / 8, 7: (0.02 + 1.8) / 8}
-    assert picture._by_layer(result, "predicted") == pytest.approx(expected)
+    assert result.report.of_layers("predicted") == pytest.approx(expected)
 
 
 def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
     """A profile may have such heads."""
-    (shape,) = measured.shapes
-    silent = replace(measured, shapes=(replace(shape, head_weight=torch.zeros(2, 2)),))
+    (shape,) = measured.report.shapes
+    silent = with_shapes(measured, replace(shape, head_weight=torch.zeros(2, 2)))
     assert "error" not in report.summary(silent)
     assert report.details(silent).splitlines()[-1].split()[-2:] == ["-", "-"]
     assert shades(picture.draw(silent), picture.PREDICTED) == 0
 
 
 def test_orders_that_were_not_measured_are_told(measured, report):
-    (shape,) = measured.shapes
+    (shape,) = measured.report.shapes
     assert "token order" not in report.summary(measured)
-    line = report.summary(replace(measured, shapes=(shape, replace(shape, one_order=True))))
+    line = report.summary(with_shapes(measured, shape, replace(shape, one_order=True)))
     assert "; measured one token order alone: the dense steps are few or short" in line
 
 
-NOTHING = {"sparse": 0, "dense": 0, "cross": 0, "reasons": {}}
+NOTHING = {"sparse": 0, "cross": 0, "reasons": {}}
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"dense": 2, "reasons": {"attention mask": 2}}, "dense because: attention mask (2)"),
+        ({"reasons": {"attention mask": 2}}, "dense because: attention mask (2)"),
         ({}, "no attention call reached this node"),
         ({"forwards": 0}, "the model did not run"),
     ],
@@ -194,7 +203,12 @@ def picture(load_pack):
 
 def shades(image, colour):
     """Points of that colour."""
-    return int((image == torch.as_tensor(colour)).all(-1).sum())
+    return int(((255 * image).round() == torch.as_tensor(colour)).all(-1).sum())
+
+
+def inked(image):
+    """Points of letters, which are smooth."""
+    return int((image.amax(-1) < 0.7).sum())
 
 
 def test_the_picture_shows_densities_and_errors(picture, measured):
@@ -205,21 +219,21 @@ def test_the_picture_shows_densities_and_errors(picture, measured):
     left, top = picture.LEFT + 5, picture.TOP + 5
     for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75)]:
         point = image[0, top + 40 * row, left + 40 * column]
-        torch.testing.assert_close(point, picture._colours(torch.tensor(density)))
+        torch.testing.assert_close(255 * point, picture._colours(torch.tensor(density)).float())
     missing = image[0, top + 40, left + 40]
-    torch.testing.assert_close(missing, torch.tensor(picture.FAINT))
+    torch.testing.assert_close(255 * missing, torch.tensor(picture.FAINT).float())
     assert shades(image, picture.PREDICTED) > 2 * shades(image, picture.PROBED) > 0
 
 
 def test_no_head_measured_and_nothing_run(picture, result):
     image = picture.draw(result())
-    assert shades(image, picture.PROBED) == 0 and shades(image, picture.INK) > 100
-    empty = result(layers=torch.empty(0).long(), by_step=torch.empty(0, 0))
-    assert shades(picture.draw(empty), picture.INK) > 100
+    assert shades(image, picture.PROBED) == 0 and inked(image) > 100
+    empty = result(by_step=torch.empty(0, 0))
+    assert inked(picture.draw(empty)) > 100
 
 
 @pytest.mark.parametrize(("layers", "steps"), [(1, 1), (60, 50), (200, 1000)])
 def test_pictures_of_any_size(picture, result, layers, steps):
     density = torch.rand(layers, steps)
-    image = picture.draw(result(layers=torch.arange(layers), by_step=density))
+    image = picture.draw(result(by_step=density))
     assert image.shape[1] <= 800 and image.shape[2] <= 1500

@@ -46,8 +46,8 @@ def two_models(session, patched_wan, generator):
 def test_it_is_measured_by_itself(two_models, runs):
     two_models()
     ((run, _),) = runs
-    assert [len(table._sampled) for table in run.heads.tables.frozen] == [BLOCKS] * 2
-    assert len(run.heads.tables.frozen_of_sampled) == 1
+    assert [len(table._sampled) for table in run.session.tables.frozen] == [BLOCKS] * 2
+    assert len(run.session.tables.frozen_of_sampled) == 1
     assert run.notes[0].startswith("the guider runs a second model")
     assert run.notes[0].endswith("measured apart")
 
@@ -62,7 +62,7 @@ def test_shapes_that_it_alone_has_are_its_own(two_models, runs):
     """Such a shape is met in a pass, and expected in the next."""
     two_models(tokens=TOKENS + 44)
     ((run, _),) = runs
-    tables = [(which > 0, shape.tokens) for _, which, shape in run.heads.tables._tables]
+    tables = [(which > 0, shape.tokens) for _, which, shape in run.session.tables._tables]
     assert sorted(tables) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]
 
 
@@ -75,7 +75,7 @@ def test_a_profile_is_of_the_sampled_model_alone(two_models, runs, load_pack):
     _, text, _ = report(patched, {"samples": 0}, "again")
     assert text.endswith("No profile was saved: this run used one instead of measuring.")
     (run, _) = runs[-1]
-    made = run.heads.tables._tables.items()
+    made = run.session.tables._tables.items()
     tables = {which: table.from_profile for (_, which, _), table in made}
     assert tables.pop(0) and list(tables.values()) == [False]
 

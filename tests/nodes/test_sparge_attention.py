@@ -110,7 +110,7 @@ def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs):
 
 
 def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
-    qualities = load_pack("nodes.aim").QUALITIES
+    qualities = load_pack("nodes.settings").QUALITIES
     assert list(qualities) == COMBOS["quality"]
     assert list(qualities.values()) == sorted(qualities.values())
     for name, target in qualities.items():

@@ -38,7 +38,7 @@ def patch(patched_wan):
 def steps_of(load_pack, monkeypatch, session, generator):
     """steps_of(patched, sigmas): the sparse calls, by step and block. broken: the value of one
     channel is NaN while the sparse step of that number runs."""
-    module = load_pack("nodes.attention_call")
+    module = load_pack("sparge.tune.call")
     layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
     # Keys that are alike in space, so that another block is worth the less the more are kept.
     drift = torch.linspace(0, 30, TOKENS)[:, None] + torch.arange(HEADS * 64)
@@ -113,7 +113,7 @@ def test_passes_that_are_measured_have_no_part_in_the_mean(patch, steps_of, runs
     sigmas = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3][:steps]
     sparse = steps_of(patch(mode="auto budget", topk=0.4, start_percent=0.0), sigmas)
     assert len(sparse) == steps - 1
-    (table,) = runs[-1][0].heads.tables.frozen
+    (table,) = runs[-1][0].session.tables.frozen
     assert len(table._given()) == steps - 1
     for densities, choices in zip(given(sparse), table._given(), strict=True):
         assert torch.equal(densities, choices.density[:BLOCKS])
@@ -142,7 +142,7 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
         assert between_choices[0] >= between_choices[-1], "both are of one kind"
     for of_kind in (means[::2], means[1::2]):
         assert of_kind[0] > of_kind[-1]
-    (table,) = runs[-1][0].heads.tables.frozen
+    (table,) = runs[-1][0].session.tables.frozen
     kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
     errors = torch.stack([choices.error for choices in table._given()])
@@ -175,7 +175,7 @@ def run_of(steps_of, runs):
     def of(patched):
         steps = steps_of(patched, SIX_SPARSE)
         assert runs[-1][0].notes == []
-        (table,) = runs[-1][0].heads.tables.frozen
+        (table,) = runs[-1][0].session.tables.frozen
         pool_weights = [torch.stack([call.pool_weight for call in step]) for step in steps]
         return given(steps), pool_weights, table._given()
 
@@ -196,7 +196,7 @@ def test_steps_spend_their_density(patch, run_of, runs, saved, topk, least):
                 torch.equal(pool_weights[step], of_step.pool_weight[:BLOCKS])
                 and pool_weights[step].any()
             )
-        (table,) = runs[-1][0].heads.tables.frozen
+        (table,) = runs[-1][0].session.tables.frozen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         assert least < sum(kept) / 6 <= topk
     assert all(choices is profiled[2][0] for choices in profiled[2])
@@ -204,7 +204,7 @@ def test_steps_spend_their_density(patch, run_of, runs, saved, topk, least):
 
 def test_steps_keep_to_the_target(load_pack, patch, run_of, saved, monkeypatch):
     target = 0.7  # these heads are hard
-    monkeypatch.setitem(load_pack("nodes.aim").QUALITIES, "fast", target)
+    monkeypatch.setitem(load_pack("nodes.settings").QUALITIES, "fast", target)
     widgets = {"mode": "auto quality", "quality": "fast"}
     patched = patch(**widgets)
     measured, profiled = run_of(patched), run_of(patch(profile=saved(patched), **widgets))
@@ -215,7 +215,7 @@ def test_steps_keep_to_the_target(load_pack, patch, run_of, saved, monkeypatch):
 def test_a_run_does_not_wait_for_the_garbage_collector(patch, steps_of, runs):
     """Its tables hold memory of the device, which a second sampler needs."""
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE)
-    table = weakref.ref(runs[-1][0].heads.tables.frozen[0])
+    table = weakref.ref(runs[-1][0].session.tables.frozen[0])
     gc.disable()
     try:
         runs.clear()

@@ -31,7 +31,7 @@ def sparse_calls(load_pack, patcher, session, monkeypatch) -> Callable[..., list
         given.append((policy, kwargs.get("order")))
         return q
 
-    monkeypatch.setattr(load_pack("nodes.attention_call"), "attention", library)
+    monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", library)
 
     def run(name: str, tokens: int, **options: Any) -> list[Any]:
         patcher.model.diffusion_model = type(name, (Model,), {})(8)

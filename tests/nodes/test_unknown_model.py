@@ -72,8 +72,7 @@ def test_text_is_told_where_it_is_or_may_be_among_them(notes_of, name):
 )
 def test_no_class_name_is_shown(load_pack, notes_of, runs, name, shown):
     notes_of(called(name))
-    report, result = load_pack("nodes.report"), load_pack("nodes.result").RunResult
-    told = report.summary(result.of(runs[-1][0], None, False))
+    told = load_pack("nodes.report").summary(runs[-1][0].result(None, False))
     assert told.startswith(f"{shown}, 128 tokens; ") and name not in told
 
 

@@ -62,9 +62,9 @@ def told(load_pack, patched_wan, patcher, session, runs):
         with pytest.MonkeyPatch.context() as patch:
             write = picture.write
 
-            def noted(text, *args):
+            def noted(image, text, *args):
                 words.append(text)
-                return write(text, *args)
+                write(image, text, *args)
 
             patch.setattr(picture, "write", noted)
             image = picture.draw(last)
@@ -146,7 +146,7 @@ def test_a_picture_is_no_clip(told):
 def test_a_clip_that_came_is_not_missed(told, step):
     for sigmas in ([0.9], [1.0, 0.7]):
         got = told(step, sigmas)
-        assert REPLACED not in got.line and not got.result.missing
+        assert REPLACED not in got.line and not got.tally.missing
 
 
 def test_a_pass_that_a_cache_answers_replaces_nothing(told):

@@ -11,17 +11,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def warmup(load_pack, monkeypatch):
-    module = load_pack("nodes.warmup")
+    module = load_pack("sparge.kernels.warmup")
     monkeypatch.setattr(module, "_warmups", {})
-    monkeypatch.setattr(module, "node_specs", lambda arch: [])
-    monkeypatch.setattr(module, "node_path", lambda arch: "a path")
+    monkeypatch.setattr(module, "eight_bit_specs", lambda arch: [])
+    monkeypatch.setattr(module, "eight_bit_path", lambda arch: "a path")
     return module
 
 
 @pytest.fixture
 def warm(warmup, monkeypatch):
     """Replaces the library's warm."""
-    return lambda function: monkeypatch.setattr(warmup.kernels, "warm", function)
+    return lambda function: monkeypatch.setattr(warmup, "warm", function)
 
 
 def never_cancelled():
@@ -124,12 +124,12 @@ def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplo
 
 @pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])
 def test_every_path_has_a_reason(load_pack, arch, family):
-    assert load_pack("nodes.warmup").node_path(arch).startswith(f"{family}: ")
+    assert load_pack("sparge.kernels.warmup").eight_bit_path(arch).startswith(f"{family}: ")
 
 
 def test_the_node_needs_only_the_8_bit_kernels(load_pack):
-    module = load_pack("nodes.warmup")
-    specs = module.node_specs("sm_89")
+    module = load_pack("sparge.kernels.warmup")
+    specs = module.eight_bit_specs("sm_89")
     assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend", "score"}
     assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_E4M3"}
     assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}

@@ -16,7 +16,7 @@ def run(load_pack, patcher, session, generator, runs, monkeypatch):
     """run(compiled, ...): results, the tally and the line of a run of three steps, with a model
     of one call that is compiled or not."""
     torch._dynamo.reset()
-    monkeypatch.setattr(load_pack("nodes.whole_graph"), "_traced", set())
+    monkeypatch.setattr(load_pack("sparge.common.whole_graph"), "_traced", set())
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
 
     def of(prepared=lambda patched: None, **compiling):

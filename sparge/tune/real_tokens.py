@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..sparge import Unsupported, key_padding
-from .attention_call import AttentionCall
-from .decision import MASK
-from .families import TokenLayout
+from ..errors import Unsupported
+from ..order.grid import TokenGrid
+from ..padding import key_padding
+from .call import Call
 
+#: Reason of a dense call with a mask that is no padding of text.
+MASK = "attention mask"
 #: Reason of a dense masked call whose batch entries have different numbers of real tokens.
 UNEVEN = "attention mask (the prompts of a batch are padded differently)"
 
@@ -33,39 +34,33 @@ class RealTokens:
     index: Tensor
     rest: Tensor
 
-    def call(self, call: AttentionCall) -> AttentionCall:
+    def call(self, call: Call) -> Call:
         """Same attention among the real tokens alone, (B, H, S, D) in and out."""
-        q, k, v = (_take(x, self.index) for x in call.heads_first())
-        return replace(
-            call, q=q, k=k, v=v, has_mask=False, mask=None, skip_reshape=True,
-            skip_output_reshape=True,
-        )  # fmt: skip
+        q, k, v = (_take(x, self.index) for x in call.qkv)
+        return replace(call, q=q, k=k, v=v, layout="HND")
 
-    def rows(self, call: AttentionCall, out: Tensor) -> Tensor:
+    def rows(self, call: Call, out: Tensor) -> Tensor:
         """Rows of the real tokens in a result of `call`, as `self.call` has it."""
         return _take(call.result_heads_first(out), self.index)
 
-    def whole(self, call: AttentionCall, real: AttentionCall, out: Tensor) -> Tensor:
+    def whole(self, call: Call, real: Call, out: Tensor) -> Tensor:
         """Result of `call`, from that of its real tokens."""
-        q, _, _ = call.heads_first()
-        batch, heads, tokens, head_dim = q.shape
-        result = q.new_empty(batch, tokens, heads, head_dim)
+        batch, heads, tokens, head_dim = call.q.shape
+        result = call.q.new_empty(batch, tokens, heads, head_dim)
         _put(result, self.index, out)
         if self.rest.shape[1]:
-            rest = scaled_dot_product_attention(
-                _take(q, self.rest),
-                real.k.to(q.dtype),
-                real.v.to(q.dtype),
-                scale=call.scale,
-                enable_gqa=call.shares_keys,
-            )
-            _put(result, self.rest, rest)
-        return result.transpose(1, 2) if call.skip_output_reshape else result.flatten(2)
+            k, v = real.k.to(result.dtype), real.v.to(result.dtype)
+            rest = replace(real, q=_take(call.q, self.rest), k=k, v=v)
+            _put(result, self.rest, rest.exact())
+        return call.result(result.transpose(1, 2))
 
 
-def real_tokens(mask: Tensor, layout: TokenLayout) -> RealTokens | str | None:
+def real_tokens(mask: Tensor, known: TokenGrid | None) -> RealTokens | str | None:
     """Real tokens of a mask that is one row of keys for each batch entry: None where all tokens are
-    real, or why the call stays dense. Waits for the mask's device once."""
+    real, or why the call stays dense. Waits for the mask's device once.
+
+    known: whole sequence, of which padding is never on the grid; None where that is not known.
+    """
     row = mask.reshape(-1, mask.shape[-1]).cpu()
     try:
         padding = key_padding(row)
@@ -75,7 +70,6 @@ def real_tokens(mask: Tensor, layout: TokenLayout) -> RealTokens | str | None:
         return None
     counts = padding.key_lengths.tolist()
     hidden = ~row if row.dtype == torch.bool else row != 0
-    known = layout.tokens
     if known is not None:
         of_grid = slice(known.prefix, known.tokens - known.suffix)
         if row.shape[-1] != known.tokens or hidden[:, of_grid].any():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of a model's transformer blocks, and the one that ComfyUI says a call is of."""
+"""Numbers of a model's layers, and the one that ComfyUI says a call is of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 #: Place of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
 Place = tuple[str, int, int]
 
-#: Attributes that hold the blocks: a model has one of these lists, or the first two.
+#: Attributes that hold the layers: a model has one of these lists, or the first two.
 _BLOCK_LISTS = (
     "double_blocks",
     "single_blocks",
@@ -19,7 +19,7 @@ _BLOCK_LISTS = (
     "visual_transformer_blocks",
     "layers",
 )
-#: Blocks that run before those of the lists above and that ComfyUI gives no number, each with the
+#: Layers that run before those of the lists above and that ComfyUI gives no number, each with the
 #: input without which it does not run.
 _REFINERS: Mapping[str, str | None] = {
     "context_refiner": None,
@@ -30,14 +30,14 @@ _REFINERS: Mapping[str, str | None] = {
 
 
 @dataclass(frozen=True)
-class BlockCounts:
-    """Transformer blocks of a model.
+class LayerCounts:
+    """Layers (transformer blocks) of a model.
 
     Attributes:
-        total: blocks that have numbers, from 0; None where the model has no list known here.
-        double: blocks before the single-stream ones, which models number from 0 again.
-        refiners: blocks that run before them and have no number.
-        places: number of each block of a U-Net.
+        total: layers that have numbers, from 0; None where the model has no list known here.
+        double: layers before the single-stream ones, which models number from 0 again.
+        refiners: layers that run before them and have no number.
+        places: number of each layer of a U-Net.
     """
 
     total: int | None = None
@@ -46,8 +46,8 @@ class BlockCounts:
     places: Mapping[Place, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any, extras: Mapping[str, Any]) -> BlockCounts:
-        """Counts the blocks of a model. extras: what the model is given beside latent and text."""
+    def of(cls, model: Any, extras: Mapping[str, Any]) -> LayerCounts:
+        """Counts the layers of a model. extras: what the model is given beside latent and text."""
         places: dict[Place, int] = {}
         for place in _places(model):
             places.setdefault(place, len(places))
@@ -67,7 +67,7 @@ class BlockCounts:
         )
 
     def published(self, options: Mapping[str, Any]) -> int | None:
-        """Number of the running block, where ComfyUI says it in transformer_options."""
+        """Number of the running layer, where ComfyUI says it in transformer_options."""
         index, place = options.get("block_index"), options.get("block")
         if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
             return self.places.get((*place[:2], index or 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of this pack where the model would run without it.
+"""Errors of this pack where a model would run without it.
 
 The call is dense, counted, and in the log. What a model sends is not in our hands, so a shape that
 nobody thought of must not cost a user the picture. Nor must it go unseen: whoever reads the log
@@ -17,8 +17,8 @@ import torch
 
 logger = logging.getLogger("sparge")
 
-#: ComfyUI makes room and tries again; and after an error of the device nothing runs on it.
-MEANT_FOR_COMFYUI: tuple[type[Exception], ...] = (
+#: A host makes room and tries again; and after an error of the device nothing runs on it.
+MEANT_FOR_HOST: tuple[type[Exception], ...] = (
     torch.OutOfMemoryError,
     *filter(None, [getattr(torch, "AcceleratorError", None)]),
 )
@@ -46,7 +46,7 @@ class Failures:
         """Context around work that the model can do without."""
         try:
             yield
-        except MEANT_FOR_COMFYUI:
+        except MEANT_FOR_HOST:
             raise
         except Exception as error:
             self.tell(outcome, error)

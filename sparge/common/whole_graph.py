@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of the whole model by torch.compile(fullgraph=True), in which this node has no place.
+"""Graphs of the whole model by torch.compile(fullgraph=True), in which a session has no place.
 
-What the node does in a call depends on the step and on what was measured, so it is no part of a
+What a session does in a call depends on the step and on what was measured, so it is no part of a
 graph: elsewhere torch.compile leaves it out. With fullgraph it may not, and ends the run instead.
-There attention is traced as without the node, which makes it dense.
+There attention is traced as without a session, which makes it dense.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up: kernels that this machine lacks are compiled while ComfyUI still loads the model."""
+"""Warm-up: kernels that this machine lacks are compiled while a host still loads its model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from ..sparge import KernelBuildError, Unsupported, kernels
-from ..sparge.kernels.spec import attend_path
+from ..errors import KernelBuildError, Unsupported
+from .device import capabilities
+from .driver import DriverError
+from .loader import warm
+from .spec import Element, KernelSpec, attend_path, native_element, native_specs, pv_filter_saves
 
 logger = logging.getLogger("sparge")
 
@@ -27,25 +30,24 @@ _POLL_SECONDS = 0.1
 _WORTH_TELLING_SECONDS = 1.0
 
 
-def node_specs(arch: str) -> list[kernels.KernelSpec]:
-    """Kernels that the node can reach: those of the 8-bit precision, for both head_dims; with the
-    PV filter where `pv_filter.fitted` lets it be."""
+def eight_bit_specs(arch: str) -> list[KernelSpec]:
+    """Kernels of the 8-bit precision for both head_dims, with the PV filter where it saves time."""
     element = _element(arch)
     return [
         spec
-        for spec in kernels.native_specs(arch)
+        for spec in native_specs(arch)
         if (spec.element is element or not spec.reads_element)
-        and (kernels.pv_filter_saves(arch) or not spec.pv_filter)
+        and (pv_filter_saves(arch) or not spec.pv_filter)
     ]
 
 
-def node_path(arch: str) -> str:
-    """Name of the attend kernel that serves the node, and why."""
+def eight_bit_path(arch: str) -> str:
+    """Name of the attend kernel of the 8-bit precision, and why."""
     return attend_path(arch, _element(arch)).reason
 
 
-def _element(arch: str) -> kernels.Element:
-    return kernels.native_element(arch, sixteen_bit=False, dtype=None)
+def _element(arch: str) -> Element:
+    return native_element(arch, sixteen_bit=False, dtype=None)
 
 
 class Warmup:
@@ -61,9 +63,9 @@ class Warmup:
 
     def _work(self) -> None:
         try:
-            kernels.warm(self._device, node_specs, self._progress)
-            arch = kernels.capabilities(self._device).arch
-            logger.info("[Sparge] attention on %s by %s", self._device, node_path(arch))
+            warm(self._device, eight_bit_specs, self._progress)
+            arch = capabilities(self._device).arch
+            logger.info("[Sparge] attention on %s by %s", self._device, eight_bit_path(arch))
         except BaseException as error:  # handed to whoever waits
             self._error = error
 
@@ -81,9 +83,9 @@ class Warmup:
             self._thread.join(_POLL_SECONDS)
         if isinstance(self._error, Unsupported):
             return self._error.reason
-        if isinstance(self._error, KernelBuildError | kernels.DriverError):
+        if isinstance(self._error, KernelBuildError | DriverError):
             logger.error("[Sparge] %s", self._error)
-            compiled = isinstance(self._error, kernels.DriverError)
+            compiled = isinstance(self._error, DriverError)
             return KERNEL_DID_NOT_LOAD if compiled else KERNEL_DID_NOT_COMPILE
         if self._error is not None:
             raise self._error

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences of tokens that attend to themselves: their grids, and which tokens stay exact."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+from ..order.grid import TokenGrid
+
+
+class TextPosition(enum.Enum):
+    """Place of the tokens that are not on the video grid, in the self-attention sequence."""
+
+    FIRST = "first"
+    LAST = "last"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Sequences of one forward pass, as far as they are known before its calls.
+
+    Attributes:
+        text: position of the tokens off the grid; None where that is not known.
+        grid: tokens along (time, height, width); None when it is not known.
+        tokens: the whole self-attention sequence, as far as it is known; None without a grid.
+        branches: other sequences that attend to themselves in the same layers.
+        frame_by_frame: each frame of the grid attends on its own, to the whole grid and to what
+            belongs to it.
+        loose_frames: last frames of the grid, of which the model may leave tokens out.
+        masked: the model is given a mask of its text, of which fewer tokens may be real.
+    """
+
+    text: TextPosition | None = None
+    grid: tuple[int, int, int] | None = None
+    tokens: TokenGrid | None = None
+    branches: tuple[TokenGrid, ...] = ()
+    frame_by_frame: bool = False
+    loose_frames: int = 0
+    masked: bool = False
+
+    @property
+    def grid_tokens(self) -> int:
+        return math.prod(self.grid) if self.grid else 0
+
+    @property
+    def frame_tokens(self) -> int:
+        return math.prod(self.grid[1:]) if self.grid else 0
+
+    @property
+    def expected(self) -> tuple[TokenGrid, ...]:
+        """Sequences that attend to themselves as a whole."""
+        if self.frame_by_frame and self.branches:
+            return self.branches
+        if self.masked and self.text is not TextPosition.NONE:
+            return ()
+        return () if self.tokens is None else (self.tokens, *self.branches)
+
+    def sequence(self, tokens: int) -> TokenGrid | None:
+        """Sequence of a self-attention over so many tokens. Of more or fewer than are expected the
+        grid is known all the same, where no text stands around it."""
+        if self.tokens is None:
+            return None
+        for known in (self.tokens, *self.branches):
+            if known.tokens == tokens:
+                return known
+        without_text = self.tokens.tokens - self.tokens.prefix
+        if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
+            return replace(self.tokens, prefix=tokens - without_text)  # prefix of its padding
+        if self.text is not TextPosition.NONE:
+            return None
+        further = tokens - self.tokens.tokens
+        if further > 0:
+            return replace(self.tokens, tail=self.tokens.tail + further)
+        kept = replace(self.tokens, frames=max(1, self.tokens.frames - self.loose_frames))
+        further = tokens - kept.tokens
+        return replace(kept, tail=kept.tail + further) if further >= 0 else None
+
+    def exact_tokens(self, tokens: int, references: int = 0) -> tuple[int, int]:
+        """Numbers (prefix, suffix) of tokens that must stay exact in a self-attention over
+        ``tokens`` tokens.
+
+        references counts image tokens that a model appends after the grid (Flux edits).
+        """
+        if (known := self.sequence(tokens)) is not None:
+            return known.prefix, known.suffix
+        text = tokens - self.grid_tokens - references
+        if self.grid is None or text <= 0:
+            return (0, 0)
+        if self.text is TextPosition.FIRST:
+            return (text, 0)
+        return (0, text) if self.text is TextPosition.LAST else (0, 0)
