@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparge.kernels import device
+
 Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
@@ -90,3 +92,14 @@ def make_qkv(generator: torch.Generator) -> Inputs:
         return draw(heads, tokens), draw(*of_keys), draw(*of_keys)
 
     return make
+
+
+@pytest.fixture
+def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forgets which targets were learned, refused and used; the test's end brings them back."""
+
+    def forget() -> None:
+        for name, empty in (("_known", dict), ("_refused", set), ("_in_use", set)):
+            monkeypatch.setattr(device, name, empty())
+
+    return forget

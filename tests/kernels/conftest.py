@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparge.kernels import device, nvrtc
+from sparge.kernels import nvrtc
 from sparge.kernels.compile import NvrtcCompiler
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.loader import load_cubin
@@ -45,17 +45,6 @@ def csrc(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def compiler() -> NvrtcCompiler:
     return NvrtcCompiler(nvrtc.load())
-
-
-@pytest.fixture
-def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forgets which targets were learned, refused and used; the test's end brings them back."""
-
-    def forget() -> None:
-        for name, empty in (("_known", dict), ("_refused", set), ("_in_use", set)):
-            monkeypatch.setattr(device, name, empty())
-
-    return forget
 
 
 class CountingCompiler:
