@@ -31,7 +31,7 @@ demo: $(STAMP)
 	$(PY) -m benchmarks.demo
 
 test: $(STAMP)
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,19 @@ import torch
 from sparge.kernels import device
 
 Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+#: Number of workers at most where they share a GPU: each holds a CUDA context of its own.
+WORKERS_ON_GPU = 4
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest without xdist knows no such hook
+def pytest_xdist_auto_num_workers() -> int:
+    """Number of workers of `-n auto`."""
+    cores = os.cpu_count() or 1
+    return cores if no_gpu_reason() else min(cores, WORKERS_ON_GPU)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
