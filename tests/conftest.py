@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -117,3 +119,13 @@ def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             monkeypatch.setattr(device, name, empty())
 
     return forget
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`sparge.stages.pipeline`, the module, on a pretended H200 whose kernels nobody calls yet."""
+    capability = device.Capability(True, "", "sm_90a")
+    for name in ("sparge.stages.launch", "sparge.call", "sparge.stages.pipeline"):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "capabilities", lambda _: capability)
+    return module
