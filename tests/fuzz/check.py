@@ -123,7 +123,7 @@ def _judge(
     if lse is not None:
         outcome.expect((lse[empty] == -math.inf).all(), "LSE of a row without keys is not -inf")
         off = (lse.double() - exact.lse).masked_fill(empty, 0).abs()
-        _compare("LSE", off, bound.lse, outcome)
+        _compare("LSE", off, bound.lse.masked_fill(empty, 0), outcome)
     _spread(case, setting, error, bound, outcome)
 
 
