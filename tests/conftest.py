@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from sparge.kernels import device
 
 Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -105,3 +109,24 @@ def make_qkv(generator: torch.Generator) -> Inputs:
         return draw(heads, tokens), draw(*of_keys), draw(*of_keys)
 
     return make
+
+
+@pytest.fixture
+def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forgets which targets were learned, refused and used; the test's end brings them back."""
+
+    def forget() -> None:
+        for name, empty in (("_known", dict), ("_refused", set), ("_in_use", set)):
+            monkeypatch.setattr(device, name, empty())
+
+    return forget
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`sparge.stages.pipeline`, the module, on a pretended H200 whose kernels nobody calls yet."""
+    capability = device.Capability(True, "", "sm_90a")
+    for name in ("sparge.stages.launch", "sparge.call", "sparge.stages.pipeline"):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "capabilities", lambda _: capability)
+    return module

@@ -39,20 +39,11 @@ def test_an_overlay_is_a_version_of_its_own(
     assert all(row["equal"] and row["attend_ms"] == 1.5 for row in rows)
 
 
-def test_pool_weights_are_of_the_base_over_the_other() -> None:
-    found = beside([2.0, 2.2, 2.0], [1.0, 1.1, 1.0])
-    assert found == {"base_ms": 2.0, "ms": 1.0, "gain": 1.0, "spread": 0.0}
-
-
 def test_differences_are_of_bits_and_of_numbers() -> None:
     one = torch.tensor([1.0, math.inf, math.nan])
     assert difference(one, one.clone()) == (True, 0.0)
     assert difference(torch.tensor([0.0]), torch.tensor([-0.0])) == (False, 0.0)
     assert difference(torch.tensor([1.5]), torch.tensor([1.0])) == (False, 0.5)
     assert difference(torch.tensor([math.nan]), torch.tensor([1.0])) == (False, math.inf)
-
-
-def test_without_another_version_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        before_after.main([])
-    assert "name another version with --base" in capsys.readouterr().err
+    found = {"base_ms": 2.0, "ms": 1.0, "gain": 1.0, "spread": 0.0}
+    assert beside([2.0, 2.2, 2.0], [1.0, 1.1, 1.0]) == found

@@ -54,9 +54,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return found
 
 
-@pytest.mark.parametrize("repeats", [1, 3, 20])
-def test_short_calls_are_queued_behind_a_sleep(machine: Machine, repeats: int) -> None:
-    assert median_ms(machine.call(0.25, 0.3), repeats) == pytest.approx(0.25)
+def test_short_calls_are_queued_behind_a_sleep(machine: Machine) -> None:
+    for repeats in (1, 20):
+        machine.slept = 0.0
+        assert median_ms(machine.call(0.25, 0.3), repeats) == pytest.approx(0.25)
     assert 0 < machine.slept <= LONGEST_SLEEP
     machine.host = machine.gpu
     assert median_ms(machine.call(0.25, 0.3), repeats, with_host=True) > 0.29

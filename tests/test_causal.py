@@ -18,7 +18,7 @@ from sparge.common.metrics import rel_l2
 attention: Any = sparge.attention
 DENSE = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
 SPARSE = SparsePolicy(topk=0.3)
-SIZES = [(1, 600), (1, 1), (2, 65), (320, 640), (130, 257), (257, 130), (300, 1), (70, 70)]
+SIZES = [(1, 600), (2, 65), (130, 257), (257, 130), (300, 1), (70, 70)]
 
 
 def visible(queries: int, keys: int, causal: str) -> Tensor:
@@ -52,8 +52,9 @@ def test_sees_what_the_alignment_says(make_qkv, queries: int, keys: int, causal:
     assert torch.equal(out, attention(q, k, v, DENSE, causal=causal))
 
 
-@pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize("out_layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("precision", "out_layout"), zip(Precision, ["NHD", "HND", "NHD"], strict=True)
+)
 def test_every_precision_and_layout(make_qkv, precision: Precision, out_layout: str) -> None:
     policy = replace(DENSE, precision=precision)
     for queries, keys in ((320, 640), (640, 320)):
@@ -145,23 +146,19 @@ def test_a_budget_serves_both_parts(make_qkv, pool_weight: float) -> None:
     assert (rel_l2(out, truth) < 0.02) == (pool_weight == 1)
 
 
-@pytest.mark.parametrize(
-    "exact", [{"exact_prefix": 70}, {"exact_suffix": 300}, {"exact_prefix": 700}]
-)
-def test_exact_tokens_are_those_of_the_sequence(make_qkv, exact: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("prefix", "suffix"), [(70, 0), (0, 300), (700, 0)])
+def test_exact_tokens_are_those_of_the_sequence(make_qkv, prefix: int, suffix: int) -> None:
     """Keys that are exact are never dropped, nor is anything by queries that are."""
     q, k, v = make_qkv(1, 1, 256, 64, kv_tokens=896)
-    lone = SparsePolicy(topk=0.0, precision=Precision.SIXTEEN_BIT, **exact)
+    lone = replace(DENSE, topk=0.0, exact_prefix=prefix, exact_suffix=suffix)
     full, least = (attention(q, k, v, policy, causal="bottom-right") for policy in (DENSE, lone))
-    queries = range(896 - 256, 896)
-    prefix, suffix = exact.get("exact_prefix", 0), exact.get("exact_suffix", 0)
-    rows = [i for i, place in enumerate(queries) if place < prefix or place >= 896 - suffix]
+    places = torch.arange(896 - 256, 896)
+    rows = (places < prefix) | (places >= 896 - suffix)
     assert torch.allclose(full[:, :, rows].float(), least[:, :, rows].float(), atol=0.02)
-    v[:, :, :prefix] += 1000
-    v[:, :, 896 - suffix :] += 1000
+    exact = (torch.arange(896) < prefix) | (torch.arange(896) >= 896 - suffix)
+    v[:, :, exact] += 1000
     moved = attention(q, k, v, lone, causal="bottom-right", output_dtype=torch.float32)
-    sees = visible(256, 896, "bottom-right")
-    held = (sees[:, :prefix].any(-1)) | (sees[:, 896 - suffix :].any(-1))
+    held = visible(256, 896, "bottom-right")[:, exact].any(-1)
     assert (moved[0, 0, held].mean(-1) > 1).all()
 
 
@@ -176,11 +173,7 @@ def test_the_sink_is_the_first_key_of_all(make_qkv) -> None:
     assert kept == [2 * 2 + 2 + 3, 2 + 2 + 3], "one block more for each of two query blocks"
 
 
-def test_what_is_not_a_number_comes_out(make_qkv) -> None:
-    q, k, v = make_qkv(1, 2, 200, 64, kv_tokens=500)
-    v[0, 1, 3] = math.nan
-    out = attention(q, k, v, DENSE, causal="bottom-right")
-    assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()
+SCALED = replace(HeadSettings.uniform(2, 0.5), output_scale=torch.ones(2))
 
 
 class TestRefusals:
@@ -189,14 +182,7 @@ class TestRefusals:
         [
             ({"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
             ({"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_causal"),
-            (
-                {
-                    "head_settings": replace(
-                        HeadSettings.uniform(2, 0.5), output_scale=torch.ones(2)
-                    )
-                },
-                "have an output_scale",
-            ),
+            ({"head_settings": SCALED}, "have an output_scale"),
         ],
     )
     def test_bottom_right(self, make_qkv, named: dict[str, Any], words: str) -> None:
@@ -220,7 +206,7 @@ class TestRefusals:
             attention(*make_qkv(), causal=causal)
 
 
-@pytest.mark.parametrize("topk", [0.1, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("topk", [0.2, 0.5])
 def test_a_share_of_all_blocks_is_more_of_causal_pairs(make_qkv, topk: float) -> None:
     """2 t - t^2 of the pairs, as `SparsePolicy.topk` says, but for the half blocks at the edge."""
     q, k, v = make_qkv(1, 1, 2560, 16)

@@ -69,24 +69,19 @@ def test_signature_is_upstreams(name: str) -> None:
     assert list(defaults.items()) == list(SIGNATURES[name].items())
 
 
-@pytest.mark.parametrize("name", TOPK_NAMES)
-def test_topk_is_the_librarys_attention(make_qkv, name: str) -> None:
+@pytest.mark.parametrize("name", MEANSIM_NAMES)
+def test_selection_is_the_librarys_attention(make_qkv, name: str) -> None:
     q, k, v = make_qkv(1, 2, 640, 64)
-    out, sparsity = function(name)(q, k, v, topk=0.3, return_sparsity=True)
-    policy = sparge.SparsePolicy(topk=0.3, keep_diagonal=False)
-    assert torch.equal(out, library(q, k, v, policy))
-    assert sparsity == pytest.approx(0.7), "3 of 10 blocks of 64 keys"
-    assert isinstance(sparsity, float)
-
-
-@pytest.mark.parametrize("name", CDF_NAMES)
-def test_cdf_is_the_librarys_attention(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(1, 2, 640, 64)
-    q, k = (x + x.float().cumsum(2).bfloat16() / 30 for x in (q, k))
-    given: dict[str, Any] = {"simthreshd1": 0.05, "cdfthreshd": 0.7}
+    if "topk" in name:
+        given: dict[str, Any] = {"topk": 0.3}
+        policy = sparge.SparsePolicy(topk=0.3, keep_diagonal=False)
+    else:
+        q, k = (x + x.float().cumsum(2).bfloat16() / 30 for x in (q, k))
+        given = {"simthreshd1": 0.05, "cdfthreshd": 0.7}
+        policy = sparge.SparsePolicy(select_by="cdf", keep_diagonal=False, **given)
     out, sparsity = function(name)(q, k, v, return_sparsity=True, **given)
-    policy = sparge.SparsePolicy(select_by="cdf", keep_diagonal=False, **given)
-    assert torch.equal(out, library(q, k, v, policy))
+    assert torch.equal(out, library(q, k, v, policy)) and isinstance(sparsity, float)
+    assert sparsity == pytest.approx(1 - sparge.make_plan(q, k, policy).density())
     assert 0.1 < sparsity < 0.9
 
 
@@ -107,8 +102,7 @@ def test_causal_element_by_element(make_qkv, name: str) -> None:
     """Upstream's second generation leaks up to 127 future tokens here."""
     q, k, v = make_qkv(1, 2, 300, 64)
     out = function(name)(q, k, v, is_causal=True, simthreshd1=1.0)
-    exact, _ = exact_attention(q, k, v, is_causal=True)
-    assert rel_l1(out, exact) < 0.02
+    assert rel_l1(out, exact_attention(q, k, v, is_causal=True)[0]) < 0.02
 
 
 def test_causal_ranks_in_all_blocks_and_leaves_the_diagonal_unprotected(make_qkv) -> None:
@@ -121,7 +115,10 @@ def test_causal_ranks_in_all_blocks_and_leaves_the_diagonal_unprotected(make_qkv
     assert sparsity == pytest.approx(1 - plan.density())
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+NEW_NAMES = [name for name in SIGNATURES if "sage2" in name]
+
+
+@pytest.mark.parametrize("name", NEW_NAMES)
 def test_scale_reaches_selection_and_attention(make_qkv, name: str) -> None:
     q, k, v = make_qkv(1, 1, 300, 64)
     extra: dict[str, Any] = {} if "meansim" in name else {"mask_id": torch.ones(1, 1, 3, 5)}
@@ -134,7 +131,7 @@ def test_scale_reaches_selection_and_attention(make_qkv, name: str) -> None:
     assert not torch.equal(out, function(name)(q, k, v, **extra))
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", NEW_NAMES)
 def test_layout_dtype_and_smoothing(make_qkv, name: str) -> None:
     q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, kv_tokens=200)
     extra = {} if "meansim" in name else {"mask_id": torch.ones(2, 4, 3, 4, dtype=torch.int32)}
@@ -169,23 +166,18 @@ def test_thresholds_by_head(make_qkv, name: str) -> None:
     assert torch.equal(integers, call(q, k, v, **base, **{share: 1.0}))
 
 
-def test_sink_keeps_the_first_block(make_qkv) -> None:
+def test_sink_and_pvthreshd(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 640, 64)
-    v[:, :, :64] += 100
     call = function("spas_sage2_attn_meansim_topk_cuda")
-    assert (call(q, k, v, topk=0.1, attention_sink=True) > 10).any(-1).all()
-    assert not (call(q, k, v, topk=0.1) > 10).any(-1).all()
-
-
-def test_pvthreshd_skips(make_qkv) -> None:
-    q, k, v = make_qkv(1, 1, 640, 64)
+    raised = v.clone()
+    raised[:, :, :64] += 100
+    assert (call(q, k, raised, topk=0.1, attention_sink=True) > 10).any(-1).all()
+    assert not (call(q, k, raised, topk=0.1) > 10).any(-1).all()
     q, k[:, :, :64] = q + 1, k[:, :, :64] + 2  # the first block's logits lie about 16 above
-    call = function("spas_sage2_attn_meansim_topk_cuda")
     everything = call(q, k, v, topk=1.0)
     assert torch.equal(everything, call(q, k, v, topk=1.0, pvthreshd=1000))
     filtered = call(q, k, v, topk=1.0, pvthreshd=2.0)
-    assert not torch.equal(everything, filtered)
-    assert rel_l1(filtered, everything) < 0.01
+    assert not torch.equal(everything, filtered) and rel_l1(filtered, everything) < 0.01
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -252,7 +244,7 @@ def of_tokens(pairs: torch.Tensor) -> torch.Tensor:
 class TestHopperMask:
     """Masks of 64 x 128 blocks, which other packages build where the GPU is an H100."""
 
-    @pytest.mark.parametrize("tokens", [512, 300, 129])
+    @pytest.mark.parametrize("tokens", [300, 129])
     def test_rows_that_agree_are_taken_exactly(self, make_qkv, generator, tokens: int) -> None:
         """RadialAttn makes such masks: of 128 x 128 blocks, split one way or the other."""
         q, k, v = make_qkv(1, 2, tokens, 64)
@@ -262,12 +254,9 @@ class TestHopperMask:
         ours = square.repeat_interleave(2, 3)[:, :, : -(-tokens // 128), : -(-tokens // 64)]
         out, sparsity = block_sparse(q, k, v, wide.int(), return_sparsity=True)
         same, of_ours = block_sparse(q, k, v, ours.int(), return_sparsity=True)
-        assert torch.equal(out, same)
-        assert sparsity == of_ours
-        exact, _ = exact_attention(q, k, v, plan=sparge.BlockPlan.from_kept(ours, tokens, tokens))
-        assert rel_l1(out, exact) < 0.02
+        assert torch.equal(out, same) and sparsity == of_ours
 
-    @pytest.mark.parametrize("queries, keys", [(512, 512), (300, 500), (65, 1), (190, 127)])
+    @pytest.mark.parametrize("queries, keys", [(300, 500), (65, 1), (190, 127)])
     def test_rows_that_differ_keep_both(self, make_qkv, generator, queries: int, keys: int) -> None:
         q, k, v = make_qkv(2, 4, queries, 64, kv_heads=2, kv_tokens=keys)
         shape = (2, 4, -(-queries // 64), -(-keys // 128))

@@ -177,29 +177,25 @@ class TestTuning:
         assert max(errors(attend, qkv)) < 0.08
 
     @pytest.mark.usefixtures("quick")
-    def test_thresholds_survive_bf16_and_inference_mode(self, clustered: Qkv) -> None:
+    @pytest.mark.parametrize("value", ["1", "yes"])
+    def test_by_environment_in_inference_mode_and_in_bf16(
+        self, clustered: Qkv, monkeypatch, value: str
+    ) -> None:
+        q, k, v = clustered
+        zeros_first = (q, k, v * torch.tensor([0, 1, 1]).view(1, 3, 1, 1))
         attend = SparseAttentionMeansim(l1=0.06, pv_l1=0.065)
+        monkeypatch.setenv("TUNE_MODE", value)
         with torch.inference_mode():
-            attend(*clustered, tune_mode=True)
+            attend(*zeros_first)
+        monkeypatch.delenv("TUNE_MODE")
+        assert attend.num_data_passed == 1
+        assert attend.is_sparse is not None and attend.is_sparse[0].item() is True, (
+            "a head of zeros"
+        )
         out = attend(*clustered)
         cast = copy.deepcopy(attend).to(torch.bfloat16)
         assert cast.cdfthreshd is not None and cast.cdfthreshd.dtype == torch.bfloat16
         assert torch.equal(cast(*clustered), out)
-
-    @pytest.mark.usefixtures("quick")
-    def test_a_head_of_zeros(self, clustered: Qkv) -> None:
-        q, k, v = clustered
-        attend = SparseAttentionMeansim()
-        attend(q, k, v * torch.tensor([0, 1, 1]).view(1, 3, 1, 1), tune_mode=True)
-        assert attend.is_sparse is not None and attend.is_sparse[0].item() is True
-
-    @pytest.mark.parametrize("value", ["1", "yes"])
-    @pytest.mark.usefixtures("quick")
-    def test_by_environment(self, clustered: Qkv, monkeypatch, value: str) -> None:
-        monkeypatch.setenv("TUNE_MODE", value)
-        attend = SparseAttentionMeansim()
-        attend(*clustered)
-        assert attend.num_data_passed == 1
 
 
 @pytest.mark.parametrize(
@@ -221,17 +217,16 @@ def test_bounds_are_checked(given: dict[str, Any], reason: str) -> None:
 def test_untuned_and_masked_calls_say_what_to_do(make_qkv) -> None:
     with pytest.raises(RuntimeError, match="tune_mode=True or TUNE_MODE=1"):
         SparseAttentionMeansim()(*make_qkv())
-    for tune_mode in (True, False):
-        with pytest.raises(sparge.Unsupported, match="no element mask"):
-            SparseAttentionMeansim()(*make_qkv(), mask=torch.ones(256, 256), tune_mode=tune_mode)
+    with pytest.raises(sparge.Unsupported, match="no element mask"):
+        SparseAttentionMeansim()(*make_qkv(), mask=torch.ones(256, 256), tune_mode=True)
 
 
 class Layers(nn.Module):
     """Names as in CogVideoX, and a layer 10 beside layer 1."""
 
-    def __init__(self, count: int = 11) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.transformer_blocks = nn.ModuleList(nn.Module() for _ in range(count))
+        self.transformer_blocks = nn.ModuleList(nn.Module() for _ in range(11))
         for block in self.transformer_blocks:
             block.attn1 = nn.Module()
             block.attn1.to_q = nn.Linear(4, 4, dtype=torch.bfloat16)
@@ -242,26 +237,24 @@ class Layers(nn.Module):
         return block.attn1.inner_attention
 
 
-def upstreams_file(layers: int, heads: int = 2) -> dict[str, Tensor]:
-    """File that upstream saves: Parameters of bf16 on whatever device, one tensor (heads,) a
-    part.
-    """
+def part(values: list[float]) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.bfloat16), requires_grad=False)
+
+
+def upstreams_file(layers: int = 11, heads: int = 2) -> dict[str, Tensor]:
+    """File that upstream saves: Parameters of bf16, one tensor (heads,) a part."""
     return {
-        f"transformer_blocks.{layer}.attn1.inner_attention.{part}": nn.Parameter(
-            torch.full((heads,), layer / 16, dtype=torch.bfloat16), requires_grad=False
-        )
+        f"transformer_blocks.{layer}.attn1.inner_attention.{name}": part([layer / 16] * heads)
         for layer in range(layers)
-        for part in SAVED
+        for name in SAVED
     }
 
 
 class TestFiles:
     def test_upstreams_file_loads(self, make_qkv, tmp_path: Path) -> None:
-        saved = upstreams_file(11)
+        saved = upstreams_file()
         name = "transformer_blocks.10.attn1.inner_attention."
-        saved[name + "cdfthreshd"] = nn.Parameter(
-            torch.tensor([0.3, 1], dtype=torch.bfloat16), requires_grad=False
-        )
+        saved[name + "cdfthreshd"] = part([0.3, 1])
         saved[name + "simthreshd1"].data.fill_(-0.9375)
         saved[name + "pvthreshd"].data.fill_(9.4)
         torch.save(saved, tmp_path / "tuned.pt")
@@ -269,18 +262,17 @@ class TestFiles:
         loaded = torch.load(tmp_path / "tuned.pt", weights_only=True)
         assert load_sparse_attention_state_dict(model, loaded) is model
         for layer in range(10):
-            for part in ("cdfthreshd", "simthreshd1", "simthreshd2", "pvthreshd"):
-                value = getattr(model.attention(layer), part)
+            for name in ("cdfthreshd", "simthreshd1", "simthreshd2", "pvthreshd"):
+                value = getattr(model.attention(layer), name)
                 assert value.dtype == torch.float32 and not value.requires_grad
                 assert value.tolist() == [layer / 16] * 2
         assert model.attention(10).is_sparse.dtype == torch.bool
 
         q, k, v = make_qkv(1, 2, 640, 64)
         out, sparsity = model.attention(10)(q, k, v, return_sparsity=True)
-        cdf, pv = torch.tensor([0.3, 1]).bfloat16(), float(torch.tensor(9.4).bfloat16())
-        given = {"cdfthreshd": cdf, "simthreshd1": -0.9375, "pvthreshd": pv}
-        expected = cdf_attention(q, k, v, attention_sink=True, **given)
-        assert torch.equal(out, expected)
+        pv = float(torch.tensor(9.4).bfloat16())
+        given = {"cdfthreshd": part([0.3, 1]).data, "simthreshd1": -0.9375, "pvthreshd": pv}
+        assert torch.equal(out, cdf_attention(q, k, v, attention_sink=True, **given))
         assert 0.2 < sparsity < 0.5
 
     def test_saved_is_loaded(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,50 +287,34 @@ class TestFiles:
         again = extract_sparse_attention_state_dict(fresh)
         assert all(torch.equal(again[name], saved[name]) for name in saved)
         assert fresh.attention(10).cdfthreshd is None
+        layer = load_sparse_attention_state_dict(
+            SparseAttentionMeansim(), extract_sparse_attention_state_dict(model.attention(2))
+        )
+        assert sorted(extract_sparse_attention_state_dict(layer)) == sorted(SAVED), "or one alone"
 
-    @pytest.mark.parametrize("wrap", ["_orig_mod.", "module._orig_mod."])
-    def test_wrapped_models(self, wrap: str) -> None:
-        saved = {wrap + name: value for name, value in upstreams_file(11).items()}
-        model = Layers()
-        load_sparse_attention_state_dict(model, saved)
-        assert model.attention(1).cdfthreshd.tolist() == [1 / 16] * 2
+    def test_wrapped_models_and_several_gpus(self) -> None:
+        for wrap in ("_orig_mod.", "module._orig_mod."):
+            saved = {wrap + name: value.to("meta") for name, value in upstreams_file().items()}
+            model = Layers()
+            load_sparse_attention_state_dict(model, saved, multigpu=True)
+            assert model.attention(1).cdfthreshd.device.type == "meta", "where it was"
         wrapped = nn.ModuleDict({"_orig_mod": Layers()})
-        load_sparse_attention_state_dict(wrapped, upstreams_file(11))
+        load_sparse_attention_state_dict(wrapped, upstreams_file())
         assert next(iter(extract_sparse_attention_state_dict(wrapped))).startswith("_orig_mod.")
 
-    def test_several_gpus_leave_tensors_where_they_are(self) -> None:
-        saved = {name: value.to("meta") for name, value in upstreams_file(11).items()}
-        model = Layers()
-        load_sparse_attention_state_dict(model, saved, multigpu=True)
-        assert model.attention(0).cdfthreshd.device.type == "meta"
-
-    def test_the_model_alone(self, clustered: Qkv, quick: None) -> None:
-        attend = SparseAttentionMeansim()
-        attend(*clustered, tune_mode=True)
-        saved = extract_sparse_attention_state_dict(attend)
-        assert sorted(saved) == sorted(SAVED)
-        fresh = load_sparse_attention_state_dict(SparseAttentionMeansim(), saved)
-        assert torch.equal(fresh(*clustered), attend(*clustered))
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            (lambda name, _: name.replace("attn1", "attn"), r"None of the 10 .*11 SparseAttention"),
-            (lambda name, _: name[:0], "None of the 1 saved"),
-            (lambda name, last: name if not last else "x", r"blocks.1.*one value for each head"),
-        ],
-    )
-    def test_a_file_of_another_model_or_half_a_layer_is_refused(self, change, words: str) -> None:
+    def test_a_file_of_another_model_or_half_a_layer_is_refused(self, make_qkv) -> None:
         saved = upstreams_file(2)
         last = "transformer_blocks.1.attn1.inner_attention.pvthreshd"
-        changed = {change(name, name == last): value for name, value in saved.items()}
-        with pytest.raises(ValueError, match=words):
-            load_sparse_attention_state_dict(Layers(), changed)
-        with pytest.raises(ValueError, match=r"'pvthreshd': \(3,\)"):
-            load_sparse_attention_state_dict(Layers(), saved | {last: torch.ones(3)})
-
-    def test_thresholds_of_other_heads_are_refused(self, make_qkv) -> None:
+        cut = {name: value for name, value in saved.items() if name != last}
+        for changed, words in (
+            ({n.replace("attn1", "attn"): x for n, x in saved.items()}, r"None of the 10 .*11 Spa"),
+            ({"": saved[last]}, "None of the 1 saved"),
+            (cut, r"blocks.1.*one value for each head"),
+            (saved | {last: torch.ones(3)}, r"'pvthreshd': \(3,\)"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                load_sparse_attention_state_dict(Layers(), changed)
         model = Layers()
-        load_sparse_attention_state_dict(model, upstreams_file(11, heads=3))
+        load_sparse_attention_state_dict(model, upstreams_file(heads=3))
         with pytest.raises(ValueError, match="each of the 2 query heads"):
             model.attention(0)(*make_qkv(1, 2, 256, 64))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -20,10 +19,11 @@ from tests.test_layers import imports
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *options, "install.py"], cwd=ROOT, capture_output=True, text=True
-    )
+def run(*options: str) -> str:
+    command = [sys.executable, *options, "install.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -33,46 +33,31 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return module
-
-
-def one_gpu(monkeypatch: pytest.MonkeyPatch, capability: kernels.Capability) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
-    monkeypatch.setattr(kernels, "capabilities", lambda device: capability)
+    return module
 
 
-def test_a_machine_without_a_gpu_reads_the_reason() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+def test_a_machine_without_a_gpu_reads_the_reason_and_one_without_torch_too() -> None:
     # -I leaves the script's folder off sys.path, as an embedded Python does.
-    done = run("-I")
-    assert done.returncode == 0, done.stderr
-    assert kernels.capabilities("cuda").reason in done.stdout
-    assert done.stderr == ""
-
-
-def test_a_python_without_torch_is_no_error() -> None:
-    done = run("-I", "-S")
-    assert done.returncode == 0, done.stderr
-    assert "lacks torch" in done.stdout
+    assert "lacks torch" in run("-I", "-S")
+    if not torch.cuda.is_available():
+        assert kernels.capabilities("cuda").reason in run("-I")
 
 
 def test_every_usable_gpu_is_prepared(install: ModuleType, monkeypatch, capsys) -> None:
-    one_gpu(monkeypatch, kernels.Capability(True, "", "sm_89"))
-    prepared = []
-    compiled = []
-    monkeypatch.setattr(build, "prepare", compiled.append)
+    done = []
 
     def warm(device: int, progress: kernels.loader.Progress) -> None:
-        prepared.append(device)
+        done.append(device)
         progress(3, 3, "attend-sm_89-d128")
 
+    monkeypatch.setattr(kernels, "capabilities", lambda _: kernels.Capability(True, "", "sm_89"))
+    monkeypatch.setattr(build, "prepare", done.append)
     monkeypatch.setattr(kernels, "warm", warm)
-    assert install.main() == 0
-    assert compiled == ["sm_89"] and prepared == [0]
+    assert install.main() == 0 and done == ["sm_89", 0]
     text = capsys.readouterr().out
     assert "Card 0" in text and "sm_89" in text and "3 of 3" in text and "ready in" in text
 
@@ -91,7 +76,7 @@ def test_what_went_wrong_is_told_and_is_no_failed_install(
         assert capability.usable, "nothing to compile"
         raise OSError("disk full")
 
-    one_gpu(monkeypatch, capability)
+    monkeypatch.setattr(kernels, "capabilities", lambda device: capability)
     monkeypatch.setattr(build, "prepare", lambda arch: None)
     monkeypatch.setattr(kernels, "warm", warm)
     assert install.main() == 0
@@ -105,9 +90,5 @@ def test_it_starts_no_other_program() -> None:
 
 
 @pytest.mark.gpu
-def test_the_second_run_takes_seconds() -> None:
-    assert run().returncode == 0
-    started = time.perf_counter()
-    done = run()
-    assert "ready in" in done.stdout
-    assert time.perf_counter() - started < 30  # most of it is the import of torch
+def test_it_runs_on_a_gpu() -> None:
+    assert "ready in" in run()

@@ -62,12 +62,10 @@ class Gpu:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def gpu(monkeypatch: pytest.MonkeyPatch, fresh_targets) -> Gpu:
     gpu = Gpu()
+    fresh_targets()
     monkeypatch.setattr(kernel_check, "_built", set())
-    monkeypatch.setattr(device, "_known", {})
-    monkeypatch.setattr(device, "_refused", set())
-    monkeypatch.setattr(device, "_in_use", set())
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", gpu.load)
@@ -108,23 +106,19 @@ def test_a_call_falls_back_before_it_launches_and_once(
     assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {FP16}
 
 
-def test_only_kernels_of_the_call_are_asked_for(gpu: Gpu, make_qkv) -> None:
+def test_only_kernels_of_the_call_are_asked_for_and_a_target_in_use_stays(
+    gpu: Gpu, make_qkv
+) -> None:
+    """A call that began on it could not end on another: operand types and layouts differ."""
     gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
-    sixteen_bit = SparsePolicy(precision=Precision.SIXTEEN_BIT)
-    q, k, v = make_qkv()
+    sixteen_bit, (q, k, v) = SparsePolicy(precision=Precision.SIXTEEN_BIT), make_qkv()
     sparge.make_plan(q, k, sixteen_bit)
     sparge.attention(q, k, v)
     assert device._learn(0).arch == "sm_90a"
-
-
-def test_a_target_that_calls_use_stays(gpu: Gpu, make_qkv) -> None:
-    """A call that began on it could not end on another: operand types and layouts differ."""
-    gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
-    sixteen_bit = SparsePolicy(precision=Precision.SIXTEEN_BIT)
-    sparge.attention(*make_qkv())
+    gpu.launched.clear()
     with pytest.raises(KernelBuildError, match=HOPPER_ATTEND_16):
-        sparge.attention(*make_qkv(), policy=sixteen_bit)
-    assert device._learn(0).arch == "sm_90a" and {each for _, each in gpu.launched} == {E4M3}
+        sparge.attention(q, k, v, policy=sixteen_bit)
+    assert device._learn(0).arch == "sm_90a" and not gpu.launched
 
 
 def test_where_no_target_compiles_the_compiler_is_heard(gpu: Gpu, make_qkv) -> None:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of a call that kernels serve, on a machine without them: what route is told, and which
-heads a group is when not all fit in memory at once."""
+"""The path of a call that kernels serve, on a machine without them: what kernels are told, and of
+which heads a group is when not all fit in memory at once."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from ctypes import Structure
 from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,69 +17,61 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
-from sparge.call import Call
-from sparge.kernels import Capability
+from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, TokenOrder, grid_order
+from sparge.call import Call, make_call
+from sparge.kernels import Element
+from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
+from sparge.order.facts import NO_ORDER, OrderFacts
 from sparge.stages import on_reference, ops
-from sparge.stages.rules import RouteRules
+from sparge.stages.key_mean import LEAST_KEYS, STRIDE
+from sparge.stages.rules import QuantizeRules, RouteRules, Select
+from sparge.stages.workspace import CallShape, layout_of
 
+launch = importlib.import_module("sparge.stages.launch")
 GRID = TokenGrid(3, 6, 9)
 HEADS, KV_HEADS = 6, 2
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`sparge.stages.pipeline`, the module, on a pretended GPU whose kernels nobody calls yet."""
-    capability = Capability(True, "", "sm_90a")
-    for name in ("sparge.stages.pipeline", "sparge.call"):
-        monkeypatch.setattr(importlib.import_module(name), "capabilities", lambda _: capability)
-    return importlib.import_module("sparge.stages.pipeline")
-
-
-@pytest.fixture
-def routed(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[RouteRules]:
-    """The rules of each route launch."""
-    told: list[RouteRules] = []
-    names = inspect.signature(ops._route)
-
-    def route(*args: Any) -> tuple[Tensor, Tensor]:
-        given = names.bind(*args).arguments
-        told.append(RouteRules.of_flat(given["numbers"], given["flags"], given["scalars"]))
-        nothing = torch.zeros(1, dtype=torch.int32)
-        return nothing, nothing
-
-    monkeypatch.setattr(ops, "quantize", lambda *_, **__: torch.zeros(1))
-    monkeypatch.setattr(ops, "route", route)
-    monkeypatch.setattr(ops, "attend", lambda *_, **__: None)
-    return told
+#: Elements of two bytes in a load of 16.
+LOAD = 8
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("budgeted", [False, True])
 def test_upstreams_semantics_are_of_plain_calls_alone(
-    make_qkv, routed: list[RouteRules], ordered: bool, budgeted: bool
+    make_qkv, pretended_gpu: ModuleType, monkeypatch, ordered: bool, budgeted: bool
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
+    told, names = [], inspect.signature(ops._route)
+
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        given = names.bind(*args).arguments
+        told.append(RouteRules.of_flat(given["numbers"], given["flags"], given["scalars"]))
+        return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+    monkeypatch.setattr(ops, "quantize", lambda *_, **__: torch.zeros(1))
+    monkeypatch.setattr(ops, "route", route)
+    monkeypatch.setattr(ops, "attend", lambda *_, **__: None)
     order = grid_order(GRID) if ordered else None
     head_settings = HeadSettings.uniform(HEADS, 0.3) if budgeted else None
-    q, k, v = make_qkv(1, HEADS, GRID.tokens, 64)
-    sparge.attention(q, k, v, SparsePolicy(topk=0.3), order=order, head_settings=head_settings)
-    (told,) = routed
-    assert told.upstream is not (ordered or budgeted)
+    qkv = make_qkv(1, HEADS, GRID.tokens, 64)
+    sparge.attention(*qkv, SparsePolicy(topk=0.3), order=order, head_settings=head_settings)
+    assert [rules.upstream for rules in told] == [not (ordered or budgeted)]
 
 
 @pytest.mark.parametrize("given", ["policy", "thresholds", "mask", "plan", "budget"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_groups_of_heads_give_what_all_heads_give(
-    make_qkv, module: Any, monkeypatch: pytest.MonkeyPatch, given: str, step: int
+    make_qkv, pretended_gpu: ModuleType, monkeypatch, given: str, step: int
 ) -> None:
     """A group is of kv heads and of the query heads that read them: three each here."""
     q, k, v = make_qkv(2, HEADS, 300, 64, kv_heads=KV_HEADS)
     policy, options = SparsePolicy(topk=0.4), {}
+    mask = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 7 < 4
     if given == "thresholds":
         policy = SparsePolicy(topk=torch.linspace(0.1, 0.9, HEADS))
     elif given == "mask":
-        options["block_mask"] = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 7 < 4
+        options["block_mask"] = mask
+    elif given == "plan":
+        options["plan"] = sparge.BlockPlan.from_kept(mask, 300, 300)
     elif given == "budget":
         head_settings = HeadSettings.uniform(HEADS, 0.3, pool_weight=1.0)
         options["head_settings"] = replace(head_settings, density=torch.linspace(0.1, 0.9, HEADS))
@@ -88,23 +83,118 @@ def test_groups_of_heads_give_what_all_heads_give(
         on_reference.run(call, out, lse, counters)
 
     def attend(limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        groups.clear()
         stats = AttentionStats("cpu")
-        monkeypatch.setattr(module, "_memory_limit", lambda _: limit)
-        out, lse = sparge.attention(
-            q, k, v, policy, stats=stats, return_lse=True, out_layout="NHD", **options
-        )
-        return out, lse, stats.counters
+        monkeypatch.setattr(pretended_gpu, "_memory_limit", lambda _: limit)
+        named = {"stats": stats, "return_lse": True, "out_layout": "NHD", **options}
+        return (*sparge.attention(q, k, v, policy, **named), stats.counters)
 
-    monkeypatch.setattr(module, "run_kernels", run)
-    if given == "plan":
-        kept = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 5 < 3
-        options["plan"] = sparge.BlockPlan.from_kept(kept, 300, 300)
+    monkeypatch.setattr(pretended_gpu, "run_kernels", run)
     whole = attend(1 << 40)
     assert groups == [KV_HEADS]
-    groups.clear()
-    needed = 1 << 20
-    monkeypatch.setattr(module, "_memory_needed", lambda _: needed)
-    parts = attend(needed * step // KV_HEADS)
+    monkeypatch.setattr(pretended_gpu, "_memory_needed", lambda _: 1 << 20)
+    parts = attend((1 << 20) * step // KV_HEADS)
     assert groups == [step] * (KV_HEADS // step)
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, whole, parts))
+
+
+@pytest.mark.parametrize("odd", ["nothing", "address", "batch", "head", "token"])
+def test_vector_loads_need_every_step_to_be_whole(odd: str) -> None:
+    """A load of 16 bytes at an address that is no multiple of 16 is an error on a GPU."""
+    steps = {"batch": 4096, "head": 1024, "token": 64}
+    if odd in steps:
+        steps[odd] += LOAD // 2
+    store = torch.zeros(20_000, dtype=torch.bfloat16)
+    x = store.as_strided((2, 3, 5, 64), (*steps.values(), 1), 1 if odd == "address" else 0)
+    view = launch.view_of(x)
+    assert (view.batch_stride, view.head_stride, view.token_stride) == tuple(steps.values())
+    assert view.data == x.data_ptr()
+    assert bool(view.vectorized) is (odd == "nothing")
+
+
+@pytest.fixture
+def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Structure]:
+    """The parameters of every launch, by its entry; nothing is launched."""
+    parameters: dict[str, Structure] = {}
+    sizes = {"means": MeansSizes(slices=4), "route": RouteSizes(16, 16, 1000)}
+
+    def find_kernel(entry: str, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(entry=entry, sizes=sizes.get(entry), static_shared=20_000)
+
+    def queue(kernel: SimpleNamespace, grid: object, params: Structure, _: int = 0) -> None:
+        parameters[kernel.entry] = params
+
+    monkeypatch.setattr(launch, "find_kernel", find_kernel)
+    monkeypatch.setattr(launch, "queue", queue)
+    monkeypatch.setattr(launch, "resident_blocks", lambda _: 132)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("order", "stride"),
+    [
+        (grid_order(TokenGrid(2, 64, 64)), STRIDE),
+        (grid_order(TokenGrid(2, 32, 64)), 1),
+        (None, 1),
+    ],
+    ids=["long", "short", "no order"],
+)
+def test_the_mean_key_is_sampled_in_long_orders_alone(
+    queued: dict[str, Structure], order: TokenOrder | None, stride: int
+) -> None:
+    tokens = order.tokens if order else LEAST_KEYS
+    assert (tokens >= LEAST_KEYS) == (stride > 1 or order is None)
+    facts = OrderFacts(order.slot_tokens, order.block_counts) if order else NO_ORDER
+    q = torch.zeros(1, 1, tokens, 64, dtype=torch.bfloat16)
+    launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
+    assert getattr(queued["means"], "k_stride") == stride  # noqa: B009
+
+
+def test_what_a_policy_says_reaches_the_kernels(
+    queued: dict[str, Structure], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the ops' own functions, as on a GPU."""
+    stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
+    monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
+    policy = SparsePolicy(
+        topk=0.5, cdfthreshd=0.875, simthreshd1=0.25, pvthreshd=15.0, attention_sink=True,
+        keep_diagonal=False, exact_prefix=3, exact_suffix=5, smooth_k=False,
+    )  # fmt: skip
+    q = torch.zeros(1, 2, 640, 64, dtype=torch.bfloat16)
+    call = make_call(q, q, q, policy, "HND", True, 0.125, None, None, None)
+    pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
+    for entry, told in {
+        "means": {"smooth_k": False},
+        "quantize": {"with_queries": True, "with_values": True, "with_similarity": True},
+        "route": {
+            "select": Select.TOPK, "topk_blocks": 5, "floor": 1, "upstream": True,
+            "cdfthreshd": 0.875, "simthreshd1": 0.25, "score_scale": 0.125, "causal": True,
+            "attention_sink": True, "keep_diagonal": False, "exact_prefix": 3, "exact_suffix": 5,
+            "rows_per_cta": 16,
+        },
+        HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": 640},
+    }.items():  # fmt: skip
+        assert {name: getattr(queued[entry], name) for name in told} == told
+
+
+def test_rules_are_the_same_after_an_op() -> None:
+    rules = RouteRules(Select.CDF, 7, 0.9, -0.1, 0.2, True, False, True, 3, 4, 2, False)
+    assert RouteRules.of_flat(*rules.flat()) == rules
+    order = OrderFacts(*torch.eye(5).unbind())
+    assert vars(OrderFacts(*order.flat())) == vars(order)
+    with pytest.raises(ValueError, match="zip"):
+        RouteRules.of_flat([1], [True], [0.5])
+
+
+@pytest.mark.parametrize("element", Element)
+@pytest.mark.parametrize("pools", [False, True])
+def test_intermediates_lie_one_after_another(element: Element, pools: bool) -> None:
+    layout = layout_of(CallShape(2, 4, 2, 300, 700, 96), element, True, True, pools)
+    fields = list(layout.fields.values())
+    for field, following in pairwise(fields):
+        assert field.offset + field.nbytes <= following.offset and following.offset % 256 == 0
+    assert fields[-1].offset + fields[-1].nbytes <= layout.nbytes
+    assert ("pool_k" in layout.fields) == pools
+    workspace = torch.empty(layout.nbytes, dtype=torch.uint8)
+    views = {name: layout.view(workspace, name).data_ptr() for name in layout.fields}
+    assert layout.addresses(workspace) == views

@@ -73,23 +73,20 @@ def test_wheel_requires_no_torch(installed: Path) -> None:
     assert {name for name, _ in required} - always == {"torch"}
 
 
-def test_installed_library_finds_its_sources(installed: Path) -> None:
-    said = python(
-        installed,
-        "from sparge.kernels.source import find_csrc, read_sources",
-        "print(find_csrc()); print(len(read_sources('attend').headers))",
-    )
-    folder, headers = said.split()
-    assert Path(folder) == installed / "sparge" / "csrc" and int(headers) > 0
-
-
-def test_installed_converter_runs(installed: Path) -> None:
+def test_installed_library_finds_its_sources_and_the_converter_runs(installed: Path) -> None:
     (points,) = (p.read_text("utf-8") for p in installed.glob("*.dist-info/entry_points.txt"))
     command = re.search(r"^sparge-convert-cogvideox = ([\w.]+):(\w+)$", points, re.M)
     assert command
     module, name = command.groups()
-    run = f"from {module} import {name}", f"sys.exit({name}(['--help']))"
-    assert "SOURCE" in python(installed, *run)
+    said = python(
+        installed,
+        "from sparge.kernels.source import find_csrc, read_sources",
+        "print(find_csrc()); print(len(read_sources('attend').headers))",
+        f"from {module} import {name}; sys.exit({name}(['--help']))",
+    )
+    folder, headers, *usage = said.split()
+    assert Path(folder) == installed / "sparge" / "csrc" and int(headers) > 0
+    assert "SOURCE" in " ".join(usage)
 
 
 def test_requirements_are_plain_lines_without_torch() -> None:

@@ -30,7 +30,7 @@ from sparge.reference import (
 )  # fmt: skip
 
 #: Queries and keys.
-SIZES = [(1, 1), (63, 63), (65, 65), (129, 129), (500, 500), (1, 799), (799, 1), (129, 500)]
+SIZES = [(1, 1), (65, 65), (129, 129), (1, 799), (799, 1), (129, 500)]
 DENSE = SparsePolicy(topk=1.0)
 # Half a unit in the last place, relative, of P and V; E4M3 has a coarse smallest step besides.
 ROUNDING = {
@@ -122,16 +122,6 @@ def test_ragged_lengths_gqa_and_key_lengths(
         check(result, q, k, v, x, kept=route.kept, **named)
 
 
-def test_keys_beyond_the_length_are_never_read(make_qkv) -> None:
-    q, k, v = make_qkv(1, 2, 300, 64)
-    lengths = torch.tensor([130], dtype=torch.int32)
-    expected, _ = attention(q, k[:, :, :130], v[:, :, :130], DENSE)
-    k[:, :, 130:] = v[:, :, 130:] = torch.nan
-    result, _ = attention(q, k, v, DENSE, key_lengths=lengths)
-    assert torch.equal(result.out, expected.out)
-    assert torch.equal(result.lse, expected.lse)
-
-
 @pytest.mark.parametrize("element", [Element.INT8_FP16, Element.INT8_E4M3])
 def test_constant_values_come_back_exactly(make_qkv, element: Element) -> None:
     q, k, v = make_qkv(1, 1, 300, 64)
@@ -148,17 +138,7 @@ def test_gqa_is_repeating_the_heads(make_qkv) -> None:
     assert torch.equal(grouped.out, repeated.out)
 
 
-def test_empty_rows_are_zero(make_qkv, generator: torch.Generator) -> None:
-    q, k, v = make_qkv(1, 2, 300, 32)
-    mask = torch.rand(1, 2, 3, 5, generator=generator) < 0.5
-    mask[0, 1, 2] = False
-    result, route = attention(q, k, v, DENSE, block_mask=mask)
-    assert result.out[0, 1, 256:].abs().max() == 0
-    assert (result.lse[0, 1, 256:] == -torch.inf).all()
-    check(result, q, k, v, quantize_qkv(q, k, v), kept=route.kept)
-
-
-def test_causal_without_the_diagonal_can_leave_a_row_empty(make_qkv) -> None:
+def test_causal_without_the_diagonal_can_leave_rows_empty(make_qkv) -> None:
     """Upstream's selection does not protect the diagonal: row 256 may keep only block 5."""
     q, k, v = make_qkv(1, 1, 384, 32)
     mask = torch.zeros(1, 1, 3, 6, dtype=torch.bool)
@@ -166,6 +146,7 @@ def test_causal_without_the_diagonal_can_leave_a_row_empty(make_qkv) -> None:
     result, route = attention(q, k, v, DENSE, block_mask=mask, is_causal=True)
     assert route.kept.nonzero().tolist() == [[0, 0, 2, 5]]
     assert result.out[0, 0, :320].abs().max() == 0
+    assert (result.lse[0, 0, :320] == -torch.inf).all()
     assert (result.out[0, 0, 320:].abs().amax(-1) > 0).all()
 
 
@@ -189,19 +170,17 @@ def test_a_reused_plan_gives_what_it_was_made_from(make_qkv) -> None:
     assert torch.equal(used.kept, plan.kept()) and torch.equal(first.out, again.out)
 
 
-@pytest.mark.parametrize("view", ["NHD", "slice of heads", "every other token"])
-def test_strided_inputs_give_the_same(make_qkv, view: str) -> None:
+def test_strided_inputs_give_the_same(make_qkv) -> None:
     q, k, v = make_qkv(2, 4, 300, 32)
-    if view == "NHD":
-        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    elif view == "slice of heads":
-        strided = list(torch.cat([q, k, v], 1).split(4, 1))
-    else:
-        strided = [x.repeat_interleave(2, 2)[:, :, ::2] for x in (q, k, v)]
-    assert not any(x.is_contiguous() for x in strided)
-    result, _ = attention(strided[0], strided[1], strided[2], SparsePolicy(topk=0.4))
     expected, _ = attention(q, k, v, SparsePolicy(topk=0.4))
-    assert torch.equal(result.out, expected.out)
+    for strided in (
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
+        list(torch.cat([q, k, v], 1).split(4, 1)),
+        [x.repeat_interleave(2, 2)[:, :, ::2] for x in (q, k, v)],
+    ):
+        assert not any(x.is_contiguous() for x in strided)
+        result, _ = attention(*strided, SparsePolicy(topk=0.4))
+        assert torch.equal(result.out, expected.out)
 
 
 @pytest.mark.parametrize(

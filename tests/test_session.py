@@ -46,10 +46,12 @@ def qkv(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     return draw(0.3), draw(0.3), draw(0.5)
 
 
-def sampled(session: Session, qkv: tuple[Tensor, ...], layout: str = "HND") -> list[Tensor]:
+def sampled(
+    session: Session, qkv: tuple[Tensor, ...], layout: str = "HND", steps: int = STEPS
+) -> list[Tensor]:
     """The results of the last layer in each step."""
     outs = []
-    for step in range(STEPS):
+    for step in range(steps):
         running = session.begin_step(step, MODEL, "cpu")
         for layer in range(LAYERS):
             out = running.attend(layer, *qkv, layout=layout)
@@ -75,40 +77,44 @@ def test_the_first_steps_are_exact_and_the_others_sparse(qkv) -> None:
     session.end()
 
 
-def test_layouts_give_the_same_bits(qkv) -> None:
-    outs = []
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_layouts_give_the_same_bits(qkv, dense_steps: int) -> None:
+    """A run without dense steps measures its first."""
+    found = []
     for layout in ("HND", "NHD"):
         given = qkv if layout == "HND" else tuple(x.transpose(1, 2) for x in qkv)
-        session = session_of(Aim("quality", 0.1))
-        out = sampled(session, given, layout)[-1]
-        outs.append(out if layout == "HND" else out.transpose(1, 2))
+        session = session_of(Aim("quality", 0.1), dense_steps=dense_steps)
+        outs = sampled(session, given, layout, steps=3)
+        found.append([x if layout == "HND" else x.transpose(1, 2) for x in outs])
+        reason = f"one of the first {dense_steps} steps" if dense_steps else MEASURING
+        assert session.report().reasons == {reason: LAYERS}
         session.end()
-    assert torch.equal(*outs)
+    assert all(map(torch.equal, *found))
+    assert torch.equal(found[0][0], scaled_dot_product_attention(*qkv))
+    assert not torch.equal(*found[0][:2])
 
 
-def test_a_run_without_dense_steps_measures_its_first(qkv) -> None:
-    session = session_of(dense_steps=0)
-    outs, exact = sampled(session, qkv), scaled_dot_product_attention(*qkv)
-    assert torch.equal(outs[0], exact) and not torch.equal(outs[1], exact)
-    assert session.report().reasons == {MEASURING: LAYERS}
-    session.end()
-
-
-def test_the_host_computes_exact_results(qkv) -> None:
-    session = session_of()
-    asked = []
+def test_the_host_computes_exact_results_once_a_call(qkv) -> None:
+    session, asked = session_of(), []
 
     def exact() -> Tensor:
         asked.append(True)
         return scaled_dot_product_attention(*qkv)
+
+    def fails() -> Tensor:
+        asked.append(True)
+        raise Unsupported("not here")
 
     for step in range(DENSE + 1):
         running = session.begin_step(step, MODEL, "cpu")
         for layer in range(LAYERS):
             running.attend(layer, *qkv, exact=exact)
         running.end()
-    assert len(asked) == DENSE * LAYERS  # once a call, measured or not
+    assert len(asked) == DENSE * LAYERS, "measured or not"
     session.end()
+    with pytest.raises(Unsupported, match="not here"):
+        session_of(dense_steps=0).begin_step(0, MODEL, "cpu").attend(0, *qkv, exact=fails)
+    assert len(asked) == DENSE * LAYERS + 1
 
 
 def test_the_first_step_counts_as_dense_where_none_is(qkv, monkeypatch) -> None:
@@ -132,19 +138,6 @@ def test_a_device_may_be_named_in_two_ways(qkv) -> None:
         running.attend(0, *qkv)
         running.end()
     assert list(session.report().reasons) == ["one of the first 1 steps"]
-
-
-def test_a_host_that_fails_is_asked_once(qkv) -> None:
-    asked = []
-
-    def exact() -> Tensor:
-        asked.append(True)
-        raise Unsupported("not here")
-
-    session = session_of(dense_steps=0)
-    with pytest.raises(Unsupported, match="not here"):
-        session.begin_step(0, MODEL, "cpu").attend(0, *qkv, exact=exact)
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("why", ["backward", "cross-attention", "meta", "192"])
@@ -175,23 +168,22 @@ def test_a_probe_without_memory_costs_no_result(qkv, monkeypatch) -> None:
 
     monkeypatch.setattr(Probe, "sample", full)
     session = session_of()
-    outs, exact = sampled(session, qkv), scaled_dot_product_attention(*qkv)
+    outs, exact = sampled(session, qkv, steps=3), scaled_dot_product_attention(*qkv)
     assert not torch.equal(outs[-1], exact)
     assert list(session.report().reasons) == [f"one of the first {DENSE} steps"]
 
 
 def test_compiled_models_call_it_as_it_is(qkv) -> None:
     q, k, v = qkv
-    sessions = [session_of(steps=4, dense_steps=1) for _ in range(2)]
-    running = [session.begin_step(0, ONE_LAYER, "cpu") for session in sessions]
+    sessions = [session_of(steps=3, dense_steps=1) for _ in range(2)]
+    running: list[Any] = [None, None]
 
     def layer(index: int, q: Tensor) -> Tensor:
         return running[index].attend(0, q * 2, k, v) + 1
 
     compiled = torch.compile(layer, backend="eager")
-    for step in range(4):
-        for index, session in enumerate(sessions):
-            running[index] = session.begin_step(step, ONE_LAYER, "cpu")
+    for step in range(3):
+        running[:] = [session.begin_step(step, ONE_LAYER, "cpu") for session in sessions]
         assert torch.equal(compiled(0, q), layer(1, q))
         for one in running:
             one.end()
@@ -225,7 +217,7 @@ def test_layers_shapes_and_layouts_are_checked(qkv) -> None:
 
 def test_a_profile_serves_its_own_aim_alone(qkv) -> None:
     session = session_of()
-    sampled(session, qkv)
+    sampled(session, qkv, steps=3)
     profile = session.profile(Fingerprint.of("toy", {"weight": torch.ones(4)}))
     reasons = []
     for aim in (BUDGET, Aim("quality", 0.1)):

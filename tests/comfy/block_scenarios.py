@@ -4,6 +4,8 @@ values."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import comfy.sample
@@ -13,84 +15,79 @@ import torch
 from comfy_extras.nodes_custom_sampler import Guider_DualModel
 from comfy_extras.nodes_lt import LTXVAddGuide, LTXVSpatioTemporalGuidance
 from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
+from scenarios import PATCHES
 from session import pack, patch, replaced, reports, sample
 
 AUTO: dict[str, Any] = {"mode": "auto quality", "quality": "fast"}
 
 
-class Looker:
-    """Notes for each self-attention call (conditionings, block that runs, row that it is given)."""
+@contextlib.contextmanager
+def looking(key: Callable[[dict[str, Any]], tuple]) -> Iterator[set[tuple]]:
+    """What `key` makes of each self-attention call's options, and the row that it is given."""
+    seen: set[tuple] = set()
+    forward = pack("nodes.forward_facts").Forward
+    serve = forward._serve
 
-    def __init__(self, network: Any) -> None:
-        self.running = -1
-        self.seen: set[tuple[tuple[int, ...], int, int]] = set()
-        blocks = getattr(network, "transformer_blocks", None) or network.blocks
-        for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda *_, number=number: self._enter(number))
+    def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:
+        if kind.name == "SELF":
+            row = layer.number if layer.beside else layer.row
+            seen.add((*key(call.options["transformer_options"]), row))
+        return serve(this, call, kind, layer, *args, **named)
 
-    def _enter(self, number: int) -> None:
-        self.running = number
-
-    def look(self) -> Any:
-        forward = pack("nodes.forward_facts").Forward
-        serve = forward._serve
-
-        def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:
-            if kind.name == "SELF":
-                which = tuple(call.options["transformer_options"]["cond_or_uncond"])
-                self.seen.add((which, self.running, layer.number if layer.beside else layer.row))
-            return serve(this, call, kind, layer, *args, **named)
-
-        return replaced(forward, "_serve", spy)
+    with replaced(forward, "_serve", spy):
+        yield seen
 
 
-def skipped_layer(family: str, layer: int) -> dict[str, Any]:
-    """ComfyUI's skip-layer guidance, which leaves a block of the negative prompt out."""
-    model = models.build(family)
-    looker = Looker(model.model.diffusion_model)
-    guided = SkipLayerGuidanceDiTSimple.execute(model, 0.0, 1.0, str(layer), "")[0]
-    with looker.look(), reports() as found:
-        sample(patch(guided, **AUTO), family)
-    return {"seen": sorted(looker.seen), "report": found[0]}
-
-
-def spatio_temporal_guidance(family: str) -> dict[str, Any]:
-    """It asks for block 0 without its self-attention, which only models with sound heed."""
-    model = models.build(family)
-    looker = Looker(model.model.diffusion_model)
-    guided = LTXVSpatioTemporalGuidance.execute(model, 1.0, "0", 0.0, 1.0)[0]
-    with looker.look(), reports() as found:
-        sample(patch(guided, **AUTO), family)
-    return {"seen": sorted(looker.seen), "report": found[0]}
-
-
-def guide_of_half_the_size() -> dict[str, Any]:
-    """LTXV's guide for IC-LoRAs, most of whose tokens the model drops."""
-    model = models.build("ltxv")
-    looker = Looker(model.model.diffusion_model)
-    latent = models.empty_latent("ltxv")
-    height, width = latent.shape[-2:]
-    reference = torch.randn(1, latent.shape[1], 1, height // 2, width // 2)
-    guide, drops = LTXVAddGuide.dilate_latent(reference, 2)
-    mask = torch.cat([torch.ones(1, 1, *latent.shape[2:]), torch.where(drops < 0, drops, 0)], 2)
-    latent = torch.cat([latent, guide], 2)
-    keyframes = {"keyframe_idxs": torch.zeros(1, 3, height * width, 2)}
-    positive, negative = (
-        [[tensor, options | keyframes]]
-        for ((tensor, options),) in (
-            models.conditioning("ltxv"),
-            models.conditioning("ltxv", negative=True),
-        )
-    )
-    noise = comfy.sample.prepare_noise(latent, 0)
-    with looker.look(), reports() as found, torch.inference_mode():
+def guided(kind: str, family: str) -> dict[str, Any]:
+    """Each call's conditionings, the block that runs, and its row. Skip-layer guidance leaves block
+    0 of the negative prompt out; spatio-temporal guidance asks for block 0 without its
+    self-attention, which only models with sound heed; a guide of half the size is LTXV's for
+    IC-LoRAs, most of whose tokens the model drops."""
+    model, running = models.build(family), [-1]
+    network = model.model.diffusion_model
+    for number, block in enumerate(getattr(network, "transformer_blocks", None) or network.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: running.__setitem__(0, number))
+    latent, given = models.empty_latent(family), {}
+    conds = [models.conditioning(family, negative) for negative in (False, True)]
+    if kind == "skipped layer":
+        model = SkipLayerGuidanceDiTSimple.execute(model, 0.0, 1.0, "0", "")[0]
+    elif kind == "spatio-temporal":
+        model = LTXVSpatioTemporalGuidance.execute(model, 1.0, "0", 0.0, 1.0)[0]
+    else:
+        height, width = latent.shape[-2:]
+        reference = torch.randn(1, latent.shape[1], 1, height // 2, width // 2)
+        guide, drops = LTXVAddGuide.dilate_latent(reference, 2)
+        masks = [torch.ones(1, 1, *latent.shape[2:]), torch.where(drops < 0, drops, 0)]
+        latent, given = torch.cat([latent, guide], 2), {"noise_mask": torch.cat(masks, 2)}
+        keyframes = {"keyframe_idxs": torch.zeros(1, 3, height * width, 2)}
+        conds = [[[tensor, options | keyframes]] for ((tensor, options),) in conds]
+    with (
+        looking(lambda options: (tuple(options["cond_or_uncond"]), running[0])) as seen,
+        reports() as found,
+        torch.inference_mode(),
+    ):
+        noise = comfy.sample.prepare_noise(latent, 0)
         comfy.sample.sample(
-            *(patch(model, **AUTO), noise, 4, 4.0, "euler", "simple", positive, negative, latent),
+            *(patch(model, **AUTO), noise, 4, 4.0, "euler", "simple", *conds, latent),
             seed=0,
             disable_pbar=True,
-            noise_mask=mask,
+            **given,
         )
-    return {"seen": sorted(looker.seen), "report": found[0]}
+    return {"seen": sorted(seen), "report": found[0]}
+
+
+def perturbed_attention() -> dict[str, Any]:
+    """The core node, which replaces the self-attention of a U-Net's middle in a pass of its own.
+    Whether it does so in a call, the call's place and its row."""
+    model = PATCHES["perturbed"](models.build("square unet"))
+
+    def place(options: dict[str, Any]) -> tuple:
+        perturbed = bool(options.get("patches_replace", {}).get("attn1"))
+        return (perturbed, *options["block"], options["block_index"])
+
+    with looking(place) as seen, reports() as found:
+        sample(patch(model, **AUTO), "square unet")
+    return {"seen": sorted(seen), "report": found[0]}
 
 
 def two_models_of_a_guider() -> dict[str, Any]:

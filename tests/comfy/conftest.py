@@ -68,7 +68,7 @@ class Worker:
         self.log_path = base / "worker.log"
         self._log = self.log_path.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py"), str(base), FOLDER_NAME],
+            [sys.executable, str(HERE / "worker.py"), str(base), FOLDER_NAME, str(PACK)],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -86,6 +86,9 @@ class Worker:
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
+
+    def sampled(self, name: str, *widgets: dict[str, Any] | None, **options: Any) -> list[Any]:
+        return self.run("sampled", name=name, widgets=widgets, **options)
 
     def close(self) -> None:
         self._process.communicate(timeout=TIMEOUT)

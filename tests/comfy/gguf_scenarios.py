@@ -12,7 +12,8 @@ import folder_paths
 import models
 import nodes as comfy_nodes
 import torch
-from session import library_calls, pack, patch, relative_error, replaced, reports, sample
+from scenarios import with_the_node
+from session import pack, patch, relative_error, replaced, sample
 
 
 def write_gguf(path: Path, family: str, architecture: str, quantization: str) -> None:
@@ -30,45 +31,31 @@ def write_gguf(path: Path, family: str, architecture: str, quantization: str) ->
     writer.close()
 
 
-def load_gguf(checkout: str, file_name: str, dynamic_vram: bool) -> Any:
-    """Loads a GGUF file. With DynamicVRAM, ComfyUI makes its tensors the model's parameters; else
-    it copies."""
-    if "UnetLoaderGGUF" not in comfy_nodes.NODE_CLASS_MAPPINGS:
-        assert asyncio.run(comfy_nodes.load_custom_node(checkout))
-    loader = comfy_nodes.NODE_CLASS_MAPPINGS["UnetLoaderGGUF"]()
-    with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: dynamic_vram):
-        return loader.load_unet(file_name)[0]
-
-
 def gguf_weights(
     checkout: str, family: str, architecture: str, quantization: str, dynamic_vram: bool
 ) -> dict[str, Any]:
-    """Dense, everything kept, half of the blocks, and measured heads; and the dense model before
-    quantization."""
+    """Everything kept, half of the blocks, and measured heads. With DynamicVRAM, ComfyUI makes the
+    tensors of the file the model's parameters; else it copies."""
     name = f"{family}-{quantization}.gguf"
     folder = Path(folder_paths.get_folder_paths("diffusion_models")[0])
     folder.mkdir(parents=True, exist_ok=True)
     write_gguf(folder / name, family, architecture, quantization)
-    model = load_gguf(checkout, name, dynamic_vram)
-    dense = sample(model, family)
-    delivered: set[str] = set()
-    hook = pack("nodes.hook")
+    if "UnetLoaderGGUF" not in comfy_nodes.NODE_CLASS_MAPPINGS:
+        assert asyncio.run(comfy_nodes.load_custom_node(checkout))
+    loader = comfy_nodes.NODE_CLASS_MAPPINGS["UnetLoaderGGUF"]()
+    with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: dynamic_vram):
+        model = loader.load_unet(name)[0]
+    dense, delivered, hook = sample(model, family), set(), pack("nodes.hook")
     attention_call = hook.AttentionCall
 
     def look_on(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         delivered.add(type(q).__name__)
         return attention_call(q, *args, **kwargs)
 
-    with reports() as found, library_calls() as calls, replaced(hook, "AttentionCall", look_on):
-        everything = sample(patch(model, topk=1.0), family)
-        half = sample(patch(model, topk=0.5), family)
-        sample(patch(model, mode="auto quality"), family)
-    return {
-        "reports": found,
-        "delivered": sorted(delivered),
-        "received": sorted({name for call in calls for name in call["classes"]}),
-        "dtypes": sorted({name for call in calls for name in call["dtypes"]}),
-        "error_all": relative_error(everything, dense),
-        "error_half": relative_error(half, dense),
-        "quantization_effect": relative_error(dense, sample(models.build(family), family)),
-    }
+    with replaced(hook, "AttentionCall", look_on):
+        runs = [
+            with_the_node(patch(model, **widgets), family, dense, {}, repeat=False)
+            for widgets in ({"topk": 1.0}, {"topk": 0.5}, {"mode": "auto quality"})
+        ]
+    effect = relative_error(dense, sample(models.build(family), family))
+    return {"runs": runs, "delivered": sorted(delivered), "quantization_effect": effect}

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-BLOCKS = 2
-STEPS, SPARSE = 4, 3 * BLOCKS
+from tests.comfy.expected import BLOCKS, EIGHT_BIT, FAST, SPARSE_STEPS, STEPS, WINDOW
+
+ALL = {"topk": 1.0}
+SPARSE = SPARSE_STEPS * BLOCKS
 DENSE_AND_CROSS = BLOCKS + STEPS * BLOCKS
-EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 
 
 @pytest.mark.parametrize(
@@ -21,50 +22,139 @@ EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
 )
 def test_another_override(comfyui, place, recorded):
     got = comfyui.run("other_override", place=place)
-    assert got["report"]["sparse"] == SPARSE
-    assert got["recorded"] == recorded
+    assert (got["sparse"], got["recorded"]) == (SPARSE, recorded)
     assert got["error"] < EIGHT_BIT
 
 
 def test_an_attention_backend_chosen_after_the_node(comfyui):
-    assert comfyui.run("attention_backend_node_after")["sparse"] == SPARSE
+    assert comfyui.sampled("wan", {}, after="backend")[0]["sparse"] == SPARSE
 
 
 def test_the_later_of_two_nodes_replaces_the_earlier(comfyui):
-    got = comfyui.run("two_of_ours")
-    assert len(got["reports"]) == 1
-    assert got["reports"][0]["sparse"] == SPARSE
-    assert got["topks"] == [0.3]
+    (got,) = comfyui.sampled("wan", {"topk": 0.9}, after="ours")
+    assert got["sparse"] == SPARSE == len(got["calls"])
+    assert {call["topk"] for call in got["calls"]} == {0.3}
 
 
 def test_nothing_piles_up_over_many_steps(comfyui):
-    got = comfyui.run("many_steps", steps=500)
-    assert got["report"]["forwards"] == 500
-    assert got["depths"] == 1
+    got = comfyui.run("many_steps", steps=100)
+    assert (got["forwards"], got["depths"]) == (100, 1)
 
 
 def test_core_sparse_node_on_the_same_model_is_named(comfyui):
     got = comfyui.run("rewraps_each_step")
-    assert "Model Sparse Attention" in got["report"]["text"]
+    assert "Model Sparse Attention" in got["text"]
     assert got["wraps"] == got["depths"] == 1
 
 
 def test_context_windows(comfyui):
-    got = comfyui.run("context_windows")
-    assert got["report"]["sparse"] == 2 * SPARSE  # two windows
-    assert got["tokens"] == [4 * 8 * 10, 5 * 8 * 10]  # the second window gets a frame of context
-    assert got["error"] < EIGHT_BIT
+    """Of 4 and 5 frames, as the second gets one of context: two shapes, each measured."""
+    everything, auto = comfyui.sampled("wan", ALL, FAST, before="windows", frames=7)
+    for got in (everything, auto):
+        assert got["sparse"] == 2 * SPARSE
+        assert {call["tokens"] for call in got["calls"]} == {4 * 8 * 10, 5 * 8 * 10}
+    assert everything["error"] < EIGHT_BIT
 
 
 def test_lora(comfyui):
-    got = comfyui.run("lora")
-    assert got["report"]["sparse"] == SPARSE
-    assert got["error"] < EIGHT_BIT < got["lora_effect"]
+    (got,) = comfyui.sampled("wan", ALL, before="lora")
+    assert got["sparse"] == SPARSE and got["error"] < EIGHT_BIT
 
 
-@pytest.mark.parametrize("name", ["wan", "mochi", "flux"])
-def test_torch_compile(comfyui, name):
-    for outcome in comfyui.run("compiled", name=name).values():
-        first, second = outcome["reports"]
-        assert first["sparse"] == second["sparse"] > 0
-        assert max(outcome["errors"]) < EIGHT_BIT
+def test_a_node_that_skips_whole_steps(comfyui):
+    (got,) = comfyui.sampled("wan", FAST, before="easy cache", steps=10)
+    assert 0 < got["sparse"] < 8 * BLOCKS
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_window_is_resolved_when_sampling_starts(comfyui, order):
+    (got,) = comfyui.sampled("wan", {}, steps=10, **{order: "shift"})
+    assert got["sparse"] == 8 * BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "widgets"),
+    [("wan", "before", ALL), ("wan", "after", FAST), ("flux", "after", ALL)],
+)
+def test_torch_compile(comfyui, name, order, widgets):
+    (got,) = comfyui.sampled(name, widgets, repeat=True, **{order: "compiled"})
+    assert got["sparse"] == SPARSE_STEPS * (3 if name == "flux" else BLOCKS) and got["repeats"]
+    assert got["error"] < (EIGHT_BIT if widgets is ALL else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_block", "before"),
+    [("wan", False, True), ("wan", True, False), ("mochi", False, False)],
+)
+def test_fullgraph_stays_dense(comfyui, name, by_block, before):
+    got = comfyui.run("whole_graph", name=name, by_block=by_block, before=before)
+    assert got["sparse"] == 0 and got["forwards"] > 0 and got["repeats"]
+    assert "turn fullgraph off" in got["text"] and got["error"] < 1e-5
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["wan", "ltxav"])
+def test_a_node_that_replaces_the_clips_self_attention(comfyui, name, order):
+    widgets = {}, {"mode": "auto quality"}
+    for got in comfyui.sampled(name, *widgets, **{order: "replaced attention"}):
+        said = "the clip's self-attention did not reach this node; another node replaces it"
+        assert f", 320 tokens; NOTHING WAS SPARSE: {said}" in got["text"]
+        assert "min_tokens" not in got["text"] and "dense because" not in got["text"]
+        assert got["cross"] > 0 and got["sparse"] == 0
+
+
+@pytest.mark.parametrize("before", ["merged tokens", "tiles", "perturbed"])
+def test_nodes_that_change_the_tokens_of_a_unet(comfyui, before):
+    """The U-Net has 8 self-attentions, of which 3 are as large as the latent. Merged tokens are no
+    text; tiles are self-attention, four of 256 tokens; guidance leaves the middle's two out."""
+    everything, auto = comfyui.sampled("square unet", ALL, FAST, before=before)
+    calls = 8 + 6 if before == "perturbed" else 8
+    assert everything["sparse"] == SPARSE_STEPS * calls
+    assert everything["reasons"] == {WINDOW: calls} and everything["error"] < 0.02
+    assert auto["sparse"] > 0
+    if before == "tiles":
+        assert {call["tokens"] for call in everything["calls"]} == {256}
+    if before != "perturbed":
+        assert everything["cross"] == auto["cross"] == STEPS * 8
+    fewer = "fewer queries than keys, which only mode manual serves"
+    assert auto["reasons"].get(fewer, 0) == (STEPS * 3 if before == "merged tokens" else 0)
+
+
+COND, UNCOND = [0], [1]
+
+
+@pytest.mark.parametrize("family", ["ltxv", "ltxav", "mochi"])
+def test_skip_layer_guidance_shifts_no_block(comfyui, family):
+    found = comfyui.run("guided", kind="skipped layer", family=family)
+    assert found["seen"] == [[COND, 0, 0], [COND, 1, 1], [UNCOND, 1, 1]]
+    assert found["report"]["sparse"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("spatio-temporal", "ltxv"), ("spatio-temporal", "ltxav"), ("half the size", "ltxv")],
+)
+def test_guides_shift_no_block(comfyui, kind, family):
+    found = comfyui.run("guided", kind=kind, family=family)
+    assert {(running, row) for _, running, row in found["seen"]} == {(0, 0), (1, 1)}
+    assert len(found["report"]["by_step"]) == BLOCKS, "and sound is none"
+    assert found["report"]["sparse"] > 0
+
+
+def test_perturbed_attention_guidance_shifts_no_layer(comfyui):
+    """It runs a U-Net's middle without self-attention; its blocks keep their rows."""
+    got = comfyui.run("perturbed_attention")
+    plain, perturbed = (
+        {tuple(place): row for which, *place, row in got["seen"] if which == guided}
+        for guided in (False, True)
+    )
+    assert len(plain) == len(set(plain.values())) == 8
+    assert perturbed == {place: row for place, row in plain.items() if place[0] != "middle"}
+    assert len(got["seen"]) == len(plain) + len(perturbed), "each has one row"
+    assert got["report"]["reasons"].keys() <= {WINDOW, "measuring"}
+
+
+def test_two_models_of_a_guider_share_no_measured_heads(comfyui):
+    found = comfyui.run("two_models_of_a_guider")
+    assert found["tables"] == {"first": 1, "second": 1} and found["shared"] == 0
+    assert "a second model" in found["report"]["text"]

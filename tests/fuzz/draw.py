@@ -22,7 +22,7 @@ from sparge import (
 from sparge.order.grid import raster_order, unmeasured_order
 from tests.fuzz.data import KINDS, MEMORY, Sizes, draw_values, lay_out, poison_beyond
 
-WAYS = (*("attention",) * 3, "plan", "mask", *("ordered",) * 2, "compat", "parts")
+WAYS = (*("attention",) * 3, "plan", "mask", *("ordered",) * 2)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EDGES = (1, 2, *(37, 63, 64, 65), *(127, 128, 129), *(192, 193), *(257, 320, 321, 577))
 HEAD_DIMS = (1, 2, 3, 5, 8, 8, 16, 16, 24, 32, 32, 35, 40, 64, 64, 80, 96, 128)
@@ -87,11 +87,11 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
         rng.choice(("clusters", "smooth")) if budgeted and rng.random() < 0.5 else rng.choice(KINDS)
     )
     grid = _draw_grid(rng) if budgeted and rng.random() < 0.4 else None
-    is_causal = way != "parts" and grid is None and rng.random() < 0.3
+    is_causal = grid is None and rng.random() < 0.3
     sizes = _draw_sizes(rng, is_causal, grid, many_keys=budgeted and not is_causal)
     layout = rng.choice(("HND", "NHD"))
     memory = {name: rng.choice(MEMORY) for name in "qkv"}
-    lengths = _draw_lengths(rng, sizes, grid) if way != "compat" and rng.random() < 0.4 else None
+    lengths = _draw_lengths(rng, sizes, grid) if rng.random() < 0.4 else None
     values = draw_values(data, sizes, generator)
     poisoned = lengths is not None and "expanded" not in (memory["k"], memory["v"])
     dtypes = _draw_dtypes(rng, data)
@@ -111,13 +111,9 @@ def draw_case(seed: int, device: torch.device | str = "cpu") -> Case:
     if data == "huge values" and torch.float16 in (options["output_dtype"], dtypes[0]):
         options["output_dtype"] = torch.float32
     policy = _draw_policy(rng, sizes, device, text=0.05 if budgeted else 0.2)
-    if way == "compat":
-        options["return_sparsity"] = rng.random() < 0.6
-        options["function"] = rng.choice(("topk", "cdf", "mask"))
-    elif way != "parts":
-        options["out_layout"] = rng.choice((None, "HND", "NHD"))
-        options["return_lse"] = rng.random() < 0.5
-    if way in ("mask", "parts") or options.get("function") == "mask":
+    options["out_layout"] = rng.choice((None, "HND", "NHD"))
+    options["return_lse"] = rng.random() < 0.5
+    if way == "mask":
         options["block_mask"] = _draw_mask(rng, generator, sizes, device)
     if budgeted:
         order = None if grid is None else _draw_order(rng, grid)

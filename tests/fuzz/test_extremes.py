@@ -17,11 +17,10 @@ from tests.fuzz.bounds import bounds
 from tests.fuzz.draw import Case
 from tests.fuzz.oracle import Setting, answer
 
-SIZES = (1e-30, 1e-21, 1e-18, 1e-6, 1e-3, 1.0, 30.0, 300.0, 700.0, 1e4)
+SIZES = (1e-30, 1e-18, 1e-6, 1e-3, 1.0, 30.0, 700.0, 1e4)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)])
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("size", SIZES)
 def test_as_float64_says(

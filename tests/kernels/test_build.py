@@ -15,6 +15,8 @@ from sparge.kernels.folder import is_private
 from sparge.kernels.spec import KernelSpec, all_specs, native_specs
 
 SPECS = (KernelSpec("means", "sm_90a"), KernelSpec("route", "sm_90a"))
+MEANS, ROUTE = (spec.id for spec in SPECS)
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 
 
 @pytest.fixture(autouse=True)
@@ -34,49 +36,29 @@ def ninja() -> Path:
     return program
 
 
-def _edges(capfd) -> list[str]:
-    """Kernels that ninja ran an edge for."""
-    lines = capfd.readouterr().out.splitlines()
-    return sorted(line.split("] ")[1] for line in lines if line.startswith("["))
-
-
 def test_ninja_builds_only_what_changed(job, ninja, csrc, capfd):
-    assert all(build_module.build(job, 2).values())
-    assert _edges(capfd) == ["means-sm_90a-d128", "route-sm_90a-d128"]
+    def edges() -> list[str]:
+        """Kernels that ninja ran an edge for."""
+        lines = capfd.readouterr().out.splitlines()
+        return sorted(line.split("] ")[1] for line in lines if line.startswith("["))
 
-    assert graph.run_ninja(ninja, job, 2)
-    assert _edges(capfd) == []
+    def times(which: str) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in job.out.glob(which)}
 
-    with open(csrc / "route.cu", "a") as file:
-        file.write("// changed\n")
-    before = {path: path.stat().st_mtime_ns for path in job.out.glob("means*")}
-    assert all(build_module.build(job, 2).values())
-    assert _edges(capfd) == ["route-sm_90a-d128"]
-    assert before == {path: path.stat().st_mtime_ns for path in job.out.glob("means*")}
-
-    with open(csrc / "common" / "twice.cuh", "a") as file:
-        file.write("// changed\n")
-    assert all(build_module.build(job, 2).values())
-    assert _edges(capfd) == ["means-sm_90a-d128", "route-sm_90a-d128"]
-
-    before = {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
+    assert all(build_module.build(job, 2).values()) and edges() == [MEANS, ROUTE]
+    assert graph.run_ninja(ninja, job, 2) and edges() == []
+    before = times("means*")
+    for file, expected in (("route.cu", [ROUTE]), ("common/twice.cuh", [MEANS, ROUTE])):
+        with open(csrc / file, "a") as text:
+            text.write("// changed\n")
+        assert all(build_module.build(job, 2).values()) and edges() == expected
+        assert MEANS in expected or before == times("means*")
+    before = times("*")
     time.sleep(0.02)  # file systems may count in coarse steps
     os.utime(csrc / "means.cu")
-    for edges in (["means-sm_90a-d128"], []):
-        assert graph.run_ninja(ninja, job, 2)
-        assert _edges(capfd) == edges
-    assert before == {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
-
-
-def test_a_missing_file_is_built_and_a_damaged_one_too(job):
-    built = build_module.build(job, 2)
-    means, route = (next(job.out.glob(f"{spec.id}.*.cubin")) for spec in SPECS)
-    means.unlink()
-    route.write_bytes(b"damaged")
-    assert build_module.build(job, 2) == built
-
-
-posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+    for expected in ([MEANS], []):
+        assert graph.run_ninja(ninja, job, 2) and edges() == expected
+    assert before == times("*")
 
 
 @posix
@@ -89,6 +71,37 @@ def test_a_folder_that_others_may_write_is_not_built_into(job, csrc, capsys):
     assert build_module.main(arguments) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert list(job.out.iterdir()) == []
+
+
+def test_prepare_fills_the_users_cache_with_what_no_release_ships(
+    csrc, tmp_path, compiler, monkeypatch
+):
+    monkeypatch.setattr(build_module, "find_csrc", lambda: csrc)
+    monkeypatch.setattr(build_module, "prebuilt_folder", lambda: tmp_path / "prebuilt")
+    monkeypatch.setattr(build_module, "_compiler", lambda name, library: compiler)
+    shipped = KernelSpec("route", "sm_89")
+    build_module.build(graph.Job((shipped,), csrc, tmp_path / "prebuilt", compiler), 1)
+    wanted = [shipped, *native_specs("sm_89")[:2]]
+    monkeypatch.setattr(build_module, "native_specs", lambda arch: wanted)
+    built = build_module.prepare("sm_89")
+    assert set(built) == set(wanted) - {shipped} and all(built.values())
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == len(built)
+    monkeypatch.setattr(build_module, "cache_folder", lambda: None)
+    with pytest.raises(OSError, match="SPARGE_CACHE"):
+        build_module.prepare("sm_89")
+
+
+def test_an_edge_needs_no_torch(job, compiler):
+    """Importing torch takes seconds, once for every kernel."""
+    program = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    edge = Path(graph.__file__).with_name("edge.py")
+    arguments = [edge, MEANS, "--csrc", job.csrc, "--out", job.out]
+    arguments += ["--nvrtc", compiler.nvrtc.path]
+    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+    assert len(list(job.out.glob("*.cubin"))) == 1
 
 
 @pytest.fixture
@@ -108,68 +121,25 @@ def ran(monkeypatch) -> list[Path]:
     return folders
 
 
-def test_prepare_fills_the_users_cache_with_what_no_release_ships(
-    csrc, tmp_path, compiler, monkeypatch
-):
-    monkeypatch.setattr(build_module, "find_csrc", lambda: csrc)
-    monkeypatch.setattr(build_module, "prebuilt_folder", lambda: tmp_path / "prebuilt")
-    monkeypatch.setattr(build_module, "_compiler", lambda name, library: compiler)
-    shipped = KernelSpec("route", "sm_89")
-    build_module.build(graph.Job((shipped,), csrc, tmp_path / "prebuilt", compiler), 1)
-    built = build_module.prepare("sm_89")
-    assert set(built) == set(native_specs("sm_89")) - {shipped}
-    assert all(built.values())
-    assert len(list((tmp_path / "cache").glob("*.cubin"))) == len(built)
-    monkeypatch.setattr(build_module, "cache_folder", lambda: None)
-    with pytest.raises(OSError, match="SPARGE_CACHE"):
-        build_module.prepare("sm_89")
-
-
-def test_an_edge_needs_no_torch(job, compiler):
-    """Importing torch takes seconds, once for every kernel."""
-    program = (
-        "import runpy, sys\n"
-        "sys.modules['torch'] = None\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    edge = Path(graph.__file__).with_name("edge.py")
-    arguments = [SPECS[0].id, "--csrc", job.csrc, "--out", job.out]
-    arguments += ["--nvrtc", compiler.nvrtc.path]
-    command = [sys.executable, "-c", program, str(edge), *map(str, arguments)]
-    subprocess.run(command, check=True)
-    assert len(list(job.out.glob("*.cubin"))) == 1
-
-
 @posix
-@pytest.mark.parametrize("name", ["build.ninja", ".ninja_log"])
-@pytest.mark.parametrize("kind", [os.symlink, os.link])
-def test_nothing_is_written_through_a_link(name, kind, job, ninja, ran, tmp_path):
-    theirs = tmp_path / "theirs"
-    theirs.write_text("untouched")
+def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path, monkeypatch):
+    """Nor writes through a link. Folders are looked at from the folder of the graph upwards."""
     assert graph.run_ninja(ninja, job, 2)
     (usual,) = ran
     assert (tmp_path / "cache") in usual.parents
-    (usual / name).unlink(missing_ok=True)
-    kind(theirs, usual / name)
-    assert graph.run_ninja(ninja, job, 2)
-    assert ran[1] != usual and not ran[1].exists(), "a folder of this run alone"
-    assert theirs.read_text() == "untouched"
-    (usual / name).unlink()
-    assert graph.run_ninja(ninja, job, 2)
-    assert ran[2] == usual
-
-
-@posix
-def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path, monkeypatch):
-    """Folders are looked at from the folder of the graph upwards."""
-    assert graph.run_ninja(ninja, job, 2)
-    (usual,) = ran
 
     def runs_elsewhere() -> bool:
         assert graph.run_ninja(ninja, job, 2)
-        return ran[-1] != usual and not ran[-1].exists()
+        return ran[-1] != usual and not ran[-1].exists()  # of this run alone
 
+    theirs = tmp_path / "theirs"
+    theirs.write_text("untouched")
+    for name, kind in (("build.ninja", os.symlink), (".ninja_log", os.link)):
+        (usual / name).unlink(missing_ok=True)
+        kind(theirs, usual / name)
+        assert runs_elsewhere() and theirs.read_text() == "untouched"
+        (usual / name).unlink()
+    assert graph.run_ninja(ninja, job, 2) and ran[-1] == usual
     for folder in (usual, usual.parent, tmp_path / "cache", tmp_path):
         before = folder.stat().st_mode
         folder.chmod(0o777)
@@ -183,7 +153,7 @@ def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path, mon
 
 
 @pytest.mark.parametrize("with_ninja", [True, False])
-def test_one_broken_kernel_fails_alone(job, csrc, capfd, monkeypatch, tmp_path, with_ninja):
+def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_path, with_ninja):
     """Ninja, of this environment alone, and this process make the same files."""
     decoy = tmp_path / "ninja"
     decoy.write_text("#!/bin/sh\n")
@@ -196,10 +166,14 @@ def test_one_broken_kernel_fails_alone(job, csrc, capfd, monkeypatch, tmp_path, 
         assert graph.ninja_program() is None
         job = graph.Job(job.specs, job.csrc, tmp_path / "other", job.compiler)
         assert build_module.build(job, 2) == built
-        assert {path.name: path.read_bytes() for path in job.out.iterdir()} == made
+    means, route = (next(job.out.glob(f"{name}.*.cubin")) for name in (MEANS, ROUTE))
+    means.unlink()
+    route.write_bytes(b"damaged")
+    assert build_module.build(job, 2) == built
+    assert {path.name: path.read_bytes() for path in job.out.iterdir()} == made
     (csrc / "route.cu").write_text("#error broken here\n")
     built = build_module.build(job, 2)
-    assert [cubin is None for cubin in built.values()] == [False, True]
+    assert [cubin is None for cubin in built.values()] == [False, True], "it fails alone"
     assert "broken here" in capfd.readouterr().out and "failed" in build_module.table(built)
 
 
@@ -212,7 +186,7 @@ def test_paths_that_ninja_has_no_words_for(name, csrc, tmp_path, compiler, monke
 
 
 def test_command_line(csrc, tmp_path, capfd, monkeypatch):
-    specs, out = all_specs("sm_80")[:3], tmp_path / "out"
+    specs, out = all_specs("sm_80")[:2], tmp_path / "out"
     monkeypatch.setattr(build_module, "all_specs", lambda arch: specs)
     arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out), "--jobs", "2"]
     assert build_module.main(arguments) == 0
@@ -227,10 +201,8 @@ def test_command_line(csrc, tmp_path, capfd, monkeypatch):
     stranger.write_text("another arch's")
     with open(csrc / "common" / "twice.cuh", "a") as file:
         file.write("// changed\n")
-    assert build_module.main(arguments) == 0
-    assert stranger.is_file() and len(list(out.iterdir())) == 2 * len(specs) + 1, (
-        "old ones are gone"
-    )
+    assert build_module.main(arguments) == 0 and stranger.is_file()
+    assert len(list(out.iterdir())) == 2 * len(specs) + 1, "old ones are gone"
 
     (csrc / f"{specs[0].entry}.cu").write_text("#error broken here\n")
     assert build_module.main(arguments) == 1

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -22,19 +21,12 @@ class Params(ctypes.Structure):
     _fields_ = (("pointer", ctypes.c_void_p), ("count", ctypes.c_int32))
 
 
-@dataclass
-class Launch:
-    sizes: tuple[int, ...]
-    stream: int
-    params: tuple[int, int]
-    contexts: list[int]
-
-
 class FakeDriver:
     """Answers success and records; ``fail[function]`` is a list of statuses to answer first."""
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        #: Sizes, stream, parameters, contexts.
+        self.launches: list[tuple[tuple[int, ...], int, tuple[int, int], list[int]]] = []
         self.shared: list[int] = []
         self.contexts: list[int] = []
         self.fail: dict[str, list[int]] = {}
@@ -61,17 +53,15 @@ class FakeDriver:
         return call
 
     def _attribute(self, function, attribute, value) -> None:
-        assert attribute == 8
-        assert self.contexts, "an attribute is set in the kernel's context"
+        assert attribute == 8 and self.contexts, "an attribute is set in the kernel's context"
         self.shared.append(value)
 
     def _launch(self, function, *arguments) -> None:
         *sizes, stream, parameters, extra = arguments
         assert extra is None
         params = Params.from_address(parameters[0])
-        self.launches.append(
-            Launch(tuple(sizes), stream, (params.pointer, params.count), list(self.contexts))
-        )
+        launch = (tuple(sizes), stream, (params.pointer, params.count), list(self.contexts))
+        self.launches.append(launch)
 
 
 def _answer(out, value) -> None:
@@ -84,6 +74,7 @@ def fake(monkeypatch) -> Iterator[FakeDriver]:
     driver.primary_context.cache_clear()
     monkeypatch.setattr(driver, "library", lambda: fake)
     yield fake
+    assert fake.contexts == [], "the thread's context is as it was"
     driver.primary_context.cache_clear()
 
 
@@ -94,23 +85,13 @@ def image(csrc, compiler) -> bytes:
 
 def test_launch_passes_one_struct_and_the_cubins_numbers(fake, image):
     kernel = Kernel(image, "route", 3)
-    assert (kernel.info.threads, kernel.info.shared_bytes) == (96, 4096)
-    assert fake.shared == [4096]
     kernel.launch((5, 6, 7), Params(0x1234, 42), stream=99)
-    (launch,) = fake.launches
-    assert launch.sizes == (5, 6, 7, 96, 1, 1, 4096)
-    assert launch.stream == 99
-    assert launch.params == (0x1234, 42)
-    assert launch.contexts == [], "torch's own current context is left alone"
-    assert fake.contexts == []
-
-
-def test_extra_shared_memory_is_allowed_once(fake, image):
-    kernel = Kernel(image, "route", 0)
-    for extra in (0, 1000, 500, 1000, 2000):
+    sizes = (5, 6, 7, 96, 1, 1, 4096)
+    assert fake.launches == [(sizes, 99, (0x1234, 42), [])], "torch's own context is left alone"
+    for extra in (1000, 500, 1000, 2000):
         kernel.launch((1, 1, 1), Params(), extra_shared=extra)
-    assert [launch.sizes[-1] for launch in fake.launches] == [4096, 5096, 4596, 5096, 6096]
-    assert fake.shared == [4096, 5096, 6096]
+    assert [sizes[-1] for sizes, *_ in fake.launches[1:]] == [5096, 4596, 5096, 6096]
+    assert fake.shared == [4096, 5096, 6096], "more is asked for once"
 
 
 def test_threads_never_lower_what_is_allowed(fake, image):
@@ -138,8 +119,7 @@ def test_a_thread_without_context_borrows_the_kernels(fake, image, status):
     kernel = Kernel(image, "route", 2)
     fake.fail["cuLaunchKernel"] = [status]
     kernel.launch((1, 1, 1), Params())
-    assert [launch.contexts for launch in fake.launches] == [[], [0x1002]]
-    assert fake.contexts == []
+    assert [contexts for *_, contexts in fake.launches] == [[], [0x1002]]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +132,6 @@ def test_a_failed_launch_is_an_exception_with_cudas_words(fake, image, function,
     with pytest.raises(DriverError, match=r"CUDA_ERROR_TEST \(what the driver says\)") as caught:
         kernel.launch((1, 1, 1), Params(), extra_shared=4)
     assert function in str(caught.value) and caught.value.name == "CUDA_ERROR_TEST"
-    assert fake.contexts == []
 
 
 @pytest.mark.parametrize(
@@ -162,7 +141,6 @@ def test_a_failed_load_is_an_exception_and_restores_the_context(fake, image, fun
     fake.fail[function] = [209]
     with pytest.raises(DriverError, match=function):
         Kernel(image, "route", 0)
-    assert fake.contexts == []
 
 
 def test_no_driver_library(monkeypatch):
@@ -170,7 +148,6 @@ def test_no_driver_library(monkeypatch):
         raise OSError("cannot open shared object file")
 
     monkeypatch.setattr(driver.ctypes, "CDLL", absent)
-    with pytest.raises(
-        DriverNotFoundError, match="nvcuda.dll" if sys.platform == "win32" else "libcuda"
-    ):
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda"
+    with pytest.raises(DriverNotFoundError, match=name):
         driver.library.__wrapped__()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,13 +31,12 @@ def loads(monkeypatch) -> list[KernelSpec]:
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", load)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
-    monkeypatch.setattr(loader, "pass_over", lambda *_: False)
     monkeypatch.setattr(loader, "use", lambda *_: True)
     return done
 
 
 @pytest.fixture
-def hopper(loads, monkeypatch) -> list[KernelSpec]:
+def hopper(loads, monkeypatch, fresh_targets) -> list[KernelSpec]:
     """The loads of a GPU whose compiler refuses ``wgmma``."""
     load = loader._load
 
@@ -45,31 +45,19 @@ def hopper(loads, monkeypatch) -> list[KernelSpec]:
             raise KernelBuildError(f"Kernel {spec.id} does not compile.", "no wgmma today")
         return load(spec, device_index)
 
-    monkeypatch.setattr(device, "_known", {})
-    monkeypatch.setattr(device, "_refused", set())
-    monkeypatch.setattr(device, "_in_use", set())
+    fresh_targets()
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "capabilities", device.capabilities)
-    monkeypatch.setattr(loader, "pass_over", device.pass_over)
     monkeypatch.setattr(loader, "use", device.use)
     monkeypatch.setattr(loader, "_load", refuse)
     return loads
 
 
 def test_threads_that_ask_at_once_share_one_load(loads):
-    kernels: list[object] = []
-    threads = [
-        threading.Thread(target=lambda: kernels.append(loader.get_kernel(SPEC, 0)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, kernels))) == 1
-    assert loads == [SPEC]
+    with ThreadPoolExecutor(8) as pool:
+        kernels = list(pool.map(lambda _: loader.get_kernel(SPEC, 0), range(8)))
+    assert len(set(map(id, kernels))) == 1 and loads == [SPEC]
     assert loader.get_kernel(SPEC, 1) is not loader.get_kernel(SPEC, 0), "one a device"
-    assert loads == [SPEC, SPEC]
 
 
 def test_warm_loads_what_a_user_can_reach_and_reports(loads):
@@ -83,7 +71,7 @@ def test_warm_loads_what_a_user_can_reach_and_reports(loads):
     loader.warm("cuda:0", progress=progress)
     wanted = native_specs("sm_90a")
     assert sorted(s.id for s in loads) == sorted(s.id for s in wanted)
-    assert [done for done, _, _ in seen] == list(range(1, len(wanted) + 1))
+    assert [entry[:2] for entry in seen] == [(n + 1, len(wanted)) for n in range(len(wanted))]
     assert {text for _, _, text in seen} == {spec.id for spec in wanted}
     loader.warm("cuda:0")
     assert len(loads) == len(wanted)
@@ -97,18 +85,23 @@ def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch):
         loader.warm(0, progress=cancel)
     assert len(loads) < len(native_specs("sm_90a")), "the rest is not loaded"
 
-    def broken(spec, device_index):
-        raise KernelBuildError("Kernel does not compile.", "the log")
-
     monkeypatch.setattr(loader, "_kernels", {})
-    monkeypatch.setattr(loader, "_load", broken)
+    monkeypatch.setattr(loader, "_load", raising(KernelBuildError("Kernel", "the log")))
+    monkeypatch.setattr(loader, "pass_over", lambda *_: False)
     loader.warm(0, [])
     with pytest.raises(KernelBuildError) as caught:
         loader.warm(0)
     assert caught.value.log == "the log"
     monkeypatch.setattr(loader, "_load", lambda spec, index: spec)
     loader.warm(0, [SPEC])
-    assert loader._kernels and loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
+    assert loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
+
+
+def raising(error: Exception):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
 def test_warm_goes_on_with_the_next_target(hopper, caplog):
@@ -121,19 +114,13 @@ def test_warm_goes_on_with_the_next_target(hopper, caplog):
 def test_named_kernels_missing_compilers_and_missing_sources_have_no_next_target(
     hopper, monkeypatch, caplog
 ):
-    def fail(error: Exception):
-        def failing(*_):
-            raise error
-
-        return failing
-
     with pytest.raises(KernelBuildError, match="no wgmma today"):
         loader.warm("cuda:0", native_specs("sm_90a"))
     monkeypatch.setattr(loader, "_load", lambda spec, index: loader.load_cubin(spec))
-    monkeypatch.setattr(loader, "read_sources", fail(FileNotFoundError("csrc has no means.cu")))
+    monkeypatch.setattr(loader, "read_sources", raising(FileNotFoundError("csrc has no means.cu")))
     with pytest.raises(FileNotFoundError):
         loader.warm("cuda:0")
-    monkeypatch.setattr(loader, "compiler", fail(NvrtcNotFoundError("NVRTC was not found.")))
+    monkeypatch.setattr(loader, "compiler", raising(NvrtcNotFoundError("NVRTC was not found.")))
     with pytest.raises(KernelBuildError, match="NVRTC was not found"):
         loader.warm("cuda:0")
     assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
@@ -142,13 +129,12 @@ def test_named_kernels_missing_compilers_and_missing_sources_have_no_next_target
 @pytest.mark.parametrize(
     ("first", "anew", "loaded"),
     [
-        ("CUDA_ERROR_INVALID_IMAGE", "", 2),
         ("CUDA_ERROR_NO_BINARY_FOR_GPU", "", 2),
         ("CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_INVALID_IMAGE", 2),
         ("CUDA_ERROR_OUT_OF_MEMORY", "", 1),
     ],
 )
-def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeypatch, caplog):
+def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeypatch):
     given: list[bytes] = []
 
     def kernel(image: bytes, entry: str, device_index: int) -> bytes:
@@ -165,5 +151,5 @@ def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeyp
         with pytest.raises(DriverError, match=anew or first):
             loader._load(SPEC, 0)
     else:
-        assert loader._load(SPEC, 0) == b"" and SPEC.id in caplog.text
+        assert loader._load(SPEC, 0) == b""
     assert len(given) == loaded

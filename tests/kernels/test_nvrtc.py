@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -38,26 +37,6 @@ def test_headers_come_from_memory(found: Nvrtc, tmp_path: Path, monkeypatch):
         found.compile("k.cu", '#include "a/one.cuh"\n', {"a/one.cuh": headers["a/one.cuh"]}, [])
     with pytest.raises(NvrtcError, match="gpu-architecture"):
         found.compile("k.cu", PROGRAM, {}, ["--gpu-architecture=sm_1"])
-
-
-def test_a_failing_thread_leaves_others_alone(found: Nvrtc):
-    images: list[bytes] = []
-    errors: list[str] = []
-
-    def work(good: bool) -> None:
-        try:
-            text = PROGRAM if good else "nonsense"
-            images.append(found.compile("k.cu", text, {}, OPTIONS).image)
-        except NvrtcError as error:
-            errors.append(error.log)
-
-    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(images) == 4 and len(set(images)) == 1
-    assert len(errors) == 4
 
 
 def test_a_file_that_is_no_library(tmp_path: Path):

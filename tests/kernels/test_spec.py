@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -21,28 +19,27 @@ from sparge.kernels.spec import (
     spec_from_id,
 )
 
+#: Targets whose 8-bit element is E4M3, written down apart from the library.
+E4M3 = ("sm_89", "sm_90a", "sm_120a", "sm_121a")
 
-def test_ids_name_one_kernel_each():
-    ids = [spec.id for arch in ARCHS for spec in all_specs(arch)]
-    assert len(ids) == len(set(ids))
-    assert all(spec_from_id(spec.id) == spec for spec in all_specs("sm_120a"))
+
+def test_ids_and_defines_name_one_kernel_each():
+    specs = [spec for arch in ARCHS for spec in all_specs(arch)]
+    assert len({spec.id for spec in specs}) == len(specs)
+    assert all(spec_from_id(spec.id) == spec for spec in specs)
+    told = {(spec.entry, *spec.defines) for spec in all_specs("sm_89")}
+    assert len(told) == len(all_specs("sm_89"))
     with pytest.raises(ValueError, match="no kernel is called"):
         spec_from_id("attend-sm_90a-d96")
 
 
-def test_defines_tell_every_field_apart():
-    specs = all_specs("sm_89")
-    told = {(spec.entry, *spec.defines) for spec in specs}
-    assert len(told) == len(specs)
-
-
 def test_fields_an_entry_ignores_do_not_split_it():
-    plain = KernelSpec("route", "sm_80")
-    assert KernelSpec("route", "sm_80", element=Element.BF16, pv_filter=True) == plain
-    quantize = KernelSpec("quantize", "sm_80", element=Element.BF16, pv_filter=True)
-    assert quantize == KernelSpec("quantize", "sm_80", element=Element.BF16)
-    attend = KernelSpec("attend", "sm_80")
-    assert dataclasses.replace(attend, pv_filter=True) != attend
+    of = {"element": Element.BF16, "pv_filter": True}
+    assert KernelSpec("route", "sm_80", **of) == KernelSpec("route", "sm_80")
+    assert KernelSpec("quantize", "sm_80", **of) == KernelSpec(
+        "quantize", "sm_80", 128, of["element"]
+    )
+    assert KernelSpec("attend", "sm_80", **of) != KernelSpec("attend", "sm_80", 128, of["element"])
 
 
 def test_newer_chips_run_the_code_of_their_family():
@@ -51,46 +48,35 @@ def test_newer_chips_run_the_code_of_their_family():
     assert set(RELEASE_ARCHS) < set(ARCHS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_is_not_built_is_refused():
+    for arguments, words in (
         (("attend", "sm_75"), "sm_75"),
         (("attend", "sm_90a", 96), "96"),
         ((HOPPER_ATTEND_16, "sm_90", 128, Element.BF16), "only sm_90a has wgmma"),
-    ],
-)
-def test_what_is_not_built_is_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        KernelSpec(*arguments)
-
-
-#: The 8-bit element of each target, written down apart from the library.
-EIGHT_BIT = {
-    arch: Element.INT8_E4M3
-    if arch in ("sm_89", "sm_90a", "sm_120a", "sm_121a")
-    else Element.INT8_FP16
-    for arch in ARCHS
-}
+    ):
+        with pytest.raises(ValueError, match=words):
+            KernelSpec(*arguments)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_path_of_a_call(arch, dtype):
+def test_the_path_of_a_call(arch):
     """The element and the kernel that serve it are built, and the reason says which."""
-    sixteen = Element.FP16 if dtype == torch.float16 else Element.BF16
-    assert {KernelSpec("attend", arch, 64, EIGHT_BIT[arch])} <= set(all_specs(arch))
-    for sixteen_bit, expected in ((False, EIGHT_BIT[arch]), (True, sixteen)):
+    eight_bit = Element.INT8_E4M3 if arch in E4M3 else Element.INT8_FP16
+    hopper, built = arch == "sm_90a", set(native_specs(arch))
+    assert built <= set(all_specs(arch))
+    for sixteen_bit, dtype, expected in (
+        (False, torch.bfloat16, eight_bit),
+        (True, torch.float16, Element.FP16),
+        (True, torch.float32, Element.BF16),
+    ):
         element = native_element(arch, sixteen_bit, dtype)
-        assert element is expected
         path = attend_path(arch, element)
-        entry = "attend"
-        if arch == "sm_90a":
-            entry = HOPPER_ATTEND_16 if sixteen_bit else HOPPER_ATTEND
-        assert path.entry == entry
-        assert path.reason.startswith("wgmma: " if arch == "sm_90a" else "mma.sync: ")
-        assert path.filter_saves == pv_filter_saves(arch) == (arch != "sm_90a")
-        assert KernelSpec(entry, arch, 128, element, True) in native_specs(arch)
-    assert set(native_specs(arch)) <= set(all_specs(arch))
+        entry = HOPPER_ATTEND_16 if sixteen_bit else HOPPER_ATTEND
+        assert element is expected and path.entry == (entry if hopper else "attend")
+        assert path.reason.startswith("wgmma: " if hopper else "mma.sync: ")
+        assert path.filter_saves == pv_filter_saves(arch) == (not hopper)
+        assert KernelSpec(path.entry, arch, 128, element, True) in built
+        assert KernelSpec("attend", arch, 64, eight_bit) in all_specs(arch)
 
 
 def test_why_there_is_no_wgmma():

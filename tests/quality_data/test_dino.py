@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.quality_data import dino
 from benchmarks.quality_data.clips import make_clip
-from benchmarks.quality_data.dino import Dino, read_onnx
+from benchmarks.quality_data.dino import Dino
 from benchmarks.quality_data.frames import resize
 from benchmarks.quality_data.weights import WeightsMissingError
 from sparge.order.grid import TokenGrid
@@ -82,15 +82,6 @@ def backbone(generator: torch.Generator, tmp_path: Path) -> Path:
     return path
 
 
-def test_tensors_by_name_and_by_reader(generator: torch.Generator, tmp_path: Path) -> None:
-    one, two = torch.randn(3, 200, generator=generator), torch.randn(5, generator=generator)
-    nodes = {"reads one": ("one",), "both": ("one", "two")}
-    write_onnx(tmp_path / "some.onnx", {"one": one, "two": two}, nodes)
-    tensors = read_onnx(tmp_path / "some.onnx")
-    assert tensors.keys() == {"one", "two", "reads one"}
-    assert torch.equal(tensors["one"], one) and torch.equal(tensors["reads one"], one)
-
-
 def torch_block(model: Dino, layer: int) -> torch.nn.TransformerEncoderLayer:
     """torch's own block with this layer's weights, the layer scales folded into the matrices."""
     named, at = model.tensors, f"backbone.encoder.layer.{layer}."
@@ -151,6 +142,9 @@ def test_layers_are_those_of_torch(backbone: Path) -> None:
         ours = [part[0].transpose(0, 1).flatten(1) for part in (layer.q, layer.k, layer.v)]
         torch.testing.assert_close(torch.cat(ours, -1), expected, rtol=1e-4, atol=1e-4)
         tokens = block(tokens[None])[0]
+    other = next(model.layers(clip, patches=(3, 7)))  # where positions are interpolated
+    assert other.grid == TokenGrid(3, 3, 7, prefix=3) and other.q.dtype == torch.bfloat16
+    assert bool(other.q.isfinite().all())
 
 
 def expected_embedding(model: Dino, pixels: Tensor) -> Tensor:
@@ -167,15 +161,6 @@ def expected_embedding(model: Dino, pixels: Tensor) -> Tensor:
     patches = patches + model.tensors["/backbone/embeddings/Reshape_1"]
     first = model.tensors[f"{at}cls_token"] + model.tensors["/backbone/embeddings/Concat_6"]
     return torch.cat([first[0].expand(len(pixels), -1), patches.flatten(0, 1)])
-
-
-def test_positions_of_another_grid(backbone: Path) -> None:
-    clip = make_clip(2, 42, 98, seed=6)
-    first = next(Dino.load(backbone).layers(clip, patches=(3, 7)))
-    assert first.q.shape == (1, 2, 2 + 2 * 3 * 7, 64)
-    assert first.q.dtype == torch.bfloat16
-    assert first.grid == TokenGrid(2, 3, 7, prefix=2)
-    assert bool(first.q.isfinite().all())
 
 
 def test_the_real_weights() -> None:

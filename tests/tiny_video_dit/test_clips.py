@@ -46,17 +46,14 @@ def scenes(generator) -> Scenes:
     return draw_scenes(4, SIZE, generator)
 
 
-def test_clips_are_pictures(scenes) -> None:
+def test_clips_are_pictures_and_nothing_moves_in_a_still_scene(scenes) -> None:
     clips = draw_clips(scenes, SIZE)
-    assert clips.shape == (4, *SIZE, 3)
-    assert clips.min() >= 0 and clips.max() <= 1
+    assert clips.shape == (4, *SIZE, 3) and clips.min() >= 0 and clips.max() <= 1
     assert clips.std((1, 2, 3, 4)).min() > 0.02
-
-
-def test_nothing_moves_in_a_still_scene(scenes) -> None:
-    clips = draw_clips(still(scenes), SIZE)
-    torch.testing.assert_close(clips[:, 0], clips[:, -1])
-    assert (draw_clips(scenes, SIZE).diff(dim=1).abs().amax((1, 2, 3, 4)) > 0.02).all()
+    assert (clips.diff(dim=1).abs().amax((1, 2, 3, 4)) > 0.02).all()
+    unmoved = draw_clips(still(scenes), SIZE)
+    torch.testing.assert_close(unmoved[:, 0], unmoved[:, -1])
+    assert context(scenes).shape == (4, TEXT_TOKENS, TEXT_WIDTH)
 
 
 def test_the_camera_moves_the_ground(scenes) -> None:
@@ -66,16 +63,6 @@ def test_the_camera_moves_the_ground(scenes) -> None:
     torch.testing.assert_close(clip[3, :-3, 6:], clip[0, 3:, :-6], rtol=1e-4, atol=1e-4)
 
 
-def test_text_describes_each_object_in_its_own_token(scenes) -> None:
-    text = context(scenes)
-    assert text.shape == (4, TEXT_TOKENS, TEXT_WIDTH)
-    colours = scenes.colours.clone()
-    colours[:, 2] = 1 - colours[:, 2]
-    everywhere = replace(scenes, present=torch.ones_like(scenes.present))
-    changed = (context(replace(everywhere, colours=colours)) - context(everywhere)).abs().amax(2)
-    assert (changed > 1e-3).int().tolist() == [[0, 0, 0, 1, 0, 0, 0]] * 4
-
-
 def test_the_projection_never_changes() -> None:
     """Trained weights know this one."""
     assert _signs(4, torch.device("cpu"))[:, :8].tolist() == SIGNS
@@ -83,16 +70,7 @@ def test_the_projection_never_changes() -> None:
 
 def test_latents_keep_all_but_colour_inside_pairs(generator) -> None:
     pairs = torch.rand(2, 3, 8, 8, 3, generator=generator).repeat_interleave(2, 3)
-    latent = to_latent(pairs)
-    assert latent.shape == (2, 16, 3, 4, 4)
-    torch.testing.assert_close(to_clips(latent), pairs, rtol=0, atol=1e-5)
-    single = torch.rand(1, 2, 6, 12, 3, generator=generator) * 0.4 + 0.3
-    weights = torch.tensor([0.299, 0.587, 0.114])
-    back = to_clips(to_latent(single))
-    torch.testing.assert_close(back @ weights, single @ weights, rtol=0, atol=1e-5)
-
-
-def test_latents_of_clips_are_as_large_as_the_noise(generator) -> None:
-    clips = draw_clips(draw_scenes(48, SIZE, generator), SIZE)
-    deviation = to_latent(clips).std((0, 2, 3, 4))
-    assert deviation.min() > 0.6 and deviation.max() < 1.4
+    assert to_latent(pairs).shape == (2, 16, 3, 4, 4)
+    torch.testing.assert_close(to_clips(to_latent(pairs)), pairs, rtol=0, atol=1e-5)
+    deviation = to_latent(draw_clips(draw_scenes(48, SIZE, generator), SIZE)).std((0, 2, 3, 4))
+    assert deviation.min() > 0.6 and deviation.max() < 1.4, "as large as the noise"

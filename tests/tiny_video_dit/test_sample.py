@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from benchmarks.tiny_video_dit import flow
-from benchmarks.tiny_video_dit.model import dense
 from benchmarks.tiny_video_dit.sample import sample, starting_noise
 
 GRID = (2, 3, 4)
@@ -38,27 +37,7 @@ def test_a_true_flow_ends_at_the_clip(steps) -> None:
     assert oracle.timesteps[0] == 1000 and len(oracle.timesteps) == steps
 
 
-def test_a_noisy_latent_is_on_the_path(generator) -> None:
-    clip, noise = torch.randn(2, 3, 4, generator=generator).unbind(0)
-    mixed = flow.noisy(clip, noise, torch.tensor([0.0, 0.25, 1.0]))
-    torch.testing.assert_close(mixed[0], clip[0])
-    torch.testing.assert_close(mixed[1], 0.25 * noise[1] + 0.75 * clip[1])
-    torch.testing.assert_close(mixed[2], noise[2])
-
-
 def test_training_covers_all_noise_levels(generator) -> None:
     sigmas = flow.training_sigmas(8, generator)
     bounds = flow.shifted(torch.arange(9) / 8, flow.TRAINING_SHIFT)
     assert ((sigmas >= bounds[:-1]) & (sigmas <= bounds[1:])).all()
-
-
-def test_attention_reaches_every_step_and_block(toy_model) -> None:
-    blocks = []
-
-    def spy(q, k, v, block):
-        blocks.append(block)
-        return dense(q, k, v, block)
-
-    noise = starting_noise(1, GRID, seed=0)
-    sample(toy_model, noise, torch.zeros(1, 7, 64), steps=3, attention=spy)
-    assert blocks == [0, 1] * 3

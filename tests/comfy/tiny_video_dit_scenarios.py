@@ -45,8 +45,8 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def compare(folder: Path) -> dict[str, object]:
-    path = write_weights(folder)
+def compare(folder: str) -> dict[str, object]:
+    path = write_weights(Path(folder))
     theirs = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
     ours = checkpoint.load_model(path, dtype=torch.float32)
     network = theirs.model.diffusion_model

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of measured heads and reports, in real ComfyUI."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comfy.expected import BLOCKS, SPARSE_STEPS, WINDOW
+
+
+@pytest.fixture(scope="module")
+def profiles(comfyui):
+    return comfyui.run("profile_saved_and_loaded")
+
+
+def test_a_profile_is_saved_and_spares_the_measuring(profiles):
+    assert profiles["saved"] == "Saved the profile tiny wan.safetensors."
+    assert "No profile was saved" in profiles["unsafe"], "it never leaves its folder"
+    assert profiles["changed"]
+    measured, loaded = profiles["measured"], profiles["loaded"]
+    assert measured["reasons"] == {WINDOW: BLOCKS} and loaded["reasons"] == {}
+    assert loaded["sparse"] == 4 * BLOCKS  # denoise 0.5: it would have measured
+    for report in (measured, loaded):
+        assert report["predicted"] == pytest.approx(profiles["errors"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("other model", "measured on WanModel and this model is LTXVModel"),
+        ("other aim", "this node asks for a mean density of 50 %"),
+        ("missing", "There is no profile none.safetensors"),
+        ("other length", "nothing for 240 tokens"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_not_used(profiles, case, reason):
+    report = profiles[case]
+    assert reason in report["text"] and "this run measures" in report["text"].lower()
+    assert report["reasons"] == {WINDOW: BLOCKS}
+    assert report["sparse"] == SPARSE_STEPS * BLOCKS
+
+
+def test_a_profile_of_other_weights_warns_and_in_manual_mode_does_nothing(profiles):
+    for case in ("other weights", "lora"):
+        assert "a finetune or a LoRA" in profiles[case]["text"]
+        assert profiles[case]["predicted"] == profiles["measured"]["predicted"]
+    assert "no effect in manual mode" in profiles["manual"]["text"]
+
+
+def test_a_profile_fits_prompts_of_other_lengths(comfyui):
+    got = comfyui.run("profile_of_another_prompt")
+    measured, loaded = got["reports"]
+    assert sorted(measured["shapes"]) == [327, 340]
+    assert sorted(loaded["shapes"]) == [329, 341]
+    assert loaded["reasons"] == {} and loaded["sparse"] == 4 * 2 * 2
+    for report in got["reports"]:
+        assert report["predicted"] == pytest.approx(got["errors"], rel=1e-5)
+    for text, given in ((20, 21), (7, 9)):
+        said = f"The profile was measured with {text} tokens of text and is used for {given}"
+        assert said in loaded["text"] and said not in measured["text"]
+
+
+def test_reports_without_a_run(comfyui):
+    got = comfyui.run("reports_without_a_run")
+    assert "did not go through" in got["no node"]["text"]
+    assert "No sampler has run" in got["no run"]["text"]
+    assert all(found["passed"] for found in got.values())
