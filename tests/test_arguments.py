@@ -30,6 +30,9 @@ attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
 GRID = TokenGrid(2, 8, 10)
 HALF: Any = HeadSettings.uniform(2, 0.5)
+# Of any type, for arguments of the wrong one.
+policy_of: Any = SparsePolicy
+uniform: Any = HeadSettings.uniform
 
 
 class TestKinds:
@@ -73,31 +76,31 @@ class TestKinds:
     @pytest.mark.parametrize(
         ("make", "words"),
         [
-            (lambda: SparsePolicy(precision="int8"), "precision is 'int8'; give one of Precision"),
-            (lambda: SparsePolicy(exact_prefix=1.5), "exact_prefix is 1.5; it takes a whole numbe"),
-            (lambda: SparsePolicy(exact_suffix=True), "exact_suffix is True; it takes a whole num"),
-            (lambda: SparsePolicy(exact_prefix=-1), "exact_prefix is -1; it takes a whole number"),
-            (lambda: SparsePolicy(keep_diagonal=0), "keep_diagonal is 0; it takes True or False"),
-            (lambda: SparsePolicy(select_by="topp"), "'topk'.*'cdf'"),
-            (lambda: SparsePolicy(topk=[0.1, 0.2]), "topk is a list; give a number, or a float te"),
-            (lambda: SparsePolicy(cdfthreshd=np.ones(2)), "cdfthreshd is a numpy.ndarray; give a"),
-            (lambda: SparsePolicy(topk=1.5), "topk is 1.5.*0 to 1"),
-            (lambda: SparsePolicy(topk=torch.tensor([1, 0])), "floating point"),
-            (lambda: SparsePolicy(pvthreshd=-1.0), "pvthreshd"),
-            (lambda: SparsePolicy(simthreshd1=math.nan), "simthreshd1 is nan; it takes a number f"),
+            (lambda: policy_of(precision="int8"), "precision is 'int8'; give one of Precision"),
+            (lambda: policy_of(exact_prefix=1.5), "exact_prefix is 1.5; it takes a whole numbe"),
+            (lambda: policy_of(exact_suffix=True), "exact_suffix is True; it takes a whole num"),
+            (lambda: policy_of(exact_prefix=-1), "exact_prefix is -1; it takes a whole number"),
+            (lambda: policy_of(keep_diagonal=0), "keep_diagonal is 0; it takes True or False"),
+            (lambda: policy_of(select_by="topp"), "'topk'.*'cdf'"),
+            (lambda: policy_of(topk=[0.1, 0.2]), "topk is a list; give a number, or a float te"),
+            (lambda: policy_of(cdfthreshd=np.ones(2)), "cdfthreshd is a numpy.ndarray; give a"),
+            (lambda: policy_of(topk=1.5), "topk is 1.5.*0 to 1"),
+            (lambda: policy_of(topk=torch.tensor([1, 0])), "floating point"),
+            (lambda: policy_of(pvthreshd=-1.0), "pvthreshd"),
+            (lambda: policy_of(simthreshd1=math.nan), "simthreshd1 is nan; it takes a number f"),
             (lambda: replace(HALF, density=0.5), "density is 0.5; give a torch tensor"),
             (lambda: replace(HALF, router=Router.MASS), "router is .*; give a torch tensor"),
             (lambda: replace(HALF, output_scale=1.0), "output_scale is 1.0; give a torch tensor"),
             (lambda: replace(HALF, floor=2**31), "floor is 2147483648; it takes a whole number fr"),
             (lambda: replace(HALF, pools="no"), "pools is 'no'; it takes True or False"),
             (
-                lambda: HeadSettings.uniform(2.0, 0.5),
+                lambda: uniform(2.0, 0.5),
                 "heads is 2.0; it takes a whole number from 1",
             ),
-            (lambda: HeadSettings.uniform(2, "half"), "density is 'half'; give a number"),
-            (lambda: HeadSettings.uniform(2, 1.5), "density is 1.5 and pool_weight 0.0; density t"),
-            (lambda: HeadSettings.uniform(2, 0.5, -1.0), "density is 0.5 and pool_weight -1.0"),
-            (lambda: HeadSettings.uniform(2, 0.5, 0.0, "error"), "router is 'error'; it takes Rou"),
+            (lambda: uniform(2, "half"), "density is 'half'; give a number"),
+            (lambda: uniform(2, 1.5), "density is 1.5 and pool_weight 0.0; density t"),
+            (lambda: uniform(2, 0.5, -1.0), "density is 0.5 and pool_weight -1.0"),
+            (lambda: uniform(2, 0.5, 0.0, "error"), "router is 'error'; it takes Rou"),
         ],
     )
     def test_of_a_policy_and_of_head_settings(self, make: Any, words: str) -> None:

@@ -52,8 +52,8 @@ def test_upstreams_semantics_are_of_plain_calls_alone(
     monkeypatch.setattr(ops, "attend", lambda *_, **__: None)
     order = grid_order(GRID) if ordered else None
     head_settings = HeadSettings.uniform(HEADS, 0.3) if budgeted else None
-    qkv = make_qkv(1, HEADS, GRID.tokens, 64)
-    sparge.attention(*qkv, SparsePolicy(topk=0.3), order=order, head_settings=head_settings)
+    q, k, v = make_qkv(1, HEADS, GRID.tokens, 64)
+    sparge.attention(q, k, v, SparsePolicy(topk=0.3), order=order, head_settings=head_settings)
     assert [rules.upstream for rules in told] == [not (ordered or budgeted)]
 
 

@@ -55,7 +55,8 @@ def attend(way: str, precision: Precision, device: str, *qkv: Tensor) -> tuple[T
     q, k, v = (x.to(device) for x in qkv)
     _, of_policy, given = WAYS[way]
     options: dict[str, Any] = dict(given)
-    policy = SparsePolicy(precision=precision, **{"topk": 0.15} | of_policy)
+    scalars: dict[str, Any] = {"topk": 0.15} | of_policy
+    policy = SparsePolicy(precision=precision, **scalars)
     if "order" in options:
         options["order"] = grid_order(GRID).on(device)
     if "head_settings" in options:
@@ -114,9 +115,10 @@ def test_partial_results_are_nan_and_keys_behind_the_length_do_not_count(
     lengths = torch.tensor([TOKENS, PLACE[2]], dtype=torch.int32, device=device)
     policy = SparsePolicy(topk=0.15, precision=precision)
     out: Any = attention(q, k, v, policy, key_lengths=lengths)
-    behind = [x.clone() for x in (k, v)]
-    behind[0][1, :, PLACE[2] :], behind[1][1, :, PLACE[2] :] = math.nan, math.inf
-    assert torch.equal(attention(q, *behind, policy, key_lengths=lengths), out)
+    behind_k, behind_v = k.clone(), v.clone()
+    behind_k[1, :, PLACE[2] :], behind_v[1, :, PLACE[2] :] = math.nan, math.inf
+    again: Any = attention(q, behind_k, behind_v, policy, key_lengths=lengths)
+    assert torch.equal(again, out)
     k[PLACE] = math.nan
     parts = attention_partials(q, k, v, policy)
     assert parts.row_sum[OWN].isnan().all() and parts.out_sum[OWN].isnan().all()
@@ -129,6 +131,6 @@ def test_key_lengths_that_cut_the_grid_of_an_order_give_nan(precision, make_qkv)
     """The host cannot see it without waiting; on a CPU it raises."""
     lengths = torch.tensor([TOKENS, 150], dtype=torch.int32, device="cuda")
     policy = SparsePolicy(topk=0.5, precision=precision)
-    qkv = make_qkv(BATCH, HEADS, TOKENS, 64, kv_heads=KV_HEADS, device="cuda")
-    out: Any = attention(*qkv, policy, order=grid_order(GRID).on("cuda"), key_lengths=lengths)
+    q, k, v = make_qkv(BATCH, HEADS, TOKENS, 64, kv_heads=KV_HEADS, device="cuda")
+    out: Any = attention(q, k, v, policy, order=grid_order(GRID).on("cuda"), key_lengths=lengths)
     assert out[0].isfinite().all() and out[1].isnan().any(-1).all()

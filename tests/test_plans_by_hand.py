@@ -42,7 +42,8 @@ class TestPlans:
         plan = sparge.make_plan(q, k, SPARSE)
         with pytest.raises(ValueError, match=words):
             block_map, counts, *sizes = change(plan.block_map, plan.counts)
-            BlockPlan(block_map, counts, *(sizes or (300, 300)))
+            of_sizes: list[Any] = sizes or [300, 300]
+            BlockPlan(block_map, counts, *of_sizes)
 
     def test_key_lengths_that_are_no_tensor_or_of_another_type(self, make_qkv) -> None:
         """Kernels read them as int32, one for each batch entry."""

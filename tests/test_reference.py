@@ -179,7 +179,8 @@ def test_strided_inputs_give_the_same(make_qkv) -> None:
         [x.repeat_interleave(2, 2)[:, :, ::2] for x in (q, k, v)],
     ):
         assert not any(x.is_contiguous() for x in strided)
-        result, _ = attention(*strided, SparsePolicy(topk=0.4))
+        one, two, three = strided
+        result, _ = attention(one, two, three, SparsePolicy(topk=0.4))
         assert torch.equal(result.out, expected.out)
 
 

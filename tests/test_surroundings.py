@@ -146,7 +146,7 @@ class TestDerivatives:
 
     def test_of_head_settings_and_masks(self, make_qkv) -> None:
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
-        cases = [{"block_mask": torch.ones(1, 2, 2, 4, requires_grad=True)}]
+        cases: list[dict[str, Any]] = [{"block_mask": torch.ones(1, 2, 2, 4, requires_grad=True)}]
         for name in ("density", "pool_weight", "output_scale"):
             settings = replace(HeadSettings.uniform(2, 0.3), **{name: learned})
             cases.append({"head_settings": settings})

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,11 +51,12 @@ def test_newer_chips_run_the_code_of_their_family():
 
 
 def test_what_is_not_built_is_refused():
-    for arguments, words in (
+    cases: list[tuple[tuple[Any, ...], str]] = [
         (("attend", "sm_75"), "sm_75"),
         (("attend", "sm_90a", 96), "96"),
         ((HOPPER_ATTEND_16, "sm_90", 128, Element.BF16), "only sm_90a has wgmma"),
-    ):
+    ]
+    for arguments, words in cases:
         with pytest.raises(ValueError, match=words):
             KernelSpec(*arguments)
 

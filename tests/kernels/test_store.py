@@ -38,9 +38,14 @@ def raising(error: Exception):
     return refuse
 
 
+def age(path, days):
+    then = time.time() - days * DAY
+    os.utime(path, (then, then))
+
+
 def make_old(cache):
     for path in cache.iterdir():
-        os.utime(path, (time.time() - 200 * DAY,) * 2)
+        age(path, 200)
 
 
 def test_compiles_once_then_reads_and_anew_when_told(cache, sources, counting):
@@ -140,7 +145,7 @@ def test_what_nobody_needs_leaves_the_cache(cache, csrc, counting):
     fresh = [recent, f"{current.name}.5-5.tmp", f"{current.name}.0000{UNFINISHED}"]
     for name in fresh:
         (cache / name).write_text("x")
-    os.utime(cache / recent, (time.time() - 20 * DAY,) * 2)
+    age(cache / recent, 20)
     Store(cache).get(SPEC, read_sources("means", csrc), counting)
     left = {path.name for path in cache.iterdir()}
     assert left == needed | set(foreign) | set(fresh) | {folder.name}
