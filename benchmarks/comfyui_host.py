@@ -109,7 +109,7 @@ class Host:
         A run without dense steps saves on token orders, and its sparse calls with them; one of few
         steps may not pay for measuring.
         """
-        costs = vars(sys.modules[f"{self._pack}.sparge.speed.sample_cost"])
+        costs = vars(sys.modules[f"{self._pack}.sparge.speed.measuring_cost"])
         costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
     def sample(

@@ -155,9 +155,9 @@ def time_calls(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[Row]:
             }
 
 
-def time_samples(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[Row]:
+def time_measurements(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[Row]:
     device = qkv[0].device
-    dense, dense_ms = scaled_dot_product_attention(*qkv), {}
+    dense_ms = {}
     for name, backend in TORCH_KERNELS.items() if device.type == "cuda" else ():
         with sdpa_kernel(backend):
             dense_ms[name] = round(median_ms(partial(scaled_dot_product_attention, *qkv), 3, 1), 4)
@@ -170,10 +170,10 @@ def time_samples(shape: Shape, qkv: Qkv, allowance: Allowance) -> Iterator[Row]:
             measure=measure_for(device),
             device=device,
         )
-        sample = partial(measurement.sample, 0, *qkv, dense=dense, calls=calls)
+        measure = partial(measurement.add, 0, *qkv, calls=calls)
         if seconds := allowance.next():
             found = {"walks": order_kinds, "calls": calls, "row_step": measurement.row_step}
-            ms = timed(sample, seconds, _sleep if device.type == "cuda" else None)
+            ms = timed(measure, seconds, _sleep if device.type == "cuda" else None)
             yield found | ms | {"dense_ms": dense_ms}
 
 
@@ -185,7 +185,7 @@ def _sleep() -> None:
 #: Function, models' shapes, and cases a size, by what is measured.
 KINDS = {
     "calls": (time_calls, HELD_OUT, len(TORCH_KERNELS) + 3 * len(DENSITIES)),
-    "samples": (time_samples, ("cogx2b", "cogx5b", "wan480", "mochi", "wan720"), len(SAMPLES)),
+    "samples": (time_measurements, ("cogx2b", "cogx5b", "wan480", "mochi", "wan720"), len(SAMPLES)),
 }
 
 
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fit", type=Path, help="measure nothing: write the rates of these rows")
     options = parser.parse_args(arguments)
     if options.fit is not None:
-        write = rates_fit.write_calls if options.what == "calls" else rates_fit.write_samples
+        write = rates_fit.write_calls if options.what == "calls" else rates_fit.write_measurements
         write(timing.read_rows(options.fit))
         return
     facts = {"gpu": "none", "arch": ""}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparge.speed.sample_cost import sample_terms
+from sparge.speed.measuring_cost import measuring_terms
 from sparge.speed.worth import RATES_FILE, Call, Estimate, Rates, estimate
 
 Row = Mapping[str, Any]
@@ -107,17 +107,17 @@ def _host(rows: Sequence[Row]) -> float:
     return rounded(statistics.median(row["host_ms"] for row in rows) / 1000)
 
 
-def fit_samples(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def fit_measurements(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Rates of measurements by head_dim, as rates.json has them, of the usual query blocks."""
     usual = [row for row in rows if row.get("calls", 1) == 1]
     return {
-        d: {**solve(own, _sample_terms), "host": solve(own, _sample_terms, "host_ms")}
+        d: {**solve(own, _measuring_terms), "host": solve(own, _measuring_terms, "host_ms")}
         for d, own in _by_head_dim(usual).items()
     }
 
 
-def _sample_terms(row: Row) -> dict[str, float]:
-    return sample_terms(row["heads"] * row["tokens"], row["walks"])
+def _measuring_terms(row: Row) -> dict[str, float]:
+    return measuring_terms(row["heads"] * row["tokens"], row["walks"])
 
 
 def solve(
@@ -179,16 +179,16 @@ def write_calls(rows: Sequence[Row]) -> None:
     kinds = _read()
     before, kind = kinds.get(rows[0]["gpu"], {"head_dims": {}}), fit_calls(rows)
     for head_dim, fields in kind["head_dims"].items():
-        if sample := before["head_dims"].get(head_dim, {}).get("sample"):
-            fields["sample"] = sample
+        if sample := before["head_dims"].get(head_dim, {}).get("measuring"):
+            fields["measuring"] = sample
     _write(kinds | {rows[0]["gpu"]: kind})
 
 
-def write_samples(rows: Sequence[Row]) -> None:
+def write_measurements(rows: Sequence[Row]) -> None:
     """Replaces the rates of measurements of the rows' kind of GPU, whose calls have theirs."""
     kinds = _read()
-    for head_dim, fields in fit_samples(rows).items():
-        kinds[rows[0]["gpu"]]["head_dims"][head_dim]["sample"] = fields
+    for head_dim, fields in fit_measurements(rows).items():
+        kinds[rows[0]["gpu"]]["head_dims"][head_dim]["measuring"] = fields
     _write(kinds)
 
 

@@ -115,7 +115,7 @@ def calls_table() -> str:
     return "\n" + table(head, lines) + "\n"
 
 
-def samples_table() -> str:
+def measurements_table() -> str:
     """Table of the models' shapes, where dense calls were timed, too; flash serves those that a
     measurement is a share of."""
     names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
@@ -141,7 +141,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
     "models": lambda: model_calls(CALLS),
     "models-h100": lambda: model_calls(CALLS_H100),
-    "measuring": samples_table,
+    "measuring": measurements_table,
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
     "quality-targets": lambda: targets_table(quality.read()),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..sparge.tune import Aim, Fingerprint, Fit, Profile, ProfileError, profile_path
-from ..sparge.tune.fingerprint import SAMPLE
+from ..sparge.tune.fingerprint import VALUES
 
 #: Number of patched weights that tell LoRAs apart.
 PATCHED = 8
@@ -71,7 +71,7 @@ def _mark_of(patches: Mapping[Any, Sequence[Any]]) -> torch.Tensor:
         for strength, value, *_ in patches[key]:
             digest.update(f"{float(strength):g}".encode())
             for tensor in _tensors_in(value) if key in sampled else ():
-                digest.update(tensor.detach().flatten()[:SAMPLE].cpu().float().numpy().tobytes())
+                digest.update(tensor.detach().flatten()[:VALUES].cpu().float().numpy().tobytes())
     places = [int.from_bytes(digest.digest()[at : at + 3], "big") for at in (0, 3)]
     return torch.tensor(places) / (1 << 23) - 1
 

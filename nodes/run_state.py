@@ -132,7 +132,7 @@ class Run:
 
     def result(self, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
         """Result of the run when it is over. Waits for the GPU."""
-        tables = self.session.frozen
+        tables = self.session.chosen
         probes = [table.probe.totals[1] for table in tables if table.probe is not None]
         if not all(bool(totals.isfinite().all()) for totals in probes):  # no dense call tells
             self.note(NOT_FINITE_LATER)

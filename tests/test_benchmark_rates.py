@@ -57,8 +57,8 @@ def test_the_rates_are_those_of_the_results(gpu: str) -> None:
             for kind in (KNOWN[gpu], found)
         )
         assert here == pytest.approx(there, rel=0.01, abs=1e-6), again
-    for head_dim, fields in rates_fit.fit_samples(SAMPLES[gpu]).items():
-        known = dict(KNOWN[gpu]["head_dims"][head_dim]["sample"])
+    for head_dim, fields in rates_fit.fit_measurements(SAMPLES[gpu]).items():
+        known = dict(KNOWN[gpu]["head_dims"][head_dim]["measuring"])
         assert known.pop("host") == pytest.approx(fields.pop("host"), rel=0.01), again
         assert known == pytest.approx(fields, rel=0.01), again
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
-from sparge.speed.sample_cost import UNLIMITED, Afforded
+from sparge.speed.measuring_cost import UNLIMITED, Afforded
 from sparge.tune import MEASURING, Aim, Fingerprint, Model, Probe, Session, tables
 
 GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks
@@ -166,7 +166,7 @@ def test_a_probe_without_memory_costs_no_result(qkv, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(Probe, "sample", full)
+    monkeypatch.setattr(Probe, "compare", full)
     session = session_of()
     outs, exact = sampled(session, qkv, steps=3), scaled_dot_product_attention(*qkv)
     assert not torch.equal(outs[-1], exact)

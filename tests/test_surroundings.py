@@ -83,7 +83,7 @@ class Inputs:
         yield attention(q, k, v, policy, head_settings=in_orders, order=self.order, stats=stats)
         yield stats.counters
         measurement = Measurement.begin(layers=1, heads=2, workload=Workload(self.order))
-        measurement.sample(0, q, k, v)
+        measurement.add(0, q, k, v)
         yield measurement.squared_error
 
 

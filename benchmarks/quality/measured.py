@@ -42,7 +42,7 @@ class Measured:
                     device=q.device,
                 )
             seen[call.place].update(measurement.next_query_blocks(call.place))
-            measurement.sample(call.place, q, k, v)
+            measurement.add(call.place, q, k, v)
         if measurement is None or len(seen) != layers:
             raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
         return cls(measurement, seen)
@@ -51,7 +51,7 @@ class Measured:
         self, mean_density: float, device: torch.device | str = "cpu"
     ) -> list[HeadSettings]:
         """Head settings of each layer, by place; all of them were measured."""
-        choices = self.measurement.offers().freeze(mean_density=mean_density)
+        choices = self.measurement.error_table().choose(mean_density=mean_density)
         measured = [
             head_settings
             for head_settings in choices.of_layers(device)

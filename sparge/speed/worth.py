@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..blocks import KEY_BLOCK
-from .sample_cost import SampleRates
+from .measuring_cost import MeasuringRates
 
 RATES_FILE = Path(__file__).with_name("rates.json")
 
@@ -137,14 +137,14 @@ class Rates:
     sparse: SparseRates
     dense: Mapping[str, DenseRates]
     margin: float
-    sample: SampleRates | None = None
+    measuring: MeasuringRates | None = None
     """Rates of measurements; None where that was not measured."""
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Rates:
         dense = {kernel: DenseRates(**rates) for kernel, rates in fields["dense"].items()}
-        sample = SampleRates.read(fields.get("sample"))
-        return cls(SparseRates(**fields["sparse"]), dense, fields["margin"], sample)
+        measuring = MeasuringRates.read(fields.get("measuring"))
+        return cls(SparseRates(**fields["sparse"]), dense, fields["margin"], measuring)
 
     def dense_seconds(self, call: Call, kernel: str = "") -> float:
         """Seconds of a dense call. kernel: the one of PyTorch's that would serve; else the fastest

@@ -4,13 +4,12 @@
 from .aim import Aim
 from .call import Call, ExactOnce
 from .candidates import CandidateSet
-from .choices import HeadChoices
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint, Fit, Verdict
 from .head_table import FAILED, HeadTable
 from .head_weights import mean_error
 from .kernel_measure import kernel_measure, measure_for
-from .measure import Measure, Measured, Sample, reference_measure
+from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
@@ -25,8 +24,9 @@ from .report import Report
 from .sequences import Sequences, TextPosition
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
+from .settings_table import SettingsTable
 from .shape import Shape
-from .step_choices import StepChoices
+from .step_settings import StepSettings
 from .window import SigmaWindow
 from .workload import Workload
 from .worth import by_faster_kernel, fitted
@@ -44,11 +44,11 @@ __all__ = [
     "ExactOnce",
     "Fingerprint",
     "Fit",
-    "HeadChoices",
     "HeadTable",
     "Layout",
     "Measure",
     "Measured",
+    "MeasuredCall",
     "MeasuredShape",
     "Measurement",
     "Model",
@@ -61,13 +61,13 @@ __all__ = [
     "ProfileError",
     "RealTokens",
     "Report",
-    "Sample",
     "Sequences",
     "Session",
     "SessionPass",
+    "SettingsTable",
     "Shape",
     "SigmaWindow",
-    "StepChoices",
+    "StepSettings",
     "Table",
     "TextPosition",
     "Verdict",

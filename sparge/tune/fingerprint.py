@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 NORMS = 8  # weights of norms that tell a model from its finetunes
-SAMPLE = 64  # values kept of each norm: enough to tell models apart, a few KB in all
+VALUES = 64  # values kept of each norm: enough to tell models apart, a few KB in all
 #: Largest relative distance of norms between the same weights in different dtypes: bf16 rounds by
 #: 2^-9 = 0.002, fp8 checkpoints keep their norms in 16 bits.
 SAME_NORMS = 0.005
@@ -52,7 +52,7 @@ class Fingerprint:
         return cls(
             architecture,
             {
-                name: weight.detach().flatten()[:SAMPLE].to("cpu", torch.float32, copy=True)
+                name: weight.detach().flatten()[:VALUES].to("cpu", torch.float32, copy=True)
                 for name, weight in weights.items()
             },
         )

@@ -14,18 +14,18 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
-from ..speed.sample_cost import AGAIN_CALLS, UNLIMITED, Afforded
+from ..speed.measuring_cost import AGAIN_CALLS, UNLIMITED, Afforded
 from .aim import Aim
 from .call import Call, ExactOnce
-from .choices import HeadChoices
 from .facts import PassFacts, Place
 from .kernel_measure import measure_for
 from .layer_settings import LayerSettings
 from .measurement import Measurement
 from .probe import Probe
-from .schedule import SampleSchedule
+from .schedule import MeasuringSchedule
+from .settings_table import SettingsTable
 from .shape import Shape
-from .step_choices import StepChoices, probe_number
+from .step_settings import StepSettings, probe_number
 from .worth import slower_reason
 
 NOT_MEASURED = "this layer could not be measured"
@@ -80,7 +80,7 @@ class HeadTable:
         by_rank = self._workload.density(range(self._workload.key_blocks + 1))
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._measurement: Measurement | None = None
-        self._schedule = SampleSchedule()
+        self._schedule = MeasuringSchedule()
         self._again = UNLIMITED if even_if_slower else 0  # times that heads are measured again
         self._by_faster_kernel = False  # whether measured calls are served by one
         self._place_again: int | None = None  # index in the batch of the pass
@@ -89,10 +89,10 @@ class HeadTable:
         self.not_finite: dict[int, str] = {}
         """Rows whose dense results were not finite, with the reason why they stay dense."""
         self._called: set[int] = set()  # rows of dense calls
-        self._sampled: set[int] = set()
+        self._measured_rows: set[int] = set()
         self._refusals: dict[int, str] = {}
         self._of_layers: LayerSettings | None = None
-        self._steps: StepChoices | None = None
+        self._steps: StepSettings | None = None
         self._first: PassFacts | None = None  # facts of the first sparse pass
         self._step = -1  # number of the sparse step that the head settings are of
         self.sparse_rows: set[int] = set()
@@ -100,12 +100,12 @@ class HeadTable:
         self._kept: list[float] = []  # share of pairs that the densities of each row keep
 
     @property
-    def is_frozen(self) -> bool:
+    def is_chosen(self) -> bool:
         """Whether its heads are chosen."""
         return self._steps is not None
 
     @property
-    def choices(self) -> HeadChoices | None:
+    def choices(self) -> SettingsTable | None:
         """First choices, as if all steps were alike; None before there are any."""
         return None if self._steps is None else self._steps.first
 
@@ -114,9 +114,9 @@ class HeadTable:
         may_be_sparse = facts.why_dense is None
         self._batch_entries = len(facts.conditioning)
         if self._steps is None and self.why_dense is None:
-            missed = bool(self._called - self._sampled - self._refusals.keys())
+            missed = bool(self._called - self._measured_rows - self._refusals.keys())
             if may_be_sparse and self._schedule.is_done(facts.conditioning, missed):
-                self._freeze(facts.place)
+                self._choose(facts.place)
             else:
                 self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
                 self._prepare()
@@ -150,7 +150,7 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def sample(self, row: int, call: Call, exact: ExactOnce) -> None:
+    def measure(self, row: int, call: Call, exact: ExactOnce) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits."""
         if row >= self.rows or row in self._refusals:
@@ -162,7 +162,7 @@ class HeadTable:
         self._called.add(row)
         if self._measurement is None or not self._schedule.measuring:
             return
-        calls = self._schedule.calls_a_sample
+        calls = self._schedule.calls_a_measurement
         if self._afford is not None:
             self._settle(self._measurement, self._afford, call, least)
         if self.why_dense is not None:
@@ -175,7 +175,7 @@ class HeadTable:
             with self._untracked():
                 self._look_for_nan(row, call.result_heads_first(out))
                 for qkv in self._entries(call.qkv, self._schedule.measuring):
-                    self._measurement.sample(row, *qkv, scale=call.scale, calls=calls)
+                    self._measurement.add(row, *qkv, scale=call.scale, calls=calls)
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
@@ -184,7 +184,7 @@ class HeadTable:
             self._refusals[row] = FAILED  # once is enough
             raise
         else:
-            self._sampled.add(row)
+            self._measured_rows.add(row)
             self._schedule.measured()
 
     def _look_for_nan(self, row: int, dense: Tensor) -> None:
@@ -198,7 +198,9 @@ class HeadTable:
     def _settle(self, measurement: Measurement, afford: Afford, call: Call, least: float) -> None:
         """Once: layers and conditionings compare only where all measure the same token orders."""
         most, schedule = len(measurement.order_kinds[0]), self._schedule
-        afforded = afford(call, most, schedule.samples_a_layer, schedule.calls_a_sample, least)
+        afforded = afford(
+            call, most, schedule.measurements_a_layer, schedule.calls_a_measurement, least
+        )
         self._afford = None
         if not afforded.pays:
             self.why_dense, self._measurement = TOO_SHORT, None
@@ -220,14 +222,14 @@ class HeadTable:
         for place in places:
             yield tuple(x[place * rows : (place + 1) * rows] for x in operands)
 
-    def _freeze(self, place: Place | None) -> None:
+    def _choose(self, place: Place | None) -> None:
         """Chooses from what was measured so far. Waits for the GPU."""
         assert self._measurement is not None  # without one nothing was measured
         steps = place.steps - place.index if place else None
         self._find_not_finite()
         try:
             self._use(
-                StepChoices(self._aim, steps, measurement=self._measurement, again=self._again)
+                StepSettings(self._aim, steps, measurement=self._measurement, again=self._again)
             )
         except ValueError:  # no layer gave finite numbers
             self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
@@ -241,19 +243,19 @@ class HeadTable:
             if not (no_nan[row] and no_inf[row]):
                 self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
 
-    def use_profile(self, choices: HeadChoices) -> None:
+    def use_profile(self, choices: SettingsTable) -> None:
         """Takes the choices of a profile instead of measuring."""
         self.from_profile = True
-        self._use(StepChoices(self._aim, None, profile=choices))
+        self._use(StepSettings(self._aim, None, profile=choices))
 
-    def _use(self, steps: StepChoices) -> None:
+    def _use(self, steps: StepSettings) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
         self._steps = steps
         self.probe = Probe.begin(
             layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
         )
 
-    def _begin_step(self, steps: StepChoices, facts: PassFacts) -> None:
+    def _begin_step(self, steps: StepSettings, facts: PassFacts) -> None:
         """Takes the head settings of the step of this pass. Passes that were dense to be measured
         have no part in the mean. Waits for the GPU where choices are made anew or, as the noise
         level of the pass did, where steps differ."""
@@ -277,7 +279,7 @@ class HeadTable:
         unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED
         return head_settings or self.refusal(row) or unknown
 
-    def _give(self, choices: HeadChoices) -> None:
+    def _give(self, choices: SettingsTable) -> None:
         """Sets head settings for the calls from now on."""
         self._of_layers = choices.of_layers(self.device, self._policy, before=self._of_layers)
         self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
@@ -286,13 +288,13 @@ class HeadTable:
         """(rows, heads) float32: the error expected in the steps so far, their mean."""
         return _mean([choices.error for choices in self._given()])
 
-    def _given(self) -> list[HeadChoices]:
+    def _given(self) -> list[SettingsTable]:
         """Choices that steps have had so far; those of the first before it."""
         assert self._steps is not None
         return self._steps.given or [self._steps.first]
 
     @property
-    def now(self) -> HeadChoices:
+    def now(self) -> SettingsTable:
         """Choices of the running step."""
         return self._given()[-1]
 
@@ -324,22 +326,22 @@ class HeadTable:
         again in steps that are for it. Never waits."""
         assert self.probe is not None and self._steps is not None
         if self._place_again is not None:
-            self._sample_again(self._steps, row, call, self._place_again)
-        if (visit := probe_number(row, self._step)) is None:
+            self._measure_again(self._steps, row, call, self._place_again)
+        if (number := probe_number(row, self._step)) is None:
             return
         with self._untracked():
             rows = call.result_heads_first(out)
-            self.probe.sample(row, *call.qkv, rows, visit=visit, scale=call.scale)
+            self.probe.compare(row, *call.qkv, rows, number=number, scale=call.scale)
 
-    def _sample_again(self, steps: StepChoices, row: int, call: Call, place: int) -> None:
+    def _measure_again(self, steps: StepSettings, row: int, call: Call, place: int) -> None:
         """Once a layer in a step, however often that is evaluated. Without memory for it, choices
         go on from what was measured before."""
-        if steps.again is None or steps.again.samples[row]:
+        if steps.again is None or steps.again.blocks_measured[row]:
             return
         try:
             with self._untracked():
                 for qkv in self._entries(call.qkv, [place]):
-                    steps.again.sample(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
+                    steps.again.add(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:
             steps.again = None
 

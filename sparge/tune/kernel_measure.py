@@ -24,33 +24,33 @@ from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
 from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
-from .measure import Measure, Measured, Sample, reference_measure
+from .measure import Measure, Measured, MeasuredCall, reference_measure
+from .measured_rows import MeasuredBlocks, MeasuredRows
 from .pieces import Pieces, piece_counts
-from .sampled_rows import SampledBlocks, SampledRows
 from .scoring import Distances
 
 #: Bytes that one measurement may take, of the 100 MB that measuring may; the sums of all layers
 #: take the rest (docs/experiments.md, Memory of a measurement).
-_SAMPLE_BYTES = 83_000_000
+_MEASUREMENT_BYTES = 83_000_000
 
 
-def kernel_measure(sample: Sample) -> Measured:
+def kernel_measure(call: MeasuredCall) -> Measured:
     """Computes a `Measure` on the library's own kernels; causal measurements take the reference.
 
     Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts have
     float32 mean keys and bf16 mean values: rounding their few keys is no part of what candidates
     differ in.
     """
-    if sample.workload.is_causal:
-        return reference_measure(sample)
-    facts, groups = _Facts.of(sample), list(_head_groups(sample))
-    found = _room_for_distances(sample)
-    for place, order_kind in enumerate(sample.order_kinds):
-        rows = SampledRows.of(sample, facts.blocks, order_kind, facts.means.shape[-1])
-        in_order = replace(sample, workload=sample.workload.of_kind(order_kind, sample.q.device))
+    if call.workload.is_causal:
+        return reference_measure(call)
+    facts, groups = _Facts.of(call), list(_head_groups(call))
+    found = _room_for_distances(call)
+    for place, order_kind in enumerate(call.order_kinds):
+        rows = MeasuredRows.of(call, facts.blocks, order_kind, facts.means.shape[-1])
+        in_order = replace(call, workload=call.workload.of_kind(order_kind, call.q.device))
         for heads in groups:
             _Group.of(in_order, facts, rows, heads).score(found[:, place])
-    by_block = found.unflatten(-1, (len(sample.query_blocks), -1))
+    by_block = found.unflatten(-1, (len(call.query_blocks), -1))
     occupied = facts.blocks.occupied.index_select(1, facts.blocks.rows)
     return Measured(Distances.of_packed(by_block), occupied)
 
@@ -66,7 +66,7 @@ def measure_for(device: torch.device | str) -> Measure:
 class _Facts:
     """Facts shared by all token orders and groups of heads."""
 
-    blocks: SampledBlocks
+    blocks: MeasuredBlocks
     pieces: Pieces
     means: Tensor
     """(3, B, Hkv, channels) float32: the result of `ops.means`."""
@@ -75,109 +75,109 @@ class _Facts:
     any group."""
 
     @classmethod
-    def of(cls, sample: Sample) -> _Facts:
-        blocks = SampledBlocks.of(sample, sample.workload.order.on(sample.q.device))
-        densities, query_blocks = sample.candidates.densities, len(sample.query_blocks)
+    def of(cls, call: MeasuredCall) -> _Facts:
+        blocks = MeasuredBlocks.of(call, call.workload.order.on(call.q.device))
+        densities, query_blocks = call.candidates.densities, len(call.query_blocks)
         pieces = Pieces.of(densities, blocks.every_block, query_blocks)
-        element = int(_element(sample))
-        means = ops.means(sample.k, sample.v, sample.key_lengths, True, element, ordered=True)
-        batch, heads, *_ = sample.q.shape
-        routed = batch * heads * _candidates(sample) * query_blocks
-        similar = torch.zeros(routed, dtype=torch.float32, device=sample.q.device)
+        element = int(_element(call))
+        means = ops.means(call.k, call.v, call.key_lengths, True, element, ordered=True)
+        batch, heads, *_ = call.q.shape
+        routed = batch * heads * _candidates(call) * query_blocks
+        similar = torch.zeros(routed, dtype=torch.float32, device=call.q.device)
         return cls(blocks, pieces, means, similar)
 
 
-def _room_for_distances(sample: Sample) -> Tensor:
+def _room_for_distances(call: MeasuredCall) -> Tensor:
     """Empty tensor for what `Distances.packed` gives, for rows (orders, B, H, S x rows a block)."""
-    batch, heads, *_ = sample.q.shape
-    rows = (len(sample.order_kinds), batch, heads, _compared(sample))
-    fields = Distances.packed_fields(len(sample.candidates.densities))
-    return torch.empty(fields, *rows, dtype=torch.float32, device=sample.q.device)
+    batch, heads, *_ = call.q.shape
+    rows = (len(call.order_kinds), batch, heads, _compared(call))
+    fields = Distances.packed_fields(len(call.candidates.densities))
+    return torch.empty(fields, *rows, dtype=torch.float32, device=call.q.device)
 
 
-def _candidates(sample: Sample) -> int:
+def _candidates(call: MeasuredCall) -> int:
     """Number of candidates a head, without those of the last density, which drop nothing."""
-    return len(sample.candidates.densities) - 1
+    return len(call.candidates.densities) - 1
 
 
-def _compared(sample: Sample) -> int:
+def _compared(call: MeasuredCall) -> int:
     """Number of compared rows a head in one token order."""
-    return len(sample.query_blocks) * QUERY_BLOCK // sample.row_step
+    return len(call.query_blocks) * QUERY_BLOCK // call.row_step
 
 
-def _head_groups(sample: Sample) -> Iterator[slice]:
+def _head_groups(call: MeasuredCall) -> Iterator[slice]:
     """KV heads in groups of about one size."""
-    kv_heads = sample.k.shape[1]
-    of_all, of_one = _bytes_of_all_heads(sample), _bytes_a_kv_head(sample)
-    groups = block_count(kv_heads, max(1, (_SAMPLE_BYTES - of_all) // of_one))
+    kv_heads = call.k.shape[1]
+    of_all, of_one = _bytes_of_all_heads(call), _bytes_a_kv_head(call)
+    groups = block_count(kv_heads, max(1, (_MEASUREMENT_BYTES - of_all) // of_one))
     for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
         yield slice(first, end)
 
 
-def _bytes_of_all_heads(sample: Sample) -> int:
+def _bytes_of_all_heads(call: MeasuredCall) -> int:
     """Bytes of the rows of one token order, and of what is found of all orders."""
-    batch, heads, _, channels = sample.q.shape
-    fields = Distances.packed_fields(len(sample.candidates.densities))
-    sampled = batch * heads * len(sample.query_blocks) * QUERY_BLOCK
-    compared = batch * heads * _compared(sample)
-    found = 4 * compared * len(sample.order_kinds) * fields
-    routed = _routed_shape(sample)
+    batch, heads, _, channels = call.q.shape
+    fields = Distances.packed_fields(len(call.candidates.densities))
+    measured = batch * heads * len(call.query_blocks) * QUERY_BLOCK
+    compared = batch * heads * _compared(call)
+    found = 4 * compared * len(call.order_kinds) * fields
+    routed = _routed_shape(call)
     means = 4 * batch * routed.heads * routed.query_blocks * (routed.head_dim + 1)
-    queries = (sampled + compared) * channels * sample.q.element_size()
+    queries = (measured + compared) * channels * call.q.element_size()
     return queries + means + found
 
 
-def _bytes_a_kv_head(sample: Sample) -> int:
+def _bytes_a_kv_head(call: MeasuredCall) -> int:
     """Bytes of the workspace and of attend for each KV head."""
-    batch, heads, _, channels = sample.q.shape
-    rows = batch * heads // sample.k.shape[1] * _compared(sample)
-    pieces = sum(piece_counts(sample.candidates.densities))
-    copies = 1 if _is_one_view(sample) else 1 + pieces
-    attended = rows * (pieces * (4 * channels + 8) + copies * channels * sample.q.element_size())
-    return attended + _layout(sample.of_heads(slice(0, 1))).nbytes
+    batch, heads, _, channels = call.q.shape
+    rows = batch * heads // call.k.shape[1] * _compared(call)
+    pieces = sum(piece_counts(call.candidates.densities))
+    copies = 1 if _is_one_view(call) else 1 + pieces
+    attended = rows * (pieces * (4 * channels + 8) + copies * channels * call.q.element_size())
+    return attended + _layout(call.of_heads(slice(0, 1))).nbytes
 
 
-def _is_one_view(sample: Sample) -> bool:
+def _is_one_view(call: MeasuredCall) -> bool:
     """Whether the queries of all pieces are one copy (`_Group._exact`)."""
-    return len(sample.q) == 1 and sample.q.shape[1] == sample.k.shape[1]
+    return len(call.q) == 1 and call.q.shape[1] == call.k.shape[1]
 
 
-def _routed_shape(sample: Sample) -> CallShape:
+def _routed_shape(call: MeasuredCall) -> CallShape:
     """Shape of a call whose queries are the measured blocks and whose heads are the candidates of
     each head."""
-    batch, heads, _, channels = sample.q.shape
-    queries, slots = len(sample.query_blocks) * QUERY_BLOCK, sample.workload.order.slots
-    candidates = heads * _candidates(sample)
-    return CallShape(batch, candidates, sample.k.shape[1], queries, slots, channels)
+    batch, heads, _, channels = call.q.shape
+    queries, slots = len(call.query_blocks) * QUERY_BLOCK, call.workload.order.slots
+    candidates = heads * _candidates(call)
+    return CallShape(batch, candidates, call.k.shape[1], queries, slots, channels)
 
 
-def _layout(sample: Sample) -> WorkspaceLayout:
-    return layout_of(_routed_shape(sample), _element(sample), True, False, True)
+def _layout(call: MeasuredCall) -> WorkspaceLayout:
+    return layout_of(_routed_shape(call), _element(call), True, False, True)
 
 
-def _element(sample: Sample) -> Element:
-    return element_of(Precision.INT8, sample.q)
+def _element(call: MeasuredCall) -> Element:
+    return element_of(Precision.INT8, call.q)
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
     """Some heads of a measurement, in its first token order."""
 
-    sample: Sample
+    call: MeasuredCall
     facts: _Facts  # facts that hold for all heads
-    rows: SampledRows
+    rows: MeasuredRows
     kv_heads: slice
     heads: slice
 
     @classmethod
-    def of(cls, sample: Sample, facts: _Facts, rows: SampledRows, kv_heads: slice) -> _Group:
-        group = sample.q.shape[1] // sample.k.shape[1]
+    def of(cls, call: MeasuredCall, facts: _Facts, rows: MeasuredRows, kv_heads: slice) -> _Group:
+        group = call.q.shape[1] // call.k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        return cls(sample.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
+        return cls(call.of_heads(kv_heads), facts, rows.of_heads(heads), kv_heads, heads)
 
     def score(self, found: Tensor) -> None:
         """Fills in the heads of `found` (fields, B, H, S x rows a block)."""
-        layout = _layout(self.sample)
+        layout = _layout(self.call)
         workspace = self._quantized(layout)
         kept = self._kept(workspace, layout)
         exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
@@ -190,21 +190,21 @@ class _Group:
             layout.shape.sizes(),
             int(layout.element),
             kept,
-            self.sample.scale,
+            self.call.scale,
             self.facts.pieces.ends,
             found[:, :, self.heads],
         )
 
     def _quantized(self, layout: WorkspaceLayout) -> Tensor:
-        sample, order = self.sample, self.sample.workload.order
+        call, order = self.call, self.call.workload.order
         rules = QuantizeRules(
             smooth_k=True, with_queries=False, with_pools=True, with_similarity=False
         )
         return ops.quantize(
-            sample.q,
-            sample.k,
-            sample.v,
-            sample.key_lengths,
+            call.q,
+            call.k,
+            call.v,
+            call.key_lengths,
             int(layout.element),
             *rules.flat(),
             OrderFacts(order.slot_tokens, order.block_counts).flat(),
@@ -213,23 +213,23 @@ class _Group:
 
     def _kept(self, workspace: Tensor, layout: WorkspaceLayout) -> Tensor:
         """(B, H, densities - 1, S, words) int32: the block map of each candidate."""
-        sample, shape = self.sample, layout.shape
+        call, shape = self.call, layout.shape
         rules = RouteRules(
             select=int(Select.TOPK),
             topk_blocks=1,
             cdfthreshd=1.0,
             simthreshd1=0.0,
-            score_scale=sample.scale,
+            score_scale=call.scale,
             causal=False,
-            attention_sink=sample.workload.sink,
+            attention_sink=call.workload.sink,
             keep_diagonal=False,
             exact_prefix=0,
             exact_suffix=0,
-            floor=sample.candidates.floor,
+            floor=call.candidates.floor,
             upstream=False,
         )
-        # The sampled blocks are no slots of the order.
-        order = OrderFacts(keys_exact=sample.workload.order.keys_exact)
+        # The measured blocks are no slots of the order.
+        order = OrderFacts(keys_exact=call.workload.order.keys_exact)
         kept, _ = ops.route(
             workspace,
             shape.sizes(),
@@ -237,7 +237,7 @@ class _Group:
             True,
             True,
             *rules.flat(),
-            sample.key_lengths,
+            call.key_lengths,
             None,
             self.facts.blocks.thresholds[self.heads].flatten(0, 1),
             order.flat(),
@@ -245,14 +245,14 @@ class _Group:
             self.rows.means.flatten(1, 2).contiguous(),
             self.facts.similar,
         )
-        return kept.unflatten(1, (-1, _candidates(sample)))
+        return kept.unflatten(1, (-1, _candidates(call)))
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
         """Attends from each measured block to each piece of its key blocks, as heads of their own.
         Each KV head is a batch entry, so that one copy of the queries serves all pieces."""
-        sample = self.sample
+        call = self.call
         batch, heads, count, blocks, words = pieces.shape
-        kv_heads, slots = sample.k.shape[1], self.facts.blocks.compared
+        kv_heads, slots = call.k.shape[1], self.facts.blocks.compared
         by_kv = (batch * kv_heads, heads // kv_heads * count)
         q = self.rows.q.unsqueeze(2).expand(-1, -1, count, -1, -1)
         q = q.reshape(*by_kv, *q.shape[-2:])
@@ -261,11 +261,11 @@ class _Group:
         sums = torch.empty(*pieces.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
         row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
-        lengths = sample.key_lengths
+        lengths = call.key_lengths
         rules = AttendRules(
             with_queries=False,
             with_pools=False,
-            scale=sample.scale,
+            scale=call.scale,
             pvthreshd=PV_FILTER_OFF,
             pv_filter=False,
             causal=False,

@@ -36,7 +36,7 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class MeasuredCall:
     """One measurement: q (B, H, N, D) over k, v (B, Hkv, N, D), on some query blocks."""
 
     q: Tensor
@@ -52,7 +52,7 @@ class Sample:
     row_step: int = 1
     """One in so many rows of a query block is compared, as in `spread_rows`."""
 
-    def of_heads(self, heads: slice) -> Sample:
+    def of_heads(self, heads: slice) -> MeasuredCall:
         """Same measurement of some KV heads and the query heads that read them."""
         group = self.q.shape[1] // self.k.shape[1]
         query = slice(heads.start * group, heads.stop * group)
@@ -68,45 +68,45 @@ def stacked(of_orders: Iterable[Distances]) -> Distances:
 
 
 #: Measures how far the parts of attention lie from the whole; must not synchronise with the GPU.
-Measure = Callable[[Sample], Measured]
+Measure = Callable[[MeasuredCall], Measured]
 
 
-def reference_measure(sample: Sample) -> Measured:
+def reference_measure(call: MeasuredCall) -> Measured:
     """Computes a `Measure` in the reference's arithmetic, for tests and for machines without
     kernels."""
-    device = sample.q.device
+    device = call.q.device
     of_orders = [
-        _in_its_order(replace(sample, workload=sample.workload.of_kind(order_kind, device)))
-        for order_kind in sample.order_kinds
+        _in_its_order(replace(call, workload=call.workload.of_kind(order_kind, device)))
+        for order_kind in call.order_kinds
     ]
     found, occupied = zip(*of_orders, strict=True)
     return Measured(stacked(found), occupied[0])
 
 
-def _in_its_order(sample: Sample) -> tuple[Distances, Tensor]:
+def _in_its_order(call: MeasuredCall) -> tuple[Distances, Tensor]:
     """Distances of rows (B, H, S, rows), and which rows are queries."""
-    order = None if sample.workload.is_causal else sample.workload.order
-    x = quantize_qkv(sample.q, sample.k, sample.v, order, key_lengths=sample.key_lengths)
-    occupied = _by_block(x.occupied.unsqueeze(-1), sample)[..., 0]
-    parts = _bucket_partials(sample, x, _sampled_buckets(sample, x))
+    order = None if call.workload.is_causal else call.workload.order
+    x = quantize_qkv(call.q, call.k, call.v, order, key_lengths=call.key_lengths)
+    occupied = _by_block(x.occupied.unsqueeze(-1), call)[..., 0]
+    parts = _bucket_partials(call, x, _measured_buckets(call, x))
     return bucket_distances(parts, _mean_value(x)), occupied
 
 
-def _sampled_buckets(sample: Sample, x: Quantized) -> Tensor:
+def _measured_buckets(call: MeasuredCall, x: Quantized) -> Tensor:
     """Buckets (B, H, nq, nk), -1 in query blocks that are not measured."""
-    workload, candidates = sample.workload, sample.candidates
+    workload, candidates = call.workload, call.candidates
     routed = route(
         x,
         workload.policy(),
-        HeadSettings.uniform(sample.q.shape[1], 1.0, router=candidates.router),
-        scale=sample.scale,
+        HeadSettings.uniform(call.q.shape[1], 1.0, router=candidates.router),
+        scale=call.scale,
         is_causal=workload.is_causal,
     )
     every = candidates.buckets(routed.rank, routed.valid)
-    sampled = torch.full_like(every, -1)
-    for block in sample.query_blocks:
-        sampled[:, :, block] = every[:, :, block]
-    return sampled
+    measured = torch.full_like(every, -1)
+    for block in call.query_blocks:
+        measured[:, :, block] = every[:, :, block]
+    return measured
 
 
 def _mean_value(x: Quantized) -> Tensor:
@@ -115,17 +115,17 @@ def _mean_value(x: Quantized) -> Tensor:
 
 
 def _bucket_partials(
-    sample: Sample, x: Quantized, buckets: Tensor
+    call: MeasuredCall, x: Quantized, buckets: Tensor
 ) -> list[tuple[Partial, Partial]]:
     """Exact and pooled part (B, H, S, 128, D) of each bucket."""
     parts = bucket_partials(
         x,
         buckets,
-        len(sample.candidates.densities),
-        scale=sample.scale,
-        is_causal=sample.workload.is_causal,
+        len(call.candidates.densities),
+        scale=call.scale,
+        is_causal=call.workload.is_causal,
     )
-    return [(_rows(exact, sample), _rows(pooled, sample)) for exact, pooled in parts]
+    return [(_rows(exact, call), _rows(pooled, call)) for exact, pooled in parts]
 
 
 def bucket_partials(
@@ -152,17 +152,17 @@ def _partial(attended: Attended) -> Partial:
     return Partial(attended.unnormalised, attended.row_max, attended.row_sum)
 
 
-def _rows(part: Partial, sample: Sample) -> Partial:
+def _rows(part: Partial, call: MeasuredCall) -> Partial:
     return Partial(
-        _by_block(part.unnormalised, sample),
-        _by_block(part.row_max.unsqueeze(-1), sample)[..., 0],
-        _by_block(part.row_sum.unsqueeze(-1), sample)[..., 0],
+        _by_block(part.unnormalised, call),
+        _by_block(part.row_max.unsqueeze(-1), call)[..., 0],
+        _by_block(part.row_sum.unsqueeze(-1), call)[..., 0],
     )
 
 
-def _by_block(rows: Tensor, sample: Sample) -> Tensor:
+def _by_block(rows: Tensor, call: MeasuredCall) -> Tensor:
     """Reshapes (..., N, D) to (..., S, rows a block, D)."""
-    firsts = [block * QUERY_BLOCK for block in sample.query_blocks]
+    firsts = [block * QUERY_BLOCK for block in call.query_blocks]
     blocks = [rows[..., first : first + QUERY_BLOCK, :] for first in firsts]
     whole = torch.stack([pad(x, (0, 0, 0, QUERY_BLOCK - x.shape[-2])) for x in blocks], -3)
-    return whole.index_select(-2, rows_on(whole.device, sample.row_step))
+    return whole.index_select(-2, rows_on(whole.device, call.row_step))

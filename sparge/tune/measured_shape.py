@@ -29,7 +29,7 @@ class MeasuredShape:
     """Relative L2 error found in sparse calls, against exact attention; NaN where no call was
     probed."""
     head_weight: Tensor
-    """Head weights, as in `HeadChoices`."""
+    """Head weights, as in `SettingsTable`."""
     pool_weight: Tensor
     """Pool weights, as first chosen; 0 is none. Where steps differ that of their mean density, and
     so are the token orders."""

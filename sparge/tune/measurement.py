@@ -2,8 +2,8 @@
 """Measures the heads of a model while it runs dense, to decide what each of them may drop.
 
     measurement = Measurement.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
-    measurement.sample(layer, q, k, v)              # in dense calls; never waits for the GPU
-    choices = measurement.offers().freeze(mean_density=0.2)  # between two steps; waits for the GPU
+    measurement.add(layer, q, k, v)              # in dense calls; never waits
+    choices = measurement.error_table().choose(mean_density=0.2)  # between steps; waits
     head_settings = choices.head_settings(layer, "cuda")
 
 One measurement is for one conditioning and one token count.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..stages.as_written import as_written
 from .candidates import CandidateSet
-from .measure import Measure, Measured, Sample, reference_measure
-from .offers import Offers
+from .error_table import ErrorTable
+from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .output_scale import best_output_scales
 from .scoring import squared_errors, towards_mean
 from .spread import ROW_STEP, spread_places
@@ -55,9 +55,9 @@ class Measurement:
     squared_norm: Tensor
     """(2, layers, heads, measured orders) float64: squared norm of the exact output, and of that
     lack."""
-    samples: list[int] = field(repr=False)
+    blocks_measured: list[int] = field(repr=False)
     """Number of query blocks measured of each layer, in each token order."""
-    visited: int = field(repr=False)
+    earlier_blocks: int = field(repr=False)
     order_kinds: list[range] = field(repr=False)
     """Token orders measured of each layer. The first alone where heads share keys, since those have
     to share an order."""
@@ -72,7 +72,7 @@ class Measurement:
         candidates: CandidateSet | None = None,
         blocks_a_call: int = BLOCKS_A_CALL,
         row_step: int = ROW_STEP,
-        visited: int = 0,
+        earlier_blocks: int = 0,
         order_kinds: range | None = None,
         measure: Measure = reference_measure,
         device: torch.device | str = "cpu",
@@ -80,10 +80,10 @@ class Measurement:
         """Returns an empty measurement. Allocates all that it keeps, so call it where sampling or a
         forward pass starts.
 
-        blocks_a_call: query blocks of every head that one `sample` measures.
+        blocks_a_call: query blocks of every head that one `add` measures.
         row_step: one in so many rows of them is compared, as in `spread_rows`.
-        visited: number of query blocks that an earlier measurement has measured; this one goes on
-            after those.
+        earlier_blocks: number of query blocks that an earlier measurement has measured; this one
+            goes on after those.
         order_kinds: token orders of the workload that are measured and chosen from; all where None.
 
         Raises:
@@ -112,7 +112,7 @@ class Measurement:
             torch.zeros_like(sums),
             torch.zeros(2, layers, heads, len(measured), dtype=torch.float64, device=device),
             [0] * layers,
-            visited,
+            earlier_blocks,
             [measured] * layers,
         )
 
@@ -120,13 +120,13 @@ class Measurement:
         """Returns an empty measurement of the same kind that goes on with other query blocks.
         Allocates."""
         like = Measurement.begin(
-            layers=len(self.samples),
+            layers=len(self.blocks_measured),
             heads=self.squared_norm.shape[2],
             workload=self.workload,
             candidates=self.candidates,
             blocks_a_call=self.blocks_a_call,
             row_step=self.row_step,
-            visited=self.visited + max(self.samples),
+            earlier_blocks=self.earlier_blocks + max(self.blocks_measured),
             order_kinds=self.measured_orders,
             measure=self.measure,
             device=self.squared_norm.device,
@@ -142,21 +142,21 @@ class Measurement:
         sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
         finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
         for layer, (known, order_kinds) in enumerate(
-            zip(earlier.samples, earlier.order_kinds, strict=True)
+            zip(earlier.blocks_measured, earlier.order_kinds, strict=True)
         ):
-            if not (self.samples[layer] and finite[layer]):
-                self.samples[layer], self.order_kinds[layer] = known, order_kinds
+            if not (self.blocks_measured[layer] and finite[layer]):
+                self.blocks_measured[layer], self.order_kinds[layer] = known, order_kinds
                 self.squared_error[layer].copy_(earlier.squared_error[layer])
                 self.towards_mean[layer].copy_(earlier.towards_mean[layer])
                 self.squared_norm[:, layer].copy_(earlier.squared_norm[:, layer])
 
     def measure_one_order(self) -> None:
-        """Restricts measurements to the first token order. Call it before any `sample`: orders
+        """Restricts measurements to the first token order. Call it before any `add`: orders
         measured in different calls do not compare."""
-        assert not any(self.samples)
+        assert not any(self.blocks_measured)
         self.order_kinds[:] = [self.measured_orders[:1]] * len(self.order_kinds)
 
-    def sample(
+    def add(
         self,
         layer: int,
         q: Tensor,
@@ -180,7 +180,7 @@ class Measurement:
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
         if k.shape[1] != q.shape[1]:
             self.order_kinds[layer] = self.measured_orders[:1]
-        sample = Sample(
+        call = MeasuredCall(
             q,
             k,
             v,
@@ -193,13 +193,13 @@ class Measurement:
             self.row_step,
         )
         with as_written(q.device):
-            self._add(layer, self.measure(sample))
-        self.samples[layer] += len(blocks)
+            self._add(layer, self.measure(call))
+        self.blocks_measured[layer] += len(blocks)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
-        """Query blocks that the next `sample` of `layer` measures; computed on the host."""
+        """Query blocks that the next `add` of `layer` measures; computed on the host."""
         # Neighbouring layers look at other query blocks.
-        first = self.visited + self.samples[layer] + layer
+        first = self.earlier_blocks + self.blocks_measured[layer] + layer
         places = spread_places(len(self.query_blocks), first, calls * self.blocks_a_call)
         return [self.query_blocks[place] for place in places]
 
@@ -243,21 +243,21 @@ class Measurement:
         """(layers, heads) norm of the exact output, over equally many query blocks each. Waits for
         the GPU."""
         squares = self.squared_norm[0].cpu().numpy().max(-1)  # 0 in orders that were not measured
-        return np.sqrt(squares / np.maximum(self.samples, 1)[:, None])
+        return np.sqrt(squares / np.maximum(self.blocks_measured, 1)[:, None])
 
-    def offers(self) -> Offers:
-        """Returns the offers of all heads, from what is known so far. Waits for the GPU.
+    def error_table(self) -> ErrorTable:
+        """Makes the table of all heads, from what is known so far. Waits for the GPU.
 
-        Layers that were not measured, or gave something not finite, get no offer.
+        Layers that were not measured, or gave something not finite, are not in it.
 
         Raises:
             ValueError: no layer was measured.
         """
-        return Offers.of(
+        return ErrorTable.of(
             self.workload,
             self.candidates,
             *self.errors_and_scales(),
             self.norms(),
-            self.samples,
+            self.blocks_measured,
             self.order_kinds,
         )

@@ -2,7 +2,7 @@
 """Probes: whether heads still are as true as measured, seen in the sparse calls themselves.
 
 probe = Probe.begin(layers=48, heads=24, workload=workload, device="cuda")
-probe.sample(layer, q, k, v, out, visit=0)  # now and then, after a sparse call; never waits
+probe.compare(layer, q, k, v, out, number=0)  # now and then, after a sparse call; never waits
 errors = probe.relative_errors()            # at the end; waits for the GPU
 """
 
@@ -22,7 +22,7 @@ from .spread import ROW_STEP, spread_places, spread_rows
 from .workload import Workload
 
 #: Query blocks of every head that one probe compares (docs/experiments.md, Probed query blocks).
-BLOCKS_A_SAMPLE = 4
+BLOCKS_A_PROBE = 4
 #: PyTorch's own order depends on who called it first, and the result must not. Without cuDNN, which
 #: plans each new shape while the GPU waits (docs/experiments.md, Exact attention of few rows).
 ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -39,7 +39,7 @@ class Probe:
     """(probed blocks, rows a block) bool: the slot holds no token."""
     totals: Tensor = field(repr=False)
     """(2, layers, heads) float64: squared error and squared norm over the whole run."""
-    samples: list[int] = field(repr=False)
+    blocks_probed: list[int] = field(repr=False)
     """Number of probes of each layer."""
 
     @classmethod
@@ -57,7 +57,7 @@ class Probe:
         sums = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
         return cls(tokens.clamp(min=0), tokens == EMPTY, sums, [0] * layers)
 
-    def sample(
+    def compare(
         self,
         layer: int,
         q: Tensor,
@@ -65,20 +65,20 @@ class Probe:
         v: Tensor,
         out: Tensor,
         *,
-        visit: int,
+        number: int,
         scale: float | None = None,
     ) -> None:
         """Compares rows of `out` (B, H, N, D), which a sparse call gave, with exact attention of q
         (B, H, N, D) over all of k, v (B, Hkv, N, D), all in the caller's token order.
 
-        visit: number of the step among those that probe the layer. Each compares other query
+        number: number of the step among those that probe the layer. Each compares other query
         blocks, evenly spread, the same in every run, and the same ones however the batch entries of
         a step are split into calls.
         """
         count = len(self.tokens)
         # From the middle, not with the blocks that measuring began with.
-        first = count // 2 + visit * BLOCKS_A_SAMPLE + layer
-        blocks = spread_places(count, first, BLOCKS_A_SAMPLE)
+        first = count // 2 + number * BLOCKS_A_PROBE + layer
+        blocks = spread_places(count, first, BLOCKS_A_PROBE)
         tokens = torch.cat([self.tokens[block] for block in blocks])
         empty = torch.cat([self.empty[block] for block in blocks]).unsqueeze(-1)
         with as_written(q.device):
@@ -86,13 +86,13 @@ class Probe:
         error_and_norm = torch.stack([out[:, :, tokens] - exact, exact]).masked_fill_(empty, 0)
         norms = torch.linalg.vector_norm(error_and_norm, dim=(1, 3, 4)).double()
         self.totals[:, layer] += norms.square()
-        self.samples[layer] += len(blocks)
+        self.blocks_probed[layer] += len(blocks)
 
     def relative_errors(self) -> Tensor:
         """(layers, heads) float32 on the CPU, over the whole run; NaN where nothing was probed."""
         error, norm = self.totals.cpu()
         errors = (error / norm).sqrt()
-        probed = torch.tensor(self.samples, device="cpu") > 0
+        probed = torch.tensor(self.blocks_probed, device="cpu") > 0
         return errors.where(probed.unsqueeze(-1), torch.nan).float()
 
 

@@ -12,11 +12,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..common.whole_file import write_whole
-from .choices import HeadChoices
 from .fingerprint import Fingerprint, Verdict
 from .profile_error import ProfileError
 from .profile_header import Header, Table
 from .profile_tables import checked_choices, checked_norm, tensors_of
+from .settings_table import SettingsTable
 
 METADATA_KEY = "sparge_profile"
 LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
@@ -28,7 +28,7 @@ class Profile:
     """Choices by conditioning and tokens, and the model they were measured on."""
 
     fingerprint: Fingerprint
-    choices: Mapping[Table, HeadChoices]
+    choices: Mapping[Table, SettingsTable]
     mode: str
     """Meaning of `asked`: "quality" for a target error, "budget" for a mean density."""
     asked: float
@@ -41,7 +41,7 @@ class Profile:
         """Whether this profile holds for `model`; the verdict's sentence is for the user."""
         return model.compare(self.fingerprint)
 
-    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, HeadChoices] | None:
+    def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, SettingsTable] | None:
         """Returns the choices that fit a call of so many layers and heads best, and the table they
         were measured for.
 

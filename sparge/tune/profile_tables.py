@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..order.variants import OrderKind
-from .choices import HeadChoices
-from .fingerprint import SAMPLE
+from .fingerprint import VALUES
 from .profile_error import ProfileError
+from .settings_table import SettingsTable
 
 #: Name and dtype of each tensor, and the least and greatest value in it.
 TENSORS = {
@@ -26,12 +26,12 @@ TENSORS = {
 }
 
 
-def tensors_of(choices: HeadChoices) -> dict[str, Tensor]:
+def tensors_of(choices: SettingsTable) -> dict[str, Tensor]:
     """Copies of the tensors: choices may share what safetensors wants apart."""
     return {name: getattr(choices, name).to("cpu", copy=True).contiguous() for name in TENSORS}
 
 
-def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> HeadChoices:
+def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> SettingsTable:
     """Takes its tensors out of `tensors`. Raises ProfileError for any that is not as it must be."""
     found: dict[str, Any] = {}
     for name, (dtype, least, greatest) in TENSORS.items():
@@ -52,13 +52,13 @@ def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> Head
                 f"{prefix + name} has shape {tuple(tensor.shape)} beside {tuple(shape)} of the "
                 "densities."
             )
-    return HeadChoices(**found, floor=floor)
+    return SettingsTable(**found, floor=floor)
 
 
 def checked_norm(name: str, norm: Tensor) -> Tensor:
-    if norm.dtype != torch.float32 or norm.dim() != 1 or norm.numel() > SAMPLE:
+    if norm.dtype != torch.float32 or norm.dim() != 1 or norm.numel() > VALUES:
         raise ProfileError(
-            f"{name} has type {norm.dtype} and shape {tuple(norm.shape)}; it takes up to {SAMPLE} "
+            f"{name} has type {norm.dtype} and shape {tuple(norm.shape)}; it takes up to {VALUES} "
             "float32 values."
         )
     _check_values(name, norm, -math.inf, math.inf)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from .facts import Conditioning
 
 
-class SampleSchedule:
+class MeasuringSchedule:
     """Schedule of one shape. The last dense step before the window is measured: the nearer a
     measurement is to the sparse steps, the better it predicts them (docs/experiments.md, Which
     dense step is measured).
@@ -46,7 +46,7 @@ class SampleSchedule:
             self._earlier.update(conditioning)
 
     @property
-    def calls_a_sample(self) -> int:
+    def calls_a_measurement(self) -> int:
         """Number of usual measurements that each covers: two where earlier steps had one
         conditioning alone, whose measurements count for the other's.
 
@@ -55,7 +55,7 @@ class SampleSchedule:
         return 2 if len(self._earlier) == 1 else 1
 
     @property
-    def samples_a_layer(self) -> int:
+    def measurements_a_layer(self) -> int:
         """Number of measurements a layer in the run, if the conditionings stay those of earlier
         steps. Without these cond and uncond are expected."""
         return len(self._earlier) or 2

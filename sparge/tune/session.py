@@ -103,9 +103,9 @@ class Session:
         return self._heads
 
     @property
-    def frozen(self) -> list[HeadTable]:
+    def chosen(self) -> list[HeadTable]:
         """Tables of heads that were chosen."""
-        return self._heads.frozen if isinstance(self._heads, HeadTables) else []
+        return self._heads.chosen if isinstance(self._heads, HeadTables) else []
 
     def begin_pass(
         self,
@@ -157,13 +157,13 @@ class Session:
         """Report of the passes so far. Waits for the GPU."""
         densities = Densities.of([begun.record for begun in self._passes])
         reasons = sum((begun.reasons for begun in self._passes), start=Counter[str]())
-        return Report.of(self.aim, densities, self.frozen, reasons)
+        return Report.of(self.aim, densities, self.chosen, reasons)
 
     def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
         """Profile of what this run measured of the sampled model; None where that is nothing."""
         if self.aim is None:
             return None
-        measured = [x for x in self.tables.frozen_of_sampled if not x.from_profile]
+        measured = [x for x in self.tables.chosen_of_sampled if not x.from_profile]
         choices = {x.shape: x.choices for x in measured if x.choices is not None}
         if not choices:
             return None

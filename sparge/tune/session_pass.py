@@ -138,8 +138,8 @@ class SessionPass:
             if table is None:
                 return self.facts.why_dense or MEASURING
             self.tables[shape] = table
-        if not table.is_frozen:
-            table.sample(row, call, exact)
+        if not table.is_chosen:
+            table.measure(row, call, exact)
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense

@@ -102,14 +102,14 @@ class HeadTables:
                 self._layers[key] = max(count, self._layers.get(key, 0))
 
     @property
-    def frozen(self) -> list[HeadTable]:
-        return [table for table in self._tables.values() if table.is_frozen]
+    def chosen(self) -> list[HeadTable]:
+        return [table for table in self._tables.values() if table.is_chosen]
 
     @property
-    def frozen_of_sampled(self) -> list[HeadTable]:
+    def chosen_of_sampled(self) -> list[HeadTable]:
         """Tables of the model that is sampled, and of no other beside it."""
         return [
-            table for (_, which, _), table in self._tables.items() if which == 0 and table.is_frozen
+            table for (_, which, _), table in self._tables.items() if which == 0 and table.is_chosen
         ]
 
     def _shapes(self, layout: Layout, device: torch.device, which: int) -> Iterable[Shape]:

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..kernels import capabilities, pv_filter_saves
 from ..policy import PV_FILTER_OFF, SparsePolicy
-from ..speed import sample_cost, worth
-from ..speed.sample_cost import Afforded
+from ..speed import measuring_cost, worth
+from ..speed.measuring_cost import Afforded
 from ..speed.worth import (
     TORCH_KERNELS,
     Rates,
@@ -96,29 +96,31 @@ def affordable(
     `most` token orders, where nothing is known.
 
     It is a matter of what a measurement takes beside a dense call. On GPUs without rates of their
-    own that is taken to be as on an H200 (`proportions_for`); so `sample_cost.ALWAYS` is there as
-    much longer as dense calls are.
+    own that is taken to be as on an H200 (`proportions_for`); so `measuring_cost.ALWAYS` is as much
+    longer there as dense calls are.
 
-    conditionings: each is sampled in each of the layers. calls: that each sample counts for, as in
-    `SampleRates.seconds`. least: share of pairs that no call goes below. dense_steps and
+    conditionings: each is measured in each of the layers. calls: that each measurement counts for,
+    as in `MeasuringRates.seconds`. least: share of pairs that no call goes below. dense_steps and
     sparse_steps: as the host counts them. Whether it pays is told on GPUs with rates of their own.
     """
     known = _rates_hold(call)
     rates = proportions_for(gpu_name(call.q.device), call.head_dim) if known else None
-    if rates is None or rates.sample is None or call.shares_keys:  # they measure one order anyway
-        return Afforded(most, again=sample_cost.UNLIMITED)
+    if (
+        rates is None or rates.measuring is None or call.shares_keys
+    ):  # they measure one order anyway
+        return Afforded(most, again=measuring_cost.UNLIMITED)
     sizes = _of_one_entry(call)
-    kernel, samples = call.dense_kernel(), layers * conditionings
+    kernel, measurements = call.dense_kernel(), layers * conditionings
     dense, own = rates.dense_seconds(sizes, kernel), known_rates(call)
     # Slower GPUs wait less for the host, if at all.
-    sample = rates.sample if own is not None else replace(rates.sample, host=None)
-    afforded = sample_cost.affordable(
-        sample,
+    measuring = rates.measuring if own is not None else replace(rates.measuring, host=None)
+    afforded = measuring_cost.affordable(
+        measuring,
         sizes.rows,
         most,
         dense=dense,
         steps=dense_steps,
-        samples=samples,
+        measurements=measurements,
         conditionings=conditionings,
         calls=calls,
         shorter=0.0 if own is None else dense - own.fastest_seconds(sizes, kernel),
@@ -126,11 +128,11 @@ def affordable(
     if sparse_steps is None or own is None:
         return afforded
     sparsest = rates.sparse.seconds(_of_one_entry(call, pooled=1.0), least)
-    pays = sample_cost.pays(
-        sample,
+    pays = measuring_cost.pays(
+        measuring,
         sizes.rows,
         heads=layers * call.head_count,
-        samples=samples,
+        measurements=measurements,
         calls=calls,
         dense=dense,
         saved=dense - sparsest,

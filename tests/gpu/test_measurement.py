@@ -48,7 +48,7 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
             measure=measure,
             device=device,
         )
-        measurement.sample(0, q.to(device), k.to(device), v.to(device))
+        measurement.add(0, q.to(device), k.to(device), v.to(device))
         return measurement.errors_and_scales()[0]
 
     by_kernels = errors(kernel_measure, "cuda")
@@ -78,16 +78,16 @@ def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
     case = Case("sync", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
     measurement = begun(grid, 4)
-    measurement.sample(0, q, k, v)
+    measurement.add(0, q, k, v)
     torch.cuda.synchronize()
-    measurement.samples[0] = 0  # so that token orders are chosen again
+    measurement.blocks_measured[0] = 0  # so that token orders are chosen again
     torch.cuda.set_sync_debug_mode("error")
     try:
-        measurement.sample(0, q, k, v)
-        measurement.sample(0, q, k, v)
+        measurement.add(0, q, k, v)
+        measurement.add(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert measurement.samples == [2 * BLOCKS_A_CALL]
+    assert measurement.blocks_measured == [2 * BLOCKS_A_CALL]
 
 
 def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> None:
@@ -96,11 +96,11 @@ def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> N
     case = Case("large", heads=24, kv_heads=24, queries=grid.tokens, keys=grid.tokens)
     q, k, v = make_qkv(case, generator)
     measurement = begun(grid, 24)
-    measurement.sample(0, q, k, v)  # what the libraries keep
-    measurement.samples[0] = 0
+    measurement.add(0, q, k, v)  # what the libraries keep
+    measurement.blocks_measured[0] = 0
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    measurement.sample(0, q, k, v)
+    measurement.add(0, q, k, v)
     assert torch.cuda.max_memory_allocated() - before <= 100e6
 
 

@@ -109,15 +109,15 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
         device=device,
     )
     for layer in range(LAYERS):
-        measurement.sample(layer, q, k, v)
-    choices = measurement.offers().freeze(mean_density=0.4)
+        measurement.add(layer, q, k, v)
+    choices = measurement.error_table().choose(mean_density=0.4)
     probe = Probe.begin(layers=LAYERS, heads=HEADS, workload=workload, device=device)
     fixed, outs = each_its_own(device), []
     for turn in range(VARIANTS):
         order = grid_order(grid, turn).on(device)
         for layer, head_settings in enumerate(choices.of_layers(device, PLAIN)):
             out = sparge.attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
-            probe.sample(layer, q, k, v, out, visit=turn)
+            probe.compare(layer, q, k, v, out, number=turn)
         outs.append(sparge.attention(q, k, v, PLAIN, order=order, head_settings=fixed))
     assert probe.relative_errors().isfinite().all()
     return outs

@@ -20,7 +20,7 @@ def sample_of(load_pack, monkeypatch):
     """sample_of(share): makes a sample of all walks take this share of a dense call by flash, which
     takes twice as long as cuDNN; with margin=0 that is faster for sure."""
     worth, node = load_pack("sparge.speed.worth"), load_pack("sparge.tune.worth")
-    cost = load_pack("sparge.speed.sample_cost")
+    cost = load_pack("sparge.speed.measuring_cost")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(node, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(node, "MEASURED_DTYPES", (torch.float32,))
@@ -30,8 +30,8 @@ def sample_of(load_pack, monkeypatch):
     def pretend(share, launch=True, margin=1.0):
         sparse = worth.SparseRates(0, 0, 0, 0, 1e-12, 0, 0)
         cudnn, flash = (worth.DenseRates(0, launch=seconds, pair=0) for seconds in (0.5, 1.0))
-        sample = cost.SampleRates(once=0, launch=share / 3, token=0) if launch else None
-        rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, margin, sample)
+        measuring = cost.MeasuringRates(once=0, launch=share / 3, token=0) if launch else None
+        rates = worth.Rates(sparse, {"cudnn": cudnn, "flash": flash}, margin, measuring)
         for name in ("rates_for", "proportions_for"):
             monkeypatch.setattr(node, name, lambda gpu, head_dim: rates)
 
@@ -137,7 +137,7 @@ def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
 
 
 @pytest.fixture
-def frozen(load_pack, call_of):
+def chosen(load_pack, call_of):
     """frozen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
     in the last dense step."""
     module, grid = load_pack("sparge.tune.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
@@ -155,7 +155,7 @@ def frozen(load_pack, call_of):
             for row in range(2):
                 call = call_of(*qkv)
                 own = partial(scaled_dot_product_attention, *qkv)
-                table.sample(row, call, exact(own))
+                table.measure(row, call, exact(own))
         table.begin_pass(facts(passes[0][0], 1))
         return table
 
@@ -183,7 +183,7 @@ def test_heads_take_measured_orders_in_a_batch_and_apart(
     sample_of, frozen, qkv_of, load_pack, monkeypatch, steps, one_order
 ):
     sample_of(0.08)
-    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
+    monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     uncond, cond = qkv_of(ROWS, CUBES), qkv_of(ROWS, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
     batch = frozen(steps, ((1, 0), *both))
@@ -201,7 +201,7 @@ def test_heads_take_measured_orders_in_a_batch_and_apart(
 def test_orders_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
     """Even if another kernel would serve later calls."""
     sample_of(0.08)
-    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
+    monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
     module = load_pack("sparge.tune.call")
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
@@ -240,7 +240,7 @@ class WanModel(torch.nn.LayerNorm):
 def test_a_run_tells_it_and_its_profile_holds_it(
     sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode
 ):
-    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "ALWAYS", 0.0)
+    monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     patcher.model.diffusion_model = WanModel(8)
     node, hook_of = load_pack("nodes.sparge_attention").SpargeAttention, load_pack("nodes.hook")
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
@@ -300,7 +300,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
     sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode, dense_steps
 ):
     """A sample takes two thirds of a dense call, and choosing for all heads as long as one."""
-    monkeypatch.setattr(load_pack("sparge.speed.sample_cost"), "CHOOSING", 1.0 / (2 * HEADS))
+    monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "CHOOSING", 1.0 / (2 * HEADS))
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, mode=mode, topk=0.5, min_tokens=TOKENS)[0]
@@ -320,7 +320,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
 
     reason = "too few steps are left to pay for measuring"
     short = tally(1)
-    assert short.sparse == 0 and not runs[-1][0].session.tables.frozen
+    assert short.sparse == 0 and not runs[-1][0].session.tables.chosen
     assert short.reasons[reason] == 2 * (1 + (not dense_steps))
     assert reason in load_pack("nodes.report").summary(
         load_pack("nodes.hook").hook_of(patched).last

@@ -98,7 +98,7 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     assert apart.tally.sparse == 2 * batch.tally.sparse == 2 * 2 * BLOCKS
     assert apart.tally.dense == 2 * batch.tally.dense == 2 * BLOCKS
     assert [begun.record.step for begun in apart.session._passes] == [0, 0, 1, 1, 2, 2]
-    one, other = (run.session.tables.frozen[0].choices for run in (batch, apart))
+    one, other = (run.session.tables.chosen[0].choices for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
     for name in ("density", "pool_weight", "output_scale", "head_weight"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
@@ -180,13 +180,13 @@ def samples(load_pack, monkeypatch):
     """(layer, sum of q) of each sample."""
     seen = []
     measurement = load_pack("sparge.tune").Measurement
-    original = measurement.sample
+    original = measurement.add
 
     def sample(self, layer, q, k, v, **kwargs):
         seen.append((layer, float(q.sum())))
         return original(self, layer, q, k, v, **kwargs)
 
-    monkeypatch.setattr(measurement, "sample", sample)
+    monkeypatch.setattr(measurement, "add", sample)
     return seen
 
 

@@ -36,7 +36,7 @@ def call_of(load_pack, grid, generator):
 
 
 @pytest.fixture
-def frozen(load_pack, grid):
+def chosen(load_pack, grid):
     """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
     module = load_pack("sparge.tune.head_table")
     aim = load_pack("sparge.tune").Aim("budget", 0.5)
@@ -46,13 +46,13 @@ def frozen(load_pack, grid):
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
-        afforded = load_pack("sparge.speed.sample_cost").Afforded
+        afforded = load_pack("sparge.speed.measuring_cost").Afforded
         device, all_orders = torch.device("cpu"), lambda call, most, *_: afforded(most, again=True)
         table = module.HeadTable(shape, 1, aim, policy, device, all_orders)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
             own = partial(scaled_dot_product_attention, *qkv)
-            table.sample(0, tune.Call(*qkv), tune.ExactOnce(own))
+            table.measure(0, tune.Call(*qkv), tune.ExactOnce(own))
         table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 

@@ -161,7 +161,7 @@ def test_an_error_of_ours_is_dense_counted_and_logged(
     if place == "call":
         monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", fail)
     else:
-        monkeypatch.setattr(load_pack("sparge.tune").Measurement, "sample", fail)
+        monkeypatch.setattr(load_pack("sparge.tune").Measurement, "add", fail)
     results, tally = outcome((Q, K, V), {}, mode)
     assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in results)
     failed = load_pack("sparge.tune").FAILED

@@ -71,7 +71,7 @@ def test_a_profile_spares_the_measuring(saved, run_once, runs):
     ((run, _),) = runs
     assert (run.tally.sparse, run.tally.dense, run.notes) == (2, 0, [])
     (measured,) = saved.profile.choices.values()
-    assert all(chosen is measured for chosen in run.session.tables.frozen[0]._given())
+    assert all(chosen is measured for chosen in run.session.tables.chosen[0]._given())
 
 
 class OtherModel(WanModel):
@@ -210,9 +210,9 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, 
     ((known, _),) = runs
     assert known.tally.reasons == {}
     heads = known.session.tables
-    shape = heads.frozen[0].shape
+    shape = heads.chosen[0].shape
     unordered = type(shape)(shape.tokens, shape.heads, None)
-    table = type(heads.frozen[0])(
+    table = type(heads.chosen[0])(
         unordered, choices.layers, heads.aim, known.asked, torch.device("cpu"), None
     )
     heads._use_profile(table)

@@ -113,7 +113,7 @@ def test_passes_that_are_measured_have_no_part_in_the_mean(patch, steps_of, runs
     sigmas = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3][:steps]
     sparse = steps_of(patch(mode="auto budget", topk=0.4, start_percent=0.0), sigmas)
     assert len(sparse) == steps - 1
-    (table,) = runs[-1][0].session.tables.frozen
+    (table,) = runs[-1][0].session.tables.chosen
     assert len(table._given()) == steps - 1
     for densities, choices in zip(given(sparse), table._given(), strict=True):
         assert torch.equal(densities, choices.density[:BLOCKS])
@@ -142,7 +142,7 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
         assert between_choices[0] >= between_choices[-1], "both are of one kind"
     for of_kind in (means[::2], means[1::2]):
         assert of_kind[0] > of_kind[-1]
-    (table,) = runs[-1][0].session.tables.frozen
+    (table,) = runs[-1][0].session.tables.chosen
     kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
     errors = torch.stack([choices.error for choices in table._given()])
@@ -175,7 +175,7 @@ def run_of(steps_of, runs):
     def of(patched):
         steps = steps_of(patched, SIX_SPARSE)
         assert runs[-1][0].notes == []
-        (table,) = runs[-1][0].session.tables.frozen
+        (table,) = runs[-1][0].session.tables.chosen
         pool_weights = [torch.stack([call.pool_weight for call in step]) for step in steps]
         return given(steps), pool_weights, table._given()
 
@@ -196,7 +196,7 @@ def test_steps_spend_their_density(patch, run_of, runs, saved, topk, least):
                 torch.equal(pool_weights[step], of_step.pool_weight[:BLOCKS])
                 and pool_weights[step].any()
             )
-        (table,) = runs[-1][0].session.tables.frozen
+        (table,) = runs[-1][0].session.tables.chosen
         kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
         assert least < sum(kept) / 6 <= topk
     assert all(choices is profiled[2][0] for choices in profiled[2])
@@ -215,7 +215,7 @@ def test_steps_keep_to_the_target(load_pack, patch, run_of, saved, monkeypatch):
 def test_a_run_does_not_wait_for_the_garbage_collector(patch, steps_of, runs):
     """Its tables hold memory of the device, which a second sampler needs."""
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE)
-    table = weakref.ref(runs[-1][0].session.tables.frozen[0])
+    table = weakref.ref(runs[-1][0].session.tables.chosen[0])
     gc.disable()
     try:
         runs.clear()
@@ -248,19 +248,19 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
 )
 def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
     """The positive prompt is, as often as the dense calls afford it."""
-    calibrate, cost = load_pack("sparge.tune"), load_pack("sparge.speed.sample_cost")
-    monkeypatch.setattr(load_pack("sparge.tune.step_choices"), "LEAST_STEPS", 2)
+    calibrate, cost = load_pack("sparge.tune"), load_pack("sparge.speed.measuring_cost")
+    monkeypatch.setattr(load_pack("sparge.tune.step_settings"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
     monkeypatch.setattr(
         load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
     )
-    sampled, sample = [], calibrate.Measurement.sample
+    sampled, sample = [], calibrate.Measurement.add
 
     def noted(self, layer, *args, dense=None, **kwargs):
         sampled.append((layer, dense is not None, kwargs["calls"]))
         return sample(self, layer, *args, dense=dense, **kwargs)
 
-    monkeypatch.setattr(calibrate.Measurement, "sample", noted)
+    monkeypatch.setattr(calibrate.Measurement, "add", noted)
     steps_of(patch(mode="auto budget", topk=0.4), TEN_SPARSE, conditionings=passes)
     conditionings = {one for each in passes for one in each}
     calls = 2 if len(conditionings) == 1 else 1
@@ -291,8 +291,11 @@ def test_a_step_is_worked_out_while_the_one_before_is_computed(
     load_pack, patch, steps_of, monkeypatch
 ):
     """The GPU waits where a step begins: only steps that are chosen anew are worked out there."""
-    calibrate, offers = load_pack("sparge.tune"), load_pack("sparge.tune.offers").Offers
-    at, choices, done = calibrate.StepChoices.at, offers.choices, []
+    calibrate, error_table = (
+        load_pack("sparge.tune"),
+        load_pack("sparge.tune.error_table").ErrorTable,
+    )
+    at, choices, done = calibrate.StepSettings.at, error_table.choices, []
 
     def noted(self, step):
         done.append("begin")
@@ -304,8 +307,8 @@ def test_a_step_is_worked_out_while_the_one_before_is_computed(
         done.append("worked out")
         return choices(self, *args)
 
-    monkeypatch.setattr(calibrate.StepChoices, "at", noted)
-    monkeypatch.setattr(offers, "choices", worked_out)
+    monkeypatch.setattr(calibrate.StepSettings, "at", noted)
+    monkeypatch.setattr(error_table, "choices", worked_out)
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=([0], [1]))
     of_run = done[: done.index(5) + 1]
     expected = []

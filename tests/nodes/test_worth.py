@@ -124,7 +124,7 @@ def test_auto_modes_go_by_what_the_heads_of_a_layer_keep(break_even, sample, run
     # Of four key blocks a head keeps two or all: here one of the four heads all.
     widgets = {"mode": "auto budget", "topk": 0.65, "sigmas": (0.9, 0.7)}
     assert sample(**widgets).sparse == BLOCKS
-    (table,) = runs[-1][0].session.tables.frozen
+    (table,) = runs[-1][0].session.tables.chosen
     sparser, denser = sorted(table.density()[:BLOCKS].mean(1).tolist())
     break_even((sparser + denser) / 2)
     tally = sample(**widgets)
@@ -139,7 +139,7 @@ def test_what_can_never_be_faster_is_not_measured(break_even, sample, runs):
     for mode in ("auto quality", "auto budget"):
         tally = sample(mode=mode, sigmas=(0.7, 0.5, 0.3))
         assert tally.reasons == {"at 256 tokens sparse would be slower": 3 * BLOCKS}
-        assert not runs[-1][0].session.tables.frozen
+        assert not runs[-1][0].session.tables.chosen
 
 
 @pytest.fixture

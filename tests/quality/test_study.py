@@ -51,7 +51,7 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
 def test_layers_are_measured_in_all_their_calls(video: Call) -> None:
     calls = [replace(video, place=place) for place in (0, 1, 0, 1)]
     measured = Measured.on(calls, 2, blocks_a_call=2)
-    assert measured.measurement.samples == [4, 4]
+    assert measured.measurement.blocks_measured == [4, 4]
     study = Study(DataSet("made", calls[:2], calls), [AUTO], 2, 3, seed=0)
     assert len(study.budgets(AUTO, 0.5)) == 2
     with pytest.raises(ValueError, match="saw 1 layers; 2"):

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparge.head_settings import Router
 from sparge.order.variants import OrderKind
-from sparge.tune import CandidateSet, Measurement, StepChoices, head_table, offers
+from sparge.tune import CandidateSet, Measurement, StepSettings, error_table, head_table
 
 Off = Callable[[], AbstractContextManager[Any]]
 
@@ -37,18 +37,18 @@ def _candidates(**fields: Any) -> Off:
 
 
 def _never_measured_again() -> AbstractContextManager[Any]:
-    begin = StepChoices.__init__
+    begin = StepSettings.__init__
 
-    def without(self: StepChoices, *given: Any, **own: Any) -> None:
+    def without(self: StepSettings, *given: Any, **own: Any) -> None:
         begin(self, *given, **own | {"again": 0})
 
-    return patch.object(StepChoices, "__init__", without)
+    return patch.object(StepSettings, "__init__", without)
 
 
 #: Name of a mechanism -> what switches it off, for as long as the context lasts.
 MECHANISMS: dict[str, Off] = {
     "output scale": _candidates(output_scales=(1.0, 1.0)),
-    "head weights": lambda: patch.object(offers, "head_weight", np.ones_like),
+    "head weights": lambda: patch.object(error_table, "head_weight", np.ones_like),
     "pooled keys": _candidates(pool_weights=(0.0,)),
     "order variants": lambda: patch.object(head_table, "VARIANTS", 1),
     "cubes": _orders(OrderKind.ROWS, OrderKind.ROWS + 1),

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from sparge import OrderKind, TokenGrid
-from sparge.tune import Fingerprint, HeadChoices, Profile, Table
+from sparge.tune import Fingerprint, Profile, SettingsTable, Table
 
 KEY = "sparge_profile"
 GRID = TokenGrid(4, 8, 10, suffix=20)
 
 
-def choices(generator: torch.Generator) -> HeadChoices:
+def choices(generator: torch.Generator) -> SettingsTable:
     shape = (3, 4)
     pools = torch.rand(shape, generator=generator) > 0.5
-    return HeadChoices(
+    return SettingsTable(
         torch.rand(shape, generator=generator),
         pools * torch.rand(shape, generator=generator),
         0.5 + torch.rand(shape, generator=generator),
@@ -31,9 +31,9 @@ def choices(generator: torch.Generator) -> HeadChoices:
     )
 
 
-def same_bits(found: HeadChoices, expected: HeadChoices) -> bool:
+def same_bits(found: SettingsTable, expected: SettingsTable) -> bool:
     """Tells nothing of NaN, which no profile has."""
-    for part in fields(HeadChoices):
+    for part in fields(SettingsTable):
         value, before = (getattr(x, part.name) for x in (found, expected))
         if not isinstance(value, torch.Tensor):
             same = value == before

@@ -28,8 +28,8 @@ from sparge.tune import (
     BLOCKS_A_CALL,
     CandidateSet,
     Measured,
+    MeasuredCall,
     Measurement,
-    Sample,
     Workload,
     reference_measure,
 )
@@ -190,7 +190,7 @@ class Stages:
 
 
 @pytest.fixture(params=["cubes", "order_kinds"])
-def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
+def sample(request: pytest.FixtureRequest, make_qkv) -> MeasuredCall:
     """Four heads over two KV heads, of 40 channels; text is exact, and the sink not text."""
     order_kinds = request.param == "order_kinds"
     workload = Workload(grid_order(GRID) if order_kinds else cube_order(GRID), sink=True)
@@ -199,11 +199,11 @@ def sample(request: pytest.FixtureRequest, make_qkv) -> Sample:
     blocks = workload.sparse_query_blocks()[-2:]
     k = k.bfloat16()
     measured = range(2 if order_kinds else 1)
-    return Sample(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2)
+    return MeasuredCall(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2)
 
 
 @pytest.fixture
-def stages(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Stages:
+def stages(sample: MeasuredCall, monkeypatch: pytest.MonkeyPatch) -> Stages:
     stages = Stages(sample.workload)
     names = ("means", "quantize", "route", "attend")
     own = {name: getattr(stages, name) for name in names}
@@ -221,7 +221,7 @@ def errors(measured: Measured) -> Tensor:
     return (sums / distances.norm.masked_fill(empty, 0).sum((1, 3, 4)).unsqueeze(-1)).sqrt()
 
 
-def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> None:
+def test_errors_are_those_of_the_reference(sample: MeasuredCall, stages: Stages) -> None:
     found, expected = module.kernel_measure(sample), reference_measure(sample)
     assert found.occupied.shape == (2, QUERY_BLOCK // 2)
     assert torch.equal(found.occupied, expected.occupied)
@@ -237,10 +237,10 @@ def test_errors_are_those_of_the_reference(sample: Sample, stages: Stages) -> No
 
 
 def test_groups_of_heads_are_the_whole(
-    sample: Sample, stages: Stages, monkeypatch: pytest.MonkeyPatch
+    sample: MeasuredCall, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = module.kernel_measure(sample)
-    monkeypatch.setattr(module, "_SAMPLE_BYTES", 1)
+    monkeypatch.setattr(module, "_MEASUREMENT_BYTES", 1)
     grouped = module.kernel_measure(sample)
     order_kinds = len(sample.order_kinds)
     assert [len(rows) for rows in stages.attended] == [4] * order_kinds + [2, 2] * order_kinds
@@ -252,7 +252,7 @@ def test_groups_of_heads_are_the_whole(
         )
 
 
-def test_key_lengths_hide_text(sample: Sample, stages: Stages) -> None:
+def test_key_lengths_hide_text(sample: MeasuredCall, stages: Stages) -> None:
     lengths = torch.tensor([GRID.tokens - 7, GRID.tokens], dtype=torch.int32)
     sample = replace(sample, key_lengths=lengths, query_blocks=sample.query_blocks[:1])
     found, expected = module.kernel_measure(sample), reference_measure(sample)
@@ -295,7 +295,9 @@ def test_measurement_stays_below_100_megabytes(
     sampled = run.next_query_blocks(0, calls)
     assert len(sampled) == calls * BLOCKS_A_CALL
     order_kinds = run.order_kinds[0]
-    sample = Sample(q, q, q, sampled, workload, run.candidates, 1.0, None, order_kinds, ROW_STEP)
+    sample = MeasuredCall(
+        q, q, q, sampled, workload, run.candidates, 1.0, None, order_kinds, ROW_STEP
+    )
     groups = list(module._head_groups(sample))
     sizes = [group.stop - group.start for group in groups]
     assert sum(sizes) == heads
@@ -304,11 +306,11 @@ def test_measurement_stays_below_100_megabytes(
     scored = _bytes_of_scores(sample, run.candidates)
     every = (run.squared_error, run.towards_mean, run.squared_norm)
     sums = sum(x.nbytes for x in every)
-    assert max(taken, scored) <= module._SAMPLE_BYTES
+    assert max(taken, scored) <= module._MEASUREMENT_BYTES
     assert taken + tables * calls * sums < 100e6, "measured again, the first sums are still there"
 
 
-def _bytes_of_scores(sample: Sample, candidates: CandidateSet) -> int:
+def _bytes_of_scores(sample: MeasuredCall, candidates: CandidateSet) -> int:
     """Bytes of what is found of all rows, and of what `squared_errors` makes of it: all gains, and
     two more tensors of those above 0."""
     batch, heads, *_ = sample.q.shape

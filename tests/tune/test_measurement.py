@@ -17,7 +17,7 @@ from sparge.common.partial import Partial
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order, grid_order
 from sparge.order.variants import OrderKind
-from sparge.tune import Measured, Sample, Workload, reference_measure
+from sparge.tune import Measured, MeasuredCall, Workload, reference_measure
 from sparge.tune.measure import stacked
 from sparge.tune.output_scale import UNSURE
 from sparge.tune.scoring import Distances, bucket_distances
@@ -37,7 +37,7 @@ def sparse_rows(workload: Workload) -> Tensor:
 def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
     measurement = begin(workload=workload)
-    measurement.sample(0, *qkv)
+    measurement.add(0, *qkv)
     found, output_scales = (x[0, :, 0] for x in measurement.errors_and_scales())
     norm, far = measurement.squared_norm[:, 0, :, 0]
     spread = (far / norm).sqrt().tolist()
@@ -66,9 +66,9 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
 def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv) -> None:
     mean = 0.6
     measurement = begin(layers=2)
-    measurement.sample(0, *qkv)
-    measurement.sample(1, *qkv)
-    choices = measurement.offers().freeze(mean_density=mean)
+    measurement.add(0, *qkv)
+    measurement.add(1, *qkv)
+    choices = measurement.error_table().choose(mean_density=mean)
     workload = measurement.workload
     exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), workload)
 
@@ -96,30 +96,30 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv) -> None:
 def test_keeping_everything_drops_nothing(qkv) -> None:
     """Rounding leaves errors there, which must not decide between token orders."""
     measurement = begin()
-    measurement.sample(0, *qkv)
+    measurement.add(0, *qkv)
     measurement.squared_error.add_(1e-9 * measurement.squared_norm[0, ..., None, None])
-    offers = measurement.offers()
-    dropping = offers.kept < 1
-    assert offers.errors[:, dropping].all() and not offers.errors[:, ~dropping].any()
+    error_table = measurement.error_table()
+    dropping = error_table.kept < 1
+    assert error_table.errors[:, dropping].all() and not error_table.errors[:, ~dropping].any()
 
 
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
     measurement = begin()
-    measurement.sample(0, *qkv)
-    choices = measurement.offers().freeze(mean_density=0.1)
+    measurement.add(0, *qkv)
+    choices = measurement.error_table().choose(mean_density=0.1)
     assert choices.density.tolist() == [[pytest.approx(0.2)] * 3]
     assert "A mean density of 0.1 is asked for" in caplog.text
     caplog.clear()
-    measurement.offers().freeze(mean_density=0.8)
+    measurement.error_table().choose(mean_density=0.8)
     assert not caplog.text
 
 
 def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
     measurement = begin(layers=3)
-    measurement.sample(1, *qkv)
+    measurement.add(1, *qkv)
     q, k, v = qkv
-    measurement.sample(2, q, k, v * torch.inf)
-    choices = measurement.offers().freeze(mean_density=0.6)
+    measurement.add(2, q, k, v * torch.inf)
+    choices = measurement.error_table().choose(mean_density=0.6)
     assert choices.measured.tolist() == [False, True, False]
     assert choices.head_settings(0) is None
     assert choices.head_settings(1) is not None
@@ -129,20 +129,20 @@ def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
 def test_freeze_wants_one_aim_and_samples(qkv) -> None:
     measurement = begin()
     with pytest.raises(ValueError, match="No layer was measured"):
-        measurement.offers().freeze(target=0.1)
-    measurement.sample(0, *qkv)
+        measurement.error_table().choose(target=0.1)
+    measurement.add(0, *qkv)
     both_and_neither: list[dict[str, Any]] = [{}, {"target": 0.1, "mean_density": 0.2}]
     for aims in both_and_neither:
         with pytest.raises(ValueError, match="one of the two"):
-            measurement.offers().freeze(**aims)
+            measurement.error_table().choose(**aims)
 
 
 def test_samples_add_up(qkv) -> None:
     whole, piecewise = begin(), begin(blocks_a_call=1)
-    whole.sample(0, *qkv)
+    whole.add(0, *qkv)
     for _ in whole.query_blocks:
-        piecewise.sample(0, *qkv)
-    assert whole.samples == piecewise.samples == [len(whole.query_blocks)]
+        piecewise.add(0, *qkv)
+    assert whole.blocks_measured == piecewise.blocks_measured == [len(whole.query_blocks)]
     torch.testing.assert_close(whole.squared_error, piecewise.squared_error)
     torch.testing.assert_close(whole.towards_mean, piecewise.towards_mean)
     torch.testing.assert_close(whole.squared_norm, piecewise.squared_norm)
@@ -153,7 +153,7 @@ def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
     measurement = begin(layers=2, workload=workload, blocks_a_call=4)
     chosen: list[int] = []
     for call in range(8):
-        measurement.samples[0] = 4 * call
+        measurement.blocks_measured[0] = 4 * call
         chosen += measurement.next_query_blocks(0)
         assert measurement.next_query_blocks(0) == chosen[-4:]
         assert measurement.next_query_blocks(1) != chosen[-4:]
@@ -162,7 +162,7 @@ def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
     assert set(chosen) <= set(sparse)
     assert len(set(chosen)) == 32
     assert max(np.diff(sorted(chosen))) <= 2.7 * len(sparse) / 32  # golden: phi^2
-    measurement.samples[0] = 0
+    measurement.blocks_measured[0] = 0
     measurement = replace(measurement, blocks_a_call=10**6)
     assert sorted(measurement.next_query_blocks(0)) == sparse
 
@@ -176,9 +176,9 @@ def test_each_head_gets_the_order_that_suits_it(make_qkv) -> None:
         alike = order.of_kind(order_kind).token_slot.long() // 64
         k[0, head] = torch.randn(int(alike.max()) + 1, 16)[alike] * 3
     measurement = begin(heads=2, workload=Workload(order), blocks_a_call=4)
-    measurement.sample(0, q, k, v)
-    assert measurement.samples == [4]
-    choices = measurement.offers().freeze(mean_density=0.4)
+    measurement.add(0, q, k, v)
+    assert measurement.blocks_measured == [4]
+    choices = measurement.error_table().choose(mean_density=0.4)
     assert choices.order_kind.tolist() == [[OrderKind.ROWS, OrderKind.CUBES]]
     head_settings = choices.head_settings(0)
     assert head_settings is not None
@@ -193,10 +193,12 @@ def test_each_head_gets_the_order_that_suits_it(make_qkv) -> None:
 
 def test_heads_that_share_keys_keep_the_first_order(qkv) -> None:
     measurement = begin(workload=Workload(grid_order(GRID)))
-    measurement.sample(0, *qkv)
+    measurement.add(0, *qkv)
     cubes_alone = begin()
-    cubes_alone.sample(0, *qkv)
-    choices, expected = (x.offers().freeze(mean_density=0.6) for x in (measurement, cubes_alone))
+    cubes_alone.add(0, *qkv)
+    choices, expected = (
+        x.error_table().choose(mean_density=0.6) for x in (measurement, cubes_alone)
+    )
     assert choices.order_kind.tolist() == [[0, 0, 0]]
     assert torch.equal(choices.density, expected.density)
     assert torch.equal(choices.error, expected.error)
@@ -219,16 +221,16 @@ def test_orders_that_are_not_measured_are_not_chosen(make_qkv, order_kinds: rang
         limited.measure_one_order()
     assert limited.order_kinds == [order_kinds]
     for each in (full, limited):
-        each.sample(0, q, k, v)
+        each.add(0, q, k, v)
     expected = full.errors_and_scales()[0][0][:, order_kinds]
     found = limited.errors_and_scales()[0][0][:, : len(order_kinds)]
     assert np.array_equal(found, expected), "measured as ever"
-    assert full.offers().freeze(mean_density=0.4).order_kind.tolist() == [
+    assert full.error_table().choose(mean_density=0.4).order_kind.tolist() == [
         [OrderKind.ROWS, OrderKind.CUBES]
     ]
     for choices in (
-        limited.offers().freeze(mean_density=0.4),
-        limited.offers().freeze(target=0.1),
+        limited.error_table().choose(mean_density=0.4),
+        limited.error_table().choose(target=0.1),
     ):
         assert set(choices.order_kind.flatten().tolist()) <= set(order_kinds)
         assert choices.error.isfinite().all()
@@ -242,8 +244,8 @@ def test_some_of_the_rows_tell_about_as_much(make_qkv) -> None:
     whole, some = begin(), begin(row_step=ROW_STEP)
     for _ in range(8):  # of the draws, whose rows differ
         qkv = make_qkv(1, 3, GRID.tokens, 16, kv_heads=1)
-        whole.sample(0, *qkv)
-        some.sample(0, *qkv)
+        whole.add(0, *qkv)
+        some.add(0, *qkv)
     norm = ROW_STEP * some.squared_norm / whole.squared_norm
     torch.testing.assert_close(norm, torch.ones_like(norm), rtol=0.1, atol=0)
     expected = whole.errors_and_scales()[0][0, :, 0, :-1]
@@ -258,7 +260,7 @@ def test_text_alone_is_not_measured() -> None:
 def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     """Pseudo-keys that all but leave the output alone bring a hair less error, and cost time."""
 
-    def measure(sample: Sample) -> Measured:
+    def measure(sample: MeasuredCall) -> Measured:
         blocks = sample.query_blocks
         shape, random = (1, 3, len(blocks), 128), torch.randn(16, generator=generator)
 
@@ -273,15 +275,15 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
 
     measurement = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
-    measurement.sample(0, q, q, q)
+    measurement.add(0, q, q, q)
     errors = measurement.errors_and_scales()[0][0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
-    choices = measurement.offers().freeze(target=float(errors[1, 0]) * 1.001)
+    choices = measurement.error_table().choose(target=float(errors[1, 0]) * 1.001)
     assert not choices.pool_weight.any()
 
 
 def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
-    def dirty(sample: Sample) -> Measured:
+    def dirty(sample: MeasuredCall) -> Measured:
         measured = reference_measure(sample)
         empty = ~measured.occupied
         assert empty.any()
@@ -290,8 +292,8 @@ def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:
         return measured
 
     clean, unclean = begin(), begin(measure=dirty)
-    clean.sample(0, *qkv)
-    unclean.sample(0, *qkv)
+    clean.add(0, *qkv)
+    unclean.add(0, *qkv)
     assert torch.equal(clean.squared_error, unclean.squared_error)
     assert torch.equal(clean.towards_mean, unclean.towards_mean)
     assert torch.equal(clean.squared_norm, unclean.squared_norm)
@@ -310,7 +312,7 @@ class NoSync(TorchDispatchMode):
 def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) -> None:
     q = torch.randn(1, 3, GRID.tokens, 16, generator=generator)
 
-    def measure(sample: Sample) -> Measured:
+    def measure(sample: MeasuredCall) -> Measured:
         """Parts out of thin air: the reference reads values on the host, kernels will not."""
         blocks, candidates = sample.query_blocks, sample.candidates
         shape = (1, 3, len(blocks), 128 // sample.row_step)
@@ -335,10 +337,10 @@ def test_sampling_reads_nothing_and_keeps_nothing(generator: torch.Generator) ->
     pointers = [each.data_ptr() for each in sums]
     with NoSync():
         for _ in range(3):
-            measurement.sample(0, q, q, q)
+            measurement.add(0, q, q, q)
     assert all(getattr(measurement, name) is value for name, value in kept.items())
     assert pointers == [each.data_ptr() for each in sums]
-    assert measurement.samples == [9]
+    assert measurement.blocks_measured == [9]
     assert float(measurement.squared_norm.min()) > 0
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         measurement.squared_norm.sum().item()

@@ -48,7 +48,7 @@ def compared(slots: Tensor) -> Tensor:
 def test_errors_are_those_of_the_rows_that_may_drop_something(qkv, workload) -> None:
     probe = probed(workload)
     out = sparse(qkv, 0.3)
-    probe.sample(0, *qkv, out=out, visit=0)  # three query blocks: all of them
+    probe.compare(0, *qkv, out=out, number=0)  # three query blocks: all of them
     slots = workload.order.token_slot.long()
     sparse_blocks = torch.tensor(workload.sparse_query_blocks())
     rows = torch.isin(slots // 128, sparse_blocks) & compared(slots)
@@ -60,7 +60,7 @@ def test_errors_are_those_of_the_rows_that_may_drop_something(qkv, workload) -> 
 
 def test_exact_attention_has_no_error_and_nothing_probed_has_no_number(qkv, workload) -> None:
     probe = probed(workload, layers=2)
-    probe.sample(1, *qkv, out=exact(qkv), visit=0)
+    probe.compare(1, *qkv, out=exact(qkv), number=0)
     errors = probe.relative_errors()
     assert errors[0].isnan().all()
     assert float(errors[1].max()) < 1e-3
@@ -69,7 +69,7 @@ def test_exact_attention_has_no_error_and_nothing_probed_has_no_number(qkv, work
 def test_the_scale_counts(qkv, workload) -> None:
     probe = probed(workload)
     scaled = torch.nn.functional.scaled_dot_product_attention(*qkv, enable_gqa=True, scale=0.5)
-    probe.sample(0, *qkv, out=scaled, visit=0, scale=0.5)
+    probe.compare(0, *qkv, out=scaled, number=0, scale=0.5)
     assert float(probe.relative_errors().max()) < 1e-3
 
 
@@ -77,10 +77,10 @@ def test_batch_entries_are_compared_alike_together_and_apart(make_qkv, workload)
     qkv = make_qkv(2, HEADS, GRID.tokens, 32)
     out = sparse(qkv, 0.3)
     together, apart = probed(workload), probed(workload)
-    together.sample(0, *qkv, out=out, visit=2)
+    together.compare(0, *qkv, out=out, number=2)
     for entry in range(2):
         each = (x[entry : entry + 1] for x in (*qkv, out))
-        apart.sample(0, *each, visit=2)
+        apart.compare(0, *each, number=2)
     torch.testing.assert_close(together.relative_errors(), apart.relative_errors())
 
 
@@ -92,9 +92,9 @@ def test_other_blocks_in_every_sample(generator) -> None:
     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     half = out.clone()
     half[:, :, : grid.tokens // 2] *= 2  # off by its norm, in half of the rows
-    for visit in range(8):
-        probe.sample(0, q, q, q, half, visit=visit)
-    assert probe.samples == [32], "all 32 query blocks, each once"
+    for number in range(8):
+        probe.compare(0, q, q, q, half, number=number)
+    assert probe.blocks_probed == [32], "all 32 query blocks, each once"
     rows = compared(order.token_slot.long())
     expected = rel_l2(half[:, :, rows], out[:, :, rows])
     assert float(probe.relative_errors()) == pytest.approx(expected, rel=1e-3)
@@ -115,9 +115,9 @@ def test_other_blocks_than_those_that_were_calibrated(generator, layer: int) -> 
     off = out.clone()
     off[:, :, rows] *= 2
     probe = Probe.begin(layers=4, heads=1, workload=workload, device="cpu")
-    for visit in range(2):
-        probe.sample(layer, q, q, q, off, visit=visit)
+    for number in range(2):
+        probe.compare(layer, q, q, q, off, number=number)
     assert float(probe.relative_errors()[layer]) < 1e-3
-    for visit in range(2, 8):
-        probe.sample(layer, q, q, q, off, visit=visit)
+    for number in range(2, 8):
+        probe.compare(layer, q, q, q, off, number=number)
     assert float(probe.relative_errors()[layer]) > 0.1, "in the end they come to all"

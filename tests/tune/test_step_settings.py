@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from sparge.tune import Aim, HeadChoices, StepChoices
+from sparge.tune import Aim, SettingsTable, StepSettings
 from sparge.tune.fall import step_means
-from sparge.tune.step_choices import PROBED_EVERY, probe_number
+from sparge.tune.step_settings import PROBED_EVERY, probe_number
 
 LAYERS, HEADS = 2, 3
 
 
-def choices_of(density: float) -> HeadChoices:
+def choices_of(density: float) -> SettingsTable:
     """Alike in all heads."""
     table, none = torch.ones(LAYERS, HEADS), torch.zeros(LAYERS, HEADS)
     measured = torch.ones(LAYERS).bool()
-    return HeadChoices(density * table, none, table, none.int(), none, table, measured)
+    return SettingsTable(density * table, none, table, none.int(), none, table, measured)
 
 
 class Measured:
-    """A calibration and its offers. Choices keep the density that is asked for, and a target asks
-    for itself. Notes what was worked out, also of what is measured again."""
+    """A measurement and its error table. Settings keep the density that is asked for, and a target
+    asks for itself. Notes what was worked out, also of what is measured again."""
 
     kept = np.array([0.0])
 
     def __init__(self, notes: list[float] | None = None) -> None:
-        self.samples, self.filled, self.later = [0] * LAYERS, None, []
+        self.blocks_measured, self.filled, self.later = [0] * LAYERS, None, []
         self.worked_out: list[float] = [] if notes is None else notes
 
     def anew(self) -> Measured:
@@ -40,7 +40,7 @@ class Measured:
     def fill_from(self, earlier: Measured) -> None:
         self.filled = earlier
 
-    def offers(self) -> Measured:
+    def error_table(self) -> Measured:
         return self
 
     def hulls(self, mean_density: float) -> Measured:
@@ -49,19 +49,19 @@ class Measured:
     def climb(self, mean: float) -> float:
         return mean
 
-    def choices(self, density: float) -> HeadChoices:
+    def choices(self, density: float) -> SettingsTable:
         self.worked_out.append(density)
         return choices_of(density)
 
-    def freeze(self, *, target: float) -> HeadChoices:
+    def choose(self, *, target: float) -> SettingsTable:
         return self.choices(target)
 
 
-def made(kind: str, value: float, steps: int | None, **source: Any) -> StepChoices:
-    return StepChoices(Aim(kind, value), steps, **source)
+def made(kind: str, value: float, steps: int | None, **source: Any) -> StepSettings:
+    return StepSettings(Aim(kind, value), steps, **source)
 
 
-def run(choices: StepChoices, steps: range) -> tuple[list[int], list[int]]:
+def run(choices: StepSettings, steps: range) -> tuple[list[int], list[int]]:
     """Steps that choose anew, and those that are measured, each of them with success."""
     due, measured = [], []
     for step in steps:
@@ -71,7 +71,7 @@ def run(choices: StepChoices, steps: range) -> tuple[list[int], list[int]]:
         choices.at(step)
         if choices.again is not None:
             measured.append(step)
-            choices.again.samples[0] = 4
+            choices.again.blocks_measured[0] = 4
     return due, measured
 
 
@@ -101,7 +101,7 @@ def test_what_was_measured_again_replaces_what_was_before(due):
         choices.at(step)
     (second,) = first.later
     assert choices.again is second
-    second.samples[0] = 4
+    second.blocks_measured[0] = 4
     assert choices.is_due(due)
     choices.choose_anew(due)
     assert second.filled is first and choices.again is None

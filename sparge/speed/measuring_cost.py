@@ -4,11 +4,11 @@
 It follows from sizes alone, nothing is timed, so that the choices of a run are the same in every
 one. With H heads of one batch entry, N tokens, and so many token orders (`orders`):
 
-    sample = once + orders (launch + token H N)
+    measurement = once + orders (launch + token H N)
 
 on the GPU, and likewise on the host. Where the host takes longer than the dense call and the GPU,
 the GPU waits. The rates are beside those of calls in rates.json, from `python -m
-benchmarks.rates samples --fit`.
+benchmarks.rates measurements --fit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORTH_A_PLAN = 0.1
 MORE_BLOCKS = 0.5
 #: Number of measurements where nothing limits them.
 UNLIMITED = sys.maxsize
-#: Measurements that one among the sparse steps counts for (`StepChoices`): of cond alone, as many
+#: Measurements that one among the sparse steps counts for (`StepSettings`): of cond alone, as many
 #: query blocks as of cond and uncond before.
 AGAIN_CALLS = 2
 
@@ -43,7 +43,7 @@ CHOOSING = 6e-5
 
 
 @dataclass(frozen=True)
-class SampleRates:
+class MeasuringRates:
     """Rates in seconds, of one kind of GPU and one head_dim: each is a part of the formula
     above.
     """
@@ -51,12 +51,12 @@ class SampleRates:
     once: float
     launch: float
     token: float
-    host: SampleRates | None = None
+    host: MeasuringRates | None = None
     """Rates of the host, which queues some hundred launches for a measurement and may take longer
     than the GPU (docs/experiments.md, Host time of a measurement)."""
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any] | None) -> SampleRates | None:
+    def read(cls, fields: Mapping[str, Any] | None) -> MeasuringRates | None:
         if fields is None:
             return None
         return cls(**{**fields, "host": cls.read(fields.get("host"))})
@@ -69,7 +69,7 @@ class SampleRates:
         rows: heads times tokens. calls: number of usual measurements whose query blocks it covers.
         dense: seconds of the call, in which the GPU does not wait for the host.
         """
-        terms = sample_terms(rows, order_kinds)
+        terms = measuring_terms(rows, order_kinds)
         alone = sum(getattr(self, name) * times for name, times in terms.items())
         waiting = 0.0 if self.host is None else self.host.seconds(rows, order_kinds) - dense
         return max(alone * (1 + MORE_BLOCKS * (calls - 1)), waiting)
@@ -89,19 +89,19 @@ class Afforded:
     """Whether measured calls are served by a faster exact kernel, which pays for measuring."""
 
 
-def sample_terms(rows: int, order_kinds: int) -> dict[str, float]:
-    """Factor of each rate of `SampleRates`."""
+def measuring_terms(rows: int, order_kinds: int) -> dict[str, float]:
+    """Factor of each rate of `MeasuringRates`."""
     return {"once": 1.0, "launch": order_kinds, "token": order_kinds * rows}
 
 
 def affordable(
-    rates: SampleRates,
+    rates: MeasuringRates,
     rows: int,
     most: int,
     *,
     dense: float,
     steps: int = 1,
-    samples: int,
+    measurements: int,
     conditionings: int = 1,
     calls: int = 1,
     shorter: float = 0.0,
@@ -120,11 +120,11 @@ def affordable(
 
     dense: seconds of each of those calls. steps: how many they are. shorter: seconds by which the
     measured one is shorter where a faster kernel serves it, if that saves more than WORTH_A_PLAN in
-    the run. samples: the first measurements of the run, in all layers and conditionings. rows and
-    calls: as in `SampleRates.seconds`.
+    the run. measurements: number of the first ones of the run, in all layers and conditionings.
+    rows and calls: as in `MeasuringRates.seconds`.
     """
-    faster = shorter * samples > WORTH_A_PLAN
-    allowed = max(SHARE * steps * dense + faster * shorter, ALWAYS / samples)
+    faster = shorter * measurements > WORTH_A_PLAN
+    allowed = max(SHARE * steps * dense + faster * shorter, ALWAYS / measurements)
     within = (w for w in range(most, 1, -1) if rates.seconds(rows, w, calls, dense) <= allowed)
     order_kinds = next(within, 1)
     first = rates.seconds(rows, order_kinds, calls, dense)
@@ -134,11 +134,11 @@ def affordable(
 
 
 def pays(
-    rates: SampleRates,
+    rates: MeasuringRates,
     rows: int,
     *,
     heads: int,
-    samples: int,
+    measurements: int,
     calls: int,
     dense: float,
     saved: float,
@@ -147,8 +147,9 @@ def pays(
     """Whether the least that a run can measure, and its choice from it, take no longer than its
     sparse steps save.
 
-    heads: of all layers. samples: measurements of one step, in all layers and conditionings. saved:
-    seconds by each of its calls. rows, calls and dense: as in `SampleRates.seconds`.
+    heads: of all layers. measurements: number of those of one step, in all layers and
+    conditionings. saved: seconds by each of its calls. rows, calls and dense: as in
+    `MeasuringRates.seconds`.
     """
-    cost = samples * rates.seconds(rows, 1, calls, dense) + heads * CHOOSING
-    return cost <= samples * saved * steps
+    cost = measurements * rates.seconds(rows, 1, calls, dense) + heads * CHOOSING
+    return cost <= measurements * saved * steps

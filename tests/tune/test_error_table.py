@@ -11,7 +11,7 @@ from sparge.common.metrics import rel_l2
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.tune import CandidateSet, Workload, allocate
-from sparge.tune.offers import ROUNDING, Offers
+from sparge.tune.error_table import ROUNDING, ErrorTable
 from tests.tune.begun import attend, begin
 
 LARGER = TokenGrid(8, 16, 24)
@@ -20,11 +20,11 @@ LAYERS, HEADS, ORDER_KINDS, SAMPLES = 2, 5, 2, 16
 
 def test_a_target_is_met(qkv) -> None:
     measurement = begin()
-    measurement.sample(0, *qkv)
+    measurement.add(0, *qkv)
     exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), measurement.workload)
     reached = []
     for target in (0.05, 0.2):
-        choices = measurement.offers().freeze(target=target)
+        choices = measurement.error_table().choose(target=target)
         assert choices.mean_error <= target
         head_settings = choices.head_settings(0)
         assert head_settings is not None
@@ -37,12 +37,12 @@ def test_a_target_is_met(qkv) -> None:
 
 def test_a_target_is_the_mean_density_that_is_expected_to_meet_it(qkv) -> None:
     measurement = begin(layers=2)
-    measurement.sample(0, *qkv)
-    measurement.sample(1, *qkv)
-    offers = measurement.offers()
-    met = offers.freeze(target=0.1)
+    measurement.add(0, *qkv)
+    measurement.add(1, *qkv)
+    error_table = measurement.error_table()
+    met = error_table.choose(target=0.1)
     for mean in torch.linspace(0.3, 1, 200).tolist():
-        shared = offers.freeze(mean_density=mean)
+        shared = error_table.choose(mean_density=mean)
         if shared.mean_error <= 0.1:
             break
     torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.1, atol=0)
@@ -52,14 +52,14 @@ def test_a_louder_head_gets_more(qkv) -> None:
     """Twice the values are twice the output, and the same relative errors."""
     q, k, v = (torch.cat([x[:, :1]] * 2, 1) for x in qkv)
     measurement, louder = begin(heads=2), begin(heads=2)
-    measurement.sample(0, q, k, v)
-    louder.sample(0, q, k, v * torch.tensor([1.0, 4.0])[:, None, None])
-    same, other = (x.offers() for x in (measurement, louder))
+    measurement.add(0, q, k, v)
+    louder.add(0, q, k, v * torch.tensor([1.0, 4.0])[:, None, None])
+    same, other = (x.error_table() for x in (measurement, louder))
     assert same.head_weight.tolist() == pytest.approx([1, 1])
     assert other.head_weight.tolist() == pytest.approx([0.4, 1.6], rel=1e-3)
-    quiet, loud = other.freeze(mean_density=0.7).density[0].tolist()
+    quiet, loud = other.choose(mean_density=0.7).density[0].tolist()
     assert quiet < loud
-    first, second = same.freeze(mean_density=0.7).density[0].tolist()
+    first, second = same.choose(mean_density=0.7).density[0].tolist()
     assert first >= second, "of equal ones the first"
 
 
@@ -75,12 +75,12 @@ def drawn_errors(candidates: CandidateSet) -> allocate.Array:
     return errors.astype(np.float64)
 
 
-def offers_of(candidates: CandidateSet) -> Offers:
+def error_table_of(candidates: CandidateSet) -> ErrorTable:
     ones, workload = np.ones((LAYERS, HEADS)), Workload(cube_order(LARGER))
     samples, order_kinds = [SAMPLES] * LAYERS, [range(ORDER_KINDS)] * LAYERS
     errors = drawn_errors(candidates)
     output_scales = drawn_output_scales(candidates)
-    return Offers.of(workload, candidates, errors, output_scales, ones, samples, order_kinds)
+    return ErrorTable.of(workload, candidates, errors, output_scales, ones, samples, order_kinds)
 
 
 def drawn_output_scales(candidates: CandidateSet) -> allocate.Array:
@@ -91,7 +91,7 @@ def drawn_output_scales(candidates: CandidateSet) -> allocate.Array:
 
 
 def test_heads_that_keep_everything_have_no_pooled_keys() -> None:
-    choices = offers_of(candidates_of(0.0, 1.0)).freeze(mean_density=1.0)
+    choices = error_table_of(candidates_of(0.0, 1.0)).choose(mean_density=1.0)
     assert choices.error.flatten().tolist() == pytest.approx([ROUNDING] * LAYERS * HEADS)
     assert not choices.pool_weight.any()
 
@@ -99,16 +99,16 @@ def test_heads_that_keep_everything_have_no_pooled_keys() -> None:
 def test_settings_are_those_of_the_chosen_candidates() -> None:
     """Output scales are read between the measured densities, of the head's order and weight."""
     candidates = candidates_of(0.0, 0.5, 1.0)
-    offers, workload = offers_of(candidates), Workload(cube_order(LARGER))
-    found = offers.freeze(mean_density=0.4)
+    error_table, workload = error_table_of(candidates), Workload(cube_order(LARGER))
+    found = error_table.choose(mean_density=0.4)
     assert set(found.pool_weight.flatten().tolist()) == {0.0, 0.5, 1.0}
     known, share = (
         workload.density(CandidateSet(densities).kept_ranks(workload.key_blocks))
-        for densities in (candidates.densities, tuple(offers.densities))
+        for densities in (candidates.densities, tuple(error_table.densities))
     )
     scales = drawn_output_scales(candidates)
     for layer, head in np.ndindex(LAYERS, HEADS):
-        place = np.searchsorted(offers.densities, float(found.density[layer, head]) - 1e-5)
+        place = np.searchsorted(error_table.densities, float(found.density[layer, head]) - 1e-5)
         pool_weight = candidates.pool_weights.index(float(found.pool_weight[layer, head]))
         of_head = scales[layer, head, found.order_kind[layer, head], :, pool_weight]
         expected = np.interp(share[place], known, of_head)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers to the heads of a model, and the choice of what each of them gets.
+"""Errors of the heads of a model under every candidate, and the choice of what each head gets.
 
-    offers = measurement.offers()  # waits for the GPU
-    choices = offers.freeze(mean_density=0.2)
+    error_table = measurement.error_table()  # waits for the GPU
+    choices = error_table.choose(mean_density=0.2)
 
 A target is the mean error of the heads, each by its weight: quality at a target is the density that
 is expected to leave that error. A target for every head by itself would keep nearly everything of
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from . import allocate, curves
 from .candidates import CandidateSet
-from .choices import HeadChoices
 from .head_weights import head_weight
+from .settings_table import SettingsTable
 from .workload import POOLED_COST, Workload
 
 logger = logging.getLogger("sparge")
@@ -39,7 +39,7 @@ ROUNDING = 0.005
 
 
 @dataclass(frozen=True, eq=False)
-class Offers:
+class ErrorTable:
     """Errors and costs of all candidates; made by `of`.
 
     Candidates are all token orders with all densities and pool weights.
@@ -73,21 +73,21 @@ class Offers:
         errors: allocate.Array,
         output_scales: allocate.Array,
         norms: allocate.Array,
-        samples: Sequence[int],
+        blocks_measured: Sequence[int],
         order_kinds: Sequence[range],
-    ) -> Offers:
-        """Makes offers from measurements, with arrays as in `Measurement`.
+    ) -> ErrorTable:
+        """Makes a table from measurements, with arrays as in `Measurement`.
 
-        errors, output_scales, norms: of `Measurement`. samples: of each layer the number of
+        errors, output_scales, norms: of `Measurement`. blocks_measured: of each layer the number of
         measurements. order_kinds: of each layer the token orders that they measured, all that there
         are errors of or the first.
 
         Raises:
             ValueError: no layer was measured and gave finite errors.
         """
-        measured = (np.asarray(samples) > 0) & np.isfinite(errors).all((1, 2, 3, 4))
+        measured = (np.asarray(blocks_measured) > 0) & np.isfinite(errors).all((1, 2, 3, 4))
         if not measured.any():
-            raise ValueError("No layer was measured: call sample in dense calls before freeze.")
+            raise ValueError("No layer was measured: call `add` in dense calls before `choose`.")
         of_layers = [
             of_layer for of_layer, known in zip(order_kinds, measured, strict=True) if known
         ]
@@ -118,9 +118,9 @@ class Offers:
             curves.places_between(known, kept),
         )
 
-    def freeze(
+    def choose(
         self, *, target: float | None = None, mean_density: float | None = None
-    ) -> HeadChoices:
+    ) -> SettingsTable:
         """Returns the candidates of least summed error at a mean density over all measured heads.
         That density is given, or is the least that brings the heads' mean error to a `target`.
 
@@ -153,7 +153,7 @@ class Offers:
                 _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
         return hulls
 
-    def choices(self, chosen: allocate.Indices) -> HeadChoices:
+    def choices(self, chosen: allocate.Indices) -> SettingsTable:
         """Head settings of the chosen candidates, one for each head of measured layers."""
         heads = np.arange(len(chosen))
         shape = (len(self.order_kinds), len(self.densities), len(self.candidates.pool_weights))
@@ -169,7 +169,7 @@ class Offers:
             full[self.measured] = of_measured
             return full
 
-        return HeadChoices(
+        return SettingsTable(
             table(np.asarray(self.densities)[density], 1.0, torch.float32),
             table(np.asarray(self.candidates.pool_weights)[pool_weight], 0.0, torch.float32),
             table(output_scale, 1.0, torch.float32),

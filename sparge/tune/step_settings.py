@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices for the heads of one attention shape in each sparse step.
+"""Head settings of one attention shape in each sparse step.
 
 Heads are chosen where the first sparse step begins, and twice anew from what was measured again.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 from .aim import Aim
-from .choices import HeadChoices
+from .error_table import ErrorTable
 from .fall import step_means
 from .measurement import Measurement
-from .offers import Offers
+from .settings_table import SettingsTable
 
 #: Times that heads are measured again, after equal numbers of steps.
 MEASURED_AGAIN = 2
@@ -38,34 +38,34 @@ def probe_number(layer: int, step: int) -> int | None:
 
 
 class Chooser:
-    """Choices of all steps from one measurement, each worked out when it is first asked for."""
+    """Settings of all steps from one measurement, each worked out when it is first asked for."""
 
-    def __init__(self, aim: Aim, offers: Offers, steps: int | None) -> None:
-        self._offers, self._means = offers, [aim.value]
+    def __init__(self, aim: Aim, error_table: ErrorTable, steps: int | None) -> None:
+        self._error_table, self._means = error_table, [aim.value]
         self._aim = aim
-        self._made: dict[float, HeadChoices] = {}  # by mean density
+        self._made: dict[float, SettingsTable] = {}  # by mean density
         if aim.target is not None:
-            self._made[aim.value] = offers.freeze(target=aim.value)
+            self._made[aim.value] = error_table.choose(target=aim.value)
         else:
-            self._hulls = offers.hulls(aim.value)
-            self._means = step_means(aim.value, steps or 1, float(offers.kept.min()))
+            self._hulls = error_table.hulls(aim.value)
+            self._means = step_means(aim.value, steps or 1, float(error_table.kept.min()))
 
     @property
-    def alike(self) -> HeadChoices:
-        """Choices as if all steps were alike."""
+    def alike(self) -> SettingsTable:
+        """Settings as if all steps were alike."""
         return self._of(self._aim.value)
 
-    def at(self, step: int) -> HeadChoices:
+    def at(self, step: int) -> SettingsTable:
         return self._of(self._means[min(step, len(self._means) - 1)])
 
-    def _of(self, value: float) -> HeadChoices:
+    def _of(self, value: float) -> SettingsTable:
         if value not in self._made:
-            self._made[value] = self._offers.choices(self._hulls.climb(value))
+            self._made[value] = self._error_table.choices(self._hulls.climb(value))
         return self._made[value]
 
 
-class StepChoices:
-    """Choices of one run; steps are numbers of sparse ones.
+class StepSettings:
+    """Settings of one run; steps are numbers of sparse ones.
 
     Errors of heads change while a clip takes shape: heads that first do best with cubes do far
     better with rows in the end. So some steps are measured once more, as the dense one was, and
@@ -78,7 +78,7 @@ class StepChoices:
         steps: int | None,
         *,
         measurement: Measurement | None = None,
-        profile: HeadChoices | None = None,
+        profile: SettingsTable | None = None,
         again: int = MEASURED_AGAIN,
     ) -> None:
         """Starts from either a measurement or a profile.
@@ -89,24 +89,26 @@ class StepChoices:
         Waits for the GPU. Raises ValueError when nothing was measured.
         """
         assert (measurement is None) != (profile is None)
-        self.given: list[HeadChoices] = []
-        """Choices of each step so far."""
+        self.given: list[SettingsTable] = []
+        """Settings of each step so far."""
         self.again: Measurement | None = None
-        """Calibration that sparse calls of the running step are measured into; of one conditioning
+        """Measurement that sparse calls of the running step are measured into; of one conditioning
         as many query blocks as before of two."""
         self._found: Measurement | None = None  # the same for a step that is over
         self._aim, self._steps = aim, steps
         self._interval = interval_of(steps)
         self._end = sys.maxsize if steps is None else max(1, steps)
         self._measurement, self._profile = measurement, profile
-        self._chooser = None if measurement is None else Chooser(aim, measurement.offers(), steps)
+        self._chooser = (
+            None if measurement is None else Chooser(aim, measurement.error_table(), steps)
+        )
         self._first_chooser = self._chooser
         self._left = 0 if measurement is None else min(again, MEASURED_AGAIN)  # choices to come
         self._chosen = 0  # step of the last choice
 
     @property
-    def first(self) -> HeadChoices:
-        """First choices, as if all steps were alike, which a profile keeps."""
+    def first(self) -> SettingsTable:
+        """First settings, as if all steps were alike, which a profile keeps."""
         return self._of(0) if self._first_chooser is None else self._first_chooser.alike
 
     def _next_choice(self) -> int:
@@ -132,13 +134,13 @@ class StepChoices:
         assert self._measurement is not None
         self._chosen, self._left = step, self._left - 1
         measured, self.again, self._found = self.again or self._found, None, None
-        if measured is not None and any(measured.samples):
+        if measured is not None and any(measured.blocks_measured):
             measured.fill_from(self._measurement)
             self._measurement = measured
-            self._chooser = Chooser(self._aim, measured.offers(), self._steps)
+            self._chooser = Chooser(self._aim, measured.error_table(), self._steps)
 
-    def at(self, step: int) -> HeadChoices:
-        """Choices of the next step, which begins. Allocates where it is one to be measured."""
+    def at(self, step: int) -> SettingsTable:
+        """Settings of the next step, which begins. Allocates where it is one to be measured."""
         if step != self._measured_step:
             self.again, self._found = None, self.again or self._found
         elif self._measurement is not None and self.again is None:
@@ -152,7 +154,7 @@ class StepChoices:
         if step < self._end and not self.is_due(step):
             self._of(step)
 
-    def _of(self, step: int) -> HeadChoices:
+    def _of(self, step: int) -> SettingsTable:
         if self._chooser is not None:
             return self._chooser.at(step)
         assert self._profile is not None

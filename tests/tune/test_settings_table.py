@@ -11,7 +11,7 @@ import torch
 from sparge import Router, TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.thresholds import COLUMNS
-from sparge.tune import CandidateSet, HeadChoices, Measurement, Workload
+from sparge.tune import CandidateSet, Measurement, SettingsTable, Workload
 from sparge.tune.spread import spread_places
 
 GRID = TokenGrid(4, 8, 15)
@@ -29,8 +29,8 @@ def begin() -> Measurement:
 
 def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     measurement = begin()
-    measurement.sample(0, *make_qkv(1, 2, GRID.tokens, 16))
-    choices = measurement.offers().freeze(mean_density=0.6)
+    measurement.add(0, *make_qkv(1, 2, GRID.tokens, 16))
+    choices = measurement.error_table().choose(mean_density=0.6)
     before = choices.density.clone()
     head_settings = choices.head_settings(0)
     assert head_settings is not None
@@ -49,7 +49,7 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
     """What a call allocates depends on the structure, which stays from one step to the next."""
     none, measured = torch.zeros(2, 2), torch.tensor([True, False])
     ints = none.int()
-    plain = HeadChoices(none + 0.5, none, none + 1, ints, none, none, measured)
+    plain = SettingsTable(none + 0.5, none, none + 1, ints, none, none, measured)
     rich = replace(plain, pool_weight=none + 1, output_scale=none + 1.5, order_kind=ints + 1)
     first, unmeasured = plain.of_layers()
     assert first is not None and unmeasured is None
@@ -64,7 +64,7 @@ def test_budgets_keep_the_structure_of_those_before() -> None:
 def test_all_layers_have_an_output_scale_if_one_head_has() -> None:
     none, measured = torch.zeros(2, 2), torch.ones(2).bool()
     output_scale, ints = torch.tensor([[1.0, 1.0], [1.5, 1.0]]), none.int()
-    choices = HeadChoices(none + 0.5, none, output_scale, ints, none, none, measured)
+    choices = SettingsTable(none + 0.5, none, output_scale, ints, none, none, measured)
     policy = SparsePolicy()
     for layer, head_settings in enumerate(choices.of_layers(policy=policy)):
         assert head_settings is not None
@@ -84,7 +84,7 @@ def test_a_layers_budget_is_a_view_made_when_it_is_asked_for() -> None:
     """Inside an attention call, where nothing may be allocated."""
     values, ints = torch.rand(3, 2), torch.zeros(3, 2).int()
     measured = torch.tensor([True, False, True])
-    choices = HeadChoices(values, values, values, ints, values, values, measured)
+    choices = SettingsTable(values, values, values, ints, values, values, measured)
     policy = SparsePolicy()
     budgets = choices.of_layers(policy=policy)
     assert not budgets._made

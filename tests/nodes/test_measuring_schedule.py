@@ -20,7 +20,7 @@ CONDITIONINGS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1)}
 def measured(load_pack):
     """measured(passes, dense steps): those measured, and the first that may be sparse."""
     window_of = load_pack("sparge.tune").SigmaWindow
-    new_schedule = load_pack("sparge.tune.schedule").SampleSchedule
+    new_schedule = load_pack("sparge.tune.schedule").MeasuringSchedule
 
     def run(passes: str, dense: float, levels=range(STEPS, 0, -1)) -> tuple[str, str | None]:
         window = window_of(start=STEPS - dense if dense else float("inf"), end=0.0)
@@ -148,7 +148,7 @@ def test_a_schedule_nobody_knows_is_measured_at_once(measured):
 
 
 def test_layers_that_were_missed_get_one_more_pass_of_each_conditioning(load_pack):
-    schedule = load_pack("sparge.tune.schedule").SampleSchedule()
+    schedule = load_pack("sparge.tune.schedule").MeasuringSchedule()
     schedule.begin_pass((0, 1), may_be_sparse=False, is_last_dense=True)
     schedule.measured()
     assert schedule.is_done((0, 1), layers_missed=False)
@@ -170,12 +170,12 @@ def test_layers_that_were_missed_get_one_more_pass_of_each_conditioning(load_pac
     ],
 )
 def test_a_conditioning_that_is_alone_is_measured_for_two(load_pack, earlier, calls):
-    schedule = load_pack("sparge.tune.schedule").SampleSchedule()
+    schedule = load_pack("sparge.tune.schedule").MeasuringSchedule()
     for conditioning in earlier:
         schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=False)
     for conditioning in (0,), (1,):
         schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=True)
-        assert schedule.calls_a_sample == calls
+        assert schedule.calls_a_measurement == calls
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_a_conditioning_that_is_alone_is_measured_for_two(load_pack, earlier, ca
     [([], 2), ([(1,)], 1), ([(0, 1)], 2), ([(1,), (0,)], 2), ([(0, 1), (2,)], 3)],
 )
 def test_each_conditioning_of_earlier_steps_is_sampled(load_pack, earlier, samples):
-    schedule = load_pack("sparge.tune.schedule").SampleSchedule()
+    schedule = load_pack("sparge.tune.schedule").MeasuringSchedule()
     for conditioning in earlier:
         schedule.begin_pass(conditioning, may_be_sparse=False, is_last_dense=False)
     schedule.begin_pass((0,), may_be_sparse=False, is_last_dense=True)
-    assert schedule.samples_a_layer == samples
+    assert schedule.measurements_a_layer == samples
 
 
 def test_after_the_window_nothing_is_measured(load_pack):
-    schedule = load_pack("sparge.tune.schedule").SampleSchedule()
+    schedule = load_pack("sparge.tune.schedule").MeasuringSchedule()
     schedule.begin_pass((0,), may_be_sparse=False, is_last_dense=False)
     assert not schedule.measuring

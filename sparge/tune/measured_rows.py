@@ -18,12 +18,12 @@ from ..order.grid import EMPTY, TokenOrder
 from ..policy import PV_FILTER_OFF
 from ..thresholds import SELECTION, threshold_table
 from .candidates import CandidateSet
-from .measure import Sample
+from .measure import MeasuredCall
 from .spread import rows_on
 
 
 @dataclass(frozen=True, eq=False)
-class SampledBlocks:
+class MeasuredBlocks:
     """Facts that are the same in all token orders but `places`."""
 
     places: Tensor
@@ -45,22 +45,22 @@ class SampledBlocks:
     where all are compared."""
 
     @classmethod
-    def of(cls, sample: Sample, order: TokenOrder) -> SampledBlocks:
+    def of(cls, call: MeasuredCall, order: TokenOrder) -> MeasuredBlocks:
         """Makes them on the device of the measurement; never waits for it."""
-        batch, heads, *_ = sample.q.shape
-        tokens = _tokens(order, sample.query_blocks)
+        batch, heads, *_ = call.q.shape
+        tokens = _tokens(order, call.query_blocks)
         occupied = tokens[0] != EMPTY
-        thresholds = _thresholds(sample.candidates).repeat(heads, 1, 1)
-        rows = rows_on(tokens.device, sample.row_step)
+        thresholds = _thresholds(call.candidates).repeat(heads, 1, 1)
+        rows = rows_on(tokens.device, call.row_step)
         return cls(
             tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
             occupied,
             ~occupied.view(-1, 1),
             occupied.sum(1, keepdim=True),
-            pack(order.key_counts(sample.key_lengths, batch) > 0),
-            thresholds.to(sample.q.device, non_blocking=True),
+            pack(order.key_counts(call.key_lengths, batch) > 0),
+            thresholds.to(call.q.device, non_blocking=True),
             rows,
-            _compared(tokens, rows) if sample.row_step > 1 else None,
+            _compared(tokens, rows) if call.row_step > 1 else None,
         )
 
     def compared_of(self, values: Tensor, dim: int) -> Tensor:
@@ -70,7 +70,7 @@ class SampledBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class SampledRows:
+class MeasuredRows:
     """Measured query blocks in one token order."""
 
     q: Tensor
@@ -81,20 +81,20 @@ class SampledRows:
 
     @classmethod
     def of(
-        cls, sample: Sample, blocks: SampledBlocks, order_kind: int, channels: int
-    ) -> SampledRows:
-        batch, heads, _, own = sample.q.shape
-        q = sample.q.gather(2, blocks.places[order_kind].expand(batch, heads, -1, own))
+        cls, call: MeasuredCall, blocks: MeasuredBlocks, order_kind: int, channels: int
+    ) -> MeasuredRows:
+        batch, heads, _, own = call.q.shape
+        q = call.q.gather(2, blocks.places[order_kind].expand(batch, heads, -1, own))
         by_block = q.masked_fill_(blocks.empty, 0).unflatten(2, blocks.occupied.shape)
         means = by_block.sum(3, dtype=torch.float32).div_(blocks.queries)
         if own < channels:
             means = pad(means, (0, channels - own))
-        dropping = len(sample.candidates.densities) - 1
+        dropping = len(call.candidates.densities) - 1
         for_each = means.unsqueeze(2).expand(-1, -1, dropping, -1, -1)
         return cls(blocks.compared_of(q, 2), for_each.contiguous())
 
-    def of_heads(self, heads: slice) -> SampledRows:
-        return SampledRows(self.q[:, heads], self.means[:, heads])
+    def of_heads(self, heads: slice) -> MeasuredRows:
+        return MeasuredRows(self.q[:, heads], self.means[:, heads])
 
 
 def _tokens(order: TokenOrder, blocks: Sequence[int]) -> Tensor:

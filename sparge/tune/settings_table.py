@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of a tuner: the settings of the heads of all layers."""
+"""Settings of the heads of all layers, as a tuner chose them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layer_settings import LayerSettings
 
 
 @dataclass(frozen=True, eq=False)
-class HeadChoices:
+class SettingsTable:
     """Head settings, each (layers, heads) on the CPU. Rows of layers that were not measured hold
     density 1.
 
