@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small CUDA sources of our own, and the pack's real kernels compiled side by side."""
+"""Small CUDA sources of our own, and the pack's real kernels."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,16 +66,6 @@ def counting(compiler: NvrtcCompiler) -> CountingCompiler:
 
 
 @pytest.fixture(scope="session")
-def pack_cubin(request: pytest.FixtureRequest) -> Iterator[Callable[[KernelSpec], Cubin]]:
-    """The pack's own kernel of a spec, from the user's cache or compiled there.
-
-    Every spec the session's tests ask for starts compiling at once, on all cores.
-    """
-    calls = (getattr(item, "callspec", None) for item in request.session.items)
-    specs = {call.params.get("spec") for call in calls if call}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs: dict[KernelSpec, Future[Cubin]] = {
-            spec: pool.submit(load_cubin, spec) for spec in specs if isinstance(spec, KernelSpec)
-        }
-        yield lambda spec: jobs[spec].result()
-        pool.shutdown(cancel_futures=True)
+def pack_cubin() -> Callable[[KernelSpec], Cubin]:
+    """The pack's own kernel of a spec, from the user's cache or compiled there."""
+    return functools.cache(load_cubin)
