@@ -24,9 +24,18 @@ def meet_error(
     """(heads,) candidates at the least mean density whose `whole_errors` sum to at most `most`.
 
     whole_errors: (heads, candidates), rounding included. Candidates are those of `HullSteps.climb`,
-    or the ones of least error where no mean density suffices.
+    or the ones of least error where no mean density suffices. The head that moved last goes no
+    farther than it has to, which counts in models of few heads.
     """
-    return HullSteps.of(errors, costs, densities).descend(whole_errors, most)
+    steps = HullSteps.of(errors, costs, densities)
+    chosen, last = steps.descend(whole_errors, most)
+    if last is not None:
+        reached = whole_errors[np.arange(len(chosen)), chosen]
+        left = most * (1 + ROUNDING) - (reached.sum() - reached[last])
+        enough = np.flatnonzero(whole_errors[last] <= left)
+        if enough.size:
+            chosen[last] = min(enough, key=lambda each: (costs[each], errors[last, each]))
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +104,16 @@ class HullSteps:
                 chosen[head], left = after, left - dearer
         return np.array(chosen)
 
-    def descend(self, errors: Array, most: float) -> Indices:
-        """(heads,) candidates when `errors` first sum to at most `most`."""
+    def descend(self, errors: Array, most: float) -> tuple[Indices, int | None]:
+        """(heads,) candidates when `errors` first sum to at most `most`, and the head that moved
+        last."""
         heads, chosen = np.arange(len(errors)), self.cheapest.copy()
         falls = errors[self.head, self.before] - errors[self.head, self.after]
         sums = errors[heads, chosen].sum() - np.append(0.0, np.cumsum(falls))
         enough = sums <= most * (1 + ROUNDING)
         taken = int(enough.argmax()) if enough.any() else len(falls)
         chosen[self.head[:taken]] = self.after[:taken]
-        return chosen
+        return chosen, int(self.head[taken - 1]) if taken else None
 
 
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:

@@ -138,7 +138,7 @@ def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
 
 @pytest.fixture
 def chosen(load_pack, call_of):
-    """frozen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
+    """chosen(dense steps, *passes): the table of two layers after passes of (conditioning, q, k, v)
     in the last dense step."""
     module, grid = load_pack("sparge.tune.head_table"), load_pack("sparge").TokenGrid(8, 8, 8)
     aim = load_pack("sparge.tune").Aim("budget", 0.5)
@@ -180,14 +180,14 @@ def qkv_of(load_pack, generator):
 
 @pytest.mark.parametrize(("steps", "one_order"), [(1, True), (2, True), (3, False)])
 def test_heads_take_measured_orders_in_a_batch_and_apart(
-    sample_of, frozen, qkv_of, load_pack, monkeypatch, steps, one_order
+    sample_of, chosen, qkv_of, load_pack, monkeypatch, steps, one_order
 ):
     sample_of(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     uncond, cond = qkv_of(ROWS, CUBES), qkv_of(ROWS, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
-    batch = frozen(steps, ((1, 0), *both))
-    apart = frozen(steps, ((1,), *uncond), ((0,), *cond))
+    batch = chosen(steps, ((1, 0), *both))
+    apart = chosen(steps, ((1,), *uncond), ((0,), *cond))
     for table in (batch, apart):
         assert table.one_order == one_order
     one, other = (table.choices for table in (batch, apart))
@@ -198,14 +198,14 @@ def test_heads_take_measured_orders_in_a_batch_and_apart(
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_orders_are_settled_once(sample_of, frozen, qkv_of, load_pack, monkeypatch):
+def test_orders_are_settled_once(sample_of, chosen, qkv_of, load_pack, monkeypatch):
     """Even if another kernel would serve later calls."""
     sample_of(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
     module = load_pack("sparge.tune.call")
     monkeypatch.setattr(module, "torch_kernel", lambda *args: next(kernels))
-    table = frozen(4, ((1,), *qkv_of(ROWS, CUBES)), ((0,), *qkv_of(ROWS, CUBES)))
+    table = chosen(4, ((1,), *qkv_of(ROWS, CUBES)), ((0,), *qkv_of(ROWS, CUBES)))
     assert next(kernels) == "flash" and table.one_order
     assert not table.choices.order_kind.any()
     assert table.head_settings(0).order_kind is None

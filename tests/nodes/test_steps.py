@@ -254,20 +254,20 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     monkeypatch.setattr(
         load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
     )
-    sampled, sample = [], calibrate.Measurement.add
+    measured, add = [], calibrate.Measurement.add
 
-    def noted(self, layer, *args, dense=None, **kwargs):
-        sampled.append((layer, dense is not None, kwargs["calls"]))
-        return sample(self, layer, *args, dense=dense, **kwargs)
+    def noted(self, layer, *args, **kwargs):
+        measured.append((layer, kwargs["calls"]))
+        return add(self, layer, *args, **kwargs)
 
     monkeypatch.setattr(calibrate.Measurement, "add", noted)
     steps_of(patch(mode="auto budget", topk=0.4), TEN_SPARSE, conditionings=passes)
     conditionings = {one for each in passes for one in each}
     calls = 2 if len(conditionings) == 1 else 1
-    first = [(layer, True, calls) for layer in range(BLOCKS)] * len(conditionings)
-    then = [(layer, False, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
-    assert sorted(sampled[: len(first)]) == sorted(first)
-    assert sampled[len(first) :] == then * again * (0 in conditionings)
+    first = [(layer, calls) for layer in range(BLOCKS)] * len(conditionings)
+    then = [(layer, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
+    assert sorted(measured[: len(first)]) == sorted(first)
+    assert measured[len(first) :] == then * again * (0 in conditionings)
 
 
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):

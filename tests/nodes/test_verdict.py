@@ -203,7 +203,7 @@ def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end)
     sample, measured = load_pack("sparge.tune").Measurement.add, []
     monkeypatch.setattr(
         load_pack("sparge.tune").Measurement,
-        "sample",
+        "add",
         lambda *args, **kwargs: measured.append(1) or sample(*args, **kwargs),
     )
     got = told(

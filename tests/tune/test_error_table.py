@@ -15,7 +15,7 @@ from sparge.tune.error_table import ROUNDING, ErrorTable
 from tests.tune.begun import attend, begin
 
 LARGER = TokenGrid(8, 16, 24)
-LAYERS, HEADS, ORDER_KINDS, SAMPLES = 2, 5, 2, 16
+LAYERS, HEADS, ORDER_KINDS, MEASURED = 12, 5, 2, 16
 
 
 def test_a_target_is_met(qkv) -> None:
@@ -25,7 +25,7 @@ def test_a_target_is_met(qkv) -> None:
     reached = []
     for target in (0.05, 0.2):
         choices = measurement.error_table().choose(target=target)
-        assert choices.mean_error <= target
+        assert 0.4 * target < choices.mean_error <= target
         head_settings = choices.head_settings(0)
         assert head_settings is not None
         out, kept = attend(qkv, head_settings, measurement.workload)
@@ -33,19 +33,6 @@ def test_a_target_is_met(qkv) -> None:
         assert float((errors * choices.head_weight[0]).mean()) < 1.3 * target
         reached.append(float(kept.float().mean()))
     assert reached[0] > reached[1]
-
-
-def test_a_target_is_the_mean_density_that_is_expected_to_meet_it(qkv) -> None:
-    measurement = begin(layers=2)
-    measurement.add(0, *qkv)
-    measurement.add(1, *qkv)
-    error_table = measurement.error_table()
-    met = error_table.choose(target=0.1)
-    for mean in torch.linspace(0.3, 1, 200).tolist():
-        shared = error_table.choose(mean_density=mean)
-        if shared.mean_error <= 0.1:
-            break
-    torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.1, atol=0)
 
 
 def test_a_louder_head_gets_more(qkv) -> None:
@@ -77,10 +64,10 @@ def drawn_errors(candidates: CandidateSet) -> allocate.Array:
 
 def error_table_of(candidates: CandidateSet) -> ErrorTable:
     ones, workload = np.ones((LAYERS, HEADS)), Workload(cube_order(LARGER))
-    samples, order_kinds = [SAMPLES] * LAYERS, [range(ORDER_KINDS)] * LAYERS
+    measured, order_kinds = [MEASURED] * LAYERS, [range(ORDER_KINDS)] * LAYERS
     errors = drawn_errors(candidates)
     output_scales = drawn_output_scales(candidates)
-    return ErrorTable.of(workload, candidates, errors, output_scales, ones, samples, order_kinds)
+    return ErrorTable.of(workload, candidates, errors, output_scales, ones, measured, order_kinds)
 
 
 def drawn_output_scales(candidates: CandidateSet) -> allocate.Array:
@@ -113,3 +100,13 @@ def test_settings_are_those_of_the_chosen_candidates() -> None:
         of_head = scales[layer, head, found.order_kind[layer, head], :, pool_weight]
         expected = np.interp(share[place], known, of_head)
         assert float(found.output_scale[layer, head]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_target_is_the_mean_density_that_is_expected_to_meet_it() -> None:
+    error_table = error_table_of(candidates_of(0.0, 0.5, 1.0))
+    met = error_table.choose(target=0.3)
+    for mean in torch.linspace(0.1, 1, 400).tolist():
+        shared = error_table.choose(mean_density=mean)
+        if shared.mean_error <= 0.3:
+            break
+    torch.testing.assert_close(met.density.mean(), shared.density.mean(), rtol=0.03, atol=0)
