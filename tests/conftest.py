@@ -50,6 +50,8 @@ def no_gpu_reason() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest test first, so that no worker waits for it in the end.
+    items.sort(key=lambda item: "quality_gate" not in item.nodeid)
     reason = no_gpu_reason()
     if reason:
         for item in items:
