@@ -97,8 +97,8 @@ class ErrorTable:
         of_orders, output_scales = (
             x[measured][:, :, : len(in_some)] for x in (errors, output_scales)
         )
-        falling = np.moveaxis(curves.fall(of_orders), -1, -2)
-        between = np.exp(curves.logs_between(falling, known, kept))
+        steady = curves.steady(of_orders, np.asarray(blocks_measured)[measured])
+        between = np.exp(curves.logs_between(np.moveaxis(steady, -1, -2), known, kept))
         everything = kept >= 1  # nothing is dropped there, so no token order is better
         between[..., everything] = 0
         unknown = ~np.array([np.isin(in_some, of_layer) for of_layer in of_layers])
