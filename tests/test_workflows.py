@@ -51,8 +51,13 @@ def our_widgets() -> dict[str, Any]:
     """Name -> default of each widget, in order: the fields of nodes/settings.py."""
     tree = ast.parse((ROOT / "nodes" / "settings.py").read_text(encoding="utf-8"))
     settings = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Settings")
+    named = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
     return {
-        field.target.id: ast.literal_eval(field.value)
+        field.target.id: ast.literal_eval(named.get(getattr(field.value, "id", ""), field.value))
         for field in settings.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value
     }

@@ -22,7 +22,7 @@ def grid(load_pack):
 
 @pytest.fixture
 def call_of(load_pack, grid, generator):
-    """call_of(*walks): q, k, v of two heads whose keys are alike in the blocks of these walks."""
+    """call_of(*order_kinds): q, k, v of two heads, keys alike in blocks of these orders."""
     order = load_pack("sparge").grid_order(grid)
 
     def made(*order_kinds: int) -> list[Tensor]:
@@ -37,7 +37,7 @@ def call_of(load_pack, grid, generator):
 
 @pytest.fixture
 def chosen(load_pack, grid):
-    """frozen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
+    """chosen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
     module = load_pack("sparge.tune.head_table")
     aim = load_pack("sparge.tune").Aim("budget", 0.5)
     tune = load_pack("sparge.tune")
@@ -59,13 +59,13 @@ def chosen(load_pack, grid):
     return run
 
 
-def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, frozen):
+def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, chosen):
     """Their tensors differ, and so do the token orders that suit them."""
     uncond, cond = call_of(ROWS, CUBES), call_of(CUBES, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
-    batch = frozen(((1, 0), *both))
-    apart = frozen(((1,), *uncond), ((0,), *cond))
-    alone = frozen(((1,), *uncond))
+    batch = chosen(((1, 0), *both))
+    apart = chosen(((1,), *uncond), ((0,), *cond))
+    alone = chosen(((1,), *uncond))
     assert alone.order_kind.tolist() == [[ROWS, CUBES]]
     assert batch.order_kind.tolist() == [[CUBES, CUBES]]
     kinds = ("pool_weight", "output_scale", "order_kind")

@@ -46,7 +46,7 @@ def two_models(session, patched_wan, generator):
 def test_it_is_measured_by_itself(two_models, runs):
     two_models()
     ((run, _),) = runs
-    assert [len(table._sampled) for table in run.session.tables.chosen] == [BLOCKS] * 2
+    assert [len(table._measured_rows) for table in run.session.tables.chosen] == [BLOCKS] * 2
     assert len(run.session.tables.chosen_of_sampled) == 1
     assert run.notes[0].startswith("the guider runs a second model")
     assert run.notes[0].endswith("measured apart")
