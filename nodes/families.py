@@ -2,8 +2,9 @@
 """Model families: facts that models do not publish.
 
 They are the token grid, where text stands, and how many layers they have. To add a family, add a
-row to FAMILIES under the class name of its diffusion model. A model without a row works too; its
-tokens are then all alike to the policy, and the end-of-run line says so.
+row to FAMILIES under the class name of its diffusion model (docs/developing.md has all steps). A
+model without a row works too; its tokens are then all alike to the policy, and the end-of-run line
+says so.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
 from .attention_call import AttentionCall
 from .chaining import leads_to
-from .forward_facts import Forward
+from .forward import Forward
 from .layer_counter import COUNTER_KEY
 from .profiles import NamedProfile, fingerprint_of
 from .result import RunResult

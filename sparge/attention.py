@@ -118,8 +118,8 @@ def attention(
         plan: from ``make_plan``; replaces routing.
         order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
             and its exact tokens replace the policy's. q, k, v and the result stay as they come.
-        head_settings: density, pooled keys, output scale and router of each head; they replace the
-            policy's density.
+        head_settings: density, pool weight, output scale, router (what ranks blocks) and order of
+            each head; the density replaces the policy's.
         stats: counters that this call adds to.
         output_dtype: dtype of the result, q's when None.
         return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys. With

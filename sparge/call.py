@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validated attention call, and the part of it that some heads are."""
+"""Validated attention call, as stages take it, and the same call for some of its heads."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Mode:
     that a head has no use for, and the mean of its block hides it from routing."""
 
     @property
-    def turns(self) -> int:
+    def variants(self) -> int:
         """Number of variants of the token order that the steps of a sampling run take in turn."""
         return VARIANTS if self.cubes and not self.sol else 1
 
@@ -73,13 +73,13 @@ def where(mode: Mode, device: torch.device) -> str:
 
 
 def order_of(
-    mode: Mode, grid: TokenGrid | None, device: torch.device, turn: int = 0
+    mode: Mode, grid: TokenGrid | None, device: torch.device, variant: int = 0
 ) -> TokenOrder | None:
     """All token orders where each head has its own, else the order of the variant, cubes in the
     first, or the order that the tokens come in."""
     if grid is None or not mode.cubes:
         return None
-    return (grid_order if mode.measured else unmeasured_order)(grid, turn).on(device)
+    return (grid_order if mode.measured else unmeasured_order)(grid, variant).on(device)
 
 
 def attention(

@@ -23,7 +23,7 @@ class SameBudgets:
 
     def __init__(self, run: DenseRun, mode: Mode, head_settings: HeadSettings) -> None:
         device = run.begun.device
-        self._orders = [order_of(mode, run.grid, device, n) for n in range(mode.turns)]
+        self._orders = [order_of(mode, run.grid, device, n) for n in range(mode.variants)]
         self._head_settings = head_settings
 
     def begin_step(self, step: int) -> None:

@@ -41,7 +41,7 @@ class Job:
 
 
 def ninja_program() -> Path | None:
-    """ninja from its Python wheel, or None: what PATH error_table is not asked."""
+    """ninja from its Python wheel, or None: what PATH offers is not asked."""
     try:
         import ninja
     except ImportError:

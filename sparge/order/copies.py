@@ -10,8 +10,10 @@ from typing import Protocol
 
 import torch
 
+from .variants import VARIANTS
+
 #: Number of kept copies: four grids in all variants. The copy of a long video's order has 2 MB.
-KEPT = 12
+KEPT = 4 * VARIANTS
 
 
 class HasCopies(Protocol):

@@ -44,8 +44,9 @@ def order_ranks(
 ) -> NDArray[np.int32]:
     """(frames, height, width) int32: the place of each token in the order, from 0.
 
-    variant: number of the variant. Cubes go along another axis. Rows begin a third of a key block
-    later, with the tokens that were last, or in an image every second time at the other end.
+    variant: number of the variant. Cubes of another variant go along another axis. Rows of a video
+    begin a share of a key block later in each variant, and the last tokens come first. Rows of an
+    image begin at the other end in every second variant.
     """
     if order_kind is OrderKind.CUBES:
         return cube_ranks(frames, height, width, variant)

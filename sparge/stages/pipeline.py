@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call through its stages: quantize, route, attend. Heads go in groups where memory is short."""
+"""Call through its stages: quantize (with means before it), route, attend. Heads go in groups where
+memory is short."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call of a host's model, as a session takes it."""
+"""One attention call of a host's model, as a session takes it, before it is validated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of one attention shape on one device: measured while dense, frozen, probed."""
+"""Heads of one attention shape on one device: measured while dense, chosen, probed."""
 
 from __future__ import annotations
 

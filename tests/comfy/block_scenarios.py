@@ -25,7 +25,7 @@ AUTO: dict[str, Any] = {"mode": "auto quality", "quality": "fast"}
 def looking(key: Callable[[dict[str, Any]], tuple]) -> Iterator[set[tuple]]:
     """What `key` makes of each self-attention call's options, and the row that it is given."""
     seen: set[tuple] = set()
-    forward = pack("nodes.forward_facts").Forward
+    forward = pack("nodes.forward").Forward
     serve = forward._serve
 
     def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:

@@ -31,7 +31,7 @@ SEGMENT = 20 << 20
 HALF = SparsePolicy(topk=0.5, pvthreshd=15.0)
 
 LAYERS, HEADS = 2, 4
-#: Three turns each: a quarter more orders than are kept.
+#: In all variants a quarter more orders than are kept.
 GRIDS = [TokenGrid(4 + n % 4, 10 + n // 4, 13, prefix=20 * (n % 3)) for n in range(40)]
 SETTLED_ROUNDS, ROUNDS = 2, 3
 
@@ -113,11 +113,11 @@ def sampling_run(grid: TokenGrid, inputs: list[Tensor], head_dim: int) -> list[T
     choices = measurement.error_table().choose(mean_density=0.4)
     probe = Probe.begin(layers=LAYERS, heads=HEADS, workload=workload, device=device)
     fixed, outs = each_its_own(device), []
-    for turn in range(VARIANTS):
-        order = grid_order(grid, turn).on(device)
+    for variant in range(VARIANTS):
+        order = grid_order(grid, variant).on(device)
         for layer, head_settings in enumerate(choices.of_layers(device, PLAIN)):
             out = sparge.attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
-            probe.compare(layer, q, k, v, out, number=turn)
+            probe.compare(layer, q, k, v, out, number=variant)
         outs.append(sparge.attention(q, k, v, PLAIN, order=order, head_settings=fixed))
     assert probe.relative_errors().isfinite().all()
     return outs

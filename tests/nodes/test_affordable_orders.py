@@ -16,9 +16,9 @@ CUBES, ROWS = range(2)
 
 
 @pytest.fixture
-def sample_of(load_pack, monkeypatch):
-    """sample_of(share): makes a sample of all walks take this share of a dense call by flash, which
-    takes twice as long as cuDNN; with margin=0 that is faster for sure."""
+def measurement_costs(load_pack, monkeypatch):
+    """measurement_costs(share): lets a measurement of all orders take this share of a dense call by
+    flash, which takes twice as long as cuDNN; with margin=0 that is faster for sure."""
     worth, node = load_pack("sparge.speed.worth"), load_pack("sparge.tune.worth")
     cost = load_pack("sparge.speed.measuring_cost")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
@@ -46,7 +46,7 @@ def call_of(load_pack):
 
 @pytest.fixture
 def afforded(load_pack, call_of):
-    """afforded(dense steps): of three token orders, in a run of very many samples."""
+    """afforded(dense steps): of three token orders, in a run of very many measurements."""
 
     def order_kinds(steps, layers=10**9, calls=1, tensors=None):
         q = torch.zeros(1, HEADS, TOKENS, 64)
@@ -57,34 +57,34 @@ def afforded(load_pack, call_of):
     return order_kinds
 
 
-def test_more_dense_steps_afford_more_orders(sample_of, afforded):
-    sample_of(0.08)
+def test_more_dense_steps_afford_more_orders(measurement_costs, afforded):
+    measurement_costs(0.08)
     assert [afforded(steps) for steps in range(1, 7)] == [1, 1, 2, 3, 3, 3]
     assert [afforded(steps, calls=2) for steps in range(1, 7)] == [1, 1, 1, 2, 2, 3]
-    sample_of(10)
+    measurement_costs(10)
     assert afforded(1) == 1
     assert afforded(1, layers=1e-9) == 3
 
 
-def test_the_kernel_that_serves_counts(sample_of, afforded, load_pack, monkeypatch):
-    sample_of(0.08)
+def test_the_kernel_that_serves_counts(measurement_costs, afforded, load_pack, monkeypatch):
+    measurement_costs(0.08)
     for kernel, order_kinds in ("flash", 3), ("cudnn", 1), ("", 1):
         found = load_pack("sparge.tune.call")
         monkeypatch.setattr(found, "torch_kernel", lambda *args, kernel=kernel: kernel)
         assert afforded(4) == order_kinds
 
 
-def test_all_orders_where_nothing_is_known(sample_of, afforded, load_pack, monkeypatch):
+def test_all_orders_where_nothing_is_known(measurement_costs, afforded, load_pack, monkeypatch):
     node = load_pack("sparge.tune.worth")
     known = node.proportions_for
-    sample_of(10)
+    measurement_costs(10)
     q, k = torch.zeros(1, HEADS, TOKENS, 64), torch.zeros(1, 1, TOKENS, 64)
     assert afforded(1, tensors=(q.half(),) * 3) == 3, "another dtype"
-    assert afforded(1, tensors=(q, k, k)) == 3, "heads that share keys share their walk"
+    assert afforded(1, tensors=(q, k, k)) == 3, "heads that share keys share their order"
     monkeypatch.setenv("SPARGE_REFERENCE", "1")
     assert afforded(1) == 3
     monkeypatch.delenv("SPARGE_REFERENCE")
-    sample_of(10, launch=False)
+    measurement_costs(10, launch=False)
     assert afforded(1) == 3, "only calls were measured"
     monkeypatch.setattr(node, "proportions_for", known)
     assert afforded(1) == 3, "a CPU"
@@ -96,7 +96,7 @@ def test_all_orders_where_nothing_is_known(sample_of, afforded, load_pack, monke
 def test_other_gpus_go_by_the_proportions_of_the_measured_one(
     load_pack, call_of, monkeypatch, tokens, heads, head_dim, fewest
 ):
-    """Mochi and CogVideoX-5B, served by flash: here cuDNN, being faster, pays for all walks. But
+    """Mochi and CogVideoX-5B, served by flash: here cuDNN, being faster, pays for all orders. But
     elsewhere no kernel is known to be faster, and no call is dense for being slower."""
     node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
@@ -129,8 +129,8 @@ def test_a_short_call_waits_for_the_host_where_rates_are_its_own(load_pack, call
     assert list(order_kinds.values()) == [1, 2]
 
 
-def test_a_batch_affords_what_its_entries_do(sample_of, afforded):
-    sample_of(0.08)
+def test_a_batch_affords_what_its_entries_do(measurement_costs, afforded):
+    measurement_costs(0.08)
     both = (torch.zeros(2, HEADS, TOKENS, 64),) * 3
     for steps in range(1, 7):
         assert afforded(steps, tensors=both) == afforded(steps)
@@ -180,9 +180,9 @@ def qkv_of(load_pack, generator):
 
 @pytest.mark.parametrize(("steps", "one_order"), [(1, True), (2, True), (3, False)])
 def test_heads_take_measured_orders_in_a_batch_and_apart(
-    sample_of, chosen, qkv_of, load_pack, monkeypatch, steps, one_order
+    measurement_costs, chosen, qkv_of, load_pack, monkeypatch, steps, one_order
 ):
-    sample_of(0.08)
+    measurement_costs(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     uncond, cond = qkv_of(ROWS, CUBES), qkv_of(ROWS, CUBES)
     both = [torch.cat(each) for each in zip(uncond, cond, strict=True)]
@@ -198,9 +198,9 @@ def test_heads_take_measured_orders_in_a_batch_and_apart(
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_orders_are_settled_once(sample_of, chosen, qkv_of, load_pack, monkeypatch):
+def test_orders_are_settled_once(measurement_costs, chosen, qkv_of, load_pack, monkeypatch):
     """Even if another kernel would serve later calls."""
-    sample_of(0.08)
+    measurement_costs(0.08)
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     kernels = itertools.chain(["cudnn"], itertools.repeat("flash"))
     module = load_pack("sparge.tune.call")
@@ -213,7 +213,7 @@ def test_orders_are_settled_once(sample_of, chosen, qkv_of, load_pack, monkeypat
 
 def test_measuring_pays_from_some_steps_on(load_pack, call_of, monkeypatch):
     """Flux at 1024 x 1024, where a sparse call saves half a millisecond and the GPU waits for the
-    host to queue a sample, and at 2048 x 2048."""
+    host to queue a measurement, and at 2048 x 2048."""
     node = load_pack("sparge.tune.worth")
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("sparge.tune.call"), "torch_kernel", lambda *args: "flash")
@@ -238,7 +238,7 @@ class WanModel(torch.nn.LayerNorm):
 
 @pytest.mark.parametrize("mode", ["auto budget", "auto quality"])
 def test_a_run_tells_it_and_its_profile_holds_it(
-    sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode
+    measurement_costs, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode
 ):
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "ALWAYS", 0.0)
     patcher.model.diffusion_model = WanModel(8)
@@ -256,7 +256,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
         session(patched, (8, 16, 16)).sample(step, [*sigmas, 0.7, 0.6, 0.5, 0.4])
         return load_pack("nodes.report").summary(hook_of.hook_of(patched).last)
 
-    sample_of(0.03)
+    measurement_costs(0.03)
     assert told in line(1)
     result = hook_of.hook_of(patched).last
     ((shape,), (choices,)) = result.report.shapes, result.profile.choices.values()
@@ -268,7 +268,7 @@ def test_a_run_tells_it_and_its_profile_holds_it(
 
 @pytest.mark.parametrize(("margin", "faster"), [(0.0, 2), (1.0, 0)])
 def test_only_measured_calls_go_by_a_faster_kernel(
-    sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, margin, faster
+    measurement_costs, load_pack, patcher, session, runs, qkv_of, monkeypatch, margin, faster
 ):
     """The second of two dense steps is measured."""
     patcher.model.diffusion_model = WanModel(8)
@@ -280,13 +280,13 @@ def test_only_measured_calls_go_by_a_faster_kernel(
         served.append(call.result(scaled_dot_product_attention(*call.qkv)))
         return served[-1]
 
-    monkeypatch.setattr(load_pack("nodes.forward_facts"), "by_faster_kernel", by_faster)
+    monkeypatch.setattr(load_pack("nodes.forward"), "by_faster_kernel", by_faster)
     monkeypatch.setattr(load_pack("nodes.host"), "sdpa_order", lambda func: ())
 
     def step(attend):
         given.extend(attend(*qkv, HEADS, skip_reshape=True) for _ in range(2))
 
-    sample_of(0.08, margin=margin)
+    measurement_costs(0.08, margin=margin)
     session(patched, (8, 16, 16)).sample(step, [0.99, 0.98, 0.7, 0.6, 0.5])
     tally = runs[-1][0].tally
     assert (len(served), tally.faster_dense, tally.dense, tally.sparse) == (faster, faster, 4, 6)
@@ -297,9 +297,9 @@ def test_only_measured_calls_go_by_a_faster_kernel(
 @pytest.mark.parametrize("mode", ["auto budget", "auto quality"])
 @pytest.mark.parametrize("dense_steps", [0, 1, 2])
 def test_a_run_that_cannot_pay_for_measuring_stays_dense(
-    sample_of, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode, dense_steps
+    measurement_costs, load_pack, patcher, session, runs, qkv_of, monkeypatch, mode, dense_steps
 ):
-    """A sample takes two thirds of a dense call, and choosing for all heads as long as one."""
+    """A measurement takes two thirds of a dense call, and choosing for all heads as long as one."""
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "CHOOSING", 1.0 / (2 * HEADS))
     patcher.model.diffusion_model = WanModel(8)
     node = load_pack("nodes.sparge_attention").SpargeAttention
@@ -314,7 +314,7 @@ def test_a_run_that_cannot_pay_for_measuring_stays_dense(
         before = [1 - number / 100 for number in range(dense_steps)]
         steps = sparse_steps + (not dense_steps)  # the first one is dense to be measured
         after = [0.7 - number / 100 for number in range(steps)]
-        sample_of(2.0)
+        measurement_costs(2.0)
         session(patched, (8, 16, 16)).sample(step, [*before, *after])
         return runs[-1][0].tally
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in auto modes: what is measured, when it is frozen, what sparse calls are given."""
+"""Runs in auto modes: what is measured, when heads are chosen, what sparse calls are given."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_what_outlives_a_call_is_made_between_calls(
     watched(sparge.HeadSettings, "_make_table", sparge.HeadSettings._make_table)
     record = load_pack("sparge.tune").PassRecord
     watched(record, "begin", record.begin)
-    forward = load_pack("nodes.forward_facts").Forward
+    forward = load_pack("nodes.forward").Forward
     attend = forward.attend
 
     def entered(*args):

@@ -29,7 +29,7 @@ def step(generator):
 @pytest.fixture
 def dense_calls(load_pack, monkeypatch):
     """The results of the dense attention under the node, as a list; set `.error` to raise it."""
-    forward = load_pack("nodes.forward_facts").Forward
+    forward = load_pack("nodes.forward").Forward
     attend = forward.attend
 
     class Results(list):

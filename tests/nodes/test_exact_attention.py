@@ -60,7 +60,7 @@ def test_only_in_passes_that_may_be_sparse(
         served.append(call)
         return call.result(torch.zeros_like(call.q))
 
-    monkeypatch.setattr(load_pack("nodes.forward_facts"), "by_faster_kernel", faster)
+    monkeypatch.setattr(load_pack("nodes.forward"), "by_faster_kernel", faster)
     patched = load_pack("nodes.sparge_attention").SpargeAttention.execute(patcher)[0]
     q = torch.randn(1, ROWS, HEADS * 64, generator=generator)
     k = q[:, :KEYS]

@@ -102,7 +102,7 @@ def test_the_report_says_so_once(
     refusing("attend_hopper")
     warmed()
     known = load_pack("sparge").capabilities(GPU)
-    monkeypatch.setattr(load_pack("nodes.forward_facts"), "capabilities", lambda device: known)
+    monkeypatch.setattr(load_pack("nodes.forward"), "capabilities", lambda device: known)
     node = load_pack("nodes.sparge_attention").SpargeAttention
     patched = node.execute(patcher, min_tokens=TOKENS)[0]
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)

@@ -22,7 +22,7 @@ def grid(load_pack):
 
 @pytest.fixture
 def call_of(load_pack, grid, generator):
-    """call_of(*walks): q, k, v of two heads whose keys are alike in the blocks of these walks."""
+    """call_of(*order_kinds): q, k, v of two heads, keys alike in blocks of these orders."""
     order = load_pack("sparge").grid_order(grid)
 
     def made(*order_kinds: int) -> list[Tensor]:

@@ -177,7 +177,7 @@ def test_an_error_around_a_pass_costs_no_picture(
     def fail(*args, **kwargs):
         raise AttributeError("no such model")
 
-    monkeypatch.setattr(load_pack("nodes.forward_facts").Forward, where, fail)
+    monkeypatch.setattr(load_pack("nodes.forward").Forward, where, fail)
     results, tally = outcome((Q, K, V), {}, "manual")
     assert len(results) == 4 and all(out.shape == Q.shape for out in results)
     assert caplog.text.count("AttributeError: no such model. Please report it") == 1

@@ -74,12 +74,12 @@ def steps_of(load_pack, monkeypatch, session, generator):
 @pytest.mark.parametrize("mode", ["manual", "auto quality", "auto budget"])
 def test_steps_take_the_orders_in_turn(load_pack, patch, steps_of, mode):
     steps = steps_of(patch(mode=mode), SIX_SPARSE)
-    turns = load_pack("sparge").VARIANTS
+    variants = load_pack("sparge").VARIANTS
     assert len(steps) == 6
     orders = [step[0][0] for step in steps]
     assert all(call.order is orders[at] for at, step in enumerate(steps) for call in step)
-    assert len(set(map(id, orders))) == turns
-    assert orders[:turns] == orders[turns:]
+    assert len(set(map(id, orders))) == variants
+    assert orders[:variants] == orders[variants:]
 
 
 def test_manual_mode_takes_rows_between_cubes(load_pack, patch, steps_of):
@@ -93,14 +93,14 @@ def test_manual_mode_takes_rows_between_cubes(load_pack, patch, steps_of):
 
 
 @pytest.mark.parametrize("apart", [([0], [1]), ([0], [0], [1]), ([0, 1], [0, 1], [0, 1])])
-def test_all_passes_of_an_evaluation_take_one_turn(load_pack, patch, steps_of, apart):
+def test_all_passes_of_an_evaluation_take_one_variant(load_pack, patch, steps_of, apart):
     """Two prompts, windows of context: in one batch or one by one, as memory allows."""
     passes = steps_of(patch(mode="manual"), SIX_SPARSE, conditionings=apart)
-    turns = load_pack("sparge").VARIANTS
+    variants = load_pack("sparge").VARIANTS
     orders = [step[0][0] for step in passes]
     steps = [orders[at : at + len(apart)] for at in range(0, len(orders), len(apart))]
     assert all(len(set(map(id, step))) == 1 for step in steps)
-    assert len({id(step[0]) for step in steps[:turns]}) == turns
+    assert len({id(step[0]) for step in steps[:variants]}) == variants
 
 
 def given(steps) -> list[torch.Tensor]:
@@ -124,12 +124,12 @@ def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
     for mode in ("manual", "auto quality"):
         steps_of(patch(mode=mode), SIX_SPARSE)
         grid = load_pack("sparge").TokenGrid(*GRID)
-        for turn in range(load_pack("sparge").VARIANTS):
-            for order in (module.unmeasured_order(grid, turn), module.grid_order(grid, turn)):
+        for variant in range(load_pack("sparge").VARIANTS):
+            for order in (module.unmeasured_order(grid, variant), module.grid_order(grid, variant)):
                 assert not order._copies
 
 
-def test_cond_and_uncond_take_the_same_turn(patch, steps_of):
+def test_cond_and_uncond_take_the_same_variant(patch, steps_of):
     apart = steps_of(patch(mode="auto quality"), SIX_SPARSE, conditionings=([0], [1]))
     assert all(one[0][0] is other[0][0] for one, other in zip(apart[::2], apart[1::2], strict=True))
 
@@ -248,26 +248,26 @@ def test_a_pack_that_samples_past_the_guiders(patch, patcher, steps_of, load_pac
 )
 def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passes, again):
     """The positive prompt is, as often as the dense calls afford it."""
-    calibrate, cost = load_pack("sparge.tune"), load_pack("sparge.speed.measuring_cost")
+    tune, cost = load_pack("sparge.tune"), load_pack("sparge.speed.measuring_cost")
     monkeypatch.setattr(load_pack("sparge.tune.step_settings"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
     monkeypatch.setattr(
         load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
     )
-    measured, add = [], calibrate.Measurement.add
+    added, add = [], tune.Measurement.add
 
     def noted(self, layer, *args, **kwargs):
-        measured.append((layer, kwargs["calls"]))
+        added.append((layer, kwargs["calls"]))
         return add(self, layer, *args, **kwargs)
 
-    monkeypatch.setattr(calibrate.Measurement, "add", noted)
+    monkeypatch.setattr(tune.Measurement, "add", noted)
     steps_of(patch(mode="auto budget", topk=0.4), TEN_SPARSE, conditionings=passes)
     conditionings = {one for each in passes for one in each}
     calls = 2 if len(conditionings) == 1 else 1
     first = [(layer, calls) for layer in range(BLOCKS)] * len(conditionings)
     then = [(layer, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
-    assert sorted(measured[: len(first)]) == sorted(first)
-    assert measured[len(first) :] == then * again * (0 in conditionings)
+    assert sorted(added[: len(first)]) == sorted(first)
+    assert added[len(first) :] == then * again * (0 in conditionings)
 
 
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):

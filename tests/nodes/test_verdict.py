@@ -200,11 +200,11 @@ def test_a_stop_in_a_run_that_cannot_be_sparse_has_its_reason(told, reference_fo
 @pytest.mark.parametrize(("start", "end"), [(0.9, 0.1), (0.6, 0.59), (1.0, 0.0)])
 def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end):
     """And nothing is measured for it."""
-    sample, measured = load_pack("sparge.tune").Measurement.add, []
+    add, measured = load_pack("sparge.tune").Measurement.add, []
     monkeypatch.setattr(
         load_pack("sparge.tune").Measurement,
         "add",
-        lambda *args, **kwargs: measured.append(1) or sample(*args, **kwargs),
+        lambda *args, **kwargs: measured.append(1) or add(*args, **kwargs),
     )
     got = told(
         lambda attend: attend(TOKENS, TOKENS), [1.0, 0.8, 0.5, 0.2, 0.05], mode=mode,

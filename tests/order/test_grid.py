@@ -88,14 +88,14 @@ def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> No
     assert torch.equal(order.queries_exact, of_queries)
 
 
-@pytest.mark.parametrize("turn", range(VARIANTS))
-def test_text_keeps_its_order_and_the_grid_gets_that_of_the_order(turn: int) -> None:
-    order = grid_order(TokenGrid(5, 6, 7, prefix=70, suffix=9), turn)
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_text_keeps_its_order_and_the_grid_gets_that_of_the_order(variant: int) -> None:
+    order = grid_order(TokenGrid(5, 6, 7, prefix=70, suffix=9), variant)
     for index, order_kind in enumerate(OrderKind):
         slots = order.slot_tokens[index]
         assert slots[:70].tolist() == list(range(70))
         assert slots[-64:-55].tolist() == list(range(280, 289))
-        ranks = torch.from_numpy(order_ranks(order_kind, 5, 6, 7, turn).copy()).flatten()
+        ranks = torch.from_numpy(order_ranks(order_kind, 5, 6, 7, variant).copy()).flatten()
         assert torch.equal(order.token_slots[index, 70:280] - 128, ranks)
 
 
@@ -124,8 +124,8 @@ def test_orders_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
     cubes = cube_order(grid)
     text = torch.arange(grid.tokens)
     text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
-    for turn in range(VARIANTS):
-        order = grid_order(grid, turn)
+    for variant in range(VARIANTS):
+        order = grid_order(grid, variant)
         assert order.order_kinds == len(OrderKind)
         assert order.segments == cubes.segments
         for index in range(order.order_kinds):
@@ -137,9 +137,9 @@ def test_orders_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
             )
             assert torch.equal(order_kind.block_counts, cubes.block_counts)
             assert torch.equal(order_kind.token_slot[text], cubes.token_slot[text])
-        assert torch.equal(cube_order(grid, turn).slot_token, order.slot_token)
-        order_kind = order.of_kind(unmeasured_kind(turn))
-        assert torch.equal(unmeasured_order(grid, turn).slot_token, order_kind.slot_token)
+        assert torch.equal(cube_order(grid, variant).slot_token, order.slot_token)
+        order_kind = order.of_kind(unmeasured_kind(variant))
+        assert torch.equal(unmeasured_order(grid, variant).slot_token, order_kind.slot_token)
 
 
 def test_key_lengths_cut_the_suffix() -> None:

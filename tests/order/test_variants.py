@@ -25,10 +25,10 @@ CUBE_VARIANCE = 3 * (4**2 - 1) / 12  # squared distance from the centre, mean ov
 
 
 def visited(
-    grid: Grid, turn: int = 0, order_kind: OrderKind = OrderKind.CUBES
+    grid: Grid, variant: int = 0, order_kind: OrderKind = OrderKind.CUBES
 ) -> NDArray[np.int64]:
     """(tokens, 3) coordinates in that order, which has every token once."""
-    ranks = order_ranks(order_kind, *grid, turn)
+    ranks = order_ranks(order_kind, *grid, variant)
     assert ranks.shape == grid and ranks.dtype == np.int32
     order = np.argsort(ranks.ravel())
     assert np.array_equal(ranks.ravel()[order], np.arange(ranks.size))
@@ -45,15 +45,15 @@ def test_every_token_has_its_place_in_any_grid(seed: int) -> None:
     drawn = np.random.default_rng(seed).integers(1, 24, (40, 3)).tolist()
     for grid in [*EDGES, *map(tuple, drawn)]:
         for order_kind in OrderKind:
-            for turn in range(VARIANTS):
-                visited(grid, turn, order_kind)
+            for variant in range(VARIANTS):
+                visited(grid, variant, order_kind)
 
 
 @pytest.mark.parametrize("grid", VIDEOS, ids=str)
-def test_turns_of_videos_go_along_another_axis(grid: Grid) -> None:
+def test_variants_of_videos_go_along_another_axis(grid: Grid) -> None:
     along = []
-    for turn in range(VARIANTS):
-        steps = np.abs(np.diff(visited(grid, turn)[::64], axis=0)).sum(0)
+    for variant in range(VARIANTS):
+        steps = np.abs(np.diff(visited(grid, variant)[::64], axis=0)).sum(0)
         along.append(int(steps.argmax()))
     assert sorted(along) == [0, 1, 2]
     assert grid[along[0]] == max(grid)
@@ -80,46 +80,50 @@ def test_blocks_of_real_grids_are_nearly_cubes_and_never_leap(grid: Grid) -> Non
 
 
 @pytest.mark.parametrize(("grid", "order_kind"), CASES, ids=str)
-def test_turns_have_compact_blocks_of_other_borders(grid: Grid, order_kind: OrderKind) -> None:
+def test_variants_have_compact_blocks_of_other_borders(grid: Grid, order_kind: OrderKind) -> None:
     """The median block counts: a few of a variant hold the last tokens of a frame and the first."""
-    orders = [visited(grid, turn, order_kind) for turn in range(VARIANTS)]
+    orders = [visited(grid, variant, order_kind) for variant in range(VARIANTS)]
     for block in (64, 128):
         found = [float(np.median(variance(order, block))) for order in orders]
         assert max(found) < 1.5 * min(found)
     if grid[0] < 8:
         return
-    blocks = [order_ranks(order_kind, *grid, turn).ravel() // 64 for turn in range(VARIANTS)]
+    blocks = [order_ranks(order_kind, *grid, variant).ravel() // 64 for variant in range(VARIANTS)]
     for one, other in ((0, 1), (1, 2), (0, 2)):
         meetings = np.unique(np.stack([blocks[one], blocks[other]]), axis=1).shape[1]
         assert meetings > (1.4 if order_kind is OrderKind.CUBES else 1.9) * (blocks[one].max() + 1)
 
 
 @pytest.mark.parametrize("grid", [(4, 6, 9), (5, 6, 9), (2, 3, 2), (3, 2, 2)], ids=str)
-@pytest.mark.parametrize("turn", range(VARIANTS))
-def test_rows_of_a_video_never_leap(grid: Grid, turn: int) -> None:
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_rows_of_a_video_never_leap(grid: Grid, variant: int) -> None:
     """They do not where the frame changes, and in later variants not where its last tokens come
     first; at most along a row."""
-    frame, row, _ = visited(grid, turn, OrderKind.ROWS).T
-    to_next = slice(None) if turn else slice(-1)
+    frame, row, _ = visited(grid, variant, OrderKind.ROWS).T
+    to_next = slice(None) if variant else slice(-1)
     leap = np.abs(np.roll(row, -1) - row)[to_next]
     assert leap.max() <= 1
     assert not leap[(np.roll(frame, -1) != frame)[to_next]].any()
 
 
-@pytest.mark.parametrize(("order_kind", "turn"), [(OrderKind.CUBES, 2), (OrderKind.ROWS, 1)])
-def test_a_later_turn_of_an_image_begins_at_the_other_end(order_kind: OrderKind, turn: int) -> None:
-    first, later = (order_ranks(order_kind, 1, 45, 80, turn) for turn in (0, turn))
+@pytest.mark.parametrize(("order_kind", "variant"), [(OrderKind.CUBES, 2), (OrderKind.ROWS, 1)])
+def test_a_later_variant_of_an_image_begins_at_the_other_end(
+    order_kind: OrderKind, variant: int
+) -> None:
+    first, later = (order_ranks(order_kind, 1, 45, 80, each) for each in (0, variant))
     assert np.array_equal(later, np.flip(first))
 
 
-@pytest.mark.parametrize(("turn", "later"), [(1, 21), (2, 42)])
-def test_a_later_turn_of_a_video_begins_thirds_of_a_key_block_later(turn: int, later: int) -> None:
-    first, moved = (order_ranks(OrderKind.ROWS, 4, 6, 9, of_turn) for of_turn in (0, turn))
+@pytest.mark.parametrize(("variant", "later"), [(1, 21), (2, 42)])
+def test_a_later_variant_of_a_video_begins_thirds_of_a_key_block_later(
+    variant: int, later: int
+) -> None:
+    first, moved = (order_ranks(OrderKind.ROWS, 4, 6, 9, each) for each in (0, variant))
     assert np.array_equal(moved, (first + later) % first.size)
 
 
 def test_unmeasured_heads_take_cubes_rows_cubes() -> None:
-    assert [unmeasured_kind(turn) for turn in range(VARIANTS)] == [
+    assert [unmeasured_kind(variant) for variant in range(VARIANTS)] == [
         OrderKind.CUBES,
         OrderKind.ROWS,
         OrderKind.CUBES,

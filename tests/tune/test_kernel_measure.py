@@ -226,7 +226,7 @@ def test_errors_are_those_of_the_reference(sample: MeasuredCall, stages: Stages)
     assert found.occupied.shape == (2, QUERY_BLOCK // 2)
     assert torch.equal(found.occupied, expected.occupied)
     assert not found.occupied.all()
-    assert len(stages.attended) == len(sample.order_kinds), "one launch a walk"
+    assert len(stages.attended) == len(sample.order_kinds), "one launch an order"
     # Pseudo-keys: INT8 there, FP16 here.
     torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
     for each in fields(Distances):

@@ -168,7 +168,7 @@ def test_query_blocks_are_spread_and_the_same_in_every_run() -> None:
 
 
 def test_each_head_gets_the_order_that_suits_it(make_qkv) -> None:
-    """One head's keys are alike along rows, the other's in cubes, all measured in every walk."""
+    """One head's keys are alike along rows, the other's in cubes, all measured in every order."""
     grid = TokenGrid(8, 16, 16)
     order = grid_order(grid)
     q, k, v = (x.float() for x in make_qkv(1, 2, grid.tokens, 16))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass of the model: what holds for it is worked out once, so that no call waits."""
+"""One forward pass of the model, which serves its attention calls. What holds for all of them is
+worked out once, so that no call waits."""
 
 from __future__ import annotations
 
