@@ -47,7 +47,7 @@ class Tally:
 
     @property
     def missing(self) -> str:
-        """What never attended to itself, "clip" or "picture", although other attention came."""
+        """Word for what never attended to itself, "clip" or "picture"; empty where it did."""
         if self._grid is None or self._reached or not self.finished or self.calls == 0:
             return ""
         return "clip" if self._grid[0] > 1 else "picture"

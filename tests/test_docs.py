@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,11 @@ def examples() -> list[Any]:
 
 
 @pytest.mark.parametrize("code", examples())
-def test_python_examples_run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    example = tmp_path / "example.py"
+    example.write_text(code, encoding="utf-8")
+    runpy.run_path(str(example))
 
 
 def test_the_documents_are_found() -> None:

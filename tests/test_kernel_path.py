@@ -113,9 +113,9 @@ def test_vector_loads_need_every_step_to_be_whole(odd: str) -> None:
 
 
 @pytest.fixture
-def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Structure]:
+def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The parameters of every launch, by its entry; nothing is launched."""
-    parameters: dict[str, Structure] = {}
+    parameters: dict[str, Any] = {}
     sizes = {"means": MeansSizes(slices=4), "route": RouteSizes(16, 16, 1000)}
 
     def find_kernel(entry: str, *_: object) -> SimpleNamespace:
@@ -140,18 +140,18 @@ def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[s
     ids=["long", "short", "no order"],
 )
 def test_the_mean_key_is_sampled_in_long_orders_alone(
-    queued: dict[str, Structure], order: TokenOrder | None, stride: int
+    queued: dict[str, Any], order: TokenOrder | None, stride: int
 ) -> None:
     tokens = order.tokens if order else LEAST_KEYS
     assert (tokens >= LEAST_KEYS) == (stride > 1 or order is None)
     facts = OrderFacts(order.slot_tokens, order.block_counts) if order else NO_ORDER
     q = torch.zeros(1, 1, tokens, 64, dtype=torch.bfloat16)
     launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
-    assert getattr(queued["means"], "k_stride") == stride  # noqa: B009
+    assert queued["means"].k_stride == stride
 
 
 def test_what_a_policy_says_reaches_the_kernels(
-    queued: dict[str, Structure], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+    queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the ops' own functions, as on a GPU."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}

@@ -52,7 +52,7 @@ def autotune() -> Iterator[ModuleType]:
 
 
 def model_of(inner: Any) -> nn.Sequential:
-    """The same weights every time."""
+    """Model of two attention layers, with the same weights every time."""
     torch.manual_seed(0)
     model = nn.Sequential(Attention(), Attention()).bfloat16().eval()
     for layer in model:

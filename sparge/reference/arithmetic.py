@@ -81,7 +81,7 @@ HOPPER_SOFTMAX_16 = OnlineSoftmax(step_blocks=2)
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """What turns weights of one KV head's keys or pseudo-keys into sums of their values."""
+    """Values of one KV head's keys or pseudo-keys, to be summed by their weights."""
 
     scale: Tensor  # (D,)
     mean: Tensor  # (D,)

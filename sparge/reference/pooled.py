@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes up for dropped blocks: pooled keys, and the output scale.
+"""Pooled keys and the output scale, which make up for dropped blocks.
 
 A dropped block takes part in the softmax as one pseudo-key: its mean key, with the weight of all
 its keys times the pool weight of the head, and its mean value. Pseudo-keys come last, in tiles of

@@ -23,7 +23,7 @@ AUTO: dict[str, Any] = {"mode": "auto quality", "quality": "fast"}
 
 @contextlib.contextmanager
 def looking(key: Callable[[dict[str, Any]], tuple]) -> Iterator[set[tuple]]:
-    """What `key` makes of each self-attention call's options, and the row that it is given."""
+    """Collects (*key(options), row) of each self-attention call."""
     seen: set[tuple] = set()
     forward = pack("nodes.forward").Forward
     serve = forward._serve

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of tiny models share: runs of four steps, of which the first is dense."""
+"""Numbers that tests of tiny models share: runs have four steps, of which the first is dense."""
 
 from __future__ import annotations
 

@@ -123,8 +123,9 @@ def sampled(
     repeat: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """For each of `widgets` (None: no node) what `with_the_node` finds, beside the dense result of
-    the same model. `before` and `after` name what else patches the model, on either side of ours.
+    """Returns what `with_the_node` finds for each of `widgets` (None: no node), beside the dense
+    result of the same model. `before` and `after` name what else patches the model, on either side
+    of ours.
     """
 
     def build() -> Any:

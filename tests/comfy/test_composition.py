@@ -48,7 +48,7 @@ def test_core_sparse_node_on_the_same_model_is_named(comfyui):
 
 
 def test_context_windows(comfyui):
-    """Of 4 and 5 frames, as the second gets one of context: two shapes, each measured."""
+    """Clips have 4 and 5 frames, as the second gets one of context: two shapes are measured."""
     everything, auto = comfyui.sampled("wan", ALL, FAST, before="windows", frames=7)
     for got in (everything, auto):
         assert got["sparse"] == 2 * SPARSE

@@ -97,32 +97,13 @@ def test_a_run_that_starts_in_the_window_or_past_it(measured):
         # DPM++ 2S: between the levels.
         ("b0 b0.5 b1 b1.5 b2 b2.5 b3 b3.5 b4", "c3 u3", "b4"),
         ("c0 u0 c0.5 u0.5 c1 u1 c1.5 u1.5 c2 u2 c2.5 u2.5 c3 u3 c3.5 u3.5 c4", "c3 u3", "c4"),
-    ],
-)
-def test_samplers_that_evaluate_twice(measured, passes, expected, sparse_from):
-    assert measured(passes, dense=4) == (expected, sparse_from)
-
-
-def test_a_window_that_starts_between_two_evaluations(measured):
-    passes = "b0 b0.5 b1 b1.5 b2 b2.5 b3 b3.5"
-    assert measured(passes, dense=3.4) == ("c3 u3", "b3.5")
-
-
-@runs(
-    [
+        # Conditionings that come late or stay away.
         ("c0 c1 c2 c3 u3 c4 u4", "c3 u3", "c4"),
         ("c0 c1 c2 c3 u4 c4 u5", "c3 u4", "c4"),
         ("c0 c1 c2 c3 u4 u5", "c3 u4", "u5"),
         ("c0 u0 c1 u1 c2 c3 c4", "c3", "c4"),  # u is over
         ("c0 u0 c1 u1 c2 c3 u4 c4", "c3 u4", "c4"),
-    ],
-)
-def test_conditionings_that_come_late_or_stay_away(measured, passes, expected, sparse_from):
-    assert measured(passes, dense=4) == (expected, sparse_from)
-
-
-@runs(
-    [
+        # Schedules that go otherwise.
         ("c0 u0 c1 u1 c4 u4 c5", "c4 u4", "c5"),  # the last dense steps never come
         ("c0 u0 c4 u4 c5", "c4 u4", "c5"),
         ("b0 b1 b2 b3 b1' b2' b3' b4", "c3 u3", "b4"),  # back to more noise
@@ -132,8 +113,13 @@ def test_conditionings_that_come_late_or_stay_away(measured, passes, expected, s
         ("c0 u0 c0' u0' c0'' u0'' c4 u4 c4'", "c4 u4", "c4'"),
     ],
 )
-def test_schedules_that_go_otherwise(measured, passes, expected, sparse_from):
+def test_four_dense_steps_in_whatever_way_they_come(measured, passes, expected, sparse_from):
     assert measured(passes, dense=4) == (expected, sparse_from)
+
+
+def test_a_window_that_starts_between_two_evaluations(measured):
+    passes = "b0 b0.5 b1 b1.5 b2 b2.5 b3 b3.5"
+    assert measured(passes, dense=3.4) == ("c3 u3", "b3.5")
 
 
 def test_one_window_of_context_is_enough(measured):
