@@ -95,11 +95,14 @@ class Host:
         logging.getLogger("sparge").addHandler(self.log)
 
     def warm_up_seconds(self) -> float:
-        """Seconds until this GPU's kernels are compiled and loaded, which a first run would wait
-        for."""
-        warmup = sys.modules[f"{self.node.__module__.rpartition('.')[0]}.warmup"]
+        """Seconds until this GPU's kernels are compiled and loaded and its speed is measured,
+        which a first run would wait for."""
+        hook, settings = (
+            sys.modules[f"{self._pack}.nodes.{name}"] for name in ("hook", "settings")
+        )
         started = time.perf_counter()
-        failure = warmup.warm_up(self.device, logging.info).wait(lambda: None)
+        warmup = hook.Hook(settings.Settings(), None).prepare_kernels(self.device)
+        failure = warmup.wait(lambda: None)
         assert failure is None, failure
         return time.perf_counter() - started
 

@@ -7,13 +7,12 @@ flat. What else somebody's model or node may send is nothing to guess at: such a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from ..sparge.tune import Call
 from .decision import CallFacts
@@ -41,9 +40,8 @@ class AttentionCall:
     skip_reshape: bool
     skip_output_reshape: bool
     options: dict[str, Any]
-    sdpa_order: Sequence[SDPBackend] | None = None
-    """Order in which PyTorch is asked to choose a kernel where its attention serves a dense call,
-    empty for its own order; None where something else may serve it."""
+    backend: str = ""
+    """Name of ComfyUI's function that serves a dense call; empty where another node does."""
 
     @cached_property
     def tensors(self) -> Call | str:
@@ -58,9 +56,7 @@ class AttentionCall:
             sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             return f"the model sends shapes that this node does not serve: {sizes}"
         layout = "HND" if self.skip_output_reshape else "flat"
-        # Nobody knows which kernel serves an option that is unknown.
-        order = None if self.facts.unknown_options else self.sdpa_order
-        return Call(*views, self.options.get("scale"), layout, order)
+        return Call(*views, self.options.get("scale"), layout)
 
     @cached_property
     def facts(self) -> CallFacts:

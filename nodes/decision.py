@@ -58,9 +58,17 @@ def dense_reason(
     """Reason why this call stays dense, or None for a sparse one.
 
     layer: number of the running layer. run_reason: holds for every call of the forward pass (the
-    device cannot, or the step is outside the window). What the arithmetic cannot serve (head_dim,
-    strides, gradients) the library refuses itself, with a reason.
+    device cannot, or the step is outside the window).
     """
+    reason = exact_reason(call, layout, settings) or run_reason
+    if reason is None and settings.dense_layers.contains(layer, layout.blocks):
+        return "listed in dense_blocks"
+    return reason
+
+
+def exact_reason(call: CallFacts, layout: TokenLayout, settings: Settings) -> str | None:
+    """Reason why this call is exact in every step, or None. What the arithmetic cannot serve
+    (head_dim, strides, gradients) the library refuses itself, with a reason."""
     kind = call.kind(layout, settings)
     if kind is Kind.CROSS:
         return CROSS_ATTENTION
@@ -76,8 +84,4 @@ def dense_reason(
         return FRAME_BY_FRAME if layout.frame_by_frame else FEWER_QUERIES
     if call.query_tokens < layout.frame_tokens:
         return "fewer tokens than a frame has"  # text or sound alone; text stays exact
-    if run_reason is not None:
-        return run_reason
-    if settings.dense_layers.contains(layer, layout.blocks):
-        return "listed in dense_blocks"
     return None

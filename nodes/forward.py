@@ -18,16 +18,15 @@ from ..sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE
 from ..sparge.tune import (
     FAILED,
     Call,
-    ExactOnce,
+    DenseOnce,
     PassFacts,
     RealTokens,
     SessionPass,
-    by_faster_kernel,
     fitted,
     real_tokens,
 )
 from .attention_call import AttentionCall
-from .decision import CROSS_ATTENTION, Kind, dense_reason
+from .decision import CROSS_ATTENTION, Kind, dense_reason, exact_reason
 from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
 from .layer_counter import Layer, LayerCounter
 from .run_state import Run
@@ -131,12 +130,10 @@ class Forward:
         self, given: AttentionCall, kind: Kind, layer: Layer, dense: Dense, why: str | None = None
     ) -> Tensor:
         """Computes a call. why: reason to be dense, beside what is looked at here."""
-        # Measuring takes the exact result, too.
-        call = given.tensors
-        faster = partial(by_faster_kernel, call) if isinstance(call, Call) else None
-        exact = ExactOnce(partial(self._hand_on, dense), faster)
+        # Measuring takes the dense result, too.
+        once = DenseOnce(partial(self._hand_on, dense), partial(self._eight_bit, given))
         try:
-            out = why or self._sparse(given, kind, layer, exact)
+            out = why or self._sparse(given, kind, layer, once)
             if not isinstance(out, str):
                 return out
             reason = out
@@ -149,23 +146,31 @@ class Forward:
         except MEANT_FOR_HOST:
             raise
         except Exception as error:
-            if error is exact.failure:
+            if error is once.failure:
                 raise
             self.run.failures.tell("a call was computed dense", error)
             reason = FAILED
         if kind is not Kind.CROSS and not layer.beside:
             self.begun.record.dense.add(layer.row)
+        result = once.result()
         if reason != CROSS_ATTENTION:
-            self.run.tally.add_dense(reason, self._tokens(given, kind), exact.by_faster)
+            self.run.tally.add_dense(reason, self._tokens(given, kind), once.by_eight_bit)
         else:
-            if self._may_be_sparse and not given.facts.has_mask:
-                with self.run.failures.caught("a cross-attention call took ComfyUI's own kernel"):
-                    exact.try_faster()
-            self.run.tally.add_cross(exact.by_faster)
-        return exact.own()
+            self.run.tally.add_cross()
+        return result
+
+    def _eight_bit(self, given: AttentionCall) -> Tensor | None:
+        """Result by 8-bit dense attention; None where the call has to be exact."""
+        if self.unusable is not None or given.backend != self.run.backend.name:
+            return None
+        if exact_reason(given.facts, self.layout, self.run.settings) is not None:
+            return None
+        with self.run.failures.caught("a dense call was computed exact"):
+            return self.begun.eight_bit(given.tensors) if isinstance(given.tensors, Call) else None
+        return None
 
     def _sparse(
-        self, given: AttentionCall, kind: Kind, layer: Layer, exact: ExactOnce
+        self, given: AttentionCall, kind: Kind, layer: Layer, dense: DenseOnce
     ) -> Tensor | str:
         """Sparse result of a call, or the reason why it is dense."""
         reason = self._why_dense(given, layer)
@@ -174,7 +179,7 @@ class Forward:
         assert isinstance(given.tensors, Call)
         whole, tokens = kind is Kind.SELF, given.facts.query_tokens
         ends = self.layout.exact_tokens(tokens, given.reference_tokens) if whole else (0, 0)
-        out = self.begun.sparse(given.tensors, layer.row, exact, ends)
+        out = self.begun.sparse(given.tensors, layer.row, dense, ends)
         if isinstance(out, str):
             return out
         if self.layout.remark:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from ..sparge import capabilities
 from ..sparge.common.untraced import untraced
 from ..sparge.common.whole_graph import is_traced_whole
 from ..sparge.kernels.warmup import Warmup, warm_up
+from ..sparge.speed import speed_table
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
 from .attention_call import AttentionCall
@@ -176,7 +177,9 @@ class Hook:
 
     def prepare_kernels(self, device: torch.device) -> Warmup | None:
         """Starts compiling what the device lacks; None where no kernel can run."""
-        return warm_up(device, self.show) if capabilities(device).usable else None
+        if not capabilities(device).usable:
+            return None
+        return warm_up(device, self.show, partial(speed_table, backend=host.exact_backend()))
 
     def _await_kernels(self, run: Run, device: torch.device) -> None:
         """Waits for the kernels, so that whether a call is sparse never depends on how fast a
@@ -247,16 +250,18 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        path = func if previous is None else functools.partial(previous, func)
-        dense = functools.partial(
+        path = func if previous is None else partial(previous, func)
+        dense = partial(
             path, q, k, v, heads, mask=mask, attn_precision=attn_precision,
             skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs,
         )  # fmt: skip
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
-        order = host.sdpa_order(func) if previous is None else None
-        call = AttentionCall(q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, order)
+        backend = host.backend_name(func) if previous is None else ""
+        call = AttentionCall(
+            q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, backend
+        )  # fmt: skip
         return forward.attend(call, dense)
 
     setattr(override, MARK, Mark(hook, previous))

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import torch
-from torch.nn.attention import SDPBackend
+
+from ..sparge.speed import Backend
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
@@ -51,12 +52,24 @@ def untracked_allocations() -> AbstractContextManager[None]:
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
-def sdpa_order(backend: object) -> Sequence[SDPBackend] | None:
-    """Order in which ComfyUI asks PyTorch to choose a kernel, empty for PyTorch's own; None where
-    its attention function `backend` is not PyTorch's."""
-    if getattr(backend, "__name__", "") != "attention_pytorch":
-        return None
-    return getattr(sys.modules.get("comfy.ops"), "SDPA_BACKEND_PRIORITY", ())
+def exact_backend() -> Backend:
+    """ComfyUI's own function for exact attention, as its start options chose it."""
+    import comfy.ldm.modules.attention as attention
+
+    chosen: Callable[..., torch.Tensor] = attention.optimized_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return chosen(q, k, v, q.shape[1], skip_reshape=True)
+
+    return Backend(backend_name(chosen), attend)
+
+
+def backend_name(function: object) -> str:
+    """Name of one of ComfyUI's functions for attention, with the order in which it asks PyTorch for
+    kernels."""
+    name = getattr(function, "__name__", "")
+    order = getattr(sys.modules.get("comfy.ops"), "SDPA_BACKEND_PRIORITY", ())
+    return " ".join([name, *(kernel.name for kernel in order)])
 
 
 def profile_folder() -> Path:

@@ -65,8 +65,8 @@ def summary(result: RunResult) -> str:
         if tally.dense:
             of = " of text or sound" if tally.missing else ""
             parts.append(f"{tally.dense} dense self-attention calls{of}")
-    if tally.faster_dense:
-        parts.append(f"{tally.faster_dense} dense calls were measured, by a faster exact kernel")
+    if tally.eight_bit:
+        parts.append(f"{tally.eight_bit} dense calls in 8 bits, faster here than exact ones")
     if result.from_profile:
         parts.append(f"heads as the profile {result.profile_name} has them, not measured")
     if tally.reasons and not tally.missing:
@@ -74,8 +74,7 @@ def summary(result: RunResult) -> str:
         parts.append("dense because: " + ", ".join(reasons))
         parts.append(advice(result))
     if tally.cross:
-        faster = f", {tally.faster_cross} by a faster kernel" if tally.faster_cross else ""
-        parts.append(f"{tally.cross} cross-attention calls (always dense{faster})")
+        parts.append(f"{tally.cross} cross-attention calls (always exact)")
     if tally.filter_left_out:
         parts.append(LEFT_OUT)
     parts.extend(note.rstrip(".") for note in result.notes)

@@ -17,9 +17,8 @@ class Tally:
 
     sparse: int = 0
     cross: int = 0
-    faster_cross: int = 0
-    faster_dense: int = 0
-    """Dense calls by another kernel than ComfyUI's choice; above likewise of cross-attention."""
+    eight_bit: int = 0
+    """Dense calls by 8-bit dense attention."""
     forwards: int = 0
     tokens: int = 0
     family: str = ""
@@ -75,16 +74,15 @@ class Tally:
             self.filter_left_out |= filter_left_out
             self.tokens = max(self.tokens, tokens)
 
-    def add_dense(self, reason: str, tokens: int, by_faster_kernel: bool) -> None:
+    def add_dense(self, reason: str, tokens: int, by_eight_bit: bool) -> None:
         with self._lock:
             self.reasons[reason] += 1
-            self.faster_dense += by_faster_kernel
+            self.eight_bit += by_eight_bit
             self.tokens = max(self.tokens, tokens)
 
-    def add_cross(self, by_faster_kernel: bool) -> None:
+    def add_cross(self) -> None:
         with self._lock:
             self.cross += 1
-            self.faster_cross += by_faster_kernel
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..sparge import capabilities
 from ..sparge.common.failures import Failures
+from ..sparge.speed import known_table
 from ..sparge.tune import Conditioning, Fingerprint, Profile, Session, SigmaWindow
-from ..sparge.tune.worth import speed_matters
-from .host import untracked_allocations
+from ..sparge.tune.ways import speed_matters
+from .host import exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
 from .result import RunResult, Tally
 from .settings import Settings
@@ -56,6 +58,7 @@ class Run:
         """Adds a remark to the report, once."""
         self.failures = Failures()
         self.replaced_blocks = ReplacedBlocks()
+        self.backend = exact_backend()
         self.session = Session(
             settings.aim,
             dense_steps=self.window.dense_steps(schedule),
@@ -63,6 +66,8 @@ class Run:
             profile=profile,
             note=self.note,
             untracked=untracked_allocations,
+            speed=partial(known_table, backend=self.backend),
+            exact_dense=settings.exact_dense,
         )
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything

@@ -36,6 +36,7 @@ class Settings:
     cdfthreshd: float = 0.98
     simthreshd1: float = -0.1
     quality: str = "balanced"
+    exact_dense: bool = False
 
     def __post_init__(self) -> None:
         """Checks the values when the node runs, not steps later: what comes through a link instead

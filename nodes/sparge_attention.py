@@ -82,10 +82,11 @@ class SpargeAttention(io.ComfyNode):
         cdfthreshd: float = DEFAULT.cdfthreshd,
         simthreshd1: float = DEFAULT.simthreshd1,
         quality: str = DEFAULT.quality,
+        exact_dense: bool = DEFAULT.exact_dense,
         profile: NamedProfile | None = None,
     ) -> io.NodeOutput:
         widgets = (mode, topk, pvthreshd, start_percent, end_percent, min_tokens)
-        more = (dense_blocks or "", select_by, cdfthreshd, simthreshd1, quality)
+        more = (dense_blocks or "", select_by, cdfthreshd, simthreshd1, quality, exact_dense)
         settings = Settings(*widgets, *more)
         node_id = cls.hidden.unique_id if cls.hidden else None
         hook = Hook(settings, node_id, profile)
@@ -203,5 +204,13 @@ def _widgets() -> list[Any]:
             + ". Louder heads, those with larger output, count more; heads that hardly show "
             "may err more. fast is faster, high is truer.",
             options=list(QUALITIES),
+        ),
+        _widget(
+            io.Boolean,
+            "exact_dense",
+            "Steps and blocks that are not sparse are computed exactly. Off is faster where this "
+            "GPU computes them faster in 8 bits, which nobody sees; on is truer. Auto modes "
+            "only: in manual mode they are always exact.",
+            advanced=True,
         ),
     ]

@@ -151,3 +151,7 @@ def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> Pe
     if not low <= scalar <= high:
         raise ValueError(f"{name} is {shown(value)}; it takes a number from {low:g} to {high:g}.")
     return scalar
+
+
+#: Dense attention in 8 bits: every block is kept, and nothing is filtered.
+EIGHT_BIT_DENSE = SparsePolicy(topk=1.0)

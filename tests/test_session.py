@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparge import TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
 from sparge.speed.measuring_cost import UNLIMITED, Afforded
-from sparge.tune import MEASURING, Aim, Fingerprint, Model, Probe, Session, tables
+from sparge.tune import MEASURING, Aim, Fingerprint, Model, Probe, Session, Ways
+from sparge.tune.ways import RunLength
 
 GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
@@ -121,14 +122,14 @@ def test_the_first_step_counts_as_dense_where_none_is(qkv, monkeypatch) -> None:
     """A measurement has to pay in the steps that are left."""
     asked = []
 
-    def affordable(call, most, *_, layers: int, dense_steps: int, sparse_steps: int | None):
-        asked.append((layers, dense_steps, sparse_steps))
+    def affordable(self: Ways, call, most, *, run: RunLength, **_: object) -> Afforded:
+        asked.append(run)
         return Afforded(most, UNLIMITED)
 
-    monkeypatch.setattr(tables, "affordable", affordable)
+    monkeypatch.setattr(Ways, "affordable", affordable)
     session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=0)
     session.begin_step(0, MODEL, "cpu").attend(0, *qkv)
-    assert asked == [(LAYERS, 1, STEPS - 1)]
+    assert asked == [RunLength(LAYERS, 1, STEPS - 1)]
 
 
 def test_a_device_may_be_named_in_two_ways(qkv) -> None:

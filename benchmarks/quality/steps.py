@@ -13,7 +13,7 @@ from benchmarks.shares import share_of
 from sparge.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
-from sparge.tune import Aim, Call, ExactOnce, Model, Plan, Session, SessionPass
+from sparge.tune import Aim, Call, DenseOnce, Model, Plan, Session, SessionPass
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
@@ -82,7 +82,7 @@ class TunedHeads:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[TokenOrder | None, HeadSettings]:
         call = Call(q, k, v)
-        plan = self._running.plan(call, layer, ExactOnce(call.exact))
+        plan = self._running.plan(call, layer, DenseOnce(call.exact))
         if isinstance(plan, str):
             raise RuntimeError(f"Layer {layer} is not sparse: {plan}.")
         assert plan.head_settings is not None

@@ -48,6 +48,7 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer = POINTER(c_void_p)
     arguments = {
         "cuInit": [c_uint],
+        "cuDriverGetVersion": [POINTER(c_int)],
         "cuGetErrorName": [c_int, POINTER(c_char_p)],
         "cuGetErrorString": [c_int, POINTER(c_char_p)],
         "cuDeviceGet": [POINTER(c_int), c_int],
@@ -72,6 +73,13 @@ def check(lib: ctypes.CDLL, function: str, status: int) -> None:
         lib.cuGetErrorString(status, byref(text))
         words = (value.value or b"unknown" for value in (name, text))
         raise DriverError(function, status, *(word.decode() for word in words))
+
+
+def driver_version() -> int:
+    """Newest CUDA of the driver, such as 13000 for 13.0. Raises DriverError."""
+    version = c_int()
+    check(library(), "cuDriverGetVersion", library().cuDriverGetVersion(byref(version)))
+    return version.value
 
 
 @functools.cache

@@ -8,13 +8,12 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import time
 from pathlib import Path
 
 from ..common.whole_file import write_whole
 from .cubin import Cubin, check_image
-from .folder import distrust_file, make_folder
+from .folder import make_folder, read_file
 from .report import Report, dump
 from .spec import KernelSpec
 
@@ -22,7 +21,6 @@ logger = logging.getLogger("sparge")
 
 LARGEST = 16 << 20  # bytes; with line info a kernel has 600 KB
 DAY = 24 * 3600.0
-_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | None:
@@ -33,8 +31,8 @@ def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | N
     """
     beside = path.with_suffix(".json")
     try:
-        facts = json.loads(_read(beside, in_cache))
-        image = _read(path, in_cache)
+        facts = json.loads(read_file(beside, LARGEST, of_user=in_cache))
+        image = read_file(path, LARGEST, of_user=in_cache)
         if (facts["name"], facts["target"]) != (path.stem, spec.arch):
             raise ValueError("it is of another name or target")
         if facts["sha256"] != hashlib.sha256(image).hexdigest():
@@ -64,17 +62,6 @@ def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
     }
     _publish(path, cubin.image)
     _publish(path.with_suffix(".json"), dump(facts))
-
-
-def _read(path: Path, in_cache: bool) -> bytes:
-    handle = os.open(path, _READ)
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
-            raise ValueError(f"{path.name} is no file of a kernel")
-        if in_cache and (why := distrust_file(status)):
-            raise ValueError(why)
-        return file.read()
 
 
 def _note_use(path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 #: Whatever the umask, only the owner writes.
 _MODE = 0o755
+_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -89,6 +90,21 @@ def distrust_file(status: os.stat_result) -> str:
     if status.st_uid != os.geteuid():
         return f"it belongs to another user (uid {status.st_uid})"
     return "other users may write to it" if _open(status) else ""
+
+
+def read_file(path: Path, largest: int, *, of_user: bool = True) -> bytes:
+    """Bytes of a regular file of at most so many; of_user: nobody else may write to it.
+
+    Raises OSError, and ValueError for another kind of file.
+    """
+    handle = os.open(path, _READ)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
+            raise ValueError(f"{path.name} is no file of this pack")
+        if of_user and (why := distrust_file(status)):
+            raise ValueError(why)
+        return file.read()
 
 
 def is_private(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
-from .call import Call, ExactOnce
+from .call import Call, DenseOnce
 from .candidates import CandidateSet
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint, Fit, Verdict
@@ -27,9 +27,9 @@ from .session_pass import MEASURING, Plan, SessionPass
 from .settings_table import SettingsTable
 from .shape import Shape
 from .step_settings import StepSettings
+from .ways import Ways, fitted
 from .window import SigmaWindow
 from .workload import Workload
-from .worth import by_faster_kernel, fitted
 
 __all__ = [
     "BLOCKS_A_CALL",
@@ -40,8 +40,8 @@ __all__ = [
     "Call",
     "CandidateSet",
     "Conditioning",
+    "DenseOnce",
     "Densities",
-    "ExactOnce",
     "Fingerprint",
     "Fit",
     "HeadTable",
@@ -71,8 +71,8 @@ __all__ = [
     "Table",
     "TextPosition",
     "Verdict",
+    "Ways",
     "Workload",
-    "by_faster_kernel",
     "fitted",
     "kernel_measure",
     "mean_error",

@@ -9,19 +9,18 @@ from torch import Tensor
 from ..order.grid import TokenGrid, TokenOrder, unmeasured_order
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
-from ..speed.worth import density_with_exact
 from .call import Call
 from .facts import Layout
 from .head_table import Untracked
-from .worth import slower_reason
+from .ways import Ways
 
 
 class AlikeHeads:
     """Token orders of one run on its devices, by grid and variant."""
 
-    def __init__(self, untracked: Untracked, even_if_slower: bool) -> None:
-        """untracked, even_if_slower: as in `Session`."""
-        self._untracked, self._even_if_slower = untracked, even_if_slower
+    def __init__(self, untracked: Untracked, ways: Ways) -> None:
+        """untracked: as in `Session`."""
+        self._untracked, self._ways = untracked, ways
         self._orders: dict[tuple[TokenGrid, int, torch.device], TokenOrder] = {}
 
     def begin(self, layout: Layout, step: int, device: torch.device) -> None:
@@ -46,14 +45,20 @@ class AlikeHeads:
         """Reason why a call would be slower sparse, or None. What cdf keeps is not known, nor what
         heads do that have a share each."""
         topk = policy.topk
-        if policy.select_by != "topk" or self._even_if_slower or isinstance(topk, Tensor):
+        if policy.select_by != "topk" or isinstance(topk, Tensor):
             return None
         text = (policy.exact_prefix + policy.exact_suffix) / call.query_tokens
         density = density_with_exact(topk, text)
-        return slower_reason(call, density, policy.pv_filter, pooled=None)
+        return self._ways.slower_reason(call, density, pooled=0.0)
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""
         for grid, variant, _ in self._orders:
             unmeasured_order(grid, variant).forget_copies()
         self._orders.clear()
+
+
+def density_with_exact(topk: float, exact: float) -> float:
+    """Share of pairs kept where query blocks rank in `topk` of all key blocks, and a share `exact`
+    of the tokens (text) attends and is attended to densely."""
+    return exact + (1 - exact) * min(1.0, exact + topk)

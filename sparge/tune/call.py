@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import attention
@@ -15,8 +15,7 @@ from ..checks.validate import as_heads_first
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
-from ..policy import SparsePolicy
-from ..speed.worth import torch_kernel
+from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stats import AttentionStats
 
 
@@ -30,9 +29,6 @@ class Call:
     scale: float | None = None
     layout: str = "HND"
     """Layout of its result: "HND" (B, H, N, D), "NHD" (B, N, H, D) or "flat" (B, N, H*D)."""
-    sdpa_order: Sequence[SDPBackend] | None = ()
-    """Order in which PyTorch is asked to choose a kernel where its attention serves an exact call,
-    empty for its own order; None where something else may serve it."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None) -> Call:
@@ -84,12 +80,6 @@ class Call:
             return out
         return out.transpose(1, 2) if self.layout == "NHD" else out.transpose(1, 2).flatten(2)
 
-    def dense_kernel(self) -> str:
-        """Kernel that PyTorch would take for an exact call; "" where that is not known."""
-        if self.sdpa_order is None or self.shares_keys:
-            return ""
-        return torch_kernel(*self.qkv, self.sdpa_order)
-
     def exact(self) -> Tensor:
         """Result of PyTorch's own attention."""
         return self.result(
@@ -99,7 +89,7 @@ class Call:
     def sparse(
         self,
         policy: SparsePolicy,
-        stats: AttentionStats,
+        stats: AttentionStats | None = None,
         order: TokenOrder | None = None,
         head_settings: HeadSettings | None = None,
     ) -> Tensor:
@@ -118,33 +108,42 @@ class Call:
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(2) if self.layout == "flat" else out
 
+    def eight_bit(self) -> Tensor | None:
+        """Result of 8-bit dense attention; None where the library cannot serve the call, or memory
+        is too full: exact attention may need less."""
+        try:
+            return self.sparse(EIGHT_BIT_DENSE)
+        except (Unsupported, torch.OutOfMemoryError):
+            return None
 
-class ExactOnce:
-    """Exact result of a call in its layout, computed once however often it is asked for."""
+
+def _exact() -> None:
+    """Stands for 8-bit dense attention where a call has to be exact."""
+
+
+class DenseOnce:
+    """Dense result of a call in its layout, computed once however often it is asked for."""
 
     def __init__(
-        self, compute: Callable[[], Tensor], faster: Callable[[], Tensor | None] | None = None
+        self, exact: Callable[[], Tensor], eight_bit: Callable[[], Tensor | None] = _exact
     ) -> None:
-        """compute: by whatever serves the host's exact calls. faster: by a faster kernel; gives
-        None where none is known."""
-        self._compute, self._faster = compute, faster
+        """exact: by whatever serves the host's exact calls. eight_bit: by 8-bit dense attention;
+        gives None where exact attention is to be."""
+        self._exact, self._eight_bit = exact, eight_bit
         self._out: Tensor | None = None
-        self.by_faster = False
-        """Whether a faster kernel gave it."""
+        self.by_eight_bit = False
+        """Whether it is that of 8-bit dense attention."""
         self.failure: Exception | None = None
-        """Error that `compute` raised: not one of this pack."""
+        """Error that `exact` raised: not one of this pack."""
 
-    def own(self) -> Tensor:
+    def result(self) -> Tensor:
+        if self._out is None:
+            self._out = self._eight_bit()
+            self.by_eight_bit = self._out is not None
         if self._out is None:
             try:
-                self._out = self._compute()
+                self._out = self._exact()
             except Exception as error:
                 self.failure = error
                 raise
         return self._out
-
-    def try_faster(self) -> None:
-        """Takes the result of a faster kernel, where one is known."""
-        if self._out is None and self._faster is not None:
-            self._out = self._faster()
-            self.by_faster = self._out is not None

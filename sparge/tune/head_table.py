@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
-from ..speed.measuring_cost import AGAIN_CALLS, UNLIMITED, Afforded
+from ..speed.measuring_cost import AGAIN_CALLS
 from .aim import Aim
-from .call import Call, ExactOnce
+from .call import Call, DenseOnce
 from .facts import PassFacts, Place
 from .kernel_measure import measure_for
 from .layer_settings import LayerSettings
@@ -26,7 +26,7 @@ from .schedule import MeasuringSchedule
 from .settings_table import SettingsTable
 from .shape import Shape
 from .step_settings import StepSettings, probe_number
-from .worth import slower_reason
+from .ways import RunLength, Ways
 
 NOT_MEASURED = "this layer could not be measured"
 NO_ROOM = "more attention calls in one block than there is room for"
@@ -38,8 +38,6 @@ TOO_SHORT = "too few steps are left to pay for measuring"
 #: Measuring, or sparse computation, raised an error.
 FAILED = "an error of this node (see the log)"
 
-#: `worth.affordable` for a run's layers and steps.
-Afford = Callable[[Call, int, int, int, float], Afforded]
 #: Number of the conditioning that is measured again while steps are sparse: the positive prompt.
 COND = 0
 #: Context around allocations that other calls of a layer do without.
@@ -57,9 +55,9 @@ class HeadTable:
         aim: Aim,
         policy: SparsePolicy,
         device: torch.device,
-        afford: Afford,
-        untracked: Untracked = nullcontext,
-        even_if_slower: bool = False,
+        ways: Ways,
+        run: RunLength,
+        untracked: Untracked,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
         self.probe: Probe | None = None
@@ -70,8 +68,8 @@ class HeadTable:
         """
         self.one_order = False
         """Heads were measured in one way through the tokens: more would have cost too much."""
-        self._afford: Afford | None = None if even_if_slower else afford  # until it is asked
-        self._untracked, self._even_if_slower = untracked, even_if_slower
+        self._ways, self._run, self._untracked = ways, run, untracked
+        self._is_settled = False  # how much is measured
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -81,8 +79,7 @@ class HeadTable:
         self._kept_by_rank = torch.from_numpy(by_rank).float()
         self._measurement: Measurement | None = None
         self._schedule = MeasuringSchedule()
-        self._again = UNLIMITED if even_if_slower else 0  # times that heads are measured again
-        self._by_faster_kernel = False  # whether measured calls are served by one
+        self._again = 0  # times that heads are measured again
         self._place_again: int | None = None  # index in the batch of the pass
         self._batch_entries = 1  # entries in that batch
         self._finite: Tensor | None = None  # (2, rows) bool: dense results hold no NaN, no inf
@@ -150,27 +147,25 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def measure(self, row: int, call: Call, exact: ExactOnce) -> None:
+    def measure(self, row: int, call: Call, dense: DenseOnce) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits."""
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
-        if slower := self._slower(call, least, pooled=0.0):
+        if slower := self._ways.slower_reason(call, least, pooled=0.0):
             self._refusals[row] = slower
             return
         self._called.add(row)
         if self._measurement is None or not self._schedule.measuring:
             return
         calls = self._schedule.calls_a_measurement
-        if self._afford is not None:
-            self._settle(self._measurement, self._afford, call, least)
+        if not self._is_settled:
+            self._settle(self._measurement, call, least)
         if self.why_dense is not None:
             return
         # Errors raised here have nothing to do with measuring.
-        if self._by_faster_kernel:
-            exact.try_faster()
-        out = exact.own()
+        out = dense.result()
         try:
             with self._untracked():
                 self._look_for_nan(row, call.result_heads_first(out))
@@ -195,18 +190,22 @@ class HeadTable:
         self._finite[0, row] &= ~extremes.isnan().any()
         self._finite[1, row] &= ~extremes.isinf().any()
 
-    def _settle(self, measurement: Measurement, afford: Afford, call: Call, least: float) -> None:
+    def _settle(self, measurement: Measurement, call: Call, least: float) -> None:
         """Once: layers and conditionings compare only where all measure the same token orders."""
         most, schedule = len(measurement.order_kinds[0]), self._schedule
-        afforded = afford(
-            call, most, schedule.measurements_a_layer, schedule.calls_a_measurement, least
+        afforded = self._ways.affordable(
+            call,
+            most,
+            run=self._run,
+            conditionings=schedule.measurements_a_layer,
+            calls=schedule.calls_a_measurement,
+            least=least,
         )
-        self._afford = None
+        self._is_settled = True
         if not afforded.pays:
             self.why_dense, self._measurement = TOO_SHORT, None
             return
         self.one_order, self._again = afforded.order_kinds < most, afforded.again
-        self._by_faster_kernel = afforded.by_faster_kernel
         if self.one_order:
             measurement.measure_one_order()
 
@@ -306,16 +305,10 @@ class HeadTable:
             return head_settings
         # All heads count as pooled: that is 1/64 of a dense call, and reasons of layers stay alike.
         pooled = float(head_settings.pools)
-        if slower := self._slower(call, self._kept[row], pooled):
+        if slower := self._ways.slower_reason(call, self._kept[row], pooled):
             return slower
         self.sparse_rows.add(row)
         return head_settings
-
-    def _slower(self, call: Call, kept: float, pooled: float) -> str | None:
-        """Why a call that keeps this share of its pairs would be slower than exact, or None."""
-        if self._even_if_slower:
-            return None
-        return slower_reason(call, kept, self._policy.pv_filter, pooled)
 
     def refusal(self, row: int) -> str | None:
         """Reason why a layer cannot be measured whatever comes, or None."""

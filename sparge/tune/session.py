@@ -38,6 +38,7 @@ from .report import Report
 from .session_pass import SessionPass
 from .shape import Shape, table_of
 from .tables import HeadTables
+from .ways import SpeedOf, Ways, nothing_known
 
 
 def _ignored(remark: str) -> None:
@@ -57,6 +58,8 @@ class Session:
         profile: Profile | None = None,
         note: Callable[[str], None] = _ignored,
         untracked: Untracked = nullcontext,
+        speed: SpeedOf = nothing_known,
+        exact_dense: bool = False,
         even_if_slower: bool = False,
     ) -> None:
         """Heads are measured in the last dense step, or in the first step where there is none.
@@ -73,6 +76,9 @@ class Session:
             note: takes a remark for the user, such as what a profile lacks.
             untracked: context around measuring and probing, which few calls do, for hosts that
                 record the allocations of a pass.
+            speed: gives the speed table of a device, such as `sparge.speed.speed_table`; with an
+                aim dense calls are then in 8 bits where that is faster.
+            exact_dense: dense calls are exact all the same.
             even_if_slower: heads are measured and calls are sparse also where exact calls would be
                 faster.
         """
@@ -89,10 +95,11 @@ class Session:
             note(f"The profile is for {other}, not for {aim}, so this run measures")
             profile = None
         self.aim = aim
+        self._ways = Ways(speed, exact_dense or aim is None, even_if_slower)
         self._heads = (
-            AlikeHeads(untracked, even_if_slower)
+            AlikeHeads(untracked, self._ways)
             if aim is None
-            else HeadTables(aim, profile, note, measured, left, untracked, even_if_slower)
+            else HeadTables(aim, profile, note, measured, left, untracked, self._ways)
         )
         self._passes: list[SessionPass] = []
 
@@ -129,7 +136,7 @@ class Session:
         elif may_be_sparse:
             self._heads.begin(layout, facts.step, device)
         record = PassRecord.begin(facts.step, layout.rows, device, may_be_sparse)
-        begun = SessionPass(self._heads, device, layout, policy, facts, tables, record)
+        begun = SessionPass(self._heads, self._ways, device, layout, policy, facts, tables, record)
         self._passes.append(begun)
         return begun
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .alike_heads import AlikeHeads
-from .call import Call, ExactOnce
+from .call import Call, DenseOnce
 from .facts import Layout, PassFacts
 from .head_table import HeadTable
 from .records import PassRecord
 from .shape import Shape
 from .tables import HeadTables
+from .ways import Ways
 
 #: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
@@ -46,6 +48,7 @@ class SessionPass:
     """View of a session by one forward pass."""
 
     heads: HeadTables | AlikeHeads
+    ways: Ways
     device: torch.device
     layout: Layout
     policy: SparsePolicy
@@ -54,7 +57,7 @@ class SessionPass:
     record: PassRecord
     calls: Counter[Shape] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    """Number of exact results of `attend` by the reason for them."""
+    """Number of dense results of `attend` by the reason for them."""
 
     @untraced
     def attend(
@@ -68,7 +71,7 @@ class SessionPass:
         scale: float | None = None,
         exact: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """Self-attention of a layer: sparse where its heads are chosen, else exact, and measured.
+        """Self-attention of a layer: sparse where its heads are chosen, else dense, and measured.
 
         q, k, v and the result are (B, H, N, D) for layout "HND", (B, N, H, D) for "NHD". exact
         gives the result of exact attention in that layout; `scaled_dot_product_attention` without
@@ -76,20 +79,25 @@ class SessionPass:
         """
         layer = whole_number("layer", layer, 0)
         call = Call.of(q, k, v, layout, scale)
-        once = ExactOnce(exact or call.exact)
+        dense = DenseOnce(exact or call.exact, partial(self.eight_bit, call))
         try:
             self._check(call)
-            out = self.sparse(call, layer, once)
+            out = self.sparse(call, layer, dense)
             if not isinstance(out, str):
                 return out
             reason = out
         except Unsupported as refusal:
-            if refusal is once.failure:
+            if refusal is dense.failure:
                 raise
             reason = refusal.reason
         self.reasons[reason] += 1
         self.record.dense.add(layer)
-        return once.own()
+        return dense.result()
+
+    def eight_bit(self, call: Call) -> Tensor | None:
+        """Result of a call by 8-bit dense attention; None where it has to be exact."""
+        on_device = call.q.device == self.device
+        return call.eight_bit() if on_device and self.ways.eight_bit_dense(call) else None
 
     def _check(self, call: Call) -> None:
         """Raises Unsupported for a call that is exact in every step."""
@@ -101,12 +109,12 @@ class SessionPass:
         check_inference(q, k, v)
 
     def sparse(
-        self, call: Call, row: int, exact: ExactOnce, ends: tuple[int, int] | None = None
+        self, call: Call, row: int, dense: DenseOnce, ends: tuple[int, int] | None = None
     ) -> Tensor | str:
         """Sparse result of a call of a layer, or the reason why it has to be dense; the rest as in
         `plan`.
         """
-        plan = self.plan(call, row, exact, ends)
+        plan = self.plan(call, row, dense, ends)
         if isinstance(plan, str):
             return plan
         out = call.sparse(plan.policy, self.record.stats_of(row), plan.order, plan.head_settings)
@@ -115,11 +123,11 @@ class SessionPass:
         return out
 
     def plan(
-        self, call: Call, row: int, exact: ExactOnce, ends: tuple[int, int] | None = None
+        self, call: Call, row: int, dense: DenseOnce, ends: tuple[int, int] | None = None
     ) -> Plan | str:
         """Plan of a sparse call of a layer, or the reason why it is dense.
 
-        A dense call is measured while its table is open, which takes its exact result. Never waits
+        A dense call is measured while its table is open, which takes its result. Never waits
         but to make a table. ends: numbers of tokens at either end that stay exact, where it is not
         those of the grid.
         """
@@ -139,7 +147,7 @@ class SessionPass:
                 return self.facts.why_dense or MEASURING
             self.tables[shape] = table
         if not table.is_chosen:
-            table.measure(row, call, exact)
+            table.measure(row, call, dense)
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense

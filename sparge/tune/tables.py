@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from functools import partial
 
 import torch
 
@@ -21,7 +19,7 @@ from .facts import Layout, PassFacts
 from .head_table import HeadTable, Untracked
 from .profile import Profile
 from .shape import Shape, table_of
-from .worth import affordable
+from .ways import RunLength, Ways
 
 #: Layers of a model that does not show how many it has, of a shape that no pass had before.
 USUAL_LAYERS = 40
@@ -37,15 +35,15 @@ class HeadTables:
         note: Callable[[str], None],
         dense_steps: int,
         sparse_steps: int | None,
-        untracked: Untracked = nullcontext,
-        even_if_slower: bool = False,
+        untracked: Untracked,
+        ways: Ways,
     ) -> None:
         """dense_steps, sparse_steps: how many of each the run has; sparse_steps is None where that
         is not known. note: takes a remark for the user. untracked: around allocations inside a
-        call that other calls do without. even_if_slower: as in `Session`."""
+        call that other calls do without."""
         self.aim = aim
         self._profile, self._note = profile, note
-        self._untracked, self._even_if_slower = untracked, even_if_slower
+        self._untracked, self._ways = untracked, ways
         self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
         self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, int, Shape]] = set()
@@ -133,21 +131,17 @@ class HeadTables:
             table = self._tables.get((device, which, shape))
             if table is None:
                 seen = self._layers.get((device, which, shape))
-                afford = partial(
-                    affordable,
-                    layers=layout.blocks or seen or layout.layers or USUAL_LAYERS,
-                    dense_steps=self._dense_steps,
-                    sparse_steps=self._sparse_steps,
-                )
+                layers = layout.blocks or seen or layout.layers or USUAL_LAYERS
+                run = RunLength(layers, self._dense_steps, self._sparse_steps)
                 table = HeadTable(
                     shape,
                     layout.rows,
                     self.aim,
                     policy,
                     device,
-                    afford,
+                    self._ways,
+                    run,
                     self._untracked,
-                    self._even_if_slower,
                 )
                 self._tables[device, which, shape] = table
                 if which == 0:  # the profile is of the model that is sampled

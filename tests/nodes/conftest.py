@@ -70,6 +70,11 @@ def load_pack() -> Any:
     stand_ins = {
         "comfy": _module("comfy", model_management=management),
         "comfy.model_management": management,
+        "comfy.ldm": _module("comfy.ldm"),
+        "comfy.ldm.modules": _module("comfy.ldm.modules"),
+        "comfy.ldm.modules.attention": _module(
+            "comfy.ldm.modules.attention", optimized_attention=backend
+        ),
         "comfy_api": _module("comfy_api"),
         "comfy_api.latest": _module(
             "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,16 +83,15 @@ def test_the_filter_is_used_again(load_pack, refusing, warmed):
     assert fitted(policy, GPU) is policy
 
 
-def test_rates_of_the_best_target_no_longer_hold(load_pack, refusing, warmed):
-    worth, plan = load_pack("sparge.tune.worth"), load_pack("sparge.speed.worth")
-    q = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
-    call = SimpleNamespace(q=q, query_tokens=50_000, head_dim=128)
+def test_the_speed_of_the_best_target_no_longer_holds(load_pack, refusing, warmed, monkeypatch):
+    speed = load_pack("sparge.speed")
+    table = speed.SpeedTable({}, "", {})
     refusing("attend_hopper")
-    assert worth.gpu_name(GPU) == H200 and worth.known_rates(call) is not None
+    key = load_pack("sparge.speed.kept")._key(GPU, speed.TORCH)
+    monkeypatch.setitem(load_pack("sparge.speed.kept")._known, key, table)
+    assert speed.known_table(GPU) is table
     warmed()
-    assert worth.gpu_name(GPU) == f"{H200} by sm_90" and worth.known_rates(call) is None
-    assert plan.proportions_for(worth.gpu_name(GPU), 128) is not None, "as for any other GPU"
-    assert worth.gpu_name(torch.device("cpu")) == ""
+    assert speed.known_table(GPU) is None
 
 
 def test_the_report_says_so_once(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -46,13 +47,13 @@ def chosen(load_pack, grid):
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
-        afforded = load_pack("sparge.speed.measuring_cost").Afforded
-        device, all_orders = torch.device("cpu"), lambda call, most, *_: afforded(most, again=True)
-        table = module.HeadTable(shape, 1, aim, policy, device, all_orders)
+        run = load_pack("sparge.tune.ways").RunLength(1, 1, None)
+        device = torch.device("cpu")
+        table = module.HeadTable(shape, 1, aim, policy, device, tune.Ways(), run, nullcontext)
         for conditioning, *qkv in passes:
             table.begin_pass(facts(conditioning, 0, "before start_percent", True))
             own = partial(scaled_dot_product_attention, *qkv)
-            table.measure(0, tune.Call(*qkv), tune.ExactOnce(own))
+            table.measure(0, tune.Call(*qkv), tune.DenseOnce(own))
         table.begin_pass(facts(passes[0][0], 1))
         return table.choices
 
@@ -80,7 +81,8 @@ def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
     module = load_pack("sparge.tune.head_table")
     aim, policy = load_pack("sparge.tune").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
     shape = module.Shape(grid.tokens, 2, grid, rows=3)
-    table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), lambda *_: None)
+    ways, run = load_pack("sparge.tune").Ways(), load_pack("sparge.tune.ways").RunLength(3, 1, None)
+    table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), ways, run, nullcontext)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
     assert (
         table.head_settings(3) == module.NO_ROOM and table.head_settings(2) == module.NOT_MEASURED

@@ -213,7 +213,7 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, 
     shape = heads.chosen[0].shape
     unordered = type(shape)(shape.tokens, shape.heads, None)
     table = type(heads.chosen[0])(
-        unordered, choices.layers, heads.aim, known.asked, torch.device("cpu"), None
+        unordered, choices.layers, heads.aim, known.asked, torch.device("cpu"), None, None, None
     )
     heads._use_profile(table)
     assert table.choices is None

@@ -12,7 +12,7 @@ TOKENS, HEADS = 256, 2
 
 @pytest.fixture
 def pv_filter(load_pack):
-    return load_pack("sparge.tune.worth")
+    return load_pack("sparge.tune.ways")
 
 
 @pytest.fixture

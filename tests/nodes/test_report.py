@@ -60,18 +60,13 @@ def with_shapes(result, *shapes):
 def test_a_good_run(result, report):
     assert report.summary(result()) == (
         "Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
-        "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always dense)"
+        "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always exact)"
     )
 
 
-def test_cross_attention_by_a_faster_kernel_is_told(result, report):
-    told = report.summary(result(faster_cross=3))
-    assert told.endswith("; 4 cross-attention calls (always dense, 3 by a faster kernel)")
-
-
-def test_measured_calls_by_a_faster_kernel_are_told(result, report):
-    told = report.summary(result(faster_dense=2))
-    assert "; 2 dense calls were measured, by a faster exact kernel; dense because: " in told
+def test_dense_calls_in_eight_bits_are_told(result, report):
+    told = report.summary(result(eight_bit=2))
+    assert "; 2 dense calls in 8 bits, faster here than exact ones; dense because: " in told
 
 
 def test_a_filter_that_was_left_out_is_told(result, report):

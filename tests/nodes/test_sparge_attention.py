@@ -26,6 +26,7 @@ WIDGETS = {
     "cdfthreshd": 0.98,
     "simthreshd1": -0.1,
     "quality": "balanced",
+    "exact_dense": False,
 }
 COMBOS = {
     "mode": ["manual", "auto quality", "auto budget"],
@@ -114,7 +115,7 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
     assert list(qualities) == COMBOS["quality"]
     assert list(qualities.values()) == sorted(qualities.values())
     for name, target in qualities.items():
-        assert f"{name} {100 * target:g} %" in widgets[-1].tooltip
+        assert f"{name} {100 * target:g} %" in widgets[-2].tooltip
 
 
 @pytest.mark.parametrize(

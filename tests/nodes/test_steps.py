@@ -251,9 +251,7 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     tune, cost = load_pack("sparge.tune"), load_pack("sparge.speed.measuring_cost")
     monkeypatch.setattr(load_pack("sparge.tune.step_settings"), "LEAST_STEPS", 2)
     afforded = cost.Afforded(3, again)
-    monkeypatch.setattr(
-        load_pack("sparge.tune.tables"), "affordable", lambda *args, **kwargs: afforded
-    )
+    monkeypatch.setattr(tune.Ways, "affordable", lambda *args, **kwargs: afforded)
     added, add = [], tune.Measurement.add
 
     def noted(self, layer, *args, **kwargs):

@@ -118,14 +118,14 @@ def test_measuring_is_costed_by_the_layers_there_are(
     load_pack, patcher, session, generator, reference_allowed, monkeypatch, model, dense, layers
 ):
     """Not by the rows of its tables, of which there are 256."""
-    module, asked = load_pack("sparge.tune.tables"), []
-    affordable = module.affordable
+    ways, asked = load_pack("sparge.tune").Ways, []
+    affordable = ways.affordable
 
-    def spy(*args, layers, **kwargs):
-        asked.append(layers)
-        return affordable(*args, layers=layers, **kwargs)
+    def spy(*args, run, **kwargs):
+        asked.append(run.layers)
+        return affordable(*args, run=run, **kwargs)
 
-    monkeypatch.setattr(module, "affordable", spy)
+    monkeypatch.setattr(ways, "affordable", spy)
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
     patcher.model.diffusion_model = model()
     node = load_pack("nodes.sparge_attention").SpargeAttention

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the speed table of each GPU, which is measured where there is none.
+
+    python -m sparge.speed [--anew]
+
+--anew: measures at any rate. Tables of ComfyUI's other attention functions are measured by the node
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from datetime import datetime, timezone
+
+import torch
+
+from ..kernels.device import capabilities
+from .kept import path_of, speed_table
+from .table import Size, SpeedTable
+
+#: Tokens and heads of the lines.
+SHOWN = ((4608, 24), (17776, 48), (44776, 24))
+DENSITY = 0.2
+
+
+def lines(table: SpeedTable, now: datetime) -> Iterator[str]:
+    """Yields what a user may want to know of a table."""
+    age = (now - datetime.fromisoformat(table.created)).days
+    yield f"{table.facts['gpu']}, measured {table.created} ({age} days ago), kept in"
+    yield f"  {path_of(dict(table.facts))}"
+    yield "  " + ", ".join(f"{name} {fact}" for name, fact in table.facts.items() if name != "gpu")
+    for head_dim, times in sorted(table.by_head_dim.items()):
+        yield f"  head_dim {head_dim}: formulas fit within {times.margin:.0%}"
+        for tokens, heads in SHOWN:
+            size = Size(tokens, heads, head_dim)
+            cells = {
+                "exact": times.exact.seconds(size),
+                "8-bit dense": times.eight_bit.seconds(size),
+                f"sparse at {DENSITY:.0%}": times.sparse_seconds(size, DENSITY, pooled=1.0),
+            }
+            shown = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in cells.items())
+            yield f"    {tokens:,} tokens, {heads} heads: {shown}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--anew", action="store_true")
+    options = parser.parse_args(arguments)
+    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    if not devices:
+        print(f"No table: {capabilities(torch.device('cuda')).reason}.")
+    for device in devices:
+        table = speed_table(device, anew=options.anew)
+        if table is None:
+            print(f"{device}: no table; {capabilities(device).reason or 'its memory is full'}.")
+        else:
+            print("\n".join(lines(table, datetime.now(timezone.utc))))
+
+
+if __name__ == "__main__":
+    main()

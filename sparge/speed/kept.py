@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speed table of a GPU: measured once, kept beside the kernels, the same for every run.
+
+A table is of one GPU, driver, torch, kernels and backend for exact attention, which its file's name
+stands for. Its file is written whole and believed only where it is the user's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from pathlib import Path
+
+import torch
+
+from ..common.whole_file import write_whole
+from ..errors import Unsupported
+from ..kernels.device import capabilities
+from ..kernels.driver import driver_version
+from ..kernels.folder import cache_folder, distrust, make_folder, read_file
+from ..kernels.source import read_sources
+from ..kernels.store import entry_stem
+from ..kernels.warmup import eight_bit_specs
+from .backend import TORCH, Backend
+from .table import SpeedTable
+from .timing import measure_speed
+
+logger = logging.getLogger("sparge")
+
+#: Changes with what is measured and how.
+_FORMAT = "1"
+_LARGEST = 1 << 16  # bytes
+
+_known: dict[tuple[str, str, str], SpeedTable] = {}  # by GPU, target and backend
+_lock = threading.Lock()
+
+
+def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | None:
+    """Table that this process has; never measures, never waits."""
+    return _known.get(_key(device, backend)) if device.type == "cuda" else None
+
+
+def speed_table(
+    device: torch.device | str, backend: Backend = TORCH, *, anew: bool = False
+) -> SpeedTable | None:
+    """Table of a GPU: that of this process, else the kept one, else measured, in about a second.
+
+    None for devices without kernels, and where memory is too full to measure. anew: measures at any
+    rate. Raises KernelBuildError where a kernel does not compile.
+    """
+    device = torch.empty(0, device=device).device
+    if not capabilities(device).usable or device.type != "cuda":
+        return None
+    with _lock:
+        key = _key(device, backend)
+        if key in _known and not anew:
+            return _known[key]
+        facts = facts_of(device, backend)
+        table = None if anew else _read(facts)
+        if table is None:
+            try:
+                table = measure_speed(device, backend, facts)
+            except (torch.OutOfMemoryError, Unsupported) as error:
+                logger.info("[Sparge] the speed of this GPU was not measured: %s", error)
+                return None
+            _keep(table)
+        _known[key] = table
+        return table
+
+
+def facts_of(device: torch.device, backend: Backend) -> dict[str, str]:
+    """What a table depends on."""
+    arch = capabilities(device).arch
+    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
+    return {
+        "format": _FORMAT,
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": str(driver_version()),
+        "torch": torch.__version__,
+        "kernels": _short_hash("".join(stems)),
+        "exact": backend.name,
+    }
+
+
+def path_of(facts: dict[str, str]) -> Path | None:
+    """File of a table; None where this user has no cache folder."""
+    folder = cache_folder()
+    return folder and folder / f"speed.{_short_hash(json.dumps(facts, sort_keys=True))}.json"
+
+
+def _key(device: torch.device, backend: Backend) -> tuple[str, str, str]:
+    return torch.cuda.get_device_name(device), capabilities(device).arch, backend.name
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(facts: dict[str, str]) -> SpeedTable | None:
+    """The kept table; None where there is none that can be believed."""
+    path = path_of(facts)
+    if path is None or distrust(path.parent):
+        return None
+    try:
+        table = SpeedTable.from_json(json.loads(read_file(path, _LARGEST)))
+        if table.facts != facts:
+            raise ValueError("it is of another GPU, driver, torch or kernels")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("Speed table %s is damaged and is measured anew: %s", path.name, error)
+        return None
+    return table
+
+
+def _keep(table: SpeedTable) -> None:
+    path = path_of(dict(table.facts))
+    why = "this user has no cache folder"
+    if path is not None:
+        try:
+            make_folder(path.parent)
+            if not (why := distrust(path.parent)):
+                write_whole(path, json.dumps(table.to_json(), indent=1).encode())
+                return
+        except OSError as error:
+            why = str(error)
+    logger.warning(
+        "The speed of this GPU is measured again at the next start, and results may then differ in "
+        "the last bits: %s. Set SPARGE_CACHE to a folder of your own.",
+        why,
+    )

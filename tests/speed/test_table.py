@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds from sizes, and tables that are stored and read."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparge.speed.table import Cost, Size, SpeedTable, Times
+from sparge.speed.timing import DENSITY, GRIDS, HEADS, OTHER_DENSITY, Cell, fit, misfit
+
+SIZE = Size(10_000, 20, 128)
+EXACT = Cost(host=1e-4, launch=1e-4, token=0.0, pair=1e-12)
+EIGHT_BIT = Cost(host=1e-4, launch=1e-4, token=1e-9, pair=4e-13)
+SPARSE = Cost(host=3e-4, launch=2e-4, token=2e-9, pair=5e-13)
+TIMES = Times(EXACT, EIGHT_BIT, SPARSE, margin=0.1)
+TABLE = SpeedTable({"gpu": "some"}, "2026-01-01T00:00:00+00:00", {64: TIMES, 128: TIMES})
+
+
+def test_seconds_follow_from_sizes_and_the_host() -> None:
+    assert EXACT.seconds(SIZE) == pytest.approx(1e-4 + 2e9 * 1e-12)
+    assert SPARSE.seconds(SIZE, 0.25) == pytest.approx(2e-4 + 2e5 * 2e-9 + 5e8 * 5e-13)
+    assert SPARSE.seconds(Size(128, 1, 128)) == 3e-4, "the host takes longer"
+    assert TIMES.sparse_seconds(SIZE, 0.25, pooled=1.0) == SPARSE.seconds(SIZE, 0.25 + 1 / 64)
+
+
+def test_eight_bit_dense_has_to_be_faster_by_the_margin() -> None:
+    seconds = EXACT.seconds(SIZE)
+    for factor, faster in ((1.09, False), (1.11, True)):
+        eight_bit = Cost(0.0, seconds / factor, 0.0, 0.0)
+        times = Times(EXACT, eight_bit, SPARSE, margin=0.1)
+        assert times.eight_bit_is_faster(SIZE) == faster
+
+
+@pytest.mark.parametrize("pooled", [0.0, 0.5])
+def test_a_density_within_some_seconds(pooled: float) -> None:
+    density = TIMES.sparse_density_within(SIZE, 2e-3, pooled)
+    assert TIMES.sparse_seconds(SIZE, density, pooled) == pytest.approx(2e-3 / 1.1)
+    assert TIMES.sparse_density_within(SIZE, 2.9e-4, pooled) == 0.0, "the host takes longer"
+    assert TIMES.sparse_density_within(SIZE, 5e-4, pooled) == 0.0, "tokens alone take longer"
+    free = Times(EXACT, EIGHT_BIT, Cost(0.0, 0.0, 0.0, 0.0), margin=0.1)
+    assert free.sparse_density_within(SIZE, 1.0, pooled) == math.inf
+
+
+def test_a_fit_finds_the_rates_and_how_far_it_is_off() -> None:
+    sizes = [Size(grid.tokens, HEADS, 128) for grid in GRIDS]
+    shares = [(size, DENSITY) for size in sizes] + [(sizes[-1], OTHER_DENSITY)]
+    cells = [Cell(size, share, SPARSE.gpu(size, share), 3e-4) for size, share in shares]
+    found = fit(cells, of_tokens=True)
+    assert np.allclose([found.host, found.launch], [3e-4, 2e-4])
+    assert np.allclose([found.token, found.pair], [2e-9, 5e-13])
+    assert misfit(found, cells) < 1e-6
+    exact = [
+        Cell(size, 1.0, EXACT.gpu(size) * off, 1e-4)
+        for size, off in zip(sizes, (1, 1.1, 1), strict=True)
+    ]
+    found = fit(exact, of_tokens=False)
+    assert found.token == 0 and 0.03 < misfit(found, exact) < 0.1
+
+
+def test_no_rate_is_below_zero() -> None:
+    """Time that falls with the length: noise."""
+    sizes = [Size(grid.tokens, HEADS, 128) for grid in GRIDS]
+    cells = [Cell(size, 1.0, 1e-3 - 1e-9 * size.tokens, 1e-4) for size in sizes]
+    found = fit(cells, of_tokens=True)
+    assert min(found.launch, found.token, found.pair) >= 0 and found.launch > 0
+
+
+def test_a_stored_table_is_the_same() -> None:
+    assert SpeedTable.from_json(TABLE.to_json()) == TABLE
+    assert TABLE.of(128) == TIMES and TABLE.of(96) is None
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, 11.0, "1", None, []])
+@pytest.mark.parametrize("place", [("exact", "pair"), ("sparse", "host"), ("margin",)])
+def test_what_no_table_holds_is_refused(place: tuple[str, ...], value: Any) -> None:
+    stored: Any = copy.deepcopy(TABLE.to_json())
+    inner = stored["head_dims"]["64"]
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    with pytest.raises((ValueError, TypeError)):
+        SpeedTable.from_json(stored)
+
+
+@pytest.mark.parametrize("stored", [None, [], {}, {"head_dims": []}, {"head_dims": {"x": {}}}])
+def test_what_is_no_table_is_refused(stored: Any) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        SpeedTable.from_json(stored)

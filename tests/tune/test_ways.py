@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way a call is computed, by a table of round numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparge.speed import Cost, SpeedTable, Times
+from sparge.speed.measuring_cost import AGAIN_CALLS, ALWAYS, CHOOSING, HOST, SHARE, MeasuringCost
+from sparge.speed.table import FEWEST_TOKENS, Size
+from sparge.tune import Call, Ways
+from sparge.tune.ways import RunLength
+
+TOKENS, HEADS = 4096, 2
+PAIRS = HEADS * TOKENS**2
+FREE = Cost(0.0, 0.0, 0.0, 0.0)
+
+
+def of_pairs(seconds: float) -> Cost:
+    """A way that takes so long for all pairs of a call."""
+    return replace(FREE, pair=seconds / PAIRS)
+
+
+def ways(exact: float = 1.0, eight_bit: float = 0.5, sparse: float = 1.0, **named: bool) -> Ways:
+    times = Times(of_pairs(exact), of_pairs(eight_bit), of_pairs(sparse), margin=0.0)
+    table = SpeedTable({}, "", {64: times})
+    return Ways(lambda device: table, **{"exact_dense": False} | named)
+
+
+def call_of(tokens: int = TOKENS, keys: int | None = None, **like: object) -> Call:
+    like = {"dtype": torch.bfloat16, "kv_heads": HEADS, "head_dim": 64, "batch": 1} | like
+    zero = torch.zeros(1, 1, 1, 1, dtype=like["dtype"])  # type: ignore[arg-type]
+
+    def view(heads: object, count: int) -> torch.Tensor:
+        return zero.expand(like["batch"], heads, count, like["head_dim"])  # type: ignore[arg-type]
+
+    k = view(like["kv_heads"], keys or tokens)
+    return Call(view(HEADS, tokens), k, k)
+
+
+def test_dense_calls_are_in_eight_bits_where_that_is_faster() -> None:
+    assert ways().eight_bit_dense(call_of())
+    assert not ways(eight_bit=1.1).eight_bit_dense(call_of())
+    assert not ways(exact_dense=True).eight_bit_dense(call_of())
+
+
+UNKNOWN = (
+    call_of(FEWEST_TOKENS - 1),
+    call_of(dtype=torch.float32),
+    call_of(head_dim=96),
+)
+
+
+@pytest.mark.parametrize("call", UNKNOWN, ids=["short", "float32", "head_dim"])
+def test_of_other_calls_nothing_is_known(call: Call) -> None:
+    """They are dense exact, sparse as asked, and measured in full."""
+    slow = ways(sparse=100.0)
+    assert not slow.eight_bit_dense(call)
+    assert slow.slower_reason(call, 0.9, 0.0) is None
+    found = slow.affordable(
+        call, 3, run=RunLength(10**9, 1, 1), conditionings=2, calls=1, least=0.0
+    )
+    assert found.order_kinds == 3 and found.pays
+
+
+def test_without_a_table_nothing_is_known() -> None:
+    nothing = Ways(exact_dense=False)
+    assert not nothing.eight_bit_dense(call_of())
+    assert nothing.slower_reason(call_of(), 1.0, 0.0) is None
+
+
+def test_a_debugging_aid_hides_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+    assert not ways().eight_bit_dense(call_of())
+    assert ways(sparse=100.0).slower_reason(call_of(), 0.9, 0.0) is None
+
+
+def test_cross_attention_is_exact() -> None:
+    assert not ways().eight_bit_dense(call_of(keys=TOKENS // 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "density"),
+    [({}, 0.5), ({"exact_dense": True}, 1.0), ({"eight_bit": 2.0}, 1.0), ({"exact": 0.4}, 0.4)],
+)
+def test_sparse_has_to_beat_the_faster_dense_way(given: dict[str, float], density: float) -> None:
+    found = ways(**given)  # type: ignore[arg-type]
+    assert found.slower_reason(call_of(), 0.99 * density, 0.0) is None
+    reason = found.slower_reason(call_of(), 1.01 * density, 0.0)
+    assert reason == f"at 4,096 tokens sparse is faster only below {100 * density:.0f} % density"
+    assert found.slower_reason(call_of(), 0.99 * density, pooled=1.0), "pooled keys take time"
+    assert replace(found, even_if_slower=True).slower_reason(call_of(), 1.0, 0.0) is None
+    assert found.slower_reason(call_of(batch=4), 0.99 * density, 0.0) is None
+
+
+def test_what_can_never_be_faster() -> None:
+    reason = ways(sparse=1000.0).slower_reason(call_of(), 0.1, 0.0)
+    assert reason == "at 4,096 tokens sparse would be slower"
+
+
+# One order takes 1 ms, and choosing for a head 60 us.
+SPARSE = Cost(host=0.0, launch=0.25e-3, token=0.0, pair=0.0)
+SIZE = Size(TOKENS, HEADS, 64)
+MANY = 10**6
+
+
+def cost(dense: float, calls: int = 1, host: float = 0.0) -> MeasuringCost:
+    return MeasuringCost(replace(SPARSE, host=host), SIZE, dense, calls)
+
+
+def orders(dense: float, calls: int = 1, measurements: int = MANY) -> int:
+    found = cost(dense, calls).affordable(3, steps=1, measurements=measurements, conditionings=1)
+    return found.order_kinds
+
+
+@pytest.mark.parametrize(("kinds", "calls"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_orders_are_measured_within_a_share_or_where_a_run_is_short(kinds: int, calls: int) -> None:
+    seconds = kinds * (1e-3 if calls == 1 else 1.5e-3)
+    assert orders(1.001 * seconds / SHARE, calls) == kinds
+    assert orders(0.999 * seconds / SHARE, calls) == kinds - 1
+    assert orders(0.0, calls) == 1, "at least one"
+    few = int(ALWAYS / seconds)
+    assert orders(0.0, calls, few) == kinds and orders(0.0, calls, few + 1) < kinds
+
+
+@pytest.mark.parametrize("conditionings", [1, 2])
+def test_heads_are_measured_again_within_the_same_share(conditionings: int) -> None:
+    first, again = 1e-3, cost(0.0).seconds(1, AGAIN_CALLS) / conditionings
+    for times in (1, 2, 5):
+        for off, found in ((1.001, times), (0.999, times - 1)):
+            dense = off * (first + times * again) / SHARE
+            of_run = cost(dense).affordable(
+                1, steps=1, measurements=MANY, conditionings=conditionings
+            )
+            assert of_run.again == found
+
+
+def test_a_short_call_waits_for_the_host() -> None:
+    host = 4e-3 / HOST
+    for dense, calls, seconds in ((1.0, 1, 2e-3), (1e-3, 1, 3e-3), (1e-3, 4, 5e-3)):
+        assert cost(dense, calls, host).seconds(2) == pytest.approx(seconds)
+
+
+def test_measuring_pays_where_sparse_steps_save_as_much() -> None:
+    for steps in (1, 4):
+        saved = (100 * 1e-3 + 1000 * CHOOSING) / (100 * steps)
+        for off, pays in ((1.001, True), (0.999, False)):
+            found = cost(1.0).pays(heads=1000, measurements=100, saved=off * saved, steps=steps)
+            assert found == pays
+
+
+@pytest.fixture
+def afforded() -> Callable[..., tuple[int, bool]]:
+    """afforded(dense steps, sparse steps): orders of a run of Mochi's size, and whether it pays."""
+    sparse = Cost(3.5e-4, 8.7e-5, 1.1e-9, 5.1e-13)
+    times = Times(Cost(3e-5, 5e-5, 0.0, 1.6e-12), replace(sparse, pair=1e-12), sparse, margin=0.05)
+    table = SpeedTable({}, "", {128: times})
+
+    def found(dense_steps: int, sparse_steps: int | None, tokens: int = 44776) -> tuple[int, bool]:
+        x = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 24, tokens, 128)
+        run = RunLength(48, dense_steps, sparse_steps)
+        of_run = Ways(lambda device: table, exact_dense=False).affordable(
+            Call(x, x, x), 3, run=run, conditionings=2, calls=1, least=0.2
+        )
+        return of_run.order_kinds, of_run.pays
+
+    return found
+
+
+def test_long_calls_afford_all_orders_with_the_usual_dense_steps(
+    afforded: Callable[..., tuple[int, bool]],
+) -> None:
+    of_steps = [afforded(steps, 16)[0] for steps in range(1, 17)]
+    assert of_steps[0] == 1 and of_steps[-1] == 3 and of_steps == sorted(of_steps)
+
+
+def test_a_run_without_sparse_steps_does_not_pay(
+    afforded: Callable[..., tuple[int, bool]],
+) -> None:
+    assert [afforded(4, steps)[1] for steps in (0, 1, None)] == [False, True, True]
+    assert not afforded(4, 1, 8192)[1] and afforded(4, 30, 8192)[1]
