@@ -79,7 +79,9 @@ class Forward:
         facts = PassFacts(conditioning, run.step_of(conditioning), which=which)
         if unusable is None and run.needs_level:
             # The one place where a run waits for the GPU: once a pass, for a single number.
-            facts = run.window.facts(facts, float(sigma.max()), run.schedule)
+            level = float(sigma.max())
+            facts = run.window.facts(facts, level, run.schedule)
+            run.progress.at(level)
         policy = fitted(run.asked, x.device)
         begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
         beside = frozenset(shape[2] for shape in (packed or ())[1:])
@@ -131,7 +133,7 @@ class Forward:
     ) -> Tensor:
         """Computes a call. why: reason to be dense, beside what is looked at here."""
         # Measuring takes the dense result, too.
-        once = DenseOnce(partial(self._hand_on, dense), partial(self._eight_bit, given))
+        once = DenseOnce(partial(self._exact, given, kind, dense), partial(self._eight_bit, given))
         try:
             out = why or self._sparse(given, kind, layer, once)
             if not isinstance(out, str):
@@ -232,6 +234,13 @@ class Forward:
         if id(mask) not in self._real:
             self._real[id(mask)] = mask, real_tokens(mask, self.layout.tokens)
         return self._real[id(mask)][1]
+
+    def _exact(self, given: AttentionCall, kind: Kind, dense: Dense) -> Tensor:
+        """Exact result, which of self-attention is timed."""
+        compute, call = partial(self._hand_on, dense), given.tensors
+        if kind is not Kind.SELF or self.unusable is not None or not isinstance(call, Call):
+            return compute()
+        return self.begun.exact(call, compute)
 
     def _hand_on(self, dense: Dense) -> Tensor:
         """Runs the dense path. Should it lead back here, that inner call goes straight on."""

@@ -109,6 +109,7 @@ class Hook:
             model=guider.model_patcher.model,
             device=device,
             profile_name=self.profile.name if self.profile else "",
+            show=self.show,
         )
         if remark:
             run.note(remark)
@@ -122,6 +123,7 @@ class Hook:
             self._await_kernels(run, device)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
+            run.begin_sampling()
             result = executor(*args, **kwargs)
             finished = True
             if isinstance(result, torch.Tensor) and result.ndim > 3:  # packed latents are flat

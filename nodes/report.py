@@ -20,6 +20,9 @@ logger = logging.getLogger("sparge")
 #: Remark where the user asked for the PV filter.
 LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
 
+BY_TABLE = "What exact attention would have taken is told by the speed table of this GPU."
+BY_RUN = "What exact attention would have taken is told by exact calls of this run."
+
 STOPPED = "stopped before the first sparse step"
 NOT_RUN = "the model did not run"
 NO_CALLS = (
@@ -51,7 +54,7 @@ def publish(result: RunResult, node_id: str | None) -> None:
 def summary(result: RunResult) -> str:
     tally = result.tally
     tokens = tally.grid_tokens if tally.missing else tally.tokens
-    parts = [f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
+    parts = [faster(result), f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
     if tally.sparse:
         parts.append(
             f"{tally.sparse} sparse and {tally.dense} dense self-attention calls, "
@@ -83,9 +86,21 @@ def summary(result: RunResult) -> str:
     return "; ".join(filter(None, parts))
 
 
+def faster(result: RunResult) -> str:
+    """How much faster the run was than with exact attention; "" where nothing says so."""
+    saved = result.report.time.saved
+    if saved is None or saved <= 0 or result.stopped:
+        return ""
+    would = result.seconds + saved
+    return f"{would / result.seconds:.2g}x: {result.seconds:.0f} s instead of about {would:.0f} s"
+
+
 def details(result: RunResult) -> str:
     """Line of the report, and below it what was measured of each layer."""
-    return "\n".join([summary(result), *result.report.details()])
+    lines = [summary(result), *result.report.details()]
+    if faster(result):
+        lines.append(BY_TABLE if result.report.time.by_table else BY_RUN)
+    return "\n".join(lines)
 
 
 def _head_range(result: RunResult) -> str:

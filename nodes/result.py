@@ -101,6 +101,8 @@ class RunResult:
     profile_name: str = ""
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""
+    seconds: float = 0.0
+    """Seconds of the whole run, from its first step on."""
 
     @property
     def stopped_early(self) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from ..sparge.tune import Conditioning, Fingerprint, Profile, Session, SigmaWind
 from ..sparge.tune.ways import speed_matters
 from .host import exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
+from .progress import Progress
 from .result import RunResult, Tally
 from .settings import Settings
 
@@ -25,6 +27,10 @@ NOT_FINITE_LATER = (
     "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
     "see whether the model gives them by itself"
 )
+
+
+def _ignored(text: str) -> None:
+    """Shows nothing."""
 
 
 class Run:
@@ -40,9 +46,11 @@ class Run:
         model: object = None,
         device: torch.device | None = None,
         profile_name: str = "",
+        show: Callable[[str], None] = _ignored,
     ) -> None:
         """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
-        what is sampled, and where. profile_name: as the user knows it."""
+        what is sampled, and where. profile_name: as the user knows it. show: shows a line under the
+        node."""
         self.owner = owner
         self.settings = settings
         self.asked = settings.policy()
@@ -72,6 +80,8 @@ class Run:
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
+        self.progress = Progress(schedule, show)
+        self._began = time.perf_counter()
         self._profile_name = profile_name
         self._model, self._device = model, device
         self._step = 0
@@ -83,6 +93,10 @@ class Run:
     @property
     def notes(self) -> list[str]:
         return list(self._notes)
+
+    def begin_sampling(self) -> None:
+        """Starts the clock, once the kernels are there."""
+        self._began = time.perf_counter()
 
     def begin_evaluation(self) -> None:
         """Begins an evaluation of the model. It counts as a step whatever passes ComfyUI splits it
@@ -144,15 +158,17 @@ class Run:
         profile = None
         if fingerprint is not None:
             profile = self.session.profile(fingerprint, {"model": self.tally.family})
+        report = self.session.report()
         return RunResult(
             self.tally,
-            self.session.report(),
+            report,
             stopped,
             tuple(self.notes),
             profile,
             any(table.from_profile for table in tables),
             self._profile_name,
             len(self.schedule),
+            time.perf_counter() - self._began,
         )
 
 

@@ -129,7 +129,7 @@ def test_the_first_step_counts_as_dense_where_none_is(qkv, monkeypatch) -> None:
     monkeypatch.setattr(Ways, "affordable", affordable)
     session = Session(Aim("budget", 0.5), steps=STEPS, dense_steps=0)
     session.begin_step(0, MODEL, "cpu").attend(0, *qkv)
-    assert asked == [RunLength(LAYERS, 1, STEPS - 1)]
+    assert asked == [RunLength(LAYERS, STEPS - 1)]
 
 
 def test_a_device_may_be_named_in_two_ways(qkv) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a measurement of heads, and how many token orders it may measure.
+"""Cost of a measurement of heads, and how much of it a run affords.
 
 It is worked out from what a sparse call takes (docs/experiments.md, Cost of a measurement), so that
 the choices of a run are the same in every one:
@@ -19,9 +19,9 @@ from .table import Cost, Size
 
 #: Factors of the formulas above.
 LAUNCHES, ROWS, HOST = 4.0, 1.2, 10.0
-#: Share of the attention time of all dense calls that measuring heads may take: measuring is to
-#: make a run faster, and where few steps are dense or they are short it would eat up the gain.
-SHARE = 0.02
+#: Share of what the sparse steps save that measuring may take. Beyond it, a denser call gains more
+#: for the same time (docs/experiments.md, Share of the saving that measuring takes).
+SHARE = 0.05
 #: Seconds that measuring may take in any case, in all layers and conditionings of one text length
 #: together: nobody notices them in a run (docs/experiments.md, Measuring one order alone).
 ALWAYS = 0.1
@@ -40,7 +40,7 @@ CHOOSING = 6e-5
 
 @dataclass(frozen=True)
 class Afforded:
-    """Extent of measuring that the dense calls of a run afford."""
+    """Extent of measuring that a run affords."""
 
     order_kinds: int
     """Token orders that each measurement covers."""
@@ -70,35 +70,33 @@ class MeasuringCost:
         return max(alone, HOST * self.sparse.host - self.dense)
 
     def affordable(
-        self, most: int, *, steps: int, measurements: int, conditionings: int
+        self, most: int, *, saved: float, measurements: int, conditionings: int
     ) -> Afforded:
         """What a run affords to measure.
 
-        Token orders come first: as many of `most` as keep a measurement within SHARE of the dense
-        calls that its conditioning makes in its layer, or else all measurements of the run within
-        ALWAYS; but at least one, which may take more than either. Then come as many measurements
-        among the sparse steps as are within the same together with the first ones.
+        Token orders come first: as many of `most` as keep a measurement within SHARE of `saved`, or
+        else all measurements of the run within ALWAYS; but at least one, which may take more than
+        either. Then come as many measurements among the sparse steps as are within the same
+        together with the first ones.
 
         Token orders are what to save on. A measurement's cost grows with them as with nothing else;
         fewer query blocks predict worse, and an order that is not measured is one that no head
         takes, no more.
 
-        steps: number of the dense ones. measurements: number of the first ones of the run, in all
-        layers and conditionings.
+        saved: seconds that the calls of one layer and conditioning save in all sparse steps.
+        measurements: number of the first ones of the run, in all layers and conditionings.
         """
-        allowed = max(SHARE * steps * self.dense, ALWAYS / measurements)
+        allowed = max(SHARE * saved, ALWAYS / measurements)
         within = (kinds for kinds in range(most, 1, -1) if self.seconds(kinds) <= allowed)
         order_kinds = next(within, 1)
         more = self.seconds(order_kinds, AGAIN_CALLS) / conditionings
         left = max(0.0, allowed - self.seconds(order_kinds))
         return Afforded(order_kinds, int(left / more) if more else UNLIMITED)
 
-    def pays(self, *, heads: int, measurements: int, saved: float, steps: int) -> bool:
+    def pays(self, *, heads: int, measurements: int, saved: float) -> bool:
         """Whether the least that a run can measure, and its choice from it, take no longer than its
         sparse steps save.
 
-        heads: of all layers. measurements: number of those of one step, in all layers and
-        conditionings. saved: seconds by each of its calls.
+        heads: of all layers. saved, measurements: as in `affordable`.
         """
-        cost = measurements * self.seconds(1) + heads * CHOOSING
-        return cost <= measurements * saved * steps
+        return measurements * self.seconds(1) + heads * CHOOSING <= measurements * saved

@@ -21,6 +21,7 @@ from .profile_path import profile_path
 from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord
 from .report import Report
+from .run_time import RunTime, Way
 from .sequences import Sequences, TextPosition
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
@@ -61,6 +62,7 @@ __all__ = [
     "ProfileError",
     "RealTokens",
     "Report",
+    "RunTime",
     "Sequences",
     "Session",
     "SessionPass",
@@ -71,6 +73,7 @@ __all__ = [
     "Table",
     "TextPosition",
     "Verdict",
+    "Way",
     "Ways",
     "Workload",
     "fitted",

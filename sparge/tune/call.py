@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,6 +15,7 @@ from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..speed.table import Size
 from ..stats import AttentionStats
 
 
@@ -51,6 +51,11 @@ class Call:
     @property
     def head_dim(self) -> int:
         return self.q.shape[3]
+
+    @property
+    def size(self) -> Size:
+        """Size that its time follows from, of all entries of the batch."""
+        return Size(self.query_tokens, self.q.shape[0] * self.head_count, self.head_dim)
 
     @property
     def shares_keys(self) -> bool:
@@ -108,13 +113,9 @@ class Call:
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(2) if self.layout == "flat" else out
 
-    def eight_bit(self) -> Tensor | None:
-        """Result of 8-bit dense attention; None where the library cannot serve the call, or memory
-        is too full: exact attention may need less."""
-        try:
-            return self.sparse(EIGHT_BIT_DENSE)
-        except (Unsupported, torch.OutOfMemoryError):
-            return None
+    def eight_bit(self) -> Tensor:
+        """Result of 8-bit dense attention. Raises sparge.Unsupported likewise."""
+        return self.sparse(EIGHT_BIT_DENSE)
 
 
 def _exact() -> None:

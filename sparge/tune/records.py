@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..stats import AttentionStats, Counter
+from .run_time import Spans
 
 
 @dataclass(eq=False)
@@ -23,15 +24,17 @@ class PassRecord:
     """Counters of the pass; None in a pass that cannot be sparse."""
     pairs: Tensor | None
     """(rows, counters) int64 on the device of the pass, as in `AttentionStats`."""
+    spans: Spans
+    """Times of its calls."""
     dense: set[int] = field(default_factory=set)
     """Rows of layers whose self-attention was dense."""
 
     @classmethod
     def begin(cls, step: int, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
         if not may_be_sparse:
-            return cls(step, rows, None, None)
+            return cls(step, rows, None, None, Spans(device))
         pairs = torch.zeros(rows, len(Counter), dtype=torch.int64, device=device)
-        return cls(step, rows, AttentionStats(device), pairs)
+        return cls(step, rows, AttentionStats(device), pairs, Spans(device))
 
     def stats_of(self, row: int) -> AttentionStats:
         """Counters for a sparse call of a layer. Layers past the last row count there."""

@@ -18,6 +18,7 @@ from .head_table import HeadTable
 from .head_weights import mean_error
 from .measured_shape import MeasuredShape
 from .records import Densities
+from .run_time import RunTime
 
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 
@@ -31,7 +32,8 @@ class Report:
     shapes: tuple[MeasuredShape, ...]
     """Measured heads, one entry for each shape of calls."""
     reasons: Mapping[str, int]
-    """Number of exact calls by the reason why they were not sparse, the most frequent first."""
+    """Number of dense calls by the reason why they were not sparse, the most frequent first."""
+    time: RunTime
 
     @classmethod
     def of(
@@ -40,9 +42,10 @@ class Report:
         densities: Densities,
         tables: Sequence[HeadTable],
         reasons: Counter[str],
+        time: RunTime,
     ) -> Report:
         shapes = tuple(MeasuredShape.of(table) for table in tables)
-        return cls(aim, densities, shapes, dict(reasons.most_common()))
+        return cls(aim, densities, shapes, dict(reasons.most_common()), time)
 
     @cached_property
     def layers(self) -> Tensor:
@@ -83,7 +86,7 @@ class Report:
         wanted = f", for {self.aim}" if self.aim else ""
         lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs{wanted}."]
         for reason, count in self.reasons.items():
-            lines.append(f"{count} calls were exact: {reason.rstrip('.')}.")
+            lines.append(f"{count} calls were dense: {reason.rstrip('.')}.")
         return "\n".join(lines)
 
     def details(self) -> Iterator[str]:
@@ -106,5 +109,7 @@ class Report:
             means = self.by_step.nanmean(0).tolist()
             shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in means)
             yield f"Density by step, %: {' '.join(shares)}."
+        if line := self.time.line():
+            yield line
         for shape in self.shapes:
             yield from shape.lines()

@@ -35,6 +35,7 @@ from .model import Model
 from .profile import Profile
 from .records import Densities, PassRecord
 from .report import Report
+from .run_time import RunTime
 from .session_pass import SessionPass
 from .shape import Shape, table_of
 from .tables import HeadTables
@@ -99,7 +100,7 @@ class Session:
         self._heads = (
             AlikeHeads(untracked, self._ways)
             if aim is None
-            else HeadTables(aim, profile, note, measured, left, untracked, self._ways)
+            else HeadTables(aim, profile, note, left, untracked, self._ways)
         )
         self._passes: list[SessionPass] = []
 
@@ -164,7 +165,9 @@ class Session:
         """Report of the passes so far. Waits for the GPU."""
         densities = Densities.of([begun.record for begun in self._passes])
         reasons = sum((begun.reasons for begun in self._passes), start=Counter[str]())
-        return Report.of(self.aim, densities, self.chosen, reasons)
+        passes = [(begun.record.step, begun.record.spans) for begun in self._passes]
+        time = RunTime.of(passes, self._ways.speed)
+        return Report.of(self.aim, densities, self.chosen, reasons, time)
 
     def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
         """Profile of what this run measured of the sampled model; None where that is nothing."""

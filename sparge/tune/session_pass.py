@@ -24,6 +24,7 @@ from .call import Call, DenseOnce
 from .facts import Layout, PassFacts
 from .head_table import HeadTable
 from .records import PassRecord
+from .run_time import Way
 from .shape import Shape
 from .tables import HeadTables
 from .ways import Ways
@@ -79,7 +80,8 @@ class SessionPass:
         """
         layer = whole_number("layer", layer, 0)
         call = Call.of(q, k, v, layout, scale)
-        dense = DenseOnce(exact or call.exact, partial(self.eight_bit, call))
+        compute = partial(self.exact, call, exact or call.exact)
+        dense = DenseOnce(compute, partial(self.eight_bit, call))
         try:
             self._check(call)
             out = self.sparse(call, layer, dense)
@@ -96,8 +98,20 @@ class SessionPass:
 
     def eight_bit(self, call: Call) -> Tensor | None:
         """Result of a call by 8-bit dense attention; None where it has to be exact."""
-        on_device = call.q.device == self.device
-        return call.eight_bit() if on_device and self.ways.eight_bit_dense(call) else None
+        if call.q.device != self.device or not self.ways.eight_bit_dense(call):
+            return None
+        # Exact attention may need less memory.
+        with (
+            suppress(Unsupported, torch.OutOfMemoryError),
+            self.record.spans.around(Way.EIGHT_BIT, call.size),
+        ):
+            return call.eight_bit()
+        return None
+
+    def exact(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
+        """Exact result of a self-attention call, which the report tells the time of."""
+        with self.record.spans.around(Way.EXACT, call.size):
+            return compute()
 
     def _check(self, call: Call) -> None:
         """Raises Unsupported for a call that is exact in every step."""
@@ -117,7 +131,9 @@ class SessionPass:
         plan = self.plan(call, row, dense, ends)
         if isinstance(plan, str):
             return plan
-        out = call.sparse(plan.policy, self.record.stats_of(row), plan.order, plan.head_settings)
+        stats = self.record.stats_of(row)
+        with self.record.spans.around(Way.SPARSE, call.size):
+            out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
             self.probe(plan, row, call, out)
         return out

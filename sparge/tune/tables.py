@@ -33,18 +33,17 @@ class HeadTables:
         aim: Aim,
         profile: Profile | None,
         note: Callable[[str], None],
-        dense_steps: int,
         sparse_steps: int | None,
         untracked: Untracked,
         ways: Ways,
     ) -> None:
-        """dense_steps, sparse_steps: how many of each the run has; sparse_steps is None where that
-        is not known. note: takes a remark for the user. untracked: around allocations inside a
+        """sparse_steps: number of those that come after measuring; None where that is not known.
+        note: takes a remark for the user. untracked: around allocations inside a
         call that other calls do without."""
         self.aim = aim
         self._profile, self._note = profile, note
         self._untracked, self._ways = untracked, ways
-        self._dense_steps, self._sparse_steps = dense_steps, sparse_steps
+        self._sparse_steps = sparse_steps
         self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
         self._met: set[tuple[torch.device, int, Shape]] = set()
         self._layers: dict[tuple[torch.device, int, Shape], int] = {}
@@ -132,7 +131,7 @@ class HeadTables:
             if table is None:
                 seen = self._layers.get((device, which, shape))
                 layers = layout.blocks or seen or layout.layers or USUAL_LAYERS
-                run = RunLength(layers, self._dense_steps, self._sparse_steps)
+                run = RunLength(layers, self._sparse_steps)
                 table = HeadTable(
                     shape,
                     layout.rows,

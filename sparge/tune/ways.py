@@ -24,6 +24,9 @@ MEASURED_DTYPES = (torch.bfloat16, torch.float16)
 #: Density that no user asks for.
 NO_DENSITY = 0.01
 
+#: Sparse steps of a run where nobody knows how many come.
+USUAL_STEPS = 16
+
 #: Gives the speed table of a device; None where there is none.
 SpeedOf = Callable[[torch.device], SpeedTable | None]
 
@@ -47,10 +50,9 @@ def nothing_known(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How much of a run is dense, and how much may be sparse."""
+    """How much of a run may be sparse."""
 
     layers: int
-    dense_steps: int
     sparse_steps: int | None
     """None where nobody knows."""
 
@@ -113,18 +115,17 @@ class Ways:
         size, measurements = _size(call), run.layers * conditionings
         dense = self._dense_seconds(call, times)
         cost = MeasuringCost(times.sparse, size, dense, calls)
+        steps = USUAL_STEPS if run.sparse_steps is None else run.sparse_steps
+        saved = steps * (dense - times.sparse_seconds(size, least, pooled=1.0))
         afforded = cost.affordable(
-            most, steps=run.dense_steps, measurements=measurements, conditionings=conditionings
+            most, saved=saved, measurements=measurements, conditionings=conditionings
         )
         if run.sparse_steps is None:
             return afforded
-        pays = cost.pays(
-            heads=run.layers * call.head_count,
-            measurements=measurements,
-            saved=dense - times.sparse_seconds(size, least, pooled=1.0),
-            steps=run.sparse_steps,
+        heads = run.layers * call.head_count
+        return replace(
+            afforded, pays=cost.pays(heads=heads, measurements=measurements, saved=saved)
         )
-        return replace(afforded, pays=pays)
 
     def _times(self, call: Call) -> Times | None:
         """Times that a call follows; None where nothing is known."""

@@ -59,7 +59,7 @@ def sample(patched_wan, session, runs, generator):
 @pytest.mark.parametrize("mode", ["auto budget", "auto quality"])
 def test_the_dense_steps_are_in_eight_bits_and_measured(table, sample, load_pack, mode):
     backends = table(2.0)
-    tally, given = sample(mode=mode)
+    tally, _ = sample(mode=mode)
     assert (tally.eight_bit, tally.dense, tally.sparse) == (BLOCKS, BLOCKS, 2 * BLOCKS)
     exact, _ = sample(mode=mode, exact_dense=True)
     assert (exact.eight_bit, exact.dense, exact.sparse) == (0, BLOCKS, 2 * BLOCKS)

@@ -47,7 +47,7 @@ def chosen(load_pack, grid):
     def run(*passes):
         shape = module.Shape(grid.tokens, 2, grid)
         policy = load_pack("sparge").SparsePolicy()
-        run = load_pack("sparge.tune.ways").RunLength(1, 1, None)
+        run = load_pack("sparge.tune.ways").RunLength(1, None)
         device = torch.device("cpu")
         table = module.HeadTable(shape, 1, aim, policy, device, tune.Ways(), run, nullcontext)
         for conditioning, *qkv in passes:
@@ -81,7 +81,7 @@ def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
     module = load_pack("sparge.tune.head_table")
     aim, policy = load_pack("sparge.tune").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
     shape = module.Shape(grid.tokens, 2, grid, rows=3)
-    ways, run = load_pack("sparge.tune").Ways(), load_pack("sparge.tune.ways").RunLength(3, 1, None)
+    ways, run = load_pack("sparge.tune").Ways(), load_pack("sparge.tune.ways").RunLength(3, None)
     table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), ways, run, nullcontext)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
     assert (

@@ -31,8 +31,16 @@ def result(load_pack):
         } | changes  # fmt: skip
         facts["reasons"] = Counter(facts["reasons"])
         densities = tune.Densities(0.25, facts.pop("by_step"))
-        report = tune.Report(facts.pop("aim"), densities, facts.pop("shapes"), {})
-        of_run = {name: facts.pop(name) for name in ("stopped", "notes") if name in facts}
+        report = tune.Report(
+            facts.pop("aim"),
+            densities,
+            facts.pop("shapes"),
+            {},
+            facts.pop("time", tune.RunTime({}, None, False)),
+        )
+        of_run = {
+            name: facts.pop(name) for name in ("stopped", "notes", "seconds") if name in facts
+        }
         return module.RunResult(module.Tally(**facts), report, **of_run)
 
     return make
@@ -62,6 +70,24 @@ def test_a_good_run(result, report):
         "Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
         "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always exact)"
     )
+
+
+@pytest.mark.parametrize(
+    ("saved", "by_table", "told"),
+    [
+        (57.0, True, "by the speed table"),
+        (57.0, False, "by exact calls"),
+        (None, True, ""),
+        (-1.0, True, ""),
+    ],
+)
+def test_the_saving_is_told_first(load_pack, result, report, saved, by_table, told):
+    time = load_pack("sparge.tune").RunTime({}, saved, by_table)
+    found = result(time=time, seconds=34.0)
+    first = report.summary(found).split("; ")[0]
+    assert first == ("2.7x: 34 s instead of about 91 s" if told else "Mochi, 44,776 tokens")
+    assert told in report.details(found).splitlines()[-1]
+    assert "x: " not in report.summary(replace(found, stopped=True)), "who knows"
 
 
 def test_dense_calls_in_eight_bits_are_told(result, report):

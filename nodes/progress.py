@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Line under the node while a run goes on: its step, seconds a step, and what is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ..sparge.tune.window import SAME_SIGMA
+
+
+class Progress:
+    """Progress of one run by noise levels: samplers may evaluate the model more than once a
+    step."""
+
+    def __init__(
+        self,
+        schedule: Sequence[float],
+        show: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """schedule: noise level of each step; nothing is shown where that is not known."""
+        self._schedule, self._show, self._clock = schedule, show, clock
+        self._step, self._since = -1, 0.0
+
+    def at(self, sigma: float) -> None:
+        """Notes that a pass begins at this noise level."""
+        step = sum(level >= sigma * (1 - SAME_SIGMA) for level in self._schedule) - 1
+        if step <= self._step:
+            return
+        now = self._clock()
+        if self._step >= 0:
+            seconds = (now - self._since) / (step - self._step)
+            left = seconds * (len(self._schedule) - step)
+            self._show(
+                f"Step {step + 1} of {len(self._schedule)}: {seconds:.1f} s a step, about "
+                f"{left:.0f} s left"
+            )
+        self._step, self._since = step, now

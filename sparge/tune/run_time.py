@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time that attention takes in a run, by the three ways: marks around calls, which nothing waits
+for before the run is over."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..speed.table import Size, SpeedTable
+
+
+class Way(enum.Enum):
+    EXACT = "exact"
+    EIGHT_BIT = "8-bit dense"
+    SPARSE = "sparse"
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """One call: between two marks of its stream."""
+
+    way: Way
+    size: Size
+    device: torch.device
+    start: Any
+    end: Any
+
+    @property
+    def seconds(self) -> float:
+        """Waits for the GPU."""
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1000
+
+
+@dataclass(eq=False)
+class Spans:
+    """Calls of one pass on a GPU; those on other devices are not timed."""
+
+    device: torch.device
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def around(self, way: Way, size: Size) -> Iterator[None]:
+        """Context around a call. What raises is not counted."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        self.spans.append(Span(way, size, self.device, start, end))
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Seconds of the attention of a run."""
+
+    by_step: Mapping[int, Mapping[Way, float]]
+    saved: float | None
+    """Seconds that exact attention would have taken more; None where nothing says what that
+    takes."""
+    by_table: bool
+    """Whether the speed table said it for some calls, and not exact calls of this run for all."""
+
+    @classmethod
+    def of(
+        cls,
+        passes: Sequence[tuple[int, Spans]],
+        speed: Callable[[torch.device], SpeedTable | None],
+    ) -> RunTime:
+        """Adds up the calls of (step, calls) of each pass. Waits for the GPU."""
+        by_step: dict[int, dict[Way, float]] = defaultdict(lambda: defaultdict(float))
+        timed = [(step, span, span.seconds) for step, spans in passes for span in spans.spans]
+        exact: dict[Size, float] = {}  # the least, as the first call of a run loads kernels
+        for step, span, seconds in timed:
+            by_step[step][span.way] += seconds
+            if span.way is Way.EXACT:
+                exact[span.size] = min(seconds, exact.get(span.size, seconds))
+        saved, known, by_table = 0.0, False, False
+        for _, span, seconds in timed:
+            if span.way is Way.EXACT:
+                continue
+            would = exact.get(span.size)
+            if would is None:
+                table = speed(span.device)
+                times = None if table is None else table.of(span.size.head_dim)
+                would, by_table = (times and times.exact.seconds(span.size)), True
+            if would is None:
+                return cls(by_step, None, True)
+            saved, known = saved + would - seconds, True
+        return cls(by_step, saved if known else None, by_table)
+
+    def line(self) -> str:
+        """Attention seconds of each way, in the run and by step; empty without any."""
+        ways = [way for way in Way if any(way in of_step for of_step in self.by_step.values())]
+        parts = []
+        for way in ways:
+            of_steps = [of_step.get(way, 0.0) for _, of_step in sorted(self.by_step.items())]
+            by_step = " ".join(f"{seconds:.2g}" for seconds in of_steps)
+            parts.append(f"{way.value} {sum(of_steps):.3g} ({by_step})")
+        return f"Seconds of attention, in all and by step: {'; '.join(parts)}." if parts else ""
