@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and pictures of docs/benchmarks.md and the README's table of calls.
+"""Writes the tables and pictures of docs/benchmarks.md and the README's table of runs.
 
 python -m benchmarks.report [--check]
 
@@ -30,9 +30,10 @@ Row = dict[str, Any]
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
-#: Files of `benchmarks.attention`, of `benchmarks.comfyui_call` and of `benchmarks.rates`.
+#: Files of `benchmarks.attention`, of `benchmarks.whole_run`, and of measurements.
 SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
 CALLS, CALLS_H100 = "h200_comfyui.jsonl", "h100_comfyui.jsonl"
+RUNS = "whole_runs.jsonl"
 SAMPLES = "h200_samples.jsonl"
 LIMITS = read_rates(RESULTS / "h200_limits.json")
 DEFAULT, AUTO = "default", "auto budget 0.2, pvthreshd 15"
@@ -103,16 +104,15 @@ def _cell(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:#.3g}"
 
 
-def calls_table() -> str:
-    """A model a line, dense beside sparse."""
-    seconds, lines = _seconds(CALLS), []
-    for row in read(CALLS):
-        if row.get("config") == DEFAULT:
-            dense, sparse = (seconds[row["model"], config] for config in (DEFAULT, AUTO))
-            name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
-            lines.append([name, f"{_cell(dense)} s", f"{_cell(sparse)} s", f"{dense / sparse:.2f}"])
-    head = ("one call of the model", "ComfyUI's attention", "auto budget 0.2", "times as fast")
-    return "\n" + table(head, lines) + "\n"
+def runs_table() -> str:
+    """A model a line, ComfyUI's attention beside ours."""
+    lines = []
+    for row in read(RUNS):
+        without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
+        name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
+        lines.append([name, without, sparse, f"{row['ratio']:.2f}"])
+    head = ("20 steps", "ComfyUI's attention", "auto budget 0.2", "times as fast")
+    return "\n" + table(head, lines) + source(RUNS) + "\n"
 
 
 def measurements_table() -> str:
@@ -135,7 +135,7 @@ def _shares(ms: float, dense: Mapping[str, float]) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "calls": calls_table,
+    "runs": runs_table,
     **{f"speed-{shape}": lambda shape=shape: speed_of(shape) for shape in TITLES},
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),

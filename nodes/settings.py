@@ -17,7 +17,7 @@ AUTO_BUDGET = "auto budget"
 MODES = [MANUAL, AUTO_QUALITY, AUTO_BUDGET]
 #: Target errors: mean relative L2 error of the heads' outputs, each by its head weight
 #: (`SettingsTable.head_weight`; docs/experiments.md, Targets of the qualities).
-QUALITIES = {"high": 0.03, "balanced": 0.06, "fast": 0.10}
+QUALITIES = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ DEFAULT = Settings()
 #: graph without `mode` gets: it was written when there was nothing but manual, and has to stay
 #: that.
 MODE_OF_NEW_NODES = AUTO_QUALITY
+#: Likewise: for the same time fewer dense steps and a higher density are truer
+#: (docs/experiments.md, Dense steps for the same time).
+START_OF_NEW_NODES = 0.1
 
 
 class SpargeAttention(io.ComfyNode):
@@ -147,6 +150,7 @@ def _widgets() -> list[Any]:
             "Sampling before this point stays dense, because the first steps settle layout and "
             "motion. Lower is faster, higher is truer. A position in the noise schedule, which "
             "is the share of the steps for most schedulers.",
+            default=START_OF_NEW_NODES,
             advanced=True,
         ),
         _number(

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of `benchmarks.comfyui_call` to ComfyUI, and its use of the times, without ComfyUI."""
+"""Requests of `benchmarks.whole_run` to ComfyUI, and its use of the times, without ComfyUI."""
 
 from __future__ import annotations
 
 import torch
 
-from benchmarks.comfyui_call import node_runs, parse, timed
 from benchmarks.comfyui_host import Sampled
 from benchmarks.comfyui_models import MODELS
+from benchmarks.whole_run import node_runs, parse, timed
 
 
 def test_runs_are_named_by_their_widgets() -> None:
-    dense, _, run = node_runs(parse(["--topk", "0.5", "0.2"]))
+    dense, _, run = node_runs(
+        parse(["--mode", "manual", "--topk", "0.5", "0.2", "--start-percent", "0"])
+    )
     wanted = {"mode": "manual", "topk": 0.2, "pvthreshd": 15.0, "start_percent": 0.0}
     assert (dense.name, dense.widgets) == ("default", None)
     assert (run.name, run.widgets) == ("topk 0.2, pvthreshd 15", wanted) and not run.may_stay_dense

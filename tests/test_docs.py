@@ -140,7 +140,7 @@ def test_the_makefile_explains_each_target() -> None:
 
 
 def test_widget_table_is_the_nodes_widgets() -> None:
-    defaults = our_widgets() | {"mode": "auto quality"}
+    defaults = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
     table = GUIDE.split("| widget | default |")[1].split("\n\n")[0]
     said: dict[str, str] = {}
     for names, values, _ in table_rows("|\n" + table):

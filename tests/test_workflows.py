@@ -120,7 +120,7 @@ def test_our_node_is_between_the_loader_and_the_sampler(graph: dict[str, Any]) -
     path = [(nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, _ in links]
     assert path[:2] == [("UNETLoader", "SpargeAttention"), ("SpargeAttention", "KSampler")]
     assert path[2:] in ([], [("SpargeAttention", "SpargeReport")])
-    as_added = our_widgets() | {"mode": "auto quality"}
+    as_added = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
     assert ours[0]["widgets_values"] == list(as_added.values())
 
 

@@ -86,7 +86,7 @@ def finetuned():
 
 REFUSED = {
     "another model": ({"model": OtherModel()}, "measured on WanModel and this model is OtherModel"),
-    "another quality": ({"quality": "high"}, "a mean error of 0.06 and this node asks for"),
+    "another quality": ({"quality": "high"}, "a mean error of 0.05 and this node asks for"),
     "another mode": ({"mode": "auto budget"}, "this node asks for a mean density of 50 %"),
 }
 

@@ -34,7 +34,7 @@ COMBOS = {
     "quality": ["high", "balanced", "fast"],
 }
 #: What the frontend puts into a node that is added now, where that is not what execute() assumes.
-NEW_NODES = {"mode": "auto quality"}
+NEW_NODES = {"mode": "auto quality", "start_percent": 0.1}
 SOCKETS = ["profile"]
 
 
@@ -123,7 +123,7 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
     [
         ({}, None),
         ({"mode": "manual", "quality": "high"}, None),
-        ({"mode": "auto quality"}, ("quality", 0.06)),
+        ({"mode": "auto quality"}, ("quality", 0.05)),
         ({"mode": "auto quality", "quality": "high", "topk": 0.2}, ("quality", 0.03)),
         ({"mode": "auto budget", "quality": "high", "topk": 0.2}, ("budget", 0.2)),
     ],

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds and memory of a denoising call in real ComfyUI, without the node and with it.
+"""Seconds and memory of whole sampling runs in real ComfyUI, without the node and with it.
 
-COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call [--models mochi,flux] [--topk 0.5 0.2]
-    [--mode "auto budget"] [--again] [--start-percent .2]
-COMFYUI_DIR=<checkout> python -m benchmarks.comfyui_call --mode "auto quality" --quality high fast
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
+    [--mode "auto budget"] [--again] [--start-percent 0.2] [--steps 20]
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --mode "auto quality" --quality high fast
 
 The models have random weights, and the sampler is ComfyUI's own: Euler at cfg 1, one model call a
-step. start_percent is 0, so that every call that can be is sparse; in an auto mode the first one is
-dense and measured. Such a short run would save on token orders, or stay dense: here every order is
-measured however short the run is, as in runs with the usual share of dense steps. Another
---start-percent makes a user's run of it, in which the node decides how much it measures, and
-whether that pays: compare run_seconds, with --repeats 19 and --again.
-
+step. run_seconds is the sum over the calls, ratio that of the run without the node over it.
 seconds_per_call is the median of all calls but the first. With --mode "auto quality" the density is
 what the target error needs: topk has no effect, and with random weights a target may need every
 pair.
+
+With --start-percent 0 and few steps it times sparse calls: in an auto mode the first one is dense
+and measured. Such a short run would save on token orders, or stay dense: here every order is
+measured however short the run is.
 
 With --again each run is made twice, and its figures are those of the second; first_run_seconds
 tells what the first one in a process costs more. The memory cache is emptied before each, as
@@ -77,14 +76,15 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
     dense: Sampled | None = None
     for run in node_runs(args):
         sampled = [
-            host.sample(model, patcher, run.widgets, 1 + args.repeats)
-            for _ in range(1 + args.again)
+            host.sample(model, patcher, run.widgets, args.steps) for _ in range(1 + args.again)
         ]
         line = timed(sampled)
         if dense is None:
             dense = sampled[-1]
         else:
             line |= host.report(model.may_stay_dense or run.may_stay_dense)
+            line["default_run_seconds"] = default = round(sum(dense.seconds), 4)
+            line["ratio"] = round(default / line["run_seconds"], 3)
             line["rel_l2_call"] = relative_l2(sampled[-1].first_call, dense.first_call)
             line["rel_l2_latent"] = relative_l2(sampled[-1].latent, dense.latent)
         write(model=model.name, shape=model.shape, config=run.name, **line)
@@ -111,17 +111,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="mochi,cogvideox,wan")
-    parser.add_argument("--topk", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--mode", default="manual", help="of the node: manual, auto budget ...")
+    parser.add_argument("--models", default="mochi,cogvideox,wan,flux")
+    parser.add_argument("--topk", type=float, nargs="+", default=[0.2])
+    parser.add_argument(
+        "--mode", default="auto budget", help="of the node: manual, auto budget ..."
+    )
     parser.add_argument("--quality", nargs="+", default=["balanced"], help="of auto quality")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
-    parser.add_argument("--start-percent", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls after one untimed")
+    parser.add_argument("--start-percent", type=float, default=0.2)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--again", action="store_true", help="each run twice; see above")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
     parser.add_argument("--commit", default=None, help="where this copy has no git folder")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/comfyui_call.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/new.jsonl")
     return parser.parse_args(arguments)
 
 
