@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from ..sparge import capabilities
+from ..sparge.common.closures import leads_to
 from ..sparge.common.untraced import untraced
 from ..sparge.common.whole_graph import is_traced_whole
 from ..sparge.kernels.warmup import Warmup, warm_up
@@ -19,7 +20,6 @@ from ..sparge.speed import speed_table
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
 from .attention_call import AttentionCall
-from .chaining import leads_to
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
 from .profiles import NamedProfile, fingerprint_of

@@ -14,11 +14,10 @@ import torch
 from ..sparge import capabilities
 from ..sparge.common.failures import Failures
 from ..sparge.speed import known_table
-from ..sparge.tune import Conditioning, Fingerprint, Profile, Session, SigmaWindow
+from ..sparge.tune import Conditioning, Fingerprint, Profile, Progress, Session, SigmaWindow
 from ..sparge.tune.ways import speed_matters
 from .host import exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
-from .progress import Progress
 from .result import RunResult, Tally
 from .settings import Settings
 

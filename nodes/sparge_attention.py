@@ -7,10 +7,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..sparge.tune import LayerSpans
 from .hook import Hook
 from .host import inference_device
 from .profiles import NamedProfile
-from .settings import AUTO_QUALITY, MODES, QUALITIES, LayerSpans, Settings
+from .settings import AUTO_QUALITY, MODES, QUALITIES, Settings
 from .sparge_profile_load import ProfileSocket
 
 DEFAULT = Settings()

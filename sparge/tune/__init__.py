@@ -9,6 +9,7 @@ from .fingerprint import Fingerprint, Fit, Verdict
 from .head_table import FAILED, HeadTable
 from .head_weights import mean_error
 from .kernel_measure import kernel_measure, measure_for
+from .layer_spans import LayerSpans
 from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
@@ -18,6 +19,7 @@ from .profile import Profile
 from .profile_error import ProfileError
 from .profile_header import Table
 from .profile_path import profile_path
+from .progress import Progress
 from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord
 from .report import Report
@@ -46,6 +48,7 @@ __all__ = [
     "Fingerprint",
     "Fit",
     "HeadTable",
+    "LayerSpans",
     "Layout",
     "Measure",
     "Measured",
@@ -60,6 +63,7 @@ __all__ = [
     "Probe",
     "Profile",
     "ProfileError",
+    "Progress",
     "RealTokens",
     "Report",
     "RunTime",

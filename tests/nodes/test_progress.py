@@ -14,7 +14,7 @@ def shown(load_pack):
 
     def run(levels, schedule):
         lines, clock = [], itertools.count(0.0, 2.0)
-        progress = load_pack("nodes.progress").Progress(schedule, lines.append, lambda: next(clock))
+        progress = load_pack("sparge.tune").Progress(schedule, lines.append, lambda: next(clock))
         for level in levels:
             progress.at(level)
         return lines

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..sparge.tune.window import SAME_SIGMA
+from .window import SAME_SIGMA
 
 
 class Progress:
