@@ -20,8 +20,9 @@ class LayerSpans:
 
     @classmethod
     def parse(cls, text: str) -> LayerSpans:
-        """Reads the text of the widget dense_blocks. Raises ValueError, with what is accepted, for text that is not a
-        list of layers.
+        """Reads the text of the widget dense_blocks.
+
+        Raises ValueError, with what is accepted, for text that is not a list of layers.
 
         ComfyUI makes the text "None" of null in an API graph: no layer.
         """
