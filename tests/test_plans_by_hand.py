@@ -40,10 +40,9 @@ class TestPlans:
     def test_made_by_hand_of_other_tensors_or_sizes(self, make_qkv, change, words: str) -> None:
         q, k, _ = make_qkv(1, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)
+        block_map, counts, *sizes = change(plan.block_map, plan.counts)
         with pytest.raises(ValueError, match=words):
-            block_map, counts, *sizes = change(plan.block_map, plan.counts)
-            of_sizes: list[Any] = sizes or [300, 300]
-            BlockPlan(block_map, counts, *of_sizes)
+            BlockPlan(block_map, counts, *(sizes or [300, 300]))
 
     def test_key_lengths_that_are_no_tensor_or_of_another_type(self, make_qkv) -> None:
         """Kernels read them as int32, one for each batch entry."""
@@ -65,29 +64,25 @@ class TestPlans:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_blocks_without_a_pair_do_not_count(self, make_qkv, is_causal: bool) -> None:
-        """A map of ones keeps what dense attention would visit, by either way of saying so."""
+        """A map of ones keeps what dense attention would visit, however it is said."""
         q, k, v = make_qkv(1, 2, 500, 64)
         lengths = torch.tensor([100], dtype=torch.int32)
         ones = torch.ones(1, 2, 4, 8, dtype=torch.bool)
         plan = BlockPlan.from_kept(ones, 500, 500, is_causal, lengths)
-        stray = BlockPlan(
-            torch.full((1, 2, 4, 1), -1, dtype=torch.int32), plan.counts, 500, 500, is_causal,
-            lengths,
-        )  # fmt: skip
-        stats = {name: AttentionStats("cpu") for name in ("kept", "stray", "mask", "topk")}
+        stray_map = torch.full((1, 2, 4, 1), -1, dtype=torch.int32)
+        stray = BlockPlan(stray_map, plan.counts, 500, 500, is_causal, lengths)
         named: dict[str, Any] = {"is_causal": is_causal, "key_lengths": lengths}
-        full = SparsePolicy(topk=1.0)
-        results = [
-            attention(q, k, v, plan=plan, stats=stats["kept"]),
-            attention(q, k, v, plan=stray, stats=stats["stray"]),
-            attention(q, k, v, block_mask=ones, stats=stats["mask"], **named),
-            attention(q, k, v, full, stats=stats["topk"], **named),
-        ]
-        for out in results[1:]:
-            assert torch.equal(out, results[0])
-        assert {each.blocks_kept for each in stats.values()} == {2 * 4 * 2}
+        ways: list[dict[str, Any]] = [
+            {"plan": plan}, {"plan": stray}, {"block_mask": ones, **named},
+            {"policy": SparsePolicy(topk=1.0), **named},
+        ]  # fmt: skip
+        results = []
+        for way in ways:
+            stats = AttentionStats("cpu")
+            results.append(attention(q, k, v, stats=stats, **way))
+            assert torch.equal(results[-1], results[0])
+            assert (stats.blocks_kept, stats.density) == (2 * 4 * 2, 1.0)
         assert int(plan.counts.sum()) == 2 * 4 * 2
-        assert {each.density for each in stats.values()} == {1.0}
 
 
 class TestOrders:
