@@ -24,25 +24,19 @@ def square(heads: int, tokens: int, head_dim: int, kv_heads: int | None = None) 
     return CallShape(1, heads, kv_heads or heads, tokens, tokens, head_dim)
 
 
-@pytest.mark.parametrize(
-    ("shape", "runs"),
-    [
-        (square(40, 32760, 128), (8, 4)),
-        (square(30, 17776, 64), (4, 2)),
-        (square(24, 4608, 128), (1, 1)),
-        (square(1, 1, 64), (1, 1)),
-    ],
-    ids=["wan", "cogvideox 2b", "flux", "one token"],
-)
-def test_a_gpu_is_left_with_many_thread_blocks(shape: CallShape, runs: tuple[int, int]):
-    assert (grid_of(shape).key_run, grid_of(shape).query_run) == runs
+def test_runs_are_long_where_many_thread_blocks_are_left():
+    runs = {}
+    for name, heads, tokens, head_dim in (
+        ("wan", 40, 32760, 128), ("cogvideox 2b", 30, 17776, 64), ("flux", 24, 4608, 128),
+    ):  # fmt: skip
+        grid = grid_of(square(heads, tokens, head_dim))
+        runs[name] = (grid.key_run, grid.query_run)
+    assert runs == {"wan": (8, 4), "cogvideox 2b": (4, 2), "flux": (1, 1)}
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        square(1, 64 * 10**6, 64),
-        CallShape(1, 64, 1, 540_000, 300, 64),
         CallShape(2, 2048, 2, 1_000_000, 64 * 1000, 128),
         CallShape(1, LONGEST_AXIS - 2, 1, 1000, 1000, 64),
         CallShape(1, 1, 1, 30_000_000, 64, 64),
