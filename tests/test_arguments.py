@@ -17,7 +17,6 @@ from sparge import (
     BlockPlan,
     HeadSettings,
     Precision,
-    Router,
     SparsePolicy,
     TokenGrid,
     Unsupported,
@@ -29,26 +28,35 @@ from sparge.stages import ops, pipeline
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
 SQUARE = cube_order(TokenGrid(1, 16, 16))
-HALF: Any = HeadSettings.uniform(2, 0.5)
+HALF = HeadSettings.uniform(2, 0.5)
 SCALED = replace(HALF, output_scale=torch.ones(2))
 SIXTEEN_BIT = SparsePolicy(precision=Precision.SIXTEEN_BIT)
 # Of any type, for arguments of the wrong one.
 policy_of: Any = SparsePolicy
-uniform: Any = HeadSettings.uniform
+
+
+def uniform(heads: Any = 2, density: Any = 0.5, *others: Any, **named: Any) -> HeadSettings:
+    return HeadSettings.uniform(heads, density, *others, **named)
+
+
+def changed(**named: Any) -> HeadSettings:
+    return replace(uniform(), **named)
+
+
+FLAGS = ("attention_sink", "keep_diagonal", "smooth_k")
+NUMBERS = ("topk", "cdfthreshd", "simthreshd1", "pvthreshd")
+TENSORS = ("density", "pool_weight", "router", "output_scale", "order_kind")
 
 #: Arguments of a call of (1, 2, 256, 64), of functions that share them -> what is said.
 SHARED: list[tuple[dict[str, Any], str]] = [
-    ({"q": None}, "q is None; give a torch tensor"),
-    ({"k": [1.0]}, "k is a list; give a torch tensor"),
+    *(({x: [1.0]}, f"{x} is a list; give a torch tensor") for x in ("q", "k", "key_lengths")),
     ({"policy": 0.5}, "policy is 0.5; give a SparsePolicy"),
     ({"layout": None}, "layout is None; it takes 'HND'"),
-    ({"is_causal": "False"}, "is_causal is 'False'; it takes True or False"),
     ({"is_causal": torch.ones(3)}, "is_causal is a torch.Tensor; it takes True or False"),
     ({"causal": "bottom_right"}, "causal is .*; it takes 'top-left'"),
     ({"scale": torch.tensor(0.1)}, "scale is a torch.Tensor; give a number"),
     ({"scale": True}, "scale is True; give a number"),
     *(({"scale": x}, "a finite number") for x in (-1.0, 0.0, 2.0**-21, math.inf, math.nan)),
-    ({"key_lengths": [256]}, "key_lengths is a list; give a torch tensor"),
     ({"key_lengths": torch.tensor([5])}, "int32"),
     ({"key_lengths": torch.tensor([5, 5], dtype=torch.int32)}, "int32 of shape"),
     ({"block_mask": np.ones((1, 2, 2, 4))}, "block_mask is a numpy.ndarray; give a torch"),
@@ -127,36 +135,33 @@ def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "named", "words"),
     [
-        (lambda: policy_of(precision="int8"), "precision is 'int8'; give one of Precision"),
-        (lambda: policy_of(exact_prefix=1.5), "exact_prefix is 1.5; it takes a whole numbe"),
-        (lambda: policy_of(exact_suffix=True), "exact_suffix is True; it takes a whole num"),
-        (lambda: policy_of(exact_prefix=-1), "exact_prefix is -1; it takes a whole number"),
-        (lambda: policy_of(keep_diagonal=0), "keep_diagonal is 0; it takes True or False"),
-        (lambda: policy_of(select_by="topp"), "'topk'.*'cdf'"),
-        (lambda: policy_of(topk=[0.1, 0.2]), "topk is a list; give a number, or a float te"),
-        (lambda: policy_of(topk=1.5), "topk is 1.5.*0 to 1"),
-        (lambda: policy_of(topk=torch.tensor([1, 0])), "floating point"),
-        (lambda: policy_of(cdfthreshd=np.ones(2)), "cdfthreshd is a numpy.ndarray; give a"),
-        (lambda: policy_of(pvthreshd=-1.0), "pvthreshd"),
-        (lambda: policy_of(simthreshd1=math.nan), "simthreshd1 is nan; it takes a number f"),
-        (lambda: replace(HALF, density=0.5), "density is 0.5; give a torch tensor"),
-        (lambda: replace(HALF, router=Router.MASS), "router is .*; give a torch tensor"),
-        (lambda: replace(HALF, output_scale=1.0), "output_scale is 1.0; give a torch tensor"),
-        (lambda: replace(HALF, output_scale=torch.ones(3)), "output_scale has shape"),
-        (lambda: replace(HALF, floor=2**31), "floor is 2147483648; it takes a whole number fr"),
-        (lambda: replace(HALF, pools="no"), "pools is 'no'; it takes True or False"),
-        (lambda: uniform(2.0, 0.5), "heads is 2.0; it takes a whole number from 1"),
-        (lambda: uniform(2, "half"), "density is 'half'; give a number"),
-        (lambda: uniform(2, 1.5), "density is 1.5 and pool_weight 0.0; density t"),
-        (lambda: uniform(2, 0.5, -1.0), "density is 0.5 and pool_weight -1.0"),
-        (lambda: uniform(2, 0.5, 0.0, "error"), "router is 'error'; it takes Rou"),
+        (policy_of, {"precision": "int8"}, "precision is 'int8'; give one of Precision"),
+        (policy_of, {"exact_prefix": 1.5}, "exact_prefix is 1.5; it takes a whole number"),
+        (policy_of, {"exact_suffix": True}, "exact_suffix is True; it takes a whole number"),
+        (policy_of, {"exact_prefix": -1}, "exact_prefix is -1; it takes a whole number"),
+        *((policy_of, {x: 0}, f"{x} is 0; it takes True or False") for x in FLAGS),
+        (policy_of, {"select_by": "topp"}, "'topk'.*'cdf'"),
+        *((policy_of, {x: [0.1]}, f"{x} is a list; give a number, or a float te") for x in NUMBERS),
+        (policy_of, {"topk": 1.5}, "topk is 1.5.*0 to 1"),
+        (policy_of, {"topk": torch.tensor([1, 0])}, "floating point"),
+        (policy_of, {"pvthreshd": -1.0}, "pvthreshd"),
+        (policy_of, {"simthreshd1": math.nan}, "simthreshd1 is nan; it takes a number"),
+        *((changed, {x: 0.5}, f"{x} is 0.5; give a torch tensor") for x in TENSORS),
+        (changed, {"output_scale": torch.ones(3)}, "output_scale has shape"),
+        (changed, {"floor": 2**31}, "floor is 2147483648; it takes a whole number"),
+        (changed, {"pools": "no"}, "pools is 'no'; it takes True or False"),
+        (uniform, {"heads": 2.0}, "heads is 2.0; it takes a whole number from 1"),
+        (uniform, {"density": "half"}, "density is 'half'; give a number"),
+        (uniform, {"density": 1.5}, "density is 1.5 and pool_weight 0.0; density"),
+        (uniform, {"pool_weight": -1.0}, "density is 0.5 and pool_weight -1.0"),
+        (uniform, {"router": "error"}, "router is 'error'; it takes Router"),
     ],
 )
-def test_policies_and_head_settings_that_are_none(make: Any, words: str) -> None:
+def test_policies_and_head_settings_that_are_none(make: Any, named: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make()
+        make(**named)
 
 
 def test_head_settings_of_some_heads_and_of_a_routers_number() -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import sparge
-from sparge import BlockPlan, HeadSettings, SparsePolicy, reference
+from sparge import BlockPlan, HeadSettings, Precision, SparsePolicy, reference
+from sparge.call import make_call
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
 DENSE = SparsePolicy(topk=1.0)
 SPARSE = SparsePolicy(topk=0.4)
+SIXTEEN_BIT = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
 
 
 def test_this_machine_runs_the_reference(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,30 @@ def test_an_output_scale_of_one_changes_no_bit(make_qkv) -> None:
     expected, found = (attention(q, k, v, head_settings=x) for x in (plain, scaled))
     assert torch.equal(found[:, :2], expected[:, :2])
     assert (found != expected).any(-1)[:, 2:].all()
+
+
+class TestSixteenBit:
+    """fp16 holds nothing beyond 65,504, bf16 does: inputs of two types are multiplied as bf16."""
+
+    @pytest.mark.parametrize(("large", "dtype"), [("q", torch.bfloat16), ("v", torch.float32)])
+    def test_bf16_where_not_all_are_fp16(self, make_qkv, large: str, dtype: torch.dtype) -> None:
+        given = dict(zip("qkv", make_qkv(1, 2, 160, 64, dtype=torch.float16), strict=True))
+        given[large] = given[large].to(dtype) * 1e6
+        if large == "q":
+            given["k"] = given["k"] * 1e-5
+        out = attention(*given.values(), SIXTEEN_BIT, output_dtype=torch.float32)
+        assert out.isfinite().all()
+        rounded = (x.bfloat16() for x in given.values())
+        assert torch.equal(out, attention(*rounded, SIXTEEN_BIT, output_dtype=torch.float32))
+
+    @pytest.mark.parametrize("mixed", [None, 0, 1, 2])
+    def test_kernels_are_told_likewise(self, make_qkv, mixed: int | None) -> None:
+        given = list(make_qkv(dtype=torch.float16))
+        if mixed is not None:
+            given[mixed] = given[mixed].bfloat16()
+        call = make_call(*given, SIXTEEN_BIT, "HND", False, None, None, None, None)
+        expected = "FP16" if mixed is None else "BF16"
+        assert call.element.name == call.heads(0, 1).element.name == expected
 
 
 class TestPlan:
