@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, TokenOrder, grid_order
+from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
 from sparge.call import Call, make_call
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
@@ -106,20 +106,16 @@ def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("order", "stride"),
-    [
-        (grid_order(TokenGrid(2, 64, 64)), STRIDE),
-        (grid_order(TokenGrid(2, 32, 64)), 1),
-        (None, 1),
-    ],
-    ids=["long", "short", "no order"],
+    ("grid", "stride"), [(TokenGrid(2, 64, 64), STRIDE), (TokenGrid(2, 32, 64), 1), (None, 1)]
 )
 def test_the_mean_key_is_sampled_in_long_orders_alone(
-    queued: dict[str, Any], order: TokenOrder | None, stride: int
+    queued: dict[str, Any], grid: TokenGrid | None, stride: int
 ) -> None:
-    tokens = order.tokens if order else LEAST_KEYS
-    assert (tokens >= LEAST_KEYS) == (stride > 1 or order is None)
-    facts = OrderFacts(order.slot_tokens, order.block_counts) if order else NO_ORDER
+    tokens, facts = LEAST_KEYS, NO_ORDER
+    if grid is not None:
+        order, tokens = grid_order(grid), grid.tokens
+        facts = OrderFacts(order.slot_tokens, order.block_counts)
+        assert (tokens >= LEAST_KEYS) == (stride > 1)
     q = torch.zeros(1, 1, tokens, 64, dtype=torch.bfloat16)
     launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
     assert queued["means"].k_stride == stride
@@ -129,18 +125,13 @@ def test_the_mean_key_is_sampled_in_long_orders_alone(
 def run_kernels(
     queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """run_kernels(policy, order, head_settings, causal): what is queued, by way of the ops' own
-    functions as on a GPU."""
+    """run_kernels(policy, causal, order, head_settings): what is queued, by the ops' functions."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
 
-    def run(
-        policy: SparsePolicy, order: Any, head_settings: Any, causal: bool = False
-    ) -> dict[str, Any]:
+    def run(policy: SparsePolicy, causal: bool, *others: Any) -> dict[str, Any]:
         q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
-        call = make_call(
-            q, q, q, policy, "HND", causal, 0.125, None, None, None, order, head_settings
-        )
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, None, None, *others)
         pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
         return queued
 
@@ -152,7 +143,7 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
         topk=0.5, cdfthreshd=0.875, simthreshd1=0.25, pvthreshd=15.0, attention_sink=True,
         keep_diagonal=False, exact_prefix=3, exact_suffix=5, smooth_k=False,
     )  # fmt: skip
-    queued = run_kernels(policy, None, None, causal=True)
+    queued = run_kernels(policy, True)
     for entry, told in {
         "means": {"smooth_k": False},
         "quantize": {"with_queries": True, "with_values": True, "with_similarity": True},
@@ -171,7 +162,7 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
 @pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
 def test_upstreams_semantics_are_of_plain_calls_alone(run_kernels, order, head_settings) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
-    queued = run_kernels(SparsePolicy(topk=0.3), order, head_settings)
+    queued = run_kernels(SparsePolicy(topk=0.3), False, order, head_settings)
     assert bool(queued["route"].upstream) == (order is None and head_settings is None)
 
 
