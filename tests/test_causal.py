@@ -164,13 +164,3 @@ def test_what_bottom_right_does_not_serve(make_qkv) -> None:
             function(q, k, v, causal="bottom-right", **named)
     with pytest.raises(sparge.Unsupported, match=r"A plan is of one call.* is made of two"):
         sparge.make_plan(q, k, causal="bottom-right")
-
-
-@pytest.mark.parametrize("topk", [0.2, 0.5])
-def test_a_share_of_all_blocks_is_more_of_causal_pairs(make_qkv, topk: float) -> None:
-    """2 t - t^2 of the pairs, as `SparsePolicy.topk` says, but for the half blocks at the edge."""
-    q, k, v = make_qkv(1, 1, 2560, 16)
-    stats = AttentionStats("cpu")
-    policy = SparsePolicy(topk=topk, keep_diagonal=False)
-    attention(q, k, v, policy, is_causal=True, stats=stats)
-    assert stats.density == pytest.approx(2 * topk - topk**2, abs=0.03)

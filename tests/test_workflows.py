@@ -49,24 +49,10 @@ def project(key: str) -> str:
 
 def our_widgets() -> dict[str, Any]:
     """Name -> default of each widget, in order: the fields of nodes/settings.py."""
-    tree = ast.parse((ROOT / "nodes" / "settings.py").read_text(encoding="utf-8"))
-    settings = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Settings")
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-
-    def default(value: ast.expr) -> Any:
-        return constants[value.id] if isinstance(value, ast.Name) else ast.literal_eval(value)
-
-    return {
-        field.target.id: default(field.value)
-        for field in settings.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value
-    }
+    text = (ROOT / "nodes" / "settings.py").read_text(encoding="utf-8")
+    constants = dict(re.findall(r'^(\w+) = ("[^"]*")$', text, re.MULTILINE))
+    fields = re.findall(r"^    (\w+): (?:str|int|float) = (.+)$", text, re.MULTILINE)
+    return {name: ast.literal_eval(constants.get(value, value)) for name, value in fields}
 
 
 @pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
