@@ -24,7 +24,8 @@ HOPPERS_SOFTMAX = {
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> str:
-    """Device that a test runs on: the reference on the CPU, kernels on a GPU."""
+    """Device that a test runs on: kernels on a GPU, on the CPU the reference, whose arithmetic is
+    that of the portable kernels or of a Hopper GPU's."""
     if request.param in ("cpu", "cuda"):
         return request.param
     pipeline = importlib.import_module("sparge.reference.pipeline")
