@@ -76,7 +76,8 @@ class TestSixteenBit:
         given = list(make_qkv(dtype=torch.float16))
         if mixed is not None:
             given[mixed] = given[mixed].bfloat16()
-        call = make_call(*given, SIXTEEN_BIT, "HND", False, None, None, None, None)
+        q, k, v = given
+        call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None, None)
         expected = "FP16" if mixed is None else "BF16"
         assert call.element.name == call.heads(0, 1).element.name == expected
 

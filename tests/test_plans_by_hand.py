@@ -38,7 +38,8 @@ class TestPlans:
         ],
     )
     def test_made_by_hand_of_other_tensors_or_sizes(self, make_qkv, change, words: str) -> None:
-        plan = sparge.make_plan(*make_qkv(1, 2, 300, 64)[:2], SPARSE)
+        q, k, _ = make_qkv(1, 2, 300, 64)
+        plan = sparge.make_plan(q, k, SPARSE)
         block_map, counts, *sizes = change(plan.block_map, plan.counts)
         with pytest.raises(ValueError, match=words):
             BlockPlan(block_map, counts, *(sizes or [300, 300]))

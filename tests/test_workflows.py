@@ -20,8 +20,8 @@ WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 FRONTEND_ONLY = {"MarkdownNote"}
 
-#: Widgets of nodes in use, in the order ComfyUI v0.33 shows them; None: ours, of settings.py.
-WIDGETS: dict[str, list[type] | None] = {
+#: Widgets of nodes in use, in the order ComfyUI v0.33 shows them.
+WIDGETS: dict[str, list[type]] = {
     "UNETLoader": [str, str],
     "CLIPLoader": [str, str, str],
     "VAELoader": [str],
@@ -34,7 +34,6 @@ WIDGETS: dict[str, list[type] | None] = {
     "SaveVideo": [str, str, str],
     "PreviewImage": [],
     "MarkdownNote": [str],
-    "SpargeAttention": None,
     "SpargeReport": [str],
 }
 
@@ -96,11 +95,10 @@ def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
 
 
 def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
-    ours = [type(value) for value in our_widgets().values()]
+    kinds = WIDGETS | {"SpargeAttention": [type(value) for value in our_widgets().values()]}
     for node in graph["nodes"]:
-        assert node["type"] in WIDGETS, f"{node['type']} is neither core's nor ours"
-        kinds = ours if node["type"] == "SpargeAttention" else WIDGETS[node["type"]]
-        for value, kind in zip(node["widgets_values"], kinds, strict=True):
+        assert node["type"] in kinds, f"{node['type']} is neither core's nor ours"
+        for value, kind in zip(node["widgets_values"], kinds[node["type"]], strict=True):
             assert isinstance(value, (int, float) if kind is float else kind), node["type"]
 
 

@@ -111,7 +111,8 @@ class _Draw:
             if order is None or self.chance() < 0.8:
                 order_kinds = 1 if order is None else order.order_kinds
                 options["head_settings"] = self.head_settings(order_kinds, scaled)
-        return Case(self.seed, way, data, *tensors, policy, layout, options)
+        q, k, v = tensors
+        return Case(self.seed, way, data, q, k, v, policy, layout, options)
 
     def tensor(self, numbers: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=self.device)

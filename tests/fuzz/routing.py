@@ -211,8 +211,8 @@ class Routing:
     def _per_head(self, value: float | Tensor) -> Tensor:
         """(H, 1)."""
         device, heads = self.setting.q.device, self.setting.q.shape[1]
-        value = torch.as_tensor(value, dtype=torch.float64, device=device)
-        return value.expand(heads).unsqueeze(-1)
+        values = torch.as_tensor(value, dtype=torch.float64, device=device)
+        return values.expand(heads).unsqueeze(-1)
 
 
 def _sum_queries(setting: Setting, of_queries: Tensor) -> Tensor:
