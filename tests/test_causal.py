@@ -95,8 +95,7 @@ def test_stats_are_of_both_parts_and_the_sink_is_the_first_key_of_all(make_qkv) 
     # Of 10 key blocks 3 for each query block, of 4 one and the two on the diagonal.
     blocks = 2 * ((3 + 3) + (2 + 3))
     for sink, kept in ((False, blocks), (True, blocks + 2 * 2)):
-        stats = AttentionStats("cpu")
-        policy = SparsePolicy(topk=0.3, attention_sink=sink)
+        stats, policy = AttentionStats("cpu"), replace(SPARSE, attention_sink=sink)
         attention(q, k, v, policy, causal="bottom-right", stats=stats)
         assert stats.calls == 1 and stats.blocks_kept == kept
         assert stats.counters[1] == 2 * int(visible(256, 896, "bottom-right").sum())

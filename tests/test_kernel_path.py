@@ -160,10 +160,15 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
 
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
 @pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
-def test_upstreams_semantics_are_of_plain_calls_alone(run_kernels, order, head_settings) -> None:
+def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alone(
+    run_kernels, order, head_settings
+) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
-    queued = run_kernels(SparsePolicy(topk=0.3), False, order, head_settings)
-    assert bool(queued["route"].upstream) == (order is None and head_settings is None)
+    told = run_kernels(SparsePolicy(topk=0.3), False, order, head_settings)["route"]
+    assert bool(told.upstream) == (order is None and head_settings is None)
+    for name in ("keys_exact", "queries_exact"):
+        lies_at = None if order is None else getattr(order, name).data_ptr()
+        assert getattr(told, name) == lies_at
 
 
 @pytest.mark.parametrize("element", Element)
