@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sparge
-from sparge import BlockPlan, HeadSettings, Precision, SparsePolicy, reference
+from sparge import BlockPlan, HeadSettings, Precision, Router, SparsePolicy, reference
 from sparge.call import make_call
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
@@ -55,6 +55,17 @@ def test_an_output_scale_of_one_changes_no_bit(make_qkv) -> None:
     expected, found = (attention(q, k, v, head_settings=x) for x in (plain, scaled))
     assert torch.equal(found[:, :2], expected[:, :2])
     assert (found != expected).any(-1)[:, 2:].all()
+
+
+def test_head_settings_that_do_not_pool_drop_whatever_the_pool_weight(make_qkv) -> None:
+    """Kernels do the same, for which nothing is prepared then."""
+    q, k, v = make_qkv(1, 2, 2000, 64)
+    plain, ones = HeadSettings.uniform(2, 0.3), torch.ones(2)
+    expected = attention(q, k, v, head_settings=plain)
+    for pools in (True, False):
+        router = ones.int() * Router.ERROR
+        settings = replace(plain, pool_weight=ones, router=router, pools=pools)
+        assert torch.equal(attention(q, k, v, head_settings=settings), expected) != pools
 
 
 class TestSixteenBit:
