@@ -74,7 +74,7 @@ OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"head_settings": SCALED, "is_causal": True}, "later keys.*leave it out"),
     ({"head_settings": SCALED, "policy": SIXTEEN_BIT}, "16-bit operands.*leave it out"),
     *(
-        ({"head_settings": HALF, "policy": SparsePolicy(**{name: torch.ones(5)})},
+        ({"head_settings": HALF, "policy": policy_of(**{name: torch.ones(5)})},
          rf"{name} has shape \(5,\).* 2 query heads")
         for name in ("simthreshd1", "pvthreshd")
     ),

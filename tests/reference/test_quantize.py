@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +26,9 @@ def per_key(scale: torch.Tensor, n_keys: int) -> torch.Tensor:
 @pytest.mark.parametrize("given", [False, True], ids=["own means", "given means"])
 def test_levels_are_within_half_a_step(make_qkv, element: Element, given: bool) -> None:
     q, k, v = make_qkv(2, 2, 129, 64)
-    means = {name: torch.randn(2, 2, 64) for name in ("kbar", "vbar")} if given else {}
+    means: dict[str, Any] = {}
+    if given:
+        means = {name: torch.randn(2, 2, 64) for name in ("kbar", "vbar")}
     x = quantize_qkv(q, k, v, element=element, **means)
     assert all(torch.equal(getattr(x, name), mean) for name, mean in means.items())
     q_step, k_step = x.q_scale.unsqueeze(-1), per_key(x.k_scale, 129)
