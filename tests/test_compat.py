@@ -1,275 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's functions: the same call, each parameter honoured or refused."""
+"""Upstream's functions and helpers: the same call, each parameter honoured or refused."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import sparge
-from sparge import compat
-from sparge.common.metrics import rel_l1
+from sparge import AttentionStats, SparsePolicy, compat
+from sparge.compat import utils
 from sparge.compat.mask import read_block_mask
-from sparge.reference import exact_attention
 
-# Parameter -> default, in order; "required" has none. From upstream's README and core.py.
-COMMON = {"q": "required", "k": "required", "v": "required"}
-MEANSIM = {
-    **COMMON,
-    "attn_mask": None,
-    "dropout_p": 0.0,
-    "is_causal": False,
-    "scale": None,
-    "smooth_k": True,
-}
-TAIL = {
-    "pvthreshd": 50,
-    "attention_sink": False,
-    "tensor_layout": "HND",
-    "output_dtype": None,  # upstream's torch.float16 never had an effect
-    "return_sparsity": False,
-}
-TOPK = {**MEANSIM, "simthreshd1": -0.1, "cdfthreshd": None, "topk": 0.5, **TAIL}
-CDF = {**MEANSIM, "simthreshd1": 0.6, "cdfthreshd": 0.98, **TAIL}
-SIGNATURES = {
-    "spas_sage2_attn_meansim_topk_cuda": TOPK,
-    "spas_sage_attn_meansim_topk_cuda": TOPK,
-    "spas_sage2_attn_meansim_cuda": CDF,
-    "spas_sage_attn_meansim_cuda": CDF,
-    "block_sparse_sage2_attn_cuda": {
-        **COMMON,
-        "mask_id": None,
-        "dropout_p": 0.0,
-        "scale": None,
-        "smooth_k": True,
-        **TAIL,
-    },
-}
 library: Any = sparge.attention
-TOPK_NAMES = [name for name in SIGNATURES if "topk" in name]
-CDF_NAMES = [name for name in SIGNATURES if name.endswith("meansim_cuda")]
-MEANSIM_NAMES = TOPK_NAMES + CDF_NAMES
+by_topk: Any = compat.spas_sage2_attn_meansim_topk_cuda
+by_mass: Any = compat.spas_sage2_attn_meansim_cuda
+block_sparse: Any = compat.block_sparse_sage2_attn_cuda
+
+# Parameters and defaults in order, from upstream's README and core.py; upstream's default of
+# output_dtype, torch.float16, never had an effect.
+HEAD = {"dropout_p": 0.0, "scale": None, "smooth_k": True}
+MEANSIM = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "smooth_k": True}
+TAIL = {
+    "pvthreshd": 50, "attention_sink": False, "tensor_layout": "HND", "output_dtype": None,
+    "return_sparsity": False,
+}  # fmt: skip
+SIGNATURES = [
+    (by_topk, {**MEANSIM, "simthreshd1": -0.1, "cdfthreshd": None, "topk": 0.5, **TAIL}),
+    (by_mass, {**MEANSIM, "simthreshd1": 0.6, "cdfthreshd": 0.98, **TAIL}),
+    (block_sparse, {"mask_id": None, **HEAD, **TAIL}),
+]
+CASE = (1, 2, 640, 64)
+MASK = torch.arange(2 * 5 * 10).view(1, 2, 5, 10) % 3 == 0
+SINK = MASK.clone().index_fill_(-1, torch.tensor([0]), True)
+SHARES = torch.tensor([0.2, 1.0])
 
 
-def function(name: str) -> Callable[..., Any]:
-    return getattr(compat, name)
+@pytest.mark.parametrize(("function", "defaults"), SIGNATURES)
+def test_signature_is_upstreams(function: Any, defaults: dict[str, Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    assert [p.name for p in parameters[:3]] == ["q", "k", "v"]
+    assert all(p.default is inspect.Parameter.empty for p in parameters[:3])
+    assert [(p.name, p.default) for p in parameters[3:]] == list(defaults.items())
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature_is_upstreams(name: str) -> None:
-    parameters = inspect.signature(function(name)).parameters
-    defaults = {
-        key: "required" if value.default is inspect.Parameter.empty else value.default
-        for key, value in parameters.items()
-    }
-    assert list(defaults.items()) == list(SIGNATURES[name].items())
+def test_upstreams_first_generation_has_the_same_functions() -> None:
+    assert compat.spas_sage_attn_meansim_topk_cuda is by_topk
+    assert compat.spas_sage_attn_meansim_cuda is by_mass
 
 
-@pytest.mark.parametrize("name", MEANSIM_NAMES)
-def test_selection_is_the_librarys_attention(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(1, 2, 640, 64)
-    if "topk" in name:
-        given: dict[str, Any] = {"topk": 0.3}
-        policy = sparge.SparsePolicy(topk=0.3, keep_diagonal=False)
-    else:
-        q, k = (x + x.float().cumsum(2).bfloat16() / 30 for x in (q, k))
-        given = {"simthreshd1": 0.05, "cdfthreshd": 0.7}
-        policy = sparge.SparsePolicy(select_by="cdf", keep_diagonal=False, **given)
-    out, sparsity = function(name)(q, k, v, return_sparsity=True, **given)
-    assert torch.equal(out, library(q, k, v, policy)) and isinstance(sparsity, float)
-    assert sparsity == pytest.approx(1 - sparge.make_plan(q, k, policy).density())
-    assert 0.1 < sparsity < 0.9
+@pytest.mark.parametrize(
+    ("function", "given", "policy", "options"),
+    [
+        (by_topk, {}, {}, {}),
+        (by_topk, {"topk": 0.2, "is_causal": True}, {"topk": 0.2}, {"is_causal": True}),
+        (by_topk, {"topk": SHARES}, {"topk": SHARES}, {}),
+        (by_topk, {"topk": torch.tensor([1, 0])}, {"topk": torch.tensor([1.0, 0.0])}, {}),
+        (by_topk, {"topk": 0.1, "attention_sink": True}, {"topk": 0.1, "attention_sink": True}, {}),
+        (by_topk, {"topk": 1.0, "pvthreshd": 0.5}, {"topk": 1.0, "pvthreshd": 0.5}, {}),
+        (by_topk, {"smooth_k": False}, {"smooth_k": False}, {}),
+        (by_topk, {"scale": 0.5}, {}, {"scale": 0.5}),
+        (by_topk, {"output_dtype": torch.float32}, {}, {"output_dtype": torch.float32}),
+        (
+            by_topk, {"topk": None, "cdfthreshd": 0.5, "simthreshd1": 0.02},
+            {"select_by": "cdf", "cdfthreshd": 0.5, "simthreshd1": 0.02}, {},
+        ),
+        (by_mass, {}, {"select_by": "cdf", "simthreshd1": 0.6, "cdfthreshd": 0.98}, {}),
+        (
+            by_mass, {"simthreshd1": 0.05, "cdfthreshd": SHARES, "pvthreshd": 0.5, "scale": 0.5},
+            {"select_by": "cdf", "simthreshd1": 0.05, "cdfthreshd": SHARES, "pvthreshd": 0.5},
+            {"scale": 0.5},
+        ),
+        (block_sparse, {"mask_id": MASK.int()}, {}, {"block_mask": MASK}),
+        (block_sparse, {"mask_id": MASK, "attention_sink": True}, {}, {"block_mask": SINK}),
+        (block_sparse, {"mask_id": MASK, "scale": 0.5}, {}, {"block_mask": MASK, "scale": 0.5}),
+        (block_sparse, {"mask_id": MASK, "smooth_k": False}, {"smooth_k": False},
+         {"block_mask": MASK}),
+        (block_sparse, {"mask_id": MASK, "pvthreshd": 0.5}, {"pvthreshd": 0.5},
+         {"block_mask": MASK}),
+    ],
+)  # fmt: skip
+def test_is_the_librarys_attention(
+    make_qkv, function: Any, given: dict[str, Any], policy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    q, k, v = make_qkv(*CASE)
+    k = k + 2  # smoothing shows
+    stats = AttentionStats("cpu")
+    named = {"topk": 0.5, "simthreshd1": -0.1, "keep_diagonal": False} | policy
+    expected = library(q, k, v, SparsePolicy(**named), stats=stats, **options)
+    before = MASK.clone()
+    out, sparsity = function(q, k, v, return_sparsity=True, **given)
+    assert torch.equal(out, expected) and out.dtype == expected.dtype
+    assert isinstance(sparsity, float) and sparsity == pytest.approx(1 - stats.density)
+    turned = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    assert torch.equal(function(*turned, tensor_layout="NHD", **given).transpose(1, 2), out)
+    assert torch.equal(MASK, before), "the caller's mask is not changed"
 
 
-def test_cdf_through_the_topk_function(make_qkv) -> None:
-    q, k, v = make_qkv(1, 2, 640, 64)
-    by_topk = function("spas_sage2_attn_meansim_topk_cuda")
-    out = by_topk(q, k, v, cdfthreshd=0.5, topk=None)
-    assert torch.equal(
-        out, function("spas_sage2_attn_meansim_cuda")(q, k, v, simthreshd1=-0.1, cdfthreshd=0.5)
-    )
-    for pair in ({"topk": 0.5, "cdfthreshd": 0.9}, {"topk": None}):
-        with pytest.raises(sparge.Unsupported, match="set exactly one"):
-            by_topk(q, k, v, **pair)
+@pytest.mark.parametrize(
+    ("function", "named", "words"),
+    [
+        *((each, {"dropout_p": 0.1}, "no dropout") for each in (by_topk, by_mass, block_sparse)),
+        *((each, {"attn_mask": torch.ones(256, 256)}, "no element mask")
+          for each in (by_topk, by_mass)),
+        (by_topk, {"tensor_layout": "BHND"}, "layout"),
+        (by_topk, {"topk": 0.5, "cdfthreshd": 0.9}, "set exactly one"),
+        (by_topk, {"topk": None}, "set exactly one"),
+        (block_sparse, {}, r"mask_id is None.*\(1, 2, 2, 4\)"),
+        (block_sparse, {"mask_id": [[1]]}, "mask_id is a list; it is a tensor"),
+        *((block_sparse, {"mask_id": torch.ones(x)}, r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU")
+          for x in ((1, 2, 4, 1), (1, 1, 2, 4), (2, 4))),
+    ],
+)  # fmt: skip
+def test_what_is_refused_says_why(
+    make_qkv, function: Any, named: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        function(*make_qkv(1, 2, 256, 64), **named)
 
 
-@pytest.mark.parametrize("name", MEANSIM_NAMES)
-def test_causal_element_by_element(make_qkv, name: str) -> None:
-    """Upstream's second generation leaks up to 127 future tokens here."""
-    q, k, v = make_qkv(1, 2, 300, 64)
-    out = function(name)(q, k, v, is_causal=True, simthreshd1=1.0)
-    assert rel_l1(out, exact_attention(q, k, v, is_causal=True)[0]) < 0.02
+def test_rows_that_a_mask_leaves_empty_are_zero(make_qkv) -> None:
+    """Upstream leaves such rows unwritten."""
+    mask = MASK.clone()
+    mask[0, 1, 2] = False
+    assert not block_sparse(*make_qkv(*CASE), mask)[0, 1, 256:384].any()
 
 
-def test_causal_ranks_in_all_blocks_and_leaves_the_diagonal_unprotected(make_qkv) -> None:
-    q, k, v = make_qkv(1, 1, 640, 64)
-    by_topk = function("spas_sage2_attn_meansim_topk_cuda")
-    _, sparsity = by_topk(q, k, v, is_causal=True, topk=0.2, return_sparsity=True)
-    policy = sparge.SparsePolicy(topk=0.2, keep_diagonal=False)
-    plan = sparge.make_plan(q, k, policy, is_causal=True)
-    assert plan.counts.flatten().tolist() == [2] * 5, "int(.2 * 10 blocks) in every row"
-    assert sparsity == pytest.approx(1 - plan.density())
-
-
-NEW_NAMES = [name for name in SIGNATURES if "sage2" in name]
-
-
-@pytest.mark.parametrize("name", NEW_NAMES)
-def test_scale_reaches_selection_and_attention(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(1, 1, 300, 64)
-    extra: dict[str, Any] = {} if "meansim" in name else {"mask_id": torch.ones(1, 1, 3, 5)}
-    if name.endswith("meansim_cuda"):
-        extra = {"cdfthreshd": 0.6, "simthreshd1": -1.0}
-    out = function(name)(q, k, v, scale=0.5, **extra)
-    # The same logits with the scale inside q: every stage must have used it.
-    same = function(name)(q * 4, k, v, scale=0.125, **extra)
-    assert torch.equal(out, same)
-    assert not torch.equal(out, function(name)(q, k, v, **extra))
-
-
-@pytest.mark.parametrize("name", NEW_NAMES)
-def test_layout_dtype_and_smoothing(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, kv_tokens=200)
-    extra = {} if "meansim" in name else {"mask_id": torch.ones(2, 4, 3, 4, dtype=torch.int32)}
-    call = function(name)
-    out = call(q, k, v, **extra)
-    assert out.dtype == torch.bfloat16
-    assert call(q, k, v, output_dtype=torch.float16, **extra).dtype == torch.float16
-    assert call(q.float(), k.float(), v.float(), **extra).dtype == torch.float32
-    transposed = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    nhd = call(*transposed, tensor_layout="NHD", **extra)
-    assert nhd.shape == (2, 300, 4, 64)
-    assert torch.equal(nhd.transpose(1, 2), out)
-    rough = call(q, k + 30, v, smooth_k=False, **extra)
-    smooth = call(q, k + 30, v, smooth_k=True, **extra)
-    exact, _ = exact_attention(q, k + 30, v)
-    if "meansim" not in name:
-        assert rel_l1(smooth, exact) < 0.02 < rel_l1(rough, exact)
-    else:
-        assert not torch.equal(rough, smooth)
-
-
-@pytest.mark.parametrize("name", MEANSIM_NAMES)
-def test_thresholds_by_head(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(1, 2, 640, 64)
-    share = "topk" if "topk" in name else "cdfthreshd"
-    base = {"simthreshd1": -1.0}
-    call = function(name)
-    out = call(q, k, v, **base, **{share: torch.tensor([0.2, 1.0])})
-    assert torch.equal(out[:, :1], call(q[:, :1], k[:, :1], v[:, :1], **base, **{share: 0.2}))
-    assert torch.equal(out[:, 1:], call(q[:, 1:], k[:, 1:], v[:, 1:], **base, **{share: 1.0}))
-    integers = call(q, k, v, **base, **{share: torch.tensor([1, 1])})
-    assert torch.equal(integers, call(q, k, v, **base, **{share: 1.0}))
-
-
-def test_sink_and_pvthreshd(make_qkv) -> None:
-    q, k, v = make_qkv(1, 1, 640, 64)
-    call = function("spas_sage2_attn_meansim_topk_cuda")
-    raised = v.clone()
-    raised[:, :, :64] += 100
-    assert (call(q, k, raised, topk=0.1, attention_sink=True) > 10).any(-1).all()
-    assert not (call(q, k, raised, topk=0.1) > 10).any(-1).all()
-    q, k[:, :, :64] = q + 1, k[:, :, :64] + 2  # the first block's logits lie about 16 above
-    everything = call(q, k, v, topk=1.0)
-    assert torch.equal(everything, call(q, k, v, topk=1.0, pvthreshd=1000))
-    filtered = call(q, k, v, topk=1.0, pvthreshd=2.0)
-    assert not torch.equal(everything, filtered) and rel_l1(filtered, everything) < 0.01
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_what_is_refused_says_why(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(1, 1, 128, 64)
-    with pytest.raises(sparge.Unsupported, match="no dropout"):
-        function(name)(q, k, v, dropout_p=0.1)
-    if "meansim" in name:
-        with pytest.raises(sparge.Unsupported, match="no element mask"):
-            function(name)(q, k, v, attn_mask=torch.ones(128, 128, dtype=torch.bool))
-        with pytest.raises(ValueError, match="layout"):
-            function(name)(q, k, v, tensor_layout="BHND")
-
-
-block_sparse = function("block_sparse_sage2_attn_cuda")
-
-
-class TestBlockSparse:
-    def test_keeps_what_the_mask_says(self, make_qkv, generator: torch.Generator) -> None:
-        q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, kv_tokens=500)
-        mask = torch.rand(2, 4, 3, 8, generator=generator) < 0.4
-        mask[0, 1, 2] = False
-        out, sparsity = block_sparse(q, k, v, mask.int(), return_sparsity=True)
-        plan = sparge.BlockPlan.from_kept(mask, 300, 500)
-        exact, _ = exact_attention(q, k, v, plan.kept())
-        assert out[0, 1, 256:].abs().max() == 0, "upstream leaves such rows unwritten"
-        assert rel_l1(out, exact) < 0.02
-        assert sparsity == pytest.approx(1 - plan.density())
-
-    @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
-    def test_the_sink_is_the_first_64_keys(self, make_qkv, shape: tuple[int, int]) -> None:
-        q, k, v = make_qkv(1, 1, 256, 64)
-        mask = torch.zeros(1, 1, *shape, dtype=torch.bool)
-        out = block_sparse(q, k, v, mask, attention_sink=True)
-        exact, _ = exact_attention(q, k[:, :, :64], v[:, :, :64])
-        assert rel_l1(out, exact) < 0.02
-        assert not mask.any(), "the caller's mask is not changed"
-
-    @pytest.mark.parametrize(
-        ("mask", "words"),
-        [
-            (None, r"mask_id is None.*\(1, 2, 2, 4\)"),
-            ([[1]], "mask_id is a list; it is a tensor"),
-            *((torch.ones(x), r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU")
-              for x in ((1, 2, 4, 1), (1, 1, 2, 4), (2, 4))),
-        ],
-    )  # fmt: skip
-    def test_other_masks_are_refused(self, make_qkv, mask: Any, words: str) -> None:
-        with pytest.raises(sparge.Unsupported, match=words):
-            block_sparse(*make_qkv(1, 2, 256, 64), mask)
-
-
-def by_token(mask: torch.Tensor, rows: int, columns: int, queries: int, keys: int) -> torch.Tensor:
-    """A mask of rows x columns blocks as one of single queries and keys."""
-    return mask.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[:, :, :queries, :keys]
-
-
-def of_tokens(pairs: torch.Tensor) -> torch.Tensor:
-    """The smallest mask of 128 x 64 blocks that keeps every pair of (B, H, Nq, Nk)."""
+def of_tokens(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """The smallest mask of 128 x 64 blocks that keeps every pair which one of 64 x 128 keeps."""
+    pairs = mask.repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, :queries, :keys]
     rows = torch.stack([part.any(2) for part in pairs.split(128, 2)], 2)
     return torch.stack([part.any(3) for part in rows.split(64, 3)], 3)
 
 
-class TestHopperMask:
-    """Masks of 64 x 128 blocks, which other packages build where the GPU is an H100."""
+@pytest.mark.parametrize("queries, keys", [(300, 500), (65, 1), (190, 127), (64, 64)])
+def test_a_mask_of_hoppers_64_by_128_blocks_keeps_all_that_it_says(
+    make_qkv, generator, queries: int, keys: int
+) -> None:
+    """Other packages build such where the GPU is an H100."""
+    q, k, v = make_qkv(2, 4, queries, 64, kv_heads=2, kv_tokens=keys)
+    wide = torch.rand(2, 4, -(-queries // 64), -(-keys // 128), generator=generator) < 0.3
+    smallest = of_tokens(wide, queries, keys)
+    assert torch.equal(read_block_mask(wide.int(), q, k, "HND"), smallest)
+    assert torch.equal(block_sparse(q, k, v, wide), block_sparse(q, k, v, smallest))
 
-    @pytest.mark.parametrize("tokens", [300, 129])
-    def test_rows_that_agree_are_taken_exactly(self, make_qkv, generator, tokens: int) -> None:
-        """RadialAttn makes such masks: of 128 x 128 blocks, split one way or the other."""
-        q, k, v = make_qkv(1, 2, tokens, 64)
-        square = torch.rand(1, 2, 4, 4, generator=generator) < 0.4
-        square[:, :, 0, 0] = True
-        wide = square.repeat_interleave(2, 2)[:, :, : -(-tokens // 64), : -(-tokens // 128)]
-        ours = square.repeat_interleave(2, 3)[:, :, : -(-tokens // 128), : -(-tokens // 64)]
-        out, sparsity = block_sparse(q, k, v, wide.int(), return_sparsity=True)
-        same, of_ours = block_sparse(q, k, v, ours.int(), return_sparsity=True)
-        assert torch.equal(out, same) and sparsity == of_ours
 
-    @pytest.mark.parametrize("queries, keys", [(300, 500), (65, 1), (190, 127)])
-    def test_rows_that_differ_keep_both(self, make_qkv, generator, queries: int, keys: int) -> None:
-        q, k, v = make_qkv(2, 4, queries, 64, kv_heads=2, kv_tokens=keys)
-        shape = (2, 4, -(-queries // 64), -(-keys // 128))
-        wide = torch.rand(shape, generator=generator) < 0.3
-        smallest = of_tokens(by_token(wide, 64, 128, queries, keys))
-        assert torch.equal(read_block_mask(wide.int(), q, k, "HND"), smallest)
-        out, sparsity = block_sparse(q, k, v, wide, return_sparsity=True)
-        assert torch.equal(out, block_sparse(q, k, v, smallest))
-        plan = sparge.BlockPlan.from_kept(smallest, queries, keys)
-        assert sparsity == pytest.approx(1 - plan.density())
+TOPK: dict[str, Any] = {"topk": 0.3, "cdfthreshd": None, "simthreshd1": -0.1}
+CDF: dict[str, Any] = {"simthreshd1": 0.02, "cdfthreshd": 0.7}
+BY_HEAD: dict[str, Any] = {
+    "simthreshd1": torch.tensor([-0.1, 0.02, 0.03, 0.5]),
+    "cdfthreshd": torch.tensor([0.2, 0.5, 0.9, 1.0]),
+    "attention_sink": True,
+}
+block_map = utils.get_block_map_meansim
 
-    def test_the_two_shapes_are_one_for_one_block_only(self, make_qkv) -> None:
-        q, k, v = make_qkv(1, 1, 64, 64)
-        kept = block_sparse(q, k, v, torch.ones(1, 1, 1, 1))
-        assert rel_l1(kept, exact_attention(q, k, v)[0]) < 0.02
-        assert not block_sparse(q, k, v, torch.zeros(1, 1, 1, 1)).any()
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("given", [TOPK, CDF, BY_HEAD], ids=["topk", "cdf", "by head"])
+def test_a_block_map_is_the_librarys_plan(make_qkv, given: dict[str, Any], is_causal: bool) -> None:
+    """Of blocks that have something in common, the last one ragged."""
+    q, k, _ = (x + 0.3 * x[:, :, :1] for x in make_qkv(2, 4, 700, 64, kv_heads=2))
+    kept = block_map(q, k, is_causal=is_causal, **given)
+    by = "cdf" if given["cdfthreshd"] is not None else "topk"
+    given = {name: value for name, value in given.items() if value is not None}
+    policy = sparge.SparsePolicy(select_by=by, keep_diagonal=False, smooth_k=False, **given)
+    assert torch.equal(kept, sparge.make_plan(q, k, policy, is_causal=is_causal).kept())
+    assert 0.1 < kept.float().mean() < 0.95
+
+
+@pytest.mark.parametrize("blocks", [(64, 128), (40, 100)])
+def test_a_block_map_of_any_block_size(make_qkv, blocks: tuple[int, int]) -> None:
+    """One key block holds all that the queries look at: it is what a map of one block keeps."""
+    q, k, _ = make_qkv(1, 2, 700, 64)
+    rows, columns = -(-700 // blocks[0]), -(-700 // blocks[1])
+    k[:, :, 500:600] += 3 * q[:, :, :1]
+    q = q + 2 * q[:, :, :1]
+    given = {"topk": 1 / columns, "cdfthreshd": None, "simthreshd1": -1}
+    kept = block_map(q, k, BLKQ=blocks[0], BLKK=blocks[1], **given)
+    best = 500 // blocks[1] + (blocks[1] == 128)  # 512 to 640 of 500 to 600
+    expected = torch.arange(columns).eq(best).expand(1, 2, rows, columns)
+    assert torch.equal(kept, expected)
+
+
+def test_causal_blocks_see_no_later_key(make_qkv) -> None:
+    q, k, _ = make_qkv(1, 1, 300, 64)
+    kept = block_map(q, k, is_causal=True, BLKQ=64, BLKK=128, cdfthreshd=1.0, simthreshd1=-1)
+    seen = torch.ones(300, 300).tril()
+    expected = [[bool(x.any()) for x in row.split(128, 1)] for row in seen.split(64, 0)]
+    assert kept[0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "given, keys, reason",
+    [
+        ({"return_lut": True}, 128, "no lookup tables"),
+        ({"is_sparse": False}, 128, "never had an effect"),
+        ({"topk": 0.5}, 128, "set exactly one"),
+        ({"BLKQ": 0}, 128, "BLKQ is 0"),
+        ({"is_causal": True}, 100, "128 queries and 100 keys"),
+    ],
+)
+def test_a_block_map_refuses(make_qkv, given: dict[str, Any], keys: int, reason: str) -> None:
+    q, k, _ = make_qkv(1, 1, 128, 64, kv_tokens=keys)
+    with pytest.raises(ValueError, match=reason):
+        block_map(q, k, **given)
+
+
+def test_a_map_with_levels(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 700, 64)
+    k, q[:, 0] = k + 5, 0
+    mean = k.mean(2, keepdim=True)
+    found = utils.get_block_map_meansim_fuse_quant(q, k, mean, **TOPK)
+    assert torch.equal(found[0], block_map(q, k - mean, **TOPK))
+    for (levels, scale), x, block in ((found[1:3], q, 128), (found[3:], k - mean, 64)):
+        assert levels.dtype == torch.int8 and levels.shape == x.shape
+        assert scale.shape == (1, 2, -(-700 // block))
+        each = scale.repeat_interleave(block, 2)[:, :, :700, None]
+        assert ((levels * each - x.float()).abs() <= each * 0.501).all()
+        assert levels[:, 1].abs().amax() == 127
+    assert not found[1][:, 0].any() and not found[2][:, 0].any(), "zeros have scale zero"
+    assert torch.equal(block_sparse(q, k, v, found[0]), by_topk(q, k, v, topk=0.3))
+
+
+def test_a_hyperparameter_is_one_number_for_all_heads_or_one_each() -> None:
+    for value, expected in (
+        (0.25, [0.25, 0.25]), (torch.tensor(3), [3.0, 3.0]), (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
+    ):  # fmt: skip
+        by_head = utils.hyperparameter_check(value, 2, "cpu")
+        assert by_head.dtype == torch.float32 and by_head.tolist() == expected
+    wrong: list[tuple[Any, str]] = [
+        (torch.ones(3), r"\(3,\)"), (torch.ones(2, 2), r"\(2, 2\)"), ("x", "str"),
+    ]  # fmt: skip
+    for value, given in wrong:
+        with pytest.raises(ValueError, match=f"is .*{given}.*each of the 2 heads"):
+            utils.hyperparameter_check(value, 2, "cpu")
+
+
+def test_precision_metric_prints_rounded_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    value, truth = torch.tensor([[3.0, 3.0]]), torch.tensor([[3.0, 4.0]])
+    expected = {"Cossim": 0.9899, "L1": 0.1429, "RMSE": 0.7071}
+    assert utils.precision_metric(value, truth) == expected
+    assert capsys.readouterr().out == "Cossim: 0.989900, L1: 0.142900, RMSE: 0.707100\n"
+    errors = utils.precision_metric(value, truth, verbose=False, round_num=2)
+    assert errors == {"Cossim": 0.99, "L1": 0.14, "RMSE": 0.71}
+    assert capsys.readouterr().out == ""

@@ -63,9 +63,7 @@ def test_a_call_of_the_clip(tmp_path: Path, dense: DenseRun) -> None:
         assert len(picture.convert("RGB").getcolors(2**24)) > 50
 
 
-def test_without_weights_the_command_that_makes_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_weights_the_command_that_makes_them(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--out", str(tmp_path / "new" / "folder"), "--weights", str(tmp_path / "none")])
     assert stopped.value.code == 1
@@ -73,9 +71,7 @@ def test_without_weights_the_command_that_makes_them(
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_the_cpu_says_that_it_is_the_reference_and_why(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_says_that_it_is_the_reference_and_why(has_gpu: bool, monkeypatch) -> None:
     too_old = Capability(False, "this GPU is too old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(demo_device.sparge, "capabilities", lambda device: too_old)

@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,18 +53,18 @@ def test_support_table_is_what_the_kernels_serve() -> None:
     assert said == served
 
 
-def examples() -> list[Any]:
-    """Every block that is marked as Python is meant to run."""
-    return [
+#: Every block that is marked as Python is meant to run.
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
         pytest.param(code, id=f"{name}-{index}")
         for name, text in DOCUMENTS.items()
-        for index, code in enumerate(
-            re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        )
-    ]
-
-
-@pytest.mark.parametrize("code", examples())
+        for index, code in enumerate(PYTHON.findall(text))
+    ],
+)
 def test_python_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     example = tmp_path / "example.py"

@@ -42,18 +42,15 @@ class Gpu:
         self.loads_at_launch.append(len(self.loaded))
 
     def ops(self) -> SimpleNamespace:
-        nothing = torch.empty(0)
-
         def quantize(q: Any, k: Any, v: Any, lengths: Any, element: int, *_: Any):
             self.launch("quantize", element)
-            return nothing
+            return torch.empty(0)
 
         def route(workspace: Any, sizes: list[int], element: int, *_: Any):
             self.launch("route", element)
             shape = CallShape(*sizes)
             rows = (shape.batch, shape.heads, shape.query_blocks)
-            words = torch.empty((*rows, shape.map_words), dtype=torch.int32)
-            return words, torch.empty(rows, dtype=torch.int32)
+            return torch.empty(*rows, shape.map_words).int(), torch.empty(rows).int()
 
         def attend(q: Any, workspace: Any, block_map: Any, sizes: Any, element: int, *_: Any):
             self.launch("attend", element)
@@ -76,34 +73,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch, fresh_targets) -> Gpu:
     return gpu
 
 
-def test_the_best_target_serves_where_it_compiles(gpu: Gpu, make_qkv, monkeypatch, caplog):
-    sparge.attention(*make_qkv())
-    kernels = ("means", "quantize", "route", HOPPER_ATTEND)
-    assert sorted(gpu.loaded) == sorted((entry, "sm_90a") for entry in kernels)
-    assert gpu.launched == [(op, E4M3) for op in ("quantize", "route", "attend")]
-    assert not caplog.records
-    monkeypatch.setattr(kernel_check, "warm", None)  # what was built is looked up
-    sparge.attention(*make_qkv(heads=3, tokens=300))
-    with pytest.raises(TypeError, match="not callable"):
-        sparge.attention(*make_qkv(head_dim=128))
-
-
-@pytest.mark.parametrize("missing", [HOPPER_ATTEND, "quantize"])
+@pytest.mark.parametrize("missing", [None, HOPPER_ATTEND, "quantize"])
 def test_a_call_falls_back_before_it_launches_and_once(
-    gpu: Gpu, make_qkv, monkeypatch, caplog, missing: str
+    gpu: Gpu, make_qkv, monkeypatch, caplog, missing: str | None
 ) -> None:
-    gpu.missing = {(missing, "sm_90a")}
+    gpu.missing = {(missing or "", "sm_90a")}
     sparge.attention(*make_qkv())
-    assert gpu.launched == [(op, FP16) for op in ("quantize", "route", "attend")]
+    target, element, attend = (
+        ("sm_90", FP16, "attend") if missing else ("sm_90a", E4M3, HOPPER_ATTEND)
+    )
+    assert gpu.launched == [(op, element) for op in ("quantize", "route", "attend")]
     assert set(gpu.loads_at_launch) == {len(gpu.loaded)}, "all loads come before all launches"
-    on_stand_in = [entry for entry, arch in gpu.loaded if arch == "sm_90"]
-    assert sorted(on_stand_in) == ["attend", "means", "quantize", "route"]
-    assert "not today" in caplog.text and len(caplog.records) == 1
+    on_target = sorted(entry for entry, arch in gpu.loaded if arch == target)
+    assert on_target == sorted([attend, "means", "quantize", "route"])
+    assert len(caplog.records) == bool(missing) and ("not today" in caplog.text) == bool(missing)
     loads = len(gpu.loaded)
     monkeypatch.setattr(kernel_check, "warm", None)  # what was built is looked up
     sparge.attention(*make_qkv(heads=3, tokens=300))
     sparge.attention_partials(*make_qkv())
-    assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {FP16}
+    assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {element}
+    if not missing:
+        with pytest.raises(TypeError, match="not callable"):
+            sparge.attention(*make_qkv(head_dim=128))
 
 
 def test_only_kernels_of_the_call_are_asked_for_and_a_target_in_use_stays(

@@ -5,7 +5,7 @@ which heads a group is when not all fit in memory at once."""
 from __future__ import annotations
 
 import importlib
-import inspect
+from collections.abc import Callable
 from ctypes import Structure
 from dataclasses import replace
 from itertools import pairwise
@@ -17,64 +17,39 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, TokenOrder, grid_order
+from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
 from sparge.call import Call, make_call
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
 from sparge.order.facts import NO_ORDER, OrderFacts
 from sparge.stages import on_reference, ops
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
-from sparge.stages.rules import QuantizeRules, RouteRules, Select
+from sparge.stages.rules import QuantizeRules, Select
 from sparge.stages.workspace import CallShape, layout_of
 
 launch = importlib.import_module("sparge.stages.launch")
-GRID = TokenGrid(3, 6, 9)
+GRID = TokenGrid(4, 10, 16)
 HEADS, KV_HEADS = 6, 2
 #: Elements of two bytes in a load of 16.
 LOAD = 8
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("budgeted", [False, True])
-def test_upstreams_semantics_are_of_plain_calls_alone(
-    make_qkv, pretended_gpu: ModuleType, monkeypatch, ordered: bool, budgeted: bool
-) -> None:
-    """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
-    told, names = [], inspect.signature(ops._route)
-
-    def route(*args: Any) -> tuple[Tensor, Tensor]:
-        given = names.bind(*args).arguments
-        told.append(RouteRules.of_flat(given["numbers"], given["flags"], given["scalars"]))
-        return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-
-    monkeypatch.setattr(ops, "quantize", lambda *_, **__: torch.zeros(1))
-    monkeypatch.setattr(ops, "route", route)
-    monkeypatch.setattr(ops, "attend", lambda *_, **__: None)
-    order = grid_order(GRID) if ordered else None
-    head_settings = HeadSettings.uniform(HEADS, 0.3) if budgeted else None
-    q, k, v = make_qkv(1, HEADS, GRID.tokens, 64)
-    sparge.attention(q, k, v, SparsePolicy(topk=0.3), order=order, head_settings=head_settings)
-    assert [rules.upstream for rules in told] == [not (ordered or budgeted)]
-
-
-@pytest.mark.parametrize("given", ["policy", "thresholds", "mask", "plan", "budget"])
+@pytest.mark.parametrize("given", ["thresholds", "mask", "plan", "head settings"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_groups_of_heads_give_what_all_heads_give(
     make_qkv, pretended_gpu: ModuleType, monkeypatch, given: str, step: int
 ) -> None:
     """A group is of kv heads and of the query heads that read them: three each here."""
     q, k, v = make_qkv(2, HEADS, 300, 64, kv_heads=KV_HEADS)
-    policy, options = SparsePolicy(topk=0.4), {}
+    shares = torch.linspace(0.1, 0.9, HEADS)
     mask = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 7 < 4
-    if given == "thresholds":
-        policy = SparsePolicy(topk=torch.linspace(0.1, 0.9, HEADS))
-    elif given == "mask":
-        options["block_mask"] = mask
-    elif given == "plan":
-        options["plan"] = sparge.BlockPlan.from_kept(mask, 300, 300)
-    elif given == "budget":
-        head_settings = HeadSettings.uniform(HEADS, 0.3, pool_weight=1.0)
-        options["head_settings"] = replace(head_settings, density=torch.linspace(0.1, 0.9, HEADS))
+    head_settings = replace(HeadSettings.uniform(HEADS, 0.3, pool_weight=1.0), density=shares)
+    options: dict[str, Any] = {
+        "thresholds": {"policy": SparsePolicy(topk=shares)},
+        "mask": {"block_mask": mask},
+        "plan": {"plan": sparge.BlockPlan.from_kept(mask, 300, 300)},
+        "head settings": {"head_settings": head_settings},
+    }[given]
     groups: list[int] = []
 
     def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
@@ -87,7 +62,7 @@ def test_groups_of_heads_give_what_all_heads_give(
         stats = AttentionStats("cpu")
         monkeypatch.setattr(pretended_gpu, "_memory_limit", lambda _: limit)
         named = {"stats": stats, "return_lse": True, "out_layout": "NHD", **options}
-        return (*sparge.attention(q, k, v, policy, **named), stats.counters)
+        return (*sparge.attention(q, k, v, **named), stats.counters)
 
     monkeypatch.setattr(pretended_gpu, "run_kernels", run)
     whole = attend(1 << 40)
@@ -131,38 +106,44 @@ def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("order", "stride"),
-    [
-        (grid_order(TokenGrid(2, 64, 64)), STRIDE),
-        (grid_order(TokenGrid(2, 32, 64)), 1),
-        (None, 1),
-    ],
-    ids=["long", "short", "no order"],
+    ("grid", "stride"), [(TokenGrid(2, 64, 64), STRIDE), (TokenGrid(2, 32, 64), 1), (None, 1)]
 )
 def test_the_mean_key_is_sampled_in_long_orders_alone(
-    queued: dict[str, Any], order: TokenOrder | None, stride: int
+    queued: dict[str, Any], grid: TokenGrid | None, stride: int
 ) -> None:
-    tokens = order.tokens if order else LEAST_KEYS
-    assert (tokens >= LEAST_KEYS) == (stride > 1 or order is None)
-    facts = OrderFacts(order.slot_tokens, order.block_counts) if order else NO_ORDER
+    tokens, facts = LEAST_KEYS, NO_ORDER
+    if grid is not None:
+        order, tokens = grid_order(grid), grid.tokens
+        facts = OrderFacts(order.slot_tokens, order.block_counts)
+        assert (tokens >= LEAST_KEYS) == (stride > 1)
     q = torch.zeros(1, 1, tokens, 64, dtype=torch.bfloat16)
     launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
     assert queued["means"].k_stride == stride
 
 
-def test_what_a_policy_says_reaches_the_kernels(
+@pytest.fixture
+def run_kernels(
     queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through the ops' own functions, as on a GPU."""
+) -> Callable[..., dict[str, Any]]:
+    """run_kernels(policy, causal, order, head_settings): what is queued, by the ops' functions."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
+
+    def run(policy: SparsePolicy, causal: bool, *others: Any) -> dict[str, Any]:
+        q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, None, None, *others)
+        pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
+        return queued
+
+    return run
+
+
+def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
     policy = SparsePolicy(
         topk=0.5, cdfthreshd=0.875, simthreshd1=0.25, pvthreshd=15.0, attention_sink=True,
         keep_diagonal=False, exact_prefix=3, exact_suffix=5, smooth_k=False,
     )  # fmt: skip
-    q = torch.zeros(1, 2, 640, 64, dtype=torch.bfloat16)
-    call = make_call(q, q, q, policy, "HND", True, 0.125, None, None, None)
-    pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
+    queued = run_kernels(policy, True)
     for entry, told in {
         "means": {"smooth_k": False},
         "quantize": {"with_queries": True, "with_values": True, "with_similarity": True},
@@ -172,18 +153,22 @@ def test_what_a_policy_says_reaches_the_kernels(
             "attention_sink": True, "keep_diagonal": False, "exact_prefix": 3, "exact_suffix": 5,
             "rows_per_cta": 16,
         },
-        HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": 640},
+        HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": GRID.tokens},
     }.items():  # fmt: skip
         assert {name: getattr(queued[entry], name) for name in told} == told
 
 
-def test_rules_are_the_same_after_an_op() -> None:
-    rules = RouteRules(Select.CDF, 7, 0.9, -0.1, 0.2, True, False, True, 3, 4, 2, False)
-    assert RouteRules.of_flat(*rules.flat()) == rules
-    order = OrderFacts(*torch.eye(5).unbind())
-    assert vars(OrderFacts(*order.flat())) == vars(order)
-    with pytest.raises(ValueError, match="zip"):
-        RouteRules.of_flat([1], [True], [0.5])
+@pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
+@pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
+def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alone(
+    run_kernels, order, head_settings
+) -> None:
+    """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
+    told = run_kernels(SparsePolicy(topk=0.3), False, order, head_settings)["route"]
+    assert bool(told.upstream) == (order is None and head_settings is None)
+    for name in ("keys_exact", "queries_exact"):
+        lies_at = None if order is None else getattr(order, name).data_ptr()
+        assert getattr(told, name) == lies_at
 
 
 @pytest.mark.parametrize("element", Element)

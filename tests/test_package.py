@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,41 +15,25 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 BUILD_INPUTS = (
-    *("sparge", "csrc", "tools", "nodes", "pyproject.toml", "requirements.txt", "README.md"),
-    *("LICENSE", "__init__.py"),
+    "sparge csrc tools nodes pyproject.toml requirements.txt README.md LICENSE __init__.py"
 )
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = tmp_path_factory.mktemp("source")
-    for name in BUILD_INPUTS:
-        path = ROOT / name
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked."""
+    source, out, folder = map(tmp_path_factory.mktemp, ("source", "wheel", "installed"))
+    for path in (ROOT / name for name in BUILD_INPUTS.split()):
         if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, source / path.name, ignore=ignored)
         else:
-            shutil.copy(path, source / name)
-    out = tmp_path_factory.mktemp("wheel")
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "-w", str(out), str(source)], check=True
-    )
-    return next(out.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("installed")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
+            shutil.copy(path, source)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", str(out)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
+    (wheel,) = out.glob("*.whl")
+    shutil.unpack_archive(wheel, folder, "zip")
     return folder
-
-
-def python(installed: Path, *lines: str) -> str:
-    code = "\n".join((f"import sys; sys.path.insert(0, {str(installed)!r})", *lines))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=installed, capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 def test_wheel_holds_the_library_and_its_sources(installed: Path) -> None:
@@ -78,15 +61,17 @@ def test_installed_library_finds_its_sources_and_the_converter_runs(installed: P
     command = re.search(r"^sparge-convert-cogvideox = ([\w.]+):(\w+)$", points, re.M)
     assert command
     module, name = command.groups()
-    said = python(
-        installed,
-        "from sparge.kernels.source import find_csrc, read_sources",
-        "print(find_csrc()); print(len(read_sources('attend').headers))",
-        f"from {module} import {name}; sys.exit({name}(['--help']))",
+    code = f"""
+import sys; sys.path.insert(0, {str(installed)!r})
+from sparge.kernels.source import find_csrc, read_sources
+print(find_csrc(), len(read_sources("attend").headers))
+from {module} import {name}; sys.exit({name}(["--help"]))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True, check=True
     )
-    folder, headers, *usage = said.split()
+    folder, headers, *usage = done.stdout.split()
     assert Path(folder) == installed / "sparge" / "csrc" and int(headers) > 0
-    assert "SOURCE" in " ".join(usage)
+    assert "SOURCE" in usage
 
 
 def test_requirements_are_plain_lines_without_torch() -> None:
@@ -100,17 +85,13 @@ def test_requirements_are_plain_lines_without_torch() -> None:
 
 
 def test_the_registry_accepts_the_project() -> None:
-    def value(key: str) -> str:
-        found = re.search(rf'^{key} = "([^"]*)"$', PROJECT, re.MULTILINE)
-        assert found, key
-        return found[1]
-
-    name = value("name")
+    value = dict(re.findall(r'^([\w-]+) = "([^"]*)"$', PROJECT, re.MULTILINE))
+    name = value["name"]
     assert re.fullmatch(r"[a-z]+([-_.]?[a-z0-9]+)*", name) and len(name) < 100
     assert "comfyui" not in name
-    assert re.fullmatch(r"\d+\.\d+\.\d+", value("version"))
-    assert value("requires-comfyui") == ">=0.33.0"
-    assert (ROOT / value("web")).is_dir()
-    assert value("DisplayName") and value("PublisherId")
-    assert value("Repository").startswith("https://github.com/")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", value["version"])
+    assert value["requires-comfyui"] == ">=0.33.0"
+    assert (ROOT / value["web"]).is_dir()
+    assert value["DisplayName"] and value["PublisherId"]
+    assert value["Repository"].startswith("https://github.com/")
     assert '"Environment :: GPU :: NVIDIA CUDA"' in PROJECT

@@ -20,28 +20,19 @@ from sparge.common.weak_cache import WeakTensorCache
 attention: Any = sparge.attention
 DENSE = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
 TOKENS = 200
-LIMITS = [-torch.inf, torch.finfo(torch.float32).min, torch.finfo(torch.float16).min, -1e4]
-
-
-def real_keys(kind: str) -> Tensor:
-    """(2, TOKENS) bool."""
-    places = torch.arange(TOKENS)
-    return {
-        "all": torch.stack([places >= 0, places >= 0]),
-        "behind": torch.stack([places < 170, places < 64]),
-        "in front": torch.stack([places >= 30, places >= 0]),
-        "text first": torch.stack(
-            [(places < 12) | (places >= 50), (places < 50) & (places > 3) | (places >= 50)]
-        ),
-        "holes": torch.stack([places % 3 > 0, places % 7 == 0]),
-        "one key": torch.stack([places == 199, places == 0]),
-    }[kind]
-
-
-KINDS = ["all", "behind", "in front", "text first", "holes", "one key"]
+PLACES = torch.arange(TOKENS)
+#: Which keys are real: (2, TOKENS) bool.
+REAL = {
+    "all": torch.stack([PLACES >= 0, PLACES >= 0]),
+    "behind": torch.stack([PLACES < 170, PLACES < 64]),
+    "in front": torch.stack([PLACES >= 30, PLACES >= 0]),
+    "text first": torch.stack([(PLACES < 12) | (PLACES >= 50), PLACES > 3]),
+    "holes": torch.stack([PLACES % 3 > 0, PLACES % 7 == 0]),
+    "one key": torch.stack([PLACES == 199, PLACES == 0]),
+}
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "(1, N)": lambda real: real[:1],
     "(B, N)": lambda real: real,
+    "(1, N)": lambda real: real[:1],
     "(B, 1, 1, N)": lambda real: real[:, None, None],
     "(B, H, 1, N)": lambda real: real[:, None, None].repeat(1, 4, 1, 1),
     "(B, 1, Nq, N)": lambda real: real[:, None, None].repeat(1, 1, 90, 1),
@@ -49,7 +40,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def added(mask: Tensor, hidden: float, dtype: torch.dtype) -> Tensor:
+def added(mask: Tensor, hidden: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
 
 
@@ -61,61 +52,55 @@ def truth(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [*((kind, "(B, N)") for kind in KINDS), *(("text first", shape) for shape in SHAPES)],
+    [*((kind, "(B, N)") for kind in REAL), *(("text first", shape) for shape in SHAPES)],
 )
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_attention_is_that_with_the_mask(make_qkv, kind: str, shape: str, layout: str) -> None:
     q, k, v = make_qkv(2, 4, 90, 64, kv_heads=2, kv_tokens=TOKENS)
-    real = real_keys(kind)
+    real = REAL[kind]
     mask = SHAPES[shape](real)
     if shape == "(1, N)":
         real = real[:1].expand(2, -1)
     expected = truth(q, k, v, real)
     k, v = (x.masked_fill(~real[:, None, :, None], torch.nan) for x in (k, v))  # never read
     q, k, v = (x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v))
-    behind = bool((real.cummin(1).values == real).all())
     for each in (mask, added(mask, -torch.inf, torch.bfloat16)):
         found = key_padding(each)
-        assert (found.key_lengths is None) == bool(real.all())
-        assert (found.index is None) == behind
+        assert (found.key_lengths is None) == (kind == "all")
         keys, values, lengths = found.apply(k, v, layout)
-        assert not behind or (keys is k and values is v)
+        assert (keys is k and values is v) == (kind in ("all", "behind")), "copied for holes alone"
         out = attention(q, keys, values, DENSE, key_lengths=lengths, layout=layout)
         assert rel_l2(out if layout == "HND" else out.transpose(1, 2), expected) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_that_hide_a_key(dtype: torch.dtype) -> None:
-    real = real_keys("text first")
-    for hidden in LIMITS:
-        found = key_padding(added(real, max(hidden, torch.finfo(dtype).min), dtype))
+    expected = key_padding(REAL["text first"])
+    assert expected.key_lengths is not None and expected.index is not None
+    for hidden in (-torch.inf, torch.finfo(dtype).min, torch.finfo(torch.float16).min, -1e4):
+        found = key_padding(added(REAL["text first"], hidden, dtype))
         assert found.key_lengths is not None and found.index is not None
-        assert found.key_lengths.tolist() == real.sum(1).tolist()
-        for entry, length in enumerate(found.key_lengths.tolist()):
-            assert torch.equal(found.index[entry, :length], real[entry].nonzero().squeeze(1))
+        assert torch.equal(found.key_lengths, expected.key_lengths)
+        assert torch.equal(found.index, expected.index)
 
 
-def test_an_entry_without_a_real_key_is_zero(make_qkv) -> None:
+@pytest.mark.parametrize("kind", ["behind", "holes"])
+def test_an_entry_without_a_real_key_is_zero(make_qkv, kind: str) -> None:
+    """But finite values everywhere are weighed by dense attention: it gives the mean of the
+    padding's values, which no key length says."""
     q, k, v = make_qkv(2, 2, 90, 64, kv_tokens=TOKENS)
-    for kind in ("behind", "holes"):
-        real = real_keys(kind)
-        real[1] = False
-        for mask in (real, added(real, -torch.inf, torch.float32)):
+    real = REAL[kind].clone()
+    for first_is_real in (True, False):
+        real[1], real[0] = False, real[0] & first_is_real
+        for mask in (real, added(real, -torch.inf)):
             keys, values, lengths = key_padding(mask).apply(k, v)
             out, lse = attention(q, keys, values, DENSE, key_lengths=lengths, return_lse=True)
-            assert rel_l2(out[:1], truth(q, k, v, real)[:1]) < 0.01
             assert not out[1].any() and (lse[1] == -torch.inf).all()
-    for only in (torch.zeros(2, TOKENS, dtype=torch.bool), real & False):
-        keys, values, lengths = key_padding(only).apply(k, v)
-        assert not attention(q, keys, values, DENSE, key_lengths=lengths).any()
-
-
-def test_finite_values_everywhere_are_weighed_by_dense_attention() -> None:
-    """It gives the mean of the padding's values, which no key length says."""
-    real = real_keys("behind")
-    real[1] = False
+            if first_is_real:
+                assert rel_l2(out[:1], truth(q, k, v, real)[:1]) < 0.01
+            assert first_is_real or not out.any()
     with pytest.raises(sparge.Unsupported, match="no real key, and its values are finite"):
-        key_padding(added(real, torch.finfo(torch.float32).min, torch.float32))
+        key_padding(added(real, torch.finfo(torch.float32).min))
 
 
 class TestWaits:
@@ -131,7 +116,7 @@ class TestWaits:
     @pytest.mark.parametrize("inference", [False, True])
     def test_once_a_mask_and_again_after_a_change(self, reads: list[Tensor], inference: bool):
         with torch.inference_mode(inference):
-            mask, weighing = real_keys("behind"), torch.full((1, TOKENS), 0.5)
+            mask, weighing = REAL["behind"].clone(), torch.full((1, TOKENS), 0.5)
             assert key_padding(mask) is key_padding(mask)
             key_padding(mask.clone())
             assert len(reads) == 2
@@ -144,7 +129,7 @@ class TestWaits:
             assert key_padding(mask).index is not None and len(reads) == 4
 
     def test_what_is_remembered_ends_with_the_mask(self, reads: list[Tensor]) -> None:
-        masks = [real_keys(kind) for kind in KINDS[:5]]
+        masks = [real.clone() for real in list(REAL.values())[:5]]
         for mask in masks:
             key_padding(mask)
         assert len(padding._paddings) == 3, "no more than it may hold"
@@ -158,49 +143,41 @@ class TestWaits:
         assert len(padding._paddings) == 0
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "mask",
-        [
-            torch.ones(8, 8, dtype=torch.bool).tril()[None, None],
-            torch.arange(4).view(1, 4, 1, 1).expand(1, 4, 1, TOKENS) == 0,
-            torch.zeros(2, 1, 8, 8).masked_fill(~torch.ones(8, 8).tril().bool(), -torch.inf),
-        ],
-    )
-    def test_rows_that_differ(self, mask: Tensor) -> None:
-        with pytest.raises(sparge.Unsupported, match="hides other keys from some"):
-            key_padding(mask)
+DIAGONAL = torch.ones(8, 8, dtype=torch.bool).tril()
+HEADS_DIFFER = torch.arange(4).view(1, 4, 1, 1).expand(1, 4, 1, TOKENS) == 0
 
-    @pytest.mark.parametrize("value", [-3.0, 1.0, -9999.0, torch.nan, torch.inf])
-    def test_values_that_weigh(self, value: float) -> None:
-        mask = torch.zeros(2, TOKENS)
-        mask[1, 7] = value
-        with pytest.raises(sparge.Unsupported, match="weighs keys"):
-            key_padding(mask)
 
-    @pytest.mark.parametrize(
-        ("mask", "words"),
-        [
-            ([True, False], "mask is a list; give a torch tensor"),
-            (torch.ones(2, 8, dtype=torch.int64), "mask is torch.int64; give bool"),
-            (torch.ones(8, dtype=torch.bool), r"mask has shape \(8,\)"),
-            (torch.ones(2, 3, 8, dtype=torch.bool), r"mask has shape \(2, 3, 8\)"),
-            (torch.ones(2, 0, dtype=torch.bool), r"mask has shape \(2, 0\)"),
-        ],
-    )
-    def test_what_is_no_mask(self, mask: Any, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            key_padding(mask)
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (DIAGONAL[None, None], "hides other keys from some"),
+        (HEADS_DIFFER, "hides other keys from some"),
+        (added(DIAGONAL, -torch.inf).expand(2, 1, 8, 8), "hides other keys from some"),
+        *(
+            (torch.zeros(2, TOKENS).index_fill(1, torch.tensor([7]), value), "weighs keys")
+            for value in (-3.0, 1.0, -9999.0, torch.nan, torch.inf)
+        ),
+        ([True, False], "mask is a list; give a torch tensor"),
+        (torch.ones(2, 8, dtype=torch.int64), "mask is torch.int64; give bool"),
+        (torch.ones(8, dtype=torch.bool), r"mask has shape \(8,\)"),
+        (torch.ones(2, 3, 8, dtype=torch.bool), r"mask has shape \(2, 3, 8\)"),
+        (torch.ones(2, 0, dtype=torch.bool), r"mask has shape \(2, 0\)"),
+    ],
+)
+def test_a_mask_that_is_more_than_padding_or_none(mask: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        key_padding(mask)
 
-    @pytest.mark.parametrize("kind", ["all", "behind", "holes"])
-    def test_keys_of_another_call(self, make_qkv, kind: str) -> None:
-        _, k, v = make_qkv(2, 2, 90, 64, kv_tokens=TOKENS)
-        found = key_padding(real_keys(kind))
-        for keys, values in ((k[:, :, :50], v[:, :, :50]), (k, v[:, :, :50]), (k[:, :, :50], v)):
-            with pytest.raises(ValueError, match="mask is of 200 keys"):
-                found.apply(keys, values)
-        if kind != "all":
-            with pytest.raises(ValueError, match="mask is of 200 keys of 2"):
-                found.apply(*(x.repeat(2, 1, 1, 1) for x in (k, v)))
-            with pytest.raises(ValueError, match="The mask is on cpu; put it on meta"):
-                found.apply(k.to("meta"), v.to("meta"))
+
+@pytest.mark.parametrize("kind", ["all", "behind", "holes"])
+def test_keys_of_another_call_are_refused(make_qkv, kind: str) -> None:
+    _, k, v = make_qkv(2, 2, 90, 64, kv_tokens=TOKENS)
+    found = key_padding(REAL[kind])
+    for keys, values in ((k[:, :, :50], v[:, :, :50]), (k, v[:, :, :50]), (k[:, :, :50], v)):
+        with pytest.raises(ValueError, match="mask is of 200 keys"):
+            found.apply(keys, values)
+    if kind != "all":
+        with pytest.raises(ValueError, match="mask is of 200 keys of 2"):
+            found.apply(*(x.repeat(2, 1, 1, 1) for x in (k, v)))
+        with pytest.raises(ValueError, match="The mask is on cpu; put it on meta"):
+            found.apply(k.to("meta"), v.to("meta"))

@@ -14,7 +14,7 @@ from sparge import AttentionStats, BlockPlan, SparsePolicy, TokenGrid, cube_orde
 from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
-SPARSE = SparsePolicy(topk=0.4)
+SPARSE, DENSE = SparsePolicy(topk=0.4), SparsePolicy(topk=1.0)
 GRID = TokenGrid(2, 8, 10)
 
 
@@ -40,54 +40,38 @@ class TestPlans:
     def test_made_by_hand_of_other_tensors_or_sizes(self, make_qkv, change, words: str) -> None:
         q, k, _ = make_qkv(1, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)
+        block_map, counts, *sizes = change(plan.block_map, plan.counts)
         with pytest.raises(ValueError, match=words):
-            block_map, counts, *sizes = change(plan.block_map, plan.counts)
-            of_sizes: list[Any] = sizes or [300, 300]
-            BlockPlan(block_map, counts, *of_sizes)
+            BlockPlan(block_map, counts, *(sizes or [300, 300]))
 
     def test_key_lengths_that_are_no_tensor_or_of_another_type(self, make_qkv) -> None:
         """Kernels read them as int32, one for each batch entry."""
         q, k, v = make_qkv(2, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)
         for lengths in ([300], torch.tensor([200, 100]), torch.tensor([200]).int()):
-            words = "is a list; give a torch tensor|give int32 of shape \\(2,\\)"
+            words = r"is a list; give a torch tensor|give int32 of shape \(2,\)"
             with pytest.raises(ValueError, match=words):
                 attention(q, k, v, plan=replace(plan, key_lengths=lengths))
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
-    def test_from_a_map_of_any_type(self, generator: torch.Generator, dtype: torch.dtype) -> None:
-        kept = torch.randint(0, 4, (1, 2, 3, 5), generator=generator).to(dtype)
-        plan = BlockPlan.from_kept(kept, 300, 300)
-        assert torch.equal(plan.kept(), kept != 0)
-        assert torch.equal(plan.counts, (kept != 0).sum(-1, dtype=torch.int32))
-        with pytest.raises(ValueError, match="kept is a list; give a torch tensor"):
-            BlockPlan.from_kept(kept.tolist(), 300, 300)  # type: ignore[arg-type]
-
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_blocks_without_a_pair_do_not_count(self, make_qkv, is_causal: bool) -> None:
-        """A map of ones keeps what dense attention would visit, by either way of saying so."""
+        """A map of ones keeps what dense attention would visit, however it is said."""
         q, k, v = make_qkv(1, 2, 500, 64)
         lengths = torch.tensor([100], dtype=torch.int32)
-        ones = torch.ones(1, 2, 4, 8, dtype=torch.bool)
-        plan = BlockPlan.from_kept(ones, 500, 500, is_causal, lengths)
-        stray = BlockPlan(
-            torch.full((1, 2, 4, 1), -1, dtype=torch.int32), plan.counts, 500, 500, is_causal,
-            lengths,
-        )  # fmt: skip
-        stats = {name: AttentionStats("cpu") for name in ("kept", "stray", "mask", "topk")}
-        named: dict[str, Any] = {"is_causal": is_causal, "key_lengths": lengths}
-        full = SparsePolicy(topk=1.0)
-        results = [
-            attention(q, k, v, plan=plan, stats=stats["kept"]),
-            attention(q, k, v, plan=stray, stats=stats["stray"]),
-            attention(q, k, v, block_mask=ones, stats=stats["mask"], **named),
-            attention(q, k, v, full, stats=stats["topk"], **named),
-        ]
-        for out in results[1:]:
-            assert torch.equal(out, results[0])
-        assert {each.blocks_kept for each in stats.values()} == {2 * 4 * 2}
-        assert int(plan.counts.sum()) == 2 * 4 * 2
-        assert {each.density for each in stats.values()} == {1.0}
+        kept = BlockPlan.from_kept(torch.ones(1, 2, 4, 8), 500, 500, is_causal, lengths)
+        ones = torch.full((1, 2, 4, 1), -1, dtype=torch.int32)
+        stray = BlockPlan(ones, kept.counts, 500, 500, is_causal, lengths)
+        expected = attention(q, k, v, DENSE, is_causal=is_causal, key_lengths=lengths)
+        for plan in (kept, stray):
+            stats = AttentionStats("cpu")
+            assert torch.equal(attention(q, k, v, plan=plan, stats=stats), expected)
+            assert (stats.blocks_kept, stats.density) == (2 * 4 * 2, 1.0)
+        assert int(kept.counts.sum()) == 2 * 4 * 2
+
+    def test_from_what_is_no_map(self) -> None:
+        kept: Any = [[True]]
+        with pytest.raises(ValueError, match="kept is a list; give a torch tensor"):
+            BlockPlan.from_kept(kept, 300, 300)
 
 
 class TestOrders:

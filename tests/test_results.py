@@ -40,22 +40,23 @@ def quality(data: str, mode: str, where: str, density: float = 0.2, **fields: fl
 
 def test_rows_of_quality_give_way_to_a_gpus_and_to_later_ones(tmp_path: Path) -> None:
     gpu, dino = "some GPU", PARTS["quality-dino"]
+    emulated = quality("dino some film", "drop", EMULATION, rel_l2=0.21, layers=12)
     rows = [
-        quality("dino some film", "drop", EMULATION, rel_l2=0.21, layers=12),
+        emulated,
         quality("dino some film", "drop", gpu, rel_l2=0.2087, layers=12),
         quality("dino some film", "sol", EMULATION, rel_l2=0.128, layers=12),
     ]
     text = part_table(rows, dino)
     assert "| 0.209 |" in text and "| 0.128 |" in text and "| 0.210 |" not in text
     assert text.endswith("some GPU: drop; emulation: sol; commit c1.\n")
+    fewer = quality("dino some film", "drop", gpu, 0.1, rel_l2=0.3, layers=6)
     with pytest.raises(ValueError, match="different layers"):
-        fewer = quality("dino some film", "drop", gpu, 0.1, rel_l2=0.3, layers=6)
         part_table([*rows, fewer], dino)
     later = [quality("dino clip 3", "drop", gpu, 0.1, rel_l2=0.5)]
     assert chosen([*rows, *later], dino) == later, "the data that came last"
     path = tmp_path / "deep" / "rows.json"
-    write(path, rows[:1])
-    write(path, [rows[0] | {"rel_l2": 0.2}])
+    for value in (0.21, 0.2):
+        write(path, [emulated | {"rel_l2": value}])
     assert [row["rel_l2"] for row in read(path)] == [0.2]
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write(path, [rows[0] | {"rel_l2": float("nan")}])
+        write(path, [emulated | {"rel_l2": float("nan")}])

@@ -45,65 +45,52 @@ REFUSED = {
     f"{PACKAGE}.quant_per_block": "per_block_int8",
     f"{PACKAGE}.quant_per_warp_cuda": "per_warp_int8",
 }
+#: What each import came to; names that are served are the library's.
 PROBE = """
-try:
-    {line}
-    found[{line!r}] = ["served", ""]
-except BaseException as error:
-    kind = "ImportError" if isinstance(error, ImportError) else type(error).__name__
-    has = hasattr(sys.modules.get({module!r}), {name!r})
-    found[{line!r}] = [kind, str(error) + (" HAS IT" if has else "")]
+import json, sys
+import sparge.compat, sparge.compat.autotune, sparge.compat.core, sparge.compat.utils
+import spas_sage_attn.autotune
+found = {}
+for module, name in json.loads(sys.argv[1]):
+    try:
+        exec(f"from {module} import {name}")
+        found[f"{module} {name}"] = ["served", ""]
+    except BaseException as error:
+        kind = "ImportError" if isinstance(error, ImportError) else type(error).__name__
+        has = hasattr(sys.modules.get(module), name)
+        found[f"{module} {name}"] = [kind, str(error) + (" HAS IT" if has else "")]
+for name in sparge.compat.__all__:
+    assert getattr(spas_sage_attn, name) is getattr(sparge.compat, name), name
+for part in ("core", "utils", "autotune"):
+    ours, library = getattr(spas_sage_attn, part), getattr(sparge.compat, part)
+    assert all(getattr(ours, name) is getattr(library, name) for name in ours.__all__), part
+print(json.dumps(found))
 """
 
 
 def python(code: str, *arguments: str, path: tuple[Path, ...] = (ROOT, SHIM)) -> str:
     """Output of `code`, in a process that finds these folders and no GPU."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=SHIM,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    places = os.pathsep.join(map(str, path))
+    added = {"PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=SHIM, env=os.environ | added, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_what_others_import_is_there_or_refused_as_they_expect() -> None:
-    code = "import json, sys\nimport spas_sage_attn.autotune\nfound = {}\n"
-    for module, names in [*SERVED.items(), *REFUSED.items()]:
-        for name in names.split():
-            line = f"from {module} import {name}"
-            code += PROBE.format(line=line, module=module, name=name)
-    found = json.loads(python(code + SAME + "print(json.dumps(found))"))
-    for module, names in SERVED.items():
-        for name in names.split():
-            assert found[f"from {module} import {name}"] == ["served", ""]
-    for module, names in REFUSED.items():
-        for name in names.split():
-            kind, message = found[f"from {module} import {name}"]
-            assert kind == "ImportError" and "upstream's own kernels" in message, name
-            assert "block_sparse_sage2_attn_cuda" in message, "says what to do"
-            assert "HAS IT" not in message, "hasattr asks in vain, without an error"
-
-
-#: Names are the library's.
-SAME = """
-import sparge.compat, sparge.compat.autotune, sparge.compat.core, sparge.compat.utils
-for name in sparge.compat.__all__:
-    assert getattr(spas_sage_attn, name) is getattr(sparge.compat, name), name
-    assert getattr(spas_sage_attn.core, name) is getattr(sparge.compat, name), name
-for part in ("core", "utils", "autotune"):
-    ours = getattr(spas_sage_attn, part)
-    for name in ours.__all__:
-        assert getattr(ours, name) is getattr(getattr(sparge.compat, part), name), name
-"""
+    served, refused = (
+        [(module, name) for module, names in of.items() for name in names.split()]
+        for of in (SERVED, REFUSED)
+    )
+    found = json.loads(python(PROBE, json.dumps(served + refused)))
+    for module, name in served:
+        assert found[f"{module} {name}"] == ["served", ""]
+    for module, name in refused:
+        kind, message = found[f"{module} {name}"]
+        assert kind == "ImportError" and "upstream's own kernels" in message, name
+        assert "block_sparse_sage2_attn_cuda" in message, "says what to do"
+        assert "HAS IT" not in message, "hasattr asks in vain, without an error"
 
 
 @pytest.mark.parametrize(

@@ -47,38 +47,35 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "device context": lambda: torch.device("meta"),
     "default device": lambda: default("device", "meta"),
 }
-around = pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
 GRID = TokenGrid(3, 6, 10, prefix=70, suffix=40)
 
 
-class Inputs:
-    """Made before, as a caller's tensors are; what the library makes is made inside."""
+class Results:
+    """Inputs are made before, as a caller's tensors are; what the library makes, inside."""
 
-    def __init__(self, make_qkv: Any, dtype: torch.dtype) -> None:
-        self.qkv = make_qkv(1, 2, GRID.tokens, 64, dtype=dtype)
+    def __init__(self, make_qkv: Any, precision: Precision) -> None:
+        self.qkv = make_qkv(1, 2, GRID.tokens, 64, dtype=torch.float32)
         self.order = grid_order(GRID)
         self.shares = torch.tensor([0.3, 0.6])
         self.order_kind = torch.tensor([0, 1], dtype=torch.int32)
         self.lengths = torch.tensor([200], dtype=torch.int32)
+        self.policy = replace(SPARSE, precision=precision, simthreshd1=0.2, pvthreshd=5.0)
 
-    def results(self, precision: Precision) -> Iterator[Tensor]:
-        q, k, v = self.qkv
-        policy = replace(SPARSE, precision=precision, simthreshd1=0.2, pvthreshd=5.0)
+    def __iter__(self) -> Iterator[Tensor]:
+        (q, k, v), policy = self.qkv, self.policy
         by_mass = replace(policy, select_by="cdf", cdfthreshd=0.7)
         for each in (by_mass, replace(policy, topk=self.shares)):
             yield from attention(q, k, v, each, return_lse=True, is_causal=True)
         yield attention(q, k, v, policy, key_lengths=self.lengths)
         yield from attention(q[:, :, :90], k, v, policy, return_lse=True, causal="bottom-right")
-        partials = sparge.attention_partials(q, k, v, policy)
-        yield from (partials.out_sum, partials.row_max, partials.row_sum)
+        yield from vars(sparge.attention_partials(q, k, v, policy)).values()
         plan = sparge.make_plan(q, k, policy)
         yield from (plan.block_map, plan.counts, plan.kept(), plan.kept_pairs())
         stats = sparge.AttentionStats("cpu")
         head_settings = HeadSettings.uniform(2, 0.3, 0.5, Router.ERROR)
         yield from (head_settings.density, head_settings.table(policy))
-        yield from attention(
-            q, k, v, policy, head_settings=head_settings, return_lse=True, stats=stats
-        )
+        named = {"return_lse": True, "stats": stats}
+        yield from attention(q, k, v, policy, head_settings=head_settings, **named)
         in_orders = replace(head_settings, order_kind=self.order_kind)
         yield attention(q, k, v, policy, head_settings=in_orders, order=self.order, stats=stats)
         yield stats.counters
@@ -87,97 +84,95 @@ class Inputs:
         yield measurement.squared_error
 
 
-@around
+@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.SIXTEEN_BIT])
 def test_nothing_around_changes_a_bit(
     make_qkv, precision: Precision, around: Callable[[], Any]
 ) -> None:
-    inputs = Inputs(make_qkv, torch.float32)
-    expected = list(inputs.results(precision))
+    results = Results(make_qkv, precision)
+    expected = list(results)
     with around():
-        found = list(inputs.results(precision))
+        found = list(results)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and one.device == other.device
         assert torch.equal(one, other)
 
 
+FORWARD, REVERSE = "no forward-mode derivative", "no backward pass"
+
+
 class TestDerivatives:
-    """Derivatives of everything that a result depends on."""
+    """Derivatives of everything that a result depends on are refused."""
 
-    @pytest.mark.parametrize("place", range(3))
-    def test_forward_mode(self, make_qkv, place: int) -> None:
+    def test_by_inputs(self, make_qkv) -> None:
         qkv = make_qkv(1, 2, 130, 64, dtype=torch.float32)
-        x = qkv[place]
+        for place, x in enumerate(qkv):
 
-        def call(x: Tensor) -> Tensor:
-            return attention(*qkv[:place], x, *qkv[place + 1 :], SPARSE)
+            def call(x: Tensor, place: int = place) -> Tensor:
+                return attention(*qkv[:place], x, *qkv[place + 1 :], SPARSE)
 
-        with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
-            torch.func.jvp(call, (x,), (torch.ones_like(x),))
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad), forward_ad.dual_level():
-                assert torch.equal(call(x), attention(*qkv, SPARSE)), "a level is no tangent"
-                with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
-                    call(forward_ad.make_dual(x, torch.ones_like(x)))
-
-    def test_reverse_mode_of_functions(self, make_qkv) -> None:
-        q, k, v = make_qkv(1, 2, 130, 64, dtype=torch.float32)
-        with pytest.raises(sparge.Unsupported, match="no backward pass"):
-            torch.func.grad(lambda x: attention(x, k, v, SPARSE).sum())(q)
+            with pytest.raises(sparge.Unsupported, match=FORWARD):
+                torch.func.jvp(call, (x,), (torch.ones_like(x),))
+            with pytest.raises(sparge.Unsupported, match=REVERSE):
+                torch.func.grad(lambda x, call=call: call(x).sum())(x)
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), forward_ad.dual_level():
+                    assert torch.equal(call(x), attention(*qkv, SPARSE)), "a level is no tangent"
+                    with pytest.raises(sparge.Unsupported, match=FORWARD):
+                        call(forward_ad.make_dual(x, torch.ones_like(x)))
 
     @pytest.mark.parametrize("name", ["topk", "cdfthreshd", "simthreshd1", "pvthreshd"])
-    def test_of_thresholds(self, make_qkv, name: str) -> None:
+    def test_by_thresholds(self, make_qkv, name: str) -> None:
         q, k, v = make_qkv(1, 2, 130, 64)
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
         policy = replace(SPARSE, **{name: learned})
         for call in (
-            lambda: attention(q, k, v, policy),
-            lambda: sparge.make_plan(q, k, policy),
-            lambda: sparge.attention_partials(q, k, v, policy),
+            attention,
+            sparge.attention_partials,
+            lambda q, k, _, p: sparge.make_plan(q, k, p),
         ):
-            with pytest.raises(sparge.Unsupported, match="no backward pass"):
-                call()
+            with pytest.raises(sparge.Unsupported, match=REVERSE):
+                call(q, k, v, policy)
         with torch.no_grad():
             attention(q, k, v, policy)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(learned.detach(), torch.ones(2))
-            with pytest.raises(sparge.Unsupported, match="no forward-mode derivative"):
+            with pytest.raises(sparge.Unsupported, match=FORWARD):
                 attention(q, k, v, replace(SPARSE, **{name: dual}))
 
-    def test_of_head_settings_and_masks(self, make_qkv) -> None:
+    def test_by_head_settings_and_masks(self, make_qkv) -> None:
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
         cases: list[dict[str, Any]] = [{"block_mask": torch.ones(1, 2, 2, 4, requires_grad=True)}]
         for name in ("density", "pool_weight", "output_scale"):
             settings = replace(HeadSettings.uniform(2, 0.3), **{name: learned})
             cases.append({"head_settings": settings})
         for named in cases:
-            with pytest.raises(sparge.Unsupported, match="no backward pass"):
+            with pytest.raises(sparge.Unsupported, match=REVERSE):
                 attention(*make_qkv(), **named)
 
 
-class TestUnsupported:
-    def test_compiled_code_catches_it(self, make_qkv) -> None:
-        """One graph holds it: a caller with a dense path takes it there as elsewhere."""
-        torch._dynamo.reset()
-        q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=300)
+def test_compiled_code_catches_a_refusal(make_qkv) -> None:
+    """One graph holds it: a caller with a dense path takes it there as elsewhere."""
+    torch._dynamo.reset()
+    q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=300)
 
-        def layer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-            try:
-                return attention(q, k, v, SPARSE, is_causal=causal)
-            except sparge.Unsupported as refusal:
-                if "two things" not in refusal.reason:
-                    raise
-                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+    def layer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        try:
+            return attention(q, k, v, SPARSE, is_causal=causal)
+        except sparge.Unsupported as refusal:
+            if "two things" not in refusal.reason:
+                raise
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        dense = scaled_dot_product_attention(q, k, v, is_causal=True)
-        assert torch.equal(compiled(q, k, v, True), dense)
-        assert torch.equal(compiled(q, k, v, False), attention(q, k, v, SPARSE))
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    dense = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(compiled(q, k, v, True), dense)
+    assert torch.equal(compiled(q, k, v, False), attention(q, k, v, SPARSE))
 
-    def test_is_an_exception_like_others(self) -> None:
-        refusal = sparge.Unsupported("the reason")
-        for same in (pickle.loads(pickle.dumps(refusal)), copy.copy(refusal)):
-            assert type(same) is sparge.Unsupported
-            assert same.reason == str(same) == "the reason"
-            assert isinstance(same, ValueError)
-        assert sparge.Unsupported().reason == ""
+
+def test_a_refusal_is_an_exception_like_others() -> None:
+    refusal = sparge.Unsupported("the reason")
+    for same in (pickle.loads(pickle.dumps(refusal)), copy.copy(refusal)):
+        assert type(same) is sparge.Unsupported and isinstance(same, ValueError)
+        assert same.reason == str(same) == "the reason"
+    assert sparge.Unsupported().reason == ""

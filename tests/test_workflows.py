@@ -20,8 +20,8 @@ WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 FRONTEND_ONLY = {"MarkdownNote"}
 
-#: Widgets of nodes in use, in the order ComfyUI v0.33 shows them; None: ours, of settings.py.
-WIDGETS: dict[str, list[type] | None] = {
+#: Widgets of nodes in use, in the order ComfyUI v0.33 shows them.
+WIDGETS: dict[str, list[type]] = {
     "UNETLoader": [str, str],
     "CLIPLoader": [str, str, str],
     "VAELoader": [str],
@@ -34,7 +34,6 @@ WIDGETS: dict[str, list[type] | None] = {
     "SaveVideo": [str, str, str],
     "PreviewImage": [],
     "MarkdownNote": [str],
-    "SpargeAttention": None,
     "SpargeReport": [str],
 }
 
@@ -49,24 +48,10 @@ def project(key: str) -> str:
 
 def our_widgets() -> dict[str, Any]:
     """Name -> default of each widget, in order: the fields of nodes/settings.py."""
-    tree = ast.parse((ROOT / "nodes" / "settings.py").read_text(encoding="utf-8"))
-    settings = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Settings")
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-
-    def default(value: ast.expr) -> Any:
-        return constants[value.id] if isinstance(value, ast.Name) else ast.literal_eval(value)
-
-    return {
-        field.target.id: default(field.value)
-        for field in settings.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value
-    }
+    text = (ROOT / "nodes" / "settings.py").read_text(encoding="utf-8")
+    constants = dict(re.findall(r'^(\w+) = ("[^"]*")$', text, re.MULTILINE))
+    fields = re.findall(r"^    (\w+): (?:str|int|float) = (.+)$", text, re.MULTILINE)
+    return {name: ast.literal_eval(constants.get(value, value)) for name, value in fields}
 
 
 @pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
@@ -79,49 +64,55 @@ def graph(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.fixture
+def notes(graph: dict[str, Any]) -> str:
+    return "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] in FRONTEND_ONLY)
+
+
+@pytest.fixture
+def nodes(graph: dict[str, Any]) -> list[dict[str, Any]]:
+    """Nodes that a server runs."""
+    return [node for node in graph["nodes"] if node["type"] not in FRONTEND_ONLY]
+
+
 def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
     assert graph["version"] == 0.4
     nodes = {node["id"]: node for node in graph["nodes"]}
     assert len(nodes) == len(graph["nodes"])
     assert graph["last_node_id"] == max(nodes)
     assert graph["last_link_id"] == max(link[0] for link in graph["links"])
-
     fed = set()
     for identity, source, output, target, slot, kind in graph["links"]:
         out = nodes[source]["outputs"][output]
         into = nodes[target]["inputs"][slot]
         assert out["type"] == into["type"] == kind
-        assert identity in out["links"]
-        assert into["link"] == identity
+        assert identity in out["links"] and into["link"] == identity
         assert nodes[source]["order"] < nodes[target]["order"]
         fed.add(identity)
-    for node in nodes.values():
-        for slot in node["inputs"]:
-            optional = slot.get("shape") == 7
-            assert slot["link"] in fed or (optional and slot["link"] is None), slot["name"]
+    for slot in (slot for node in nodes.values() for slot in node["inputs"]):
+        optional = slot.get("shape") == 7
+        assert slot["link"] in fed or (optional and slot["link"] is None), slot["name"]
 
 
 def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
-    ours = [type(value) for value in our_widgets().values()]
+    kinds = WIDGETS | {"SpargeAttention": [type(value) for value in our_widgets().values()]}
     for node in graph["nodes"]:
-        assert node["type"] in WIDGETS, f"{node['type']} is neither core's nor ours"
-        kinds = WIDGETS[node["type"]]
-        kinds = ours if kinds is None else kinds
-        for value, kind in zip(node["widgets_values"], kinds, strict=True):
+        assert node["type"] in kinds, f"{node['type']} is neither core's nor ours"
+        for value, kind in zip(node["widgets_values"], kinds[node["type"]], strict=True):
             assert isinstance(value, (int, float) if kind is float else kind), node["type"]
 
 
 def test_our_node_is_between_the_loader_and_the_sampler(graph: dict[str, Any]) -> None:
     nodes = {node["id"]: node for node in graph["nodes"]}
-    ours = [node for node in nodes.values() if node["type"] == "SpargeAttention"]
-    assert len(ours) == 1
-    assert ours[0]["mode"] == 0
-    links = [link for link in graph["links"] if link[5] == "MODEL"]
-    path = [(nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, _ in links]
+    (ours,) = (node for node in nodes.values() if node["type"] == "SpargeAttention")
+    assert ours["mode"] == 0
+    as_added = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
+    assert ours["widgets_values"] == list(as_added.values())
+    path = [
+        (nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, x in graph["links"] if x == "MODEL"
+    ]
     assert path[:2] == [("UNETLoader", "SpargeAttention"), ("SpargeAttention", "KSampler")]
     assert path[2:] in ([], [("SpargeAttention", "SpargeReport")])
-    as_added = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
-    assert ours[0]["widgets_values"] == list(as_added.values())
 
 
 def test_a_mochi_graph_shows_the_report() -> None:
@@ -138,10 +129,8 @@ def test_a_mochi_graph_shows_the_report() -> None:
     assert ("KSampler", "VAEDecodeTiled", "LATENT") not in links
 
 
-def test_the_manager_can_find_every_node(graph: dict[str, Any]) -> None:
-    for node in graph["nodes"]:
-        if node["type"] in FRONTEND_ONLY:
-            continue
+def test_the_manager_can_find_every_node(nodes: list[dict[str, Any]]) -> None:
+    for node in nodes:
         properties = node["properties"]
         assert properties["Node name for S&R"] == node["type"]
         found = properties["cnr_id"], properties["ver"]
@@ -151,22 +140,19 @@ def test_the_manager_can_find_every_node(graph: dict[str, Any]) -> None:
             assert found[0] == "comfy-core" and re.fullmatch(r"\d+\.\d+\.\d+", found[1])
 
 
-def test_every_model_can_be_had(graph: dict[str, Any]) -> None:
+def test_every_model_can_be_had(nodes: list[dict[str, Any]], notes: str) -> None:
     """A model has a download link, or the note says how it is made."""
-    notes = "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] in FRONTEND_ONLY)
-    for node in graph["nodes"]:
-        if node["type"] in FRONTEND_ONLY:
-            continue
+    for node in nodes:
         linked = {model["name"]: model for model in node["properties"].get("models", [])}
-        for value in node["widgets_values"]:
-            if isinstance(value, str) and MODEL_FILE.search(value):
-                if value not in linked:
-                    assert f"--out COMFYUI/models/diffusion_models/{value}" in notes
-                    continue
-                model = linked.pop(value)
-                assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
-                saved_as = unquote(urlparse(model["url"]).path).split("/")[-1]
-                assert saved_as == value or f"models/vae/{value}" in notes
+        files = [x for x in node["widgets_values"] if isinstance(x, str) and MODEL_FILE.search(x)]
+        for value in files:
+            if value not in linked:
+                assert f"--out COMFYUI/models/diffusion_models/{value}" in notes
+                continue
+            model = linked.pop(value)
+            assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
+            saved_as = unquote(urlparse(model["url"]).path).split("/")[-1]
+            assert saved_as == value or f"models/vae/{value}" in notes
         assert not linked, "a link for a file that no widget names"
 
 
@@ -178,20 +164,16 @@ def test_downloads_and_the_thumbnail(path: Path) -> None:
     assert picture[:3] == b"\xff\xd8\xff" and len(picture) < 200_000
 
 
-def test_note_tells_what_to_expect(graph: dict[str, Any]) -> None:
+def test_note_tells_what_to_expect(nodes: list[dict[str, Any]], notes: str) -> None:
     """The token count in the note is that of the latent in the graph; tiles fit their overlap."""
-    latent = next(n for n in graph["nodes"] if n["type"].startswith("Empty"))
-    width, height, frames, _ = latent["widgets_values"]
-    per_latent_frame = 6 if latent["type"] == "EmptyMochiLatentVideo" else 4
-    time = (frames - 1) // per_latent_frame + 1
-    loader = next(n for n in graph["nodes"] if n["type"] == "UNETLoader")
-    if "1.5" in loader["widgets_values"][0]:  # CogVideoX 1.5 joins two latent frames in a token
+    widgets = {node["type"]: node["widgets_values"] for node in nodes}
+    (latent,) = (each for each in widgets if each.startswith("Empty"))
+    width, height, frames, _ = widgets[latent]
+    time = (frames - 1) // (6 if latent == "EmptyMochiLatentVideo" else 4) + 1
+    if "1.5" in widgets["UNETLoader"][0]:  # CogVideoX 1.5 joins two latent frames in a token
         time = (time + 1) // 2
-    tokens = time * (height // 16) * (width // 16)
-    notes = "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] in FRONTEND_ONLY)
-    assert f"{tokens:,} video tokens" in notes
+    assert f"{time * (height // 16) * (width // 16):,} video tokens" in notes
     for phrase in ("Faster or truer", "Is it on?", "bypass", "compiles the kernels"):
         assert phrase in notes
-    tiles = (n["widgets_values"] for n in graph["nodes"] if n["type"] == "VAEDecodeTiled")
-    tile, overlap, frames, frame_overlap = next(tiles)
+    tile, overlap, frames, frame_overlap = widgets["VAEDecodeTiled"]
     assert tile >= 4 * overlap and frames >= 2 * frame_overlap

@@ -67,10 +67,6 @@ class Quantized:
         return self.q_levels.shape[2]
 
     @property
-    def n_keys(self) -> int:
-        return self.k_levels.shape[2]
-
-    @property
     def head_dim(self) -> int:
         return self.q_levels.shape[3]
 

@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.comfy.process import environment_of_comfyui, why_no_comfyui
 from tools.convert_cogvideox import tensor_file
 from tools.convert_cogvideox.convert import convert, find_shards, main
 from tools.convert_cogvideox.json_text import ConversionError
-from tools.convert_cogvideox.layout import POSITIONS, PositionGrid, core_name
+from tools.convert_cogvideox.layout import POSITIONS, core_name
 
 ROOT = Path(__file__).resolve().parents[2]
 ROTARY = {"_class_name": "CogVideoXTransformer3DModel", "use_rotary_positional_embeddings": True}
@@ -79,48 +78,46 @@ def write_model(folder: Path, state: dict[str, torch.Tensor], config: dict | Non
     return folder
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({}, id="1.0"),
-        pytest.param({"patch": (128,), "out": 128}, id="1.5"),
-        pytest.param({"patch": (256,), "out": 128, "ofs": 24}, id="1.5-i2v"),
-    ],
-)
+def converted(folder: Path, state: dict[str, torch.Tensor], config: dict | None) -> Path:
+    """The file that comes of a model in this folder."""
+    out = folder / "model.safetensors"
+    assert main([str(write_model(folder / "in", state, config)), "--out", str(out)]) == 0
+    assert not list(folder.glob("*.part"))
+    return out
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "1.0": {},
+    "1.5": {"patch": (128,), "out": 128},
+    "1.5-i2v": {"patch": (256,), "out": 128, "ofs": 24},
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_rotary_models_keep_every_byte(
     tmp_path: Path, generator: torch.Generator, sizes: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 1000)  # every tensor passes in several pieces
     state = published(generator, **sizes)
-    out = tmp_path / "model.safetensors"
-    assert main([str(write_model(tmp_path / "in", state, ROTARY)), "--out", str(out)]) == 0
-
-    converted = load_file(str(out))
-    assert len(converted) == len(state)
-    assert not any("transformer_blocks" in name for name in converted)
+    found = load_file(str(converted(tmp_path, state, ROTARY)))
+    assert len(found) == len(state)
     for name, tensor in state.items():
-        assert torch.equal(converted[core_name(name)], tensor), name
+        assert torch.equal(found[core_name(name)], tensor), name
     names = {
         "attn1.to_out.0.bias": "attn_out.bias", "attn1.norm_k.weight": "norm_k.weight",
         "ff.net.2.weight": "ff_out.weight", "norm2.linear.weight": "norm2.linear.weight",
     }  # fmt: skip
     assert all(core_name(f"transformer_blocks.1.{a}") == f"blocks.1.{b}" for a, b in names.items())
-    assert ("ofs_embedding_linear_2.bias" in converted) == ("ofs" in sizes)
-    assert not list(tmp_path.glob("*.part"))
+    assert ("ofs_embedding_linear_2.bias" in found) == ("ofs" in sizes)
 
 
 def test_2b_gets_the_position_table(tmp_path: Path, generator: torch.Generator) -> None:
     """Core reads a file without the table as a rotary model, which gives noise."""
     sizes = {"sample_frames": 9, "sample_height": 12, "sample_width": 20, "max_text_seq_length": 7}
-    config = SINCOS | sizes
-    out = tmp_path / "model.safetensors"
-    source = write_model(tmp_path / "in", published(generator), config)
-    assert main([str(source), "--out", str(out)]) == 0
-
-    table = load_file(str(out))[POSITIONS]
+    table = load_file(str(converted(tmp_path, published(generator), SINCOS | sizes)))[POSITIONS]
     frames, height, width, channels = 3, 6, 10, 128
     assert table.shape == (1, 7 + frames * height * width, channels)
-    assert table[0, :7].abs().max() == 0
+    assert not table[0, :7].any()
     frame, row, column = 2, 4, 7
     token = table[0, 7 + (frame * height + row) * width + column]
 
@@ -132,38 +129,31 @@ def test_2b_gets_the_position_table(tmp_path: Path, generator: torch.Generator) 
     torch.testing.assert_close(token, torch.tensor(wanted), rtol=1e-5, atol=1e-6)
 
 
-def test_published_heads_decide_without_config(tmp_path: Path, generator: torch.Generator) -> None:
-    sizes: dict[str, Any] = {"layers": 1, "time": 8, "text": 8}
-    for heads, has_table in ((30, True), (48, False)):
-        source = write_model(tmp_path / str(heads), published(generator, heads, **sizes), None)
-        tensors = convert(find_shards([source])).tensors
-        assert (POSITIONS in tensors) == has_table
-        if has_table:
-            assert tensors[POSITIONS].shape == (1, 226 + 13 * 30 * 45, 1920)
-    assert PositionGrid().table(16).shape == (1, 17776, 16)
+@pytest.mark.parametrize(("heads", "table"), [(30, (1, 226 + 13 * 30 * 45, 1920)), (48, None)])
+def test_published_heads_decide_without_config(
+    tmp_path: Path, generator: torch.Generator, heads: int, table: tuple[int, ...] | None
+) -> None:
+    state = published(generator, heads, layers=1, time=8, text=8)
+    tensors = convert(find_shards([write_model(tmp_path, state, None)])).tensors
+    assert (tensors[POSITIONS].shape if POSITIONS in tensors else None) == table
 
 
-@pytest.fixture
-def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Sentence of the converter where it refuses a file."""
-
-    def refuse(*sources: Path) -> str:
-        out = tmp_path / "refused.safetensors"
+def test_refusals_say_why_and_leave_nothing(
+    tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*sources: Path, out: Path = tmp_path / "refused.safetensors") -> str:
+        before = out.read_bytes() if out.exists() else None
         assert main([*map(str, sources), "--out", str(out)]) == 1
-        assert not out.exists() and not list(tmp_path.glob("*.part"))
+        assert (out.read_bytes() if out.exists() else None) == before
+        assert not list(tmp_path.glob("*.part"))
         return capsys.readouterr().err
 
-    return refuse
-
-
-def test_refusals_say_why(
-    tmp_path: Path, generator: torch.Generator, refusal: Callable[..., str]
-) -> None:
     state = published(generator)
     first, second = find_shards([write_model(tmp_path / "good", state, ROTARY)])
     assert "missing (is a shard left out?)" in refusal(second)
     assert "both in" in refusal(first, second, second)
     assert "does not exist" in refusal(tmp_path / "none.safetensors")
+    assert "is not a folder" in refusal(first, second, out=tmp_path / "no folder" / "x")
     (tmp_path / "empty").mkdir()
     assert "holds no .safetensors" in refusal(tmp_path / "empty")
     for name, data, words in (
@@ -173,12 +163,14 @@ def test_refusals_say_why(
     ):
         (tmp_path / name).write_bytes(data)
         assert words in refusal(tmp_path / name)
-    unknown = write_model(tmp_path / "unknown", state, None)
-    assert "config.json" in refusal(unknown)
+    assert "config.json" in refusal(write_model(tmp_path / "unknown", state, None))
     learned = state | {POSITIONS: torch.zeros(1, 8, 128)}
     assert "CogVideoX-5b-I2V" in refusal(write_model(tmp_path / "both", learned, ROTARY))
     second.write_bytes(second.read_bytes()[:-100])
     assert "cut off inside" in refusal(first.parent)
+    done = converted(tmp_path, state, ROTARY)
+    assert "already has the names" in refusal(done)
+    assert "--out names one of the sources" in refusal(done, out=done)
     state["transformer_blocks.1.attn1.to_q.weight"] = torch.zeros(64, 128)
     state["transformer_blocks.1.attn1.lora.weight"] = torch.zeros(4)
     said = refusal(write_model(tmp_path / "wrong", state, ROTARY))
@@ -186,37 +178,23 @@ def test_refusals_say_why(
     assert "1 unexpected: blocks.1.attn1.lora.weight" in said
 
 
-def test_converted_file_is_recognised(
-    tmp_path: Path, generator: torch.Generator, refusal: Callable[..., str]
-) -> None:
-    model = write_model(tmp_path / "in", published(generator), ROTARY)
-    out = tmp_path / "done.safetensors"
-    assert main([str(model), "--out", str(out)]) == 0
-    assert "already has the names" in refusal(out)
-    before = out.read_bytes()
-    assert main([str(out), "--out", str(out)]) == 1
-    assert out.read_bytes() == before
-
-
 def test_failure_while_writing_leaves_the_old_file(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_model(tmp_path / "in", published(generator), ROTARY)
-    out = tmp_path / "model.safetensors"
+    tensors, out = convert(find_shards([model])).tensors, tmp_path / "model.safetensors"
     out.write_bytes(b"old")
-    conversion = convert(find_shards([model]))
 
     def fail(*_: object) -> None:
         raise OSError("disk error")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk error"):
-        tensor_file.write_tensors(out, conversion.tensors)
+        tensor_file.write_tensors(out, tensors)
     assert out.read_bytes() == b"old" and not list(tmp_path.glob("*.part"))
-
     monkeypatch.setattr(tensor_file.shutil, "disk_usage", lambda _: type("", (), {"free": 10}))
     with pytest.raises(ConversionError, match="GB free"):
-        tensor_file.write_tensors(out, conversion.tensors)
+        tensor_file.write_tensors(out, tensors)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +207,7 @@ def test_failure_while_writing_leaves_the_old_file(
 )
 def test_command_line(tmp_path: Path, generator: torch.Generator, command: list[str]) -> None:
     model = write_model(tmp_path / "in", published(generator), ROTARY)
-    out = tmp_path / "model.safetensors"
-    words = [sys.executable, *command, str(model), "--out", str(out)]
+    words = [sys.executable, *command, str(model), "--out", str(tmp_path / "model.safetensors")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "2 blocks of 2 heads, rotary positions" in done.stdout
 
@@ -249,23 +226,15 @@ print(json.dumps({"type": type(config).__name__, **extra}))
 """
 
 
-def core_env(tmp_path: Path) -> dict[str, str]:
-    """The environment in which ComfyUI can be imported."""
-    reason = why_no_comfyui()
-    if reason:
-        pytest.skip(reason)
-    return environment_of_comfyui(tmp_path / "stubs")
-
-
 @pytest.mark.comfy
 @pytest.mark.parametrize(
     ("heads", "sizes", "config", "detected"),
     [
         (2, {}, ROTARY, {"use_rotary_positional_embeddings": True}),
         (30, {"layers": 1}, SINCOS, {"use_learned_positional_embeddings": True}),
-        (2, {"patch": (128,), "out": 128}, ROTARY, {"patch_size_t": 2}),
+        (2, SIZES["1.5"], ROTARY, {"patch_size_t": 2}),
         (
-            *(2, {"patch": (256,), "out": 128, "ofs": 512}, ROTARY),
+            *(2, SIZES["1.5-i2v"] | {"ofs": 512}, ROTARY),
             {"type": "CogVideoX_I2V", "ofs_embed_dim": 512, "in_channels": 32},
         ),
     ],
@@ -279,11 +248,11 @@ def test_core_loads_what_was_converted(
     config: dict,
     detected: dict,
 ) -> None:
-    env = core_env(tmp_path)
-    out = tmp_path / "model.safetensors"
-    source = write_model(tmp_path / "in", published(generator, heads, **sizes), config)
-    assert main([str(source), "--out", str(out)]) == 0
+    if reason := why_no_comfyui():
+        pytest.skip(reason)
+    out = converted(tmp_path, published(generator, heads, **sizes), config)
     command = [sys.executable, "-c", IN_CORE, str(out)]
+    env = environment_of_comfyui(tmp_path / "stubs")
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -23,8 +23,10 @@ from tools.convert_cogvideox.tensor_file import HEADER_LIMIT
 
 MEMORY = 100 << 20
 NAME = "transformer_blocks.0.attn1.to_q.weight"
+OTHER = NAME.replace("to_q", "to_k")  # of the same size
 
 Header = dict[str, Any]
+Convert = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -34,179 +36,158 @@ def model() -> bytes:
     return save(published(generator, heads=1, layers=1, time=16, text=16, out=16))
 
 
-def split(data: bytes) -> tuple[Header, bytes]:
-    length = struct.unpack("<Q", data[:8])[0]
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
+@pytest.fixture
+def parts(model: bytes) -> tuple[Header, bytes]:
+    length = struct.unpack("<Q", model[:8])[0]
+    return json.loads(model[8 : 8 + length]), model[8 + length :]
 
 
-def join(header: bytes | Header | list | str | None, tensors: bytes) -> bytes:
+def join(header: bytes | Header, tensors: bytes) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + tensors
 
 
-class Folder:
-    """Converts what a case makes, and judges what came of it."""
+@pytest.fixture
+def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
+    """convert(shard, config): the sentence, empty where the shard was converted."""
+    source, out = tmp_path / "in", tmp_path / "out" / "model.safetensors"
+    for folder in (source, out.parent):
+        folder.mkdir()
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._folder, self._capsys = folder, capsys
-        self._out = folder / "out" / "model.safetensors"
-        self._out.parent.mkdir()
-        self.converted = self.refused = 0
-
-    def convert(self, shard: bytes, config: bytes | dict | None = ROTARY) -> str:
-        """The sentence, empty where the shard was converted."""
-        source = self._folder / "in"
-        source.mkdir(exist_ok=True)
+    def convert(shard: bytes, config: bytes | dict | None = ROTARY) -> str:
         (source / "model.safetensors").write_bytes(shard)
-        beside = source / "config.json"
-        beside.unlink(missing_ok=True)
-        if config is not None:
-            beside.write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
-        code = main([str(source), "--out", str(self._out)])
-        out, error = self._capsys.readouterr()
+        data = config if isinstance(config, bytes) else json.dumps(config).encode()
+        (source / "config.json").write_bytes(data)
+        code = main([str(source), "--out", str(out)])
+        said, error = capsys.readouterr()
         if code == 0:
-            self._check_opens()
+            with safe_open(out, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    file.get_tensor(name)
+            out.unlink()
             assert error == ""
-            self.converted += 1
-            return ""
-        assert code == 1 and out == ""
-        assert error.startswith("not converted: ") and error.endswith("\n")
-        assert error.count("\n") == 1 and error[:-1].isprintable() and len(error) < 1500
-        assert list(self._out.parent.iterdir()) == [], "nothing is left behind"
-        self.refused += 1
+        else:
+            assert code == 1 and said == ""
+            assert error.startswith("not converted: ") and error.count("\n") == 1
+            assert error[:-1].isprintable() and len(error) < 1500
+        assert list(out.parent.iterdir()) == [], "nothing is left behind"
         return error
 
-    def _check_opens(self) -> None:
-        with safe_open(self._out, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                file.get_tensor(name)
-        assert [path.name for path in self._out.parent.iterdir()] == [self._out.name]
-        self._out.unlink()
+    return convert
 
 
-@pytest.fixture
-def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Folder:
-    return Folder(tmp_path, capsys)
+def test_the_model_itself_is_converted(convert: Convert, model: bytes) -> None:
+    assert convert(model) == convert(model, SINCOS | {"sample_frames": 1}) == ""
+    nothing = dict.fromkeys((*WHOLE, *SCALES)) | {"sample_frames": 1}
+    assert convert(model, SINCOS | nothing) == "", "null is the usual value"
 
 
-def test_the_model_itself_is_converted(folder: Folder, model: bytes) -> None:
-    assert folder.convert(model) == ""
-    assert folder.convert(model, SINCOS | {"sample_frames": 1}) == ""
-    assert folder.convert(model, {"_class_name": "Other", "patch_size": 0}).count("config.json")
-
-
-#: Field of a tensor's entry ("": all of it) -> values that it must not have.
+#: Values that no field of a tensor and none of a config may have, whatever the field.
+WEIRD: list[Any] = [
+    -5, 1e-300, 10**400, True, "2", "BF16\n", "\ud800", "\x1b[31m", "x" * 100_000, [], {}, [0],
+    [-64, -64], [64.0, 64.0], ["64", 64], [True, False], [10**400, 10**400], [[64], [64]],
+    [1] * 50_000, float("nan"), float("inf"),
+]  # fmt: skip
+#: Values of a tensor's own fields that are of the right kind, and wrong.
 WRONG: dict[str, list[Any]] = {
-    "data_offsets": [
-        [0, 0], [0, 2], [-200, -100], [2, 0], [0], [0, 1, 2], [], None, "0", 5, {}, [0.0, 8192.0],
-        ["0", "8192"], [True, False], [0, 2**31], [0, 2**64], [0, 10**400], [2**63, 2**63 + 8192],
-        [None, None], [[0], [1]], [0, -1],
-    ],
-    "dtype": [
-        "F32", "F8_E4M3", "NOPE", "", "bf16", "C64", 5, None, [], {}, True, "BF16\n", "\ud800",
-        "\x1b[31m", "x" * 100_000,
-    ],
-    "shape": [
-        [], [64], [64, 65], [128, 32], [64, 64, 1], [0, 64], [-64, -64], [64.0, 64.0], ["64", 64],
-        None, 5, "6464", {}, [True, True], [2**62, 4], [2**32, 2**32], [10**400, 10**400],
-        [4096] * 50_000, [1] * 100 + [64, 64], [[64], [64]],
-    ],
-    "": [None, 5, "x", [], {}, {"dtype": "BF16"}, {"shape": [64, 64]}],
-}  # fmt: skip
+    "data_offsets": [[0, 0], [2, 0], [0, 1, 2], [0, 2**63], None, 5],
+    "dtype": ["F32", "NOPE", None, 5],
+    "shape": [[64, 65], [128, 32], [0, 64], [10**4000] * 8, [1] * 100 + [64, 64], None, 5],
+    "": [None, 5, {"dtype": "BF16"}],
+}
 
 
-def test_a_tensor_described_wrongly(folder: Folder, model: bytes) -> None:
-    for field, value in ((field, value) for field, values in WRONG.items() for value in values):
-        header, tensors = split(model)
-        if field:
-            header[NAME][field] = value
-        else:
-            header[NAME] = value
-        assert folder.convert(join(header, tensors)), (field, str(value)[:80])
+@pytest.mark.parametrize("field", WRONG)
+def test_a_tensor_described_wrongly(convert: Convert, parts: tuple[Header, bytes], field) -> None:
+    header, tensors = parts
+    for value in [*WEIRD, *WRONG[field]]:
+        entry = header[NAME] | {field: value} if field else value
+        assert convert(join(header | {NAME: entry}, tensors)), str(value)[:80]
 
 
-def test_offsets_that_are_each_right_and_wrong_together(folder: Folder, model: bytes) -> None:
-    def placed(change: Callable[[int, int], list[int]]) -> Callable[[Header], None]:
-        def place(header: Header) -> None:
-            for entry in header.values():
-                entry["data_offsets"] = change(*entry["data_offsets"])
+def moved(header: Header, first: Callable[[int], int]) -> Header:
+    """All tensors begin elsewhere, and are as long as before."""
+    placed = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {
+        name: header[name] | {"data_offsets": [first(begin), first(begin) + end - begin]}
+        for name, (begin, end) in placed.items()
+    }
 
-        return place
 
-    def swapped(header: Header) -> None:
-        """Of one length, so that each lies where the other does."""
-        one, two = header[NAME], header["transformer_blocks.0.attn1.to_k.weight"]
-        one["data_offsets"] = two["data_offsets"]
-
-    changes: list[tuple[Callable[[Header], object], bytes, str]] = [
-        (placed(lambda first, last: [0, last - first]), b"", "lies over another"),
-        (placed(lambda first, last: [first + 2, last + 2]), b"xx", "leaves a gap"),
-        (swapped, b"", "lies over another"),
-        (lambda header: None, b"left over", "belong to no tensor"),
-        (lambda header: header.pop(NAME), b"", "leaves a gap"),
-        (lambda header: header.clear(), b"", "belong to no tensor"),
+def test_offsets_that_are_each_right_and_wrong_together(
+    convert: Convert, parts: tuple[Header, bytes]
+) -> None:
+    header, tensors = parts
+    header.pop("__metadata__", None)
+    without = {name: entry for name, entry in header.items() if name != NAME}
+    cases: list[tuple[Header, bytes, str]] = [
+        (moved(header, lambda first: 0), b"", "lies over another"),
+        (moved(header, lambda first: first + 2), b"xx", "leaves a gap"),
+        (header | {NAME: header[OTHER]}, b"", "lies over another"),
+        (header, b"left over", "belong to no tensor"),
+        (without, b"", "leaves a gap"),
+        ({}, b"", "belong to no tensor"),
     ]
-    for change, behind, complaint in changes:
-        header, tensors = split(model)
-        header.pop("__metadata__", None)
-        change(header)
-        assert complaint in folder.convert(join(header, tensors + behind))
+    for changed, behind, complaint in cases:
+        assert complaint in convert(join(changed, tensors + behind))
 
 
-def test_headers_that_are_none(folder: Folder, model: bytes) -> None:
-    header, tensors = split(model)
+def broken(text: bytes) -> list[bytes]:
+    """Texts that are not, or not in JSON alone, the object that `text` is."""
+    digits = b"9" * 5000
+    return [
+        b"", b"{", b"[]", b"null", b"\x80\x02\x00", b"\xff\xfe{}", text[:-1], text + b"\0",
+        text.decode().encode("utf-16"), b"\xef\xbb\xbf" + text, b"[" * 100_000,
+        b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", text[:-1] + b',"a":' + digits + b"}",
+        text[:-1] + b',"a":NaN}', text[:-1] + b',"a":{},"a":{}}',
+    ]  # fmt: skip
+
+
+def test_headers_that_are_none(convert: Convert, model: bytes, parts: tuple[Header, bytes]) -> None:
+    header, tensors = parts
     text = json.dumps(header).encode()
-    wrong = [
-        *(json.dumps(value).encode() for value in ([], [header], None, 5, 1.5, "text", True)),
-        b"", b" ", b"{", b"{}", b"}", b"\xff\xfe{}", text[:-1], text + b"}", text + b"\0",
-        text.decode().encode("utf-16"), b"\xef\xbb\xbf" + text, text.replace(b"BF16", b"B\xe916"),
-        b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' + b"[" * 900 + b"]" * 900 + b"}",
-        text.replace(b"[64]", b"[NaN]"), text.replace(b"[64]", b"[Infinity]"),
-        text.replace(b"[64]", b"[" + b"9" * 5000 + b"]"), text.replace(b"[64]", b"[6.4e1]"),
-        text[:-1] + b',"' + NAME.encode() + b'":' + json.dumps(header[NAME]).encode() + b"}",
-        json.dumps(header | {"__metadata__": [1]}).encode(),
-        json.dumps(header | {"\ud800": header[NAME]}).encode(),
-        json.dumps(header | {"x\nnot converted: y": header[NAME]}).encode(),
-        json.dumps(header | {"x" * 1_000_000: header[NAME]}).encode(),
-        json.dumps({f"{name}{i}": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}
-                    for i in range(300) for name in header}).encode(),
+    empty = {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}
+    strangers = ("\ud800", "x\nnot converted: y", "x" * 1_000_000)
+    wrong: list[Any] = [
+        *broken(text), header | {"__metadata__": [1]},
+        *(header | {name: header[NAME]} for name in strangers),
+        {f"{name}{i}": empty for i in range(300) for name in header},
     ]  # fmt: skip
     for each in wrong:
-        assert folder.convert(join(each, tensors)), each[:80]
-    for length in (0, 2**31, 2**63, 2**64 - 1, len(model), len(text) - 1, len(text) + 1):
-        assert folder.convert(struct.pack("<Q", length) + model[8:]), length
-    for end in (0, 7, 8, 9, len(text), len(text) + 9, len(model) - 1):
-        assert folder.convert(model[:end]), end
+        assert convert(join(each, tensors)), str(each)[:80]
+    for length in (0, 2**31, 2**64 - 1, len(model), len(text) - 1, len(text) + 1):
+        assert convert(struct.pack("<Q", length) + model[8:]), length
+    for end in (0, 7, 8, len(text), len(model) - 1):
+        assert convert(model[:end]), end
 
 
-def test_names_of_blocks(folder: Folder, model: bytes) -> None:
-    for number in ("1", "999", "5000000", "9" * 5000, "00", "-1", "0x1", "٣", ""):
-        header, tensors = split(model)
-        header[f"transformer_blocks.{number}.attn1.to_q.weight"] = header.pop(NAME)
-        assert folder.convert(join(header, tensors)), number[:20]
-        header, tensors = split(model)
-        own = "transformer_blocks.0."
-        moved = {name.replace(own, own.replace("0", number)): x for name, x in header.items()}
-        assert folder.convert(join(moved, tensors)), number[:20]
+@pytest.mark.parametrize("number", ["1", "999", "5000000", "9" * 5000, "00", "-1", "0x1", "٣", ""])
+def test_names_of_blocks(convert: Convert, parts: tuple[Header, bytes], number: str) -> None:
+    header, tensors = parts
+    own, other = "transformer_blocks.0.", f"transformer_blocks.{number}."
+    assert convert(join({n.replace(own, other): x for n, x in header.items()}, tensors))
+    header[NAME.replace(own, other)] = header.pop(NAME)
+    assert convert(join(header, tensors))
 
 
-def test_parameters_beside_the_models(folder: Folder, model: bytes) -> None:
-    """One under two names, and a position table of another shape."""
-    shapes = [[64, 8], [1, 8, 63], [2, 4, 64], [], [1, 8, 64, 1]]
-    cases = [("blocks.0.q.weight", [64, 64], "two names", ROTARY)]
-    cases += [(POSITIONS, shape, "a table has [1, tokens, 64]", SINCOS) for shape in shapes]
-    for name, shape, complaint, config in cases:
-        header, tensors = split(model)
-        length = 2 * int(torch.Size(shape).numel())
-        offsets = [len(tensors), len(tensors) + length]
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
-        assert complaint in folder.convert(join(header, tensors + b"\0" * length), config)
+@pytest.mark.parametrize(
+    ("name", "shape", "complaint"),
+    [
+        ("blocks.0.q.weight", [64, 64], "two names"),
+        *((POSITIONS, shape, "a table has [1, tokens, 64]")
+          for shape in ([64, 8], [1, 8, 63], [2, 4, 64], [], [1, 8, 64, 1])),
+    ],
+)  # fmt: skip
+def test_parameters_beside_the_models(
+    convert: Convert, parts: tuple[Header, bytes], name: str, shape: list[int], complaint: str
+) -> None:
+    header, tensors = parts
+    length = 2 * int(torch.Size(shape).numel())
+    offsets = [len(tensors), len(tensors) + length]
+    header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+    assert complaint in convert(join(header, tensors + b"\0" * length), SINCOS)
 
 
-NUMBERS: list[Any] = [
-    0, -5, 10**9, 1e9, 10**400, "2", "", [], [2], {}, True, False, float("nan"), float("inf"),
-    1e300, 1e-300,
-]  # fmt: skip
 WHOLE = (
     "patch_size", "sample_frames", "sample_height", "sample_width", "temporal_compression_ratio",
     "max_text_seq_length",
@@ -215,61 +196,53 @@ SCALES = ("spatial_interpolation_scale", "temporal_interpolation_scale")
 ROTARY_NAME = "use_rotary_positional_embeddings"
 
 
-def test_configs_with_other_values(folder: Folder, model: bytes) -> None:
-    cases = [({name: value}, name) for name in (*WHOLE, *SCALES) for value in NUMBERS]
-    cases += [({name: 2.5}, name) for name in WHOLE]  # it fits a scale
-    cases += [({ROTARY_NAME: value}, ROTARY_NAME) for value in (0, 1, "false", [], {}, 0.0)]
-    cases += [
+def test_configs_with_other_values(convert: Convert, model: bytes) -> None:
+    cases: list[tuple[Header, str]] = [
+        *(({name: value}, name) for name in (*WHOLE, *SCALES) for value in [*WEIRD, 0, 10**9]),
+        *(({name: 2.5}, name) for name in WHOLE),  # it fits a scale
+        *(({ROTARY_NAME: value}, ROTARY_NAME) for value in (0, 1, "false", [])),
         ({"sample_frames": 9999, "sample_height": 9999, "sample_width": 9999}, "tokens"),
         ({"sample_height": 1}, "less than one patch"),
-        ({"patch_size": 64}, "less than one patch"),
     ]
     for change, complaint in cases:
-        sentence = folder.convert(model, SINCOS | change)
-        assert "config.json" in sentence or "damaged" in sentence, change
-        assert complaint in sentence or "damaged" in sentence, change
-    for name in (*WHOLE, *SCALES):
-        said = folder.convert(model, SINCOS | {"sample_frames": 1, name: None})
-        assert said == "" or name == "sample_frames"
+        said = convert(model, SINCOS | change)
+        assert "config.json" in said and (complaint in said or "damaged" in said), change
 
 
-def test_configs_that_are_none(folder: Folder, model: bytes) -> None:
-    text = json.dumps(SINCOS).encode()
-    wrong = [
-        b"{", b"", b"[]", b"null", b'"x"', b"\x80\x02\x00", b"\0" * 50, text[:-1], text * 2,
-        b"[" * 100_000, b'{"a":' * 100_000, b" " * (2 << 20), text.decode().encode("utf-16"),
-        text[:-1] + b',"patch_size":2,"patch_size":2}', text[:-1] + b',"a":' + b"9" * 5000 + b"}",
-    ]  # fmt: skip
-    for each in wrong:
-        assert "config.json" in folder.convert(model, each), each[:40]
-    for said in ({}, {"_class_name": 5}, {"_class_name": None}):
-        assert "config.json beside" in folder.convert(model, said), "one head decides nothing"
+def test_configs_that_are_none(convert: Convert, model: bytes) -> None:
+    for each in [*broken(json.dumps(SINCOS).encode()), b" " * (2 << 20)]:
+        assert "config.json" in convert(model, each), each[:40]
+    for said in ({}, {"_class_name": 5}, {"_class_name": "Other", "patch_size": 0}):
+        assert "config.json beside" in convert(model, said), "one head decides nothing"
 
 
-def test_flipped_bytes_of_a_header(folder: Folder, model: bytes, seed: int) -> None:
+def test_flipped_bytes_of_a_header(convert: Convert, model: bytes, seed: int) -> None:
     """Some flips change nothing that counts, such as a letter of a block's metadata."""
-    chance = random.Random(seed)
+    chance, refused = random.Random(seed), 0
     length = struct.unpack("<Q", model[:8])[0]
     for case in range(150):
         data = bytearray(model)
         for _ in range(1 if case % 3 else 4):
             data[chance.randrange(8 if case % 10 else 0, 8 + length)] = chance.randrange(256)
-        folder.convert(bytes(data))
-    assert folder.converted + folder.refused == 150 and folder.refused > 100
+        refused += bool(convert(bytes(data)))
+    assert refused > 100
 
 
-def test_two_types_of_odd_lengths_can_be_read(folder: Folder) -> None:
+def test_two_types_of_odd_lengths_can_be_read(convert: Convert) -> None:
     """A reader takes numbers of four bytes from where four bytes begin."""
     generator = torch.Generator().manual_seed(7)
     state = published(generator, heads=1, layers=1, time=16, text=15, out=15)
     for index, name in enumerate(sorted(state)):
-        kind = (torch.float8_e4m3fn, torch.float32, torch.bfloat16)[index % 3]
-        state[name] = state[name].to(kind)
-    assert folder.convert(save(state)) == ""
+        state[name] = state[name].to(
+            (torch.float8_e4m3fn, torch.float32, torch.bfloat16)[index % 3]
+        )
+    assert convert(save(state)) == ""
 
 
-def test_absurd_files_take_little_memory(folder: Folder, model: bytes) -> None:
-    header, tensors = split(model)
+def test_absurd_files_take_little_memory(
+    convert: Convert, model: bytes, parts: tuple[Header, bytes]
+) -> None:
+    header, tensors = parts
     many = {f"transformer_blocks.{number}.x.weight": header[NAME] for number in (0, 5_000_000)}
     largest = b'{"a":[' + b"[]," * (HEADER_LIMIT // 3 - 10) + b"[]]}"
     cases: list[tuple[bytes, Any]] = [
@@ -277,12 +250,11 @@ def test_absurd_files_take_little_memory(folder: Folder, model: bytes) -> None:
         (join(b" " * (HEADER_LIMIT + 1), tensors), ROTARY),
         (join(largest, tensors), ROTARY),
         (model, SINCOS | {"sample_frames": 10_000, "sample_height": 10_000}),
-        (model, SINCOS | {"max_text_seq_length": 10_000, "sample_frames": 4_000}),
         (model, b"[" * (64 << 20)),
     ]
     for shard, config in cases:
         tracemalloc.start()
-        assert folder.convert(shard, config)
+        assert convert(shard, config)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < MEMORY, peak

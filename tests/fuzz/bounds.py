@@ -104,91 +104,111 @@ def _reach(setting: Setting, deviation: Tensor) -> Tensor:
 
 
 def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
-    arithmetic, case = Arithmetic.of(setting), setting.case
-    structured = case.data in STRUCTURED
-    sure = Confidence(exact.seen.numel())
-    q_step, k_step, float_error = logit_errors(setting)
-    k_step = _with_pools(setting, exact, k_step)
-    scale, channels = case.scale, setting.q.shape[-1]
-    p, keys, values = exact.p, exact.keys, exact.values
-    centred = p @ values  # of the output before output scale
-    length = values.square().sum(-1)[:, :, None]
-    distance = length - 2 * centred @ values.mT + centred.square().sum(-1, keepdim=True)
-    distance = distance.clamp(min=0)  # |v_j - out|^2 for each row
+    return _Row(setting, exact).bounds(out_dtype)
 
-    # Logits: the deviation of each, and the most it is off by.
-    q_length = setting.q.square().sum(-1)
-    deviation = _deviation(setting, keys, q_step, k_step)
-    most = _reach(setting, deviation)
-    furthest_off = most + float_error[..., None]
-    most = furthest_off.clamp(max=50)  # exp of more would be inf, and inf times p = 0 is NaN
-    grown = p * most.expm1()
-    least_sum = (p * (-most).exp()).sum(-1)
-    all_logits = (grown * distance.sqrt()).sum(-1)
-    beyond_first = ((grown - p * most) * distance.sqrt()).sum(-1)
-    shaken = (p * distance.sqrt()).sum(-1) * float_error
-    peaked = _peaked(exact.logits, furthest_off, distance.sqrt())
 
-    v_units = _value_units(setting, arithmetic, p.shape[-1])
-    weights = (
-        arithmetic.p_unit**2
-        * p.square()
-        * (length + distance if arithmetic.sums_rounded else length)
-    )
-    v_floor = (arithmetic.v_floor * _largest_value(setting)).square().sum(-1)
-    of_values = v_units.square() * p.square() * length
-    peak = p.amax(-1)
-    p_floor = (arithmetic.p_floor * peak) * ((p > 0) * length).sum(-1).sqrt()
-    counted = p.square().sum(-1)
-    rounded = ((arithmetic.p_unit + v_units) * p * length.sqrt()).sum(-1)
-    if arithmetic.sums_rounded:
-        rounded = rounded + arithmetic.p_unit * centred.norm(dim=-1)
-    rounded = rounded + p_floor * math.sqrt(p.shape[-1]) + v_floor[..., None].sqrt()
-    floats = (p.shape[-1] / 8 + 32) * arithmetic.float_unit
-    floats = floats * ((p * length.sqrt()).sum(-1) + centred.norm(dim=-1)) + 2.0**-22 * (
-        setting.value_centre.norm(dim=-1)
-    )
-    output_scale = exact.output_scale.abs()
-    written = UNIT[out_dtype] * exact.out.norm(dim=-1) + FLOOR[out_dtype] * math.sqrt(channels)
+class _Row:
+    """What the bounds of each row are made of."""
 
-    # Weights within a few roundings of each other are rounded alike.
-    mean = (p * exact.logits.masked_fill(p == 0, 0)).sum(-1, keepdim=True)
-    spread = (p * (exact.logits.masked_fill(p == 0, 0) - mean).square()).sum(-1).sqrt()
-    alike = (spread < 8 * arithmetic.p_unit) | structured
-    first = (
-        scale**2
-        / 12
-        * (
-            (p.square() * k_step.square()[:, :, None] * distance).sum(-1) * q_length
-            + q_step.square() * _covariance(p, keys, values, centred)
-        )
-    )
-    roundings = (weights + of_values).sum(-1) / 3 + p_floor.square() / 3
-    roundings = roundings + v_floor[..., None] * counted / 3
-    expected = (first + roundings) * output_scale.square() + written.square() / 3
-    higher = (p * deviation.square() * distance.sqrt()).sum(-1) * output_scale
-    expected_all = (expected + higher.square()) / least_sum.square()
+    def __init__(self, setting: Setting, exact: Exact) -> None:
+        self.setting, self.exact, self.scale = setting, exact, setting.case.scale
+        self.arithmetic = Arithmetic.of(setting)
+        self.structured = setting.case.data in STRUCTURED
+        self.sure = Confidence(exact.seen.numel())
+        self.q_step, k_step, self.float_error = logit_errors(setting)
+        self.k_step = _with_pools(setting, exact, k_step)
+        self.q_length = setting.q.square().sum(-1)
+        self.centred = exact.p @ exact.values  # output before output scale
+        # Logits: the deviation of each, and the most it is off by.
+        self.deviation = _deviation(setting, exact.keys, self.q_step, self.k_step)
+        self.furthest_off = _reach(setting, self.deviation) + self.float_error[..., None]
+        self.most = self.furthest_off.clamp(max=50)  # exp of more is inf, and inf times p = 0 NaN
+        self.least_sum = (exact.p * (-self.most).exp()).sum(-1)
+        # Weights within a few roundings of each other are rounded alike.
+        logits = exact.logits.masked_fill(exact.p == 0, 0)
+        mean = (exact.p * logits).sum(-1, keepdim=True)
+        spread = (exact.p * (logits - mean).square()).sum(-1).sqrt()
+        self.alike = (spread < 8 * self.arithmetic.p_unit) | self.structured
 
-    if structured:
-        of_logits = (all_logits / least_sum).minimum(peaked)
-        out = output_scale * (of_logits + rounded + floats) + written
-    else:
-        of_logits = (sure.norm * first.sqrt() + beyond_first + shaken) / least_sum
-        of_logits = of_logits.minimum(peaked)
-        of_rounding = torch.where(alike, rounded, sure.norm * roundings.sqrt())
-        out = output_scale * (of_logits + of_rounding + floats) + written
-    known = ~alike & exact.seen & (higher.square() < 0.1 * expected)
-    known = known & (2 * (shaken + floats) * output_scale < expected.sqrt())
-    spoilt = torch.zeros_like(out)
-    if exact.doubtful is not None:
-        lost = p[..., : exact.doubtful.shape[-1]].masked_fill(~exact.doubtful, 0).sum(-1)
-        furthest = distance.masked_fill(p == 0, 0).amax(-1).sqrt()
-        spoilt = lost / (1 - lost).clamp(min=1e-12)
-        out = out + output_scale * spoilt * furthest * 2
-        known = known & (lost == 0)
-    lse = _lse_bound(setting, exact, arithmetic, k_step, q_step, furthest_off, float_error, alike)
-    out = out.masked_fill(~exact.seen, 0)  # such rows are 0, exactly
-    return Bounds(out, lse + spoilt, expected_all.masked_fill(~known, torch.nan))
+    def bounds(self, out_dtype: torch.dtype) -> Bounds:
+        setting, exact, arithmetic = self.setting, self.exact, self.arithmetic
+        p, values, centred = exact.p, exact.values, self.centred
+        channels = setting.q.shape[-1]
+        length = values.square().sum(-1)[:, :, None]
+        distance = length - 2 * centred @ values.mT + centred.square().sum(-1, keepdim=True)
+        distance = distance.clamp(min=0)  # |v_j - out|^2 for each row
+        grown = p * self.most.expm1()
+        all_logits = (grown * distance.sqrt()).sum(-1)
+        beyond_first = ((grown - p * self.most) * distance.sqrt()).sum(-1)
+        shaken = (p * distance.sqrt()).sum(-1) * self.float_error
+        peaked = _peaked(exact.logits, self.furthest_off, distance.sqrt())
+
+        v_units = _value_units(setting, arithmetic, p.shape[-1])
+        weights = arithmetic.p_unit**2 * p.square()
+        weights = weights * (length + distance if arithmetic.sums_rounded else length)
+        v_floor = (arithmetic.v_floor * _largest_value(setting)).square().sum(-1)
+        of_values = v_units.square() * p.square() * length
+        p_floor = (arithmetic.p_floor * p.amax(-1)) * ((p > 0) * length).sum(-1).sqrt()
+        counted = p.square().sum(-1)
+        rounded = ((arithmetic.p_unit + v_units) * p * length.sqrt()).sum(-1)
+        if arithmetic.sums_rounded:
+            rounded = rounded + arithmetic.p_unit * centred.norm(dim=-1)
+        rounded = rounded + p_floor * math.sqrt(p.shape[-1]) + v_floor[..., None].sqrt()
+        floats = (p.shape[-1] / 8 + 32) * arithmetic.float_unit
+        floats = floats * ((p * length.sqrt()).sum(-1) + centred.norm(dim=-1))
+        floats = floats + 2.0**-22 * setting.value_centre.norm(dim=-1)
+        output_scale = exact.output_scale.abs()
+        written = UNIT[out_dtype] * exact.out.norm(dim=-1) + FLOOR[out_dtype] * math.sqrt(channels)
+
+        of_keys = (p.square() * self.k_step.square()[:, :, None] * distance).sum(-1) * self.q_length
+        of_queries = self.q_step.square() * _covariance(p, exact.keys, values, centred)
+        first = self.scale**2 / 12 * (of_keys + of_queries)
+        roundings = (weights + of_values).sum(-1) / 3 + p_floor.square() / 3
+        roundings = roundings + v_floor[..., None] * counted / 3
+        expected = (first + roundings) * output_scale.square() + written.square() / 3
+        higher = (p * self.deviation.square() * distance.sqrt()).sum(-1) * output_scale
+        expected_all = (expected + higher.square()) / self.least_sum.square()
+
+        if self.structured:
+            of_logits, of_rounding = all_logits / self.least_sum, rounded
+        else:
+            of_logits = self.sure.norm * first.sqrt() + beyond_first + shaken
+            of_logits = of_logits / self.least_sum
+            of_rounding = torch.where(self.alike, rounded, self.sure.norm * roundings.sqrt())
+        out = output_scale * (of_logits.minimum(peaked) + of_rounding + floats) + written
+        known = ~self.alike & exact.seen & (higher.square() < 0.1 * expected)
+        known = known & (2 * (shaken + floats) * output_scale < expected.sqrt())
+        lse = self.lse_bound()
+        if exact.doubtful is not None:
+            lost = p[..., : exact.doubtful.shape[-1]].masked_fill(~exact.doubtful, 0).sum(-1)
+            furthest = distance.masked_fill(p == 0, 0).amax(-1).sqrt()
+            spoilt = lost / (1 - lost).clamp(min=1e-12)
+            out, lse = out + output_scale * spoilt * furthest * 2, lse + spoilt
+            known = known & (lost == 0)
+        out = out.masked_fill(~exact.seen, 0)  # such rows are 0, exactly
+        return Bounds(out, lse, expected_all.masked_fill(~known, torch.nan))
+
+    def lse_bound(self) -> Tensor:
+        """log sum p exp(d), and row sums of rounded P where they are."""
+        setting, exact, arithmetic, p = self.setting, self.exact, self.arithmetic, self.exact.p
+        lse = exact.lse.masked_fill(~exact.seen, 0)
+        off = (exact.logits - lse.unsqueeze(-1) + self.furthest_off).logsumexp(-1)
+        if not self.structured:
+            first = self.q_length * (p.square() * self.k_step.square()[:, :, None]).sum(-1)
+            first = first + self.q_step.square() * (p @ exact.keys).square().sum(-1)
+            second = (p * (self.most.expm1() - self.most)).sum(-1) + self.float_error
+            by_chance = self.sure.deviations * self.scale * (first / 12).sqrt() + second
+            off = off.minimum(by_chance / self.least_sum)
+        if arithmetic.sums_rounded:
+            by_chance = p.square().sum(-1).sqrt() / math.sqrt(3)
+            by_chance = self.sure.deviations * arithmetic.p_unit * by_chance
+            most = by_chance.clamp(max=arithmetic.p_unit)
+            off = off + torch.where(self.alike, arithmetic.p_unit, most)
+            off = off + arithmetic.p_floor * p.shape[-1]
+        shift = setting.q.norm(dim=-1) * setting.key_centre.norm(dim=-1) * self.scale
+        tokens = p.shape[-1] / 8 + 32
+        floats = (lse.abs() + shift) * (setting.q.shape[-1] + 8) * 2.0**-24
+        return off + floats + tokens * arithmetic.float_unit
 
 
 def _peaked(logits: Tensor, off: Tensor, distance: Tensor) -> Tensor:
@@ -199,37 +219,6 @@ def _peaked(logits: Tensor, off: Tensor, distance: Tensor) -> Tensor:
     share = behind.nan_to_num(-math.inf).clamp(max=0).exp().scatter(-1, top, 0.0)
     own = distance.gather(-1, top)
     return (share * (distance + own)).sum(-1) + own.squeeze(-1)
-
-
-def _lse_bound(
-    setting: Setting,
-    exact: Exact,
-    arithmetic: Arithmetic,
-    k_step: Tensor,
-    q_step: Tensor,
-    most: Tensor,
-    float_error: Tensor,
-    alike: Tensor,
-) -> Tensor:
-    """log sum p exp(d), and row sums of rounded P where they are."""
-    p, scale = exact.p, setting.case.scale
-    sure = Confidence(exact.seen.numel())
-    lse = exact.lse.masked_fill(~exact.seen, 0).unsqueeze(-1)
-    off = (exact.logits - lse + most).logsumexp(-1)
-    if setting.case.data not in STRUCTURED:
-        first = setting.q.square().sum(-1) * (p.square() * k_step.square()[:, :, None]).sum(-1)
-        first = first + q_step.square() * (p @ exact.keys).square().sum(-1)
-        second = (p * (most.clamp(max=50).expm1() - most.clamp(max=50))).sum(-1)
-        by_chance = sure.deviations * scale * (first / 12).sqrt() + second + float_error
-        off = off.minimum(by_chance / (p * (-most).exp()).sum(-1))
-    if arithmetic.sums_rounded:
-        by_chance = sure.deviations * arithmetic.p_unit * p.square().sum(-1).sqrt() / math.sqrt(3)
-        off = off + torch.where(alike, arithmetic.p_unit, by_chance.clamp(max=arithmetic.p_unit))
-        off = off + arithmetic.p_floor * p.shape[-1]
-    shift = setting.q.norm(dim=-1) * setting.key_centre.norm(dim=-1) * scale
-    size = exact.lse.masked_fill(~exact.seen, 0).abs() + shift
-    tokens = p.shape[-1] / 8 + 32
-    return off + size * (setting.q.shape[-1] + 8) * 2.0**-24 + tokens * arithmetic.float_unit
 
 
 def _with_pools(setting: Setting, exact: Exact, k_step: Tensor) -> Tensor:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,9 @@ from tests.fuzz.bounds import Bounds, Confidence, bounds, slack
 from tests.fuzz.draw import Case
 from tests.fuzz.oracle import Exact, Setting, answer
 from tests.fuzz.routing import Routing
+
+#: Share of the calls that are made again with a number that is none.
+SPOILT = 0.3
 
 
 @dataclass
@@ -58,7 +62,42 @@ def run(case: Case) -> Outcome:
     exact = answer(setting, kept, slack(setting))
     _judge(case, setting, exact, out, lse, outcome)
     _count(setting, kept, exact, stats, outcome)
+    _spoil(case, given, setting, exact, out, outcome)
     return outcome
+
+
+def _spoil(
+    case: Case, given: dict[str, Any], setting: Setting, exact: Exact, out: Tensor, outcome: Outcome
+) -> None:
+    """A number that is none, in a key or a value: no row of the query heads that read it is one,
+    whether their blocks are kept or not, and nothing of the others changes by a bit. One in a
+    query: its row, and maybe others of its head."""
+    rng = random.Random(case.seed)
+    if rng.random() > SPOILT:
+        return
+    name, bad = rng.choice("qkv"), rng.choice((math.nan, math.inf, -math.inf))
+    tensors = {each: case.heads_first(each).clone() for each in "qkv"}
+    batch, heads, tokens, channels = tensors[name].shape
+    entry, head, channel = (rng.randrange(n) for n in (batch, heads, channels))
+    if name != "q":
+        tokens = int(setting.valid[entry].sum())
+    if tokens == 0:
+        return
+    token = rng.randrange(tokens)
+    tensors[name][entry, head, token, channel] = bad
+    turned = {each: x if case.layout == "HND" else x.transpose(1, 2) for each, x in tensors.items()}
+    hurt, lse = _call(replace(case, **turned), **given)
+    group = out.shape[1] // heads
+    own = (entry, slice(head * group, (head + 1) * group), token if name == "q" else slice(None))
+    spoilt = torch.zeros_like(exact.seen)
+    spoilt[own] = exact.seen[own]
+    others = torch.ones_like(exact.seen)
+    others[own[:2]] = False
+    what = f"{bad} in {name}{(entry, head, token, channel)}"
+    outcome.expect(not hurt.isfinite().all(-1)[spoilt].any(), f"{what} does not show")
+    outcome.expect(lse is None or lse[spoilt].isnan().all(), f"{what} does not show in the LSE")
+    outcome.expect(hurt[exact.seen & ~spoilt].isfinite().all(), f"{what} shows elsewhere")
+    outcome.expect(torch.equal(hurt[others], out[others]), f"{what} changes other heads")
 
 
 def _call(case: Case, **given: Any) -> tuple[Tensor, Tensor | None]:

@@ -58,17 +58,8 @@ class Setting:
                 order_kind = asked.expand(-1, group).flatten().clamp(0, order.order_kinds - 1)
             q_slot = k_slot = order.token_slots.cpu()[order_kind].long().to(q.device)
             query_blocks, key_blocks = order.query_blocks, order.key_blocks
-        return cls(
-            case,
-            q,
-            k.repeat_interleave(group, 1),
-            v.repeat_interleave(group, 1),
-            valid,
-            q_slot,
-            k_slot,
-            query_blocks,
-            key_blocks,
-        )
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        return cls(case, q, k, v, valid, q_slot, k_slot, query_blocks, key_blocks)
 
     @property
     def eight_bit(self) -> bool:
@@ -118,16 +109,12 @@ class Setting:
 
     def pairs(self, blocks: Tensor) -> Tensor:
         """(B, H, Nq, Nk) bool: the pair exists and its block is one of `blocks` (B, H, nq, nk)."""
-        batch, heads = self.q.shape[:2]
-        b = torch.arange(batch, device=self.q.device)[:, None, None, None]
-        h = torch.arange(heads, device=self.q.device)[None, :, None, None]
-        seen = blocks[b, h, self.q_block[None, :, :, None], self.k_block[None, :, None, :]]
+        b, h = (torch.arange(n, device=self.q.device) for n in self.q.shape[:2])
+        rows, columns = self.q_block[None, :, :, None], self.k_block[None, :, None, :]
+        seen = blocks[b[:, None, None, None], h[:, None, None], rows, columns]
         seen = seen & self.valid[:, None, None, :]
-        if self.case.is_causal:  # query i sees keys 0 .. i
-            tokens = torch.arange(self.q.shape[2], device=self.q.device)
-            keys = torch.arange(self.k.shape[2], device=self.q.device)
-            seen = seen & (keys <= tokens[:, None])
-        return seen
+        # Causal: query i sees keys 0 .. i.
+        return seen.tril() if self.case.is_causal else seen
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +150,7 @@ def answer(setting: Setting, kept: Tensor, slack: Tensor | None = None) -> Exact
     keys, values = setting.k - key_centre, setting.v - value_centre
     output_scale = torch.ones_like(logits[..., 0])
     if case.head_settings is not None:
-        pooled = _pooled(setting, kept)
-        if pooled is not None:
+        if (pooled := _pooled(setting, kept)) is not None:
             columns, mean_keys, mean_values = pooled
             logits = torch.cat([logits, columns], -1)
             keys = torch.cat([keys, mean_keys - key_centre], 2)
@@ -186,34 +172,25 @@ def _pooled(setting: Setting, kept: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
     of the block, counted `pool_weight` times for each of its keys. Under causal a block that rows
     see in part is no such block."""
     head_settings, case = setting.case.head_settings, setting.case
-    if (
-        head_settings is None
-        or not head_settings.pools
-        or not (head_settings.pool_weight > 0).any()
-    ):
+    if head_settings is None or not (head_settings.pools and head_settings.pool_weight.any()):
         return None
-    counts = setting.key_counts()
-    stands = ~kept & (counts > 0).unsqueeze(2) & (head_settings.pool_weight > 0)[:, None, None]
+    counts, pool_weight = setting.key_counts(), head_settings.pool_weight.double()
+    stands = ~kept & (counts > 0).unsqueeze(2) & (pool_weight > 0)[:, None, None]
     if case.is_causal:
         first = torch.arange(kept.shape[2], device=kept.device).unsqueeze(-1) * QUERY_BLOCK
         last_key = (torch.arange(kept.shape[3], device=kept.device) + 1) * KEY_BLOCK - 1
         stands = stands & (last_key < first)
     share = 1 / counts.clamp(min=1).unsqueeze(-1)
-    mean_keys, mean_values = (
-        setting.by_block(setting.k) * share,
-        setting.by_block(setting.v) * share,
-    )
-    weight = (counts * head_settings.pool_weight.double()[:, None]).log().unsqueeze(2)
+    mean_keys, mean_values = (setting.by_block(x) * share for x in (setting.k, setting.v))
+    weight = (counts * pool_weight[:, None]).log().unsqueeze(2)
     logits = setting.q @ mean_keys.mT * case.scale + weight
     return logits.masked_fill(~_of_rows(setting, stands), -math.inf), mean_keys, mean_values
 
 
 def _of_rows(setting: Setting, by_query_block: Tensor) -> Tensor:
     """(B, H, nq, ...) to (B, H, Nq, ...)."""
-    batch, heads = by_query_block.shape[:2]
-    b = torch.arange(batch, device=by_query_block.device)[:, None, None]
-    h = torch.arange(heads, device=by_query_block.device)[None, :, None]
-    return by_query_block[b, h, setting.q_block[None]]
+    b, h = (torch.arange(n, device=by_query_block.device) for n in by_query_block.shape[:2])
+    return by_query_block[b[:, None, None], h[:, None], setting.q_block[None]]
 
 
 def _dropped(setting: Setting, kept: Tensor) -> Tensor:

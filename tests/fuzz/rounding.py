@@ -16,6 +16,9 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-2
 FLOOR = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
 INT8_LEVELS = 127
 E4M3_MAX = 448
+WITH_E4M3 = ((8, 9), (9, 0), (12, 0), (12, 1))
+#: Compute capability that the reference emulates; None: that of no GPU.
+CPU_IS_LIKE: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,12 @@ class Arithmetic:
             return cls(
                 UNIT[torch.float16 if half_only(setting) else torch.bfloat16], 2.0**-25, 0, 0
             )
-        if case.policy.precision is Precision.INT8 and _has_e4m3(case.q.device):
+        capability = _capability(case.q.device)
+        if case.policy.precision is Precision.INT8 and capability in WITH_E4M3:
             # 3 bits, and 2^-10 where numbers are smallest; on 9.0 most of P comes from a fixed
             # point 2^x that is 1.54 % off at most and 0 below 2^-10 (fixed_exp2.cuh), and FP8
             # products are summed with 13 bits.
-            on_hopper = torch.cuda.get_device_capability(case.q.device)[0] == 9
+            on_hopper = capability == (9, 0)
             p_unit = 2.0**-4 + (0.0154 if on_hopper else 0)
             floor = 2.0**-10 / E4M3_MAX
             sums = 2.0**-13 if on_hopper else 2.0**-23
@@ -61,7 +65,5 @@ def casts(setting: Setting) -> float:
     return UNIT[torch.bfloat16] if len(types) == 2 and not setting.eight_bit else 0.0
 
 
-def _has_e4m3(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in (
-        *((8, 9), (9, 0), (12, 0), (12, 1)),
-    )
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else CPU_IS_LIKE

@@ -22,10 +22,17 @@ class Routing:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.case, self.policy = setting.case, setting.case.policy
+        self.head_settings = setting.case.head_settings
         self.counts = setting.key_counts()
         self.query_counts = _sum_queries(setting, torch.ones_like(setting.q[..., :1])).squeeze(-1)
+        self.exists = self._exists()
+        self.key_share = 1 / self.counts.clamp(min=1).unsqueeze(-1)
+        self.query_share = 1 / self.query_counts.clamp(min=1).unsqueeze(-1)
+        self.keys = self._of_valid(setting.k - setting.key_centre)
+        self.mean_key = self._mean_of_keys(self.keys)
+        self.mean_query = self._mean_of_queries(setting.q)
 
-    def exists(self) -> Tensor:
+    def _exists(self) -> Tensor:
         """The block holds a pair."""
         exists = (self.counts > 0).unsqueeze(2).expand(-1, -1, self.setting.query_blocks, -1)
         if not self.case.is_causal:
@@ -38,7 +45,7 @@ class Routing:
 
     def judge(self, kept: Tensor, faults: list[str], mask: Tensor | None) -> None:
         """Adds what is wrong to `faults`. mask: replaces ranking."""
-        exists = self.exists()
+        exists = self.exists
         if kept.shape != exists.shape:
             faults.append(f"map of shape {tuple(kept.shape)}, not {tuple(exists.shape)}")
             return
@@ -48,7 +55,7 @@ class Routing:
             return
         if (kept & ~exists).any():
             faults.append("a block without pairs is kept")
-        forced, maybe_forced = self._forced(exists)
+        forced, maybe_forced = self._forced()
         dense, maybe_dense = self._dense()
         if (forced & ~maybe_forced & ~kept).any():
             faults.append("a forced block is dropped")
@@ -56,58 +63,37 @@ class Routing:
             faults.append("a dense row drops a block")
         ranked = exists & ~forced
         judged = ~dense & ~maybe_dense & ~maybe_forced.any(-1)
-        low, high = self._scores(exists)
-        self._judge_counts(kept, ranked, forced, low, high, judged, faults)
+        low, high = self._scores()
+        found, available = (kept & ranked).sum(-1), ranked.sum(-1)
+        least, most = self._counts(ranked, forced.sum(-1), low, high)
+        least, most = least.minimum(available), most.minimum(available)
+        for where in (judged & ((found < least) | (found > most))).nonzero().tolist()[:1]:
+            counts = ", ".join(str(int(x[tuple(where)])) for x in (found, least, most, available))
+            faults.append(f"ranked blocks kept, least, most, all: {counts}, in row {where}")
         least_kept = high.masked_fill(~(ranked & kept), torch.inf).amin(-1)
         most_dropped = low.masked_fill(~ranked | kept, -torch.inf).amax(-1)
-        wrong = judged & (most_dropped > least_kept)
-        if wrong.any():
-            where = wrong.nonzero()[0].tolist()
-            faults.append(
-                f"a block of rank {most_dropped[wrong][0]:.6g} is dropped, one of "
-                f"{least_kept[wrong][0]:.6g} kept, in row {where}"
-            )
-
-    def _judge_counts(
-        self,
-        kept: Tensor,
-        ranked: Tensor,
-        forced: Tensor,
-        low: Tensor,
-        high: Tensor,
-        judged: Tensor,
-        faults: list[str],
-    ) -> None:
-        found = (kept & ranked).sum(-1)
-        least, most = self._counts(ranked, forced.sum(-1), low, high)
-        available = ranked.sum(-1)
-        wrong = judged & ((found < least.minimum(available)) | (found > most.minimum(available)))
-        if wrong.any():
-            where = wrong.nonzero()[0].tolist()
-            faults.append(
-                f"{int(found[wrong][0])} ranked blocks kept, not {int(least[wrong][0])} to "
-                f"{int(most[wrong][0])} of {int(available[wrong][0])}, in row {where}"
-            )
+        for where in (judged & (most_dropped > least_kept)).nonzero().tolist()[:1]:
+            dropped, lowest = (float(x[tuple(where)]) for x in (most_dropped, least_kept))
+            faults.append(f"rank {dropped:.6g} is dropped, {lowest:.6g} kept, in row {where}")
 
     def _counts(
         self, ranked: Tensor, forced: Tensor, low: Tensor, high: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(B, H, nq): ranked blocks to be kept, at least and at most."""
-        head_settings, policy, blocks = self.case.head_settings, self.policy, ranked.shape[-1]
-        floor = 1 if head_settings is None else head_settings.floor
+        policy, head_settings = self.policy, self.head_settings
+        by_count = policy.select_by == "topk"
+        floor, given = 1, policy.topk if by_count else policy.cdfthreshd
         if head_settings is not None:
-            share = self._per_head(head_settings.density)
-        else:
-            share = self._per_head(policy.topk if policy.select_by == "topk" else policy.cdfthreshd)
-        if policy.select_by == "topk":
-            counts = [
-                (share * blocks * near).floor().clamp(min=floor).expand(forced.shape).long()
-                for near in (1 - 1e-6, 1 + 1e-6)
-            ]
-            if (
-                head_settings is not None or self.case.order is not None
-            ):  # whole steps of two blocks
-                counts = [count + (count + forced) % 2 for count in counts]
+            floor, given = head_settings.floor, head_settings.density
+        share = self._per_head(given)
+        if by_count:
+            counts = []
+            for near in (1 - 1e-6, 1 + 1e-6):
+                count = (share * ranked.shape[-1] * near).floor().clamp(min=floor)
+                count = count.expand(forced.shape).long()
+                if self._in_whole_steps:  # of two blocks
+                    count = count + (count + forced) % 2
+                counts.append(count)
             return counts[0], counts[1]
         middle = ((low + high) / 2).masked_fill(~ranked, -torch.inf)
         mass = middle.softmax(-1).nan_to_num(0.0).sort(-1, descending=True).values.cumsum(-1)
@@ -118,63 +104,45 @@ class Routing:
         least = ((mass <= limit - doubt) | everything).sum(-1).clamp(min=floor)
         return least, most
 
-    def _scores(self, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores that blocks are ranked by, at least and at most."""
-        setting, case, head_settings = self.setting, self.case, self.case.head_settings
-        share = 1 / self.counts.clamp(min=1).unsqueeze(-1)
-        keys = self._centred_keys()
-        mean_key = setting.by_block(keys) * share
-        query_share = 1 / self.query_counts.clamp(min=1).unsqueeze(-1)
-        mean_query = _sum_queries(setting, setting.q) * query_share
-        mass = mean_query @ mean_key.mT * case.scale
-        long_key = setting.by_block(keys.norm(dim=-1, keepdim=True)) * share
-        long_query = _sum_queries(setting, setting.q.norm(dim=-1, keepdim=True)) * query_share
-        tensor_cores = mean_query.norm(dim=-1, keepdim=True) @ mean_key.norm(dim=-1)[:, :, None]
-        doubt = case.scale * (2.0**-14 * tensor_cores + 2.0**-17 * long_query @ long_key.mT) + 1e-7
-        if head_settings is not None or case.order is not None:
-            mass = mass + (self.counts / KEY_BLOCK).log().unsqueeze(2)
-        if (
-            head_settings is None
-            or not head_settings.pools
-            or not (head_settings.router == Router.ERROR).any()
-        ):
-            return mass - doubt, mass + doubt
-        error = self._errors(mass, exists, keys, mean_key, mean_query, share)
-        by_error = (head_settings.router == Router.ERROR)[:, None, None]
-        return (
-            torch.where(by_error, error[0], mass) - doubt,
-            torch.where(by_error, error[1], mass) + doubt,
-        )
+    @property
+    def _in_whole_steps(self) -> bool:
+        return self.head_settings is not None or self.case.order is not None
 
-    def _errors(
-        self,
-        mass: Tensor,
-        exists: Tensor,
-        keys: Tensor,
-        mean_key: Tensor,
-        mean_query: Tensor,
-        share: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _scores(self) -> tuple[Tensor, Tensor]:
+        """Scores that blocks are ranked by, at least and at most."""
+        scale, head_settings = self.case.scale, self.head_settings
+        mass = self.mean_query @ self.mean_key.mT * scale
+        long_key = self._mean_of_keys(self.keys.norm(dim=-1, keepdim=True))
+        long_query = self._mean_of_queries(self.setting.q.norm(dim=-1, keepdim=True))
+        lengths = self.mean_key.norm(dim=-1)[:, :, None]
+        tensor_cores = self.mean_query.norm(dim=-1, keepdim=True) @ lengths
+        doubt = scale * (2.0**-14 * tensor_cores + 2.0**-17 * long_query @ long_key.mT) + 1e-7
+        if self._in_whole_steps:
+            mass = mass + (self.counts / KEY_BLOCK).log().unsqueeze(2)
+        low = high = mass
+        if head_settings is not None and head_settings.pools:
+            by_error = (head_settings.router == Router.ERROR)[:, None, None]
+            if by_error.any():
+                errors = self._errors(mass)
+                low, high = (torch.where(by_error, error, mass) for error in errors)
+        return low - doubt, high + doubt
+
+    def _errors(self, mass: Tensor) -> tuple[Tensor, Tensor]:
         """mass + s / 2 + log of sqrt((s / 2)^2 |mean(V_j) - o|^2 + s / 64 tr Var(V_j)), s the
         variance of the block's logits and o the pooled output; variances of keys and means of
         values lie in bf16 between quantize and route."""
-        setting, unit = self.setting, UNIT[torch.bfloat16]
-        block = setting.k_block[None, :, :, None].expand_as(keys)
-        key_off = (keys - mean_key.gather(2, block)).masked_fill(~self._valid(), 0)
-        key_variance = setting.by_block(key_off.square()) * share
-        values = (setting.v - setting.value_centre).masked_fill(~self._valid(), 0)
-        mean_value = setting.by_block(values) * share
-        value_off = (values - mean_value.gather(2, block)).masked_fill(~self._valid(), 0)
-        scatter = (setting.by_block(value_off.square()) * share).sum(-1).unsqueeze(2)
-        weights = mass.masked_fill(~exists, -torch.inf).softmax(-1).nan_to_num(0.0)
-        output = weights @ mean_value
-        distance = torch.cdist(output, mean_value)
+        setting, unit, scale = self.setting, UNIT[torch.bfloat16], self.case.scale
+        key_variance = self._mean_of_keys(self._off_mean(self.keys).square())
+        values = self._of_valid(setting.v - setting.value_centre)
+        mean_value = self._mean_of_keys(values)
+        scatter = self._mean_of_keys(self._off_mean(values).square()).sum(-1).unsqueeze(2)
+        weights = mass.masked_fill(~self.exists, -torch.inf).softmax(-1).nan_to_num(0.0)
+        distance = torch.cdist(weights @ mean_value, mean_value)
         longest = mean_value.norm(dim=-1)[:, :, None]
         off = unit * (longest + longest.amax(-1, keepdim=True))
-        scale = self.case.scale
-        variance = scale**2 * mean_query.square() @ key_variance.mT
-        largest = keys.abs().amax((-2, -1))[..., None, None]
-        floor = (scale * mean_query.norm(dim=-1, keepdim=True) * largest).square() * 2.0**-36
+        variance = scale**2 * self.mean_query.square() @ key_variance.mT
+        largest = self.keys.abs().amax((-2, -1))[..., None, None]
+        floor = (scale * self.mean_query.norm(dim=-1, keepdim=True) * largest).square() * 2.0**-36
         found = []
         for sign in (-1, 1):
             s = (variance * (1 + sign * unit) + sign * floor).clamp(min=0)
@@ -183,14 +151,11 @@ class Routing:
             found.append(mass + s / 2 + squared.clamp(min=LEAST_ERROR).log() / 2)
         return found[0], found[1]
 
-    def _forced(self, exists: Tensor) -> tuple[Tensor, Tensor]:
+    def _forced(self) -> tuple[Tensor, Tensor]:
         """Blocks that are kept whatever their rank, and those that may or may not be."""
         setting, policy, order = self.setting, self.policy, self.case.order
-        share = 1 / self.counts.clamp(min=1).unsqueeze(-1)
-        directions = _directions(self._centred_keys())
-        similarity = (setting.by_block(directions) * share).square().sum(-1)
-        forced, near = self._below(similarity)
-        starts = torch.arange(setting.key_blocks, device=exists.device) * KEY_BLOCK
+        forced, near = self._below(self._mean_of_keys(_directions(self.keys)))
+        starts = torch.arange(setting.key_blocks, device=forced.device) * KEY_BLOCK
         if policy.attention_sink:
             forced = forced | (starts == 0)
         if order is None:
@@ -201,48 +166,53 @@ class Routing:
             for part in order.segments:
                 if part.keys_exact:
                     inside = slice(part.first_token, part.first_token + part.tokens)
-                    blocks = setting.k_block[0, inside].unique()
-                    forced[..., blocks] = True
+                    forced[..., setting.k_block[0, inside].unique()] = True
         forced, near = forced.unsqueeze(2), near.unsqueeze(2)
         if self.case.is_causal and policy.keep_diagonal:
-            rows = torch.arange(setting.query_blocks, device=exists.device) * QUERY_BLOCK
+            rows = torch.arange(setting.query_blocks, device=forced.device) * QUERY_BLOCK
             forced = forced | (starts + KEY_BLOCK > rows.unsqueeze(-1))
-        return forced & exists, near & exists
+        return forced & self.exists, near & self.exists
 
     def _dense(self) -> tuple[Tensor, Tensor]:
         """(B, H, nq): query blocks that drop nothing, and those that may or may not."""
         setting, policy, order = self.setting, self.policy, self.case.order
-        share = 1 / self.query_counts.clamp(min=1).unsqueeze(-1)
-        mean = _sum_queries(setting, _directions(setting.q)) * share
-        dense, near = self._below(mean.square().sum(-1))
+        dense, near = self._below(self._mean_of_queries(_directions(setting.q)))
         if order is None:
             starts = torch.arange(setting.query_blocks, device=dense.device) * QUERY_BLOCK
             dense = dense | (starts < policy.exact_prefix)
             ends = starts + self.query_counts
-            dense = dense | (ends > setting.q.shape[2] - policy.exact_suffix)
-        else:
-            for part in order.segments:
-                if part.queries_exact:
-                    inside = slice(part.first_token, part.first_token + part.tokens)
-                    dense[..., setting.q_block[0, inside].unique()] = True
+            return dense | (ends > setting.q.shape[2] - policy.exact_suffix), near
+        for part in order.segments:
+            if part.queries_exact:
+                inside = slice(part.first_token, part.first_token + part.tokens)
+                dense[..., setting.q_block[0, inside].unique()] = True
         return dense, near
 
-    def _below(self, similarity: Tensor) -> tuple[Tensor, Tensor]:
+    def _below(self, mean_direction: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks whose rows are too little alike to be judged by their mean."""
+        similarity = mean_direction.square().sum(-1)
         threshold = self._per_head(self.policy.simthreshd1)
         return similarity <= threshold, (similarity - threshold).abs() < NEAR
 
-    def _centred_keys(self) -> Tensor:
-        keys = self.setting.k - self.setting.key_centre
-        return keys.masked_fill(~self._valid(), 0)
+    def _of_valid(self, of_keys: Tensor) -> Tensor:
+        return of_keys.masked_fill(~self.setting.valid[:, None, :, None], 0)
 
-    def _valid(self) -> Tensor:
-        return self.setting.valid[:, None, :, None]
+    def _mean_of_keys(self, of_keys: Tensor) -> Tensor:
+        return self.setting.by_block(of_keys) * self.key_share
+
+    def _off_mean(self, of_keys: Tensor) -> Tensor:
+        """Distance of each valid key or value from the mean of its block."""
+        block = self.setting.k_block[None, :, :, None].expand_as(of_keys)
+        return self._of_valid(of_keys - self._mean_of_keys(of_keys).gather(2, block))
+
+    def _mean_of_queries(self, of_queries: Tensor) -> Tensor:
+        return _sum_queries(self.setting, of_queries) * self.query_share
 
     def _per_head(self, value: float | Tensor) -> Tensor:
         """(H, 1)."""
         device, heads = self.setting.q.device, self.setting.q.shape[1]
-        value = torch.as_tensor(value, dtype=torch.float64, device=device)
-        return value.expand(heads).unsqueeze(-1)
+        values = torch.as_tensor(value, dtype=torch.float64, device=device)
+        return values.expand(heads).unsqueeze(-1)
 
 
 def _sum_queries(setting: Setting, of_queries: Tensor) -> Tensor:

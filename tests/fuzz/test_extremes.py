@@ -4,18 +4,14 @@ to itself alone, where they are tiny to all keys alike; nothing is NaN or 0 in b
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import sparge
 from sparge import Precision, SparsePolicy
-from tests.fuzz.bounds import bounds
+from tests.fuzz.check import run
 from tests.fuzz.draw import Case
-from tests.fuzz.oracle import Setting, answer
 
 SIZES = (1e-30, 1e-18, 1e-6, 1e-3, 1.0, 30.0, 700.0, 1e4)
 
@@ -26,23 +22,13 @@ SIZES = (1e-30, 1e-18, 1e-6, 1e-3, 1.0, 30.0, 700.0, 1e4)
 def test_as_float64_says(
     device: str, size: float, precision: Precision, head_dim: int, is_causal: bool
 ) -> None:
-    assert sparge.capabilities(device).usable is (device == "cuda")
     generator = torch.Generator().manual_seed(head_dim)
     # 131 and 200 tokens: ragged blocks, which masked scores were NaN in.
     tokens = 131 if is_causal else 200
     q, v = (torch.randn(1, 2, tokens, head_dim, generator=generator).to(device) for _ in range(2))
     q, v = (q * size).bfloat16(), v.bfloat16()
-    policy = SparsePolicy(topk=1.0, precision=precision)
-    options = {"is_causal": is_causal, "output_dtype": torch.float32}
-    attention: Any = sparge.attention
-    out, lse = attention(q, q, v, policy, return_lse=True, **options)
-    assert isinstance(out, Tensor)
-    assert out.isfinite().all() and lse.isfinite().all()
     data = "noise" if 1e-3 <= size <= 30 else "tiny"  # rounding errors of tiny logits are alike
-    setting = Setting.of(Case(0, "attention", data, q, q, v, policy, "HND", options))
-    kept = torch.ones(1, 2, math.ceil(tokens / 128), math.ceil(tokens / 64), device=device).bool()
-    exact = answer(setting, kept)
-    limit = bounds(setting, exact, torch.float32)
-    error = (out.double() - exact.out).norm(dim=-1)
-    assert (error <= limit.out).all(), f"off by {error.max():.3g}, bound {limit.out.max():.3g}"
-    assert ((lse.double() - exact.lse).abs() <= limit.lse).all()
+    policy = SparsePolicy(topk=1.0, precision=precision)
+    options: dict[str, Any] = {"is_causal": is_causal, "output_dtype": torch.float32}
+    options["return_lse"] = True
+    assert not run(Case(0, "attention", data, q, q, v, policy, "HND", options)).faults
