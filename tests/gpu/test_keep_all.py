@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, HeadSettings, Router, SparsePolicy, TokenGrid, cube_order
@@ -22,34 +21,23 @@ DENSE = SparsePolicy(topk=1.0)
 TOKENS = 1100  # nine query blocks and eighteen key blocks, the last of both ragged
 
 
-def qkv(generator: torch.Generator, batch: int = 2, heads: int = 4, kv_heads: int = 2):
-    def draw(heads: int) -> Tensor:
-        return torch.randn(batch, heads, TOKENS, 128, generator=generator).cuda().bfloat16()
-
-    return draw(heads), draw(kv_heads), draw(kv_heads)
-
-
 @pytest.mark.parametrize("lengths", [None, (1100, 700)], ids=["full", "ragged"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_it_is_what_a_mask_of_ones_keeps(
-    causal: bool, lengths: tuple[int, int] | None, generator: torch.Generator
-) -> None:
-    q, k, v = qkv(generator)
+def test_it_is_what_a_mask_of_ones_keeps(causal: bool, lengths, make_qkv) -> None:
+    qkv = make_qkv(2, 4, TOKENS, 128, kv_heads=2, device="cuda")
     options: dict[str, Any] = {"is_causal": causal, "return_lse": True}
     if lengths is not None:
         options["key_lengths"] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     ones = torch.ones(2, 4, 9, 18, dtype=torch.bool, device="cuda")
     by_mask, by_topk = AttentionStats("cuda"), AttentionStats("cuda")
-    wanted = sparge.attention(q, k, v, DENSE, block_mask=ones, stats=by_mask, **options)
-    found = sparge.attention(q, k, v, DENSE, stats=by_topk, **options)
+    wanted = sparge.attention(*qkv, DENSE, block_mask=ones, stats=by_mask, **options)
+    found = sparge.attention(*qkv, DENSE, stats=by_topk, **options)
     assert all(map(torch.equal, found, wanted))
     assert torch.equal(by_topk.counters, by_mask.counters) and by_topk.density == 1
 
 
 @pytest.mark.parametrize("topk", [1.0, 0.5])
-def test_q_is_averaged_for_those_that_score(
-    topk: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_q_is_averaged_for_those_that_score(topk: float, make_qkv, monkeypatch) -> None:
     launch = importlib.import_module("sparge.stages.launch")
     queue, averages = launch.queue, []
 
@@ -59,18 +47,17 @@ def test_q_is_averaged_for_those_that_score(
         queue(kernel, grid, params, *shared)
 
     monkeypatch.setattr(launch, "queue", watched)
-    sparge.attention(*qkv(generator), SparsePolicy(topk=topk))
+    qkv = make_qkv(2, 4, TOKENS, 128, kv_heads=2, device="cuda")
+    sparge.attention(*qkv, SparsePolicy(topk=topk))
     assert averages == [topk < 1]
 
 
 @pytest.mark.parametrize("router", [Router.MASS, Router.ERROR])
-def test_with_a_budget_and_an_order(router: Router, generator: torch.Generator) -> None:
-    q, k, v = qkv(generator, batch=1)
+def test_with_a_budget_and_an_order(router: Router, make_qkv) -> None:
+    qkv = make_qkv(1, 4, TOKENS, 128, kv_heads=2, device="cuda")
     order = cube_order(TokenGrid(5, 10, 20, suffix=100))
     every = HeadSettings.uniform(4, 1.0, 0.5, router, "cuda")
-    densities = torch.tensor([1.0, 0.3, 1.0, 0.3], device="cuda")
-    some = replace(every, density=densities)
-    wanted, found = (sparge.attention(q, k, v, order=order, head_settings=b) for b in (every, some))
-    for head in range(4):
-        same = torch.equal(found[:, head], wanted[:, head])
-        assert same == (densities[head] == 1)
+    some = replace(every, density=torch.tensor([1.0, 0.3, 1.0, 0.3], device="cuda"))
+    wanted, found = (sparge.attention(*qkv, order=order, head_settings=b) for b in (every, some))
+    same = [torch.equal(found[:, head], wanted[:, head]) for head in range(4)]
+    assert same == [True, False, True, False]

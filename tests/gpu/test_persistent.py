@@ -21,12 +21,11 @@ from sparge.stages.pipeline import quantize, route
 from sparge.stages.rules import AttendRules
 from sparge.stages.workspace import WorkspaceLayout
 from sparge.stats import AttentionStats
-from tests.gpu.cases import CASES, SOME_CASES, Case, lengths_of, make_qkv
-from tests.gpu.conftest import HOPPER, Kernels
-from tests.gpu.test_stages import with_element
+from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
+from tests.gpu.conftest import HOPPER, Kernels, with_element
 
 pytestmark = pytest.mark.gpu
-every_kernel = pytest.mark.parametrize("kernels", HOPPER, ids=lambda kernels: kernels.id)
+hopper_kernels = pytest.mark.parametrize("kernels", HOPPER, ids=lambda kernels: kernels.id)
 
 POLICIES = {
     "dense": SparsePolicy(topk=1.0),
@@ -34,54 +33,39 @@ POLICIES = {
 }
 
 
-def run(case: Case, policy: SparsePolicy, generator: torch.Generator, empty_rows: bool):
-    """A function of no arguments: output, log-sum-exp and counters of one call."""
+@hopper_kernels
+@pytest.mark.parametrize("empty_rows", [False, True], ids=["routed", "empty-rows"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@some_cases
+def test_the_number_of_blocks_changes_nothing(
+    case: Case, policy: SparsePolicy, empty_rows: bool, kernels: Kernels,
+    generator, poison, force, monkeypatch,
+) -> None:  # fmt: skip
+    force(kernels)
+    policy = with_element(policy, kernels.element)
     q, k, v = make_qkv(case, generator)
-    lengths, mask = lengths_of(case), None
+    causal = "top-left" if case.causal else None
+    options = {"causal": causal, "key_lengths": lengths_of(case), "block_mask": None}
     if empty_rows:
         blocks = (-(-q.shape[2] // 128), -(-k.shape[2] // 64))
         mask = torch.rand(*q.shape[:2], *blocks, generator=generator).cuda() < 0.5
         mask[:, :, ::3] = False
+        options["block_mask"] = mask
 
     def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stats = AttentionStats("cuda")
-        causal = "top-left" if case.causal else None
-        options = {"causal": causal, "key_lengths": lengths, "block_mask": mask, "stats": stats}
-        out, lse = attention(q, k, v, policy, return_lse=True, **options)
+        out, lse = attention(q, k, v, policy, return_lse=True, stats=stats, **options)
         return out, lse, stats.counters
 
-    return call
-
-
-@every_kernel
-@pytest.mark.parametrize("empty_rows", [False, True], ids=["routed", "empty-rows"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
-def test_the_number_of_blocks_changes_nothing(
-    case: Case,
-    policy: SparsePolicy,
-    empty_rows: bool,
-    kernels: Kernels,
-    generator: torch.Generator,
-    poison: None,
-    force,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    force(kernels)
-    call = run(case, with_element(policy, kernels.element), generator, empty_rows)
     many = call()
     launch = importlib.import_module("sparge.stages.launch")
     for blocks in (1, 3):
         monkeypatch.setattr(launch, "resident_blocks", lambda _, blocks=blocks: blocks)
-        few = call()
-        for one, other in zip(many, few, strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, many, call()))
 
 
-@every_kernel
-def test_attend_leaves_the_workspace_as_it_was(
-    kernels: Kernels, generator: torch.Generator, force
-) -> None:
+@hopper_kernels
+def test_attend_leaves_the_workspace_as_it_was(kernels: Kernels, generator, force) -> None:
     force(kernels)
     q, k, v = make_qkv(CASES[0], generator)
     policy = with_element(SparsePolicy(topk=0.5), kernels.element)
@@ -94,8 +78,7 @@ def test_attend_leaves_the_workspace_as_it_was(
     rules = AttendRules(True, False, call.scale, 50.0, pv_filter=False, causal=False)
     given = (*rules.flat(), None, None, NO_ORDER.flat())
     for out in outs:
-        tail = (out, None, None, None, None, None)
-        ops.attend(q, workspace, block_map, sizes, element, *given, *tail)
+        ops.attend(q, workspace, block_map, sizes, element, *given, out, *[None] * 5)
     assert torch.equal(*outs)
     assert torch.equal(workspace.cpu(), before)
     layout = WorkspaceLayout(call.shape, call.element, with_values=True, with_queries=True)

@@ -17,9 +17,8 @@ from sparge.stages.pipeline import quantize as quantize_call
 from sparge.stages.quantize_grid import QuantizeGrid
 from sparge.stages.rules import QuantizeRules
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv
-from tests.gpu.conftest import Kernels
-from tests.gpu.test_head_settings import JOBS, Job, element_for, prepare
-from tests.gpu.test_stages import ELEMENTS
+from tests.gpu.conftest import Kernels, every_element
+from tests.gpu.test_head_settings import JOBS, Job, prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -50,41 +49,29 @@ def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor
         monkeypatch.setattr(quantize_grid, "LONGEST_RUN", run)
         found.append(quantized())
     assert tuple(runs) == RUNS
-    for workspace in found[1:]:
-        assert torch.equal(workspace, found[0])
+    assert all(torch.equal(workspace, found[0]) for workspace in found)
 
 
-@pytest.mark.parametrize(
-    ("with_values", "with_queries"), [(True, True), (False, True), (True, False)]
-)
-@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@pytest.mark.parametrize("parts", ["all", "no values", "no queries"])
+@every_element
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
 def test_without_budgets(
-    case: Case,
-    element: Element,
-    with_values: bool,
-    with_queries: bool,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, element: Element, parts: str, generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    element = element_for(Kernels(element), case)
+    element = Kernels(element).of_dtype(case.dtype).element
     q, k, v = make_qkv(case, generator)
-    values = v if with_values else None
+    values = None if parts == "no values" else v
     lengths = lengths_of(case)
-    rules = QuantizeRules(with_queries=with_queries)
+    rules = QuantizeRules(with_queries=parts != "no queries")
     assert_alike(monkeypatch, lambda: quantize(q, k, values, lengths, element, rules))
 
 
-@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@every_element
 @pytest.mark.parametrize("job", JOBS[::2], ids=lambda job: job.case.id)
 def test_with_budgets_and_orders(
-    job: Job,
-    element: Element,
-    generator: torch.Generator,
-    force: Callable[[Kernels], None],
-    monkeypatch: pytest.MonkeyPatch,
+    job: Job, element: Element, generator, force, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    element = element_for(Kernels(element), job.case)
-    force(Kernels(element))
-    call = prepare(job, element, generator).call
+    kernels = Kernels(element).of_dtype(job.case.dtype)
+    force(kernels)
+    call = prepare(job, kernels.element, generator).call
     assert_alike(monkeypatch, lambda: quantize_call(call))
