@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tests.gpu.test_head_settings import settings_of, with_orders
 
 pytestmark = pytest.mark.gpu
 
+attention: Any = sparge.attention
 Operands = tuple[Tensor, Tensor, Tensor]
 GRID = TokenGrid(5, 10, 18, suffix=100)  # 1,000 tokens
 
@@ -66,7 +68,7 @@ def test_four_launches_no_sync_no_copy(settings: str, ordered: bool, qkv: Operan
 
     def attend() -> object:
         options = {"stats": stats, "order": order, "head_settings": head_settings}
-        return sparge.attention(*qkv, HALF, return_lse=True, **options)
+        return attention(*qkv, HALF, return_lse=True, **options)
 
     attend()
     torch.cuda.synchronize()
@@ -94,7 +96,7 @@ def test_a_plan_saves_its_launch(qkv: Operands, launched: list[KernelSpec]) -> N
     plan = sparge.make_plan(*qkv[:2], HALF)
     assert [spec.entry for spec in launched] == ["means", "quantize", "route"]
     launched.clear()
-    sparge.attention(*qkv, HALF, plan=plan)
+    attention(*qkv, HALF, plan=plan)
     assert [spec.entry for spec in launched] == ["means", "quantize", own_attend()]
 
 
@@ -109,7 +111,7 @@ def test_q_is_averaged_for_those_that_score(topk: float, qkv: Operands, monkeypa
         queue(kernel, grid, params, *shared)
 
     monkeypatch.setattr(launch, "queue", watched)
-    sparge.attention(*qkv, SparsePolicy(topk=topk))
+    attention(*qkv, SparsePolicy(topk=topk))
     assert averages == [topk < 1]
 
 
@@ -125,7 +127,7 @@ def test_the_path_that_was_asked_for_runs(make_qkv, launched: list[KernelSpec]) 
         for head_dim, padded in ((40, 64), (64, 64), (96, 128), (128, 128)):
             q, k, v = make_qkv(1, 2, 200, head_dim, dtype=dtype, device="cuda")
             for pvthreshd, pv_filter in ((9.0, True), (50.0, False)):
-                sparge.attention(q, k, v, SparsePolicy(precision=precision, pvthreshd=pvthreshd))
+                attention(q, k, v, SparsePolicy(precision=precision, pvthreshd=pvthreshd))
                 assert launched[-1] == KernelSpec(entry, arch, padded, element, pv_filter)
 
 
@@ -135,11 +137,11 @@ def test_extra_memory(tokens: int, head_dim: int) -> None:
     """It is at most 0.55 x (q + k + v) beyond the output."""
     shape, bf16 = (1, tokens, 4, head_dim), torch.bfloat16
     q, k, v = (torch.randn(shape, device="cuda", dtype=bf16).transpose(1, 2) for _ in "qkv")
-    sparge.attention(q[:, :, :256], k[:, :, :256], v[:, :, :256], HALF)
+    attention(q[:, :, :256], k[:, :, :256], v[:, :, :256], HALF)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = sparge.attention(q, k, v, HALF, out_layout="NHD")
+    out = attention(q, k, v, HALF, out_layout="NHD")
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
     assert extra <= 0.55 * 3 * q.numel() * q.element_size()
@@ -162,7 +164,7 @@ def test_head_groups_give_the_same_bits(
         stats = AttentionStats("cuda")
         order = grid_order(grid) if ordered else None
         named = {"order": order, "head_settings": settings, "stats": stats}
-        return (*sparge.attention(q, k, v, HALF, return_lse=True, **named), stats.counters)
+        return (*attention(q, k, v, HALF, return_lse=True, **named), stats.counters)
 
     whole = attend(1 << 40)
     assert len(launched) == 4
@@ -180,21 +182,21 @@ def test_no_memory_for_one_head_is_a_reason(qkv: Operands, monkeypatch) -> None:
 
     monkeypatch.setattr(importlib.import_module("sparge.stages.ops"), "quantize", full)
     with pytest.raises(Unsupported, match="do not fit in the GPU's free memory"):
-        sparge.attention(*qkv, HALF)
+        attention(*qkv, HALF)
     assert len(tries) == 3, "4 heads, 2 heads, 1 head"
 
 
 def test_current_stream(qkv: Operands) -> None:
     """Work is queued behind what the current stream is still computing."""
     q, k, v = qkv
-    truth = sparge.attention(q, k, v, HALF)
+    truth = attention(q, k, v, HALF)
     late = torch.zeros_like(q)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         late.copy_(q)
-        out = sparge.attention(late, k, v, HALF)
+        out = attention(late, k, v, HALF)
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(out, truth)
 
@@ -204,7 +206,7 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
     settings, order = HeadSettings.uniform(4, 0.5, device="cuda"), grid_order(GRID)
 
     def call() -> Tensor:
-        return sparge.attention(*qkv, SparsePolicy(), order=order, head_settings=settings)
+        return attention(*qkv, SparsePolicy(), order=order, head_settings=settings)
 
     call()
     torch.cuda.synchronize()
@@ -226,7 +228,7 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
 
 def test_torch_compile_without_a_break(qkv: Operands) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sparge.attention(q * 2, k, v, HALF, out_layout="NHD").flatten(2) + 1
+        return attention(q * 2, k, v, HALF, out_layout="NHD").flatten(2) + 1
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*qkv), layer(*qkv))
@@ -263,16 +265,16 @@ def test_offsets_beyond_two_to_the_31(make_qkv) -> None:
     tokens, head_dim = 300, 64
     memory = torch.empty(2**31 + 2 * tokens * head_dim, dtype=torch.bfloat16, device="cuda")
     qkv = make_qkv(1, 2, tokens, head_dim, device="cuda")
-    truth = sparge.attention(*qkv, HALF)
+    truth = attention(*qkv, HALF)
     far = memory.as_strided((1, 2, tokens, head_dim), (0, 2**31, head_dim, 1))
     for place in range(3):
         inputs = list(qkv)
         inputs[place] = far.copy_(qkv[place])
-        assert torch.equal(sparge.attention(*inputs, HALF), truth)
+        assert torch.equal(attention(*inputs, HALF), truth)
     step = 2**31 // tokens // 8 * 8
     q, k, v = (x[:, :1] for x in qkv)
     apart = memory.as_strided(k.shape, (0, 0, step, 1)).copy_(k)
-    assert torch.equal(sparge.attention(q, apart, v, HALF), sparge.attention(q, k, v, HALF))
+    assert torch.equal(attention(q, apart, v, HALF), attention(q, k, v, HALF))
 
 
 @pytest.mark.parametrize("tokens", [17776, 119056])
@@ -285,7 +287,7 @@ def test_long_sequences(tokens: int, make_qkv) -> None:
     q, k, v = make_qkv(1, 1, tokens, 64, device="cuda")
     policy = SparsePolicy(topk=0.05)
     plan = sparge.make_plan(q, k, policy)
-    out = sparge.attention(q, k, v, policy, plan=plan)
+    out = attention(q, k, v, policy, plan=plan)
     assert torch.isfinite(out).all()
     kept = plan.kept()
     assert (kept.sum(-1) == max(1, int(0.05 * kept.shape[-1]))).all()

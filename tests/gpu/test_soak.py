@@ -7,6 +7,8 @@ import gc
 import resource
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ from sparge import HeadSettings, Precision, Router, TokenGrid, grid_order
 from sparge.order import grid as grids
 from sparge.order.variants import VARIANTS
 from sparge.tune import Measurement, Probe, Workload, measure_for
+from tests.gpu.cases import SOME_CASES, lengths_of
+from tests.gpu.cases import make_qkv as case_qkv
 from tests.gpu.conftest import HALF
-from tests.gpu.test_head_settings import PLAIN, settings_of, with_orders
+from tests.gpu.test_head_settings import JOBS, PLAIN, settings_of, with_orders
 
 pytestmark = pytest.mark.gpu
 
+attention: Any = sparge.attention
 REPEATS = 200
 CALLS, SETTLED = 10_000, 1_000
 #: A kilobyte a call would be 10 MB.
@@ -54,35 +59,23 @@ def test_repeats_are_bit_identical(
     if measured:
         settings = HeadSettings.uniform(8, 0.3, 0.5, Router.ERROR, "cuda")
         named = {"order": grid_order(grid), "head_settings": settings}
-    first = sparge.attention(*qkv, policy, **named)
+    first = attention(*qkv, policy, **named)
     for _ in range(REPEATS):
-        assert torch.equal(first, sparge.attention(*qkv, policy, **named))
+        assert torch.equal(first, attention(*qkv, policy, **named))
 
 
-def calls(make_qkv) -> list[Callable[[], Tensor]]:
+def calls(generator: torch.Generator) -> list[Callable[[], Any]]:
     """Shapes that have little in common; two in token orders, with a residual and a text."""
-
-    def call(heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, causal: bool):
-        of_keys = {"kv_heads": kv_heads, "kv_tokens": keys, "device": "cuda"}
-        qkv = make_qkv(1, heads, queries, head_dim, **of_keys)
-        return lambda: sparge.attention(*qkv, HALF, is_causal=causal)
-
-    def measured(grid: TokenGrid, head_dim: int):
-        qkv = make_qkv(1, HEADS, grid.tokens, head_dim, device="cuda")
-        order, head_settings = grid_order(grid).on("cuda"), with_orders(settings_of(HEADS))
-        return lambda: sparge.attention(*qkv, PLAIN, order=order, head_settings=head_settings)
-
-    return [
-        measured(TokenGrid(5, 9, 11, prefix=70), 128),
-        measured(TokenGrid(3, 12, 20, suffix=33), 64),
-        call(1, 1, 1, 1, 64, False),
-        call(8, 2, 799, 1_500, 128, False),
-        call(4, 4, 2_048, 2_048, 64, True),
-        call(6, 3, 129, 63, 40, False),
-        call(3, 1, 4_444, 4_444, 96, True),
-        call(12, 12, 3_001, 640, 128, False),
-        call(2, 2, 127, 8_000, 64, False),
-    ]
+    found = []
+    for case in SOME_CASES:
+        options = {"causal": "top-left" if case.causal else None, "key_lengths": lengths_of(case)}
+        found.append(partial(attention, *case_qkv(case, generator), HALF, **options))
+    for job in JOBS[:3:2]:
+        assert job.grid is not None
+        order, settings = grid_order(job.grid).on("cuda"), with_orders(settings_of(HEADS))
+        options = {"order": order, "head_settings": settings}
+        found.append(partial(attention, *case_qkv(job.case, generator), PLAIN, **options))
+    return found
 
 
 def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> list[Tensor]:
@@ -103,15 +96,15 @@ def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> 
     for variant in range(VARIANTS):
         order = grid_order(grid, variant).on(device)
         for layer, head_settings in enumerate(choices.of_layers(device, PLAIN)):
-            out = sparge.attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
+            out = attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
             probe.compare(layer, q, k, v, out, number=variant)
-        outs.append(sparge.attention(q, k, v, PLAIN, order=order, head_settings=fixed))
+        outs.append(attention(q, k, v, PLAIN, order=order, head_settings=fixed))
     assert probe.relative_errors().isfinite().all()
     return outs
 
 
-def test_ten_thousand_calls_leak_nothing(make_qkv) -> None:
-    todo = calls(make_qkv)
+def test_ten_thousand_calls_leak_nothing(generator: torch.Generator) -> None:
+    todo = calls(generator)
     first = [call() for call in todo]
 
     def run(count: int) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sparge.errors import Unsupported
@@ -19,7 +21,7 @@ def test_a_launch_of_route_asks_for_what_there_is_and_wastes_no_row(
     with_pools: bool, head_dim: int, pack_cubin
 ):
     image = pack_cubin(KernelSpec("route", "sm_90a", head_dim)).image
-    sizes = read_sizes(image, "route")
+    sizes: Any = read_sizes(image, "route")
     for limit in {arch.shared_limit for arch in ARCHS.values()}:
         left = limit - read_static_shared(image, "route")
         rows, key_blocks = sizes.rows, 0
@@ -50,7 +52,8 @@ def test_score_serves_eight_thousand_key_blocks_and_sixteen_rows_at_mochi(
     head_dim: int, pack_cubin
 ):
     image = pack_cubin(KernelSpec("score", "sm_90a", head_dim)).image
-    sizes, static = read_sizes(image, "score"), read_static_shared(image, "score")
+    sizes: Any = read_sizes(image, "score")
+    static = read_static_shared(image, "score")
     least = min(ARCHS[arch].shared_limit for arch in RELEASE_ARCHS)
     shape = CallShape(1, 1, 1, 512, 8000 * 64, head_dim)
     assert static + shared_bytes(shape, 6, 1, sizes) <= least

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,11 +37,12 @@ def test_ids_and_defines_name_one_kernel_each():
 
 
 def test_fields_an_entry_ignores_do_not_split_it():
-    bf16 = {"element": Element.BF16}
-    for entry, read in (("route", {}), ("quantize", bf16), ("attend", bf16 | {"pv_filter": True})):
+    bf16: dict[str, Any] = {"element": Element.BF16}
+    reads = {"route": {}, "quantize": bf16, "attend": bf16 | {"pv_filter": True}}
+    for entry, fields in reads.items():
         given = KernelSpec(entry, "sm_80", 128, Element.BF16, True)
-        assert given == KernelSpec(entry, "sm_80", 128, **read)
-    assert given != KernelSpec("attend", "sm_80", 128, **bf16)
+        assert given == KernelSpec(entry, "sm_80", 128, **fields)
+    assert KernelSpec("attend", "sm_80", **reads["attend"]) != KernelSpec("attend", "sm_80", **bf16)
 
 
 @pytest.mark.parametrize(
