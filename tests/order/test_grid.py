@@ -189,16 +189,20 @@ def test_the_last_few_copies_of_all_orders_are_kept_and_recorded_ones(
 
 
 def test_orders_that_are_gone_and_copies_given_back_make_room() -> None:
+    def all_are_kept() -> bool:
+        copies = [(order, order.on("meta")) for order in many_orders()]
+        return all(order.on("meta") is copy for order, copy in copies)
+
     for order in many_orders():
         order.on("meta")
         order.forget_copies()
+    assert all_are_kept()
     loose = [replace(order) for order in many_orders()]
     for order in loose:
         order.on("meta")
     del loose, order
     gc.collect()
-    copies = [(order, order.on("meta")) for order in many_orders()]
-    assert all(order.on("meta") is copy for order, copy in copies)
+    assert all_are_kept()
 
 
 DEFAULTS = {
