@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that the GPU tests share."""
+"""Fixtures, kernels and measures that the GPU tests share."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from sparge import SparsePolicy
+from sparge.common.metrics import rel_l2
 from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
-from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath
+from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath, all_specs
+from sparge.policy import Precision
 from sparge.reference.arithmetic import (
     HOPPER_SOFTMAX,
     HOPPER_SOFTMAX_16,
@@ -22,6 +26,43 @@ from sparge.reference.arithmetic import (
 )
 
 POISON_BYTES = 1 << 28
+HALF = SparsePolicy(topk=0.5, pvthreshd=15.0)
+ELEMENTS = [Element.INT8_FP16, Element.INT8_E4M3, Element.BF16]
+every_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda element: element.name)
+
+#: Kernel against emulation, float32 output, relative L2. Two effects: exp2 differs in its last bits
+#: and a few probabilities round the other way (to 11, 4 or 8 bits); the offset of INT8 scores
+#: shifts the logits of a block by up to half a level, 1e-3 in the steepest case here.
+#: An H200 reached 1.3e-5, steep 1.0e-4 (FP16 P) and 1.3e-4, steep 8.8e-4 (E4M3 P).
+TIGHT = {Element.INT8_FP16: 2e-4, Element.INT8_E4M3: 2e-3, Element.BF16: 1e-3, Element.FP16: 1e-4}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels that a test runs: operand types, attend entry and its softmax."""
+
+    element: Element
+    entry: str = "attend"
+    softmax: OnlineSoftmax = PORTABLE_SOFTMAX
+
+    @property
+    def id(self) -> str:
+        return f"{self.entry}-{self.element.name}"
+
+    def of_dtype(self, dtype: torch.dtype) -> Kernels:
+        """Those that run on inputs of that type: fp16 takes FP16 products in 16 bits."""
+        fp16 = dtype == torch.float16 and self.element is Element.BF16
+        return replace(self, element=Element.FP16) if fp16 else self
+
+
+HOPPER_8BIT = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX)
+HOPPER = (HOPPER_8BIT, Kernels(Element.BF16, HOPPER_ATTEND_16, HOPPER_SOFTMAX_16))
+KERNELS = [*map(Kernels, ELEMENTS), *HOPPER]
+every_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.id)
+
+
+def with_element(policy: SparsePolicy, element: Element) -> SparsePolicy:
+    return replace(policy, precision=Precision.INT8 if element.quantized else Precision.SIXTEEN_BIT)
 
 
 @pytest.fixture
@@ -48,30 +89,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     return specs
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Kernels that a test runs: operand types, attend entry and its softmax."""
-
-    element: Element
-    entry: str = "attend"
-    softmax: OnlineSoftmax = PORTABLE_SOFTMAX
-
-    @property
-    def id(self) -> str:
-        return f"{self.entry}-{self.element.name}"
-
-
-HOPPER_8BIT = Kernels(Element.INT8_E4M3, HOPPER_ATTEND, HOPPER_SOFTMAX)
-HOPPER = (HOPPER_8BIT, Kernels(Element.BF16, HOPPER_ATTEND_16, HOPPER_SOFTMAX_16))
-
-
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
     """Runs these kernels, also where they are not this GPU's own choice (emulated E4M3)."""
 
     def force(kernels: Kernels) -> None:
-        if kernels.entry in HOPPER_ENTRIES and capabilities("cuda").arch != "sm_90a":
+        arch = capabilities("cuda").arch
+        if kernels.entry in HOPPER_ENTRIES and arch != "sm_90a":
             pytest.skip("wgmma exists on sm_90a only")
+        if kernels.element not in {spec.element for spec in all_specs(arch)}:
+            pytest.skip(f"{arch} has no kernels of {kernels.element.name}")
         call = importlib.import_module("sparge.call")
         launch = importlib.import_module("sparge.stages.launch")
         monkeypatch.setattr(call, "native_element", lambda *_: kernels.element)
@@ -79,6 +106,28 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
         monkeypatch.setattr(launch, "attend_path", lambda *_: path)
 
     return force
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Whatever waits for the GPU inside raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_emulated(
+    kernels: Kernels, out: Tensor, lse: Tensor, emulated: Tensor, emulated_lse: Tensor,
+    exact: Tensor, lse_tolerance: float = 1e-3,
+) -> None:  # fmt: skip
+    """The kernels' result is that of their arithmetic, and errs as little beside float32."""
+    assert torch.isfinite(out).all()
+    tight, size = TIGHT[kernels.element], emulated.norm().clamp(min=1e-3)
+    assert (out - emulated).norm() / size <= tight
+    assert_same_lse(lse, emulated_lse, kernels, lse_tolerance)
+    assert rel_l2(out, exact) <= 1.2 * rel_l2(emulated, exact) + tight
 
 
 def assert_same_lse(lse: Tensor, emulated: Tensor, kernels: Kernels, tolerance: float) -> None:
@@ -99,9 +148,12 @@ def assert_same_lse(lse: Tensor, emulated: Tensor, kernels: Kernels, tolerance: 
         assert off.mean().abs() <= 2 * tolerance
 
 
-def int8_elements() -> list[Element]:
-    """The INT8 elements that this GPU's target can build."""
-    if not torch.cuda.is_available():
-        return [Element.INT8_FP16]
-    has_e4m3 = capabilities("cuda").arch not in ("sm_80", "sm_86", "sm_100a", "sm_103a")
-    return [Element.INT8_FP16, *([Element.INT8_E4M3] if has_e4m3 else [])]
+def assert_ties(differs: Tensor, scores: Tensor, slack: float, one_alone: bool = False) -> None:
+    """Blocks that kernel and reference choose otherwise tie to rounding in their row.
+
+    one_alone: where a mass is asked for, that of one block may lie on either side of the target.
+    """
+    for row in differs.any(-1).nonzero():
+        tied = scores[tuple(row.tolist())][differs[tuple(row.tolist())]]
+        alone = one_alone and len(tied) == 1
+        assert alone or tied.max() - tied.min() <= slack * (1 + tied.abs().max()), "not a tie"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,34 +23,38 @@ from sparge.tune import (
 from sparge.tune.measure import Measure
 from sparge.tune.probe import attend_rows
 from tests.gpu.cases import Case, make_qkv
+from tests.gpu.conftest import no_waits
 
 pytestmark = pytest.mark.gpu
 
-CASES = {
-    "cubes and text": (TokenGrid(7, 12, 15, prefix=70), Case("a", heads=4, kv_heads=2)),
-    "text last, NHD, 64": (
-        TokenGrid(5, 14, 13, suffix=45),
-        Case("b", heads=3, kv_heads=3, head_dim=64, layout="NHD", batch=2),
-    ),
-}
+
+def begun(
+    grid: TokenGrid, heads: int, measure: Measure = kernel_measure, device: str = "cuda"
+) -> Measurement:
+    """Empty measurement of one layer."""
+    workload = Workload(grid_order(grid))
+    return Measurement.begin(
+        layers=1, heads=heads, workload=workload, measure=measure, device=device
+    )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator) -> None:
-    grid, case = CASES[name]
-    case = Case(**{**vars(case), "queries": grid.tokens, "keys": grid.tokens})
-    q, k, v = make_qkv(case, generator)
+@pytest.mark.parametrize(
+    ("grid", "case"),
+    [
+        (TokenGrid(7, 12, 15, prefix=70), Case("cubes and text", heads=4)),
+        (
+            TokenGrid(5, 14, 13, suffix=45),
+            Case("text last", heads=3, kv_heads=3, head_dim=64, layout="NHD", batch=2),
+        ),
+    ],
+    ids=["cubes and text", "text last, NHD, 64"],
+)
+def test_errors_are_those_of_the_reference(grid: TokenGrid, case: Case, generator) -> None:
+    qkv = make_qkv(replace(case, queries=grid.tokens, keys=grid.tokens), generator)
 
     def errors(measure: Measure, device: str) -> np.ndarray:
-        workload = Workload(grid_order(grid))
-        measurement = Measurement.begin(
-            layers=1,
-            heads=case.heads,
-            workload=workload,
-            measure=measure,
-            device=device,
-        )
-        measurement.add(0, q.to(device), k.to(device), v.to(device))
+        measurement = begun(grid, case.heads, measure, device)
+        measurement.add(0, *(x.to(device) for x in qkv))
         return measurement.errors_and_scales()[0]
 
     by_kernels = errors(kernel_measure, "cuda")
@@ -61,52 +67,36 @@ def test_errors_are_those_of_the_reference(name: str, generator: torch.Generator
     assert by_kernels[..., 0, :].max() > 0.1, "the least dense candidates drop something"
 
 
-def begun(grid: TokenGrid, heads: int) -> Measurement:
-    """Empty measurement of one layer by the kernels."""
-    return Measurement.begin(
-        layers=1,
-        heads=heads,
-        workload=Workload(grid_order(grid)),
-        measure=kernel_measure,
-        device="cuda",
-    )
-
-
-def test_sampling_waits_for_nothing(generator: torch.Generator) -> None:
+def test_sampling_waits_for_nothing(make_qkv) -> None:
     assert measure_for("cuda") is kernel_measure
     grid = TokenGrid(9, 12, 12)  # more query blocks than a sample takes
-    case = Case("sync", heads=4, kv_heads=4, queries=grid.tokens, keys=grid.tokens)
-    q, k, v = make_qkv(case, generator)
+    qkv = make_qkv(1, 4, grid.tokens, 128, device="cuda")
     measurement = begun(grid, 4)
-    measurement.add(0, q, k, v)
+    measurement.add(0, *qkv)
     torch.cuda.synchronize()
     measurement.blocks_measured[0] = 0  # so that token orders are chosen again
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        measurement.add(0, q, k, v)
-        measurement.add(0, q, k, v)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_waits():
+        measurement.add(0, *qkv)
+        measurement.add(0, *qkv)
     assert measurement.blocks_measured == [2 * BLOCKS_A_CALL]
 
 
-def test_sampling_takes_less_than_100_megabytes(generator: torch.Generator) -> None:
+def test_sampling_takes_less_than_100_megabytes(make_qkv) -> None:
     """The workspace of all heads at once alone takes 130 there."""
     grid = TokenGrid(13, 30, 45, prefix=226)
-    case = Case("large", heads=24, kv_heads=24, queries=grid.tokens, keys=grid.tokens)
-    q, k, v = make_qkv(case, generator)
+    qkv = make_qkv(1, 24, grid.tokens, 128, device="cuda")
     measurement = begun(grid, 24)
-    measurement.add(0, q, k, v)  # what the libraries keep
+    measurement.add(0, *qkv)  # what the libraries keep
     measurement.blocks_measured[0] = 0
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    measurement.add(0, q, k, v)
+    measurement.add(0, *qkv)
     assert torch.cuda.max_memory_allocated() - before <= 100e6
 
 
-def test_few_rows_attend_alike_in_any_batch(generator: torch.Generator) -> None:
-    case = Case("rows", batch=2, heads=8, kv_heads=8, queries=512, keys=20480, layout="NHD")
-    q, k, v = make_qkv(case, generator)
+def test_few_rows_attend_alike_in_any_batch(make_qkv) -> None:
+    of_layout = {"kv_tokens": 20480, "layout": "NHD", "device": "cuda"}
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(2, 8, 512, 128, **of_layout))
     found, in_one = attend_rows(q, k, v, None), scaled_dot_product_attention(q, k, v)
     expected = scaled_dot_product_attention(q.float(), k.float(), v.float())
     assert rel_l2(found, expected) <= 1.5 * rel_l2(in_one, expected)

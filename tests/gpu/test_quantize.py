@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ from sparge.stages import key_mean
 from sparge.stages.launch import means, quantize
 from sparge.stages.rules import QuantizeRules
 from sparge.stages.workspace import CallShape, WorkspaceLayout
-from tests.gpu.cases import CASES, SOME_CASES, Case, lengths_of, make_qkv
-from tests.gpu.test_stages import ELEMENTS, kernel_stages, means_of
+from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
+from tests.gpu.conftest import ELEMENTS, every_element
+from tests.gpu.test_stages import kernel_stages, means_of
 
 pytestmark = pytest.mark.gpu
 
@@ -62,11 +65,11 @@ COPIED_OR_QUANTIZED = [
 
 
 @pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
-def test_quantize(case: Case, element: Element, generator: torch.Generator, poison: None) -> None:
+def test_quantize(case: Case, element: Element, generator, poison) -> None:
     q, k, v = make_qkv(case, generator)
     fields = kernel_stages(q, k, v, element, lengths_of(case))
     d = case.head_dim
-    int8 = element is not Element.BF16
+    int8 = element.quantized
     means = means_of(fields, element, d)
     if int8:
         own = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case))
@@ -75,18 +78,13 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
         torch.testing.assert_close(own.v_scale, means["v_scale"], rtol=1e-4, atol=1e-6)
     truth = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
 
-    padded = fields["k_block_mean"].shape[-1]
-    block_mean = fields["k_block_mean"]
+    block_mean, of_queries = fields["k_block_mean"], fields["q_block_mean"][..., :d]
     torch.testing.assert_close(block_mean[..., :d], truth.k_block_mean, rtol=1e-4, atol=2e-5)
-    assert block_mean[..., d:].abs().sum() == 0, f"channels {d}..{padded} are padding"
-    torch.testing.assert_close(
-        fields["q_block_mean"][..., :d], truth.q_block_mean, rtol=1e-4, atol=2e-5
-    )
+    assert block_mean[..., d:].abs().sum() == 0, f"channels from {d} on are padding"
+    torch.testing.assert_close(of_queries, truth.q_block_mean, rtol=1e-4, atol=2e-5)
     for name in ("q", "k"):
-        similarity = fields[f"{name}_similarity"]
-        torch.testing.assert_close(
-            similarity, getattr(truth, f"{name}_self_similarity"), rtol=1e-3, atol=1e-4
-        )
+        similar, true = fields[f"{name}_similarity"], getattr(truth, f"{name}_self_similarity")
+        torch.testing.assert_close(similar, true, rtol=1e-3, atol=1e-4)
 
     head_dim = CallShape.of(q, k).head_dim
     keys = key_rows(fields["k_tiles"], head_dim * (1 if int8 else 2))
@@ -99,71 +97,72 @@ def test_quantize(case: Case, element: Element, generator: torch.Generator, pois
     assert rel_l2(values, truth.v_levels.float()) <= 2e-3
 
 
-@pytest.mark.parametrize("element", ELEMENTS, ids=lambda element: element.name)
-@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
-def test_similarity_that_no_threshold_asks_for(
-    case: Case, element: Element, generator: torch.Generator, poison: None
+def whole_layout(q: Tensor, k: Tensor, element: Element) -> WorkspaceLayout:
+    return WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+
+
+def assert_same_fields(
+    layout: WorkspaceLayout, one: Tensor, other: Tensor, names: Iterable[str]
 ) -> None:
+    for name in names:
+        same = (layout.view(workspace, name).view(torch.uint8) for workspace in (one, other))
+        assert torch.equal(*same), name
+
+
+@every_element
+@some_cases
+def test_similarity_that_no_threshold_asks_for(case: Case, element: Element, generator, poison):
     """It passes, and all else is as it is with the true one."""
     q, k, v = make_qkv(case, generator)
-    layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    layout = whole_layout(q, k, element)
     true, spared = (
         quantize(q, k, v, lengths_of(case), element, QuantizeRules(with_similarity=asked))
         for asked in (True, False)
     )
-    of_levels = {"k_mean", "k_scale", "v_mean", "v_scale"}  # nobody writes those of copied keys
-    for name in layout.fields.keys() - (of_levels if element is Element.BF16 else set()):
-        if name.endswith("similarity"):
-            assert (layout.view(spared, name) == 1).all()
-        else:
-            expected, value = (layout.view(x, name).view(torch.uint8) for x in (true, spared))
-            assert torch.equal(value, expected), name
+    similarities = {name for name in layout.fields if name.endswith("similarity")}
+    assert all((layout.view(spared, name) == 1).all() for name in similarities)
+    # Nobody writes the means and scales of copied keys.
+    unwritten = set() if element.quantized else {"k_mean", "k_scale", "v_mean", "v_scale"}
+    assert_same_fields(layout, true, spared, layout.fields.keys() - similarities - unwritten)
 
 
-@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@every_element
 @pytest.mark.parametrize("asked", [True, False], ids=["true similarity", "none asked for"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_blocks_without_a_mean_pass_no_threshold(
-    value: float, asked: bool, element: Element, generator: torch.Generator, poison: None
+    value: float, asked: bool, element: Element, generator, poison
 ) -> None:
     q, k, v = make_qkv(Case("three blocks", queries=300, keys=150), generator)
     q[:, :, 130, 3], k[:, :, 70, 5] = value, value
-    layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    layout = whole_layout(q, k, element)
     workspace = quantize(q, k, v, None, element, QuantizeRules(with_similarity=asked))
     for name in ("q_similarity", "k_similarity"):
         nan = layout.view(workspace, name).isnan()
         assert nan[..., 1].all(), name
         # The mean of the head is taken from each key where keys are quantized.
-        spreads = name == "k_similarity" and element is not Element.BF16
+        spreads = name == "k_similarity" and element.quantized
         assert (nan[..., [0, 2]] == spreads).all(), name
 
 
-@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
-def test_given_means_are_those_found(case: Case, generator: torch.Generator, poison: None) -> None:
+@some_cases
+def test_given_means_are_those_found(case: Case, generator, poison) -> None:
     """Some heads of all are taken, as measurement takes them."""
     q, k, v = make_qkv(case, generator)
     lengths, element = lengths_of(case), Element.INT8_FP16
     found = means(k, v, lengths, True, element)
     group = case.heads // case.kv_heads
-    first, last = slice(0, 1), slice(case.kv_heads - 1, case.kv_heads)
-    for heads in (first, last):
-        own = slice(heads.start * group, heads.stop * group)
-        some = q[:, own], k[:, heads], v[:, heads]
-        layout = WorkspaceLayout(
-            CallShape.of(*some[:2]), element, with_values=True, with_queries=True
-        )
+    for head in (0, case.kv_heads - 1):
+        heads = slice(head, head + 1)
+        some = q[:, head * group : (head + 1) * group], k[:, heads], v[:, heads]
+        layout = whole_layout(*some[:2], element)
         given = quantize(*some, lengths, element, QuantizeRules(), means=found[:, :, heads])
         alone = quantize(*some, lengths, element, QuantizeRules())
         assert torch.equal(layout.means(given), found[:, :, heads])
-        for name in layout.fields:
-            expected, value = (layout.view(x, name).view(torch.uint8) for x in (alone, given))
-            assert torch.equal(value, expected), name
+        assert_same_fields(layout, alone, given, layout.fields)
 
 
-@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.id)
-def test_mean_key_of_a_sample(
-    case: Case, generator: torch.Generator, poison: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@some_cases
+def test_mean_key_of_a_sample(case: Case, generator, poison, monkeypatch) -> None:
     """It is taken in a token order of many tokens; values keep the mean and scale of all."""
     _, k, v = make_qkv(case, generator)
     lengths, element, d = lengths_of(case), Element.INT8_E4M3, case.head_dim

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import sparge.stages.ops
+from sparge import Unsupported
 from sparge.blocks import pack
 from sparge.kernels import Element
+from sparge.stages import ops
 from sparge.stages.launch import find_kernel
 from sparge.stages.score import shared_bytes
 from sparge.stages.workspace import CallShape, layout_of
@@ -96,17 +97,17 @@ def inputs(
     return Inputs(exact_out, exact_max, exact_sum, q, workspace, shape, pack(kept), scale)
 
 
-def room_for(given: Inputs, device: str = "cuda") -> Tensor:
+def room_for(given: Inputs) -> Tensor:
     """`found` of `Inputs.score`, full of something else."""
     fields = Distances.packed_fields(len(PIECES))
     room = (fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
-    return torch.full(room, 77.0, device=device)
+    return torch.full(room, 77.0, device="cuda")
 
 
 def check(given: Inputs) -> None:
     """Products near 0 keep the rounding of vectors of square 128 x 10 and more."""
     found, expected = room_for(given), room_for(given)
-    given.score(sparge.stages.ops.score, found, torch.float32)
+    given.score(ops.score, found, torch.float32)
     given.score(score_by_reference, expected, torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
 
@@ -129,17 +130,13 @@ def test_few_rows_a_thread_block(generator: torch.Generator) -> None:
     check(given)
 
 
-def test_schema(generator: torch.Generator) -> None:
-    given = inputs(64, 20, 8, generator, torch.bfloat16)
+def test_schema_and_sizes_that_do_not_fit(generator: torch.Generator) -> None:
+    given = inputs(40, 20, 8, generator, torch.bfloat16)
 
     def opcheck(*arguments: object) -> None:
-        torch.library.opcheck(sparge.stages.ops.score, arguments, test_utils=("test_schema",))
+        torch.library.opcheck(ops.score, arguments, test_utils=("test_schema",))
 
     given.score(opcheck, room_for(given), torch.float32)
-
-
-def test_sizes_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
-    given = inputs(40, 4, 8, generator, torch.bfloat16)
     wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
-    with pytest.raises(sparge.Unsupported, match="60000 key blocks, whose weights do not fit"):
-        wide.score(sparge.stages.ops.score, room_for(given), torch.float32)
+    with pytest.raises(Unsupported, match="60000 key blocks, whose weights do not fit"):
+        wide.score(ops.score, room_for(given), torch.float32)

@@ -25,9 +25,7 @@ extern "C" __global__ void ENTRY(const __grid_constant__ Params p) {
   *reinterpret_cast<float* const&>(p.bytes[0]) = twice(SPARGE_HEAD_DIM);
 }
 """
-_HEADER = """#pragma once
-__device__ inline float twice(float x) { return x + x; }
-"""
+_HEADER = "#pragma once\n__device__ inline float twice(float x) { return x + x; }\n"
 
 
 @pytest.fixture
@@ -46,18 +44,16 @@ def compiler() -> NvrtcCompiler:
     return NvrtcCompiler(nvrtc.load())
 
 
-class CountingCompiler:
+class CountingCompiler(NvrtcCompiler):
     """The real compiler, counting what reaches it."""
 
     def __init__(self, compiler: NvrtcCompiler) -> None:
-        self._compiler = compiler
-        self.label = compiler.label
-        self.version = compiler.version
+        super().__init__(compiler.nvrtc)
         self.compiled: list[KernelSpec] = []
 
     def compile(self, spec, sources) -> Cubin:
         self.compiled.append(spec)
-        return self._compiler.compile(spec, sources)
+        return super().compile(spec, sources)
 
 
 @pytest.fixture
@@ -69,3 +65,16 @@ def counting(compiler: NvrtcCompiler) -> CountingCompiler:
 def pack_cubin() -> Callable[[KernelSpec], Cubin]:
     """The pack's own kernel of a spec, from the user's cache or compiled there."""
     return functools.cache(load_cubin)
+
+
+@pytest.fixture
+def raising() -> Callable[[Exception], Callable]:
+    """raising(error): a function that raises it."""
+
+    def raising(error: Exception) -> Callable:
+        def fail(*_, **__):
+            raise error
+
+        return fail
+
+    return raising

@@ -20,8 +20,9 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch) -> None:
+def own_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -36,29 +37,31 @@ def ninja() -> Path:
     return program
 
 
+def append(file: Path) -> None:
+    file.write_text(file.read_text() + "// changed\n")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_ninja_builds_only_what_changed(job, ninja, csrc, capfd):
     def edges() -> list[str]:
         """Kernels that ninja ran an edge for."""
         lines = capfd.readouterr().out.splitlines()
         return sorted(line.split("] ")[1] for line in lines if line.startswith("["))
 
-    def times(which: str) -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in job.out.glob(which)}
-
     assert all(build_module.build(job, 2).values()) and edges() == [MEANS, ROUTE]
     assert graph.run_ninja(ninja, job, 2) and edges() == []
-    before = times("means*")
     for file, expected in (("route.cu", [ROUTE]), ("common/twice.cuh", [MEANS, ROUTE])):
-        with open(csrc / file, "a") as text:
-            text.write("// changed\n")
+        append(csrc / file)
         assert all(build_module.build(job, 2).values()) and edges() == expected
-        assert MEANS in expected or before == times("means*")
-    before = times("*")
+    times = {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
     time.sleep(0.02)  # file systems may count in coarse steps
     os.utime(csrc / "means.cu")
     for expected in ([MEANS], []):
         assert graph.run_ninja(ninja, job, 2) and edges() == expected
-    assert before == times("*")
+    assert times == {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
 
 
 @posix
@@ -74,7 +77,7 @@ def test_a_folder_that_others_may_write_is_not_built_into(job, csrc, capsys):
 
 
 def test_prepare_fills_the_users_cache_with_what_no_release_ships(
-    csrc, tmp_path, compiler, monkeypatch
+    csrc, tmp_path, compiler, own_cache, monkeypatch
 ):
     monkeypatch.setattr(build_module, "find_csrc", lambda: csrc)
     monkeypatch.setattr(build_module, "prebuilt_folder", lambda: tmp_path / "prebuilt")
@@ -85,7 +88,7 @@ def test_prepare_fills_the_users_cache_with_what_no_release_ships(
     monkeypatch.setattr(build_module, "native_specs", lambda arch: wanted)
     built = build_module.prepare("sm_89")
     assert set(built) == set(wanted) - {shipped} and all(built.values())
-    assert len(list((tmp_path / "cache").glob("*.cubin"))) == len(built)
+    assert len(list(own_cache.glob("*.cubin"))) == len(built)
     monkeypatch.setattr(build_module, "cache_folder", lambda: None)
     with pytest.raises(OSError, match="SPARGE_CACHE"):
         build_module.prepare("sm_89")
@@ -98,58 +101,38 @@ def test_an_edge_needs_no_torch(job, compiler):
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     edge = Path(graph.__file__).with_name("edge.py")
-    arguments = [edge, MEANS, "--csrc", job.csrc, "--out", job.out]
-    arguments += ["--nvrtc", compiler.nvrtc.path]
-    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+    folders = ["--csrc", job.csrc, "--out", job.out, "--nvrtc", compiler.nvrtc.path]
+    command = [sys.executable, "-c", program, edge, MEANS, *folders]
+    subprocess.run(list(map(str, command)), check=True)
     assert len(list(job.out.glob("*.cubin"))) == 1
 
 
-@pytest.fixture
-def ran(monkeypatch) -> list[Path]:
-    """The folders that ninja was started in, checked then; it does nothing."""
-    folders: list[Path] = []
+@posix
+def test_ninja_runs_nothing_that_others_may_write(job, ninja, own_cache, monkeypatch):
+    """Nor writes through a link: test_folder.py has what else makes a folder private."""
+    ran: list[Path] = []
 
     def run(command: list[str]) -> subprocess.CompletedProcess:
         folder = Path(command[command.index("-C") + 1])
-        written = folder / "build.ninja"
-        assert not written.is_symlink() and is_private(folder)
-        assert written.stat().st_mode & 0o022 == 0
-        folders.append(folder)
+        assert is_private(folder) and (folder / "build.ninja").is_file()
+        ran.append(folder)
         return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(graph.subprocess, "run", run)
-    return folders
-
-
-@posix
-def test_ninja_runs_nothing_that_others_may_write(job, ninja, ran, tmp_path, monkeypatch):
-    """Nor writes through a link. Folders are looked at from the folder of the graph upwards."""
-    assert graph.run_ninja(ninja, job, 2)
-    (usual,) = ran
-    assert (tmp_path / "cache") in usual.parents
 
     def runs_elsewhere() -> bool:
         assert graph.run_ninja(ninja, job, 2)
         return ran[-1] != usual and not ran[-1].exists()  # of this run alone
 
-    theirs = tmp_path / "theirs"
-    theirs.write_text("untouched")
-    for name, kind in (("build.ninja", os.symlink), (".ninja_log", os.link)):
-        (usual / name).unlink(missing_ok=True)
-        kind(theirs, usual / name)
-        assert runs_elsewhere() and theirs.read_text() == "untouched"
-        (usual / name).unlink()
-    assert graph.run_ninja(ninja, job, 2) and ran[-1] == usual
-    for folder in (usual, usual.parent, tmp_path / "cache", tmp_path):
-        before = folder.stat().st_mode
+    monkeypatch.setattr(graph.subprocess, "run", run)
+    assert graph.run_ninja(ninja, job, 2)
+    (usual,) = ran
+    assert own_cache in usual.parents
+    for folder in (usual, own_cache):
         folder.chmod(0o777)
         assert runs_elsewhere()
-        folder.chmod(before)
-    usual.rename(tmp_path / "elsewhere")
-    usual.symlink_to(tmp_path / "elsewhere")
-    assert runs_elsewhere() and ran[-1] != tmp_path / "elsewhere"
+        folder.chmod(0o755)
+    assert graph.run_ninja(ninja, job, 2) and ran[-1] == usual
     monkeypatch.setattr(graph, "cache_folder", lambda: None)
-    assert runs_elsewhere() and list(job.out.parent.glob("out*/**/build.ninja")) == []
+    assert runs_elsewhere() and not job.out.exists()
 
 
 @pytest.mark.parametrize("with_ninja", [True, False])
@@ -160,7 +143,7 @@ def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_p
     decoy.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     built = build_module.build(job, 2)
-    made = {path.name: path.read_bytes() for path in job.out.iterdir()}
+    made = contents(job.out)
     if not with_ninja:
         monkeypatch.setitem(sys.modules, "ninja", None)
         assert graph.ninja_program() is None
@@ -170,7 +153,7 @@ def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_p
     means.unlink()
     route.write_bytes(b"damaged")
     assert build_module.build(job, 2) == built
-    assert {path.name: path.read_bytes() for path in job.out.iterdir()} == made
+    assert contents(job.out) == made
     (csrc / "route.cu").write_text("#error broken here\n")
     built = build_module.build(job, 2)
     assert [cubin is None for cubin in built.values()] == [False, True], "it fails alone"
@@ -199,8 +182,7 @@ def test_command_line(csrc, tmp_path, capfd, monkeypatch):
 
     stranger = out / "means-sm_90a-d128.0123.nvrtc13.0.cubin"
     stranger.write_text("another arch's")
-    with open(csrc / "common" / "twice.cuh", "a") as file:
-        file.write("// changed\n")
+    append(csrc / "common" / "twice.cuh")
     assert build_module.main(arguments) == 0 and stranger.is_file()
     assert len(list(out.iterdir())) == 2 * len(specs) + 1, "old ones are gone"
 

@@ -29,12 +29,15 @@ def gpu(monkeypatch, fresh_targets):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(driver, "library", lambda: None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU X")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         _nvrtc(monkeypatch, (13, 0))
+        for name, answer in (
+            ("is_available", count > 0),
+            ("device_count", count),
+            ("current_device", 0),
+            ("get_device_name", "GPU X"),
+            ("get_device_capability", capability),
+        ):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
     return plant
 
@@ -62,7 +65,7 @@ def test_other_devices(where, words):
     [
         ({"capability": (7, 5)}, "too old"),
         ({"capability": (13, 0)}, "not supported yet"),
-        ({"capability": (9, 4), "cuda": None, "hip": "6.4"}, "AMD"),
+        ({"cuda": None, "hip": "6.4"}, "AMD"),
         ({"cuda": None}, "built without CUDA"),
         ({"count": 0}, "finds no GPU"),
     ],
@@ -71,13 +74,10 @@ def test_other_devices(where, words):
 def test_gpus_that_are_refused(gpu, planted, words):
     gpu(**{"capability": (9, 0), **planted})
     _refused(capabilities("cuda:0"), words)
-    if "capability" in planted:
-        reason = capabilities(0).reason
-        with pytest.raises(Unsupported) as caught:
-            get_kernel(KernelSpec("means", "sm_80"), 0)
-        assert caught.value.reason == reason
-        with pytest.raises(Unsupported, match=words):
-            warm("cuda:0")
+    with pytest.raises(Unsupported, match=words):
+        get_kernel(KernelSpec("means", "sm_80"), 0)
+    with pytest.raises(Unsupported, match=words):
+        warm("cuda:0")
 
 
 def test_an_index_too_high(gpu):
@@ -95,13 +95,9 @@ def test_an_index_too_high(gpu):
     ],
     ids=["driver", "NVRTC", "anything"],
 )
-def test_what_fails_is_a_reason_and_never_raised(gpu, monkeypatch, owner, name, error):
+def test_what_fails_is_a_reason_and_never_raised(gpu, monkeypatch, owner, name, error, raising):
     gpu((9, 0))
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(owner, name, raising(error))
     found = capabilities("cuda:0")
     assert not found.usable and str(error).rstrip(".") in found.reason
 

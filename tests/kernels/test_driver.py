@@ -26,7 +26,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         #: Sizes, stream, parameters, contexts.
-        self.launches: list[tuple[tuple[int, ...], int, tuple[int, int], list[int]]] = []
+        self.launches: list[tuple] = []
         self.shared: list[int] = []
         self.contexts: list[int] = []
         self.fail: dict[str, list[int]] = {}
@@ -143,11 +143,8 @@ def test_a_failed_load_is_an_exception_and_restores_the_context(fake, image, fun
         Kernel(image, "route", 0)
 
 
-def test_no_driver_library(monkeypatch):
-    def absent(name):
-        raise OSError("cannot open shared object file")
-
-    monkeypatch.setattr(driver.ctypes, "CDLL", absent)
+def test_no_driver_library(monkeypatch, raising):
+    monkeypatch.setattr(driver.ctypes, "CDLL", raising(OSError("cannot open shared object file")))
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda"
     with pytest.raises(DriverNotFoundError, match=name):
         driver.library.__wrapped__()

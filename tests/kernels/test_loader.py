@@ -61,28 +61,20 @@ def test_threads_that_ask_at_once_share_one_load(loads):
 
 
 def test_warm_loads_what_a_user_can_reach_and_reports(loads):
-    seen: list[tuple[int, int, str]] = []
-    caller = threading.get_ident()
-
-    def progress(done: int, total: int, text: str) -> None:
-        assert threading.get_ident() == caller
-        seen.append((done, total, text))
-
-    loader.warm("cuda:0", progress=progress)
-    wanted = native_specs("sm_90a")
-    assert sorted(s.id for s in loads) == sorted(s.id for s in wanted)
-    assert [entry[:2] for entry in seen] == [(n + 1, len(wanted)) for n in range(len(wanted))]
-    assert {text for _, _, text in seen} == {spec.id for spec in wanted}
+    seen: list[tuple[int, int, str, int]] = []
+    loader.warm("cuda:0", progress=lambda *told: seen.append((*told, threading.get_ident())))
+    ids = {spec.id for spec in native_specs("sm_90a")}
+    assert len(loads) == len(ids) and {spec.id for spec in loads} == ids
+    assert [entry[:2] for entry in seen] == [(n + 1, len(ids)) for n in range(len(ids))]
+    assert {entry[2] for entry in seen} == ids
+    assert {entry[3] for entry in seen} == {threading.get_ident()}
     loader.warm("cuda:0")
-    assert len(loads) == len(wanted)
+    assert len(loads) == len(ids)
 
 
-def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch):
-    def cancel(done: int, total: int, text: str) -> None:
-        raise InterruptedError
-
+def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch, raising):
     with pytest.raises(InterruptedError):
-        loader.warm(0, progress=cancel)
+        loader.warm(0, progress=raising(InterruptedError()))
     assert len(loads) < len(native_specs("sm_90a")), "the rest is not loaded"
 
     monkeypatch.setattr(loader, "_kernels", {})
@@ -97,13 +89,6 @@ def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch):
     assert loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
 
 
-def raising(error: Exception):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
 def test_warm_goes_on_with_the_next_target(hopper, caplog):
     loader.warm("cuda:0")
     assert device.capabilities("cuda:0").arch == "sm_90"
@@ -112,7 +97,7 @@ def test_warm_goes_on_with_the_next_target(hopper, caplog):
 
 
 def test_named_kernels_missing_compilers_and_missing_sources_have_no_next_target(
-    hopper, monkeypatch, caplog
+    hopper, monkeypatch, caplog, raising
 ):
     with pytest.raises(KernelBuildError, match="no wgmma today"):
         loader.warm("cuda:0", native_specs("sm_90a"))
@@ -143,9 +128,9 @@ def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeyp
             raise DriverError("cuModuleLoadData", 1, image.decode(), "no")
         return image
 
+    images = {False: Cubin(first.encode(), None), True: Cubin(anew.encode(), None)}
     monkeypatch.setattr(loader, "Kernel", kernel)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
-    images = {False: Cubin(first.encode(), None), True: Cubin(anew.encode(), None)}
     monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: images[anew])
     if anew or loaded == 1:
         with pytest.raises(DriverError, match=anew or first):

@@ -31,21 +31,14 @@ def cache(tmp_path):
     return tmp_path / "cache"
 
 
-def raising(error: Exception):
-    def refuse(*_, **__):
-        raise error
-
-    return refuse
-
-
-def age(path, days):
+def make_old(*paths, days=200):
     then = time.time() - days * DAY
-    os.utime(path, (then, then))
+    for path in paths:
+        os.utime(path, (then, then))
 
 
-def make_old(cache):
-    for path in cache.iterdir():
-        age(path, 200)
+def contents(folder):
+    return sorted((path.name, path.read_bytes()) for path in folder.iterdir())
 
 
 def test_compiles_once_then_reads_and_anew_when_told(cache, sources, counting):
@@ -90,7 +83,7 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
     ],
 )
 def test_what_cannot_be_kept_stays_in_memory(
-    why, said, cache, sources, counting, caplog, monkeypatch
+    why, said, cache, sources, counting, caplog, monkeypatch, raising
 ):
     """Said once; nothing is read from a folder that others may write, nor written there."""
     before = []
@@ -101,7 +94,7 @@ def test_what_cannot_be_kept_stays_in_memory(
         monkeypatch.setattr(os, "replace", raising(OSError(28, "No space left on device")))
     elif why != "no folder":
         Store(cache).get(SPEC, sources, counting)
-        before = sorted((path.name, path.read_bytes()) for path in cache.iterdir())
+        before = contents(cache)
         counting.compiled.clear()
         if why == "mode":
             cache.chmod(0o777)
@@ -116,8 +109,7 @@ def test_what_cannot_be_kept_stays_in_memory(
     assert counting.compiled == [SPEC, SMALL]
     (record,) = caplog.records
     assert said in record.message and "SPARGE_CACHE" in record.message
-    if cache.is_dir():
-        assert sorted((path.name, path.read_bytes()) for path in cache.iterdir()) == before
+    assert not cache.is_dir() or contents(cache) == before
 
 
 def test_what_nobody_needs_leaves_the_cache(cache, csrc, counting):
@@ -133,22 +125,19 @@ def test_what_nobody_needs_leaves_the_cache(cache, csrc, counting):
         for compiler in ("nvrtc12.8", "nvcc13.0", counting.label)
         for suffix in ("cubin", "json")
     ]
-    gone += [f"{SPEC.id}.{key[::-1]}.nvrtc12.4.cubin", f"{SPEC.id}.{key[1:]}0.nvrtc12.4.json"]
     gone += [f"{current.name}.4242-139872.tmp", f"{current.stem}.json.9876{UNFINISHED}"]
     foreign = ["notes.json", "kernel.cubin", "notes.tmp", "film.part", "a.json.txt", f"{key}.json"]
     folder = cache / f"{SPEC.id}.{key}.nvrtc11.0.cubin"
     folder.mkdir()
-    for name in (*gone, *foreign):
-        (cache / name).write_text("x")
-    make_old(cache)
     recent = f"{SPEC.id}.{'f' * 16}.nvrtc12.8.cubin"
-    fresh = [recent, f"{current.name}.5-5.tmp", f"{current.name}.0000{UNFINISHED}"]
-    for name in fresh:
+    fresh = [f"{current.name}.5-5.tmp", f"{current.name}.0000{UNFINISHED}"]
+    for name in (*gone, *foreign, recent, *fresh):
         (cache / name).write_text("x")
-    age(cache / recent, 20)
+    make_old(*(path for path in cache.iterdir() if path.name not in fresh))
+    make_old(cache / recent, days=20)
     Store(cache).get(SPEC, read_sources("means", csrc), counting)
     left = {path.name for path in cache.iterdir()}
-    assert left == needed | set(foreign) | set(fresh) | {folder.name}
+    assert left == needed | {*foreign, *fresh, recent, folder.name}
 
 
 def test_what_is_used_is_never_old(cache, tmp_path, csrc, counting):
@@ -156,29 +145,32 @@ def test_what_is_used_is_never_old(cache, tmp_path, csrc, counting):
     others = tmp_path / "others"
     shutil.copytree(csrc, others)
     (others / "means.cu").write_text((csrc / "means.cu").read_text() + "// older\n")
-    for folder in (others, csrc):
-        Store(cache).get(SPEC, read_sources("means", folder), counting)
-    make_old(cache)
+
+    def get(*folders) -> None:
+        for folder in folders:
+            Store(cache).get(SPEC, read_sources("means", folder), counting)
+
+    get(others, csrc)
+    make_old(*cache.iterdir())
     Store(cache).find(SPEC, read_sources("means", others), counting)
-    counting.compiled.clear()
-    for folder in (csrc, others):
-        Store(cache).get(SPEC, read_sources("means", folder), counting)
-    assert counting.compiled == []
-    make_old(cache)
-    Store(cache).get(SPEC, read_sources("means", csrc), counting)
+    get(csrc, others)
+    assert len(counting.compiled) == 2
+    make_old(*cache.iterdir())
+    get(csrc)
     assert len(list(cache.iterdir())) == 2, "nobody uses the other one any more"
 
 
-def test_files_that_windows_holds_are_no_failure(cache, sources, counting, monkeypatch):
+def test_files_that_windows_holds_are_no_failure(cache, sources, counting, monkeypatch, raising):
     made = Store(cache).get(SPEC, sources, counting)
     (path,) = cache.glob("*.cubin")
     stale = cache / f"{SPEC.id}.0123456789abcdef.nvrtc12.8.cubin"
     stale.write_text("x")
-    make_old(cache)
+    make_old(*cache.iterdir())
+    in_use = raising(PermissionError(13, "in use"))
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", raising(PermissionError(13, "in use")))
+        patch.setattr(Path, "unlink", in_use)
         assert Store(cache).get(SPEC, sources, counting) == made and stale.exists()
-    monkeypatch.setattr(os, "replace", raising(PermissionError(13, "in use")))
+    monkeypatch.setattr(os, "replace", in_use)
     write_entry(path, made, SPEC)
     with pytest.raises(PermissionError):
         write_entry(path, dataclasses.replace(made, image=made.image + b"other"), SPEC)

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that head settings accept."""
+"""Values that head settings accept, and their tables."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from sparge import SparsePolicy
-from sparge import head_settings as budget_module
+from sparge import head_settings as settings_module
 from sparge.head_settings import KEPT_TABLES, HeadSettings, Router
 from sparge.thresholds import COLUMNS, SELECTION
 from sparge.tune.layer_settings import LayerSettings
 
 
 def test_uniform_is_one_value_for_all() -> None:
-    head_settings = HeadSettings.uniform(3, 0.25, pool_weight=0.5, router=Router.ERROR)
-    assert head_settings.heads == 3
-    assert head_settings.density.tolist() == [0.25] * 3
-    assert head_settings.pool_weight.tolist() == [0.5] * 3
-    assert head_settings.router.tolist() == [1] * 3
+    settings = HeadSettings.uniform(3, 0.25, pool_weight=0.5, router=Router.ERROR)
+    assert settings.heads == 3
+    assert settings.density.tolist() == [0.25] * 3
+    assert settings.pool_weight.tolist() == [0.5] * 3
+    assert settings.router.tolist() == [1] * 3
     assert HeadSettings.uniform(2, 0.1).pool_weight.tolist() == [0, 0], "nothing is pooled unasked"
 
 
@@ -30,42 +29,38 @@ def test_uniform_is_one_value_for_all() -> None:
     [
         ({"pool_weight": torch.zeros(2)}, r"pool_weight has shape \(2,\)"),
         ({"router": torch.zeros(3)}, "router has .* torch.float32; give one torch.int32"),
-        ({"density": torch.zeros(3, dtype=torch.float64)}, "density has .* give one torch.float32"),
+        ({"density": torch.zeros(3).double()}, "density has .* give one torch.float32"),
         ({"density": torch.zeros(3, 1)}, r"density has shape \(3, 1\)"),
         ({"floor": 0}, "floor is 0; it takes a whole number from 1"),
+        (
+            {"order_kind": torch.zeros(3, dtype=torch.int32, device="meta")},
+            "order_kind is on meta and density on cpu: put all values",
+        ),
     ],
 )
-def test_other_shapes_and_types_are_refused(change: dict, complaint: str) -> None:
-    values: dict[str, Any] = {
-        "density": torch.zeros(3),
-        "pool_weight": torch.zeros(3),
-        "router": torch.zeros(3, dtype=torch.int32),
-    }
+def test_other_shapes_types_and_devices_are_refused(change: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        HeadSettings(**(values | change))
+        replace(HeadSettings.uniform(3, 0.5), **change)
 
 
-def test_a_budget_made_from_another_has_tables_of_its_own() -> None:
+def test_settings_made_from_others_have_tables_of_their_own() -> None:
     """A table that was made for other values would say nothing of these, in silence."""
-    policy = SparsePolicy()
-    head_settings = HeadSettings.uniform(2, 0.5)
-    first = head_settings.table(policy)
-    assert head_settings.table(policy) is first
-    other = replace(head_settings, density=torch.tensor([0.25, 1.0]))
+    policy, settings = SparsePolicy(), HeadSettings.uniform(2, 0.5)
+    first = settings.table(policy)
+    other = replace(settings, density=torch.tensor([0.25, 1.0]))
     assert other.table(policy)[:, SELECTION].tolist() == [0.25, 1.0]
-    assert head_settings.table(policy) is first and first[:, SELECTION].tolist() == [0.5, 0.5]
+    assert settings.table(policy) is first and first[:, SELECTION].tolist() == [0.5, 0.5]
 
 
 def test_each_value_has_its_own_column() -> None:
-    head_settings = HeadSettings(
+    settings = HeadSettings(
         density=torch.tensor([0.25, 0.5]),
         pool_weight=torch.tensor([0.5, 4.0]),
         router=torch.tensor([1, 0], dtype=torch.int32),
         output_scale=torch.tensor([0.75, 1.5]),
     )
-    table = head_settings.table(SparsePolicy(topk=0.9, simthreshd1=0.625, pvthreshd=9.0))
-    columns = dict(zip(COLUMNS, table.T.tolist(), strict=True))
-    assert columns == {
+    table = settings.table(SparsePolicy(topk=0.9, simthreshd1=0.625, pvthreshd=9.0))
+    assert dict(zip(COLUMNS, table.T.tolist(), strict=True)) == {
         "selection": [0.25, 0.5],
         "simthreshd1": [0.625, 0.625],
         "pvthreshd": [9.0, 9.0],
@@ -84,22 +79,21 @@ def test_many_policies_keep_the_tables_asked_for_last_and_recorded(
     recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded calls read theirs where it lies, whatever is asked for later."""
-    head_settings, usual = HeadSettings.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
-    table = head_settings.table(usual)
+    settings, usual = HeadSettings.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
+    table = settings.table(usual)
     if recorded:
-        monkeypatch.setattr(budget_module, "being_recorded", lambda device: True)
-        head_settings.table(usual)
+        monkeypatch.setattr(settings_module, "being_recorded", lambda device: True)
+        settings.table(usual)
         monkeypatch.undo()
-    for policy in policies(1000):
-        head_settings.table(policy)
-        assert recorded or head_settings.table(usual) is table, "it is asked for all the time"
-    assert head_settings.table(usual) is table
-    assert len(head_settings._tables) == KEPT_TABLES + recorded
+    for policy in policies(5 * KEPT_TABLES):
+        settings.table(policy)
+        assert recorded or settings.table(usual) is table, "it is asked for all the time"
+    assert settings.table(usual) is table
+    assert len(settings._tables) == KEPT_TABLES + recorded
 
 
-def test_budgets_of_layers_go_on_sharing_their_table() -> None:
-    policy = SparsePolicy()
-    of_all = HeadSettings.uniform(4, 0.5)
+def test_settings_of_layers_go_on_sharing_their_table() -> None:
+    policy, of_all = SparsePolicy(), HeadSettings.uniform(4, 0.5)
     layers = LayerSettings(of_all, [True, True], policy)
     for each in (of_all, layers[0], layers[1]):
         assert each is not None
@@ -111,12 +105,7 @@ def test_budgets_of_layers_go_on_sharing_their_table() -> None:
         assert layer.table(policy).data_ptr() == table[heads].data_ptr()
 
 
-def test_orders_lie_as_kernels_read_them_on_one_device() -> None:
+def test_orders_lie_as_kernels_read_them() -> None:
     order_kind = torch.tensor([[0, 2], [0, 1]], dtype=torch.int32)[:, 1]
-    head_settings = replace(HeadSettings.uniform(2, 0.5), order_kind=order_kind)
-    assert head_settings.order_kind is not None and head_settings.order_kind.is_contiguous()
-    assert head_settings.order_kind.tolist() == [2, 1]
-    with pytest.raises(
-        ValueError, match="order_kind is on meta and density on cpu: put all values"
-    ):
-        replace(head_settings, order_kind=torch.zeros(2, dtype=torch.int32, device="meta"))
+    found = replace(HeadSettings.uniform(2, 0.5), order_kind=order_kind).order_kind
+    assert found is not None and found.is_contiguous() and found.tolist() == [2, 1]

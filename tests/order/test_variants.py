@@ -106,25 +106,18 @@ def test_rows_of_a_video_never_leap(grid: Grid, variant: int) -> None:
     assert not leap[(np.roll(frame, -1) != frame)[to_next]].any()
 
 
-@pytest.mark.parametrize(("order_kind", "variant"), [(OrderKind.CUBES, 2), (OrderKind.ROWS, 1)])
-def test_a_later_variant_of_an_image_begins_at_the_other_end(
-    order_kind: OrderKind, variant: int
-) -> None:
-    first, later = (order_ranks(order_kind, 1, 45, 80, each) for each in (0, variant))
-    assert np.array_equal(later, np.flip(first))
+def test_a_later_variant_of_an_image_begins_at_the_other_end() -> None:
+    for order_kind, variant in ((OrderKind.CUBES, 2), (OrderKind.ROWS, 1)):
+        first, later = (order_ranks(order_kind, 1, 45, 80, each) for each in (0, variant))
+        assert np.array_equal(later, np.flip(first))
 
 
-@pytest.mark.parametrize(("variant", "later"), [(1, 21), (2, 42)])
-def test_a_later_variant_of_a_video_begins_thirds_of_a_key_block_later(
-    variant: int, later: int
-) -> None:
-    first, moved = (order_ranks(OrderKind.ROWS, 4, 6, 9, each) for each in (0, variant))
-    assert np.array_equal(moved, (first + later) % first.size)
+def test_a_later_variant_of_a_video_begins_thirds_of_a_key_block_later() -> None:
+    first, *moved = (order_ranks(OrderKind.ROWS, 4, 6, 9, variant) for variant in range(VARIANTS))
+    for ranks, later in zip(moved, (21, 42), strict=True):
+        assert np.array_equal(ranks, (first + later) % first.size)
 
 
 def test_unmeasured_heads_take_cubes_rows_cubes() -> None:
-    assert [unmeasured_kind(variant) for variant in range(VARIANTS)] == [
-        OrderKind.CUBES,
-        OrderKind.ROWS,
-        OrderKind.CUBES,
-    ]
+    kinds = [unmeasured_kind(variant) for variant in range(VARIANTS)]
+    assert kinds == [OrderKind.CUBES, OrderKind.ROWS, OrderKind.CUBES]

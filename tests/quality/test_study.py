@@ -41,9 +41,7 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
         assert 0 < row["rel_l2"] <= row["worst_rel_l2"] and row["layers"] == 1
     assert rows["ours auto"]["rel_l2"] < 0.7 * rows["drop"]["rel_l2"]
     head_settings = study.budgets(AUTO, 0.4)[0]
-    assert head_settings.density[0] != head_settings.density[1], (
-        "the heads need different densities"
-    )
+    assert head_settings.density[0] != head_settings.density[1], "what the heads need"
     with pytest.raises(ValueError, match="is no text"):
         study.perplexity(MODES[0], 0.5)
 

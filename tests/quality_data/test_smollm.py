@@ -27,23 +27,21 @@ def tiny(generator: torch.Generator, tmp_path: Path) -> SmolLM:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
 
     tensors = {"token_embd.weight": draw(258, WIDTH), "output_norm.weight": 1 + draw(WIDTH)}
+    of_heads, of_kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for layer in range(DEPTH):
-        tensors |= {
-            f"blk.{layer}.{name}.weight": draw(*shape)
-            for name, shape in {
-                "attn_norm": (WIDTH,),
-                "attn_q": (HEADS * HEAD_DIM, WIDTH),
-                "attn_k": (KV_HEADS * HEAD_DIM, WIDTH),
-                "attn_v": (KV_HEADS * HEAD_DIM, WIDTH),
-                "attn_output": (WIDTH, HEADS * HEAD_DIM),
-                "ffn_norm": (WIDTH,),
-                "ffn_gate": (HIDDEN, WIDTH),
-                "ffn_up": (HIDDEN, WIDTH),
-                "ffn_down": (WIDTH, HIDDEN),
-            }.items()
-        }
-    path = tmp_path / "tiny.gguf"
-    writer = GGUFWriter(path, "llama")
+        for name, shape in {
+            "attn_norm": (WIDTH,),
+            "attn_q": (of_heads, WIDTH),
+            "attn_k": (of_kv_heads, WIDTH),
+            "attn_v": (of_kv_heads, WIDTH),
+            "attn_output": (WIDTH, of_heads),
+            "ffn_norm": (WIDTH,),
+            "ffn_gate": (HIDDEN, WIDTH),
+            "ffn_up": (HIDDEN, WIDTH),
+            "ffn_down": (WIDTH, HIDDEN),
+        }.items():
+            tensors[f"blk.{layer}.{name}.weight"] = draw(*shape)
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_block_count(DEPTH)
     writer.add_context_length(512)
     writer.add_rope_dimension_count(HEAD_DIM)
@@ -58,7 +56,7 @@ def tiny(generator: torch.Generator, tmp_path: Path) -> SmolLM:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return SmolLM.load(path)
+    return SmolLM.load(tmp_path / "tiny.gguf")
 
 
 def by_hand(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,10 +90,8 @@ def test_attention_is_pluggable_and_causal(tiny: SmolLM) -> None:
 
     assert not torch.allclose(tiny.surprise(tokens, watch), dense)
     layers = list(tiny.layers(tokens, dtype=torch.float32))
-    assert [(layer.name, layer.grid) for layer in layers] == [
-        ("smollm 0", None),
-        ("smollm 1", None),
-    ]
+    names = [(layer.name, layer.grid) for layer in layers]
+    assert names == [("smollm 0", None), ("smollm 1", None)]
     for layer, qkv in zip(layers, seen, strict=True):
         for ours, theirs in zip((layer.q, layer.k, layer.v), qkv, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls by the kernels beside float64, the CPU and each other: magnitudes, alignments of a causal
+mask, all ways to keep everything, padding masks, autocast, many queries, upstream's thresholds."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import sparge
+from sparge import AttentionStats, BlockPlan, HeadSettings, Precision, SparsePolicy, key_padding
+from sparge.common.metrics import rel_l2
+from sparge.compat.autotune import SparseAttentionMeansim
+from sparge.compat.tuning import relative_l1
+from tests.gpu.conftest import Kernels, every_kernel, no_waits
+
+pytestmark = pytest.mark.gpu
+
+attention: Any = sparge.attention
+DENSE = SparsePolicy(topk=1.0)
+EXACT = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
+
+#: Factors of q, k and v, tokens, head_dim and whether the call is causal.
+FACTORS = (
+    *((x, x, 1.0, 640, d, False) for x in (30.0, 700.0, 13000.0, 1e8) for d in (64, 128)),
+    *((x, x, 1.0, 300, 64, causal) for x in (0.0, 1e-3, 1e-21, 1e-38) for causal in (False, True)),
+    *((x, 1 / x, 1.0, 300, 128, False) for x in (1e-18, 1e-6, 1e6, 1e18)),
+    *((1.0, 1.0, x, 1000, 64, False) for x in (1e-30, 1e-10, 1e10, 1e30)),
+)
+
+
+@every_kernel
+@pytest.mark.parametrize(("of_q", "of_k", "of_v", "tokens", "head_dim", "is_causal"), FACTORS)
+def test_logits_of_any_size_are_as_float64_says(
+    of_q, of_k, of_v, tokens, head_dim, is_causal, kernels: Kernels, force, make_qkv
+) -> None:
+    """Where logits are large a row gets its own value, where they are tiny the mean of all."""
+    force(kernels)
+    q, k, v = make_qkv(1, 2, tokens, head_dim, dtype=torch.float32, device="cuda")
+    if of_q == of_k:
+        k = q
+    q, k, v = (q * of_q).bfloat16(), (k * of_k).bfloat16(), ((v + 1) * of_v).bfloat16()
+    if of_q < 1 and of_q == of_k:
+        q[:, :, 100:164] = 0  # a query block's half and a key block of zeros beside tiny ones
+        k = q
+    scale = 1e-3 if of_q == 0 else head_dim**-0.5  # times the infinity of a masked key: no NaN
+    options = {"is_causal": is_causal, "scale": scale, "output_dtype": torch.float32}
+    out, lse = attention(q, k, v, DENSE, return_lse=True, **options)
+    truth = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+    assert rel_l2(out.double() / of_v, truth / of_v) < 0.05
+    if of_q == of_k >= 30:
+        own = q.double().square().sum(-1) * scale
+        torch.testing.assert_close(lse.double(), own, rtol=0.02, atol=1.0)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, causal: str) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of float64 attention; rows that see nothing are 0 and -inf."""
+    queries, keys = q.shape[2], k.shape[2]
+    last_seen = torch.arange(queries, device="cuda").unsqueeze(-1)
+    if causal == "bottom-right":
+        last_seen = last_seen + keys - queries
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    logits = q.double() @ k.mT * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(torch.arange(keys, device="cuda") > last_seen, -torch.inf)
+    return logits.softmax(-1).nan_to_num(0.0) @ v, logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("causal", ["top-left", "bottom-right"])
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim"),
+    [(1, 4000, 128), (1, 65, 64), (130, 2049, 96), (1024, 1536, 64), (700, 300, 128), (300, 1, 40)],
+)
+def test_sees_what_the_alignment_says(
+    make_qkv, poison, causal: str, precision: Precision, queries: int, keys: int, head_dim: int
+) -> None:
+    q, k, v = make_qkv(2, 4, queries, head_dim, kv_heads=2, kv_tokens=keys, device="cuda")
+    truth, truth_lse = dense(q, k, v, causal)
+    policy, stats = replace(DENSE, precision=precision), AttentionStats("cuda")
+    out, lse = attention(q, k, v, policy, causal=causal, return_lse=True, stats=stats)
+    # Noise attended to by noise, where no error averages out: as in test_long_sequences.
+    assert rel_l2(out, truth) < (0.01 if precision is Precision.SIXTEEN_BIT else 0.06)
+    assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
+    assert torch.where(truth_lse == -torch.inf, 0, lse - truth_lse).abs().max() < 0.1
+    assert (stats.calls, stats.density) == (1, 1.0)
+
+
+@pytest.mark.parametrize("pool_weight", [None, 0.5])
+@pytest.mark.parametrize(("queries", "keys"), [(256, 2240), (2240, 256)])
+def test_sparse_calls_of_another_alignment_are_those_of_the_reference(
+    make_qkv, pool_weight: float | None, queries: int, keys: int
+) -> None:
+    qkv = make_qkv(1, 4, queries, 64, kv_tokens=keys)
+    policy = SparsePolicy(topk=0.3, precision=Precision.INT8_FP16, attention_sink=True)
+
+    def run(device: str) -> tuple[Tensor, Tensor, list[int]]:
+        stats, settings = AttentionStats(device), None
+        if pool_weight is not None:
+            settings = HeadSettings.uniform(4, 0.3, pool_weight, device=device)
+        options = {"causal": "bottom-right", "head_settings": settings, "stats": stats}
+        given = (x.to(device) for x in qkv)
+        out, lse = attention(*given, policy, return_lse=True, **options)
+        return out.cpu(), lse.cpu(), stats.counters.tolist()
+
+    (out, lse, counters), (truth, truth_lse, truth_counters) = run("cuda"), run("cpu")
+    assert counters == truth_counters
+    assert rel_l2(out, truth) < 0.01
+    torch.testing.assert_close(lse, truth_lse, rtol=1e-3, atol=1e-2)
+
+
+def test_both_parts_of_a_causal_call_wait_for_nothing_and_may_be_exact(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, 128, 64, kv_tokens=900, device="cuda")
+    expected = attention(q, k, v, DENSE, causal="bottom-right")
+    policy = SparsePolicy(topk=0.5, exact_prefix=2**31)
+    attention(q, k, v, policy, causal="bottom-right")
+    with no_waits():
+        out = attention(q, k, v, policy, causal="bottom-right")
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "lengths", [None, (1100, 700), (100, 100)], ids=["full", "ragged", "short"]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_all_blocks_are_kept_alike_by_a_share_a_mask_and_a_plan(
+    is_causal: bool, lengths, make_qkv
+) -> None:
+    """Blocks without a pair that a plan keeps do not count."""
+    q, k, v = make_qkv(2, 4, 1100, 128, kv_heads=2, device="cuda")  # 9 by 18 blocks, ragged
+    if lengths is not None:
+        lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    ones = torch.ones(2, 4, 9, 18, dtype=torch.bool, device="cuda")
+    rules = (1100, 1100, is_causal, lengths)
+    plan = BlockPlan.from_kept(ones, *rules)
+
+    def run(**given: Any) -> tuple[Tensor, ...]:
+        stats = AttentionStats("cuda")
+        named = {"is_causal": is_causal, "key_lengths": lengths, "stats": stats, **given}
+        result = attention(q, k, v, DENSE, return_lse=True, **named)
+        assert stats.density == 1
+        return (*result, stats.counters)
+
+    wanted = run()
+    ways: list[dict[str, Any]] = [{"block_mask": ones}, {"plan": plan}]
+    if lengths is not None and lengths.max() < 128:  # all rows see all keys that count
+        stray = torch.full_like(plan.block_map, -1)
+        ways.append({"plan": BlockPlan(stray, plan.counts, *rules)})
+    for given in ways:
+        assert all(map(torch.equal, run(**given), wanted)), given.keys()
+
+
+def waits_of(mask: Tensor) -> int:
+    """Synchronisations that one call costs."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            key_padding(mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_padding_mask_waits_once(make_qkv, inference: bool) -> None:
+    q, k, v = make_qkv(2, 4, 900, 64, kv_heads=2, device="cuda")
+    places = torch.arange(900, device="cuda")
+    with torch.inference_mode(inference):
+        # Padding between a text and the rest, and behind all.
+        mask = torch.stack([(places < 60) | (places > 200), places < 800])[:, None, None]
+        assert [waits_of(mask), waits_of(mask)] == [1, 0]
+        keys, values, lengths = key_padding(mask).apply(k, v)
+        out = attention(q, keys, values, EXACT, key_lengths=lengths)
+        truth = scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=True
+        )
+    assert rel_l2(out, truth) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(make_qkv, dtype: torch.dtype) -> None:
+    qkv = make_qkv(1, 2, 700, 64, device="cuda", dtype=torch.float32)
+    for head_settings in (None, HeadSettings.uniform(2, 0.3, 0.5, device="cuda")):
+        expected = attention(*qkv, head_settings=head_settings)
+        with torch.autocast("cuda", dtype):
+            assert torch.equal(attention(*qkv, head_settings=head_settings), expected)
+
+
+def test_many_queries_of_one_key_head(generator: torch.Generator) -> None:
+    """There are more runs of query blocks than a grid's second axis has places."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of free memory")
+    q = torch.zeros(1, 64, 540_000, 64, dtype=torch.bfloat16, device="cuda")
+    rows = [0, 127, 128, 270_001, 539_999]
+    some = torch.randn(1, 64, len(rows), 64, generator=generator).to("cuda", torch.bfloat16)
+    q[:, :, rows] = some
+    k, v = torch.randn(2, 1, 1, 300, 64, generator=generator).to("cuda", torch.bfloat16)
+    # Whose blocks nothing drops, though Q is averaged to see that.
+    policy = SparsePolicy(topk=0.5, simthreshd1=2.0, precision=Precision.SIXTEEN_BIT)
+    out = attention(q, k, v, policy)[:, :, rows]
+    truth = scaled_dot_product_attention(some.float(), k.float(), v.float(), enable_gqa=True)
+    assert rel_l2(out, truth) < 0.01
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("tune_pv", "bound"), [(True, 0.07), (False, 0.06)])
+def test_heads_tuned_as_upstream_tunes_keep_to_their_bound(
+    generator: torch.Generator, head_dim: int, tune_pv: bool, bound: float
+) -> None:
+    kinds = torch.randn(1, 4, 16, 1, head_dim, generator=generator)
+    noise = 0.3 * torch.randn(2, 4, 16, 125, head_dim, generator=generator)
+    around = (kinds + noise).flatten(2, 3).bfloat16().cuda()
+    v = torch.randn(1, 4, 2000, head_dim, generator=generator).bfloat16().cuda()
+    q, k = 0.7 * around[:1], around[1:]
+    attend = SparseAttentionMeansim(l1=0.06, pv_l1=0.07, tune_pv=tune_pv)
+    exact = attend(q, k, v, tune_mode=True)
+    assert torch.equal(exact, scaled_dot_product_attention(q, k, v))
+    out, sparsity = attend(q, k, v, return_sparsity=True)
+    assert sparsity > 0.1
+    assert attend.is_sparse is not None and attend.is_sparse.any()  # E4M3 may err more than a bound
+    assert (relative_l1(out, exact) < bound).all()
