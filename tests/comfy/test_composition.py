@@ -38,7 +38,7 @@ def test_the_later_of_two_nodes_replaces_the_earlier(comfyui):
 
 def test_nothing_piles_up_over_many_steps(comfyui):
     got = comfyui.run("many_steps", steps=100)
-    assert (got["forwards"], got["depths"]) == (100, 1)
+    assert (got["forwards"], got["depths"]) == (100, 2), "of self- and of cross-attention"
 
 
 def test_core_sparse_node_on_the_same_model_is_named(comfyui):
