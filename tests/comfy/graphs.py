@@ -8,7 +8,7 @@ from typing import Any
 ALL_WIDGETS = {
     "mode": "manual", "topk": 0.5, "pvthreshd": 15.0, "start_percent": 0.2, "end_percent": 1.0,
     "min_tokens": 100, "dense_blocks": "", "select_by": "topk", "cdfthreshd": 0.98,
-    "simthreshd1": -0.1, "quality": "balanced",
+    "simthreshd1": -0.1, "quality": "balanced", "exact_dense": False,
 }  # fmt: skip
 
 

@@ -41,7 +41,9 @@ def test_the_schema_reaches_the_browser(node_info):
     assert inputs["profile"][0] == "SPARGE_PROFILE"
     assert {name: inputs[name][1]["default"] for name in ALL_WIDGETS} == ALL_WIDGETS | {
         "min_tokens": 4096,
-        "mode": "auto quality",  # for nodes that are added now; saved graphs name theirs
+        # For nodes that are added now; saved graphs name theirs.
+        "mode": "auto quality",
+        "start_percent": 0.1,
     }
     sliders = [name for name in ALL_WIDGETS if inputs[name][1].get("display") == "slider"]
     shown = [name for name in ALL_WIDGETS if not inputs[name][1].get("advanced")]
@@ -49,7 +51,10 @@ def test_the_schema_reaches_the_browser(node_info):
 
 
 def said_by_the_node(server, prompt: dict[str, Any]) -> str:
-    (text,) = (text for node, text in server.run_graph(prompt) if node == "2")
+    """The last text; those before it tell how far the run is."""
+    *before, text = (text for node, text in server.run_graph(prompt) if node == "2")
+    assert all(re.fullmatch(r"Step \d of 4: .+ s a step, about .+ s left", each) for each in before)
+    assert len(before) <= 3
     return text
 
 
