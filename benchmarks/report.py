@@ -110,9 +110,10 @@ def runs_table() -> str:
     for row in read(RUNS):
         without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
         name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
-        lines.append([name, without, sparse, f"{row['ratio']:.2f}"])
-    head = ("20 steps", "ComfyUI's attention", "auto budget 0.2", "times as fast")
-    return "\n" + table(head, lines) + source(RUNS) + "\n"
+        gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
+        lines.append([name, without, sparse, f"{row['ratio']:.2f}", f"{gpu}, {row['commit']}"])
+    head = ("20 steps", "ComfyUI's attention", "auto budget 0.2", "times as fast", "GPU, commit")
+    return "\n" + table(head, lines) + "\n"
 
 
 def measurements_table() -> str:
