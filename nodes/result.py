@@ -97,7 +97,7 @@ class RunResult:
     profile: Profile | None = None
     """Profile that this run measured, and that can be saved."""
     from_profile: bool = False
-    """Whether choices of some shape came from a profile."""
+    """Whether settings of some shape came from a profile."""
     profile_name: str = ""
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""

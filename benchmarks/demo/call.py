@@ -44,7 +44,7 @@ class Row:
 
 
 def run(dense: DenseRun, out: Path) -> list[Row]:
-    layers = [call.layer for call in dense.calibrated]
+    layers = [call.layer for call in dense.measured_calls]
     q, k, v = (torch.cat([getattr(layer, part) for layer in layers], 1) for part in "qkv")
     heads = (slice(head, head + 1) for head in range(q.shape[1]))
     truth = torch.cat(

@@ -8,10 +8,10 @@ python -m benchmarks.quality --data dit [--weights FILE --called "dit of seed 1"
 python -m benchmarks.quality --data dit --targets [high balanced fast .05] [--seed N] [--clips N]
 
 Each mode runs through `sparge.attention`, its kernels on a GPU and the reference on a CPU, but
-for `sol`, a peer's method (sol.py), which does not serve texts. Calibration sees other query blocks
+for `sol`, a peer's method (sol.py), which does not serve texts. Measuring sees other query blocks
 of the very calls that dino is judged on, and the same text's next part for smollm. Of the small
 video DiT clips are sampled in each mode against the same clips sampled dense (the first 4 of 20
-steps are dense in both, and calibration sees the last of those). --grid makes them small enough for
+steps are dense in both, and the last of those is measured). --grid makes them small enough for
 a CPU. Clips are those of the scenes --seed, --seed + 1 and so on.
 
 --targets samples clips as the node's mode auto quality does, a JSON line for each target error: by
@@ -57,10 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="*", type=_target, help="target errors, dit")
     parser.add_argument("--blocks", type=int, default=8, help="query blocks a call to judge by")
     parser.add_argument(
-        "--calibration-blocks",
+        "--measured-blocks",
         type=int,
         default=2 * BLOCKS_A_CALL,
-        help="and to calibrate on; by default as many as a run with cond and uncond samples",
+        help="and to measure; by default as many as a run with cond and uncond samples",
     )
     parser.add_argument("--perplexity", nargs="*", type=float, default=[], help="densities, smollm")
     parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention calls to judge modes by, and those that calibration may see."""
+"""Attention calls to judge modes by, and those that a measurement may see."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from benchmarks.quality_data.smollm import SmolLM
 from benchmarks.quality_data.text import python_reference
 
 FRAMES, HEIGHT, WIDTH = 12, 448, 672  # of a procedural clip
-TEXT_PARTS = 4  # of the text: the first is judged by, the second calibrated on
+TEXT_PARTS = 4  # of the text: the first is judged by, the second measured
 
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """Calls of the same layers; judged and calibrated on may be the same calls, for the sampled
+    """Calls of the same layers; judged and measured ones may be the same calls, for the sampled
     query blocks differ then."""
 
     name: str
     judged: list[Call]
-    calibrated: Iterable[Call]
-    """Calls of each layer to calibrate on."""
+    measured_calls: Iterable[Call]
+    """Calls of each layer that are measured."""
     text: tuple[SmolLM, Tensor] | None = None
     """The language model and the tokens to take the perplexity of."""
 
@@ -62,8 +62,8 @@ def _smollm(options: Namespace) -> DataSet:
     tokens, others = (
         model.tokens(python_reference(part, TEXT_PARTS), options.tokens) for part in (0, 1)
     )
-    judged, calibrated = (_calls(model.layers(each), True) for each in (tokens, others))
-    return DataSet(f"smollm {options.tokens}", list(judged), calibrated, (model, tokens))
+    judged, measured_calls = (_calls(model.layers(each), True) for each in (tokens, others))
+    return DataSet(f"smollm {options.tokens}", list(judged), measured_calls, (model, tokens))
 
 
 def _calls(layers: Iterator[Layer], is_causal: bool) -> Iterator[Call]:

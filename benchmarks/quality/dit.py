@@ -23,7 +23,7 @@ from sparge.order.grid import TokenGrid
 
 STEPS = 20
 DENSE_STEPS = 4  # 20 %
-CALIBRATED_STEP = DENSE_STEPS - 1  # as in sparge/tune/schedule.py
+MEASURED_STEP = DENSE_STEPS - 1  # as in sparge/tune/schedule.py
 TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900"
 
 
@@ -39,8 +39,8 @@ class DenseRun:
     """The latent after the dense steps, from which sparse runs go on."""
     clip: Tensor
     """(frames, rows, columns, 3) in [0, 1]."""
-    calibrated: list[Call]
-    """The calls of CALIBRATED_STEP."""
+    measured_calls: list[Call]
+    """The calls of MEASURED_STEP."""
 
     def finished(self, attention: Attention = dense) -> Tensor:
         """Clip (frames, rows, columns, 3) whose steps after the dense ones run with `attention`."""
@@ -69,19 +69,19 @@ def sample_dense(model: VideoDiT, size: tuple[int, int, int], seed: int) -> Dens
     grid = TokenGrid(*size)
     latent = begun = starting_noise(1, size, seed)
     sigmas = flow.sampling_sigmas(STEPS)
-    calibrated: list[Call] = []
+    measured_calls: list[Call] = []
 
     def watched(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
         layer = Layer(f"dit layer {block}", q.bfloat16(), k.bfloat16(), v.bfloat16(), grid)
-        calibrated.append(Call(layer, is_causal=False, place=block))
+        measured_calls.append(Call(layer, is_causal=False, place=block))
         return dense(q, k, v, block)
 
     for step in range(STEPS):
         if step == DENSE_STEPS:
             begun = latent
-        attention = watched if step == CALIBRATED_STEP else dense
+        attention = watched if step == MEASURED_STEP else dense
         latent = euler(model, latent, text, sigmas[step : step + 2], attention=attention)
-    return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], calibrated)
+    return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], measured_calls)
 
 
 def named(grid: TokenGrid, what: str) -> str:

@@ -19,7 +19,7 @@ class JudgedHeads:
 
     found: Tensor
     expected: Tensor
-    """Errors that the choices expect."""
+    """Errors that the settings expect."""
     dropped: Tensor
     """Errors of upstream's drop of the same tensors, at each head's own density."""
     head_weight: Tensor

@@ -63,8 +63,8 @@ class Call:
         left = sorted(set(range(len(blocks))) - exact - set(avoid))
         if len(left) < count:
             raise ValueError(
-                f"The call has {len(left)} query blocks that calibration did not see; {count} are "
-                "asked for. Ask for fewer blocks or more tokens."
+                f"The call has {len(left)} query blocks that the measurement did not see; {count} "
+                "are asked for. Ask for fewer blocks or more tokens."
             )
         places = torch.randperm(len(left), generator=torch.Generator().manual_seed(seed))[:count]
         found = torch.cat([blocks[left[place]] for place in sorted(places.tolist())])

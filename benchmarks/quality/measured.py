@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head settings by the library's own calibration, and the query blocks that it has seen."""
+"""Head settings by the library's own measuring, and the query blocks that it has seen."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class Measured:
             seen[call.place].update(measurement.next_query_blocks(call.place))
             measurement.add(call.place, q, k, v)
         if measurement is None or len(seen) != layers:
-            raise ValueError(f"Calibration saw {len(seen)} layers; {layers} are judged.")
+            raise ValueError(f"The measurement saw {len(seen)} layers; {layers} are judged.")
         return cls(measurement, seen)
 
     def budgets(
         self, mean_density: float, device: torch.device | str = "cpu"
     ) -> list[HeadSettings]:
         """Head settings of each layer, by place; all of them were measured."""
-        choices = self.measurement.error_table().choose(mean_density=mean_density)
+        settings = self.measurement.error_table().choose(mean_density=mean_density)
         measured = [
             head_settings
-            for head_settings in choices.of_layers(device)
+            for head_settings in settings.of_layers(device)
             if head_settings is not None
         ]
-        assert len(measured) == choices.layers
+        assert len(measured) == settings.layers
         return measured
 
 

@@ -28,8 +28,8 @@ class Mode:
     sol: bool = False
     """One pooled term a query block, from its mean query, for all that it drops."""
     measured: bool = False
-    """Whether calibration chose what a head keeps and how it makes up for the rest, under the mean
-    density."""
+    """Whether what a head keeps, and how it makes up for the rest, was measured and chosen under
+    the mean density."""
     text_sink: bool = False
     """Under causal the first key block is exact: a language model's first token takes the attention
     that a head has no use for, and the mean of its block hides it from routing."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.quality.dit import CALIBRATED_STEP, DENSE_STEPS, STEPS, DenseRun
+from benchmarks.quality.dit import DENSE_STEPS, MEASURED_STEP, STEPS, DenseRun
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.modes import BY_NAME, Mode, attention, order_of
 from benchmarks.shares import share_of
@@ -47,12 +47,12 @@ class TunedHeads:
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []
-        """(heads,) float64 for each call of the last run: errors that the choices expect."""
+        """(heads,) float64 for each call of the last run: errors that the settings expect."""
         self.dropped: list[Tensor] = []
         """(heads,) float64 for each call: errors of upstream's drop of the same tensors, at each
         head's own density."""
         self.head_weight: list[Tensor] = []
-        """(heads,) for each call: head weights of the choices."""
+        """(heads,) for each call: head weights of the settings."""
 
     def begin_step(self, step: int) -> None:
         if step == 0:
@@ -67,9 +67,9 @@ class TunedHeads:
         )
         for judged in self._judgement():
             judged.clear()
-        self._begin(CALIBRATED_STEP - 1).end()  # which tells how many conditionings there are
-        measured = self._begin(CALIBRATED_STEP)
-        for call in self._run.calibrated:
+        self._begin(MEASURED_STEP - 1).end()  # which tells how many conditionings there are
+        measured = self._begin(MEASURED_STEP)
+        for call in self._run.measured_calls:
             measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)
         measured.end()
 

@@ -18,7 +18,7 @@ from sparge.head_settings import HeadSettings
 
 
 class Study:
-    """Calls of a data set, the rows that they are judged by, and what calibration measured."""
+    """Calls of a data set, the rows that they are judged by, and what a measurement found."""
 
     def __init__(
         self, data: DataSet, modes: Iterable[Mode], blocks: int, measurement_blocks: int, seed: int
@@ -27,8 +27,8 @@ class Study:
         self._measured: Measured | None = None
         seen: Mapping[int, set[int]] = {}
         if any(mode.measured for mode in modes):
-            self._measured = Measured.on(data.calibrated, data.layers, measurement_blocks)
-            if data.calibrated is data.judged:
+            self._measured = Measured.on(data.measured_calls, data.layers, measurement_blocks)
+            if data.measured_calls is data.judged:
                 seen = self._measured.seen
         self._tokens = [
             call.drawn(blocks, seed + index, seen.get(call.place, ()))
@@ -49,7 +49,7 @@ class Study:
         return [by_place[call.place] for call in calls]
 
     def row(self, mode: Mode, density: float) -> Row:
-        """Row of errors on the judged rows, which calibration has not seen."""
+        """Row of errors on the judged rows, which the measurement has not seen."""
         errors: list[HeadError] = []
         densities = []
         budgets = self.budgets(mode, density)

@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 def python_reference(part: int, parts: int) -> str:
     """The articles number part, part + parts, part + 2 parts ... in order of their names.
 
-    Different parts share no article, so one may be calibrated on and another judged by.
+    Different parts share no article, so one may be measured and another judged.
     """
     names = sorted(topics)
     return "\n\n".join(topics[name] for name in names[part::parts])

@@ -2,7 +2,7 @@
 """Errors of the heads of a model under every candidate, and the choice of what each head gets.
 
     error_table = measurement.error_table()  # waits for the GPU
-    choices = error_table.choose(mean_density=0.2)
+    settings = error_table.choose(mean_density=0.2)
 
 A target is the mean error of the heads, each by its weight: quality at a target is the density that
 is expected to leave that error. A target for every head by itself would keep nearly everything of
@@ -130,7 +130,7 @@ class ErrorTable:
         if (target is None) == (mean_density is None):
             raise ValueError("Give a target error or a mean density: one of the two.")
         if mean_density is not None:
-            return self.choices(self.hulls(mean_density).climb(mean_density))
+            return self.settings(self.hulls(mean_density).climb(mean_density))
         assert target is not None
         weights = self.head_weight[:, None]
         whole = np.hypot(self.errors, ROUNDING)
@@ -138,7 +138,7 @@ class ErrorTable:
         chosen = allocate.meet_error(
             self.errors * weights, self.costs, self.kept, whole * weights, most
         )
-        return self.choices(chosen)
+        return self.settings(chosen)
 
     def hulls(self, mean_density: float) -> allocate.HullSteps:
         """Hull steps, with a remark in the log where a run keeps more than the mean density that
@@ -153,7 +153,7 @@ class ErrorTable:
                 _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
         return hulls
 
-    def choices(self, chosen: allocate.Indices) -> SettingsTable:
+    def settings(self, chosen: allocate.Indices) -> SettingsTable:
         """Head settings of the chosen candidates, one for each head of measured layers."""
         heads = np.arange(len(chosen))
         shape = (len(self.order_kinds), len(self.densities), len(self.candidates.pool_weights))

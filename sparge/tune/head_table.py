@@ -63,7 +63,7 @@ class HeadTable:
         self.probe: Probe | None = None
         self.why_dense: str | None = None
         self.from_profile = False
-        """Whether choices are those of a profile: what they were measured on may be another
+        """Whether settings are those of a profile: what they were measured on may be another
         model.
         """
         self.one_order = False
@@ -102,12 +102,12 @@ class HeadTable:
         return self._steps is not None
 
     @property
-    def choices(self) -> SettingsTable | None:
-        """First choices, as if all steps were alike; None before there are any."""
+    def settings(self) -> SettingsTable | None:
+        """First settings, as if all steps were alike; None before there are any."""
         return None if self._steps is None else self._steps.first
 
     def begin_pass(self, facts: PassFacts) -> None:
-        """Begins a pass. Waits for the GPU where choices are made."""
+        """Begins a pass. Waits for the GPU where settings are made."""
         may_be_sparse = facts.why_dense is None
         self._batch_entries = len(facts.conditioning)
         if self._steps is None and self.why_dense is None:
@@ -242,10 +242,10 @@ class HeadTable:
             if not (no_nan[row] and no_inf[row]):
                 self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
 
-    def use_profile(self, choices: SettingsTable) -> None:
-        """Takes the choices of a profile instead of measuring."""
+    def use_profile(self, settings: SettingsTable) -> None:
+        """Takes the settings of a profile instead of measuring."""
         self.from_profile = True
-        self._use(StepSettings(self._aim, None, profile=choices))
+        self._use(StepSettings(self._aim, None, profile=settings))
 
     def _use(self, steps: StepSettings) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
@@ -256,7 +256,7 @@ class HeadTable:
 
     def _begin_step(self, steps: StepSettings, facts: PassFacts) -> None:
         """Takes the head settings of the step of this pass. Passes that were dense to be measured
-        have no part in the mean. Waits for the GPU where choices are made anew or, as the noise
+        have no part in the mean. Waits for the GPU where settings are made anew or, as the noise
         level of the pass did, where steps differ."""
         assert self.probe is not None
         self._first = self._first or facts
@@ -278,14 +278,14 @@ class HeadTable:
         unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED
         return head_settings or self.refusal(row) or unknown
 
-    def _give(self, choices: SettingsTable) -> None:
+    def _give(self, settings: SettingsTable) -> None:
         """Sets head settings for the calls from now on."""
-        self._of_layers = choices.of_layers(self.device, self._policy, before=self._of_layers)
-        self._kept = self._kept_shares(choices.density, choices.floor).mean(1).tolist()
+        self._of_layers = settings.of_layers(self.device, self._policy, before=self._of_layers)
+        self._kept = self._kept_shares(settings.density, settings.floor).mean(1).tolist()
 
     def predicted(self) -> Tensor:
         """(rows, heads) float32: the error expected in the steps so far, their mean."""
-        return _mean([choices.error for choices in self._given()])
+        return _mean([settings.error for settings in self._given()])
 
     def _given(self) -> list[SettingsTable]:
         """Choices that steps have had so far; those of the first before it."""
@@ -327,7 +327,7 @@ class HeadTable:
             self.probe.compare(row, *call.qkv, rows, number=number, scale=call.scale)
 
     def _measure_again(self, steps: StepSettings, row: int, call: Call, place: int) -> None:
-        """Once a layer in a step, however often that is evaluated. Without memory for it, choices
+        """Once a layer in a step, however often that is evaluated. Without memory for it, settings
         go on from what was measured before."""
         if steps.again is None or steps.again.blocks_measured[row]:
             return

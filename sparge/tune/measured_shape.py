@@ -24,7 +24,7 @@ class MeasuredShape:
     density: Tensor
     """Share of attention that was kept, forced blocks included, as in `HeadTable.density`."""
     predicted: Tensor
-    """Relative L2 error expected when the choices were made, the mean over the steps."""
+    """Relative L2 error expected when the settings were made, the mean over the steps."""
     probed: Tensor
     """Relative L2 error found in sparse calls, against exact attention; NaN where no call was
     probed."""
@@ -41,14 +41,14 @@ class MeasuredShape:
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
         """Sums up a table. Waits for the GPU."""
-        assert table.choices is not None and table.probe is not None
+        assert table.settings is not None and table.probe is not None
         layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
         tables = (table.density(), table.predicted(), table.probe.relative_errors())
         order_kinds: dict[OrderKind, int] = {}
         if table.shape.grid is not None:
-            taken = table.choices.order_kind[layers].flatten().tolist()
+            taken = table.settings.order_kind[layers].flatten().tolist()
             order_kinds = {order_kind: taken.count(order_kind) for order_kind in OrderKind}
-        chosen = table.choices
+        chosen = table.settings
         tables = (*tables, chosen.head_weight, chosen.pool_weight)
         of_layers = (x[layers] for x in tables)
         return cls(

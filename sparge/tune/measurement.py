@@ -3,8 +3,8 @@
 
     measurement = Measurement.begin(layers=48, heads=24, workload=Workload(order), device="cuda")
     measurement.add(layer, q, k, v)              # in dense calls; never waits
-    choices = measurement.error_table().choose(mean_density=0.2)  # between steps; waits
-    head_settings = choices.head_settings(layer, "cuda")
+    settings = measurement.error_table().choose(mean_density=0.2)  # between steps; waits
+    head_settings = settings.head_settings(layer, "cuda")
 
 One measurement is for one conditioning and one token count.
 """

@@ -20,7 +20,7 @@ from .settings_table import SettingsTable
 
 METADATA_KEY = "sparge_profile"
 LARGEST = 16 << 20  # bytes; 100 layers of 64 heads at ten token counts are 4 MB
-NORM = "norm."  # begins the names of norm tensors; choices are "0.density", "1.pool_weight"
+NORM = "norm."  # begins the names of norm tensors; settings are "0.density", "1.pool_weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Profile:
     """Choices by conditioning and tokens, and the model they were measured on."""
 
     fingerprint: Fingerprint
-    choices: Mapping[Table, SettingsTable]
+    settings: Mapping[Table, SettingsTable]
     mode: str
     """Meaning of `asked`: "quality" for a target error, "budget" for a mean density."""
     asked: float
@@ -42,25 +42,25 @@ class Profile:
         return model.compare(self.fingerprint)
 
     def nearest(self, wanted: Table, layers: int, heads: int) -> tuple[Table, SettingsTable] | None:
-        """Returns the choices that fit a call of so many layers and heads best, and the table they
+        """Returns the settings that fit a call of so many layers and heads best, and the table they
         were measured for.
 
         Choices are shares, so those of one text length hold for others: of the same grid the
         nearest one is taken, first of all the same. Without a grid the count of tokens has to be
-        the same, and there is one token order, so choices must not take others.
+        the same, and there is one token order, so settings must not take others.
         """
         fits = {
-            table: choices
-            for table, choices in self.choices.items()
-            if choices.density.shape == (layers, heads)
+            table: settings
+            for table, settings in self.settings.items()
+            if settings.density.shape == (layers, heads)
         }
         apart = {table: wanted.differs_in_text_by(table) for table in fits}
         of_grid = [(texts, table) for table, texts in apart.items() if texts is not None]
         if of_grid:
             _, table = min(of_grid, key=lambda found: found[0])
             return table, fits[table]
-        choices = fits.get(wanted)
-        return None if choices is None or choices.order_kind.any() else (wanted, choices)
+        settings = fits.get(wanted)
+        return None if settings is None or settings.order_kind.any() else (wanted, settings)
 
     def save(self, path: Path) -> None:
         """Writes to `path` at once or not at all.
@@ -71,12 +71,12 @@ class Profile:
         tensors: dict[str, Tensor] = {
             NORM + name: norm.contiguous() for name, norm in self.fingerprint.norms.items()
         }
-        for index, choices in enumerate(self.choices.values()):
-            tensors |= {f"{index}.{name}": x for name, x in tensors_of(choices).items()}
+        for index, settings in enumerate(self.settings.values()):
+            tensors |= {f"{index}.{name}": x for name, x in tensors_of(settings).items()}
         header = Header(
             self.fingerprint.architecture,
-            tuple(self.choices),
-            tuple(choices.floor for choices in self.choices.values()),
+            tuple(self.settings),
+            tuple(settings.floor for settings in self.settings.values()),
             self.mode,
             self.asked,
             self.created,
@@ -97,7 +97,7 @@ class Profile:
             ProfileError: there is no such file, or it is no profile; the message says why.
         """
         tensors, header = _read(path)
-        choices = {
+        settings = {
             table: checked_choices(tensors, f"{index}.", floor)
             for index, (table, floor) in enumerate(zip(header.tables, header.floors, strict=True))
         }
@@ -112,7 +112,7 @@ class Profile:
             )
         return cls(
             Fingerprint(header.architecture, norms),
-            choices,
+            settings,
             header.mode,
             header.asked,
             header.created,

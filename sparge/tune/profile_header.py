@@ -36,7 +36,7 @@ GRID_KEYS: dict[str, Any] = {part.name: int for part in fields(TokenGrid)}
 
 
 class Table(NamedTuple):
-    """Conditions that one set of choices was measured for."""
+    """Conditions that one set of settings was measured for."""
 
     conditioning: str
     tokens: int

@@ -26,9 +26,9 @@ TENSORS = {
 }
 
 
-def tensors_of(choices: SettingsTable) -> dict[str, Tensor]:
-    """Copies of the tensors: choices may share what safetensors wants apart."""
-    return {name: getattr(choices, name).to("cpu", copy=True).contiguous() for name in TENSORS}
+def tensors_of(settings: SettingsTable) -> dict[str, Tensor]:
+    """Copies of the tensors: settings may share what safetensors wants apart."""
+    return {name: getattr(settings, name).to("cpu", copy=True).contiguous() for name in TENSORS}
 
 
 def checked_choices(tensors: dict[str, Tensor], prefix: str, floor: int) -> SettingsTable:

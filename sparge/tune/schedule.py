@@ -19,7 +19,7 @@ class MeasuringSchedule:
     2. after the dense steps, until `is_done` holds: such a pass is dense for that purpose. So is
        the first of each conditioning in a run without dense steps.
 
-    A conditioning that first comes when another's sparse pass has begun takes the choices as they
+    A conditioning that first comes when another's sparse pass has begun takes the settings as they
     are.
     """
 

@@ -174,11 +174,11 @@ class Session:
         if self.aim is None:
             return None
         measured = [x for x in self.tables.chosen_of_sampled if not x.from_profile]
-        choices = {x.shape: x.choices for x in measured if x.choices is not None}
-        if not choices:
+        settings = {x.shape: x.settings for x in measured if x.settings is not None}
+        if not settings:
             return None
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        found = {table_of(shape): choice for shape, choice in choices.items()}
+        found = {table_of(shape): choice for shape, choice in settings.items()}
         return Profile(model, found, self.aim.kind, self.aim.value, created, notes or {})
 
     def end(self) -> None:

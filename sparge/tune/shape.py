@@ -16,7 +16,7 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape that one set of choices is for: conditionings of one shape share theirs."""
+    """Shape that one set of settings is for: conditionings of one shape share theirs."""
 
     tokens: int
     heads: int
@@ -45,5 +45,5 @@ class Shape:
 
 
 def table_of(shape: Shape) -> Table:
-    """Table of a profile that holds the choices of a shape."""
+    """Table of a profile that holds the settings of a shape."""
     return Table(SHARED, shape.tokens, shape.grid)

@@ -16,9 +16,9 @@ from .settings_table import SettingsTable
 
 #: Times that heads are measured again, after equal numbers of steps.
 MEASURED_AGAIN = 2
-#: Least number of steps between two choices.
+#: Least number of steps between two settings.
 LEAST_STEPS = 6
-#: Steps between two choices where nobody knows how many steps will come.
+#: Steps between two settings where nobody knows how many steps will come.
 UNKNOWN_STEPS = 16
 #: Steps in which every layer is probed once: a probe is dear beside a layer's attention
 #: (docs/experiments.md, Cost of a probe).
@@ -60,7 +60,7 @@ class Chooser:
 
     def _of(self, value: float) -> SettingsTable:
         if value not in self._made:
-            self._made[value] = self._error_table.choices(self._hulls.climb(value))
+            self._made[value] = self._error_table.settings(self._hulls.climb(value))
         return self._made[value]
 
 
@@ -103,7 +103,7 @@ class StepSettings:
             None if measurement is None else Chooser(aim, measurement.error_table(), steps)
         )
         self._first_chooser = self._chooser
-        self._left = 0 if measurement is None else min(again, MEASURED_AGAIN)  # choices to come
+        self._left = 0 if measurement is None else min(again, MEASURED_AGAIN)  # settings to come
         self._chosen = 0  # step of the last choice
 
     @property
@@ -125,7 +125,7 @@ class StepSettings:
         return following - 1 if following < self._end else None
 
     def is_due(self, step: int) -> bool:
-        """Whether this step's choices are to be made anew."""
+        """Whether this step's settings are to be made anew."""
         return self._next_choice() <= step < self._end
 
     def choose_anew(self, step: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of one sampling run: measured in its last dense step, chosen, measured again, probed.
 
-Conditionings that make calls of one shape share their choices, measured on all of them: a host may
-compute cond and uncond in one batch or one by one, as memory allows, and the choices must not
-depend on it. Where the shapes differ (Mochi's prompts do) so do the choices.
+Conditionings that make calls of one shape share their settings, measured on all of them: a host may
+compute cond and uncond in one batch or one by one, as memory allows, and the settings must not
+depend on it. Where the shapes differ (Mochi's prompts do) so do the settings.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class HeadTables:
                 "this run measures them"
             )
             return
-        measured, choices = found
-        table.use_profile(choices)
+        measured, settings = found
+        table.use_profile(settings)
         if measured.tokens != wanted.tokens:
             self._note(
                 f"The profile was measured with {measured.text:,} tokens of text and is used for "

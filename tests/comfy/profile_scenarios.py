@@ -57,9 +57,9 @@ def profile_saved_and_loaded() -> dict[str, Any]:
 
 
 def errors_in(profile: Any) -> list[float]:
-    """Errors that the heads of a profile are expected to make, in all of its choices."""
-    all_choices = profile.choices.values()
-    return torch.cat([each.error[each.measured].flatten() for each in all_choices]).tolist()
+    """Errors that the heads of a profile are expected to make, in all of its settings."""
+    all_settings = profile.settings.values()
+    return torch.cat([each.error[each.measured].flatten() for each in all_settings]).tolist()
 
 
 def profile_of_another_prompt() -> dict[str, Any]:

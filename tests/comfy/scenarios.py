@@ -206,20 +206,20 @@ def schedule_that_rises_again() -> dict[str, Any]:
 
 def batched_or_split(**widgets: Any) -> dict[str, Any]:
     """Cond and uncond in one forward pass, and in two because memory is short; and by how much the
-    choices differ that were measured."""
+    settings differ that were measured."""
     model = models.build("wan")
-    patched, choices = patch(model, **widgets), []
+    patched, settings = patch(model, **widgets), []
     with reports() as found:
         together = sample(patched, "wan", steps=5)
         last = pack("nodes.hook").hook_of(patched).last
-        choices += last.profile.choices.values() if last.profile else ()
+        settings += last.profile.settings.values() if last.profile else ()
         with replaced(model.model, "memory_required", lambda *args, **kwargs: 1e30):
             apart = sample(patched, "wan", steps=5)
         last = pack("nodes.hook").hook_of(patched).last
-        choices += last.profile.choices.values() if last.profile else ()
+        settings += last.profile.settings.values() if last.profile else ()
     differences = {}
     for name in ("density", "pool_weight", "order_kind", "error", "head_weight"):
-        parts = [getattr(each, name).float() for each in choices]
+        parts = [getattr(each, name).float() for each in settings]
         differences[name] = float((parts[0] - parts[1]).abs().max()) if parts else None
     error = relative_error(apart, together)
     return {"reports": found, "error": error, "differences": differences}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration on the kernels finds what measurement on the reference finds."""
+"""Measuring on the kernels finds what measurement on the reference finds."""
 
 from __future__ import annotations
 

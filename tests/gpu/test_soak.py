@@ -90,12 +90,12 @@ def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> 
     measurement = Measurement.begin(**shared, measure=measure_for(device), device=device)
     for layer in range(LAYERS):
         measurement.add(layer, q, k, v)
-    choices = measurement.error_table().choose(mean_density=0.4)
+    chosen = measurement.error_table().choose(mean_density=0.4)
     probe = Probe.begin(**shared, device=device)
     fixed, outs = with_orders(settings_of(HEADS)), []
     for variant in range(VARIANTS):
         order = grid_order(grid, variant).on(device)
-        for layer, head_settings in enumerate(choices.of_layers(device, PLAIN)):
+        for layer, head_settings in enumerate(chosen.of_layers(device, PLAIN)):
             out = attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
             probe.compare(layer, q, k, v, out, number=variant)
         outs.append(attention(q, k, v, PLAIN, order=order, head_settings=fixed))

@@ -98,7 +98,7 @@ def test_each_conditioning_is_measured_alone_or_in_a_batch(
     assert apart.tally.sparse == 2 * batch.tally.sparse == 2 * 2 * BLOCKS
     assert apart.tally.dense == 2 * batch.tally.dense == 2 * BLOCKS
     assert [begun.record.step for begun in apart.session._passes] == [0, 0, 1, 1, 2, 2]
-    one, other = (run.session.tables.chosen[0].choices for run in (batch, apart))
+    one, other = (run.session.tables.chosen[0].settings for run in (batch, apart))
     # The session gives both conditionings the same tensors: twice the sums, the same ratio.
     for name in ("density", "pool_weight", "output_scale", "head_weight"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
@@ -143,7 +143,7 @@ def test_what_outlives_a_call_is_made_between_calls(
     load_pack, patch, session, step, runs, monkeypatch
 ):
     inside, made = [], Counter()
-    sparge, calibrate = load_pack("sparge"), load_pack("sparge.tune")
+    sparge, tune = load_pack("sparge"), load_pack("sparge.tune")
 
     def watched(owner, name, original):
         def made_here(*args, **kwargs):
@@ -152,8 +152,8 @@ def test_what_outlives_a_call_is_made_between_calls(
 
         monkeypatch.setattr(owner, name, made_here)
 
-    watched(calibrate.Measurement, "begin", calibrate.Measurement.begin)
-    watched(calibrate.Probe, "begin", calibrate.Probe.begin)
+    watched(tune.Measurement, "begin", tune.Measurement.begin)
+    watched(tune.Probe, "begin", tune.Probe.begin)
     watched(sparge.HeadSettings, "_make_table", sparge.HeadSettings._make_table)
     record = load_pack("sparge.tune").PassRecord
     watched(record, "begin", record.begin)

@@ -38,7 +38,7 @@ def call_of(load_pack, grid, generator):
 
 @pytest.fixture
 def chosen(load_pack, grid):
-    """chosen(*passes): the choices after passes of (conditioning, q, k, v) in a dense step."""
+    """chosen(*passes): the settings after passes of (conditioning, q, k, v) in a dense step."""
     module = load_pack("sparge.tune.head_table")
     aim = load_pack("sparge.tune").Aim("budget", 0.5)
     tune = load_pack("sparge.tune")
@@ -55,7 +55,7 @@ def chosen(load_pack, grid):
             own = partial(scaled_dot_product_attention, *qkv)
             table.measure(0, tune.Call(*qkv), tune.DenseOnce(own))
         table.begin_pass(facts(passes[0][0], 1))
-        return table.choices
+        return table.settings
 
     return run
 

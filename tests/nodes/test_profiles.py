@@ -70,7 +70,7 @@ def test_a_profile_spares_the_measuring(saved, run_once, runs):
     run_once(sigmas=[0.7, 0.6], profile=saved)
     ((run, _),) = runs
     assert (run.tally.sparse, run.tally.dense, run.notes) == (2, 0, [])
-    (measured,) = saved.profile.choices.values()
+    (measured,) = saved.profile.settings.values()
     assert all(chosen is measured for chosen in run.session.tables.chosen[0]._given())
 
 
@@ -172,10 +172,10 @@ def test_another_lora_is_told(folder, run_once, report, load, runs, case):
 
 def test_another_length_is_measured(saved, run_once, runs, monkeypatch, load_pack):
     profile = saved.profile
-    (table, choices), = profile.choices.items()  # fmt: skip
+    (table, settings), = profile.settings.items()  # fmt: skip
     longer = type(table.grid)(5, 8, 8)
-    profile.choices[table._replace(tokens=longer.tokens, grid=longer)] = choices
-    del profile.choices[table]
+    profile.settings[table._replace(tokens=longer.tokens, grid=longer)] = settings
+    del profile.settings[table]
     run_once(sigmas=[0.7, 0.6], profile=saved)
     ((run, _),) = runs
     assert run.tally.reasons == {"measuring": 1}
@@ -186,12 +186,12 @@ def test_another_length_is_measured(saved, run_once, runs, monkeypatch, load_pac
 
 def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, load_pack):
     profile, grid_of = saved.profile, load_pack("sparge").TokenGrid
-    (table, choices), = profile.choices.items()  # fmt: skip
+    (table, settings), = profile.settings.items()  # fmt: skip
     assert table.grid == grid_of(4, 8, 8) and not table.text
-    del profile.choices[table]
+    del profile.settings[table]
     for text in (20, 7):
         grid = grid_of(4, 8, 8, suffix=text)
-        profile.choices[table._replace(tokens=TOKENS + text, grid=grid)] = choices
+        profile.settings[table._replace(tokens=TOKENS + text, grid=grid)] = settings
     patched = run_once(sigmas=[0.7, 0.6], profile=saved)
     ((run, _),) = runs
     assert (run.tally.sparse, run.tally.dense) == (2, 0)
@@ -204,8 +204,8 @@ def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, runs, loa
 
 def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, runs):
     """A model with as many tokens and heads, whose tokens nobody can order."""
-    (choices,) = saved.profile.choices.values()
-    choices.order_kind[:] = 1
+    (settings,) = saved.profile.settings.values()
+    settings.order_kind[:] = 1
     run_once(sigmas=[0.7, 0.6], model=WanModel(), profile=saved)
     ((known, _),) = runs
     assert known.tally.reasons == {}
@@ -213,10 +213,10 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once, 
     shape = heads.chosen[0].shape
     unordered = type(shape)(shape.tokens, shape.heads, None)
     table = type(heads.chosen[0])(
-        unordered, choices.layers, heads.aim, known.asked, torch.device("cpu"), None, None, None
+        unordered, settings.layers, heads.aim, known.asked, torch.device("cpu"), None, None, None
     )
     heads._use_profile(table)
-    assert table.choices is None
+    assert table.settings is None
     assert "The profile has nothing for 256 tokens of 2 heads" in known.notes[-1]
 
 

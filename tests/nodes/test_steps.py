@@ -115,8 +115,8 @@ def test_passes_that_are_measured_have_no_part_in_the_mean(patch, steps_of, runs
     assert len(sparse) == steps - 1
     (table,) = runs[-1][0].session.tables.chosen
     assert len(table._given()) == steps - 1
-    for densities, choices in zip(given(sparse), table._given(), strict=True):
-        assert torch.equal(densities, choices.density[:BLOCKS])
+    for densities, settings in zip(given(sparse), table._given(), strict=True):
+        assert torch.equal(densities, settings.density[:BLOCKS])
 
 
 def test_nothing_of_an_order_stays_on_a_device(load_pack, patch, steps_of):
@@ -135,7 +135,7 @@ def test_cond_and_uncond_take_the_same_variant(patch, steps_of):
 
 
 def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
-    """It falls among steps of one kind, between two choices."""
+    """It falls among steps of one kind, between two settings."""
     falling = given(steps_of(patch(mode="auto budget", topk=0.3), SIX_SPARSE))
     means = torch.stack([step.mean() for step in falling])
     for between_choices in means.split(3):
@@ -143,9 +143,9 @@ def test_a_mean_density_falls_and_a_target_does_not(patch, steps_of, runs):
     for of_kind in (means[::2], means[1::2]):
         assert of_kind[0] > of_kind[-1]
     (table,) = runs[-1][0].session.tables.chosen
-    kept = [table._kept_shares(choices.density, 1)[:BLOCKS] for choices in table._given()]
+    kept = [table._kept_shares(settings.density, 1)[:BLOCKS] for settings in table._given()]
     torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
-    errors = torch.stack([choices.error for choices in table._given()])
+    errors = torch.stack([settings.error for settings in table._given()])
     assert torch.equal(table.predicted(), errors.double().mean(0).float())
 
     for widgets in (
@@ -170,7 +170,7 @@ def saved(load_pack, tmp_path):
 
 @pytest.fixture
 def run_of(steps_of, runs):
-    """run_of(patched): densities and pool weights of six sparse steps, and their choices."""
+    """run_of(patched): densities and pool weights of six sparse steps, and their settings."""
 
     def of(patched):
         steps = steps_of(patched, SIX_SPARSE)
@@ -189,17 +189,17 @@ def test_steps_spend_their_density(patch, run_of, runs, saved, topk, least):
     patched = patch(mode="auto budget", topk=topk)
     measured = run_of(patched)
     profiled = run_of(patch(mode="auto budget", topk=topk, profile=saved(patched)))
-    for densities, pool_weights, choices in (measured, profiled):
-        for step, of_step in enumerate(choices):
+    for densities, pool_weights, settings in (measured, profiled):
+        for step, of_step in enumerate(settings):
             assert torch.equal(densities[step], of_step.density[:BLOCKS])
             assert (
                 torch.equal(pool_weights[step], of_step.pool_weight[:BLOCKS])
                 and pool_weights[step].any()
             )
         (table,) = runs[-1][0].session.tables.chosen
-        kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in choices]
+        kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in settings]
         assert least < sum(kept) / 6 <= topk
-    assert all(choices is profiled[2][0] for choices in profiled[2])
+    assert all(settings is profiled[2][0] for settings in profiled[2])
 
 
 def test_steps_keep_to_the_target(load_pack, patch, run_of, saved, monkeypatch):
@@ -208,8 +208,8 @@ def test_steps_keep_to_the_target(load_pack, patch, run_of, saved, monkeypatch):
     widgets = {"mode": "auto quality", "quality": "fast"}
     patched = patch(**widgets)
     measured, profiled = run_of(patched), run_of(patch(profile=saved(patched), **widgets))
-    for _, _, choices in (measured, profiled):
-        assert all(0.8 * target < of_step.mean_error <= target for of_step in choices)
+    for _, _, settings in (measured, profiled):
+        assert all(0.8 * target < of_step.mean_error <= target for of_step in settings)
 
 
 def test_a_run_does_not_wait_for_the_garbage_collector(patch, steps_of, runs):
@@ -289,11 +289,11 @@ def test_a_step_is_worked_out_while_the_one_before_is_computed(
     load_pack, patch, steps_of, monkeypatch
 ):
     """The GPU waits where a step begins: only steps that are chosen anew are worked out there."""
-    calibrate, error_table = (
+    tune, error_table = (
         load_pack("sparge.tune"),
         load_pack("sparge.tune.error_table").ErrorTable,
     )
-    at, choices, done = calibrate.StepSettings.at, error_table.choices, []
+    at, settings, done = tune.StepSettings.at, error_table.settings, []
 
     def noted(self, step):
         done.append("begin")
@@ -303,10 +303,10 @@ def test_a_step_is_worked_out_while_the_one_before_is_computed(
 
     def worked_out(self, *args):
         done.append("worked out")
-        return choices(self, *args)
+        return settings(self, *args)
 
-    monkeypatch.setattr(calibrate.StepSettings, "at", noted)
-    monkeypatch.setattr(error_table, "choices", worked_out)
+    monkeypatch.setattr(tune.StepSettings, "at", noted)
+    monkeypatch.setattr(error_table, "settings", worked_out)
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=([0], [1]))
     of_run = done[: done.index(5) + 1]
     expected = []

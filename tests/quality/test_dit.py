@@ -51,9 +51,9 @@ def test_a_dense_run_is_the_sampler_and_sees_its_calls(run: DenseRun, model: Vid
     expected = to_clips(sample(model, starting_noise(1, SIZE, 4), run.text, STEPS))[0]
     assert torch.equal(run.clip, expected)
     assert torch.equal(run.finished(), expected)
-    assert [call.place for call in run.calibrated] == [0, 1]
-    assert run.calibrated[0].layer.q.shape == (1, 1, 600, 128)
-    assert run.calibrated[0].layer.grid == TokenGrid(*SIZE)
+    assert [call.place for call in run.measured_calls] == [0, 1]
+    assert run.measured_calls[0].layer.q.shape == (1, 1, 600, 128)
+    assert run.measured_calls[0].layer.grid == TokenGrid(*SIZE)
     assert clip_psnr(run.clip + 0.1, run.clip) == pytest.approx(20)
 
 

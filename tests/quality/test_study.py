@@ -29,7 +29,7 @@ def test_judged_rows_are_not_those_measurement_saw(video: Call) -> None:
     assert operands.order is not None
     drawn = set((operands.order.token_slot[tokens] // QUERY_BLOCK).tolist())
     assert len(drawn) == usable - 4 and not drawn & seen and 0 not in drawn
-    with pytest.raises(ValueError, match="that calibration did not see"):
+    with pytest.raises(ValueError, match="that the measurement did not see"):
         video.drawn(usable - 3, 1, seen)
 
 

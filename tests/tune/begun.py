@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A measurement of three heads, and the attention that its choices are judged by."""
+"""A measurement of three heads, and the attention that its settings are judged by."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile of random choices, and how tests look at one."""
+"""A profile of random settings, and how tests look at one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "sparge_profile"
 GRID = TokenGrid(4, 8, 10, suffix=20)
 
 
-def choices(generator: torch.Generator) -> SettingsTable:
+def settings(generator: torch.Generator) -> SettingsTable:
     shape = (3, 4)
     pools = torch.rand(shape, generator=generator) > 0.5
     return SettingsTable(
@@ -54,8 +54,8 @@ def drawn(generator: torch.Generator) -> Profile:
     """Profile of two conditionings, one with a grid."""
     model = Fingerprint.of("WanModel", {"norm.q": torch.randn(200, generator=generator)})
     tables = {
-        Table("cond", 18444): choices(generator),
-        Table("uncond", GRID.tokens, GRID): choices(generator),
+        Table("cond", 18444): settings(generator),
+        Table("uncond", GRID.tokens, GRID): settings(generator),
     }
     notes = {"sampler": "euler, 20 Schritte, schön"}
     return Profile(model, tables, "budget", 0.2, "2026-11-21T19:00:00Z", notes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices for a few heads against all the choices there are."""
+"""Choices for a few heads against all the settings there are."""
 
 from __future__ import annotations
 

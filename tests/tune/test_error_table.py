@@ -24,13 +24,13 @@ def test_a_target_is_met(qkv) -> None:
     exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), measurement.workload)
     reached = []
     for target in (0.05, 0.2):
-        choices = measurement.error_table().choose(target=target)
-        assert 0.4 * target < choices.mean_error <= target
-        head_settings = choices.head_settings(0)
+        settings = measurement.error_table().choose(target=target)
+        assert 0.4 * target < settings.mean_error <= target
+        head_settings = settings.head_settings(0)
         assert head_settings is not None
         out, kept = attend(qkv, head_settings, measurement.workload)
         errors = torch.tensor([rel_l2(a, b) for a, b in zip(out, exact, strict=True)])
-        assert float((errors * choices.head_weight[0]).mean()) < 1.3 * target
+        assert float((errors * settings.head_weight[0]).mean()) < 1.3 * target
         reached.append(float(kept.float().mean()))
     assert reached[0] > reached[1]
 
@@ -78,9 +78,9 @@ def drawn_output_scales(candidates: CandidateSet) -> allocate.Array:
 
 
 def test_heads_that_keep_everything_have_no_pooled_keys() -> None:
-    choices = error_table_of(candidates_of(0.0, 1.0)).choose(mean_density=1.0)
-    assert choices.error.flatten().tolist() == pytest.approx([ROUNDING] * LAYERS * HEADS)
-    assert not choices.pool_weight.any()
+    settings = error_table_of(candidates_of(0.0, 1.0)).choose(mean_density=1.0)
+    assert settings.error.flatten().tolist() == pytest.approx([ROUNDING] * LAYERS * HEADS)
+    assert not settings.pool_weight.any()
 
 
 def test_settings_are_those_of_the_chosen_candidates() -> None:

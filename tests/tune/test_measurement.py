@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration from measurements to head settings, judged by the attention that those give."""
+"""Measuring, from measurements to head settings, judged by the attention that those give."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv) -> None:
     measurement = begin(layers=2)
     measurement.add(0, *qkv)
     measurement.add(1, *qkv)
-    choices = measurement.error_table().choose(mean_density=mean)
+    settings = measurement.error_table().choose(mean_density=mean)
     workload = measurement.workload
     exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), workload)
 
@@ -78,7 +78,7 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv) -> None:
         return float(errors.mean()), share_of_pairs(kept, workload), errors
 
     layers = [
-        head_settings for layer in range(2) if (head_settings := choices.head_settings(layer))
+        head_settings for layer in range(2) if (head_settings := settings.head_settings(layer))
     ]
     errors, densities, by_head = zip(
         *(judged(head_settings) for head_settings in layers), strict=True
@@ -90,7 +90,7 @@ def test_a_mean_density_is_kept_and_beats_the_same_for_all(qkv) -> None:
     of_all = [judged(HeadSettings.uniform(3, share)) for share in shares]
     uniform = min(error for error, density, _ in of_all if density <= mean + 1e-6)
     assert sum(errors) / 2 < uniform
-    assert torch.allclose(choices.error[0], by_head[0], rtol=0.5, atol=0.01)
+    assert torch.allclose(settings.error[0], by_head[0], rtol=0.5, atol=0.01)
 
 
 def test_keeping_everything_drops_nothing(qkv) -> None:
@@ -106,8 +106,8 @@ def test_keeping_everything_drops_nothing(qkv) -> None:
 def test_a_density_below_what_is_forced_is_said(qkv, caplog: pytest.LogCaptureFixture) -> None:
     measurement = begin()
     measurement.add(0, *qkv)
-    choices = measurement.error_table().choose(mean_density=0.1)
-    assert choices.density.tolist() == [[pytest.approx(0.2)] * 3]
+    settings = measurement.error_table().choose(mean_density=0.1)
+    assert settings.density.tolist() == [[pytest.approx(0.2)] * 3]
     assert "A mean density of 0.1 is asked for" in caplog.text
     caplog.clear()
     measurement.error_table().choose(mean_density=0.8)
@@ -119,11 +119,11 @@ def test_layers_without_a_finite_sample_stay_dense(qkv) -> None:
     measurement.add(1, *qkv)
     q, k, v = qkv
     measurement.add(2, q, k, v * torch.inf)
-    choices = measurement.error_table().choose(mean_density=0.6)
-    assert choices.measured.tolist() == [False, True, False]
-    assert choices.head_settings(0) is None
-    assert choices.head_settings(1) is not None
-    assert choices.density[0].tolist() == [1.0] * 3
+    settings = measurement.error_table().choose(mean_density=0.6)
+    assert settings.measured.tolist() == [False, True, False]
+    assert settings.head_settings(0) is None
+    assert settings.head_settings(1) is not None
+    assert settings.density[0].tolist() == [1.0] * 3
 
 
 def test_freeze_wants_one_aim_and_samples(qkv) -> None:
@@ -178,9 +178,9 @@ def test_each_head_gets_the_order_that_suits_it(make_qkv) -> None:
     measurement = begin(heads=2, workload=Workload(order), blocks_a_call=4)
     measurement.add(0, q, k, v)
     assert measurement.blocks_measured == [4]
-    choices = measurement.error_table().choose(mean_density=0.4)
-    assert choices.order_kind.tolist() == [[OrderKind.ROWS, OrderKind.CUBES]]
-    head_settings = choices.head_settings(0)
+    settings = measurement.error_table().choose(mean_density=0.4)
+    assert settings.order_kind.tolist() == [[OrderKind.ROWS, OrderKind.CUBES]]
+    head_settings = settings.head_settings(0)
     assert head_settings is not None
     out, _ = attend((q, k, v), head_settings, Workload(order))
     exact, _ = attend((q, k, v), HeadSettings.uniform(2, 1.0), Workload(order))
@@ -196,12 +196,12 @@ def test_heads_that_share_keys_keep_the_first_order(qkv) -> None:
     measurement.add(0, *qkv)
     cubes_alone = begin()
     cubes_alone.add(0, *qkv)
-    choices, expected = (
+    settings, expected = (
         x.error_table().choose(mean_density=0.6) for x in (measurement, cubes_alone)
     )
-    assert choices.order_kind.tolist() == [[0, 0, 0]]
-    assert torch.equal(choices.density, expected.density)
-    assert torch.equal(choices.error, expected.error)
+    assert settings.order_kind.tolist() == [[0, 0, 0]]
+    assert torch.equal(settings.density, expected.density)
+    assert torch.equal(settings.error, expected.error)
 
 
 @pytest.mark.parametrize("order_kinds", [range(1), range(1, 2)])
@@ -228,13 +228,13 @@ def test_orders_that_are_not_measured_are_not_chosen(make_qkv, order_kinds: rang
     assert full.error_table().choose(mean_density=0.4).order_kind.tolist() == [
         [OrderKind.ROWS, OrderKind.CUBES]
     ]
-    for choices in (
+    for settings in (
         limited.error_table().choose(mean_density=0.4),
         limited.error_table().choose(target=0.1),
     ):
-        assert set(choices.order_kind.flatten().tolist()) <= set(order_kinds)
-        assert choices.error.isfinite().all()
-        head_settings = choices.head_settings(0)
+        assert set(settings.order_kind.flatten().tolist()) <= set(order_kinds)
+        assert settings.error.isfinite().all()
+        head_settings = settings.head_settings(0)
         assert head_settings is not None and (head_settings.order_kind is None) == by_first
     with pytest.raises(AssertionError):
         limited.measure_one_order()
@@ -278,8 +278,8 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     measurement.add(0, q, q, q)
     errors = measurement.errors_and_scales()[0][0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
-    choices = measurement.error_table().choose(target=float(errors[1, 0]) * 1.001)
-    assert not choices.pool_weight.any()
+    settings = measurement.error_table().choose(target=float(errors[1, 0]) * 1.001)
+    assert not settings.pool_weight.any()
 
 
 def test_what_lies_in_empty_slots_does_not_count(qkv) -> None:

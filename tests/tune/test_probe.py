@@ -101,7 +101,7 @@ def test_other_blocks_in_every_sample(generator) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-def test_other_blocks_than_those_that_were_calibrated(generator, layer: int) -> None:
+def test_other_blocks_than_those_that_were_measured(generator, layer: int) -> None:
     """Heads are chosen by the errors of the blocks that measurement saw: those are too good."""
     grid = TokenGrid(16, 16, 16)
     order = cube_order(grid)

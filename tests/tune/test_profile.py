@@ -16,20 +16,20 @@ from safetensors.torch import load_file, save_file
 
 from sparge import TokenGrid
 from sparge.tune import Fingerprint, Fit, Profile, ProfileError, Table, profile_path
-from tests.tune.profiles import GRID, KEY, choices, metadata_of, same_bits
+from tests.tune.profiles import GRID, KEY, metadata_of, same_bits, settings
 
 
 def test_round_trip(profile: Profile, tmp_path: Path) -> None:
     path = profile_path(tmp_path / "new folder", "mine")
     profile.save(path)
     found = Profile.load(path)
-    assert list(found.choices) == list(profile.choices)
-    for table, expected in profile.choices.items():
-        assert same_bits(found.choices[table], expected)
+    assert list(found.settings) == list(profile.settings)
+    for table, expected in profile.settings.items():
+        assert same_bits(found.settings[table], expected)
     assert (found.mode, found.asked, found.created) == ("budget", 0.2, "2026-11-21T19:00:00Z")
     assert found.notes == profile.notes
     assert found.fits(profile.fingerprint).fit is Fit.FITS
-    again = found.choices[Table("cond", 18444)]
+    again = found.settings[Table("cond", 18444)]
     head_settings = again.head_settings(0)
     assert head_settings is not None and head_settings.floor == 2
     assert again.head_settings(1) is None
@@ -158,7 +158,7 @@ def table(grid: TokenGrid) -> Table:
 def of_texts(profile: Profile, generator: torch.Generator) -> Profile:
     """Profile of one grid with 7 and 20 tokens of text, and of a wider one with 5."""
     grids = (replace(GRID, suffix=7), GRID, TokenGrid(4, 8, 12, suffix=5))
-    return replace(profile, choices={table(grid): choices(generator) for grid in grids})
+    return replace(profile, settings={table(grid): settings(generator) for grid in grids})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_nearest_text_of_a_grid_is_taken(
 ) -> None:
     found = of_texts.nearest(table(grid), 3, 4)
     assert (found and found[0].text) == text
-    assert found is None or found[1] is of_texts.choices[found[0]]
+    assert found is None or found[1] is of_texts.settings[found[0]]
     assert of_texts.nearest(table(grid)._replace(conditioning="cond"), 3, 4) is None
     for layers, heads in ((2, 4), (3, 5)):
         assert of_texts.nearest(table(grid), layers, heads) is None
@@ -192,9 +192,9 @@ def test_the_nearest_text_of_a_grid_is_taken(
 def test_only_choices_of_one_order_fit_tokens_without_a_grid(
     of_texts: Profile, generator: torch.Generator
 ) -> None:
-    wanted, without = Table("shared", GRID.tokens), choices(generator)
+    wanted, without = Table("shared", GRID.tokens), settings(generator)
     assert of_texts.nearest(wanted, 3, 4) is None, "measured in a grid"
-    profile = replace(of_texts, choices={wanted: without})
+    profile = replace(of_texts, settings={wanted: without})
     assert profile.nearest(wanted, 3, 4) is None
     without.order_kind.zero_()
     assert profile.nearest(wanted, 3, 4) == (wanted, without)

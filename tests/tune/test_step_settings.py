@@ -49,29 +49,29 @@ class Measured:
     def climb(self, mean: float) -> float:
         return mean
 
-    def choices(self, density: float) -> SettingsTable:
+    def settings(self, density: float) -> SettingsTable:
         self.worked_out.append(density)
         return choices_of(density)
 
     def choose(self, *, target: float) -> SettingsTable:
-        return self.choices(target)
+        return self.settings(target)
 
 
 def made(kind: str, value: float, steps: int | None, **source: Any) -> StepSettings:
     return StepSettings(Aim(kind, value), steps, **source)
 
 
-def run(choices: StepSettings, steps: range) -> tuple[list[int], list[int]]:
+def run(settings: StepSettings, steps: range) -> tuple[list[int], list[int]]:
     """Steps that choose anew, and those that are measured, each of them with success."""
     due, measured = [], []
     for step in steps:
-        if choices.is_due(step):
+        if settings.is_due(step):
             due.append(step)
-            choices.choose_anew(step)
-        choices.at(step)
-        if choices.again is not None:
+            settings.choose_anew(step)
+        settings.at(step)
+        if settings.again is not None:
             measured.append(step)
-            choices.again.blocks_measured[0] = 4
+            settings.again.blocks_measured[0] = 4
     return due, measured
 
 
@@ -82,76 +82,76 @@ def run(choices: StepSettings, steps: range) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("again", [0, 1, 2, 100])
 def test_heads_are_measured_and_chosen_anew_after_each_third(steps, due, again):
     """But not for one step, and as often as is afforded."""
-    choices = made("budget", 0.6, steps, measurement=Measured(), again=again)
-    assert run(choices, range(steps)) == (due[:again], [step - 1 for step in due[:again]])
+    settings = made("budget", 0.6, steps, measurement=Measured(), again=again)
+    assert run(settings, range(steps)) == (due[:again], [step - 1 for step in due[:again]])
 
 
 def test_of_steps_that_nobody_counted_each_sixteenth_chooses():
-    choices = made("quality", 0.1, None, measurement=Measured())
-    assert run(choices, range(60)) == ([16, 32], [15, 31])
+    settings = made("quality", 0.1, None, measurement=Measured())
+    assert run(settings, range(60)) == ([16, 32], [15, 31])
 
 
 @pytest.mark.parametrize("due", [6, 7])
 def test_what_was_measured_again_replaces_what_was_before(due):
     """It does also where the sampler left out the step of the choice, or ran one twice."""
     first = Measured()
-    choices = made("budget", 0.6, 16, measurement=first)
+    settings = made("budget", 0.6, 16, measurement=first)
     for step in (0, 3, 5, 5):
-        assert not choices.is_due(step)
-        choices.at(step)
+        assert not settings.is_due(step)
+        settings.at(step)
     (second,) = first.later
-    assert choices.again is second
+    assert settings.again is second
     second.blocks_measured[0] = 4
-    assert choices.is_due(due)
-    choices.choose_anew(due)
-    assert second.filled is first and choices.again is None
-    choices.at(due)
-    assert not choices.is_due(due)
+    assert settings.is_due(due)
+    settings.choose_anew(due)
+    assert second.filled is first and settings.again is None
+    settings.at(due)
+    assert not settings.is_due(due)
 
 
 def test_where_nothing_was_measured_again_the_choices_stay():
-    choices = made("budget", 0.6, 16, measurement=Measured())
-    before = choices.at(5)
-    assert choices.is_due(6)
-    choices.choose_anew(6)
-    assert choices.at(6) is before
+    settings = made("budget", 0.6, 16, measurement=Measured())
+    before = settings.at(5)
+    assert settings.is_due(6)
+    settings.choose_anew(6)
+    assert settings.at(6) is before
 
 
 def test_a_mean_density_falls_over_the_whole_run_however_often_heads_are_chosen():
     measured = Measured()
-    choices = made("budget", 0.2, 16, measurement=measured)
+    settings = made("budget", 0.2, 16, measurement=measured)
     given = []
     for step in (0, 0, 1, 5, 6, 9, 12, 15, 17):  # one twice, some left out, one too many
-        if choices.is_due(step):
-            choices.choose_anew(step)
-        given.append(float(choices.at(step).density[0, 0]))
+        if settings.is_due(step):
+            settings.choose_anew(step)
+        given.append(float(settings.at(step).density[0, 0]))
     means = step_means(0.2, 16)
     assert given == pytest.approx([means[min(step, 15)] for step in (0, 0, 1, 5, 6, 9, 12, 15, 17)])
-    assert len(choices.given) == len(given)
-    assert float(choices.first.density[0, 0]) == pytest.approx(0.2)
+    assert len(settings.given) == len(given)
+    assert float(settings.first.density[0, 0]) == pytest.approx(0.2)
 
 
 def test_what_the_next_step_gets_is_worked_out_ahead():
     """It is not where heads are chosen anew, nor past the end, and never twice."""
     measured = Measured()
-    choices = made("budget", 0.2, 8, measurement=measured)
+    settings = made("budget", 0.2, 8, measurement=measured)
     assert measured.worked_out == []
-    choices.at(0)
-    choices.prepare(1)
+    settings.at(0)
+    settings.prepare(1)
     means = step_means(0.2, 8)
     assert measured.worked_out == means[:2]
-    choices.at(1)
-    choices.prepare(6)
-    choices.prepare(8)
+    settings.at(1)
+    settings.prepare(6)
+    settings.prepare(8)
     assert measured.worked_out == means[:2]
-    assert float(choices.first.density[0, 0]) == pytest.approx(0.2), "as if all steps were alike"
+    assert float(settings.first.density[0, 0]) == pytest.approx(0.2), "as if all steps were alike"
 
 
 def test_a_profile_is_what_all_steps_get():
     profile = choices_of(0.4)
-    choices = made("quality", 0.1, None, profile=profile)
-    assert run(choices, range(40)) == ([], [])
-    assert choices.first is profile and {id(given) for given in choices.given} == {id(profile)}
+    settings = made("quality", 0.1, None, profile=profile)
+    assert run(settings, range(40)) == ([], [])
+    assert settings.first is profile and {id(given) for given in settings.given} == {id(profile)}
 
 
 def test_every_layer_is_probed_once_in_some_steps_and_each_time_by_another_number():
