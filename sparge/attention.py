@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockPlan
-from .call import Call, make_call
+from .call import CheckedCall, make_call
 from .checks.argument import check_kind, flag
 from .checks.causal import Alignment
 from .checks.validate import as_heads_first, check_layout, check_output_dtype
@@ -218,7 +218,7 @@ def attention_partials(
     return Partials(*partials)
 
 
-def _refuse_parts(call: Call, what: str, instead: str) -> None:
+def _refuse_parts(call: CheckedCall, what: str, instead: str) -> None:
     if call.bottom_right:
         raise Unsupported(
             f"{what} of one call and causal='bottom-right' of {call.q.shape[2]} queries and "
@@ -236,7 +236,7 @@ def _counters_of(stats: AttentionStats, device: torch.device) -> Tensor:
     return stats.counters
 
 
-def _empty_output(call: Call, dtype: torch.dtype, out_layout: str) -> Tensor:
+def _empty_output(call: CheckedCall, dtype: torch.dtype, out_layout: str) -> Tensor:
     """Empty (B, H, Nq, D) view of memory in ``out_layout``."""
     batch, heads, queries, channels = call.q.shape
     if out_layout == "HND":

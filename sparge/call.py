@@ -29,7 +29,7 @@ from .stages.workspace import CallShape
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CheckedCall:
     """One call: q (B, H, Nq, D), k and v (B, Hkv, Nk, D); v is None where only a plan is made."""
 
     q: Tensor
@@ -89,7 +89,7 @@ class Call:
         threshold = self.policy.simthreshd1
         return self.scores and (isinstance(threshold, Tensor) or float(threshold) >= 0)
 
-    def heads(self, first: int, last: int) -> Call:
+    def heads(self, first: int, last: int) -> CheckedCall:
         """Part of the call with the KV heads first .. last - 1 and the query heads that read
         them.
         """
@@ -132,7 +132,7 @@ def make_call(
     order: TokenOrder | None = None,
     head_settings: HeadSettings | None = None,
     causal: Alignment | None = None,
-) -> Call:
+) -> CheckedCall:
     """Validates arguments. Raises Unsupported or ValueError, with a sentence for the user, before
     anything runs."""
     policy = SparsePolicy() if policy is None else policy
@@ -169,7 +169,7 @@ def make_call(
     if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
         block_mask = block_mask != 0
     heads = q.shape[1]
-    return Call(
+    return CheckedCall(
         q,
         k,
         v,

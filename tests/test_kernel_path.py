@@ -18,7 +18,7 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
-from sparge.call import Call, make_call
+from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
 from sparge.order.facts import NO_ORDER, OrderFacts
@@ -52,7 +52,7 @@ def test_groups_of_heads_give_what_all_heads_give(
     }[given]
     groups: list[int] = []
 
-    def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
         groups.append(call.k.shape[1])
         assert call.q.shape[1] == call.k.shape[1] * HEADS // KV_HEADS
         on_reference.run(call, out, lse, counters)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK
-from ..call import Call
+from ..call import CheckedCall
 from ..policy import SparsePolicy
 from .pipeline import run
 
 
-def run_bottom_right(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def run_bottom_right(
+    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> None:
     """Runs `pipeline.run` on the parts of a call whose queries and keys differ in number."""
     if call.q.shape[2] > call.k.shape[2]:
         _run_last_queries(call, out, lse, counters)
@@ -27,7 +29,9 @@ def run_bottom_right(call: Call, out: Tensor, lse: Tensor | None, counters: Tens
         _run_merged(call, out, lse, counters)
 
 
-def _run_last_queries(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def _run_last_queries(
+    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> None:
     first = call.q.shape[2] - call.k.shape[2]
     mask = call.block_mask
     square = replace(
@@ -47,7 +51,9 @@ def _run_last_queries(call: Call, out: Tensor, lse: Tensor | None, counters: Ten
     lse[:, :, first:] = part
 
 
-def _run_merged(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def _run_merged(
+    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> None:
     outs, sums = [], []
     for part in (_rectangle(call), _triangle(call)):
         outs.append(torch.empty(call.q.shape, dtype=torch.float32, device=out.device))
@@ -66,7 +72,7 @@ def _run_merged(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | 
         lse.copy_(of_both)
 
 
-def _rectangle(call: Call) -> Call:
+def _rectangle(call: CheckedCall) -> CheckedCall:
     """Part of the call in which all queries see the keys before theirs."""
     end = call.k.shape[2] - call.q.shape[2]
     mask = call.block_mask
@@ -80,7 +86,7 @@ def _rectangle(call: Call) -> Call:
     )
 
 
-def _triangle(call: Call) -> Call:
+def _triangle(call: CheckedCall) -> CheckedCall:
     """Part of the call in which all queries see their own keys."""
     first = call.k.shape[2] - call.q.shape[2]
     mask = call.block_mask
@@ -97,7 +103,7 @@ def _triangle(call: Call) -> Call:
     )
 
 
-def _later(call: Call, first: int) -> SparsePolicy:
+def _later(call: CheckedCall, first: int) -> SparsePolicy:
     """Policy for what follows `first` tokens of the sequence."""
     policy = call.policy
     if policy.exact_prefix:

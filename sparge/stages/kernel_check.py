@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from ..call import Call
+from ..call import CheckedCall
 from ..kernels import KernelSpec, warm
 from ..kernels.spec import attend_path
 
 _built: set[Hashable] = set()
 
 
-def build_kernels(call: Call, arch: str) -> None:
+def build_kernels(call: CheckedCall, arch: str) -> None:
     """Builds kernels for ``arch``, the target of the moment, or the next one whose kernels compile.
 
     A set is looked into where that was done before. Raises KernelBuildError as `warm` does.
@@ -28,7 +28,7 @@ def build_kernels(call: Call, arch: str) -> None:
         _built.add(kind)
 
 
-def _specs_of(call: Call, arch: str) -> Iterable[KernelSpec]:
+def _specs_of(call: CheckedCall, arch: str) -> Iterable[KernelSpec]:
     """Specs of a call like this, with or without a plan of its own."""
     entries = ["means", "quantize", "route"]
     if call.v is not None:

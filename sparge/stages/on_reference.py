@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..blocks import BlockPlan
-from ..call import Call
+from ..call import CheckedCall
 from ..policy import Precision, SparsePolicy
 from ..stats import Counter
 from ..thresholds import COLUMNS
@@ -30,14 +30,14 @@ _SCHEMA = (
 )
 
 
-def make_plan(call: Call) -> BlockPlan:
+def make_plan(call: CheckedCall) -> BlockPlan:
     with as_written(call.q.device):
         return reference.make_plan(
             call.q, call.k, call.policy, block_mask=call.block_mask, **_pairs(call)
         )
 
 
-def attend(call: Call) -> tuple[reference.Attended, reference.Route]:
+def attend(call: CheckedCall) -> tuple[reference.Attended, reference.Route]:
     """Attends, and returns what became of the blocks as well."""
     assert call.v is not None  # None only where a plan alone is made
     with as_written(call.q.device):
@@ -54,7 +54,7 @@ def attend(call: Call) -> tuple[reference.Attended, reference.Route]:
         )
 
 
-def _pairs(call: Call) -> dict[str, Any]:
+def _pairs(call: CheckedCall) -> dict[str, Any]:
     """Arguments that say which queries see which keys, and by what scale."""
     return {
         "is_causal": call.is_causal,
@@ -63,7 +63,7 @@ def _pairs(call: Call) -> dict[str, Any]:
     }
 
 
-def compute(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def compute(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
     """Writes the results that the kernels would write, and adds to the counters of
     `AttentionStats`."""
     attended, route = attend(call)
@@ -77,7 +77,7 @@ def compute(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
         counters[Counter.KEPT_BLOCKS] += route.kept_blocks().sum()
 
 
-def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
     """Runs `compute` as one node of a traced graph, where there is no order and no head
     settings."""
     if call.order is not None or call.head_settings is not None:
@@ -157,7 +157,7 @@ def _reference(
     plan = None
     if block_map is not None and counts is not None:
         plan = BlockPlan(block_map, counts, q.shape[2], k.shape[2], causal, key_lengths)
-    call = Call(
+    call = CheckedCall(
         q, k, v, policy, scale, causal, key_lengths, block_mask, plan, None, None, thresholds
     )
     compute(call, out, lse, counters)

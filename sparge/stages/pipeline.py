@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call import CheckedCall
 from ..errors import Unsupported
 from ..kernels import capabilities
 from ..order.facts import NO_ORDER, OrderFacts
@@ -24,7 +24,7 @@ MEMORY_SHARE = 0.55
 MEMORY_FLOOR = 1 << 20
 
 
-def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
     """Writes `out` (B, H, Nq, D) and `lse` (B, H, Nq), and adds to `counters`."""
     if has_kernels(call):
         _run_in_head_groups(call, out, lse, counters)
@@ -32,7 +32,7 @@ def run(call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None) ->
         on_reference.run(call, out, lse, counters)
 
 
-def has_kernels(call: Call) -> bool:
+def has_kernels(call: CheckedCall) -> bool:
     """Whether kernels serve the call. Where another target could take over they are built here,
     before the first launch; not while torch.compile traces: such a call goes by the target of the
     moment."""
@@ -43,7 +43,7 @@ def has_kernels(call: Call) -> bool:
 
 
 def _run_in_head_groups(
-    call: Call, out: Tensor, lse: Tensor | None, counters: Tensor | None
+    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
 ) -> None:
     """Runs all heads at once when the workspace stays within MEMORY_SHARE and fits, else in
     groups.
@@ -75,20 +75,20 @@ def _run_in_head_groups(
         first = last
 
 
-def _memory_needed(call: Call) -> int:
+def _memory_needed(call: CheckedCall) -> int:
     shape = call.shape
     layout = layout_of(shape, call.element, call.v is not None, call.routes, call.pools)
     rows = shape.batch * shape.heads * shape.query_blocks
     return layout.nbytes + rows * 4 * (shape.map_words + 1)
 
 
-def _memory_limit(call: Call) -> int:
+def _memory_limit(call: CheckedCall) -> int:
     tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
     return max(MEMORY_FLOOR, int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors)))
 
 
 def run_kernels(
-    call: Call,
+    call: CheckedCall,
     out: Tensor,
     lse: Tensor | None,
     counters: Tensor | None,
@@ -130,7 +130,7 @@ def run_kernels(
     )
 
 
-def quantize(call: Call) -> Tensor:
+def quantize(call: CheckedCall) -> Tensor:
     rules = QuantizeRules(
         smooth_k=call.policy.smooth_k,
         with_queries=call.routes,
@@ -142,7 +142,7 @@ def quantize(call: Call) -> Tensor:
     return ops.quantize(*tensors, int(call.element), *rules.flat(), _slots(call).flat())
 
 
-def _slots(call: Call) -> OrderFacts:
+def _slots(call: CheckedCall) -> OrderFacts:
     """(order kinds, slots) tokens, (key_blocks,) counts and (heads,) order kinds."""
     order, head_settings = call.order, call.head_settings
     if order is None:
@@ -151,7 +151,7 @@ def _slots(call: Call) -> OrderFacts:
     return OrderFacts(order.slot_tokens, order.block_counts, order_kind)
 
 
-def route(call: Call, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(call: CheckedCall, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
     policy, shape, order = call.policy, call.shape, call.order
     select = Select.TOPK if policy.select_by == "topk" else Select.CDF
     rules = RouteRules(

@@ -21,7 +21,7 @@ from sparge import (
     grid_order,
 )
 from sparge.blocks import KEY_BLOCK, unpack
-from sparge.call import Call, make_call
+from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
 from sparge.reference import (
     Quantized,
@@ -118,7 +118,7 @@ def with_orders(head_settings: HeadSettings) -> HeadSettings:
 class Prepared:
     """A call, what the kernels made of its operands, and the same in the reference."""
 
-    call: Call
+    call: CheckedCall
     head_settings: HeadSettings
     operands: Quantized
     kept: Tensor
