@@ -37,11 +37,15 @@ def raise_if_interrupted() -> None:
 
 
 def show_on_node(node_id: str | None, text: str) -> None:
-    """Shows one line of text under the node; nothing happens where no server runs (scripts)."""
+    """Shows a text under the node and, of one in a subgraph, under those that hold it; nothing
+    happens where no server runs (scripts)."""
     # Not imported: outside a server that import would start loading one.
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    if server is not None and node_id is not None:
-        server.send_progress_text(text, node_id)
+    if server is None or node_id is None:
+        return
+    parts = node_id.split(":")
+    for depth in range(1, len(parts) + 1):
+        server.send_progress_text(text, ":".join(parts[:depth]))
 
 
 def untracked_allocations() -> AbstractContextManager[None]:

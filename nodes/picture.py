@@ -9,8 +9,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from .report import why_nothing
 from .result import RunResult
+from .verdict import why_nothing
 
 Colour = tuple[int, int, int]
 
@@ -31,7 +31,9 @@ def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
     layers, steps = result.report.by_step.shape
     if not layers or not steps or result.tally.missing:
-        return message(why_nothing(result) or "no self-attention of a whole grid reached this node")
+        return message(
+            why_nothing(result).told or "no self-attention of a whole grid reached this node"
+        )
     tall, wide = _cell(HEIGHT, layers), _cell(MAP_WIDTH, steps)
     height, map_width = max(layers * tall, 120), max(steps * wide, 240)
     right = LEFT + map_width + GAP

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report of a run: one line, on the node and in the log, always; and more lines.
+"""Report of a run: two short lines on the node, one long line in the log, and more lines.
 
 Where nothing was sparse the line says why, and what its user can do.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from ..sparge.common.whole_graph import has_been_traced
 from ..sparge.tune import MEASURING
 from ..sparge.tune.measured_shape import percent
 from .host import show_on_node
 from .result import RunResult
+from .verdict import gain, verdict, why_nothing
 
 logger = logging.getLogger("sparge")
 
@@ -23,20 +23,6 @@ LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
 BY_TABLE = "What exact attention would have taken is told by the speed table of this GPU."
 BY_RUN = "What exact attention would have taken is told by exact calls of this run."
 
-STOPPED = "stopped before the first sparse step"
-NOT_RUN = "the model did not run"
-NO_CALLS = (
-    "no attention call reached this node; a node after it replaces the attention, or the model "
-    "does not offer it (put Sparge Attention last, before the sampler)"
-)
-WHOLE_GRAPH = (
-    "no attention call reached this node; torch.compile with fullgraph leaves it no room (turn "
-    "fullgraph off), or a node after it replaces the attention"
-)
-REPLACED = (
-    "the {what}'s self-attention did not reach this node; another node replaces it, or the model "
-    "computes it in a way of its own"
-)
 ONE_STEP_AUTO = (
     "of a run of one step nothing is left after measuring: mode manual, or a profile, with "
     "start_percent 0 can make it sparse"
@@ -48,13 +34,13 @@ def publish(result: RunResult, node_id: str | None) -> None:
     text = summary(result)
     level = logging.WARNING if result.tally.sparse == 0 or result.notes else logging.INFO
     logger.log(level, "[Sparge] %s", text)
-    show_on_node(node_id, text)
+    show_on_node(node_id, verdict(result))
 
 
 def summary(result: RunResult) -> str:
     tally = result.tally
     tokens = tally.grid_tokens if tally.missing else tally.tokens
-    parts = [faster(result), f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
+    parts = [gain(result), f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
     if tally.sparse:
         parts.append(
             f"{tally.sparse} sparse and {tally.dense} dense self-attention calls, "
@@ -64,7 +50,7 @@ def summary(result: RunResult) -> str:
         if any(shape.one_order for shape in result.report.shapes):
             parts.append("measured one token order alone: the dense steps are few or short")
     else:
-        parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why_nothing(result)])))
+        parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why_nothing(result).told])))
         if tally.dense:
             of = " of text or sound" if tally.missing else ""
             parts.append(f"{tally.dense} dense self-attention calls{of}")
@@ -86,19 +72,10 @@ def summary(result: RunResult) -> str:
     return "; ".join(filter(None, parts))
 
 
-def faster(result: RunResult) -> str:
-    """How much faster the run was than with exact attention; "" where nothing says so."""
-    saved = result.report.time.saved
-    if saved is None or saved <= 0 or result.stopped:
-        return ""
-    would = result.seconds + saved
-    return f"{would / result.seconds:.2g}x: {result.seconds:.0f} s instead of about {would:.0f} s"
-
-
 def details(result: RunResult) -> str:
     """Line of the report, and below it what was measured of each layer."""
     lines = [summary(result), *result.report.details()]
-    if faster(result):
+    if gain(result):
         lines.append(BY_TABLE if result.report.time.by_table else BY_RUN)
     return "\n".join(lines)
 
@@ -114,19 +91,6 @@ def _errors(result: RunResult) -> Iterator[str]:
     for name in ("predicted", "probed"):
         if (error := result.report.mean_error(name)) is not None:
             yield f"{name} error {error:.3f}"
-
-
-def why_nothing(result: RunResult) -> str:
-    """Reason for a run without a sparse call; "" where the reasons of its dense calls say it."""
-    if result.tally.sparse:
-        return ""
-    if result.stopped_early:
-        return STOPPED
-    if result.tally.forwards == 0:
-        return NOT_RUN
-    if result.tally.dense + result.tally.cross == 0:
-        return WHOLE_GRAPH if has_been_traced() else NO_CALLS
-    return REPLACED.format(what=result.tally.missing) if result.tally.missing else ""
 
 
 def advice(result: RunResult) -> str:

@@ -14,11 +14,11 @@ import torch
 from ..sparge import capabilities
 from ..sparge.common.failures import Failures
 from ..sparge.speed import known_table
-from ..sparge.tune import Conditioning, Fingerprint, Profile, Progress, Session, SigmaWindow
+from ..sparge.tune import Conditioning, Fingerprint, Profile, Progress, Session, SigmaWindow, Tally
 from ..sparge.tune.ways import speed_matters
 from .host import exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
-from .result import RunResult, Tally
+from .result import RunResult
 from .settings import Settings
 
 #: Remark where sparse calls came before, so that nothing tells whose doing it is.

@@ -30,6 +30,7 @@ from .session_pass import MEASURING, Plan, SessionPass
 from .settings_table import SettingsTable
 from .shape import Shape
 from .step_settings import StepSettings
+from .tally import Tally
 from .ways import Ways, fitted
 from .window import SigmaWindow
 from .workload import Workload
@@ -75,6 +76,7 @@ __all__ = [
     "SigmaWindow",
     "StepSettings",
     "Table",
+    "Tally",
     "TextPosition",
     "Verdict",
     "Way",

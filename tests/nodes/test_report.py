@@ -41,7 +41,7 @@ def result(load_pack):
         of_run = {
             name: facts.pop(name) for name in ("stopped", "notes", "seconds") if name in facts
         }
-        return module.RunResult(module.Tally(**facts), report, **of_run)
+        return module.RunResult(tune.Tally(**facts), report, **of_run)
 
     return make
 
@@ -78,16 +78,17 @@ def test_a_good_run(result, report):
         (57.0, True, "by the speed table"),
         (57.0, False, "by exact calls"),
         (None, True, ""),
-        (-1.0, True, ""),
+        (-1.0, True, "by the speed table"),
     ],
 )
 def test_the_saving_is_told_first(load_pack, result, report, saved, by_table, told):
     time = load_pack("sparge.tune").RunTime({}, saved, by_table)
     found = result(time=time, seconds=34.0)
     first = report.summary(found).split("; ")[0]
-    assert first == ("2.7x: 34 s instead of about 91 s" if told else "Mochi, 44,776 tokens")
+    faster = "2.7x faster: 34 s, not 91 s" if saved == 57 else "As fast as without: 34 s"
+    assert first == (faster if told else "Mochi, 44,776 tokens")
     assert told in report.details(found).splitlines()[-1]
-    assert "x: " not in report.summary(replace(found, stopped=True)), "who knows"
+    assert "faster" not in report.summary(replace(found, stopped=True)), "who knows"
 
 
 def test_dense_calls_in_eight_bits_are_told(result, report):
@@ -184,7 +185,7 @@ def test_nothing_sparse_is_a_warning_with_its_reason(result, report, caplog, cha
     assert text in record.message
 
 
-def test_one_line_in_the_log_and_the_same_on_the_node(result, report, caplog, monkeypatch):
+def test_one_line_in_the_log_and_the_verdict_on_the_node(result, report, caplog, monkeypatch):
     shown = []
     server = SimpleNamespace(
         PromptServer=SimpleNamespace(
@@ -197,8 +198,9 @@ def test_one_line_in_the_log_and_the_same_on_the_node(result, report, caplog, mo
     with caplog.at_level(logging.INFO, "sparge"):
         report.publish(result(stopped=True), "12")
     ((node, text),) = shown
-    assert node == "12" and text.endswith("stopped early") and "\n" not in text
-    assert [record.message for record in caplog.records] == [f"[Sparge] {text}"]
+    assert node == "12" and text == "Stopped early\n25 % of attention computed"
+    (record,) = caplog.records
+    assert record.message.endswith("stopped early") and "\n" not in record.message
 
 
 def test_a_note_is_a_warning(result, report, caplog):

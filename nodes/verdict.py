@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdict on a run, for the node: two lines that fit its box. The log and the report say the rest.
+
+The first line says what the run gained. The second one warns, or gives a reason, or else says how
+much of the attention was computed and how far off it was.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from ..sparge.common.whole_graph import has_been_traced
+from .result import RunResult
+
+#: Characters of a line.
+WIDEST = 40
+#: Times as fast from which on a run counts as faster.
+FASTER = 1.05
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why nothing was sparse, where the reasons of dense calls do not say it."""
+
+    told: str = ""
+    """For the log."""
+    lines: tuple[str, str] = ("", "")
+    """For the node."""
+
+
+_NO_CALL = "no attention call reached this node; "
+STOPPED = Why("stopped before the first sparse step", ("Stopped before the first sparse step", ""))
+NOT_RUN = Why("the model did not run", ("The model did not run", ""))
+NO_CALLS = Why(
+    f"{_NO_CALL}a node after it replaces the attention, or the model does not offer it (put Sparge "
+    "Attention last, before the sampler)",
+    ("No attention call reached this node", "Put it last, before the sampler"),
+)
+WHOLE_GRAPH = Why(
+    f"{_NO_CALL}torch.compile with fullgraph leaves it no room (turn fullgraph off), or a node "
+    "after it replaces the attention",
+    ("No attention call reached this node", "Turn fullgraph off in the compile node"),
+)
+
+
+def replaced(what: str) -> Why:
+    """what: "clip" or "picture"."""
+    return Why(
+        f"the {what}'s self-attention did not reach this node; another node replaces it, or the "
+        "model computes it in a way of its own",
+        ("Another node replaces the attention", f"of the {what}, or the model does"),
+    )
+
+
+def why_nothing(result: RunResult) -> Why:
+    """Empty where something was sparse, or the reasons of dense calls say why not."""
+    tally = result.tally
+    if tally.sparse:
+        return Why()
+    if result.stopped_early:
+        return STOPPED
+    if tally.forwards == 0:
+        return NOT_RUN
+    if tally.calls == 0:
+        return WHOLE_GRAPH if has_been_traced() else NO_CALLS
+    return replaced(tally.missing) if tally.missing else Why()
+
+
+def verdict(result: RunResult) -> str:
+    """One line or two, each of at most WIDEST characters."""
+    why = why_nothing(result)
+    lines = why.lines if why.told else (_first(result), _second(result))
+    return "\n".join(textwrap.shorten(line, WIDEST, placeholder=" ...") for line in lines if line)
+
+
+def gain(result: RunResult) -> str:
+    """How much faster the run was than with exact attention; "" where nothing says so."""
+    saved = result.report.time.saved
+    if saved is None or result.stopped or result.seconds <= 0:
+        return ""
+    would = max(0.0, result.seconds + saved)
+    times = would / result.seconds
+    if times < FASTER:
+        return f"As fast as without: {shown(result.seconds)}"
+    return f"{times:.2g}x faster: {shown(result.seconds)}, not {shown(would)}"
+
+
+def shown(seconds: float) -> str:
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def _first(result: RunResult) -> str:
+    tally = result.tally
+    if result.stopped:
+        return "Stopped early"
+    sparse = f"{tally.sparse} of {tally.sparse + tally.dense} calls were sparse"
+    return gain(result) or (sparse if tally.sparse else "NOTHING WAS SPARSE")
+
+
+def _second(result: RunResult) -> str:
+    tally = result.tally
+    if result.notes:
+        return result.notes[0]
+    if tally.sparse:
+        computed = f"{100 * result.report.densities.overall:.0f} % of attention computed"
+        errors = (result.report.mean_error(name) for name in ("probed", "predicted"))
+        error = next((each for each in errors if each is not None), None)
+        return computed if error is None else f"{computed}, error {100 * error:.0f} %"
+    if tally.dense and tally.eight_bit == tally.dense:
+        return "all in 8 bits, nothing skipped"
+    return next((reason for reason, _ in tally.reasons.most_common(1)), "")
