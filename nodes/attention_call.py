@@ -40,8 +40,8 @@ class AttentionCall:
     skip_reshape: bool
     skip_output_reshape: bool
     options: dict[str, Any]
-    backend: str = ""
-    """Name of ComfyUI's function that serves a dense call; empty where another node does."""
+    by_backend: bool = False
+    """Whether ComfyUI's own function serves a dense call, that of the run's speed table."""
 
     @cached_property
     def tensors(self) -> Call | str:
@@ -56,7 +56,8 @@ class AttentionCall:
             sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             return f"the model sends shapes that this node does not serve: {sizes}"
         layout = "HND" if self.skip_output_reshape else "flat"
-        return Call(*views, self.options.get("scale"), layout)
+        by_backend = self.by_backend and self.mask is None
+        return Call(*views, self.options.get("scale"), layout, by_backend)
 
     @cached_property
     def facts(self) -> CallFacts:

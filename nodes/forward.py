@@ -71,6 +71,7 @@ class Forward:
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
         run.tally.add_forward(layout.family, layout.grid)
+        run.start_clock()
         run.note_missing_layers(layout.blocks)
         unusable = run.unusable(x.device)
         if unusable is None and (slower_target := capabilities(x.device).note):
@@ -81,7 +82,8 @@ class Forward:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
             facts = run.window.facts(facts, level, run.schedule)
-            run.progress.at(level)
+            with run.failures.caught("nothing was shown while the run goes on"):
+                run.progress.at(level)
         policy = fitted(run.asked, x.device)
         begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
         beside = frozenset(shape[2] for shape in (packed or ())[1:])
@@ -163,7 +165,7 @@ class Forward:
 
     def _eight_bit(self, given: AttentionCall) -> Tensor | None:
         """Result by 8-bit dense attention; None where the call has to be exact."""
-        if self.unusable is not None or given.backend != self.run.backend.name:
+        if self.unusable is not None or given.mask is not None:
             return None
         if exact_reason(given.facts, self.layout, self.run.settings) is not None:
             return None

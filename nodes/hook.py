@@ -123,7 +123,6 @@ class Hook:
             self._await_kernels(run, device)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
-            run.begin_sampling()
             result = executor(*args, **kwargs)
             finished = True
             if isinstance(result, torch.Tensor) and result.ndim > 3:  # packed latents are flat
@@ -181,7 +180,7 @@ class Hook:
         """Starts compiling what the device lacks; None where no kernel can run."""
         if not capabilities(device).usable:
             return None
-        return warm_up(device, self.show, partial(speed_table, backend=host.exact_backend()))
+        return warm_up(device, self.show)
 
     def _await_kernels(self, run: Run, device: torch.device) -> None:
         """Waits for the kernels, so that whether a call is sparse never depends on how fast a
@@ -190,6 +189,9 @@ class Hook:
         failure = warmup.wait(host.raise_if_interrupted) if warmup else None
         if failure is not None:
             run.give_up(device, failure)
+        elif warmup is not None:  # here ComfyUI does nothing else on the GPU
+            with run.failures.caught("the speed of this GPU was not measured"):
+                speed_table(device, run.backend)
 
     def _reinstalled(self, found: Override | None) -> Override:
         """Override that this run shall use: one that overwrote ours becomes our dense path.
@@ -260,9 +262,9 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
-        backend = host.backend_name(func) if previous is None else ""
+        timed = previous is None and host.backend_name(func) == forward.run.backend.name
         call = AttentionCall(
-            q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, backend
+            q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, timed
         )  # fmt: skip
         return forward.attend(call, dense)
 

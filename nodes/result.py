@@ -25,7 +25,7 @@ class RunResult:
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""
     seconds: float = 0.0
-    """Seconds of the whole run, from its first step on."""
+    """Seconds of the run from its first pass on; 0 where none came."""
 
     @property
     def stopped_early(self) -> bool:

@@ -80,7 +80,7 @@ class Run:
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
         self.progress = Progress(schedule, show)
-        self._began = time.perf_counter()
+        self._began: float | None = None
         self._profile_name = profile_name
         self._model, self._device = model, device
         self._step = 0
@@ -93,9 +93,9 @@ class Run:
     def notes(self) -> list[str]:
         return list(self._notes)
 
-    def begin_sampling(self) -> None:
-        """Starts the clock, once the kernels are there."""
-        self._began = time.perf_counter()
+    def start_clock(self) -> None:
+        """Starts the clock at the first pass: kernels and model are there."""
+        self._began = self._began or time.perf_counter()
 
     def begin_evaluation(self) -> None:
         """Begins an evaluation of the model. It counts as a step whatever passes ComfyUI splits it
@@ -167,7 +167,7 @@ class Run:
             any(table.from_profile for table in tables),
             self._profile_name,
             len(self.schedule),
-            time.perf_counter() - self._began,
+            0.0 if self._began is None else time.perf_counter() - self._began,
         )
 
 

@@ -22,8 +22,6 @@ KERNEL_DID_NOT_COMPILE = "a kernel did not compile (see the log)"
 KERNEL_DID_NOT_LOAD = "the driver did not take a kernel (see the log)"
 
 Show = Callable[[str], None]
-#: What a host has to do once the kernels of a device are there.
-Then = Callable[[torch.device], object]
 
 #: Seconds between two looks at the Cancel button while a run waits.
 _POLL_SECONDS = 0.1
@@ -55,8 +53,8 @@ def _element(arch: str) -> Element:
 class Warmup:
     """Compiles and loads the kernels of one device in a thread; wait() before the first call."""
 
-    def __init__(self, device: torch.device, show: Show, then: Then) -> None:
-        self._device, self._then = device, then
+    def __init__(self, device: torch.device, show: Show) -> None:
+        self._device = device
         self._show = show
         self._started = time.perf_counter()
         self._error: BaseException | None = None
@@ -68,7 +66,6 @@ class Warmup:
             warm(self._device, eight_bit_specs, self._progress)
             arch = capabilities(self._device).arch
             logger.info("[Sparge] attention on %s by %s", self._device, eight_bit_path(arch))
-            self._then(self._device)
         except BaseException as error:  # handed to whoever waits
             self._error = error
 
@@ -108,15 +105,11 @@ _warmups: dict[torch.device, Warmup] = {}
 _lock = threading.Lock()
 
 
-def _nothing(device: torch.device) -> None:
-    """Does nothing more."""
-
-
-def warm_up(device: torch.device, show: Show, then: Then = _nothing) -> Warmup:
-    """Warm-up of a device and what comes `then`, started by whoever asks first in this process, and
-    once more after one that failed and may not fail again."""
+def warm_up(device: torch.device, show: Show) -> Warmup:
+    """Warm-up of a device, started by whoever asks first in this process, and once more after one
+    that failed and may not fail again."""
     with _lock:
         kept = _warmups.get(device)
         if kept is None or kept.may_go_better:
-            kept = _warmups[device] = Warmup(device, show, then)
+            kept = _warmups[device] = Warmup(device, show)
         return kept

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the speed table of each GPU, which is measured where there is none.
+"""Prints the speed tables that are kept on this machine.
 
     python -m sparge.speed [--anew]
 
---anew: measures at any rate. Tables of ComfyUI's other attention functions are measured by the node
-alone.
+--anew: removes them; the next run of the node measures anew. Where none is kept, what PyTorch's own
+attention takes beside ours is measured for each GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 import torch
 
 from ..kernels.device import capabilities
-from .kept import path_of, speed_table
+from .kept import kept_tables, path_of, speed_table
 from .table import Size, SpeedTable
 
 #: Tokens and heads of the lines.
@@ -49,15 +49,18 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--anew", action="store_true")
     options = parser.parse_args(arguments)
-    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
-    if not devices:
-        print(f"No table: {capabilities(torch.device('cuda')).reason}.")
-    for device in devices:
-        table = speed_table(device, anew=options.anew)
-        if table is None:
-            print(f"{device}: no table; {capabilities(device).reason or 'its memory is full'}.")
-        else:
-            print("\n".join(lines(table, datetime.now(timezone.utc))))
+    kept = kept_tables()
+    if options.anew:
+        for path, _ in kept:
+            path.unlink(missing_ok=True)
+            print(f"{path} is gone; the next run measures anew.")
+        return
+    devices = [] if kept else [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    measured = [table for table in map(speed_table, devices) if table is not None]
+    for table in [table for _, table in kept] + measured:
+        print("\n".join(lines(table, datetime.now(timezone.utc))))
+    if not (kept or measured):
+        print(f"No table: {capabilities(torch.device('cuda')).reason or 'memory is full'}.")
 
 
 if __name__ == "__main__":

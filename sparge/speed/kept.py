@@ -32,6 +32,8 @@ logger = logging.getLogger("sparge")
 #: Changes with what is measured and how.
 _FORMAT = "1"
 _LARGEST = 1 << 16  # bytes
+#: Misfit above which something else used the GPU meanwhile.
+_DISTURBED = 0.15
 
 _known: dict[tuple[str, str, str], SpeedTable] = {}  # by GPU, target and backend
 _lock = threading.Lock()
@@ -62,12 +64,29 @@ def speed_table(
         if table is None:
             try:
                 table = measure_speed(device, backend, facts)
+                if is_disturbed(table):
+                    table = measure_speed(device, backend, facts)
             except (torch.OutOfMemoryError, Unsupported) as error:
                 logger.info("[Sparge] the speed of this GPU was not measured: %s", error)
                 return None
-            _keep(table)
+            if is_disturbed(table):
+                logger.info("[Sparge] the GPU was busy while its speed was measured: not kept")
+            else:
+                _keep(table)
         _known[key] = table
         return table
+
+
+def is_disturbed(table: SpeedTable) -> bool:
+    return any(times.margin > _DISTURBED for times in table.by_head_dim.values())
+
+
+def kept_tables() -> list[tuple[Path, SpeedTable]]:
+    """Tables in the cache that can be believed, whatever they are of."""
+    folder = cache_folder()
+    paths = [] if folder is None or distrust(folder) else sorted(folder.glob("speed.*.json"))
+    found = [(path, _read_file(path)) for path in paths]
+    return [(path, table) for path, table in found if table is not None]
 
 
 def facts_of(device: torch.device, backend: Backend) -> dict[str, str]:
@@ -103,9 +122,13 @@ def _read(facts: dict[str, str]) -> SpeedTable | None:
     path = path_of(facts)
     if path is None or distrust(path.parent):
         return None
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> SpeedTable | None:
     try:
         table = SpeedTable.from_json(json.loads(read_file(path, _LARGEST)))
-        if table.facts != facts:
+        if path_of(dict(table.facts)) != path:
             raise ValueError("it is of another GPU, driver, torch or kernels")
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -91,7 +91,7 @@ class MeasuringCost:
         order_kinds = next(within, 1)
         more = self.seconds(order_kinds, AGAIN_CALLS) / conditionings
         left = max(0.0, allowed - self.seconds(order_kinds))
-        return Afforded(order_kinds, int(left / more) if more else UNLIMITED)
+        return Afforded(order_kinds, int(min(left / more, UNLIMITED)) if more else UNLIMITED)
 
     def pays(self, *, heads: int, measurements: int, saved: float) -> bool:
         """Whether the least that a run can measure, and its choice from it, take no longer than its

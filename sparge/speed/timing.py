@@ -48,14 +48,15 @@ class Cell:
 
 
 def measure_speed(device: torch.device, backend: Backend, facts: Mapping[str, str]) -> SpeedTable:
-    """Times calls of random tensors on a stream of its own. Waits for the GPU.
+    """Times calls of random tensors. Waits for the GPU.
 
     Raises sparge.Unsupported and KernelBuildError where the kernels cannot run, and
     torch.OutOfMemoryError.
     """
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+    with torch.inference_mode(), torch.cuda.device(device):
         times = {head_dim: _times(head_dim, device, backend) for head_dim in HEAD_DIMS}
+        torch.cuda.empty_cache()  # what calls took is of no size that a model asks for
     return SpeedTable(facts, created, times)
 
 

@@ -29,6 +29,9 @@ class Call:
     scale: float | None = None
     layout: str = "HND"
     """Layout of its result: "HND" (B, H, N, D), "NHD" (B, N, H, D) or "flat" (B, N, H*D)."""
+    by_backend: bool = True
+    """Whether what serves the host's exact calls is what the speed table timed, without a mask:
+    else a dense call is exact, and nothing is known of its time."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None) -> Call:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -147,9 +147,11 @@ class HeadTable:
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
-    def measure(self, row: int, call: Call, dense: DenseOnce) -> None:
+    def measure(
+        self, row: int, call: Call, dense: DenseOnce, timed: Untracked = nullcontext
+    ) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
-        sparse. Never waits."""
+        sparse. Never waits. timed: context around the measurement alone."""
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
@@ -167,7 +169,7 @@ class HeadTable:
         # Errors raised here have nothing to do with measuring.
         out = dense.result()
         try:
-            with self._untracked():
+            with self._untracked(), timed():
                 self._look_for_nan(row, call.result_heads_first(out))
                 for qkv in self._entries(call.qkv, self._schedule.measuring):
                     self._measurement.add(row, *qkv, scale=call.scale, calls=calls)

@@ -6,29 +6,33 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..speed.table import Size, SpeedTable
+from ..order.recording import being_recorded
+from ..speed.table import Size
+from .call import Call
 
 
 class Way(enum.Enum):
     EXACT = "exact"
     EIGHT_BIT = "8-bit dense"
     SPARSE = "sparse"
+    MEASURING = "measuring"
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One call: between two marks of its stream."""
+    """Work of one call: between two marks of its stream."""
 
     way: Way
-    size: Size
-    device: torch.device
+    key: tuple[Size, torch.device]
+    foretold: float | None
+    """Seconds of exact attention by the speed table."""
     start: Any
     end: Any
 
@@ -41,15 +45,17 @@ class Span:
 
 @dataclass(eq=False)
 class Spans:
-    """Calls of one pass on a GPU; those on other devices are not timed."""
+    """Work of one pass on a GPU; that on other devices is not timed."""
 
     device: torch.device
     spans: list[Span] = field(default_factory=list)
 
     @contextmanager
-    def around(self, way: Way, size: Size) -> Iterator[None]:
-        """Context around a call. What raises is not counted."""
-        if self.device.type != "cuda":
+    def around(self, way: Way, call: Call, foretold: float | None) -> Iterator[None]:
+        """Context around work for a self-attention. What raises is not counted, nor is what a CUDA
+        graph records, nor a call of other keys than its queries."""
+        whole = call.k.shape[2] == call.query_tokens
+        if self.device.type != "cuda" or not whole or being_recorded(self.device):
             yield
             return
         stream = torch.cuda.current_stream(self.device)
@@ -57,7 +63,7 @@ class Spans:
         start.record(stream)
         yield
         end.record(stream)
-        self.spans.append(Span(way, size, self.device, start, end))
+        self.spans.append(Span(way, (call.size, self.device), foretold, start, end))
 
 
 @dataclass(frozen=True)
@@ -66,37 +72,31 @@ class RunTime:
 
     by_step: Mapping[int, Mapping[Way, float]]
     saved: float | None
-    """Seconds that exact attention would have taken more; None where nothing says what that
-    takes."""
+    """Seconds that exact attention would have taken more than this run's, with all measuring; None
+    where nothing says what that takes."""
     by_table: bool
     """Whether the speed table said it for some calls, and not exact calls of this run for all."""
 
     @classmethod
-    def of(
-        cls,
-        passes: Sequence[tuple[int, Spans]],
-        speed: Callable[[torch.device], SpeedTable | None],
-    ) -> RunTime:
-        """Adds up the calls of (step, calls) of each pass. Waits for the GPU."""
+    def of(cls, passes: Sequence[tuple[int, Spans]]) -> RunTime:
+        """Adds up the work of (step, work) of each pass. Waits for the GPU."""
         by_step: dict[int, dict[Way, float]] = defaultdict(lambda: defaultdict(float))
         timed = [(step, span, span.seconds) for step, spans in passes for span in spans.spans]
-        exact: dict[Size, float] = {}  # the least, as the first call of a run loads kernels
+        exact: dict[tuple[Size, torch.device], float] = {}
         for step, span, seconds in timed:
             by_step[step][span.way] += seconds
-            if span.way is Way.EXACT:
-                exact[span.size] = min(seconds, exact.get(span.size, seconds))
+            if span.way is Way.EXACT:  # the least, as the first call of a run loads kernels
+                exact[span.key] = min(seconds, exact.get(span.key, seconds))
         saved, known, by_table = 0.0, False, False
         for _, span, seconds in timed:
-            if span.way is Way.EXACT:
-                continue
-            would = exact.get(span.size)
-            if would is None:
-                table = speed(span.device)
-                times = None if table is None else table.of(span.size.head_dim)
-                would, by_table = (times and times.exact.seconds(span.size)), True
-            if would is None:
-                return cls(by_step, None, True)
-            saved, known = saved + would - seconds, True
+            if span.way is Way.MEASURING:
+                saved -= seconds
+            elif span.way is not Way.EXACT:
+                would = exact.get(span.key, span.foretold)
+                if would is None:
+                    return cls(by_step, None, True)
+                by_table |= span.key not in exact
+                saved, known = saved + would - seconds, True
         return cls(by_step, saved if known else None, by_table)
 
     def line(self) -> str:

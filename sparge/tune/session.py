@@ -26,6 +26,7 @@ import torch
 
 from ..checks.argument import check_kind, whole_number
 from ..policy import SparsePolicy
+from ..speed.table import SpeedTable
 from .aim import Aim
 from .alike_heads import AlikeHeads
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -77,8 +78,9 @@ class Session:
             note: takes a remark for the user, such as what a profile lacks.
             untracked: context around measuring and probing, which few calls do, for hosts that
                 record the allocations of a pass.
-            speed: gives the speed table of a device, such as `sparge.speed.speed_table`; with an
-                aim dense calls are then in 8 bits where that is faster.
+            speed: gives the speed table of a device, such as `sparge.speed.speed_table`. It is
+                asked where the first pass on a device begins. With an aim dense calls are then in 8
+                bits where that is faster.
             exact_dense: dense calls are exact all the same.
             even_if_slower: heads are measured and calls are sparse also where exact calls would be
                 faster.
@@ -96,7 +98,8 @@ class Session:
             note(f"The profile is for {other}, not for {aim}, so this run measures")
             profile = None
         self.aim = aim
-        self._ways = Ways(speed, exact_dense or aim is None, even_if_slower)
+        self._speed, self._tables = speed, dict[torch.device, SpeedTable | None]()
+        self._ways = Ways(self._tables.get, exact_dense or aim is None, even_if_slower)
         self._heads = (
             AlikeHeads(untracked, self._ways)
             if aim is None
@@ -130,6 +133,8 @@ class Session:
         policy: as this device shall run it, such as without the PV filter on Hopper. usable: the
         device has kernels; where it has none the pass is recorded alone.
         """
+        if usable and device not in self._tables:
+            self._tables[device] = self._speed(device)
         tables: dict[Shape, HeadTable] = {}
         may_be_sparse = usable and facts.why_dense is None
         if isinstance(self._heads, HeadTables):
@@ -166,7 +171,7 @@ class Session:
         densities = Densities.of([begun.record for begun in self._passes])
         reasons = sum((begun.reasons for begun in self._passes), start=Counter[str]())
         passes = [(begun.record.step, begun.record.spans) for begun in self._passes]
-        time = RunTime.of(passes, self._ways.speed)
+        time = RunTime.of(passes)
         return Report.of(self.aim, densities, self.chosen, reasons, time)
 
     def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -103,15 +103,18 @@ class SessionPass:
         # Exact attention may need less memory.
         with (
             suppress(Unsupported, torch.OutOfMemoryError),
-            self.record.spans.around(Way.EIGHT_BIT, call.size),
+            self._timed(Way.EIGHT_BIT, call),
         ):
             return call.eight_bit()
         return None
 
     def exact(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
         """Exact result of a self-attention call, which the report tells the time of."""
-        with self.record.spans.around(Way.EXACT, call.size):
+        with self._timed(Way.EXACT, call):
             return compute()
+
+    def _timed(self, way: Way, call: Call) -> AbstractContextManager[None]:
+        return self.record.spans.around(way, call, self.ways.exact_seconds(call))
 
     def _check(self, call: Call) -> None:
         """Raises Unsupported for a call that is exact in every step."""
@@ -132,7 +135,7 @@ class SessionPass:
         if isinstance(plan, str):
             return plan
         stats = self.record.stats_of(row)
-        with self.record.spans.around(Way.SPARSE, call.size):
+        with self._timed(Way.SPARSE, call):
             out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
             self.probe(plan, row, call, out)
@@ -163,7 +166,7 @@ class SessionPass:
                 return self.facts.why_dense or MEASURING
             self.tables[shape] = table
         if not table.is_chosen:
-            table.measure(row, call, dense)
+            table.measure(row, call, dense, partial(self._timed, Way.MEASURING, call))
             return self.facts.why_dense or table.refusal(row) or MEASURING
         if self.facts.why_dense is not None:
             return self.facts.why_dense
@@ -182,4 +185,5 @@ class SessionPass:
     def probe(self, plan: Plan, row: int, call: Call, out: Tensor) -> None:
         """Compares the result of a call by that plan now and then, where heads are measured."""
         if plan.table is not None:
-            plan.table.probe_call(row, call, out)
+            with self._timed(Way.MEASURING, call):
+                plan.table.probe_call(row, call, out)

@@ -69,10 +69,10 @@ class Ways:
 
     def eight_bit_dense(self, call: Call) -> bool:
         """Whether a dense call is to be computed in 8 bits."""
-        if self.exact_dense or call.k.shape[2] != call.query_tokens:
+        if self.exact_dense or not call.by_backend or call.k.shape[2] != call.query_tokens:
             return False
         times = self._times(call)
-        return times is not None and times.eight_bit_is_faster(_size(call))
+        return times is not None and times.eight_bit_is_faster(_size_of_entry(call))
 
     def slower_reason(self, call: Call, density: float, pooled: float) -> str | None:
         """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster,
@@ -84,7 +84,7 @@ class Ways:
         times = None if self.even_if_slower else self._times(call)
         if times is None:
             return None
-        size = _size(call)
+        size = _size_of_entry(call)
         break_even = times.sparse_density_within(size, self._dense_seconds(call, times), pooled)
         if density < break_even:
             return None
@@ -112,7 +112,7 @@ class Ways:
         times = None if self.even_if_slower else self._times(call)
         if times is None or call.shares_keys:  # heads that share keys measure one order anyway
             return Afforded(most, again=UNLIMITED)
-        size, measurements = _size(call), run.layers * conditionings
+        size, measurements = _size_of_entry(call), run.layers * conditionings
         dense = self._dense_seconds(call, times)
         cost = MeasuringCost(times.sparse, size, dense, calls)
         steps = USUAL_STEPS if run.sparse_steps is None else run.sparse_steps
@@ -127,6 +127,11 @@ class Ways:
             afforded, pays=cost.pays(heads=heads, measurements=measurements, saved=saved)
         )
 
+    def exact_seconds(self, call: Call) -> float | None:
+        """Seconds of exact attention of all entries of a call; None where nothing is known."""
+        times = self._times(call) if call.by_backend else None
+        return None if times is None else times.exact.seconds(call.size)
+
     def _times(self, call: Call) -> Times | None:
         """Times that a call follows; None where nothing is known."""
         if call.query_tokens < FEWEST_TOKENS or call.q.dtype not in MEASURED_DTYPES:
@@ -136,10 +141,10 @@ class Ways:
 
     def _dense_seconds(self, call: Call, times: Times) -> float:
         way = times.eight_bit if self.eight_bit_dense(call) else times.exact
-        return way.seconds(_size(call))
+        return way.seconds(_size_of_entry(call))
 
 
-def _size(call: Call) -> Size:
+def _size_of_entry(call: Call) -> Size:
     """Size of one entry of a batch: a host computes entries together or one by one, as memory
     allows, and the result must not depend on it."""
     return Size(call.query_tokens, call.head_count, call.head_dim)

@@ -7,21 +7,22 @@ import pytest
 import torch
 
 HEADS, TOKENS, BLOCKS = 2, 512, 2
+PAIRS = HEADS * TOKENS**2
 LATENT = (8, 16, 16)
 AUTO = {"mode": "auto budget", "topk": 0.5, "min_tokens": TOKENS}
 
 
 @pytest.fixture
 def table(load_pack, monkeypatch):
-    """table(exact seconds): makes this the speed table, in which the other ways take a second, and
-    a measurement no time."""
+    """table(exact seconds): makes this the speed table of calls that keep every pair; 8-bit dense
+    ones take a second, and measurements no time."""
     speed, backends = load_pack("sparge.speed"), []
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("sparge.tune.ways"), "FEWEST_TOKENS", 1)
     monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
 
-    def pretend(exact):
-        cost = [speed.Cost(seconds, 0, 0, 0) for seconds in (exact, 1.0, 0.1)]
+    def pretend(exact, sparse=0.1):
+        cost = [speed.Cost(0, 0, 0, seconds / PAIRS) for seconds in (exact, 1.0, sparse)]
         found = speed.SpeedTable({}, "", {64: speed.Times(*cost, margin=0.0)})
 
         def known(device, backend):
@@ -114,6 +115,26 @@ def test_other_calls_stay_exact(table, sample, call):
     assert tally.eight_bit == 0 and tally.dense + tally.cross == BLOCKS
 
 
+@pytest.mark.parametrize("where", ["before the last dense step", "dense_blocks", "no padding"])
+def test_a_call_with_a_mask_stays_exact(table, sample, where):
+    """Also with one that may be padding, as long as it is not taken off."""
+    mask = torch.zeros(1, 1, 1, TOKENS, dtype=torch.bfloat16)
+    mask[..., -100:] = -1.0 if where == "no padding" else float("-inf")
+
+    def call(attend, qkv):
+        return attend(*qkv, HEADS, skip_reshape=True, mask=mask)
+
+    widgets = {"dense_blocks": "0-1"} if where == "dense_blocks" else {"start_percent": 0.5}
+    table(2.0)
+    tally, given = sample(call=call, sigmas=(0.95, 0.9, 0.8), **widgets)
+    if where == "before the last dense step":
+        assert tally.eight_bit <= BLOCKS, "without its padding a measured call may be"
+        given = given[:BLOCKS]
+    else:
+        assert tally.eight_bit == 0
+    assert len({out.float().sum().item() for out in given}) == 1
+
+
 def test_another_nodes_attention_serves_dense_calls(table, sample):
     """Nobody timed it."""
     served = []
@@ -122,9 +143,10 @@ def test_another_nodes_attention_serves_dense_calls(table, sample):
         served.append(kwargs)
         return func(*args, **kwargs)
 
-    table(2.0)
+    table(2.0, sparse=3.0)
     tally, _ = sample(previous=other)
     assert tally.eight_bit == 0 and len(served) == tally.dense == BLOCKS
+    assert tally.sparse == 2 * BLOCKS, "beside 8 bits it would not be"
 
 
 def test_an_error_in_eight_bits_costs_no_picture(table, sample, load_pack, monkeypatch, caplog):

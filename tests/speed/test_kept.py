@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from sparge import Unsupported
 from sparge.speed import TORCH, Backend, Cost, SpeedTable, Times, kept
+from sparge.speed.__main__ import main
 
 COST = Cost(1e-4, 1e-4, 1e-9, 1e-12)
 GPU = torch.device("cuda", 0)
@@ -158,6 +160,35 @@ def test_without_room_to_measure_there_is_none(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kept, "measure_speed", fail)
     assert kept.speed_table(GPU) is None and "was not measured" in caplog.text
+
+
+@pytest.mark.parametrize(("margins", "is_kept"), [((0.2, 0.1), True), ((0.2, 0.2), False)])
+def test_a_busy_gpu_is_measured_once_more_and_not_kept(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, margins: Any, is_kept: bool
+) -> None:
+    measure, left = kept.measure_speed, list(margins)
+
+    def busy(*given: Any) -> SpeedTable:
+        times = Times(COST, COST, COST, margin=left.pop(0))
+        return replace(measure(*given), by_head_dim={64: times})
+
+    monkeypatch.setattr(kept, "measure_speed", busy)
+    table = kept.speed_table(GPU)
+    assert len(measured) == 2 and table is kept.known_table(GPU) is not None
+    assert bool(kept.kept_tables()) == is_kept
+
+
+def test_the_command_shows_what_is_kept_and_forgets_it(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stored(measured)
+    path.with_name("speed.0123456789abcdef.json").write_text("{}")
+    main([])
+    told = capsys.readouterr().out
+    assert "Some GPU" in told and str(path) in told and "8-bit dense" in told
+    main(["--anew"])
+    assert not path.exists() and "the next run measures anew" in capsys.readouterr().out
+    assert len(measured) == 1
 
 
 def test_a_cpu_has_none() -> None:
