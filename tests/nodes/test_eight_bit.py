@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -166,3 +168,22 @@ def test_short_runs_that_do_not_pay_are_in_eight_bits(table, sample, load_pack, 
     tally, _ = sample()
     assert (tally.eight_bit, tally.sparse) == (3 * BLOCKS, 0)
     assert tally.reasons["too few steps are left to pay for measuring"] == 2 * BLOCKS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("sage")])
+def test_a_backend_that_cannot_be_timed_costs_no_run(
+    sample, table, load_pack, monkeypatch, caplog, error
+):
+    hook, asked = load_pack("nodes.hook"), []
+
+    def fail(device, backend):
+        asked.append(backend.name)
+        raise error
+
+    ready = SimpleNamespace(wait=lambda check: None)
+    monkeypatch.setattr(hook.Hook, "prepare_kernels", lambda self, device: ready)
+    monkeypatch.setattr(hook, "speed_table", fail)
+    table(2.0)
+    tally, _ = sample()
+    assert tally.sparse == 2 * BLOCKS and len(asked) == 1
+    assert "the speed of this GPU was not measured" in caplog.text
