@@ -127,15 +127,23 @@ class Forward:
             return real.rows(call, outs[0])
 
         inner = real.call(call)
-        out = self._serve(given.of_tensors(inner), kind, layer, of_real_ones)
+        out = self._serve(given.of_tensors(inner), kind, layer, of_real_ones, padded=True)
         return outs[0] if outs else real.whole(call, inner, out)
 
     def _serve(
-        self, given: AttentionCall, kind: Kind, layer: Layer, dense: Dense, why: str | None = None
+        self,
+        given: AttentionCall,
+        kind: Kind,
+        layer: Layer,
+        dense: Dense,
+        why: str | None = None,
+        padded: bool = False,
     ) -> Tensor:
-        """Computes a call. why: reason to be dense, beside what is looked at here."""
+        """Computes a call. why: reason to be dense, beside what is looked at here. padded: dense()
+        computes more than the call's tokens, so its time says nothing of them."""
         # Measuring takes the dense result, too.
-        once = DenseOnce(partial(self._exact, given, kind, dense), partial(self._eight_bit, given))
+        timed = kind is Kind.SELF and not padded
+        once = DenseOnce(partial(self._exact, given, timed, dense), partial(self._eight_bit, given))
         try:
             out = why or self._sparse(given, kind, layer, once)
             if not isinstance(out, str):
@@ -237,10 +245,9 @@ class Forward:
             self._real[id(mask)] = mask, real_tokens(mask, self.layout.tokens)
         return self._real[id(mask)][1]
 
-    def _exact(self, given: AttentionCall, kind: Kind, dense: Dense) -> Tensor:
-        """Exact result, which of self-attention is timed."""
+    def _exact(self, given: AttentionCall, timed: bool, dense: Dense) -> Tensor:
         compute, call = partial(self._hand_on, dense), given.tensors
-        if kind is not Kind.SELF or self.unusable is not None or not isinstance(call, Call):
+        if not timed or self.unusable is not None or not isinstance(call, Call):
             return compute()
         return self.begun.exact(call, compute)
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +21,11 @@ from ..sparge.speed import Backend
 OUTER_SAMPLE = "outer_sample"
 APPLY_MODEL = "apply_model"
 PREDICT_NOISE = "predict_noise"
+#: Packages that ComfyUI's functions for attention call.
+_PACKAGES = {
+    "attention_sage": "sageattention", "attention_xformers": "xformers",
+    "attention_flash": "flash-attn", "attention_comfy_kitchen_int8": "comfy-kitchen",
+}  # fmt: skip
 
 
 def step_sigmas(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
@@ -61,19 +69,25 @@ def exact_backend() -> Backend:
     import comfy.ldm.modules.attention as attention
 
     chosen: Callable[..., torch.Tensor] = attention.optimized_attention
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return chosen(q, k, v, q.shape[1], skip_reshape=True)
-
-    return Backend(backend_name(chosen), attend)
+    return Backend(
+        backend_name(chosen), lambda q, k, v: chosen(q, k, v, q.shape[1], skip_reshape=True)
+    )
 
 
 def backend_name(function: object) -> str:
-    """Name of one of ComfyUI's functions for attention, with the order in which it asks PyTorch for
-    kernels."""
+    """Name of one of ComfyUI's functions for attention, with the version of the package that it
+    calls, and the order in which it asks PyTorch for kernels."""
     name = getattr(function, "__name__", "")
     order = getattr(sys.modules.get("comfy.ops"), "SDPA_BACKEND_PRIORITY", ())
-    return " ".join([name, *(kernel.name for kernel in order)])
+    return " ".join([name, *_version(name), *(kernel.name for kernel in order)])
+
+
+@functools.cache
+def _version(name: str) -> tuple[str, ...]:
+    """Version of the package behind an attention function; none where it is PyTorch's."""
+    with contextlib.suppress(KeyError, importlib.metadata.PackageNotFoundError):
+        return (importlib.metadata.version(_PACKAGES[name]),)
+    return ()
 
 
 def profile_folder() -> Path:

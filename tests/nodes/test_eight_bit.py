@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -187,3 +188,21 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
     tally, _ = sample()
     assert tally.sparse == 2 * BLOCKS and len(asked) == 1
     assert "the speed of this GPU was not measured" in caplog.text
+
+
+def test_a_backend_is_named_with_its_version_and_pytorchs_order(load_pack, monkeypatch):
+    host = load_pack("nodes.host")
+
+    def attention_pytorch(): ...
+
+    def attention_sage(): ...
+
+    versions = {"sageattention": "2.2.0"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    host._version.cache_clear()
+    ordered = SimpleNamespace(SDPA_BACKEND_PRIORITY=[SimpleNamespace(name="FLASH_ATTENTION")])
+    assert host.backend_name(attention_pytorch) == "attention_pytorch"
+    monkeypatch.setitem(sys.modules, "comfy.ops", ordered)
+    assert host.backend_name(attention_pytorch) == "attention_pytorch FLASH_ATTENTION"
+    assert host.backend_name(attention_sage) == "attention_sage 2.2.0 FLASH_ATTENTION"
+    host._version.cache_clear()
