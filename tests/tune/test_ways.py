@@ -38,15 +38,17 @@ def ways(exact: float = 1.0, eight_bit: float = 0.5, sparse: float = 1.0, **name
     return Ways(lambda device: table, **{"exact_dense": False} | named)
 
 
-def call_of(tokens: int = TOKENS, keys: int | None = None, **like: object) -> Call:
-    like = {"dtype": torch.bfloat16, "kv_heads": HEADS, "head_dim": 64, "batch": 1} | like
-    zero = torch.zeros(1, 1, 1, 1, dtype=like["dtype"])  # type: ignore[arg-type]
-
-    def view(heads: object, count: int) -> torch.Tensor:
-        return zero.expand(like["batch"], heads, count, like["head_dim"])  # type: ignore[arg-type]
-
-    k = view(like["kv_heads"], keys or tokens)
-    return Call(view(HEADS, tokens), k, k)
+def call_of(
+    tokens: int = TOKENS,
+    keys: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int = HEADS,
+    head_dim: int = 64,
+    batch: int = 1,
+) -> Call:
+    zero = torch.zeros(1, 1, 1, 1, dtype=dtype)
+    k = zero.expand(batch, kv_heads, keys or tokens, head_dim)
+    return Call(zero.expand(batch, HEADS, tokens, head_dim), k, k)
 
 
 def test_dense_calls_are_in_eight_bits_where_that_is_faster() -> None:
@@ -89,11 +91,15 @@ def test_cross_attention_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "density"),
-    [({}, 0.5), ({"exact_dense": True}, 1.0), ({"eight_bit": 2.0}, 1.0), ({"exact": 0.4}, 0.4)],
+    ("found", "density"),
+    [
+        (ways(), 0.5),
+        (ways(exact_dense=True), 1.0),
+        (ways(eight_bit=2.0), 1.0),
+        (ways(exact=0.4), 0.4),
+    ],
 )
-def test_sparse_has_to_beat_the_faster_dense_way(given: dict[str, float], density: float) -> None:
-    found = ways(**given)  # type: ignore[arg-type]
+def test_sparse_has_to_beat_the_faster_dense_way(found: Ways, density: float) -> None:
     assert found.slower_reason(call_of(), 0.99 * density, 0.0) is None
     reason = found.slower_reason(call_of(), 1.01 * density, 0.0)
     assert reason == f"at 4,096 tokens sparse is faster only below {100 * density:.0f} % density"
