@@ -183,7 +183,7 @@ def test_numpys_numbers_are_numbers(make_qkv) -> None:
     head_settings = replace(uniform(np.int64(2), np.float32(0.5)), floor=np.int32(3))
     assert (head_settings.heads, head_settings.floor) == (2, 3)
     plan, sizes = sparge.make_plan(q, k, SPARSE), (np.int64(256), np.int32(256))
-    assert BlockPlan(plan.block_map, plan.counts, *sizes).n_queries == 256  # type: ignore[arg-type]
+    assert BlockPlan(plan.block_map, plan.counts, *sizes).n_queries == 256  # type: ignore[arg-type] - numbers of NumPy
 
 
 @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])

@@ -62,7 +62,7 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
         said, error = capsys.readouterr()
         if code == 0:
             with safe_open(out, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118 - it cannot be iterated
                     file.get_tensor(name)
             out.unlink()
             assert error == ""
