@@ -95,8 +95,8 @@ class Host:
         logging.getLogger("sparge").addHandler(self.log)
 
     def warm_up_seconds(self) -> float:
-        """Seconds until this GPU's kernels are compiled and loaded and its speed is measured,
-        which a first run would wait for."""
+        """Seconds until this GPU's kernels are compiled and loaded, which a first run would wait
+        for."""
         hook, settings = (
             sys.modules[f"{self._pack}.nodes.{name}"] for name in ("hook", "settings")
         )

@@ -126,13 +126,11 @@ def measurements_table() -> str:
         if name and row["walks"] == measured and row["calls"] == 1 and row.get("dense_ms"):
             lines.append([name, f"{row['ms']:.2f}", *_shares(row["ms"], row["dense_ms"])])
     head = ["both token orders of one conditioning", "ms", "of one dense call", "of four", "of ten"]
-    return table([*head, "dense call with it, by cuDNN"], lines) + source(SAMPLES)
+    return table(head, lines) + source(SAMPLES)
 
 
 def _shares(ms: float, dense: Mapping[str, float]) -> list[str]:
-    flash = dense["flash"]
-    shares = (f"{100 * ms / flash / calls:.1f} %" for calls in (1, 4, 10))
-    return [*shares, f"{100 * ((dense['cudnn'] + ms) / flash - 1):+.0f} %"]
+    return [f"{100 * ms / dense['flash'] / calls:.1f} %" for calls in (1, 4, 10)]
 
 
 TABLES: dict[str, Callable[[], str]] = {

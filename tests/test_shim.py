@@ -53,6 +53,7 @@ import spas_sage_attn.autotune
 found = {}
 for module, name in json.loads(sys.argv[1]):
     try:
+        # The statement itself, of this file's own names: it makes an ImportError of others.
         exec(f"from {module} import {name}")
         found[f"{module} {name}"] = ["served", ""]
     except BaseException as error:

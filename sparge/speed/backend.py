@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computes exact attention on a user's machine."""
+"""Backend: the function that computes exact attention on a user's machine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("sparge")
 #: Changes with what is measured and how.
 _FORMAT = "1"
 _LARGEST = 1 << 16  # bytes
-#: Misfit above which something else used the GPU meanwhile.
+#: Misfit that no undisturbed measurement has.
 _DISTURBED = 0.15
 
 _known: dict[tuple[str, str, str], SpeedTable] = {}  # by GPU, target and backend
@@ -44,23 +44,21 @@ def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | 
     return _known.get(_key(device, backend)) if device.type == "cuda" else None
 
 
-def speed_table(
-    device: torch.device | str, backend: Backend = TORCH, *, anew: bool = False
-) -> SpeedTable | None:
+def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTable | None:
     """Table of a GPU: that of this process, else the kept one, else measured, in about a second.
 
-    None for devices without kernels, and where memory is too full to measure. anew: measures at any
-    rate. Raises KernelBuildError where a kernel does not compile.
+    None for devices without kernels, and where memory is too full to measure. Raises
+    KernelBuildError where a kernel does not compile.
     """
     device = torch.empty(0, device=device).device
     if not capabilities(device).usable or device.type != "cuda":
         return None
     with _lock:
         key = _key(device, backend)
-        if key in _known and not anew:
+        if key in _known:
             return _known[key]
         facts = facts_of(device, backend)
-        table = None if anew else _read(facts)
+        table = _read(facts)
         if table is None:
             try:
                 table = measure_speed(device, backend, facts)
@@ -78,6 +76,7 @@ def speed_table(
 
 
 def is_disturbed(table: SpeedTable) -> bool:
+    """Whether something else used the GPU while it was measured."""
     return any(times.margin > _DISTURBED for times in table.by_head_dim.values())
 
 
@@ -90,7 +89,7 @@ def kept_tables() -> list[tuple[Path, SpeedTable]]:
 
 
 def facts_of(device: torch.device, backend: Backend) -> dict[str, str]:
-    """What a table depends on."""
+    """Facts that a table depends on."""
     arch = capabilities(device).arch
     stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
     return {

@@ -72,7 +72,7 @@ class MeasuringCost:
     def affordable(
         self, most: int, *, saved: float, measurements: int, conditionings: int
     ) -> Afforded:
-        """What a run affords to measure.
+        """Extent of measuring that a run affords.
 
         Token orders come first: as many of `most` as keep a measurement within SHARE of `saved`, or
         else all measurements of the run within ALWAYS; but at least one, which may take more than

@@ -32,7 +32,7 @@ _MOST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Size:
-    """What the time of a call depends on, beside the share of its pairs that is kept."""
+    """Sizes that the time of a call depends on, beside the share of its pairs that is kept."""
 
     tokens: int
     heads: int
@@ -102,7 +102,7 @@ class SpeedTable:
     """Times of one GPU."""
 
     facts: Mapping[str, str]
-    """What they were measured with; a table of other facts is not used."""
+    """Facts that they were measured with; a table of other facts is not used."""
     created: str
     """When, in ISO 8601."""
     by_head_dim: Mapping[int, Times]

@@ -42,7 +42,7 @@ class Cell:
 
     size: Size
     share: float
-    """Of the pairs that it computes."""
+    """Share of its pairs that it computes."""
     gpu: float
     host: float
 

@@ -70,8 +70,8 @@ class Session:
             aim: a target for the mean error of heads, or a mean density over heads and steps; None
                 for heads that all follow the policy.
             steps: number of sampling steps; None where it is not known.
-            dense_steps: number of exact steps before the sparse ones; with 0 the first step is
-                exact all the same, and measured.
+            dense_steps: number of dense steps before the sparse ones; with 0 the first step is
+                dense all the same, and measured.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
             profile: what an earlier run measured for the same aim; this one measures sequences that
                 are not in it. One for another aim is not used.

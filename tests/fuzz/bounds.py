@@ -108,7 +108,7 @@ def bounds(setting: Setting, exact: Exact, out_dtype: torch.dtype) -> Bounds:
 
 
 class _Row:
-    """What the bounds of each row are made of."""
+    """Material of the bounds of each row."""
 
     def __init__(self, setting: Setting, exact: Exact) -> None:
         self.setting, self.exact, self.scale = setting, exact, setting.case.scale

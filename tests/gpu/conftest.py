@@ -50,7 +50,7 @@ class Kernels:
         return f"{self.entry}-{self.element.name}"
 
     def of_dtype(self, dtype: torch.dtype) -> Kernels:
-        """Those that run on inputs of that type: fp16 takes FP16 products in 16 bits."""
+        """Kernels that run on inputs of that type: fp16 takes FP16 products in 16 bits."""
         fp16 = dtype == torch.float16 and self.element is Element.BF16
         return replace(self, element=Element.FP16) if fp16 else self
 
