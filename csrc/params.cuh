@@ -200,10 +200,10 @@ struct AttendParams {
   i32 causal;
 };
 
-// For some rows of measured query blocks. A piece is some of the key blocks that a density adds to the one before.
+// For some rows of measured query blocks. A bucket is what a density adds to the key blocks of the one before.
 struct ScoreParams {
-  const float* exact_out;     // (batch, heads, pieces, rows, channels): as attend's partial results
-  const float* exact_max;     // (batch, heads, pieces, rows)
+  const float* exact_out;     // (batch, heads, densities, rows, channels) of each bucket: as attend's partial results
+  const float* exact_max;     // (batch, heads, densities, rows)
   const float* exact_sum;     // likewise
   TensorView q;               // (batch, heads, rows, channels)
   const float* k_block_mean;  // as in QuantizeParams
@@ -219,8 +219,6 @@ struct ScoreParams {
   i32 heads;
   i32 kv_heads;
   i32 densities;
-  i32 pieces;
-  u32 ends;    // a bit for each piece that is the last of its density
   i32 blocks;  // query blocks of a head
   i32 rows;    // of all blocks
   i32 channels;

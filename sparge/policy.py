@@ -43,6 +43,10 @@ class Precision(enum.Enum):
     """No quantization: bf16 products (fp16 where q, k and v all are), float32 accumulation."""
 
 
+#: Named here, for torch.compile does not trace loops over an enum.
+_PRECISIONS = "one of " + ", ".join(map(str, Precision))
+
+
 def operand_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Dtype of 16-bit products of tensors of these dtypes: fp16 has not the range of the others."""
     return torch.float16 if all(dtype == torch.float16 for dtype in dtypes) else torch.bfloat16
@@ -94,8 +98,7 @@ class SparsePolicy:
             self._set(name, flag(name, getattr(self, name)))
         for name in ("exact_prefix", "exact_suffix"):
             self._set(name, whole_number(name, getattr(self, name), 0))
-        kinds = ", ".join(map(str, Precision))
-        check_kind("precision", self.precision, Precision, f"one of {kinds}")
+        check_kind("precision", self.precision, Precision, _PRECISIONS)
 
     def _set(self, name: str, value: object) -> None:
         """Sets a field; NumPy's numbers become Python's."""

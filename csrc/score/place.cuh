@@ -11,7 +11,7 @@ constexpr int kMaxRows = 16;          // of a thread block: those of one product
 constexpr int kWarps = kHeadDim / 8;  // a warp has eight channels of the pooled values
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlocksPerSm = kHeadDim == 128 ? 1 : 3;
-constexpr int kMostDensities = 32;  // bits of `ends`
+constexpr int kMostDensities = 32;  // lanes, each of which knows a part
 
 // Some rows of one measured query block.
 struct Place {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The distances of one row, found by one warp. It reads the exact pieces twice, for o and then density by density; the second
+// The distances of one row, found by one warp. It reads the exact parts twice, for o and then density by density; the second
 // time they are in the L1 or L2.
 #pragma once
 
@@ -12,15 +12,15 @@ constexpr float kLeastSum = 1e-30f;           // below every sum of weights but 
 
 SPARGE_DEVICE i32 channel(int i) { return threadIdx.x % kWarpSize + i * kWarpSize; }
 
-// Factors that add up the pieces of a row from the first on, in units of the largest exponential so far. Each lane knows one
-// piece, so that nothing waits for exponentials piece by piece.
-struct Pieces {
-  float before, own;  // factors on the sums so far and on those of the piece
-  float sum, most;    // sum of the piece times `own`; maximum of all up to it
+// Factors that add up the exact parts of a row from the first density on, in units of the largest exponential so far. Each lane
+// knows one part, so that nothing waits for exponentials part by part.
+struct Parts {
+  float before, own;  // factors on the sums so far and on those of the part
+  float sum, most;    // sum of the part times `own`; maximum of all up to it
 
-  SPARGE_DEVICE Pieces(const ScoreParams& p, i64 first) {
+  SPARGE_DEVICE Parts(const ScoreParams& p, i64 first) {
     const i32 lane = threadIdx.x % kWarpSize;
-    const bool exists = lane < p.pieces;
+    const bool exists = lane < p.densities;
     const i64 at = first + static_cast<i64>(exists ? lane : 0) * p.rows;
     sum = exists ? p.exact_sum[at] : 0.0f;
     const float largest = sum == 0.0f ? kMinusInfinity : p.exact_max[at];
@@ -37,7 +37,7 @@ struct Pieces {
     sum *= own;
   }
 
-  static SPARGE_DEVICE float of(float value, i32 piece) { return __shfl_sync(kFullWarp, value, piece); }
+  static SPARGE_DEVICE float of(float value, i32 density) { return __shfl_sync(kFullWarp, value, density); }
 };
 
 struct Values {
@@ -53,11 +53,11 @@ struct Sums {
   Values values = {};
   float sum = 0.0f;
 
-  SPARGE_DEVICE void add(const Pieces& pieces, i32 piece, const Values& other) {
-    const float before = Pieces::of(pieces.before, piece), own = Pieces::of(pieces.own, piece);
+  SPARGE_DEVICE void add(const Parts& parts, i32 density, const Values& other) {
+    const float before = Parts::of(parts.before, density), own = Parts::of(parts.own, density);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) values.x[i] = values.x[i] * before + other.x[i] * own;
-    sum = sum * before + Pieces::of(pieces.sum, piece);
+    sum = sum * before + Parts::of(parts.sum, density);
   }
   SPARGE_DEVICE float inverse() const { return 1.0f / fmaxf(sum, kLeastSum); }
 };
@@ -67,25 +67,25 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
                              const Masses& masses, i32 index) {
   const bool writes = threadIdx.x % kWarpSize == 0;
   const i32 pooling = p.densities - 1, row = place.first + index;
-  const i64 first = static_cast<i64>(place.head_at) * p.pieces * p.rows + row;  // row of the first piece
+  const i64 first = static_cast<i64>(place.head_at) * p.densities * p.rows + row;  // row of the first part
   float* found = p.found + place.b * p.batch_stride + place.head * p.head_stride + row;
   auto store = [&](i32 field, float value) {
     if (writes) found[field * p.field_stride] = value;
   };
-  auto load = [&](Values& values, i32 piece) {
-    values.load(p.exact_out + (first + static_cast<i64>(piece) * p.rows) * p.channels, p.channels);
+  auto load = [&](Values& values, i32 density) {
+    values.load(p.exact_out + (first + static_cast<i64>(density) * p.rows) * p.channels, p.channels);
   };
 
   Values truth, mean;
   mean.load(p.v_mean + place.kv_at(p) * kHeadDim, p.channels);
-  const Pieces pieces(p, first);
+  const Parts parts(p, first);
   {
     Sums all;
 #pragma unroll 7
-    for (i32 piece = 0; piece < p.pieces; ++piece) {
+    for (i32 density = 0; density < p.densities; ++density) {
       Values values;
-      load(values, piece);
-      all.add(pieces, piece, values);
+      load(values, density);
+      all.add(parts, density, values);
     }
     const float inverse = all.inverse();
 #pragma unroll
@@ -104,13 +104,11 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
   Sums kept;
   Values next;
   load(next, 0);
-  i32 density = 0;
 #pragma unroll 1
-  for (i32 piece = 0; piece < p.pieces; ++piece) {
+  for (i32 density = 0; density < p.densities; ++density) {
     const Values values = next;
-    if (piece + 1 < p.pieces) load(next, piece + 1);
-    kept.add(pieces, piece, values);
-    if (!(p.ends >> piece & 1)) continue;
+    if (density + 1 < p.densities) load(next, density + 1);
+    kept.add(parts, density, values);
     const bool pools = density < pooling;
     const float of_kept = kept.inverse(), pooled_sum = pools ? masses.sum[index][density] : 0.0f;
     const float of_pooled = 1.0f / fmaxf(pooled_sum, kLeastSum), share = pooled_sum > 0.0f ? 1.0f : 0.0f;
@@ -133,12 +131,11 @@ SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Sha
     if (pools) {
       store(p.densities + density, between);
       store(p.densities + pooling + density, far);
-      const float kept_log = log2f(kept.sum) + Pieces::of(pieces.most, piece);
+      const float kept_log = log2f(kept.sum) + Parts::of(parts.most, density);
       store(p.densities + 2 * pooling + density, (kept_log - log2f(pooled_sum) - masses.most[index]) * kLn2);
       store(p.densities + 3 * pooling + density, kept_towards);
       store(p.densities + 4 * pooling + density, pooled_towards);
     }
-    ++density;
   }
 }
 

@@ -183,8 +183,6 @@ class ScoreParams(Structure):
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("densities", c_int32),
-        ("pieces", c_int32),
-        ("ends", c_uint32),
         ("blocks", c_int32),
         ("rows", c_int32),
         ("channels", c_int32),

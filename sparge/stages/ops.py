@@ -40,7 +40,7 @@ _SCHEMAS = (
     "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, Tensor(d!)? partial_max, "
     "Tensor(e!)? partial_sum, Tensor(f!)? counters) -> ()",
     "score(Tensor exact_out, Tensor exact_max, Tensor exact_sum, Tensor q, Tensor workspace, "
-    "SymInt[] shape, int element, Tensor kept, float scale, int ends, Tensor(a!) found) -> ()",
+    "SymInt[] shape, int element, Tensor kept, float scale, Tensor(a!) found) -> ()",
 )
 
 
@@ -194,7 +194,6 @@ def _score(
     element: int,
     kept: Tensor,
     scale: float,
-    ends: int,
     found: Tensor,
 ) -> None:
     launch_score.score(
@@ -205,7 +204,6 @@ def _score(
         Element(element),
         kept,
         scale,
-        ends,
         found,
     )
 

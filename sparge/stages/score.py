@@ -21,7 +21,6 @@ def score(
     element: Element,
     kept: Tensor,
     scale: float,
-    ends: int,
     found: Tensor,
 ) -> None:
     """Writes ``found``; shapes as in ``csrc/params.cuh``, of ``q`` in any strides but a contiguous
@@ -31,8 +30,8 @@ def score(
     quantized into ``workspace``.
     """
     exact_out, exact_max, exact_sum = exact
-    batch, heads, pieces, rows, channels = exact_out.shape
-    densities, blocks = kept.shape[2] + 1, kept.shape[3]
+    batch, heads, densities, rows, channels = exact_out.shape
+    blocks = kept.shape[3]
     field_stride, batch_stride, head_stride, _ = found.stride()
     address = layout_of(shape, element, True, False, True).addresses(workspace).get
     rows_a_block = rows // blocks
@@ -58,8 +57,6 @@ def score(
         heads=heads,
         kv_heads=shape.kv_heads,
         densities=densities,
-        pieces=pieces,
-        ends=ends,
         blocks=blocks,
         rows=rows,
         channels=channels,

@@ -7,6 +7,7 @@ dense attention and includes the pooled keys. A density is the share of pairs th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ ROUNDING = 1e-9  # share of a sum of densities, or of a sum of errors
 
 
 def meet_error(
-    errors: Array, costs: Array, densities: Array, whole_errors: Array, most: float
+    steps: HullSteps, errors: Array, costs: Array, whole_errors: Array, most: float
 ) -> Indices:
     """(heads,) candidates at the least mean density whose `whole_errors` sum to at most `most`.
 
@@ -27,7 +28,6 @@ def meet_error(
     or the ones of least error where no mean density suffices. The head that moved last goes no
     farther than it has to, which counts in models of few heads.
     """
-    steps = HullSteps.of(errors, costs, densities)
     chosen, last = steps.descend(whole_errors, most)
     if last is not None:
         reached = whole_errors[np.arange(len(chosen)), chosen]
@@ -39,32 +39,26 @@ def meet_error(
 
 
 @dataclass(frozen=True, eq=False)
-class HullSteps:
-    """Steps from candidate to candidate along each head's convex hull of error over cost; arrays
-    (steps,).
-
-    The step that takes most error away for its cost comes first.
-    """
+class Hulls:
+    """Convex hulls of the errors of some heads over cost; arrays (steps,), head by head."""
 
     cheapest: Indices
     """(heads,): candidate where each hull begins."""
     head: Indices
     before: Indices
     after: Indices
-    dearer: Array
-    """(steps,): density that each step adds to the sum."""
-    densities: Array
-    """(candidates,) densities."""
+    fall: Array
+    """(steps,): error that a step takes away for its cost; falls along each hull."""
 
     @classmethod
-    def of(cls, errors: Array, costs: Array, densities: Array) -> HullSteps:
+    def of(cls, errors: Array, costs: Array) -> Hulls:
         """Follows each hull from its cheapest candidate to the steepest fall until nothing falls.
 
         Of equal falls the farthest is taken. An error may be infinite; the least one of a head
         never is.
         """
         truest = truest_of_each_cost(errors, costs)
-        error, cost = np.take_along_axis(errors, truest, 1), costs[truest[0]]
+        error, cost = np.take_along_axis(errors, truest, 1), np.unique(costs)
         dearest_first = error[:, ::-1].copy()  # argmax takes the first of equal ones
         heads, last = np.arange(len(error)), error.shape[1] - 1
         at = np.isfinite(error).argmax(1)
@@ -82,11 +76,47 @@ class HullSteps:
             bound[here] = np.minimum(bound[here], steepest)
             slopes[here, start], ends[here, start], at[here] = bound[here], end, end
         head, start = slopes.nonzero()
-        order = np.argsort(-slopes[head, start], kind="stable")
-        head, start = head[order], start[order]
         before, after = truest[head, start], truest[head, ends[head, start]]
+        return cls(cheapest, head, before, after, slopes[head, start])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Hulls]) -> Hulls:
+        """Hulls of the heads of all parts, one part after the other."""
+        firsts = np.cumsum([0, *(len(part.cheapest) for part in parts)])
+        return cls(
+            np.concatenate([part.cheapest for part in parts]),
+            np.concatenate([first + part.head for first, part in zip(firsts, parts, strict=False)]),
+            np.concatenate([part.before for part in parts]),
+            np.concatenate([part.after for part in parts]),
+            np.concatenate([part.fall for part in parts]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HullSteps:
+    """Steps from candidate to candidate along the hulls of all heads; arrays (steps,).
+
+    The step that takes most error away for its cost comes first.
+    """
+
+    cheapest: Indices
+    """(heads,): candidate where each hull begins."""
+    head: Indices
+    before: Indices
+    after: Indices
+    dearer: Array
+    """(steps,): density that each step adds to the sum."""
+    densities: Array
+    """(candidates,) densities."""
+
+    @classmethod
+    def of(cls, hulls: Hulls, head_weight: Array, densities: Array) -> HullSteps:
+        """Puts the steps of all hulls in order. head_weight: (heads,), what a head's error
+        counts."""
+        order = np.argsort(-hulls.fall * head_weight[hulls.head], kind="stable")
+        before, after = hulls.before[order], hulls.after[order]
         dearer = densities[after] - densities[before]
-        return cls(cheapest, head, before, after, dearer, densities)
+        return cls(hulls.cheapest, hulls.head[order], before, after, dearer, densities)
 
     def climb(self, mean: float) -> Indices:
         """(heads,) candidates that leave the least summed error under a mean density.
@@ -96,13 +126,19 @@ class HullSteps:
         stays within `mean`. Ties go to the lower head. Where even the cheapest candidates are
         denser, those are returned.
         """
-        chosen = self.cheapest.tolist()
+        chosen = self.cheapest.copy()
         left = mean * len(chosen) - self.densities[chosen].sum() + ROUNDING
-        steps = (x.tolist() for x in (self.head, self.before, self.after, self.dearer))
+        over = np.cumsum(self.dearer) > left
+        fit = int(over.argmax()) if over.any() else len(over)  # steps that all fit, one by one
+        chosen[self.head[:fit]] = self.after[:fit]
+        left -= self.dearer[:fit].sum()
+        most = left - np.minimum(self.dearer[fit:], 0).sum()  # what others may make room for
+        later = fit + np.flatnonzero(self.dearer[fit:] <= most)
+        steps = (x[later].tolist() for x in (self.head, self.before, self.after, self.dearer))
         for head, before, after, dearer in zip(*steps, strict=True):
-            if chosen[head] == before and dearer <= left:
+            if dearer <= left and chosen[head] == before:
                 chosen[head], left = after, left - dearer
-        return np.array(chosen)
+        return chosen
 
     def descend(self, errors: Array, most: float) -> tuple[Indices, int | None]:
         """(heads,) candidates when `errors` first sum to at most `most`, and the head that moved
@@ -119,6 +155,7 @@ class HullSteps:
 def truest_of_each_cost(errors: Array, costs: Array) -> Indices:
     """(heads, distinct costs) candidates of least error for each cost, ascending; the first of
     equal ones."""
-    distinct, place = np.unique(costs, return_inverse=True)
-    groups = [np.flatnonzero(place == index) for index in range(len(distinct))]
-    return np.stack([group[errors[:, group].argmin(1)] for group in groups], 1)
+    by_cost = np.argsort(costs, kind="stable")
+    _, starts = np.unique(costs[by_cost], return_index=True)
+    groups, by_candidate = np.split(by_cost, starts[1:]), np.ascontiguousarray(errors.T)
+    return np.stack([group[by_candidate[group].argmin(0)] for group in groups], 1)

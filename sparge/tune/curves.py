@@ -54,30 +54,28 @@ def fall(errors: Array) -> Array:
 
 def places_between(densities: Array, wanted: Array) -> tuple[NDArray[np.int64], Array]:
     """Indices of the measured densities below each wanted one, never the last, and how much of the
-    way to the next lies before it; as in `logs_between`."""
+    way to the next lies before it; as in `errors_between`."""
     left = np.minimum(np.searchsorted(densities, wanted, side="right") - 1, len(densities) - 2)
     gap = densities[left + 1] - densities[left]
     return left, np.divide(wanted - densities[left], gap, out=np.ones_like(gap), where=gap > 0)
 
 
-def logs_between(errors: Array, densities: Array, wanted: Array) -> Array:
-    """Natural logarithms of errors (..., densities) at the `wanted` densities. -inf for an error of
-    0.
+def errors_between(errors: Array, densities: Array, wanted: Array) -> Array:
+    """Errors (..., wanted densities) from errors (..., densities), a new array.
 
     Both lists of densities ascend. No wanted density is below the first measured one, and of
     measured ones that are equal the last counts. The logarithm is interpolated linearly, as errors
     fall about exponentially with density; up to density 1, where the error may be 0, the error
     itself.
     """
-    last = len(densities) - 1
     left, share = places_between(densities, wanted)
-
-    def straight(values: Array, part: slice) -> Array:
-        low, high = values[..., left[part]], values[..., left[part] + 1]
-        return (1 - share[part]) * low + share[part] * high
-
-    inner = np.count_nonzero(left < last - 1)
-    logarithmic = straight(np.log(np.maximum(errors, LEAST)), slice(inner))
-    with np.errstate(divide="ignore"):
-        others = np.log(straight(errors, slice(inner, None)))
-    return np.concatenate([logarithmic, others], -1)
+    places = np.arange(len(wanted))
+    weights = np.zeros((len(densities), len(wanted)))
+    weights[left, places] = 1 - share
+    weights[left + 1, places] = share
+    inner = np.count_nonzero(left < len(densities) - 2)
+    found = np.empty((*errors.shape[:-1], len(wanted)))
+    np.matmul(np.log(np.maximum(errors, LEAST)), weights[:, :inner], out=found[..., :inner])
+    np.exp(found[..., :inner], out=found[..., :inner])
+    np.matmul(errors, weights[:, inner:], out=found[..., inner:])
+    return found

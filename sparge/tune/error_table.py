@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,16 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import allocate, curves
-from .candidates import CandidateSet
+from . import allocate
 from .head_weights import head_weight
+from .layer_errors import CandidateAxes, LayerErrors
 from .settings_table import SettingsTable
-from .workload import POOLED_COST, Workload
 
 logger = logging.getLogger("sparge")
 
-#: Ratio of a density that a head may get to the one before: steps of 0.002 at 3 %, 0.015 at 20 %.
-DENSITY_RATIO = 1.08
 #: Relative L2 error of 8-bit attention that drops nothing (docs/experiments.md, Error of 8 bits
 #: alone).
 ROUNDING = 0.005
@@ -40,15 +36,9 @@ ROUNDING = 0.005
 
 @dataclass(frozen=True, eq=False)
 class ErrorTable:
-    """Errors and costs of all candidates; made by `of`.
+    """Errors and costs of all candidates; made by `of`."""
 
-    Candidates are all token orders with all densities and pool weights.
-    """
-
-    order_kinds: list[int]
-    """Token orders that some layer measured."""
-    densities: list[float]
-    candidates: CandidateSet
+    axes: CandidateAxes
     measured: Tensor
     """(layers,) bool. Layers that are not measured get no head settings and do not count in the
     mean."""
@@ -62,60 +52,29 @@ class ErrorTable:
     """(candidates,): shares of pairs."""
     output_scales: allocate.Array = field(repr=False)
     """(heads of measured layers, orders, measured densities, pool weights): scales."""
-    places: tuple[allocate.Indices, allocate.Array] = field(repr=False)
-    """Places of `densities` among the measured ones, as in `curves.places_between`."""
+    steps: allocate.HullSteps = field(repr=False)
 
     @classmethod
-    def of(
-        cls,
-        workload: Workload,
-        candidates: CandidateSet,
-        errors: allocate.Array,
-        output_scales: allocate.Array,
-        norms: allocate.Array,
-        blocks_measured: Sequence[int],
-        order_kinds: Sequence[range],
-    ) -> ErrorTable:
-        """Makes a table from measurements, with arrays as in `Measurement`.
-
-        errors, output_scales, norms: of `Measurement`. blocks_measured: of each layer the number of
-        measurements. order_kinds: of each layer the token orders that they measured, all that there
-        are errors of or the first.
+    def of(cls, axes: CandidateAxes, parts: Sequence[LayerErrors]) -> ErrorTable:
+        """Makes the table of all layers, one part after the other.
 
         Raises:
-            ValueError: no layer was measured and gave finite errors.
+            ValueError: no layer gave finite errors.
         """
-        measured = (np.asarray(blocks_measured) > 0) & np.isfinite(errors).all((1, 2, 3, 4))
+        measured, kept = np.concatenate([part.measured for part in parts]), axes.shares()
         if not measured.any():
-            raise ValueError("No layer was measured: call `add` in dense calls before `choose`.")
-        of_layers = [
-            of_layer for of_layer, known in zip(order_kinds, measured, strict=True) if known
-        ]
-        in_some = sorted(set().union(*of_layers))
-        densities = _densities(candidates)
-        known, kept = (_kept(workload, candidates, x) for x in (candidates.densities, densities))
-        of_orders, output_scales = (
-            x[measured][:, :, : len(in_some)] for x in (errors, output_scales)
-        )
-        steady = curves.steady(of_orders, np.asarray(blocks_measured)[measured])
-        between = np.exp(curves.logs_between(np.moveaxis(steady, -1, -2), known, kept))
-        everything = kept >= 1  # nothing is dropped there, so no token order is better
-        between[..., everything] = 0
-        unknown = ~np.array([np.isin(in_some, of_layer) for of_layer in of_layers])
-        np.copyto(between, np.inf, where=unknown[:, None, :, None, None])
-        pools = (np.asarray(candidates.pool_weights) > 0) & ~everything[:, None]
-        shape = (len(in_some), len(densities), len(candidates.pool_weights))
+            raise ValueError("No layer gave finite errors.")
+        weights = head_weight(np.concatenate([part.norms for part in parts])).ravel()
+        hulls = allocate.Hulls.joined([part.hulls for part in parts])
         return cls(
-            in_some,
-            densities,
-            candidates,
+            axes,
             torch.from_numpy(measured),
-            np.moveaxis(between, -1, -2).reshape(-1, math.prod(shape)),
-            head_weight(norms[measured]).ravel(),
-            np.broadcast_to(kept[:, None] + np.where(pools, POOLED_COST, 0), shape).ravel(),
-            np.broadcast_to(kept[:, None], shape).ravel(),
-            output_scales.reshape(-1, *output_scales.shape[2:]),
-            curves.places_between(known, kept),
+            np.concatenate([part.errors for part in parts]),
+            weights,
+            axes.costs(),
+            kept,
+            np.concatenate([part.output_scales for part in parts]),
+            allocate.HullSteps.of(hulls, weights, kept),
         )
 
     def choose(
@@ -130,36 +89,32 @@ class ErrorTable:
         if (target is None) == (mean_density is None):
             raise ValueError("Give a target error or a mean density: one of the two.")
         if mean_density is not None:
-            return self.settings(self.hulls(mean_density).climb(mean_density))
+            return self.settings(self.climb(mean_density))
         assert target is not None
         weights = self.head_weight[:, None]
         whole = np.hypot(self.errors, ROUNDING)
         most = target * self.head_weight.sum()
-        chosen = allocate.meet_error(
-            self.errors * weights, self.costs, self.kept, whole * weights, most
+        return self.settings(
+            allocate.meet_error(
+                self.steps, self.errors * weights, self.costs, whole * weights, most
+            )
         )
-        return self.settings(chosen)
 
-    def hulls(self, mean_density: float) -> allocate.HullSteps:
-        """Hull steps, with a remark in the log where a run keeps more than the mean density that
-        was asked."""
-        hulls = allocate.HullSteps.of(
-            self.errors * self.head_weight[:, None], self.costs, self.kept
-        )
-        most = mean_density + allocate.ROUNDING
-        if self.kept[hulls.cheapest].mean() > most:
-            reached = self.kept[hulls.climb(mean_density)].mean()
-            if reached > most:
-                _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
-        return hulls
+    def climb(self, mean_density: float) -> allocate.Indices:
+        """Candidates of the heads at a mean density, with a remark in the log where they keep
+        more."""
+        chosen = self.steps.climb(mean_density)
+        if (reached := self.kept[chosen].mean()) > mean_density + allocate.ROUNDING:
+            _say_denser(f"{mean_density:.3g}", f"{reached:.3g}")
+        return chosen
 
     def settings(self, chosen: allocate.Indices) -> SettingsTable:
         """Head settings of the chosen candidates, one for each head of measured layers."""
-        heads = np.arange(len(chosen))
-        shape = (len(self.order_kinds), len(self.densities), len(self.candidates.pool_weights))
-        order_kind, density, pool_weight = np.unravel_index(chosen, shape)
+        axes, heads = self.axes, np.arange(len(chosen))
+        order_kind, pool_weight, density = np.unravel_index(chosen, axes.shape)
         by_dropping = self.errors[heads, chosen]
-        left, share = self.places[0][density], self.places[1][density]
+        places, shares = axes.places()
+        left, share = places[density], shares[density]
         scales = self.output_scales[heads, order_kind, :, pool_weight]  # (heads, densities)
         output_scale = (1 - share) * scales[heads, left] + share * scales[heads, left + 1]
 
@@ -170,15 +125,15 @@ class ErrorTable:
             return full
 
         return SettingsTable(
-            table(np.asarray(self.densities)[density], 1.0, torch.float32),
-            table(np.asarray(self.candidates.pool_weights)[pool_weight], 0.0, torch.float32),
+            table(np.asarray(axes.densities)[density], 1.0, torch.float32),
+            table(np.asarray(axes.candidates.pool_weights)[pool_weight], 0.0, torch.float32),
             table(output_scale, 1.0, torch.float32),
-            table(np.asarray(self.order_kinds)[order_kind], 0, torch.int32),
+            table(np.asarray(axes.order_kinds)[order_kind], 0, torch.int32),
             table(np.hypot(by_dropping, ROUNDING), 0.0, torch.float32),
             table(self.head_weight, 0.0, torch.float32),
             self.measured,
-            self.candidates.floor,
-            self.candidates.router,
+            axes.candidates.floor,
+            axes.candidates.router,
         )
 
 
@@ -191,18 +146,3 @@ def _say_denser(asked: str, kept: str) -> None:
         asked,
         kept,
     )
-
-
-def _kept(
-    workload: Workload, candidates: CandidateSet, densities: Sequence[float]
-) -> allocate.Array:
-    """Share of pairs that each density really keeps, forced blocks included."""
-    shares = CandidateSet(tuple(densities), floor=candidates.floor)
-    return workload.density(shares.kept_ranks(workload.key_blocks))
-
-
-def _densities(candidates: CandidateSet) -> list[float]:
-    """Densities that a head may get: the measured ones and those between."""
-    steps = np.arange(0, np.log(1 / candidates.densities[0]), np.log(DENSITY_RATIO))
-    between = candidates.densities[0] * np.exp(steps)
-    return np.unique(np.concatenate([between, candidates.densities]).round(6)).tolist()

@@ -14,7 +14,6 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
-from ..speed.measuring_cost import AGAIN_CALLS
 from .aim import Aim
 from .call import Call, DenseOnce
 from .facts import PassFacts, Place
@@ -90,6 +89,7 @@ class HeadTable:
         self._refusals: dict[int, str] = {}
         self._of_layers: LayerSettings | None = None
         self._steps: StepSettings | None = None
+        self._facts: PassFacts | None = None  # facts of the running pass
         self._first: PassFacts | None = None  # facts of the first sparse pass
         self._step = -1  # number of the sparse step that the head settings are of
         self.sparse_rows: set[int] = set()
@@ -108,24 +108,37 @@ class HeadTable:
 
     def begin_pass(self, facts: PassFacts) -> None:
         """Begins a pass. Waits for the GPU where settings are made."""
+        self._facts = facts
         may_be_sparse = facts.why_dense is None
         self._batch_entries = len(facts.conditioning)
         if self._steps is None and self.why_dense is None:
-            missed = bool(self._called - self._measured_rows - self._refusals.keys())
-            if may_be_sparse and self._schedule.is_done(facts.conditioning, missed):
+            if may_be_sparse and self._schedule.is_done(facts.conditioning, self._missed):
                 self._choose(facts.place)
             else:
                 self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
                 self._prepare()
+        if self._finite is not None and self._measurement is None:
+            self._find_not_finite(self._finite)
         if self._steps is not None and may_be_sparse:
             self._begin_step(self._steps, facts)
             found = COND in facts.conditioning and self._steps.again is not None
             self._place_again = facts.conditioning.index(COND) if found else None
 
     def end_pass(self) -> None:
-        """Works ahead while the GPU still computes the pass. Never waits."""
-        if self._steps is not None and self._first is not None:
+        """Works ahead while the GPU still computes the pass. Where heads were measured in it, waits
+        for one layer after the other."""
+        facts = self._facts
+        if self._steps is None and self._measurement is not None and facts is not None:
+            is_dense = facts.why_dense is not None and facts.is_last_dense
+            if is_dense and self._schedule.is_complete and not self._missed:
+                self._choose(facts.place)
+        if self._steps is not None:
             self._steps.prepare(self._step + 1)
+
+    @property
+    def _missed(self) -> bool:
+        """Whether layers made dense calls, but none that was measured."""
+        return bool(self._called - self._measured_rows - self._refusals.keys())
 
     def order(self, step: int) -> TokenOrder | None:
         """Token order in which the calls of a step are sparse."""
@@ -205,7 +218,7 @@ class HeadTable:
         )
         self._is_settled = True
         if not afforded.pays:
-            self.why_dense, self._measurement = TOO_SHORT, None
+            self.why_dense, self._measurement, self._finite = TOO_SHORT, None, None
             return
         self.one_order, self._again = afforded.order_kinds < most, afforded.again
         if self.one_order:
@@ -227,19 +240,19 @@ class HeadTable:
         """Chooses from what was measured so far. Waits for the GPU."""
         assert self._measurement is not None  # without one nothing was measured
         steps = place.steps - place.index if place else None
-        self._find_not_finite()
         try:
             self._use(
                 StepSettings(self._aim, steps, measurement=self._measurement, again=self._again)
             )
         except ValueError:  # no layer gave finite numbers
+            if self._finite is not None:
+                self._find_not_finite(self._finite)
             self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
         self._measurement = None
 
-    def _find_not_finite(self) -> None:
+    def _find_not_finite(self, finite: Tensor) -> None:
         """Finds the rows that were not finite. Waits for the GPU."""
-        assert self._finite is not None
-        no_nan, no_inf = self._finite.tolist()
+        self._finite, (no_nan, no_inf) = None, finite.tolist()
         for row in range(self.rows):
             if not (no_nan[row] and no_inf[row]):
                 self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
@@ -265,8 +278,6 @@ class HeadTable:
         if (step := _steps_between(self._first, facts)) <= self._step:
             return  # another conditioning, or a sampler that goes back
         before, self._step = steps.given[-1:], step
-        if steps.is_due(step):
-            steps.choose_anew(step)
         now = steps.at(step)
         if now not in before:
             self._give(now)
@@ -336,7 +347,7 @@ class HeadTable:
         try:
             with self._untracked():
                 for qkv in self._entries(call.qkv, [place]):
-                    steps.again.add(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
+                    steps.again.add(row, *qkv, scale=call.scale)
         except torch.OutOfMemoryError:
             steps.again = None
 

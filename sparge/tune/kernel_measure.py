@@ -24,14 +24,14 @@ from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
 from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
+from .buckets import Buckets
 from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_rows import MeasuredBlocks, MeasuredRows
-from .pieces import Pieces, piece_counts
 from .scoring import Distances
 
-#: Bytes that one measurement may take, of the 100 MB that measuring may; the sums of all layers
-#: take the rest (docs/experiments.md, Memory of a measurement).
-_MEASUREMENT_BYTES = 83_000_000
+#: Bytes that a measurement may take however short the sequence is, and share of the workspace of a
+#: sparse call that it may take of a long one (docs/experiments.md, Memory of a measurement).
+_LEAST_BYTES, _OF_A_CALL = 83_000_000, 1.25
 
 
 def kernel_measure(call: MeasuredCall) -> Measured:
@@ -67,7 +67,7 @@ class _Facts:
     """Facts shared by all token orders and groups of heads."""
 
     blocks: MeasuredBlocks
-    pieces: Pieces
+    buckets: Buckets
     means: Tensor
     """(3, B, Hkv, channels) float32: the result of `ops.means`."""
     similar: Tensor
@@ -77,14 +77,14 @@ class _Facts:
     @classmethod
     def of(cls, call: MeasuredCall) -> _Facts:
         blocks = MeasuredBlocks.of(call, call.workload.order.on(call.q.device))
-        densities, query_blocks = call.candidates.densities, len(call.query_blocks)
-        pieces = Pieces.of(densities, blocks.every_block, query_blocks)
+        query_blocks = len(call.query_blocks)
+        buckets = Buckets.of(blocks.every_block, query_blocks)
         element = int(_element(call))
         means = ops.means(call.k, call.v, call.key_lengths, True, element, ordered=True)
         batch, heads, *_ = call.q.shape
         routed = batch * heads * _candidates(call) * query_blocks
         similar = torch.zeros(routed, dtype=torch.float32, device=call.q.device)
-        return cls(blocks, pieces, means, similar)
+        return cls(blocks, buckets, means, similar)
 
 
 def _room_for_distances(call: MeasuredCall) -> Tensor:
@@ -106,12 +106,19 @@ def _compared(call: MeasuredCall) -> int:
 
 
 def _head_groups(call: MeasuredCall) -> Iterator[slice]:
-    """KV heads in groups of about one size."""
+    """KV heads in groups of about one size, as few as fit."""
     kv_heads = call.k.shape[1]
     of_all, of_one = _bytes_of_all_heads(call), _bytes_a_kv_head(call)
-    groups = block_count(kv_heads, max(1, (_MEASUREMENT_BYTES - of_all) // of_one))
+    groups = block_count(kv_heads, max(1, (_room(call) - of_all) // of_one))
     for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
         yield slice(first, end)
+
+
+def _room(call: MeasuredCall) -> int:
+    """Bytes that a measurement may take."""
+    shape = CallShape.of(call.q, call.k, call.workload.order.slots)
+    workspace = layout_of(shape, _element(call), True, True, True).nbytes
+    return max(_LEAST_BYTES, int(_OF_A_CALL * workspace))
 
 
 def _bytes_of_all_heads(call: MeasuredCall) -> int:
@@ -131,14 +138,14 @@ def _bytes_a_kv_head(call: MeasuredCall) -> int:
     """Bytes of the workspace and of attend for each KV head."""
     batch, heads, _, channels = call.q.shape
     rows = batch * heads // call.k.shape[1] * _compared(call)
-    pieces = sum(piece_counts(call.candidates.densities))
-    copies = 1 if _is_one_view(call) else 1 + pieces
-    attended = rows * (pieces * (4 * channels + 8) + copies * channels * call.q.element_size())
+    buckets = len(call.candidates.densities)
+    copies = 1 if _is_one_view(call) else 1 + buckets
+    attended = rows * (buckets * (4 * channels + 8) + copies * channels * call.q.element_size())
     return attended + _layout(call.of_heads(slice(0, 1))).nbytes
 
 
 def _is_one_view(call: MeasuredCall) -> bool:
-    """Whether the queries of all pieces are one copy (`_Group._exact`)."""
+    """Whether the queries of all buckets are one copy (`_Group._exact`)."""
     return len(call.q) == 1 and call.q.shape[1] == call.k.shape[1]
 
 
@@ -180,7 +187,7 @@ class _Group:
         layout = _layout(self.call)
         workspace = self._quantized(layout)
         kept = self._kept(workspace, layout)
-        exact = self._exact(workspace, layout, self.facts.pieces.cut(kept))
+        exact = self._exact(workspace, layout, self.facts.buckets.between(kept))
         ops.score(
             exact.unnormalised,
             exact.row_max,
@@ -191,7 +198,6 @@ class _Group:
             int(layout.element),
             kept,
             self.call.scale,
-            self.facts.pieces.ends,
             found[:, :, self.heads],
         )
 
@@ -247,18 +253,18 @@ class _Group:
         )
         return kept.unflatten(1, (-1, _candidates(call)))
 
-    def _exact(self, workspace: Tensor, layout: WorkspaceLayout, pieces: Tensor) -> Partial:
-        """Attends from each measured block to each piece of its key blocks, as heads of their own.
-        Each KV head is a batch entry, so that one copy of the queries serves all pieces."""
+    def _exact(self, workspace: Tensor, layout: WorkspaceLayout, buckets: Tensor) -> Partial:
+        """Attends from each measured block to each bucket of its key blocks, as heads of their own.
+        Each KV head is a batch entry, so that one copy of the queries serves all buckets."""
         call = self.call
-        batch, heads, count, blocks, words = pieces.shape
+        batch, heads, count, blocks, words = buckets.shape
         kv_heads, slots = call.k.shape[1], self.facts.blocks.compared
         by_kv = (batch * kv_heads, heads // kv_heads * count)
         q = self.rows.q.unsqueeze(2).expand(-1, -1, count, -1, -1)
         q = q.reshape(*by_kv, *q.shape[-2:])
         # Outputs that nobody asks for go where nobody reads them.
         out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)
-        sums = torch.empty(*pieces.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
+        sums = torch.empty(*buckets.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
         row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
         lengths = call.key_lengths
@@ -273,7 +279,7 @@ class _Group:
         ops.attend(
             q,
             workspace,
-            pieces.view(*by_kv, blocks, words),
+            buckets.view(*by_kv, blocks, words),
             CallShape(
                 *by_kv, 1, blocks * QUERY_BLOCK, layout.shape.keys, layout.shape.channels
             ).sizes(),

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..stages.as_written import as_written
 from .candidates import CandidateSet
 from .error_table import ErrorTable
+from .fetched_sums import FetchedSums
 from .measure import Measure, Measured, MeasuredCall, reference_measure
-from .output_scale import best_output_scales
 from .scoring import squared_errors, towards_mean
 from .spread import ROW_STEP, spread_places
 from .workload import Workload
@@ -53,7 +51,7 @@ class Measurement:
     towards_mean: Tensor
     """Products, of the same shape, of errors with what the exact output lacks of the mean value."""
     squared_norm: Tensor
-    """(2, layers, heads, measured orders) float64: squared norm of the exact output, and of that
+    """(layers, 2, heads, measured orders) float64: squared norm of the exact output, and of that
     lack."""
     blocks_measured: list[int] = field(repr=False)
     """Number of query blocks measured of each layer, in each token order."""
@@ -61,6 +59,8 @@ class Measurement:
     order_kinds: list[range] = field(repr=False)
     """Token orders measured of each layer. The first alone where heads share keys, since those have
     to share an order."""
+    fetched: FetchedSums = field(repr=False)
+    """The same on the host, as soon as the GPU has measured it."""
 
     @classmethod
     def begin(
@@ -99,6 +99,12 @@ class Measurement:
         sums = torch.zeros(
             layers, heads, len(measured), *candidates.shape, dtype=torch.float32, device=device
         )
+        squares = torch.zeros(layers, 2, heads, len(measured), dtype=torch.float64, device=device)
+        blocks_measured, of_layers = [0] * layers, [measured] * layers
+        error, towards, norm = (
+            torch.zeros_like(x, device="cpu", pin_memory=x.is_cuda) for x in (sums, sums, squares)
+        )
+        copies = error, towards, norm
         return cls(
             workload,
             candidates,
@@ -110,10 +116,11 @@ class Measurement:
             measured,
             sums,
             torch.zeros_like(sums),
-            torch.zeros(2, layers, heads, len(measured), dtype=torch.float64, device=device),
-            [0] * layers,
+            squares,
+            blocks_measured,
             earlier_blocks,
-            [measured] * layers,
+            of_layers,
+            FetchedSums(workload, candidates, copies, blocks_measured, of_layers, [None] * layers),
         )
 
     def anew(self) -> Measurement:
@@ -133,22 +140,6 @@ class Measurement:
         )
         like.order_kinds[:] = self.order_kinds
         return like
-
-    def fill_from(self, earlier: Measurement) -> None:
-        """Copies from `earlier`, of the same kind, what is not known here. Waits for the GPU.
-
-        Not known are layers that were not measured or gave something not finite.
-        """
-        sums = (self.squared_error, self.towards_mean, self.squared_norm.transpose(0, 1))
-        finite = torch.stack([x.isfinite().flatten(1).all(1) for x in sums]).all(0).tolist()
-        for layer, (known, order_kinds) in enumerate(
-            zip(earlier.blocks_measured, earlier.order_kinds, strict=True)
-        ):
-            if not (self.blocks_measured[layer] and finite[layer]):
-                self.blocks_measured[layer], self.order_kinds[layer] = known, order_kinds
-                self.squared_error[layer].copy_(earlier.squared_error[layer])
-                self.towards_mean[layer].copy_(earlier.towards_mean[layer])
-                self.squared_norm[:, layer].copy_(earlier.squared_norm[:, layer])
 
     def measure_one_order(self) -> None:
         """Restricts measurements to the first token order. Call it before any `add`: orders
@@ -195,6 +186,7 @@ class Measurement:
         with as_written(q.device):
             self._add(layer, self.measure(call))
         self.blocks_measured[layer] += len(blocks)
+        self._fetch(layer)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
         """Query blocks that the next `add` of `layer` measures; computed on the host."""
@@ -220,44 +212,22 @@ class Measurement:
             sums[layer, :, order_kinds].add_(of_heads.movedim((2, 1), (0, 1)))
         of_rows = torch.stack([found.norm, found.mean_far])
         squares = of_rows.masked_fill_(empty, 0).sum((2, 4, 5), dtype=torch.float64)
-        self.squared_norm[:, layer, :, order_kinds].add_(squares.movedim(1, 2))
+        self.squared_norm[layer, ..., order_kinds].add_(squares.movedim(1, 2))
 
-    def errors_and_scales(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Relative L2 errors with output scale, and the output scales. Waits for the GPU.
-
-        Both are (layers, heads, measured orders, densities, pool weights). An error is the root of
-        the ratio of sums, which predicts better than a mean of ratios (docs/experiments.md, Sums or
-        ratios).
-        """
-        norms, far = self.squared_norm.cpu().numpy()[..., None, None]
-        error, towards = (
-            x.cpu().numpy().astype(np.float64) for x in (self.squared_error, self.towards_mean)
-        )
-        limits = self.candidates.output_scales
-        output_scales, squares = best_output_scales(error, towards, far, limits)
-        with np.errstate(invalid="ignore"):  # stays so, and is not measured
-            shares = np.divide(squares, norms, out=np.zeros_like(squares), where=norms != 0)
-            return np.sqrt(shares), output_scales
-
-    def norms(self) -> NDArray[np.float64]:
-        """(layers, heads) norm of the exact output, over equally many query blocks each. Waits for
-        the GPU."""
-        squares = self.squared_norm[0].cpu().numpy().max(-1)  # 0 in orders that were not measured
-        return np.sqrt(squares / np.maximum(self.blocks_measured, 1)[:, None])
+    def _fetch(self, layer: int) -> None:
+        """Begins to copy the sums of a layer to the host."""
+        own = (self.squared_error, self.towards_mean, self.squared_norm)
+        for copy, x in zip(self.fetched.sums, own, strict=True):
+            copy[layer].copy_(x[layer], non_blocking=True)
+        if x.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(x.device))
+            self.fetched.copied[layer] = event
 
     def error_table(self) -> ErrorTable:
         """Makes the table of all heads, from what is known so far. Waits for the GPU.
 
-        Layers that were not measured, or gave something not finite, are not in it.
-
         Raises:
-            ValueError: no layer was measured.
+            ValueError: no layer was measured and gave finite errors.
         """
-        return ErrorTable.of(
-            self.workload,
-            self.candidates,
-            *self.errors_and_scales(),
-            self.norms(),
-            self.blocks_measured,
-            self.order_kinds,
-        )
+        return self.fetched.error_table()

@@ -60,6 +60,12 @@ class MeasuringSchedule:
         steps. Without these cond and uncond are expected."""
         return len(self._earlier) or 2
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all conditionings of earlier dense steps were measured: where there were such
+        steps, no other pass is to be measured."""
+        return bool(self._earlier) and self._measured.keys() >= self._earlier
+
     def measured(self) -> None:
         """Notes that a layer was measured in the running pass, in all its places."""
         for place in self.measuring:

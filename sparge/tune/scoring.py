@@ -13,11 +13,11 @@ c y + (1 - c) m of an output y, with m the mean value of all keys, so that
     |c y + (1 - c) m - o|^2 = c^2 |y - o|^2 + 2 c (1 - c) <y - o, m - o> + (1 - c)^2 |m - o|^2
 
 and <e - o, m - o>, <p - o, m - o> and |m - o|^2 are what that takes beside them. The outputs y_u of
-pieces of the kept keys make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o,
+buckets of kept keys make e - o = sum_u w_u (y_u - o), so products of all pairs of y_u - o,
 p_t - o, m - o and o are all that is needed of the channels.
 
 On a GPU the number of operations counts here, and the memory of what has channels. So densities and
-pieces are dimensions, few operations serve a group of heads, and the rest serves all heads
+buckets are dimensions, few operations serve a group of heads, and the rest serves all heads
 together. Vectors are taken around o, because products around 0 would lose a small e - o in
 rounding.
 """
@@ -81,8 +81,8 @@ class Distances:
 class Products:
     """Products of all pairs of vectors in each row, float32.
 
-    The vectors: y_u - o of each piece, p_t - o of each density but the last, m - o, and o. gram:
-    (..., n, n), n = pieces + densities + 1. exact_logs: (..., pieces), natural logs of sums of
+    The vectors: y_u - o of each bucket, p_t - o of each density but the last, m - o, and o. gram:
+    (..., n, n), n = 2 densities + 1. exact_logs: (..., densities), natural logs of sums of
     exponentials, -inf where there is no key. pooled_max, pooled_sum: (densities - 1, ...), as in
     `Partial`.
     """
@@ -94,40 +94,42 @@ class Products:
 
 
 def products(exact: Partial, pooled: Partial, mean_value: Tensor) -> Products:
-    """Products for the exact buckets, in pieces (pieces, ..., D), and for what each density pools
+    """Products for the exact buckets (densities, ..., D), and for what each density pools
     (densities - 1, ..., D).
 
-    The true output is the exact one of all pieces. mean_value: m, broadcasts to (..., D).
+    The true output is the exact one of all buckets. mean_value: m, broadcasts to (..., D).
     """
     values, others = (part.unnormalised.movedim(0, -2) for part in (exact, pooled))
-    pieces, count = values.shape[-2], values.shape[-2] + others.shape[-2]
+    buckets, count = values.shape[-2], values.shape[-2] + others.shape[-2]
     vectors = values.new_empty(*values.shape[:-2], count + 2, values.shape[-1])
     for part, sums, vector in (
-        (values, exact.row_sum, vectors[..., :pieces, :]),
-        (others, pooled.row_sum, vectors[..., pieces:count, :]),
+        (values, exact.row_sum, vectors[..., :buckets, :]),
+        (others, pooled.row_sum, vectors[..., buckets:count, :]),
     ):
         torch.div(part, sums.clamp(min=_LEAST_SUM).movedim(0, -1).unsqueeze(-1), out=vector)
     vectors[..., count, :] = mean_value
     exact_logs = torch.add(exact.row_sum.log(), exact.row_max, alpha=LOG_2).movedim(0, -1)
     shares = exact_logs.softmax(-1).nan_to_num_(0.0)  # NaN where there is no key
-    truth = shares.unsqueeze(-2) @ vectors[..., :pieces, :]
+    truth = shares.unsqueeze(-2) @ vectors[..., :buckets, :]
     vectors[..., count + 1 :, :] = truth
     vectors[..., : count + 1, :].sub_(truth)
     gram = vectors @ vectors.transpose(-1, -2)
     return Products(gram, exact_logs, pooled.row_max, pooled.row_sum)
 
 
-def distances(found: Products, pieces: Sequence[int]) -> Distances:
-    """Distances from products. pieces: number of pieces that the bucket of each density was cut
-    into."""
+def distances(found: Products) -> Distances:
+    """Distances from products."""
     gram = found.gram
     # Indices of the first p_t - o, of m - o and of o.
-    first, mean, last = sum(pieces), gram.shape[-1] - 2, gram.shape[-1] - 1
-    kept = _running(found.exact_logs, pieces)
-    weights = torch.zeros_like(gram[..., : len(pieces), :])
+    first, mean, last = found.exact_logs.shape[-1], gram.shape[-1] - 2, gram.shape[-1] - 1
+    # Logs of all that a density keeps. Shares are of that: it may be all there is to a row although
+    # its weight beside later buckets underflows.
+    kept = found.exact_logs.logcumsumexp(-1)
+    weights = torch.zeros_like(gram[..., :first, :])
     shares = weights[..., :first]
     torch.sub(found.exact_logs.unsqueeze(-2), kept.unsqueeze(-1), out=shares)
-    shares.masked_fill_(_later(pieces, gram.device), -torch.inf)
+    later = torch.ones(first, first, dtype=torch.bool, device=gram.device).triu_(1)
+    shares.masked_fill_(later, -torch.inf)
     shares.exp_().nan_to_num_(0.0)  # NaN where there is no key
     # 0, but -1 where there is no key so far: e = 0
     torch.sum(shares, -1, out=weights[..., last]).sub_(1)
@@ -153,7 +155,7 @@ def bucket_distances(parts: Sequence[tuple[Partial, Partial]], mean_value: Tenso
     exact = _stacked([of_exact for of_exact, _ in parts])
     from_last = accumulate((of_pooled for _, of_pooled in parts[:0:-1]), Partial.plus)
     pooled = _stacked(list(from_last)[::-1])
-    return distances(products(exact, pooled, mean_value), [1] * len(parts))
+    return distances(products(exact, pooled, mean_value))
 
 
 def squared_errors(measured: Distances, log_pool_weights: Tensor) -> Tensor:
@@ -211,19 +213,3 @@ def _field_counts(densities: int) -> list[int]:
 def _stacked(parts: Sequence[Partial]) -> Partial:
     fields = ((part.unnormalised, part.row_max, part.row_sum) for part in parts)
     return Partial(*(torch.stack(each) for each in zip(*fields, strict=True)))
-
-
-def _running(logs: Tensor, pieces: Sequence[int]) -> Tensor:
-    """(..., densities): logs of all that a density keeps, from logs (..., pieces).
-
-    Shares are of what is kept: it may be all there is to a row although its weight beside later
-    pieces underflows.
-    """
-    running = logs.logcumsumexp(-1)
-    return torch.stack([running[..., end - 1] for end in accumulate(pieces)], -1)
-
-
-def _later(pieces: Sequence[int], device: torch.device) -> Tensor:
-    """(densities, pieces) bool: whether the piece belongs to a later density."""
-    later = torch.ones(sum(pieces), sum(pieces), dtype=torch.bool, device=device).triu_(1)
-    return torch.stack([later[end - 1] for end in accumulate(pieces)])

@@ -11,6 +11,7 @@ import sys
 from .aim import Aim
 from .error_table import ErrorTable
 from .fall import step_means
+from .fetched_sums import FetchedSums
 from .measurement import Measurement
 from .settings_table import SettingsTable
 
@@ -47,7 +48,6 @@ class Chooser:
         if aim.target is not None:
             self._made[aim.value] = error_table.choose(target=aim.value)
         else:
-            self._hulls = error_table.hulls(aim.value)
             self._means = step_means(aim.value, steps or 1, float(error_table.kept.min()))
 
     @property
@@ -60,7 +60,7 @@ class Chooser:
 
     def _of(self, value: float) -> SettingsTable:
         if value not in self._made:
-            self._made[value] = self._error_table.settings(self._hulls.climb(value))
+            self._made[value] = self._error_table.settings(self._error_table.climb(value))
         return self._made[value]
 
 
@@ -92,19 +92,21 @@ class StepSettings:
         self.given: list[SettingsTable] = []
         """Settings of each step so far."""
         self.again: Measurement | None = None
-        """Measurement that sparse calls of the running step are measured into; of one conditioning
-        as many query blocks as before of two."""
-        self._found: Measurement | None = None  # the same for a step that is over
+        """Measurement that sparse calls of the running step are measured into."""
         self._aim, self._steps = aim, steps
         self._interval = interval_of(steps)
         self._end = sys.maxsize if steps is None else max(1, steps)
-        self._measurement, self._profile = measurement, profile
-        self._chooser = (
-            None if measurement is None else Chooser(aim, measurement.error_table(), steps)
-        )
-        self._first_chooser = self._chooser
+        self._profile = profile
+        self._latest = measurement  # what the next one goes on from
         self._left = 0 if measurement is None else min(again, MEASURED_AGAIN)  # settings to come
         self._chosen = 0  # step of the last choice
+        self._known: FetchedSums | None = None  # what the last choice was made from
+        self._found: FetchedSums | None = None  # what was measured since
+        self._chooser: Chooser | None = None
+        if measurement is not None:
+            self._known = measurement.fetched
+            self._chooser = Chooser(aim, self._known.error_table(), steps)
+        self._first_chooser = self._chooser
 
     @property
     def first(self) -> SettingsTable:
@@ -119,40 +121,48 @@ class StepSettings:
 
     @property
     def _measured_step(self) -> int | None:
-        """Last step before the next choice, where heads are measured for it; None where none
-        follows."""
+        """Step where heads are measured for the next choice; None where none follows. In the step
+        between them the host works on it (`prepare`), so the GPU never waits."""
         following = self._next_choice()
-        return following - 1 if following < self._end else None
-
-    def is_due(self, step: int) -> bool:
-        """Whether this step's settings are to be made anew."""
-        return self._next_choice() <= step < self._end
-
-    def choose_anew(self, step: int) -> None:
-        """Chooses for this step and those after it, from what was measured since the last choice,
-        if anything was. Waits for the GPU."""
-        assert self._measurement is not None
-        self._chosen, self._left = step, self._left - 1
-        measured, self.again, self._found = self.again or self._found, None, None
-        if measured is not None and any(measured.blocks_measured):
-            measured.fill_from(self._measurement)
-            self._measurement = measured
-            self._chooser = Chooser(self._aim, measured.error_table(), self._steps)
+        return following - 2 if following < self._end else None
 
     def at(self, step: int) -> SettingsTable:
-        """Settings of the next step, which begins. Allocates where it is one to be measured."""
+        """Settings of the next step, which begins. Allocates where it is one to be measured. Waits
+        for the GPU where a choice is due that `prepare` has not made."""
+        self._choose_if_due(step)
         if step != self._measured_step:
-            self.again, self._found = None, self.again or self._found
-        elif self._measurement is not None and self.again is None:
-            self.again = self._measurement.anew()
+            self._close()
+        elif self._latest is not None and self.again is None:
+            self.again = self._latest.anew()
         self.given.append(self._of(step))
         return self.given[-1]
 
     def prepare(self, step: int) -> None:
-        """Works out what `at` will give for the next step, unless that is to be chosen anew. Call
-        it while the GPU has work left (docs/experiments.md, Host time of a choice)."""
-        if step < self._end and not self.is_due(step):
+        """Works out what `at` will give for the next step. Call it while the GPU has work left
+        (docs/experiments.md, Host time of a choice)."""
+        if step < self._end:
+            self._choose_if_due(step)
             self._of(step)
+
+    def _close(self) -> None:
+        """Ends the measurement of a step that is over."""
+        if self.again is None:
+            return
+        if any(self.again.blocks_measured):
+            self._latest, self._found = self.again, self.again.fetched
+        self.again = None
+
+    def _choose_if_due(self, step: int) -> None:
+        """Chooses for this step and those after it, from what was measured since the last choice,
+        if anything was."""
+        if not self._next_choice() <= step < self._end:
+            return
+        self._close()
+        self._chosen, self._left = step, self._left - 1
+        if self._found is not None and self._known is not None:
+            self._found.fill_from(self._known)
+            self._known, self._found = self._found, None
+            self._chooser = Chooser(self._aim, self._known.error_table(), self._steps)
 
     def _of(self, step: int) -> SettingsTable:
         if self._chooser is not None:

@@ -22,9 +22,10 @@ from tests.tune.reference_score import score_by_reference
 
 pytestmark = pytest.mark.gpu
 
-BATCH, KV_HEADS, GROUP, PIECES, BLOCKS = 2, 3, 2, [1, 3, 2], 2
+BATCH, KV_HEADS, GROUP, BLOCKS = 2, 3, 2, 2
 HEADS = KV_HEADS * GROUP
 DROPPED = [0.9, 0.4]  # share of the key blocks, of each density but the last
+DENSITIES = len(DROPPED) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,6 @@ class Inputs:
             int(Element.INT8_FP16),
             self.kept.to(device),
             self.scale,
-            sum(1 << sum(PIECES[: density + 1]) - 1 for density in range(len(PIECES))),
             found[:, 1, :, 1:],
         )
 
@@ -61,16 +61,16 @@ class Inputs:
 def inputs(
     channels: int, key_blocks: int, rows: int, generator: torch.Generator, dtype: torch.dtype
 ) -> Inputs:
-    """rows: of each query block. Of some rows some pieces, or all, hold no key; of some query
+    """rows: of each query block. Of some rows some buckets, or all, hold no key; of some query
     blocks no key block is dropped, or all are."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    exact = (BATCH, HEADS, sum(PIECES), BLOCKS * rows)
+    exact = (BATCH, HEADS, DENSITIES, BLOCKS * rows)
     exact_sum, exact_max = random(*exact).abs() + 0.1, 9 * random(*exact)
     # Of two heads nothing at first, of one nothing at all.
-    exact_sum[:, 0, :4], exact_sum[:, 1] = 0, 0
+    exact_sum[:, 0, :2], exact_sum[:, 1] = 0, 0
     exact_max[exact_sum == 0] = -torch.inf
     exact_out = (random(*exact, channels) + 3) * exact_sum.unsqueeze(-1)
 
@@ -99,7 +99,7 @@ def inputs(
 
 def room_for(given: Inputs) -> Tensor:
     """`found` of `Inputs.score`, full of something else."""
-    fields = Distances.packed_fields(len(PIECES))
+    fields = Distances.packed_fields(DENSITIES)
     room = (fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
     return torch.full(room, 77.0, device="cuda")
 

@@ -255,7 +255,7 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     added, add = [], tune.Measurement.add
 
     def noted(self, layer, *args, **kwargs):
-        added.append((layer, kwargs["calls"]))
+        added.append((layer, kwargs.get("calls", 1)))
         return add(self, layer, *args, **kwargs)
 
     monkeypatch.setattr(tune.Measurement, "add", noted)
@@ -263,7 +263,7 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
     conditionings = {one for each in passes for one in each}
     calls = 2 if len(conditionings) == 1 else 1
     first = [(layer, calls) for layer in range(BLOCKS)] * len(conditionings)
-    then = [(layer, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
+    then = [(layer, 1) for layer in range(BLOCKS)]
     assert sorted(added[: len(first)]) == sorted(first)
     assert added[len(first) :] == then * again * (0 in conditionings)
 
@@ -271,15 +271,15 @@ def test_heads_are_measured_again(load_pack, patch, steps_of, monkeypatch, passe
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_of, monkeypatch):
     """It does not even where heads are measured again in it."""
     measured = []
-    measurement = load_pack("sparge.tune").Measurement
-    fill = measurement.fill_from
+    fetched = load_pack("sparge.tune.fetched_sums").FetchedSums
+    fill = fetched.fill_from
 
     def spy(self, earlier):
-        measured.append(self.squared_error.isnan().any().item())
+        measured.append(self.sums[0].isnan().any().item())
         fill(self, earlier)
 
-    monkeypatch.setattr(measurement, "fill_from", spy)
-    steps = steps_of(patch(mode="auto budget", topk=0.5), TEN_SPARSE, broken=5)
+    monkeypatch.setattr(fetched, "fill_from", spy)
+    steps = steps_of(patch(mode="auto budget", topk=0.5), TEN_SPARSE, broken=4)
     assert measured == [True]
     assert len(steps) == 10
     assert all(call.density is not None and call.density.isfinite().all() for call in steps[-1])
@@ -288,7 +288,7 @@ def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, patch, steps_o
 def test_a_step_is_worked_out_while_the_one_before_is_computed(
     load_pack, patch, steps_of, monkeypatch
 ):
-    """The GPU waits where a step begins: only steps that are chosen anew are worked out there."""
+    """The GPU waits where a step begins, so nothing is worked out there."""
     tune, error_table = (
         load_pack("sparge.tune"),
         load_pack("sparge.tune.error_table").ErrorTable,
@@ -309,8 +309,4 @@ def test_a_step_is_worked_out_while_the_one_before_is_computed(
     monkeypatch.setattr(error_table, "settings", worked_out)
     steps_of(patch(mode="auto budget", topk=0.4), SIX_SPARSE, conditionings=([0], [1]))
     of_run = done[: done.index(5) + 1]
-    expected = []
-    for step in range(6):
-        chosen = step == 0
-        expected += ["begin", "worked out", step] if chosen else ["worked out", "begin", step]
-    assert of_run == expected
+    assert of_run == [each for step in range(6) for each in ("worked out", "begin", step)]

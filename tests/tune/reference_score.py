@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -26,20 +24,16 @@ def score_by_reference(
     element: int,
     kept: Tensor,
     scale: float,
-    ends: int,
     found: Tensor,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh; in float64 where `exact_out` is."""
-    of_pieces = (exact_out, exact_max, exact_sum)
-    exact = Partial(*(x.movedim(2, 0) for x in of_pieces))
+    exact = Partial(*(x.movedim(2, 0) for x in (exact_out, exact_max, exact_sum)))
     layout = layout_of(CallShape(*shape), Element(element), True, False, True)
     dropped = ~unpack(kept, layout.shape.key_blocks)
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
-    last = [piece for piece in range(exact_sum.shape[2]) if ends >> piece & 1]
-    counts = [piece - before for before, piece in pairwise([-1, *last])]
     values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
     mean = values.repeat_interleave(q.shape[1] // values.shape[1], 1).unsqueeze(2)
-    found.copy_(distances(products(exact, pooled, mean), counts).packed())
+    found.copy_(distances(products(exact, pooled, mean)).packed())
 
 
 def _pooled(

@@ -8,11 +8,25 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sparge.tune.allocate import HullSteps, meet_error, truest_of_each_cost
+from sparge.tune import allocate
+from sparge.tune.allocate import Hulls, HullSteps, truest_of_each_cost
 
 
 def shared(errors: np.ndarray, costs: np.ndarray, densities: np.ndarray, mean: float) -> np.ndarray:
-    return HullSteps.of(errors, costs, densities).climb(mean)
+    return steps_of(errors, costs, densities).climb(mean)
+
+
+def steps_of(errors: np.ndarray, costs: np.ndarray, densities: np.ndarray) -> HullSteps:
+    """Of heads that count alike, worked out in two parts."""
+    half = len(errors) // 2
+    parts = [Hulls.of(part, costs) for part in (errors[:half], errors[half:]) if len(part)]
+    return HullSteps.of(Hulls.joined(parts), np.ones(len(errors)), densities)
+
+
+def meet_error(
+    errors: np.ndarray, costs: np.ndarray, densities: np.ndarray, whole: np.ndarray, most: float
+) -> np.ndarray:
+    return allocate.meet_error(steps_of(errors, costs, densities), errors, costs, whole, most)
 
 
 @pytest.fixture
@@ -128,7 +142,7 @@ def test_of_one_cost_the_truest_is_left() -> None:
 
 def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray]) -> None:
     errors, costs = problem
-    steps = HullSteps.of(errors, costs, costs)
+    steps = steps_of(errors, costs, costs)
     for head, error in enumerate(errors):
         chosen = {int((error + price * costs).argmin()) for price in np.geomspace(1e-4, 1e4, 20000)}
         assert chosen == {int(steps.cheapest[head]), *steps.after[steps.head == head].tolist()}
@@ -142,7 +156,7 @@ def test_hulls_are_those_of_each_head_walked_alone(seed: int) -> None:
     errors[:25] *= np.exp(-3 * costs)
     errors[random.random(errors.shape) < 0.2] = np.inf
     errors[:, 0] = 1.0
-    steps = HullSteps.of(errors, costs, costs)
+    steps = steps_of(errors, costs, costs)
     for head, error in enumerate(errors):
         assert steps.after[steps.head == head].tolist() == hull(error, costs)
 
@@ -165,7 +179,7 @@ def test_steps_of_a_head_follow_each_other() -> None:
     """So do those of candidates on a line, and where some were not measured."""
     costs = np.linspace(0.05, 1, 20)
     errors = np.stack([1 - costs, np.where(costs < 0.3, np.inf, 1 / costs), 0.5 / costs, 0 * costs])
-    steps = HullSteps.of(errors, costs, costs)
+    steps = steps_of(errors, costs, costs)
     for head, first in enumerate(steps.cheapest):
         mine = steps.head == head
         at = [first, *steps.after[mine]]

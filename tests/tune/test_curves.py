@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from sparge.tune.curves import fall, logs_between, steady
+from sparge.tune.curves import errors_between, fall, steady
 
 
 def nearest_falling(errors: np.ndarray) -> np.ndarray:
@@ -65,13 +65,13 @@ def test_between_is_exponential_and_straight_at_the_end() -> None:
     densities = np.array([0.1, 0.2, 0.4, 1.0])
     errors = np.array([0.8, 0.4, 0.1, 0.0])
     wanted = np.array([0.1, 0.15, 0.3, 0.4, 0.7, 1.0])
-    found = np.exp(logs_between(errors, densities, wanted))
+    found = errors_between(errors, densities, wanted)
     assert found == pytest.approx([0.8, (0.8 * 0.4) ** 0.5, 0.2, 0.1, 0.05, 0.0])
 
 
 def test_equal_densities_count_once() -> None:
     densities = np.array([0.5, 0.5, 1.0, 1.0])
     wanted = np.array([0.5, 0.75, 1.0])
-    found = np.exp(logs_between(np.array([0.9, 0.3, 0.0, 0.0]), densities, wanted))
+    found = errors_between(np.array([0.9, 0.3, 0.0, 0.0]), densities, wanted)
     assert np.isfinite(found).all()
     assert found[[0, 2]] == pytest.approx([0.3, 0.0])

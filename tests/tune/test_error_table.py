@@ -12,6 +12,7 @@ from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.tune import CandidateSet, Workload, allocate
 from sparge.tune.error_table import ROUNDING, ErrorTable
+from sparge.tune.layer_errors import CandidateAxes, LayerErrors
 from tests.tune.begun import attend, begin
 
 LARGER = TokenGrid(8, 16, 24)
@@ -67,7 +68,13 @@ def error_table_of(candidates: CandidateSet) -> ErrorTable:
     measured, order_kinds = [MEASURED] * LAYERS, [range(ORDER_KINDS)] * LAYERS
     errors = drawn_errors(candidates)
     output_scales = drawn_output_scales(candidates)
-    return ErrorTable.of(workload, candidates, errors, output_scales, ones, measured, order_kinds)
+    axes = CandidateAxes.of(workload, candidates, order_kinds)
+
+    def part(at: slice) -> LayerErrors:
+        found = errors[at], output_scales[at], ones[at]
+        return LayerErrors.of(axes, *found, measured[at], order_kinds[at])
+
+    return ErrorTable.of(axes, [part(slice(5)), part(slice(5, None))])
 
 
 def drawn_output_scales(candidates: CandidateSet) -> allocate.Array:
@@ -91,11 +98,13 @@ def test_settings_are_those_of_the_chosen_candidates() -> None:
     assert set(found.pool_weight.flatten().tolist()) == {0.0, 0.5, 1.0}
     known, share = (
         workload.density(CandidateSet(densities).kept_ranks(workload.key_blocks))
-        for densities in (candidates.densities, tuple(error_table.densities))
+        for densities in (candidates.densities, tuple(error_table.axes.densities))
     )
     scales = drawn_output_scales(candidates)
     for layer, head in np.ndindex(LAYERS, HEADS):
-        place = np.searchsorted(error_table.densities, float(found.density[layer, head]) - 1e-5)
+        place = np.searchsorted(
+            error_table.axes.densities, float(found.density[layer, head]) - 1e-5
+        )
         pool_weight = candidates.pool_weights.index(float(found.pool_weight[layer, head]))
         of_head = scales[layer, head, found.order_kind[layer, head], :, pool_weight]
         expected = np.interp(share[place], known, of_head)

@@ -38,8 +38,8 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
     workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
     measurement = begin(workload=workload)
     measurement.add(0, *qkv)
-    found, output_scales = (x[0, :, 0] for x in measurement.errors_and_scales())
-    norm, far = measurement.squared_norm[:, 0, :, 0]
+    found, output_scales = (x[0, :, 0] for x in measurement.fetched.errors_and_scales())
+    norm, far = measurement.squared_norm[0, :, :, 0]
     spread = (far / norm).sqrt().tolist()
     rows = sparse_rows(workload)
     exact, _ = attend(qkv, HeadSettings.uniform(3, 1.0), workload)
@@ -97,7 +97,8 @@ def test_keeping_everything_drops_nothing(qkv) -> None:
     """Rounding leaves errors there, which must not decide between token orders."""
     measurement = begin()
     measurement.add(0, *qkv)
-    measurement.squared_error.add_(1e-9 * measurement.squared_norm[0, ..., None, None])
+    error, _, norm = measurement.fetched.sums
+    error.add_(1e-9 * norm[:, 0, ..., None, None])
     error_table = measurement.error_table()
     dropping = error_table.kept < 1
     assert error_table.errors[:, dropping].all() and not error_table.errors[:, ~dropping].any()
@@ -222,8 +223,8 @@ def test_orders_that_are_not_measured_are_not_chosen(make_qkv, order_kinds: rang
     assert limited.order_kinds == [order_kinds]
     for each in (full, limited):
         each.add(0, q, k, v)
-    expected = full.errors_and_scales()[0][0][:, order_kinds]
-    found = limited.errors_and_scales()[0][0][:, : len(order_kinds)]
+    expected = full.fetched.errors_and_scales()[0][0][:, order_kinds]
+    found = limited.fetched.errors_and_scales()[0][0][:, : len(order_kinds)]
     assert np.array_equal(found, expected), "measured as ever"
     assert full.error_table().choose(mean_density=0.4).order_kind.tolist() == [
         [OrderKind.ROWS, OrderKind.CUBES]
@@ -248,8 +249,8 @@ def test_some_of_the_rows_tell_about_as_much(make_qkv) -> None:
         some.add(0, *qkv)
     norm = ROW_STEP * some.squared_norm / whole.squared_norm
     torch.testing.assert_close(norm, torch.ones_like(norm), rtol=0.1, atol=0)
-    expected = whole.errors_and_scales()[0][0, :, 0, :-1]
-    assert np.abs(some.errors_and_scales()[0][0, :, 0, :-1] / expected - 1).max() < 0.1
+    expected = whole.fetched.errors_and_scales()[0][0, :, 0, :-1]
+    assert np.abs(some.fetched.errors_and_scales()[0][0, :, 0, :-1] / expected - 1).max() < 0.1
 
 
 def test_text_alone_is_not_measured() -> None:
@@ -276,7 +277,7 @@ def test_a_residual_has_to_pay_for_itself(generator: torch.Generator) -> None:
     measurement = begin(measure=measure)
     q = torch.zeros(1, 3, GRID.tokens, 16)
     measurement.add(0, q, q, q)
-    errors = measurement.errors_and_scales()[0][0, 0, 0]
+    errors = measurement.fetched.errors_and_scales()[0][0, 0, 0]
     assert errors[1, 1] < errors[1, 0]
     settings = measurement.error_table().choose(target=float(errors[1, 0]) * 1.001)
     assert not settings.pool_weight.any()

@@ -14,8 +14,6 @@ from sparge.common.partial import Partial
 from sparge.tune.scoring import (
     Distances,
     bucket_distances,
-    distances,
-    products,
     squared_errors,
     towards_mean,
 )
@@ -111,23 +109,6 @@ def test_distances_are_packed_and_read_back(generator: torch.Generator) -> None:
     unpacked = Distances.of_packed(packed)
     for each in fields(Distances):
         assert torch.equal(getattr(unpacked, each.name), getattr(found, each.name)), each.name
-
-
-def test_a_bucket_may_come_in_pieces(generator: torch.Generator) -> None:
-    def some(keys: int, spread: float) -> Partial:
-        logits = torch.randn(6, keys, generator=generator) * spread
-        return part(logits, torch.randn(keys, 4, generator=generator))
-
-    exact, pooled = [some(n, 5.0) for n in range(5)], [some(3, 1.0) for _ in range(2)]
-    pieces = [1, 1, 3]
-    buckets = [exact[0], exact[1], combine(exact[2:])]
-    mean = torch.randn(4, generator=generator)
-    found, expected = (
-        distances(products(stacked(parts), stacked(pooled), mean), counts)
-        for parts, counts in ((exact, pieces), (buckets, [1, 1, 1]))
-    )
-    for each in fields(Distances):
-        torch.testing.assert_close(getattr(found, each.name), getattr(expected, each.name))
 
 
 def test_small_errors_beside_large_values(generator: torch.Generator) -> None:

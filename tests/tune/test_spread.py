@@ -59,6 +59,6 @@ def test_a_head_that_looks_to_one_side(generator, variant, ahead) -> None:
     few, all_rows = (begin(heads=1, workload=workload, row_step=step) for step in (ROW_STEP, 1))
     for measurement in (few, all_rows):
         measurement.add(0, q, k, v)
-    found, expected = (x.errors_and_scales()[0][0, 0, 0, 0, 0] for x in (few, all_rows))
+    found, expected = (x.fetched.errors_and_scales()[0][0, 0, 0, 0, 0] for x in (few, all_rows))
     assert expected > 0.1
     assert found == pytest.approx(expected, rel=0.15)
