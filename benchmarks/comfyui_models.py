@@ -28,6 +28,7 @@ class VideoModel:
         wants_text_mask: the model reads the number of text tokens from an attention mask.
         pooled: width of the pooled text embedding, 0 where the model takes none.
         may_stay_dense: its calls are so short that sparse attention need not be the faster.
+        experts: number of models in a row, each for as many of the steps, as Wan 2.2's two.
     """
 
     name: str
@@ -40,6 +41,7 @@ class VideoModel:
     wants_text_mask: bool = False
     pooled: int = 0
     may_stay_dense: bool = False
+    experts: int = 1
 
     def made_tiny(self) -> VideoModel:
         size = (4, 16, 20) if len(self.latent) == 4 else (32, 40)
@@ -53,28 +55,47 @@ MODELS = {
 }
 
 
-def build(model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Builds a ComfyUI ModelPatcher that lives on ``device``; weights keep activations near unit
-    size."""
+def build(
+    model: VideoModel, device: torch.device, dtype: torch.dtype, fp8: bool = False
+) -> list[Any]:
+    """Builds ComfyUI's ModelPatcher of each expert, loaded on ``device``; weights keep activations
+    near unit size. With fp8 they are as UNETLoader's weight_dtype fp8_e4m3fn_fast makes them."""
+    import comfy.model_management
     import comfy.model_patcher
+
+    patchers = []
+    for seed in range(model.experts):
+        base = random_model(model, device, dtype, seed, fp8)
+        patchers.append(comfy.model_patcher.ModelPatcher(base, device, device))
+    # The weights are there, which ComfyUI's count of free memory does not know.
+    comfy.model_management.load_models_gpu(patchers, force_full_load=True)
+    return patchers
+
+
+def random_model(
+    model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int, fp8: bool
+) -> Any:
     import comfy.supported_models
 
     config = getattr(comfy.supported_models, model.comfyui_class)(dict(model.config))
-    config.set_inference_dtype(dtype, None)
+    config.set_inference_dtype(*((torch.float8_e4m3fn, dtype) if fp8 else (dtype, None)))
+    config.optimizations["fp8"] = fp8
     base = config.get_model({}, "", device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in base.diffusion_model.named_parameters():
             if parameter.ndim > 1:
+                values = torch.empty_like(parameter, dtype=dtype)
                 fan_in = parameter[0].numel()
-                parameter.normal_(0.0, fan_in**-0.5, generator=generator)
+                parameter.copy_(values.normal_(0.0, fan_in**-0.5, generator=generator))
             else:
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-    return comfy.model_patcher.ModelPatcher(base, load_device=device, offload_device=device)
+    return base
 
 
-def conditioning(model: VideoModel, seed: int) -> list[Any]:
-    tokens, channels = model.text
+def conditioning(model: VideoModel, seed: int, shorter_by: int = 0) -> list[Any]:
+    """Random prompt, some tokens shorter than the model's prompts are."""
+    tokens, channels = model.text[0] - shorter_by, model.text[1]
     generator = torch.Generator().manual_seed(seed)
     text = torch.randn(1, tokens, channels, generator=generator)
     extra = {}
