@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ REPORT = re.compile(
     r"\[Sparge\].*?(\d+) sparse and (\d+) dense self-attention calls, density ([\d.]+) %"
 )
 NOTHING = "NOTHING WAS SPARSE"
-#: Beginnings of ComfyUI's lines after which a run is not what it was asked to be.
+#: Beginnings of ComfyUI's lines that say that it did not do what it was asked to.
 REFUSED = ("Exception during fp8 op", "loaded partially")
 
 
@@ -50,6 +51,7 @@ class Sampling:
 
     def parts(self, models: int) -> list[tuple[int, int]]:
         """First step, and the step after the last, of each model."""
+        assert models == 1 or not self.only_first
         edges = [self.steps * index // models for index in range(models)]
         return list(zip(edges, [*edges[1:], self.only_first or self.steps], strict=True))
 
@@ -191,8 +193,6 @@ class Host:
                     return_with_leftover_noise="disable" if end == sampling.steps else "enable",
                 )[0]
         run_seconds = seconds_of(self.device) - started
-        refused = [line for line in self.log.lines if line.startswith(REFUSED)]
-        assert not refused, refused
         out = latent["samples"]
         assert timer.first_call is not None
         assert torch.isfinite(timer.first_call).all(), "the model's result is not finite"
@@ -200,10 +200,13 @@ class Host:
         peak = peak_gib(self.device)
         return Sampled(timer.seconds, run_seconds, timer.first_call, out, held, peak)
 
-    def skipped_steps(self) -> int | None:
-        """Number of steps that EasyCache skipped in the last run; None where it was not on."""
+    def remarks(self) -> dict[str, Any]:
+        """What ComfyUI said about the last run: skipped_steps of EasyCache, and how often it
+        refused what."""
         found = [match for line in self.log.lines if (match := SKIPPED.match(line))]
-        return sum(int(match[1]) for match in found) if found else None
+        skipped = {"skipped_steps": sum(int(match[1]) for match in found)} if found else {}
+        refused = Counter(line for line in self.log.lines if line.startswith(REFUSED))
+        return skipped | ({"refused": dict(refused)} if refused else {})
 
     def report(self, may_stay_dense: bool = False) -> dict[str, Any]:
         """Returns what the node said about the last run, of several models their sum. Raises

@@ -27,6 +27,8 @@ class Companion:
     fp8: bool = False
     """The weights are 8-bit floats, and so are matrix products, as in UNETLoader's weight_dtype
     fp8_e4m3fn_fast."""
+    compiles: bool = False
+    """The first run compiles."""
 
 
 ALONE = Companion("")
@@ -56,7 +58,7 @@ def compiled(backend: str) -> Companion:
         torch._dynamo.reset()
         return TorchCompileModel.execute(model, backend)[0]
 
-    return Companion("torch.compile", apply)
+    return Companion("torch.compile", apply, compiles=True)
 
 
 def threshold_to_skip(steps: int, skipped_at: Callable[[float], int]) -> float:

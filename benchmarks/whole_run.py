@@ -28,9 +28,12 @@ prompts.
 With --only-first 7 the first 7 of the steps are taken, of the default run 3, and run_seconds counts
 the others as long as the last one. sampled_seconds is then the time that was measured.
 
+Where "refused" is in a row, ComfyUI did something else than it was asked to, as it says there.
+
 With --with each companion runs without the node and with it. Of random weights EasyCache's choice
 of steps means nothing: its reuse_threshold is the one at which it skips about a third of them on
-a small latent, and skipped_steps is what it skipped. The first run with torch.compile compiles.
+a small latent, and skipped_steps is what it skipped; a skipped step is a call of no time. With
+torch.compile the figures are always those of a second run.
 """
 
 from __future__ import annotations
@@ -95,7 +98,6 @@ def node_runs(args: argparse.Namespace) -> Iterator[NodeRun]:
 
 def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
     """Writes a line for each run, first those without the node; all of that for each companion."""
-    sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
     patchers = build(model, host.device, args.dtype)
     default: Sampled | None = None
     for companion in chosen_companions(host, model, patchers, args):
@@ -104,14 +106,11 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
             host.forget()
             patchers = build(model, host.device, args.dtype, fp8=True)
         for run in node_runs(args):
-            taken = sampling
-            if args.only_first and run.widgets is None:
-                taken = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
             graph = host.graph(patchers, run.widgets, companion)
-            sampled = [host.sample(model, graph, taken) for _ in range(1 + args.again)]
-            line = timed(sampled, taken) | {"steps": args.steps, "cfg": args.cfg}
-            if (skipped := host.skipped_steps()) is not None:
-                line["skipped_steps"] = skipped
+            samplings = samplings_of(run, companion, model, args)
+            sampled = [host.sample(model, graph, sampling) for sampling in samplings]
+            line = timed(sampled, samplings[-1]) | {"steps": args.steps, "cfg": args.cfg}
+            line |= host.remarks()
             if run.widgets is not None:
                 line |= host.report(model.may_stay_dense or run.may_stay_dense)
             if default is None:
@@ -121,6 +120,20 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
                 line["default_run_seconds"] = default_seconds
                 line["ratio"] = round(default_seconds / line["run_seconds"], 3)
             write(model=model.name, shape=model.shape, config=run.beside(companion), **line)
+
+
+def samplings_of(
+    run: NodeRun, companion: Companion, model: VideoModel, args: argparse.Namespace
+) -> list[Sampling]:
+    """Runs to make, of which the last one counts."""
+    sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
+    if args.only_first and run.widgets is None:
+        sampling = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
+    if companion.compiles and not args.again:
+        # Without the node one call is as the others, and compiles all of them.
+        all_alike = run.widgets is None and model.experts == 1
+        return [replace(sampling, only_first=1) if all_alike else sampling, sampling]
+    return [sampling] * (1 + args.again)
 
 
 def chosen_companions(
@@ -146,7 +159,7 @@ def found_threshold(
     def skipped_at(threshold: float) -> int:
         graph = host.graph(patchers, None, companions.easycache(threshold))
         host.sample(small, graph, Sampling(args.steps, args.cfg))
-        return host.skipped_steps() or 0
+        return host.remarks()["skipped_steps"]
 
     return companions.threshold_to_skip(round(args.steps / 3), skipped_at)
 
