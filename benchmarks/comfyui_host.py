@@ -36,18 +36,10 @@ REFUSED = ("Exception during fp8 op", "loaded partially")
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Steps of Euler, whose scheduler is "simple".
-
-    Attributes:
-        only_first: number of steps that are taken of them; 0 takes all.
-        one_by_one: a prompt is a token shorter than the other, so that ComfyUI cannot have both in
-            one batch.
-    """
-
     steps: int
     cfg: float = 1.0
-    only_first: int = 0
-    one_by_one: bool = False
+    only_first: int = 0  # of the steps are taken; 0 takes all
+    one_by_one: bool = False  # a prompt is a token shorter, so that both cannot be in one batch
 
     def parts(self, models: int) -> list[tuple[int, int]]:
         """First step, and the step after the last, of each model."""
@@ -58,8 +50,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """One sampling run: seconds of each model call, of the whole run, the first result of the
-    model, and the final latent."""
+    """One sampling run: seconds of each model call and of all, first result, and final latent."""
 
     seconds: list[float]
     run_seconds: float
@@ -87,14 +78,6 @@ class CallTimer:
         if self.first_call is None:
             self.first_call = out.float().cpu()
         return out
-
-
-@dataclasses.dataclass(frozen=True)
-class Graph:
-    """Models of a graph with all nodes on them, each for its part of the steps."""
-
-    models: list[Any]
-    timer: CallTimer
 
 
 class LogLines(logging.Handler):
@@ -157,43 +140,45 @@ class Host:
         costs = vars(sys.modules[f"{self._pack}.sparge.speed.measuring_cost"])
         costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
-    def graph(
+    def sample(
         self,
+        model: VideoModel,
         patchers: Sequence[Any],
+        sampling: Sampling,
         widgets: dict[str, Any] | None = None,
         companion: Companion = ALONE,
-    ) -> Graph:
-        """Puts the node, unless widgets is None, and then the companion on each model."""
+        runs: int = 1,
+    ) -> list[Sampled]:
+        """Runs a graph so often: on each model the node, unless widgets is None, and then the
+        companion."""
         from comfy.patcher_extension import WrappersMP
 
         models, timer = [], CallTimer(self.device)
         for patcher in patchers:
-            model = patcher.clone()
-            model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", timer)
+            patched = patcher.clone()
+            patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", timer)
             if widgets is not None:
-                model = self.node.execute(model, **widgets)[0]
-            models.append(companion.apply(model))
-        return Graph(models, timer)
+                patched = self.node.execute(patched, **widgets)[0]
+            models.append(companion.apply(patched))
+        return [self._sampled(model, models, timer, sampling) for _ in range(runs)]
 
-    def sample(self, model: VideoModel, graph: Graph, sampling: Sampling) -> Sampled:
+    def _sampled(
+        self, model: VideoModel, models: list[Any], timer: CallTimer, sampling: Sampling
+    ) -> Sampled:
         """Samples as a graph does that has a KSamplerAdvanced for each model."""
         positive, negative = conditioning(model, 1), conditioning(model, 2, sampling.one_by_one)
         latent = {"samples": torch.zeros(1, *model.latent)}
         self.log.lines.clear()
-        timer = graph.timer
         timer.restart()
-        held = start_peak(self.device)
-        started = seconds_of(self.device)
-        parts = sampling.parts(len(graph.models))
+        held, started = start_peak(self.device), seconds_of(self.device)
         with torch.inference_mode():
-            for patched, (start, end) in zip(graph.models, parts, strict=True):
+            for patched, (start, end) in zip(models, sampling.parts(len(models)), strict=True):
                 latent = self._sampler.sample(
                     *(patched, "disable" if start else "enable", 0, sampling.steps, sampling.cfg),
                     *("euler", "simple", positive, negative, latent, start, end),
                     return_with_leftover_noise="disable" if end == sampling.steps else "enable",
                 )[0]
-        run_seconds = seconds_of(self.device) - started
-        out = latent["samples"]
+        run_seconds, out = seconds_of(self.device) - started, latent["samples"]
         assert timer.first_call is not None
         assert torch.isfinite(timer.first_call).all(), "the model's result is not finite"
         assert torch.isfinite(out).all(), "the latent is not finite"
@@ -201,12 +186,11 @@ class Host:
         return Sampled(timer.seconds, run_seconds, timer.first_call, out, held, peak)
 
     def remarks(self) -> dict[str, Any]:
-        """What ComfyUI said about the last run: skipped_steps of EasyCache, and how often it
-        refused what."""
-        found = [match for line in self.log.lines if (match := SKIPPED.match(line))]
-        skipped = {"skipped_steps": sum(int(match[1]) for match in found)} if found else {}
+        """What ComfyUI said about the last run: steps that EasyCache skipped, and refusals."""
+        skipped = [int(match[1]) for line in self.log.lines if (match := SKIPPED.match(line))]
         refused = Counter(line for line in self.log.lines if line.startswith(REFUSED))
-        return skipped | ({"refused": dict(refused)} if refused else {})
+        found = {"skipped_steps": sum(skipped)} if skipped else {}
+        return found | ({"refused": dict(refused)} if refused else {})
 
     def report(self, may_stay_dense: bool = False) -> dict[str, Any]:
         """Returns what the node said about the last run, of several models their sum. Raises

@@ -62,39 +62,32 @@ def build(
     near unit size. With fp8 they are as UNETLoader's weight_dtype fp8_e4m3fn_fast makes them."""
     import comfy.model_management
     import comfy.model_patcher
+    import comfy.supported_models
 
     patchers = []
     for seed in range(model.experts):
-        base = random_model(model, device, dtype, seed, fp8)
+        config = getattr(comfy.supported_models, model.comfyui_class)(dict(model.config))
+        config.set_inference_dtype(*((torch.float8_e4m3fn, dtype) if fp8 else (dtype, None)))
+        config.optimizations["fp8"] = fp8
+        base = config.get_model({}, "", device=device)
+        randomize(base.diffusion_model, dtype, torch.Generator(device).manual_seed(seed))
         patchers.append(comfy.model_patcher.ModelPatcher(base, device, device))
-    # The weights are there, which ComfyUI's count of free memory does not know.
+    # ComfyUI's count of free memory does not know that the weights are there.
     comfy.model_management.load_models_gpu(patchers, force_full_load=True)
     return patchers
 
 
-def random_model(
-    model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int, fp8: bool
-) -> Any:
-    import comfy.supported_models
-
-    config = getattr(comfy.supported_models, model.comfyui_class)(dict(model.config))
-    config.set_inference_dtype(*((torch.float8_e4m3fn, dtype) if fp8 else (dtype, None)))
-    config.optimizations["fp8"] = fp8
-    base = config.get_model({}, "", device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in base.diffusion_model.named_parameters():
-            if parameter.ndim > 1:
-                values = torch.empty_like(parameter, dtype=dtype)
-                fan_in = parameter[0].numel()
-                parameter.copy_(values.normal_(0.0, fan_in**-0.5, generator=generator))
-            else:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-    return base
+@torch.no_grad()
+def randomize(network: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
+    for name, parameter in network.named_parameters():
+        if parameter.ndim > 1:
+            values, fan_in = torch.empty_like(parameter, dtype=dtype), parameter[0].numel()
+            parameter.copy_(values.normal_(0.0, fan_in**-0.5, generator=generator))
+        else:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
 
 def conditioning(model: VideoModel, seed: int, shorter_by: int = 0) -> list[Any]:
-    """Random prompt, some tokens shorter than the model's prompts are."""
     tokens, channels = model.text[0] - shorter_by, model.text[1]
     generator = torch.Generator().manual_seed(seed)
     text = torch.randn(1, tokens, channels, generator=generator)

@@ -2,38 +2,31 @@
 """Seconds and memory of whole sampling runs in real ComfyUI, without the node and with it.
 
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
-    [--mode "auto budget"] [--again] [--start-percent 0.2] [--steps 20] [--cfg 1 [--one-by-one]]
-COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --mode "auto quality" --quality high fast
-COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 --again
+    [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2] [--steps 20]
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 [--one-by-one]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models hunyuan --only-first 7
-COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --again
-    --with easycache compile fp8
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile fp8
 
 The models have random weights, and the sampler is ComfyUI's own: Euler. run_seconds is the time of
 all sampling, ratio that of the default run over it: no node, no companion. seconds has each model
-call, and seconds_per_call is the median of all but the first. Two prompts of a cfg above 1 are one
-call where ComfyUI has the memory for both in one batch; --one-by-one has them in two. With
---mode "auto quality" the density is what the target error needs: topk has no effect, and with
-random weights a target may need every pair.
+call, seconds_per_call is the median of all but the first. At a cfg above 1 a step is one call where
+ComfyUI has the memory for both prompts in one batch; --one-by-one has them in two. In auto quality
+the density is what the target error needs: with random weights that may be every pair.
 
 With --start-percent 0 and few steps it times sparse calls: in an auto mode the first one is dense
-and measured. Such a short run would save on token orders, or stay dense: here every order is
-measured however short the run is.
+and measured. So short a run would save on token orders, or stay dense: here each is measured.
 
-With --again each run is made twice, as one who queues a graph twice does, and its figures are
-those of the second; first_run_seconds tells what the first one in a process costs more, the whole
-of it first_wall_seconds. The memory cache is emptied before each, as ComfyUI does between two
-prompts.
+With --again each run is made twice, as one who queues a graph twice does, and its figures are those
+of the second; first_run_seconds tells what the first one in a process costs more. The memory cache
+is emptied before each, as ComfyUI does between two prompts.
 
-With --only-first 7 the first 7 of the steps are taken, of the default run 3, and run_seconds counts
-the others as long as the last one. sampled_seconds is then the time that was measured.
+--only-first 7 takes 7 of the steps, 3 of the default run; run_seconds counts the others as long as
+the last one, and sampled_seconds is what was measured.
 
-Where "refused" is in a row, ComfyUI did something else than it was asked to, as it says there.
-
-With --with each companion runs without the node and with it. Of random weights EasyCache's choice
-of steps means nothing: its reuse_threshold is the one at which it skips about a third of them on
-a small latent, and skipped_steps is what it skipped; a skipped step is a call of no time. With
-torch.compile the figures are always those of a second run.
+Each companion of --with runs without the node and with it; torch.compile's figures are of a second
+run. Of random weights EasyCache's choice of steps means nothing: its reuse_threshold is the one at
+which it skips a third of them on a small latent. skipped_steps is what it skipped: calls of no
+time. Where a row has "refused", ComfyUI did something else than it was asked to.
 """
 
 from __future__ import annotations
@@ -55,14 +48,12 @@ from torch import Tensor
 from benchmarks import companions
 from benchmarks.comfyui_host import Host, Sampled, Sampling
 from benchmarks.comfyui_models import MODELS, VideoModel, build
-from benchmarks.companions import ALONE, Companion
+from benchmarks.companions import ALONE, COMPILED, FP8, Companion
 from benchmarks.timing import ROOT, commit
 
 AUTO_QUALITY = "auto quality"
-#: Names in --with; fp8 is the last, because it takes another model.
 COMPANIONS = ("easycache", "compile", "fp8")
-#: Number of steps of a default run with --only-first: all of them are alike.
-DEFAULT_STEPS = 3
+DEFAULT_STEPS = 3  # of a default run with --only-first, where all steps are alike
 
 
 @dataclass(frozen=True)
@@ -73,10 +64,6 @@ class NodeRun:
     widgets: dict[str, Any] | None = None
     may_stay_dense: bool = False
     """Random weights may need every pair for a target error, and a short run may not pay."""
-
-    def beside(self, companion: Companion) -> str:
-        """Name of the run with a companion."""
-        return " + ".join(filter(None, [self.name, companion.name]))
 
 
 def node_runs(args: argparse.Namespace) -> Iterator[NodeRun]:
@@ -99,41 +86,32 @@ def node_runs(args: argparse.Namespace) -> Iterator[NodeRun]:
 def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
     """Writes a line for each run, first those without the node; all of that for each companion."""
     patchers = build(model, host.device, args.dtype)
-    default: Sampled | None = None
+    default, default_seconds = None, 0.0
     for companion in chosen_companions(host, model, patchers, args):
-        if companion.fp8:
+        if companion is FP8:
             patchers.clear()
             host.forget()
             patchers = build(model, host.device, args.dtype, fp8=True)
         for run in node_runs(args):
-            graph = host.graph(patchers, run.widgets, companion)
-            samplings = samplings_of(run, companion, model, args)
-            sampled = [host.sample(model, graph, sampling) for sampling in samplings]
-            line = timed(sampled, samplings[-1]) | {"steps": args.steps, "cfg": args.cfg}
+            sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
+            if args.only_first and run.widgets is None:
+                sampling = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
+            runs = 1 + (args.again or companion is COMPILED)
+            sampled = host.sample(model, patchers, sampling, run.widgets, companion, runs)
+            line = timed(sampled, sampling) | {"steps": args.steps, "cfg": args.cfg}
             line |= host.remarks()
             if run.widgets is not None:
                 line |= host.report(model.may_stay_dense or run.may_stay_dense)
             if default is None:
                 default, default_seconds = sampled[-1], line["run_seconds"]
             else:
-                line |= compared(sampled[-1], default)
                 line["default_run_seconds"] = default_seconds
                 line["ratio"] = round(default_seconds / line["run_seconds"], 3)
-            write(model=model.name, shape=model.shape, config=run.beside(companion), **line)
-
-
-def samplings_of(
-    run: NodeRun, companion: Companion, model: VideoModel, args: argparse.Namespace
-) -> list[Sampling]:
-    """Runs to make, of which the last one counts."""
-    sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
-    if args.only_first and run.widgets is None:
-        sampling = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
-    if companion.compiles and not args.again:
-        # Without the node one call is as the others, and compiles all of them.
-        all_alike = run.widgets is None and model.experts == 1
-        return [replace(sampling, only_first=1) if all_alike else sampling, sampling]
-    return [sampling] * (1 + args.again)
+                line["rel_l2_call"] = relative_l2(sampled[-1].first_call, default.first_call)
+                if not args.only_first:
+                    line["rel_l2_latent"] = relative_l2(sampled[-1].latent, default.latent)
+            config = " + ".join(filter(None, [run.name, companion.name]))
+            write(model=model.name, shape=model.shape, config=config, **line)
 
 
 def chosen_companions(
@@ -141,27 +119,25 @@ def chosen_companions(
 ) -> Iterator[Companion]:
     """Yields none and then those of --with."""
     yield ALONE
-    for name in sorted(args.companions, key=COMPANIONS.index):
-        if name == "easycache":
-            yield companions.easycache(
-                args.reuse_threshold or found_threshold(host, model, patchers, args)
-            )
-        else:
-            yield companions.FP8 if name == "fp8" else companions.compiled(args.backend)
+    if "easycache" in args.companions:
+        sampling = Sampling(args.steps, args.cfg)
+        threshold = args.reuse_threshold or found_threshold(host, model, patchers, sampling)
+        yield companions.easycache(threshold)
+    if "compile" in args.companions:
+        yield COMPILED
+    if "fp8" in args.companions:  # the last one, for it takes another model
+        yield FP8
 
 
-def found_threshold(
-    host: Host, model: VideoModel, patchers: list[Any], args: argparse.Namespace
-) -> float:
+def found_threshold(host: Host, model: VideoModel, patchers: list, sampling: Sampling) -> float:
     """reuse_threshold at which EasyCache skips a third of the steps on a small latent."""
     small = replace(model, latent=model.made_tiny().latent)
 
     def skipped_at(threshold: float) -> int:
-        graph = host.graph(patchers, None, companions.easycache(threshold))
-        host.sample(small, graph, Sampling(args.steps, args.cfg))
+        host.sample(small, patchers, sampling, companion=companions.easycache(threshold))
         return host.remarks()["skipped_steps"]
 
-    return companions.threshold_to_skip(round(args.steps / 3), skipped_at)
+    return companions.threshold_to_skip(round(sampling.steps / 3), skipped_at)
 
 
 def timed(sampled: list[Sampled], sampling: Sampling) -> dict[str, Any]:
@@ -186,14 +162,6 @@ def timed(sampled: list[Sampled], sampling: Sampling) -> dict[str, Any]:
     return line | {"weights_gib": round(last.held_gib, 3), "peak_gib": round(last.peak_gib, 3)}
 
 
-def compared(sampled: Sampled, default: Sampled) -> dict[str, Any]:
-    """Relative L2 errors of the first model call, and of the latent where both took all steps."""
-    line = {"rel_l2_call": relative_l2(sampled.first_call, default.first_call)}
-    if len(sampled.seconds) == len(default.seconds):
-        line["rel_l2_latent"] = relative_l2(sampled.latent, default.latent)
-    return line
-
-
 def relative_l2(got: Tensor, expected: Tensor) -> float:
     return round(float((got - expected).norm() / expected.norm()), 5)
 
@@ -202,9 +170,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--models", default="mochi,cogvideox,wan,flux", help=f"of {', '.join(MODELS)}"
-    )
+    parser.add_argument("--models", default="mochi,cogvideox,wan,flux", help=", ".join(MODELS))
     parser.add_argument("--topk", type=float, nargs="+", default=[0.2])
     parser.add_argument(
         "--mode", default="auto budget", help="of the node: manual, auto budget ..."
@@ -216,11 +182,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only-first", type=int, default=0, help="of the steps; see above")
     parser.add_argument("--cfg", type=float, default=1.0)
     parser.add_argument("--one-by-one", action="store_true", help="prompts in calls of their own")
-    parser.add_argument(
-        "--with", nargs="+", choices=COMPANIONS, default=[], dest="companions", help="see above"
-    )
+    parser.add_argument("--with", nargs="+", choices=COMPANIONS, default=[], dest="companions")
     parser.add_argument("--reuse-threshold", type=float, default=None, help="of EasyCache")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--again", action="store_true", help="each run twice; see above")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
     parser.add_argument("--commit", default=None, help="where this copy has no git folder")

@@ -8,10 +8,8 @@ COMFYUI_DIR=<checkout> python -m benchmarks.tiny_video_dit.comfyui_clip
 20 steps of Euler at cfg 1, the first 4 dense. "ours" is the node SpargeAttention, manual at topk or
 auto budget; "drop" is upstream's rule in the same sampler: top-k in raster order, the rest is gone.
 A row for each mode and density goes to benchmarks/results/quality.json. A --grid like 9 16 14 runs
-on a CPU.
-
-With easycache there are rows of ComfyUI's EasyCache alone, whose density is 1, and of each mode
-with it. Their mode says how many steps of each clip it skipped.
+on a CPU. With easycache there are also rows of ComfyUI's EasyCache alone, whose density is 1, and
+of each mode with it. Their mode says how many steps of each clip it skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch import Tensor
 import sparge
 from benchmarks import companions
 from benchmarks.comfyui_host import Host
-from benchmarks.companions import ALONE, Companion
+from benchmarks.companions import ALONE
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, named, of_model
 from benchmarks.quality.end_to_end import clip_psnr
 from benchmarks.quality.modes import BY_NAME, where
@@ -87,13 +85,15 @@ def main(arguments: list[str] | None = None) -> None:
         found, reached, skipped = [], [], []
         for seed, truth in zip(seeds, dense, strict=True):
             host.log.lines.clear()
-            clip, kept = sparse_clip(host, model, mode, density, companion, options, seed)
+            with_it = companion.apply(model)
+            clip, kept = sparse_clip(host, with_it, mode, density, options, seed)
             found.append(clip_psnr(clip, truth))
             reached.append(kept)
             skipped.append(host.remarks().get("skipped_steps", 0))
+        steps = f"{companion.name}, skipped {', '.join(map(str, skipped))} of {STEPS} steps"
         row: Row = {
             "data": of_model(clips, options.called),
-            "mode": mode_name(mode, companion, skipped),
+            "mode": f"{mode} + {steps}" if companion.name else mode,
             "asked_density": density,
             "density": mean(reached),
             "psnr": mean(found),
@@ -106,13 +106,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{row['mode']} at {row['density']:.3f}: {row['psnr']:.2f} dB", flush=True)
 
 
-def mode_name(mode: str, companion: Companion, skipped: list[int]) -> str:
-    if not companion.name:
-        return mode
-    steps = ", ".join(map(str, skipped))
-    return f"{mode} + {companion.name}, skipped {steps} of {STEPS} steps"
-
-
 def load(weights: Path, device: torch.device) -> Any:
     """ComfyUI's model patcher of a weights' file."""
     import comfy.sd
@@ -122,23 +115,17 @@ def load(weights: Path, device: torch.device) -> Any:
 
 
 def sparse_clip(
-    host: Host,
-    model: Any,
-    mode: str,
-    density: float,
-    companion: Companion,
-    options: argparse.Namespace,
-    seed: int,
+    host: Host, model: Any, mode: str, density: float, options: argparse.Namespace, seed: int
 ) -> tuple[Tensor, float]:
     """The clip, and the density of its sparse calls."""
     size = tuple(options.grid)
     if mode == WITHOUT:
-        return sample(companion.apply(model), size, seed), 1.0
+        return sample(model, size, seed), 1.0
     if NODE_MODES[mode] is None:
         drop = Drop(density, host.device)
         patched = model.clone()
         patched.model_options["transformer_options"]["optimized_attention_override"] = drop
-        return sample(companion.apply(patched), size, seed), drop.stats.density
+        return sample(patched, size, seed), drop.stats.density
     patched = host.node.execute(
         model,
         mode=NODE_MODES[mode],
@@ -147,7 +134,7 @@ def sparse_clip(
         start_percent=DENSE_STEPS / STEPS,
         min_tokens=FEWEST_TOKENS,
     )[0]
-    return sample(companion.apply(patched), size, seed), host.report()["density"]
+    return sample(patched, size, seed), host.report()["density"]
 
 
 def sample(model: Any, size: Size, seed: int) -> Tensor:
