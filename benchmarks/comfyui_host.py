@@ -11,6 +11,8 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,38 @@ import torch
 from torch import Tensor
 
 from benchmarks.comfyui_models import VideoModel, conditioning
+from benchmarks.companions import ALONE, SKIPPED, Companion
 from benchmarks.timing import ROOT
 
 GIB = 2**30
 REPORT = re.compile(
     r"\[Sparge\].*?(\d+) sparse and (\d+) dense self-attention calls, density ([\d.]+) %"
 )
+NOTHING = "NOTHING WAS SPARSE"
+#: Beginnings of ComfyUI's lines that say that it did not do what it was asked to.
+REFUSED = ("Exception during fp8 op", "loaded partially")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    steps: int
+    cfg: float = 1.0
+    only_first: int = 0  # of the steps are taken; 0 takes all
+    one_by_one: bool = False  # a prompt is a token shorter, so that both cannot be in one batch
+
+    def parts(self, models: int) -> list[tuple[int, int]]:
+        """First step, and the step after the last, of each model."""
+        assert models == 1 or not self.only_first
+        edges = [self.steps * index // models for index in range(models)]
+        return list(zip(edges, [*edges[1:], self.only_first or self.steps], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """One sampling run: seconds of each model call, its first result, and the final latent."""
+    """One sampling run: seconds of each model call and of all, first result, and final latent."""
 
     seconds: list[float]
+    run_seconds: float
     first_call: Tensor
     latent: Tensor
     held_gib: float
@@ -44,22 +65,23 @@ class CallTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.restart()
+
+    def restart(self) -> None:
         self.seconds: list[float] = []
         self.first_call: Tensor | None = None
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
-        synchronize(self._device)
-        started = time.perf_counter()
+        started = seconds_of(self._device)
         out = executor(*args, **kwargs)
-        synchronize(self._device)
-        self.seconds.append(time.perf_counter() - started)
+        self.seconds.append(seconds_of(self._device) - started)
         if self.first_call is None:
             self.first_call = out.float().cpu()
         return out
 
 
-class NodeLines(logging.Handler):
-    """Lines that the node writes into the log."""
+class LogLines(logging.Handler):
+    """Lines that ComfyUI and the node write into the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -82,17 +104,20 @@ class Host:
 
         comfy.options.enable_args_parsing()
         import comfy.model_management
+        import comfy.utils
         import comfyui_version
         import nodes
 
+        comfy.utils.set_progress_bar_enabled(False)
         loaded = asyncio.run(nodes.load_custom_node(str(ROOT)))  # pyright: ignore
         assert loaded, "ComfyUI could not load the pack; its log says why"
         self.node = nodes.NODE_CLASS_MAPPINGS["SpargeAttention"]  # pyright: ignore
+        self._sampler = nodes.KSamplerAdvanced()  # pyright: ignore
         self.device: torch.device = comfy.model_management.get_torch_device()
         self.version: str = comfyui_version.__version__
         self._pack = self.node.__module__.rsplit(".", 2)[0]
-        self.log = NodeLines()
-        logging.getLogger("sparge").addHandler(self.log)
+        self.log = LogLines()
+        logging.getLogger().addHandler(self.log)
 
     def warm_up_seconds(self) -> float:
         """Seconds until this GPU's kernels are compiled and loaded, which a first run would wait
@@ -116,45 +141,73 @@ class Host:
         costs |= {"ALWAYS": float("inf"), "CHOOSING": float("-inf")}
 
     def sample(
-        self, model: VideoModel, patcher: Any, widgets: dict[str, Any] | None, calls: int
-    ) -> Sampled:
-        """Samples ``calls`` steps of Euler at cfg 1, which is one model call a step."""
-        import comfy.sample
+        self,
+        model: VideoModel,
+        patchers: Sequence[Any],
+        sampling: Sampling,
+        widgets: dict[str, Any] | None = None,
+        companion: Companion = ALONE,
+        runs: int = 1,
+    ) -> list[Sampled]:
+        """Runs a graph so often: on each model the node, unless widgets is None, and then the
+        companion."""
         from comfy.patcher_extension import WrappersMP
 
-        timer = CallTimer(self.device)
-        patched = patcher.clone()
-        patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", timer)
-        if widgets is not None:
-            patched = self.node.execute(patched, **widgets)[0]
-        latent = torch.zeros(1, *model.latent)
-        noise = comfy.sample.prepare_noise(latent, 0)
-        positive, negative = conditioning(model, 1), conditioning(model, 2)
-        held = start_peak(self.device)
+        models, timer = [], CallTimer(self.device)
+        for patcher in patchers:
+            patched = patcher.clone()
+            patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", timer)
+            if widgets is not None:
+                patched = self.node.execute(patched, **widgets)[0]
+            models.append(companion.apply(patched))
+        return [self._sampled(model, models, timer, sampling) for _ in range(runs)]
+
+    def _sampled(
+        self, model: VideoModel, models: list[Any], timer: CallTimer, sampling: Sampling
+    ) -> Sampled:
+        """Samples as a graph does that has a KSamplerAdvanced for each model."""
+        positive, negative = conditioning(model, 1), conditioning(model, 2, sampling.one_by_one)
+        latent = {"samples": torch.zeros(1, *model.latent)}
+        self.log.lines.clear()
+        timer.restart()
+        held, started = start_peak(self.device), seconds_of(self.device)
         with torch.inference_mode():
-            out = comfy.sample.sample(
-                *(patched, noise, calls, 1.0, "euler", "simple", positive, negative, latent),
-                seed=0,
-                disable_pbar=True,
-            )
+            for patched, (start, end) in zip(models, sampling.parts(len(models)), strict=True):
+                latent = self._sampler.sample(
+                    *(patched, "disable" if start else "enable", 0, sampling.steps, sampling.cfg),
+                    *("euler", "simple", positive, negative, latent, start, end),
+                    return_with_leftover_noise="disable" if end == sampling.steps else "enable",
+                )[0]
+        run_seconds, out = seconds_of(self.device) - started, latent["samples"]
         assert timer.first_call is not None
         assert torch.isfinite(timer.first_call).all(), "the model's result is not finite"
         assert torch.isfinite(out).all(), "the latent is not finite"
-        return Sampled(timer.seconds, timer.first_call, out, held, peak_gib(self.device))
+        peak = peak_gib(self.device)
+        return Sampled(timer.seconds, run_seconds, timer.first_call, out, held, peak)
+
+    def remarks(self) -> dict[str, Any]:
+        """What ComfyUI said about the last run: steps that EasyCache skipped, and refusals."""
+        skipped = [int(match[1]) for line in self.log.lines if (match := SKIPPED.match(line))]
+        refused = Counter(line for line in self.log.lines if line.startswith(REFUSED))
+        found = {"skipped_steps": sum(skipped)} if skipped else {}
+        return found | ({"refused": dict(refused)} if refused else {})
 
     def report(self, may_stay_dense: bool = False) -> dict[str, Any]:
-        """Returns what the node said about the last run. Raises AssertionError when nothing was
-        sparse that should have been."""
-        line = self.log.lines[-1] if self.log.lines else ""
-        match = REPORT.search(line)
-        if not match and may_stay_dense and "NOTHING WAS SPARSE" in line:
-            return {"sparse_calls": 0, "report": line}
-        assert match, f"the node reports no sparse call: {line!r}"
+        """Returns what the node said about the last run, of several models their sum. Raises
+        AssertionError when nothing was sparse that should have been."""
+        lines = [line for line in self.log.lines if REPORT.search(line) or NOTHING in line]
+        found = [match for line in lines if (match := REPORT.search(line))]
+        report = "\n".join(lines)
+        sparse = sum(int(match[1]) for match in found)
+        if not sparse and may_stay_dense and NOTHING in report:
+            return {"sparse_calls": 0, "report": report}
+        assert sparse, f"the node reports no sparse call: {report!r}"
+        percent = sum(int(match[1]) * float(match[3]) for match in found) / sparse
         return {
-            "sparse_calls": int(match[1]),
-            "dense_calls": int(match[2]),
-            "density": round(float(match[3]) / 100, 4),
-            "report": line,
+            "sparse_calls": sparse,
+            "dense_calls": sum(int(match[2]) for match in found),
+            "density": round(percent / 100, 4),
+            "report": report,
         }
 
     def forget(self) -> None:
@@ -167,9 +220,11 @@ class Host:
             torch.cuda.empty_cache()
 
 
-def synchronize(device: torch.device) -> None:
+def seconds_of(device: torch.device) -> float:
+    """Seconds of a clock when the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def start_peak(device: torch.device) -> float:

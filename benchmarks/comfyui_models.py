@@ -28,6 +28,7 @@ class VideoModel:
         wants_text_mask: the model reads the number of text tokens from an attention mask.
         pooled: width of the pooled text embedding, 0 where the model takes none.
         may_stay_dense: its calls are so short that sparse attention need not be the faster.
+        experts: number of models in a row, each for as many of the steps, as Wan 2.2's two.
     """
 
     name: str
@@ -40,6 +41,7 @@ class VideoModel:
     wants_text_mask: bool = False
     pooled: int = 0
     may_stay_dense: bool = False
+    experts: int = 1
 
     def made_tiny(self) -> VideoModel:
         size = (4, 16, 20) if len(self.latent) == 4 else (32, 40)
@@ -53,28 +55,40 @@ MODELS = {
 }
 
 
-def build(model: VideoModel, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Builds a ComfyUI ModelPatcher that lives on ``device``; weights keep activations near unit
-    size."""
+def build(
+    model: VideoModel, device: torch.device, dtype: torch.dtype, fp8: bool = False
+) -> list[Any]:
+    """Builds ComfyUI's ModelPatcher of each expert, loaded on ``device``; weights keep activations
+    near unit size. With fp8 they are as UNETLoader's weight_dtype fp8_e4m3fn_fast makes them."""
+    import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models
 
-    config = getattr(comfy.supported_models, model.comfyui_class)(dict(model.config))
-    config.set_inference_dtype(dtype, None)
-    base = config.get_model({}, "", device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in base.diffusion_model.named_parameters():
-            if parameter.ndim > 1:
-                fan_in = parameter[0].numel()
-                parameter.normal_(0.0, fan_in**-0.5, generator=generator)
-            else:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-    return comfy.model_patcher.ModelPatcher(base, load_device=device, offload_device=device)
+    patchers = []
+    for seed in range(model.experts):
+        config = getattr(comfy.supported_models, model.comfyui_class)(dict(model.config))
+        config.set_inference_dtype(*((torch.float8_e4m3fn, dtype) if fp8 else (dtype, None)))
+        config.optimizations["fp8"] = fp8
+        base = config.get_model({}, "", device=device)
+        randomize(base.diffusion_model, dtype, torch.Generator(device).manual_seed(seed))
+        patchers.append(comfy.model_patcher.ModelPatcher(base, device, device))
+    # ComfyUI's count of free memory does not know that the weights are there.
+    comfy.model_management.load_models_gpu(patchers, force_full_load=True)
+    return patchers
 
 
-def conditioning(model: VideoModel, seed: int) -> list[Any]:
-    tokens, channels = model.text
+@torch.no_grad()
+def randomize(network: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
+    for name, parameter in network.named_parameters():
+        if parameter.ndim > 1:
+            values, fan_in = torch.empty_like(parameter, dtype=dtype), parameter[0].numel()
+            parameter.copy_(values.normal_(0.0, fan_in**-0.5, generator=generator))
+        else:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+def conditioning(model: VideoModel, seed: int, shorter_by: int = 0) -> list[Any]:
+    tokens, channels = model.text[0] - shorter_by, model.text[1]
     generator = torch.Generator().manual_seed(seed)
     text = torch.randn(1, tokens, channels, generator=generator)
     extra = {}

@@ -47,6 +47,7 @@ CONFIGS = (
 )
 #: Names of the models by `model` of the rows.
 NAMES = {"mochi": "Mochi", "cogvideox": "CogVideoX-5B", "wan": "Wan 14B", "flux": "Flux"}
+NAMES |= {"wan22": "Wan 2.2 14B", "wan1.3b": "Wan 1.3B", "hunyuan": "HunyuanVideo"}
 
 
 def read(name: str) -> list[Row]:

@@ -2,22 +2,31 @@
 """Seconds and memory of whole sampling runs in real ComfyUI, without the node and with it.
 
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
-    [--mode "auto budget"] [--again] [--start-percent 0.2] [--steps 20]
-COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --mode "auto quality" --quality high fast
+    [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2] [--steps 20]
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 [--one-by-one]
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models hunyuan --only-first 7
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile fp8
 
-The models have random weights, and the sampler is ComfyUI's own: Euler at cfg 1, one model call a
-step. run_seconds is the sum over the calls, ratio that of the run without the node over it.
-seconds_per_call is the median of all calls but the first. With --mode "auto quality" the density is
-what the target error needs: topk has no effect, and with random weights a target may need every
-pair.
+The models have random weights, and the sampler is ComfyUI's own: Euler. run_seconds is the time of
+all sampling, ratio that of the default run over it: no node, no companion. seconds has each model
+call, seconds_per_call is the median of all but the first. At a cfg above 1 a step is one call where
+ComfyUI has the memory for both prompts in one batch; --one-by-one has them in two. In auto quality
+the density is what the target error needs: with random weights that may be every pair.
 
 With --start-percent 0 and few steps it times sparse calls: in an auto mode the first one is dense
-and measured. Such a short run would save on token orders, or stay dense: here every order is
-measured however short the run is.
+and measured. So short a run would save on token orders, or stay dense: here each is measured.
 
-With --again each run is made twice, and its figures are those of the second; first_run_seconds
-tells what the first one in a process costs more. The memory cache is emptied before each, as
-ComfyUI does between two prompts.
+With --again each run is made twice, as one who queues a graph twice does, and its figures are those
+of the second; first_run_seconds tells what the first one in a process costs more. The memory cache
+is emptied before each, as ComfyUI does between two prompts.
+
+--only-first 7 takes 7 of the steps, 3 of the default run; run_seconds counts the others as long as
+the last one, and sampled_seconds is what was measured.
+
+Each companion of --with runs without the node and with it; torch.compile's figures are of a second
+run. Of random weights EasyCache's choice of steps means nothing: its reuse_threshold is the one at
+which it skips a third of them on a small latent. skipped_steps is what it skipped: calls of no
+time. Where a row has "refused", ComfyUI did something else than it was asked to.
 """
 
 from __future__ import annotations
@@ -29,18 +38,22 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.comfyui_host import Host, Sampled
+from benchmarks import companions
+from benchmarks.comfyui_host import Host, Sampled, Sampling
 from benchmarks.comfyui_models import MODELS, VideoModel, build
+from benchmarks.companions import ALONE, COMPILED, FP8, Companion
 from benchmarks.timing import ROOT, commit
 
 AUTO_QUALITY = "auto quality"
+COMPANIONS = ("easycache", "compile", "fp8")
+DEFAULT_STEPS = 3  # of a default run with --only-first, where all steps are alike
 
 
 @dataclass(frozen=True)
@@ -71,35 +84,81 @@ def node_runs(args: argparse.Namespace) -> Iterator[NodeRun]:
 
 
 def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
-    """Writes one line without the node, then one for each run with it."""
-    patcher = build(model, host.device, args.dtype)
-    dense: Sampled | None = None
-    for run in node_runs(args):
-        sampled = [
-            host.sample(model, patcher, run.widgets, args.steps) for _ in range(1 + args.again)
-        ]
-        line = timed(sampled)
-        if dense is None:
-            dense = sampled[-1]
-        else:
-            line |= host.report(model.may_stay_dense or run.may_stay_dense)
-            line["default_run_seconds"] = default = round(sum(dense.seconds), 4)
-            line["ratio"] = round(default / line["run_seconds"], 3)
-            line["rel_l2_call"] = relative_l2(sampled[-1].first_call, dense.first_call)
-            line["rel_l2_latent"] = relative_l2(sampled[-1].latent, dense.latent)
-        write(model=model.name, shape=model.shape, config=run.name, **line)
+    """Writes a line for each run, first those without the node; all of that for each companion."""
+    patchers = build(model, host.device, args.dtype)
+    default, default_seconds = None, 0.0
+    for companion in chosen_companions(host, model, patchers, args):
+        if companion is FP8:
+            patchers.clear()
+            host.forget()
+            patchers = build(model, host.device, args.dtype, fp8=True)
+        for run in node_runs(args):
+            sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
+            if args.only_first and run.widgets is None:
+                sampling = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
+            runs = 1 + (args.again or companion is COMPILED)
+            sampled = host.sample(model, patchers, sampling, run.widgets, companion, runs)
+            line = timed(sampled, sampling) | {"steps": args.steps, "cfg": args.cfg}
+            line |= host.remarks()
+            if run.widgets is not None:
+                line |= host.report(model.may_stay_dense or run.may_stay_dense)
+            if default is None:
+                default, default_seconds = sampled[-1], line["run_seconds"]
+            else:
+                line["default_run_seconds"] = default_seconds
+                line["ratio"] = round(default_seconds / line["run_seconds"], 3)
+                line["rel_l2_call"] = relative_l2(sampled[-1].first_call, default.first_call)
+                if not args.only_first:
+                    line["rel_l2_latent"] = relative_l2(sampled[-1].latent, default.latent)
+            config = " + ".join(filter(None, [run.name, companion.name]))
+            write(model=model.name, shape=model.shape, config=config, **line)
 
 
-def timed(sampled: list[Sampled]) -> dict[str, Any]:
+def chosen_companions(
+    host: Host, model: VideoModel, patchers: list[Any], args: argparse.Namespace
+) -> Iterator[Companion]:
+    """Yields none and then those of --with."""
+    yield ALONE
+    if "easycache" in args.companions:
+        sampling = Sampling(args.steps, args.cfg)
+        threshold = args.reuse_threshold or found_threshold(host, model, patchers, sampling)
+        yield companions.easycache(threshold)
+    if "compile" in args.companions:
+        yield COMPILED
+    if "fp8" in args.companions:  # the last one, for it takes another model
+        yield FP8
+
+
+def found_threshold(host: Host, model: VideoModel, patchers: list, sampling: Sampling) -> float:
+    """reuse_threshold at which EasyCache skips a third of the steps on a small latent."""
+    small = replace(model, latent=model.made_tiny().latent)
+
+    def skipped_at(threshold: float) -> int:
+        host.sample(small, patchers, sampling, companion=companions.easycache(threshold))
+        return host.remarks()["skipped_steps"]
+
+    return companions.threshold_to_skip(round(sampling.steps / 3), skipped_at)
+
+
+def timed(sampled: list[Sampled], sampling: Sampling) -> dict[str, Any]:
     """Figures of the last sampled run."""
     last = sampled[-1]
     line: dict[str, Any] = {
         "seconds_per_call": round(statistics.median(last.seconds[1:]), 4),
         "seconds": [round(seconds, 4) for seconds in last.seconds],
-        "run_seconds": round(sum(last.seconds), 4),
+        "run_seconds": round(last.run_seconds, 4),
     }
+    if taken := sampling.only_first:
+        calls = len(last.seconds) // taken
+        rest = (sampling.steps - taken) * sum(last.seconds[-calls:])
+        line |= {
+            "run_seconds": round(last.run_seconds + rest, 4),
+            "sampled_seconds": line["run_seconds"],
+            "extrapolated": f"{taken} of {sampling.steps} steps, the others as long as the last",
+        }
     if len(sampled) > 1:
         line["first_run_seconds"] = [round(seconds, 4) for seconds in sampled[0].seconds]
+        line["first_wall_seconds"] = round(sampled[0].run_seconds, 4)
     return line | {"weights_gib": round(last.held_gib, 3), "peak_gib": round(last.peak_gib, 3)}
 
 
@@ -111,7 +170,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="mochi,cogvideox,wan,flux")
+    parser.add_argument("--models", default="mochi,cogvideox,wan,flux", help=", ".join(MODELS))
     parser.add_argument("--topk", type=float, nargs="+", default=[0.2])
     parser.add_argument(
         "--mode", default="auto budget", help="of the node: manual, auto budget ..."
@@ -120,6 +179,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pvthreshd", type=float, default=15.0)
     parser.add_argument("--start-percent", type=float, default=0.2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only-first", type=int, default=0, help="of the steps; see above")
+    parser.add_argument("--cfg", type=float, default=1.0)
+    parser.add_argument("--one-by-one", action="store_true", help="prompts in calls of their own")
+    parser.add_argument("--with", nargs="+", choices=COMPANIONS, default=[], dest="companions")
+    parser.add_argument("--reuse-threshold", type=float, default=None, help="of EasyCache")
     parser.add_argument("--again", action="store_true", help="each run twice; see above")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
     parser.add_argument("--commit", default=None, help="where this copy has no git folder")
@@ -131,7 +195,7 @@ def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     host = Host(os.environ["COMFYUI_DIR"])
-    if not args.start_percent:
+    if args.only_first or not args.start_percent:
         host.measure_in_any_case()
     on_gpu = host.device.type == "cuda"
     args.dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -3,12 +3,13 @@
 
 COMFYUI_DIR=<checkout> python -m benchmarks.tiny_video_dit.comfyui_clip
     [--weights FILE --called "dit of seed 1"] [--modes drop "ours manual" "ours auto"]
-    [--densities 0.1 0.2 0.3 0.5] [--clips 2]
+    [--densities 0.1 0.2 0.3 0.5] [--clips 2] [--with easycache [--reuse-threshold 0.2]]
 
 20 steps of Euler at cfg 1, the first 4 dense. "ours" is the node SpargeAttention, manual at topk or
 auto budget; "drop" is upstream's rule in the same sampler: top-k in raster order, the rest is gone.
 A row for each mode and density goes to benchmarks/results/quality.json. A --grid like 9 16 14 runs
-on a CPU.
+on a CPU. With easycache there are also rows of ComfyUI's EasyCache alone, whose density is 1, and
+of each mode with it. Their mode says how many steps of each clip it skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks import companions
 from benchmarks.comfyui_host import Host
+from benchmarks.companions import ALONE
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, named, of_model
 from benchmarks.quality.end_to_end import clip_psnr
 from benchmarks.quality.modes import BY_NAME, where
@@ -44,6 +47,7 @@ from sparge.tune.ways import REFERENCE_VARIABLE
 
 #: Widget `mode` of the node; drop is not a mode of the node.
 NODE_MODES = {"drop": None, "ours manual": "manual", "ours auto": "auto budget"}
+WITHOUT = "dense"
 FEWEST_TOKENS = 100  # above the text's, below any grid's
 Size = tuple[int, int, int]
 
@@ -57,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", choices=NODE_MODES, default=list(NODE_MODES))
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.5])
     parser.add_argument("--pvthreshd", type=float, default=15.0, help="of the node; 50 is off")
+    parser.add_argument("--with", choices=["easycache"], dest="companion")
+    parser.add_argument("--reuse-threshold", type=float, default=0.2, help="of EasyCache")
     parser.add_argument("--clips", type=int, default=2)
     parser.add_argument("--grid", type=int, nargs=3, default=FULL_GRID, help="of tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the first clip")
@@ -71,26 +77,33 @@ def main(arguments: list[str] | None = None) -> None:
     model = load(options.weights.resolve(), host.device)
     dense = [sample(model, size, seed) for seed in seeds]
     clips = named(TokenGrid(*size), f"comfyui clips {seeds[0]}-{seeds[-1]}")
+    both = [companions.easycache(options.reuse_threshold)] if options.companion else []
+    wanted = [(WITHOUT, 1.0, companion) for companion in both]
     for density in sorted(options.densities):
-        for mode in options.modes:
-            found, reached = [], []
-            for seed, truth in zip(seeds, dense, strict=True):
-                clip, kept = sparse_clip(host, model, mode, density, options, seed)
-                found.append(clip_psnr(clip, truth))
-                reached.append(kept)
-            row: Row = {
-                "data": of_model(clips, options.called),
-                "mode": mode,
-                "asked_density": density,
-                "density": mean(reached),
-                "psnr": mean(found),
-                "worst_psnr": min(found),
-                "where": where(BY_NAME[mode], host.device),
-                "comfyui": host.version,
-                "commit": options.commit or commit(),
-            }
-            write(options.out, [row])
-            print(f"{mode} at {row['density']:.3f}: {row['psnr']:.2f} dB", flush=True)
+        wanted += [(mode, density, each) for mode in options.modes for each in (ALONE, *both)]
+    for mode, density, companion in wanted:
+        found, reached, skipped = [], [], []
+        for seed, truth in zip(seeds, dense, strict=True):
+            host.log.lines.clear()
+            with_it = companion.apply(model)
+            clip, kept = sparse_clip(host, with_it, mode, density, options, seed)
+            found.append(clip_psnr(clip, truth))
+            reached.append(kept)
+            skipped.append(host.remarks().get("skipped_steps", 0))
+        steps = f"{companion.name}, skipped {', '.join(map(str, skipped))} of {STEPS} steps"
+        row: Row = {
+            "data": of_model(clips, options.called),
+            "mode": f"{mode} + {steps}" if companion.name else mode,
+            "asked_density": density,
+            "density": mean(reached),
+            "psnr": mean(found),
+            "worst_psnr": min(found),
+            "where": where(BY_NAME.get(mode, BY_NAME["drop"]), host.device),
+            "comfyui": host.version,
+            "commit": options.commit or commit(),
+        }
+        write(options.out, [row])
+        print(f"{row['mode']} at {row['density']:.3f}: {row['psnr']:.2f} dB", flush=True)
 
 
 def load(weights: Path, device: torch.device) -> Any:
@@ -106,6 +119,8 @@ def sparse_clip(
 ) -> tuple[Tensor, float]:
     """The clip, and the density of its sparse calls."""
     size = tuple(options.grid)
+    if mode == WITHOUT:
+        return sample(model, size, seed), 1.0
     if NODE_MODES[mode] is None:
         drop = Drop(density, host.device)
         patched = model.clone()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users combine the node with: ComfyUI's own nodes and options, as users apply them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# ComfyUI's modules are not dependencies of the development environment.
+# pyright: reportMissingImports=false
+
+#: Line of EasyCache at a run's end.
+SKIPPED = re.compile(r"EasyCache - skipped (\d+)/(\d+) steps")
+
+
+@dataclass(frozen=True)
+class Companion:
+    """Companion as it stands in a row's name; apply returns the model with its node."""
+
+    name: str
+    apply: Callable[[Any], Any] = lambda model: model
+
+
+def _compiled(model: Any) -> Any:
+    import torch._dynamo
+    from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+    # The node's guards leave out transformer_options, where ours puts attention: what was compiled
+    # without it would serve with it.
+    torch._dynamo.reset()
+    return TorchCompileModel.execute(model, "inductor")[0]
+
+
+ALONE = Companion("")
+COMPILED = Companion("torch.compile", _compiled)
+FP8 = Companion("fp8")  # the model is built so
+
+
+def easycache(reuse_threshold: float) -> Companion:
+    """ComfyUI's EasyCache, its other widgets as a new node has them."""
+
+    def apply(model: Any) -> Any:
+        from comfy_extras.nodes_easycache import EasyCacheNode
+
+        return EasyCacheNode.execute(model, reuse_threshold, 0.15, 0.95, False)[0]
+
+    return Companion(f"EasyCache {reuse_threshold:.3g}", apply)
+
+
+def threshold_to_skip(steps: int, skipped_at: Callable[[float], int]) -> float:
+    """EasyCache's reuse_threshold at which it skips so many steps, or nearly so many."""
+    low, middle, high = 1e-3, 0.2, 3.0  # its range, but for 0, and its default
+    for _ in range(12):
+        skipped = skipped_at(middle)
+        if skipped == steps:
+            break
+        low, high = (middle, high) if skipped < steps else (low, middle)
+        middle = (low * high) ** 0.5
+    return middle
