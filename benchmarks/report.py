@@ -12,17 +12,14 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from sparge.order.variants import OrderKind
 
 from . import pictures
 from .limits import read_rates
 from .quality import rows as quality
 from .quality.section import PARTS, chosen, part_table, targets_table
-from .shapes import SHAPES
 from .speed_table import TITLES, Speeds, absent, shape_table, summary, table
 from .timing import ROOT, read_rows
 
@@ -34,7 +31,6 @@ PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
 CALLS, CALLS_H100 = "h200_comfyui.jsonl", "h100_comfyui.jsonl"
 RUNS = "whole_runs.jsonl"
-SAMPLES = "h200_samples.jsonl"
 LIMITS = read_rates(RESULTS / "h200_limits.json")
 DEFAULT, AUTO = "default", "auto budget 0.2, pvthreshd 15"
 CONFIGS = (
@@ -105,43 +101,41 @@ def _cell(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:#.3g}"
 
 
-def runs_table() -> str:
-    """A model a line, ComfyUI's attention beside ours."""
+def _is_alone(row: Row) -> bool:
+    """Whether a run is of the models that this pack is measured by: nothing beside the node."""
+    return (
+        row["config"] == AUTO and row.get("cfg", 1) == 1 and row["model"] in list(NAMES)[:4]
+        and row.get("steps", 20) == 20
+    )  # fmt: skip
+
+
+def runs_table(alone: bool) -> str:
+    """A run a line, ComfyUI's attention beside ours; of those that `_is_alone` or of the others."""
     lines = []
     for row in read(RUNS):
+        if _is_alone(row) != alone:
+            continue
         without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
         name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
+        if not alone:
+            name += f", {row['steps']} steps, cfg {row['cfg']:g}, {row['config']}"
+            name += ", extrapolated" * ("extrapolated" in row)
         gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
-        lines.append([name, without, sparse, f"{row['ratio']:.2f}", f"{gpu}, {row['commit']}"])
-    head = ("20 steps", "ComfyUI's attention", "auto budget 0.2", "times as fast", "GPU, commit")
+        times, start = f"{row['ratio']:.2f}", f"{row['start_percent']:g}"
+        lines.append([name, start, without, sparse, times, f"{gpu}, {row['commit']}"])
+    first = "20 steps, auto budget 0.2" if alone else "run"
+    head = (first, "start_percent", "default", "this run", "times as fast", "GPU, commit")
     return "\n" + table(head, lines) + "\n"
 
 
-def measurements_table() -> str:
-    """Table of the models' shapes, where dense calls were timed, too; flash serves those that a
-    measurement is a share of."""
-    names = {(shape.tokens, shape.heads, shape.head_dim): name for name, shape in SHAPES.items()}
-    measured, lines = len(OrderKind), []
-    for row in read(SAMPLES):
-        name = names.get((row["tokens"], row["heads"], row["head_dim"]))
-        if name and row["walks"] == measured and row["calls"] == 1 and row.get("dense_ms"):
-            lines.append([name, f"{row['ms']:.2f}", *_shares(row["ms"], row["dense_ms"])])
-    head = ["both token orders of one conditioning", "ms", "of one dense call", "of four", "of ten"]
-    return table(head, lines) + source(SAMPLES)
-
-
-def _shares(ms: float, dense: Mapping[str, float]) -> list[str]:
-    return [f"{100 * ms / dense['flash'] / calls:.1f} %" for calls in (1, 4, 10)]
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "runs": runs_table,
+    "runs": lambda: runs_table(True),
+    "other-runs": lambda: runs_table(False),
     **{f"speed-{shape}": lambda shape=shape: speed_of(shape) for shape in TITLES},
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
     "models": lambda: model_calls(CALLS),
     "models-h100": lambda: model_calls(CALLS_H100),
-    "measuring": measurements_table,
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
     "quality-targets": lambda: targets_table(quality.read()),
 }

@@ -2,7 +2,7 @@
 """Seconds and memory of whole sampling runs in real ComfyUI, without the node and with it.
 
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
-    [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2] [--steps 20]
+    [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2 0.1] [--steps 20]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 [--one-by-one]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models hunyuan --only-first 7
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile fp8
@@ -70,17 +70,19 @@ def node_runs(args: argparse.Namespace) -> Iterator[NodeRun]:
     """Yields the runs, first the one without the node. As a rule every step is sparse: the share of
     dense steps is the user's choice."""
     yield NodeRun("default")
-    common = {"mode": args.mode, "pvthreshd": args.pvthreshd, "start_percent": args.start_percent}
+    common = {"mode": args.mode, "pvthreshd": args.pvthreshd}
     if args.tiny:
         common["min_tokens"] = 100
-    if args.mode == AUTO_QUALITY:
-        for quality in args.quality:
-            yield NodeRun(f"{AUTO_QUALITY}, {quality}", {**common, "quality": quality}, True)
-        return
     kind = "topk" if args.mode == "manual" else args.mode
-    for topk in args.topk:
-        name = f"{kind} {topk:g}, pvthreshd {args.pvthreshd:g}"
-        yield NodeRun(name, {**common, "topk": topk}, args.start_percent > 0)
+    for start in args.start_percent:
+        common["start_percent"] = start
+        if args.mode == AUTO_QUALITY:
+            for quality in args.quality:
+                yield NodeRun(f"{AUTO_QUALITY}, {quality}", {**common, "quality": quality}, True)
+            continue
+        for topk in args.topk:
+            name = f"{kind} {topk:g}, pvthreshd {args.pvthreshd:g}"
+            yield NodeRun(name, {**common, "topk": topk}, start > 0)
 
 
 def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write: Any) -> None:
@@ -101,6 +103,7 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
             line = timed(sampled, sampling) | {"steps": args.steps, "cfg": args.cfg}
             line |= host.remarks()
             if run.widgets is not None:
+                line["start_percent"] = run.widgets["start_percent"]
                 line |= host.report(model.may_stay_dense or run.may_stay_dense)
             if default is None:
                 default, default_seconds = sampled[-1], line["run_seconds"]
@@ -177,7 +180,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quality", nargs="+", default=["balanced"], help="of auto quality")
     parser.add_argument("--pvthreshd", type=float, default=15.0)
-    parser.add_argument("--start-percent", type=float, default=0.2)
+    parser.add_argument("--start-percent", type=float, nargs="+", default=[0.2])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only-first", type=int, default=0, help="of the steps; see above")
     parser.add_argument("--cfg", type=float, default=1.0)
@@ -195,7 +198,7 @@ def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     host = Host(os.environ["COMFYUI_DIR"])
-    if args.only_first or not args.start_percent:
+    if args.only_first or 0 in args.start_percent:
         host.measure_in_any_case()
     on_gpu = host.device.type == "cuda"
     args.dtype = torch.bfloat16 if on_gpu else torch.float32
