@@ -70,10 +70,8 @@ def test_pooled_keys_and_output_scale_are_the_oracles(
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "key_lengths": lengths}
     options["order"] = order
     output_scale = torch.ones(4) if is_causal else torch.tensor([1.5, 1.0, 0.5, 1.1])
-    head_settings = replace(SETTINGS, output_scale=output_scale)
-    call = Case(
-        0, "", "", q, k, v, SparsePolicy(), "HND", {**options, "head_settings": head_settings}
-    )
+    named = options | {"head_settings": replace(SETTINGS, output_scale=output_scale)}
+    call = Case(0, "", "", q, k, v, SparsePolicy(), "HND", named)
     expected = answer(Setting.of(call), routed.kept)
     out, lse = exact_attention(
         q, k, v, routed.kept, routed.pooled, SETTINGS.pool_weight,
@@ -103,7 +101,6 @@ def test_many_blocks_are_pooled_in_tiles_of_64_one_of_them_empty(make_qkv, eleme
     [(Element.INT8_FP16, 0.005), (Element.INT8_E4M3, 0.01), (Element.BF16, 0.003)],
 )
 def test_dense_error_on_smooth_data(element: Element, limit: float) -> None:
-    """Design section 6 asks for a dense 8-bit error of at most .010, with .005 as the goal."""
     qkv = draw(Shape("small", 6, 1566, 64, TokenGrid(4, 16, 24, suffix=30)), "cpu")
     result, routed = attention(*qkv, SparsePolicy(topk=1.0), element=element)
     assert routed.density() == 1.0
