@@ -121,13 +121,13 @@ def test_the_mean_key_is_sampled_in_long_orders_alone(queued: dict[str, Any]) ->
 def run_kernels(
     queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """run_kernels(policy, causal, order, head_settings): what is queued, by the ops' functions."""
+    """run_kernels(policy, causal, mask, (order, head_settings)): what the ops' functions queue."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
 
-    def run(policy: SparsePolicy, causal: bool, *others: Any) -> dict[str, Any]:
+    def run(policy: SparsePolicy, causal: bool, mask: Any = None, others: Any = ()) -> Any:
         q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
-        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, None, None, *others)
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, None, *others)
         pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
         return queued
 
@@ -157,13 +157,40 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
     assert told.exact_prefix == told.exact_suffix == GRID.tokens
 
 
+@pytest.mark.parametrize(
+    ("given", "scores", "similar"),
+    [
+        ({"topk": 0.5}, True, False),
+        ({"topk": 0.5, "simthreshd1": 0.0}, True, True),
+        ({"topk": 0.5, "simthreshd1": torch.tensor([-0.1, -0.1])}, True, True),
+        ({"topk": 1.0, "simthreshd1": 0.5}, False, False),
+        ({"topk": torch.tensor([1.0, 1.0]), "simthreshd1": 0.5}, True, True),
+        ({"select_by": "cdf", "cdfthreshd": 1.0, "simthreshd1": 0.5}, True, True),
+    ],
+)
+def test_scores_and_similarities_are_for_those_who_need_them(
+    run_kernels, given: dict[str, Any], scores: bool, similar: bool
+) -> None:
+    """A tensor's values are not known without waiting for the GPU. A call that keeps every block
+    needs none, as far as the host knows: head settings have the last word."""
+
+    def told(**others: Any) -> tuple[bool, bool]:
+        params = run_kernels(SparsePolicy(**given), False, **others)["quantize"]
+        return bool(params.with_queries), bool(params.with_similarity)
+
+    assert told() == (scores, similar)
+    assert told(mask=torch.ones(1, 2, 5, 10, dtype=torch.bool)) == (False, False)
+    if "select_by" not in given:
+        assert told(others=(None, HeadSettings.uniform(2, 0.3)))[0]
+
+
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
 @pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
 def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alone(
     run_kernels, order, head_settings
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
-    told = run_kernels(SparsePolicy(topk=0.3), False, order, head_settings)["route"]
+    told = run_kernels(SparsePolicy(topk=0.3), False, None, (order, head_settings))["route"]
     assert bool(told.upstream) == (order is None and head_settings is None)
     for name in ("keys_exact", "queries_exact"):
         lies_at = None if order is None else getattr(order, name).data_ptr()

@@ -14,7 +14,7 @@ from tests.fuzz.check import run
 from tests.fuzz.draw import Case
 
 SIZES = (1e-30, 1e-18, 1e-6, 1e-3, 1.0, 30.0, 700.0, 1e4)
-#: Values of 1e37, whose sum over the keys is more than float32 holds, beside logits of one key each.
+#: Values of 1e37 add up to more than float32 holds; beside such logits each row reads one of them.
 VALUES = [*((size, 1.0) for size in SIZES), (700.0, 1e37)]
 
 
