@@ -91,14 +91,10 @@ OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
         *(((attention,), *case) for case in OF_ATTENTION),
     ],
 )
-def test_an_argument_that_is_not_served(
-    make_qkv, functions: tuple[Any, ...], named: dict[str, Any], words: str
-) -> None:
+def test_an_argument_that_is_not_served(make_qkv, functions, named: dict, words: str) -> None:
     given = dict(zip("qkv", make_qkv(), strict=True)) | named
     for function in functions:
-        taken = {
-            name: x for name, x in given.items() if name != "v" or function != sparge.make_plan
-        }
+        taken = {x: given[x] for x in given if x != "v" or function != sparge.make_plan}
         with pytest.raises(ValueError, match=words):
             function(**taken)
 

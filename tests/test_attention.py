@@ -88,7 +88,8 @@ class TestSixteenBit:
             qkv = list(make_qkv(dtype=torch.float16))
             if mixed is not None:
                 qkv[mixed] = qkv[mixed].bfloat16()
-            call = make_call(*qkv, SIXTEEN_BIT, "HND", False, None, None, None, None)
+            q, k, v = qkv
+            call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None, None)
             expected = "FP16" if mixed is None else "BF16"
             assert call.element.name == call.heads(0, 1).element.name == expected
 
