@@ -133,9 +133,7 @@ def test_extra_memory(tokens: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_head_groups_give_the_same_bits(
-    ordered: bool, make_qkv, monkeypatch, launched: list[KernelSpec]
-) -> None:
+def test_head_groups_give_the_same_bits(ordered: bool, make_qkv, monkeypatch, launched) -> None:
     grid = TokenGrid(5, 10, 10)
     q, k, v = make_qkv(2, 6, grid.tokens, 64, kv_heads=3, device="cuda")
     order_kind = torch.tensor([0, 0, 1, 1, 7, 7], dtype=torch.int32, device="cuda")

@@ -15,7 +15,7 @@ from benchmarks.shapes import Shape
 from sparge.common.metrics import rel_l1
 from sparge.head_settings import HeadSettings, Router
 from sparge.kernels.spec import Element
-from sparge.order.grid import TokenGrid, TokenOrder, cube_order
+from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import attend, attention, exact_attention, quantize_qkv, route
 from tests.fuzz.draw import Case
@@ -59,9 +59,7 @@ def test_an_empty_row_is_zero_keys_beyond_the_length_are_never_read_and_nan_show
     ids=["as they come", "causal", "cubes"],
 )
 @pytest.mark.parametrize("lengths", [None, CUT], ids=["whole", "cut"])
-def test_pooled_keys_and_output_scale_are_the_oracles(
-    make_qkv, order: TokenOrder | None, is_causal: bool, lengths: torch.Tensor | None
-) -> None:
+def test_pooled_keys_and_output_scale_are_the_oracles(make_qkv, order, is_causal, lengths) -> None:
     q, k, v = make_qkv(2, 4, GRID.tokens, 16, kv_heads=2)
     k, v = k + 1, v + 2 * k
     x = quantize_qkv(q, k, v, order, key_lengths=lengths)

@@ -111,9 +111,7 @@ posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no su
         pytest.param(lambda path: path.parent.chmod(0o777), "other users may write", marks=posix),
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_believed(
-    stored, measured, restarted, caplog, spoil: Callable[[Path], Any], said: str
-) -> None:
+def test_a_file_that_is_not_believed(stored, measured, restarted, caplog, spoil, said: str) -> None:
     spoil(stored)
     assert restarted().facts["gpu"] == "Some GPU" and len(measured) == 2 and said in caplog.text
     if said == "damaged":
