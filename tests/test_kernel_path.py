@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, Unsupported, grid_order
+from sparge import (
+    AttentionStats,
+    HeadSettings,
+    Precision,
+    SparsePolicy,
+    TokenGrid,
+    Unsupported,
+    grid_order,
+)
 from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
@@ -152,9 +160,11 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
         HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": GRID.tokens},
     }.items():  # fmt: skip
         assert {name: getattr(queued[entry], name) for name in told} == told
+    assert "attend" not in queued
     endless = replace(policy, exact_prefix=2**32 + 5, exact_suffix=10**30)
-    told = run_kernels(endless, True)["route"]  # in 32 bits
-    assert told.exact_prefix == told.exact_suffix == GRID.tokens
+    told = run_kernels(replace(endless, precision=Precision.INT8_FP16), True)
+    assert told["route"].exact_prefix == told["route"].exact_suffix == GRID.tokens, "in 32 bits"
+    assert "attend" in told, "FP16 values have no kernel with wgmma"
 
 
 @pytest.mark.parametrize(

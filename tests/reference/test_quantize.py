@@ -74,6 +74,18 @@ def test_the_mean_key_of_many_tokens_in_an_order_is_that_of_a_sample(make_qkv, m
     assert torch.equal(quantize_qkv(q, k, v, key_lengths=lengths).kbar, few.kbar)
 
 
+def test_statistics_of_queries_in_an_order_are_of_the_tokens_of_a_block_alone(make_qkv) -> None:
+    """Empty slots, which are zeros, do not count."""
+    q, k, v = make_qkv(1, 2, GRID.tokens, 16)
+    cubes = cube_order(GRID)
+    x = quantize_qkv(q, k, v, cubes)
+    for block, slots in enumerate(cubes.slot_token.split(128)):
+        rows = q[0][:, slots[slots >= 0].long()].float()
+        similarity = torch.nn.functional.normalize(rows, dim=-1).mean(1).square().sum(-1)
+        torch.testing.assert_close(x.q_block_mean[0, :, block], rows.mean(1))
+        torch.testing.assert_close(x.q_self_similarity[0, :, block], similarity)
+
+
 def test_zero_maxima_give_zero_levels(make_qkv) -> None:
     q, k, v = make_qkv(1, 1, 128, 16)
     q[:], k[:], v[..., 0] = 0, 3, 7
