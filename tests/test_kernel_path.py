@@ -175,7 +175,7 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
         ({"topk": 0.5, "simthreshd1": torch.tensor([-0.1, -0.1])}, True, True),
         ({"topk": 1.0, "simthreshd1": 0.5}, False, False),
         ({"topk": torch.tensor([1.0, 1.0]), "simthreshd1": 0.5}, True, True),
-        ({"select_by": "cdf", "cdfthreshd": 1.0, "simthreshd1": 0.5}, True, True),
+        ({"select_by": "cdf", "topk": 1.0, "cdfthreshd": 1.0, "simthreshd1": 0.5}, True, True),
     ],
 )
 def test_scores_and_similarities_are_for_those_who_need_them(
