@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import sparge
-from sparge import BlockPlan, HeadSettings, Precision, Router, SparsePolicy, reference
+from sparge import BlockPlan, HeadSettings, Precision, Router, SparsePolicy, TokenGrid, reference
 from sparge.call import make_call
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
@@ -82,22 +83,20 @@ class TestSixteenBit:
         rounded = (x.bfloat16() for x in given.values())
         assert torch.equal(out, attention(*rounded, SIXTEEN_BIT, output_dtype=torch.float32))
 
-    @pytest.mark.parametrize("mixed", [None, 0, 1, 2])
-    def test_kernels_are_told_likewise(self, make_qkv, mixed: int | None) -> None:
-        given = list(make_qkv(dtype=torch.float16))
-        if mixed is not None:
-            given[mixed] = given[mixed].bfloat16()
-        q, k, v = given
-        call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None, None)
-        expected = "FP16" if mixed is None else "BF16"
-        assert call.element.name == call.heads(0, 1).element.name == expected
+    def test_kernels_are_told_likewise(self, make_qkv) -> None:
+        for mixed in (None, 0, 1, 2):
+            qkv = list(make_qkv(dtype=torch.float16))
+            if mixed is not None:
+                qkv[mixed] = qkv[mixed].bfloat16()
+            q, k, v = qkv
+            call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None, None)
+            expected = "FP16" if mixed is None else "BF16"
+            assert call.element.name == call.heads(0, 1).element.name == expected
 
 
 class TestPlan:
     @pytest.mark.parametrize(("layout", "is_causal"), [("HND", True), ("NHD", False)])
-    def test_reuse_gives_the_same_and_counts_the_same(
-        self, make_qkv, layout: str, is_causal: bool
-    ) -> None:
+    def test_reuse_gives_and_counts_the_same(self, make_qkv, layout, is_causal) -> None:
         q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, layout=layout)
         lengths = torch.tensor([300, 200], dtype=torch.int32)
         named = {"layout": layout, "is_causal": is_causal, "key_lengths": lengths}
@@ -125,9 +124,8 @@ class TestPlan:
     def test_made_by_hand_lies_as_kernels_read_it(self, make_qkv) -> None:
         q, k, v = make_qkv(2, 2, 300, 64)
         one = sparge.make_plan(q[:1], k[:1], SPARSE)
-        both = BlockPlan(
-            one.block_map.expand(2, -1, -1, -1), one.counts.expand(2, -1, -1), 300, 300
-        )
+        maps, counts = one.block_map.expand(2, -1, -1, -1), one.counts.expand(2, -1, -1)
+        both = BlockPlan(maps, counts, 300, 300)
         assert both.block_map.is_contiguous() and both.counts.is_contiguous()
         alone = attention(q[:1], k[:1], v[:1], SPARSE, plan=one)
         assert torch.equal(attention(q, k, v, SPARSE, plan=both)[:1], alone)
@@ -156,3 +154,25 @@ def test_partials_give_the_output(make_qkv) -> None:
     out = attention(q, k, v, SPARSE, output_dtype=torch.float32)
     assert (partials.out_sum / partials.row_sum.unsqueeze(-1) - out).abs().max() < 1e-4
     assert partials.row_max.shape == partials.row_sum.shape == (1, 2, 300)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", Precision)
+def test_partials_of_heads_that_read_a_nan_are_nan(precision, device, make_qkv, one_thread):
+    q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, device=device)
+    k[1, 1, 250, 5] = math.nan
+    parts = sparge.attention_partials(q, k, v, SparsePolicy(topk=0.15, precision=precision))
+    assert parts.row_sum[1, 2:].isnan().all() and parts.out_sum[1, 2:].isnan().all()
+    assert parts.row_sum[0].isfinite().all() and parts.row_sum[1, :2].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", Precision)
+def test_key_lengths_that_cut_the_grid_of_an_order_give_nan(precision, make_qkv) -> None:
+    """The host cannot see it without waiting; on a CPU it raises."""
+    grid = TokenGrid(4, 9, 14, suffix=30)
+    lengths = torch.tensor([grid.tokens, 150], dtype=torch.int32, device="cuda")
+    policy, order = SparsePolicy(topk=0.5, precision=precision), sparge.grid_order(grid).on("cuda")
+    q, k, v = make_qkv(2, 4, grid.tokens, 64, kv_heads=2, device="cuda")
+    out = attention(q, k, v, policy, order=order, key_lengths=lengths)
+    assert out[0].isfinite().all() and out[1].isnan().any(-1).all()

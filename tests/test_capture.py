@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
-from sparge import AttentionStats, HeadSettings, SparsePolicy
-from sparge.call import make_call
+from sparge import AttentionStats, SparsePolicy
 from sparge.kernels import Capability
 from sparge.stats import Counter
 
@@ -107,29 +105,3 @@ def test_sizes_may_be_symbols() -> None:
     q, k, v = (torch.randn(1, 4, 300, 64, dtype=torch.bfloat16) for _ in range(3))
     graph = make_fx(layer, tracing_mode="symbolic")(q, k, v).graph
     assert ops_of(graph) == ["quantize", "route", "attend"]
-
-
-@pytest.mark.parametrize(
-    ("given", "scores", "similar"),
-    [
-        ({"topk": 0.5}, True, False),
-        ({"topk": 0.5, "simthreshd1": 0.0}, True, True),
-        ({"topk": 0.5, "simthreshd1": torch.tensor([-0.1, -0.1])}, True, True),
-        ({"topk": 1.0, "simthreshd1": 0.5}, False, False),
-        ({"topk": torch.tensor([1.0, 1.0]), "simthreshd1": 0.5}, True, True),
-        ({"select_by": "cdf", "cdfthreshd": 1.0, "simthreshd1": 0.5}, True, True),
-    ],
-)
-def test_who_needs_scores_and_similarities(
-    make_qkv, given: dict[str, Any], scores: bool, similar: bool
-) -> None:
-    """A tensor's values are not known without waiting for the GPU. A call that keeps every block
-    needs none, as far as the host knows: head settings have the last word."""
-    call_of = partial(make_call, *make_qkv(1, 2, 300, 64), SparsePolicy(**given))
-    shared = ("HND", False, None, None)
-    call = call_of(*shared, None, None)
-    assert (call.scores, call.asks_similarity) == (scores, similar)
-    masked = call_of(*shared, torch.ones(1, 2, 3, 5, dtype=torch.bool), None)
-    assert not masked.scores and not masked.asks_similarity
-    if "select_by" not in given:
-        assert call_of(*shared, None, None, None, HeadSettings.uniform(2, 0.3)).scores

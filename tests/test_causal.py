@@ -42,9 +42,7 @@ def assert_same_rows(lse: Tensor, truth: Tensor, limit: float = 0.02) -> None:
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("causal", ["top-left", "bottom-right"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 600), (130, 257), (257, 130), (300, 1)])
-def test_sees_what_the_alignment_says(
-    make_qkv, queries: int, keys: int, causal: str, precision: Precision
-) -> None:
+def test_sees_what_the_alignment_says(make_qkv, queries, keys, causal, precision) -> None:
     q, k, v = make_qkv(2, 4, queries, 64, kv_heads=2, kv_tokens=keys)
     policy = replace(DENSE, precision=precision)
     truth, truth_lse = dense(q, k, v, visible(queries, keys, causal))
@@ -70,9 +68,7 @@ def test_is_causal_alone_means_the_square_case(make_qkv) -> None:
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 600), (300, 200)])
-def test_is_causal_alone_is_refused_where_it_may_mean_two_things(
-    make_qkv, queries: int, keys: int
-) -> None:
+def test_is_causal_alone_is_refused_where_it_may_mean_two_things(make_qkv, queries, keys) -> None:
     q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys)
     words = f"is_causal=True with {queries} queries and {keys} keys may mean two things: say causal"
     for call in (
@@ -105,9 +101,7 @@ def test_stats_are_of_both_parts_and_the_sink_is_the_first_key_of_all(make_qkv) 
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(200, 840), (840, 200)])
-def test_a_block_mask_is_cut_where_whole_blocks_allow(
-    make_qkv, generator: torch.Generator, queries: int, keys: int
-) -> None:
+def test_a_block_mask_is_cut_where_whole_blocks_allow(make_qkv, generator, queries, keys) -> None:
     q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys)
     mask = torch.rand(1, 2, -(-queries // 128), -(-keys // 64), generator=generator) < 0.6
     kept = mask.repeat_interleave(128, 2).repeat_interleave(64, 3)[:, :, :queries, :keys]

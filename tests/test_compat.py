@@ -45,10 +45,7 @@ def test_signature_is_upstreams(function: Any, defaults: dict[str, Any]) -> None
     assert [p.name for p in parameters[:3]] == ["q", "k", "v"]
     assert all(p.default is inspect.Parameter.empty for p in parameters[:3])
     assert [(p.name, p.default) for p in parameters[3:]] == list(defaults.items())
-
-
-def test_upstreams_first_generation_has_the_same_functions() -> None:
-    assert compat.spas_sage_attn_meansim_topk_cuda is by_topk
+    assert compat.spas_sage_attn_meansim_topk_cuda is by_topk  # upstream's first generation
     assert compat.spas_sage_attn_meansim_cuda is by_mass
 
 
@@ -83,9 +80,7 @@ def test_upstreams_first_generation_has_the_same_functions() -> None:
          {"block_mask": MASK}),
     ],
 )  # fmt: skip
-def test_is_the_librarys_attention(
-    make_qkv, function: Any, given: dict[str, Any], policy: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_is_the_librarys_attention(make_qkv, function: Any, given, policy, options) -> None:
     q, k, v = make_qkv(*CASE)
     k = k + 2  # smoothing shows
     stats = AttentionStats("cpu")
@@ -115,9 +110,7 @@ def test_is_the_librarys_attention(
           for x in ((1, 2, 4, 1), (1, 1, 2, 4), (2, 4))),
     ],
 )  # fmt: skip
-def test_what_is_refused_says_why(
-    make_qkv, function: Any, named: dict[str, Any], words: str
-) -> None:
+def test_what_is_refused_says_why(make_qkv, function: Any, named: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         function(*make_qkv(1, 2, 256, 64), **named)
 
@@ -183,10 +176,7 @@ def test_a_block_map_of_any_block_size(make_qkv, blocks: tuple[int, int]) -> Non
     best = 500 // blocks[1] + (blocks[1] == 128)  # 512 to 640 of 500 to 600
     expected = torch.arange(columns).eq(best).expand(1, 2, rows, columns)
     assert torch.equal(kept, expected)
-
-
-def test_causal_blocks_see_no_later_key(make_qkv) -> None:
-    q, k, _ = make_qkv(1, 1, 300, 64)
+    q, k, _ = make_qkv(1, 1, 300, 64)  # causal blocks see no later key
     kept = block_map(q, k, is_causal=True, BLKQ=64, BLKK=128, cdfthreshd=1.0, simthreshd1=-1)
     seen = torch.ones(300, 300).tril()
     expected = [[bool(x.any()) for x in row.split(128, 1)] for row in seen.split(64, 0)]

@@ -14,17 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import compat
 from sparge.common.metrics import cosine, rel_l1
-from sparge.compat import tuning
-from sparge.compat.autotune import (
-    SAVED,
-    SparseAttentionMeansim,
-    extract_sparse_attention_state_dict,
-    load_sparse_attention_state_dict,
-)
+from sparge.compat import autotune, tuning
+from sparge.compat.autotune import SAVED
+from sparge.compat.autotune import extract_sparse_attention_state_dict as extract
+from sparge.compat.autotune import load_sparse_attention_state_dict as load
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 cdf_attention: Any = compat.spas_sage2_attn_meansim_cuda
-tuned_attention: Any = SparseAttentionMeansim
+tuned_attention: Any = autotune.SparseAttentionMeansim
 quick = pytest.mark.usefixtures("one_similarity")
 
 
@@ -188,12 +185,10 @@ def test_by_environment_in_inference_mode_and_in_bf16(clustered: Qkv, monkeypatc
         ({"rearrange_kwargs": {"w": 2}}, "leave it out"),
     ],
 )
-def test_bounds_are_checked(given: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_done_is_said(make_qkv, given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         tuned_attention(**given)
-
-
-def test_untuned_and_masked_calls_say_what_to_do(make_qkv) -> None:
+    # Untuned and masked calls say what to do.
     with pytest.raises(RuntimeError, match="tune_mode=True or TUNE_MODE=1"):
         tuned_attention()(*make_qkv())
     with pytest.raises(ValueError, match="no element mask"):
@@ -237,7 +232,7 @@ class TestFiles:
         torch.save(saved, tmp_path / "tuned.pt")
         model = Layers()
         loaded = torch.load(tmp_path / "tuned.pt", weights_only=True)
-        assert load_sparse_attention_state_dict(model, loaded) is model
+        assert load(model, loaded) is model
         for layer in range(10):
             for name in SAVED[1:]:
                 value = getattr(model.attention(layer), name)
@@ -253,28 +248,27 @@ class TestFiles:
     def test_saved_is_loaded(self, caplog: pytest.LogCaptureFixture) -> None:
         model, fresh = Layers(), Layers()
         with caplog.at_level("INFO", "sparge.compat.autotune"):
-            load_sparse_attention_state_dict(model, upstreams_file(3), verbose=True)
-            saved = extract_sparse_attention_state_dict(model, verbose=True)
+            load(model, upstreams_file(3), verbose=True)
+            saved = extract(model, verbose=True)
         for word in ("loaded", "saving"):
             assert f"{NAME.format(1)[:-1]}: {word}" in caplog.text
         assert sorted(saved) == sorted(upstreams_file(3)), "untuned layers have nothing to save"
-        load_sparse_attention_state_dict(fresh, saved)
-        again = extract_sparse_attention_state_dict(fresh)
-        assert all(torch.equal(again[name], saved[name]) for name in saved)
+        load(fresh, saved)
+        assert all(torch.equal(x, saved[name]) for name, x in extract(fresh).items())
         assert fresh.attention(10).cdfthreshd is None
-        one = extract_sparse_attention_state_dict(model.attention(2))
-        layer = load_sparse_attention_state_dict(tuned_attention(), one)
-        assert sorted(extract_sparse_attention_state_dict(layer)) == sorted(SAVED), "or one alone"
+        one = extract(model.attention(2))
+        layer = load(tuned_attention(), one)
+        assert sorted(extract(layer)) == sorted(SAVED), "or one alone"
 
     def test_wrapped_models_and_several_gpus(self) -> None:
         for wrap in ("_orig_mod.", "module._orig_mod."):
             saved = {wrap + name: value.to("meta") for name, value in upstreams_file().items()}
             model = Layers()
-            load_sparse_attention_state_dict(model, saved, multigpu=True)
+            load(model, saved, multigpu=True)
             assert model.attention(1).cdfthreshd.device.type == "meta", "where it was"
         wrapped = nn.ModuleDict({"_orig_mod": Layers()})
-        load_sparse_attention_state_dict(wrapped, upstreams_file())
-        assert next(iter(extract_sparse_attention_state_dict(wrapped))).startswith("_orig_mod.")
+        load(wrapped, upstreams_file())
+        assert next(iter(extract(wrapped))).startswith("_orig_mod.")
 
     def test_a_file_of_another_model_or_half_a_layer_is_refused(self, make_qkv) -> None:
         saved = upstreams_file(2)
@@ -286,8 +280,8 @@ class TestFiles:
             (saved | {last: torch.ones(3)}, r"'pvthreshd': \(3,\)"),
         ):
             with pytest.raises(ValueError, match=words):
-                load_sparse_attention_state_dict(Layers(), changed)
+                load(Layers(), changed)
         model = Layers()
-        load_sparse_attention_state_dict(model, upstreams_file(heads=3))
+        load(model, upstreams_file(heads=3))
         with pytest.raises(ValueError, match="each of the 2 query heads"):
             model.attention(0)(*make_qkv(1, 2, 256, 64))

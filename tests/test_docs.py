@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation says is what the code does."""
+"""What the documentation says is what the code does; its figures are of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report
+from benchmarks.quality.rows import EMULATION, Row, read, write
+from benchmarks.quality.section import PARTS, chosen, part_table
 from sparge.kernels.device import SERVED_BY
 from sparge.kernels.spec import ARCHS, Element, native_element
 from tests.test_workflows import our_widgets
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".", "docs", "web/docs", "web/docs/SpargeAttention", "shim")
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for folder in FOLDERS
+    for folder in (".", "docs", "web/docs", "web/docs/SpargeAttention", "shim")
     for path in sorted((ROOT / folder).glob("*.md"))
 }
 README, GUIDE = DOCUMENTS["README.md"], DOCUMENTS["docs/guide.md"]
@@ -57,24 +59,19 @@ def test_support_table_is_what_the_kernels_serve() -> None:
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(code, id=f"{name}-{index}")
-        for name, text in DOCUMENTS.items()
-        for index, code in enumerate(PYTHON.findall(text))
-    ],
-)
+EXAMPLES = {
+    f"{name}-{index}": code
+    for name, text in DOCUMENTS.items()
+    for index, code in enumerate(PYTHON.findall(text))
+}
+
+
+@pytest.mark.parametrize("code", EXAMPLES.values(), ids=EXAMPLES)
 def test_python_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     example = tmp_path / "example.py"
     example.write_text(code, encoding="utf-8")
     runpy.run_path(str(example))
-
-
-def test_the_documents_are_found() -> None:
-    wanted = ["guide", "library", "how-it-works", "design", "experiments", "benchmarks"]
-    assert {"README.md", "CONTRIBUTING.md", *(f"docs/{x}.md" for x in wanted)} <= DOCUMENTS.keys()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -115,21 +112,20 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", [n for n in DOCUMENTS if not n.startswith("web")])
-def test_documents_keep_to_their_size(name: str) -> None:
+def test_documents_are_there_keep_to_their_size_and_have_no_diary() -> None:
     """Tables of benchmarks.md are generated, and a table's row cannot be broken."""
-    lines = DOCUMENTS[name].splitlines()
-    generated = ("|", "![") if name == "docs/benchmarks.md" else ()
-    assert [line for line in lines if len(line) > WIDTH and not line.startswith(generated)] == []
-    assert len(lines) <= MOST_LINES.get(name, len(lines))
-
-
-def test_prose_has_no_diary_and_numbers_that_begin_with_a_digit() -> None:
+    wanted = ["guide", "library", "how-it-works", "design", "experiments", "benchmarks"]
+    assert {"README.md", "CONTRIBUTING.md", *(f"docs/{x}.md" for x in wanted)} <= DOCUMENTS.keys()
     for name, text in DOCUMENTS.items():
         assert DIARY.search(text) is None, name
-        if not name.startswith("web"):
-            prose = re.sub(r"`[^`]*`|```.*?```", "", text, flags=re.DOTALL)
-            assert re.findall(r"(?<![\w.)\]/])\.\d+\b.{0,20}", prose) == [], name
+        if name.startswith("web"):
+            continue
+        lines, generated = text.splitlines(), ("|", "![") if name == "docs/benchmarks.md" else ()
+        long = [line for line in lines if len(line) > WIDTH and not line.startswith(generated)]
+        assert long == [] and len(lines) <= MOST_LINES.get(name, len(lines)), name
+        prose = re.sub(r"`[^`]*`|```.*?```", "", text, flags=re.DOTALL)
+        begin_with_a_point = re.findall(r"(?<![\w.)\]/])\.\d+\b.{0,20}", prose)
+        assert begin_with_a_point == [], name
 
 
 def test_the_makefile_explains_each_target() -> None:
@@ -169,3 +165,53 @@ def test_versions_agree() -> None:
     assert version
     changelog = DOCUMENTS["CHANGELOG.md"]
     assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == version[1]  # type: ignore[index]
+
+
+def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["report", "--check"])
+    assert report.main() == 0, "run: python -m benchmarks.report"
+    pages = "".join(path.read_text(encoding="utf-8") for path in report.PAGES)
+    assert all(f"<!-- {name}:begin -->" in pages for name in report.TABLES)
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    report.draw(tmp_path)
+    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert drawn == sorted(path.name for path in report.RESULTS.glob("*.png"))
+
+
+def test_what_is_said_of_flux_holds() -> None:
+    rows = [row for row in report.read(report.SPEEDS) if row["shape"] == "flux1k"]
+    budgets = {r["asked_density"]: r for r in rows if r["peer"] == "ours, budgets"}
+    assert budgets[0.2]["density"] == budgets[0.1]["density"]
+    sparse = [row for row in rows if "stages" in row and row["asked_density"] < 1]
+    assert all(row["ms"] == pytest.approx(sum(row["stages"].values()), rel=0.1) for row in sparse)
+
+
+def quality(data: str, mode: str, where: str, density: float = 0.2, **fields: float) -> Row:
+    named = {"data": data, "mode": mode, "asked_density": density, "where": where}
+    return named | {"density": density + 0.004, "commit": "c1"} | fields
+
+
+def test_rows_of_quality_give_way_to_a_gpus_and_to_later_ones(tmp_path: Path) -> None:
+    gpu, dino = "some GPU", PARTS["quality-dino"]
+    emulated = quality("dino some film", "drop", EMULATION, rel_l2=0.21, layers=12)
+    rows = [
+        emulated,
+        quality("dino some film", "drop", gpu, rel_l2=0.2087, layers=12),
+        quality("dino some film", "sol", EMULATION, rel_l2=0.128, layers=12),
+    ]
+    text = part_table(rows, dino)
+    assert "| 0.209 |" in text and "| 0.128 |" in text and "| 0.210 |" not in text
+    assert text.endswith("some GPU: drop; emulation: sol; commit c1.\n")
+    fewer = quality("dino some film", "drop", gpu, 0.1, rel_l2=0.3, layers=6)
+    with pytest.raises(ValueError, match="different layers"):
+        part_table([*rows, fewer], dino)
+    later = [quality("dino clip 3", "drop", gpu, 0.1, rel_l2=0.5)]
+    assert chosen([*rows, *later], dino) == later, "the data that came last"
+    path = tmp_path / "deep" / "rows.json"
+    for value in (0.21, 0.2):
+        write(path, [emulated | {"rel_l2": value}])
+    assert [row["rel_l2"] for row in read(path)] == [0.2]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write(path, [emulated | {"rel_l2": float("nan")}])

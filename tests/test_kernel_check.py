@@ -74,14 +74,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, fresh_targets) -> Gpu:
 
 
 @pytest.mark.parametrize("missing", [None, HOPPER_ATTEND, "quantize"])
-def test_a_call_falls_back_before_it_launches_and_once(
-    gpu: Gpu, make_qkv, monkeypatch, caplog, missing: str | None
-) -> None:
+def test_a_call_falls_back_before_it_launches_and_once(gpu, make_qkv, monkeypatch, caplog, missing):
     gpu.missing = {(missing or "", "sm_90a")}
     sparge.attention(*make_qkv())
-    target, element, attend = (
-        ("sm_90", FP16, "attend") if missing else ("sm_90a", E4M3, HOPPER_ATTEND)
-    )
+    fallback, own = ("sm_90", FP16, "attend"), ("sm_90a", E4M3, HOPPER_ATTEND)
+    target, element, attend = fallback if missing else own
     assert gpu.launched == [(op, element) for op in ("quantize", "route", "attend")]
     assert set(gpu.loads_at_launch) == {len(gpu.loaded)}, "all loads come before all launches"
     on_target = sorted(entry for entry, arch in gpu.loaded if arch == target)
@@ -97,9 +94,7 @@ def test_a_call_falls_back_before_it_launches_and_once(
             sparge.attention(*make_qkv(head_dim=128))
 
 
-def test_only_kernels_of_the_call_are_asked_for_and_a_target_in_use_stays(
-    gpu: Gpu, make_qkv
-) -> None:
+def test_only_kernels_of_the_call_are_asked_for_and_a_target_in_use_stays(gpu, make_qkv) -> None:
     """A call that began on it could not end on another: operand types and layouts differ."""
     gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
     sixteen_bit, (q, k, v) = SparsePolicy(precision=Precision.SIXTEEN_BIT), make_qkv()

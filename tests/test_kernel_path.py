@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of a call that kernels serve, on a machine without them: what kernels are told, and of
-which heads a group is when not all fit in memory at once."""
+"""What kernels are told, on a machine without them: parameters, runs of blocks, groups of heads."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from ctypes import Structure
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,22 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
+from sparge import (
+    AttentionStats,
+    HeadSettings,
+    Precision,
+    SparsePolicy,
+    TokenGrid,
+    Unsupported,
+    grid_order,
+)
 from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
 from sparge.order.facts import NO_ORDER, OrderFacts
 from sparge.stages import on_reference, ops
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
+from sparge.stages.quantize_grid import LONGEST_AXIS, QuantizeGrid
 from sparge.stages.rules import QuantizeRules, Select
 from sparge.stages.workspace import CallShape, layout_of
 
@@ -43,7 +51,8 @@ def test_groups_of_heads_give_what_all_heads_give(
     q, k, v = make_qkv(2, HEADS, 300, 64, kv_heads=KV_HEADS)
     shares = torch.linspace(0.1, 0.9, HEADS)
     mask = torch.arange(2 * HEADS * 15).view(2, HEADS, 3, 5) % 7 < 4
-    head_settings = replace(HeadSettings.uniform(HEADS, 0.3, pool_weight=1.0), density=shares)
+    head_settings = HeadSettings.uniform(HEADS, 0.3, pool_weight=1.0)
+    head_settings = replace(head_settings, density=shares, output_scale=shares + 0.5)
     options: dict[str, Any] = {
         "thresholds": {"policy": SparsePolicy(topk=shares)},
         "mask": {"block_mask": mask},
@@ -74,7 +83,7 @@ def test_groups_of_heads_give_what_all_heads_give(
 
 
 @pytest.mark.parametrize("odd", ["nothing", "address", "batch", "head", "token"])
-def test_vector_loads_need_every_step_to_be_whole(odd: str) -> None:
+def test_vector_loads_need_whole_steps(odd: str) -> None:
     """A load of 16 bytes at an address that is no multiple of 16 is an error on a GPU."""
     steps = {"batch": 4096, "head": 1024, "token": 64}
     if odd in steps:
@@ -105,33 +114,28 @@ def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return parameters
 
 
-@pytest.mark.parametrize(
-    ("grid", "stride"), [(TokenGrid(2, 64, 64), STRIDE), (TokenGrid(2, 32, 64), 1), (None, 1)]
-)
-def test_the_mean_key_is_sampled_in_long_orders_alone(
-    queued: dict[str, Any], grid: TokenGrid | None, stride: int
-) -> None:
-    tokens, facts = LEAST_KEYS, NO_ORDER
-    if grid is not None:
-        order, tokens = grid_order(grid), grid.tokens
-        facts = OrderFacts(order.slot_tokens, order.block_counts)
-        assert (tokens >= LEAST_KEYS) == (stride > 1)
-    q = torch.zeros(1, 1, tokens, 64, dtype=torch.bfloat16)
-    launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
-    assert queued["means"].k_stride == stride
+def test_the_mean_key_is_sampled_in_long_orders_alone(queued: dict[str, Any]) -> None:
+    for frames, ordered, stride in ((2, True, STRIDE), (1, True, 1), (2, False, 1)):
+        order, facts = grid_order(TokenGrid(frames, 64, 64)), NO_ORDER
+        assert (order.tokens >= LEAST_KEYS) == (frames == 2)
+        if ordered:
+            facts = OrderFacts(order.slot_tokens, order.block_counts)
+        q = torch.zeros(1, 1, order.tokens, 64, dtype=torch.bfloat16)
+        launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
+        assert queued["means"].k_stride == stride
 
 
 @pytest.fixture
 def run_kernels(
     queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """run_kernels(policy, causal, order, head_settings): what is queued, by the ops' functions."""
+    """run_kernels(policy, causal, mask, (order, head_settings)): what the ops' functions queue."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
 
-    def run(policy: SparsePolicy, causal: bool, *others: Any) -> dict[str, Any]:
+    def run(policy: SparsePolicy, causal: bool, mask: Any = None, others: Any = ()) -> Any:
         q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
-        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, None, None, *others)
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, None, *others)
         pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
         return queued
 
@@ -156,6 +160,38 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
         HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": GRID.tokens},
     }.items():  # fmt: skip
         assert {name: getattr(queued[entry], name) for name in told} == told
+    assert "attend" not in queued
+    endless = replace(policy, exact_prefix=2**32 + 5, exact_suffix=10**30)
+    told = run_kernels(replace(endless, precision=Precision.INT8_FP16), True)
+    assert told["route"].exact_prefix == told["route"].exact_suffix == GRID.tokens, "in 32 bits"
+    assert "attend" in told, "FP16 values have no kernel with wgmma"
+
+
+@pytest.mark.parametrize(
+    ("given", "scores", "similar"),
+    [
+        ({"topk": 0.5}, True, False),
+        ({"topk": 0.5, "simthreshd1": 0.0}, True, True),
+        ({"topk": 0.5, "simthreshd1": torch.tensor([-0.1, -0.1])}, True, True),
+        ({"topk": 1.0, "simthreshd1": 0.5}, False, False),
+        ({"topk": torch.tensor([1.0, 1.0]), "simthreshd1": 0.5}, True, True),
+        ({"select_by": "cdf", "topk": 1.0, "cdfthreshd": 1.0, "simthreshd1": 0.5}, True, True),
+    ],
+)
+def test_scores_and_similarities_are_for_those_who_need_them(
+    run_kernels, given: dict[str, Any], scores: bool, similar: bool
+) -> None:
+    """A tensor's values are not known without waiting for the GPU. A call that keeps every block
+    needs none, as far as the host knows: head settings have the last word."""
+
+    def told(**others: Any) -> tuple[bool, bool]:
+        params = run_kernels(SparsePolicy(**given), False, **others)["quantize"]
+        return bool(params.with_queries), bool(params.with_similarity)
+
+    assert told() == (scores, similar)
+    assert told(mask=torch.ones(1, 2, 5, 10, dtype=torch.bool)) == (False, False)
+    if "select_by" not in given:
+        assert told(others=(None, HeadSettings.uniform(2, 0.3)))[0]
 
 
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
@@ -164,7 +200,7 @@ def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alo
     run_kernels, order, head_settings
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
-    told = run_kernels(SparsePolicy(topk=0.3), False, order, head_settings)["route"]
+    told = run_kernels(SparsePolicy(topk=0.3), False, None, (order, head_settings))["route"]
     assert bool(told.upstream) == (order is None and head_settings is None)
     for name in ("keys_exact", "queries_exact"):
         lies_at = None if order is None else getattr(order, name).data_ptr()
@@ -183,3 +219,41 @@ def test_intermediates_lie_one_after_another(element: Element, pools: bool) -> N
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8)
     views = {name: layout.view(workspace, name).data_ptr() for name in layout.fields}
     assert layout.addresses(workspace) == views
+
+
+def grid_of(shape: CallShape, **parts: bool) -> QuantizeGrid:
+    """Grid of a launch of quantize on an H200."""
+    return QuantizeGrid.of(shape, 132, **{"with_values": True, "with_queries": True, **parts})
+
+
+def test_runs_are_long_where_many_thread_blocks_are_left() -> None:
+    for heads, tokens, head_dim, runs in (
+        (40, 32760, 128, (8, 4)), (30, 17776, 64, (4, 2)), (24, 4608, 128, (1, 1)),
+    ):  # fmt: skip
+        grid = grid_of(CallShape(1, heads, heads, tokens, tokens, head_dim))
+        assert (grid.key_run, grid.query_run) == runs
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        CallShape(2, 2048, 2, 1_000_000, 64 * 1000, 128),
+        CallShape(1, LONGEST_AXIS - 2, 1, 1000, 1000, 64),
+        CallShape(1, 1, 1, 30_000_000, 64, 64),
+        CallShape(1, 6, 2, 64 * 21, 64 * 21, 64),
+    ],
+)
+def test_runs_of_whole_heads_fit_the_grid(shape: CallShape) -> None:
+    for values, queries in product((False, True), repeat=2):
+        found = grid_of(shape, with_values=values, with_queries=queries)
+        group = shape.heads // shape.kv_heads
+        held = found.runs - (1 + values) * found.key_runs  # runs of queries
+        assert found.heads == shape.batch * shape.kv_heads and found.runs <= LONGEST_AXIS
+        assert 0 <= found.key_runs * found.key_run - shape.key_blocks < found.key_run
+        blocks, most = group * shape.query_blocks, group * found.query_run
+        assert 0 <= held * found.query_run - blocks < most if queries else held == 0
+
+
+def test_more_heads_of_one_key_head_than_an_axis_are_refused() -> None:
+    with pytest.raises(Unsupported, match="65534 query heads share 1 key heads"):
+        grid_of(CallShape(1, LONGEST_AXIS - 1, 1, 10, 10, 64))

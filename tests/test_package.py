@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pip package: the library, its CUDA sources and the tools, nothing else; the registry's
-rules."""
+"""The pip package, the registry's rules, and install.py as ComfyUI-Manager runs it."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+from sparge import kernels
+from sparge.kernels import build
+from tests.test_layers import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-BUILD_INPUTS = (
-    "sparge csrc tools nodes pyproject.toml requirements.txt README.md LICENSE __init__.py"
-)
+BUILD_INPUTS = "sparge csrc tools nodes pyproject.toml requirements.txt README.md LICENSE"
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, unpacked."""
     source, out, folder = map(tmp_path_factory.mktemp, ("source", "wheel", "installed"))
-    for path in (ROOT / name for name in BUILD_INPUTS.split()):
+    ignored = shutil.ignore_patterns("__pycache__")
+    for path in (ROOT / name for name in [*BUILD_INPUTS.split(), "__init__.py"]):
         if path.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(path, source / path.name, ignore=ignored)
         else:
             shutil.copy(path, source)
@@ -95,3 +99,72 @@ def test_the_registry_accepts_the_project() -> None:
     assert value["DisplayName"] and value["PublisherId"]
     assert value["Repository"].startswith("https://github.com/")
     assert '"Environment :: GPU :: NVIDIA CUDA"' in PROJECT
+
+
+def run(*options: str) -> str:
+    command = [sys.executable, *options, "install.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
+    return module
+
+
+def test_a_machine_without_a_gpu_reads_the_reason_and_one_without_torch_too() -> None:
+    # -I leaves the script's folder off sys.path, as an embedded Python does.
+    assert "lacks torch" in run("-I", "-S")
+    if not torch.cuda.is_available():
+        assert kernels.capabilities("cuda").reason in run("-I")
+
+
+@pytest.mark.parametrize(
+    ("capability", "fails", "words"),
+    [
+        ((True, "", "sm_89"), False, ("Card 0", "sm_89", "3 of 3", "ready in")),
+        ((True, "", "sm_89"), True, ("disk full",)),
+        ((False, "It is too old.", ""), True, ("stays dense. It is too old.",)),
+    ],
+)
+def test_every_usable_gpu_is_prepared_and_what_went_wrong_is_told(
+    install: ModuleType, monkeypatch, capsys, capability: tuple, fails: bool, words
+) -> None:
+    """An install never fails for it."""
+    done: list[object] = []
+
+    def warm(device: int, progress: kernels.loader.Progress) -> None:
+        assert capability[0], "nothing to compile"
+        if fails:
+            raise OSError("disk full")
+        done.append(device)
+        progress(3, 3, "attend-sm_89-d128")
+
+    monkeypatch.setattr(kernels, "capabilities", lambda device: kernels.Capability(*capability))
+    monkeypatch.setattr(build, "prepare", done.append)
+    monkeypatch.setattr(kernels, "warm", warm)
+    assert install.main() == 0
+    assert fails or done == ["sm_89", 0]
+    said = capsys.readouterr().out
+    assert all(word in said for word in words)
+
+
+def test_it_starts_no_other_program() -> None:
+    """No pip, no compiler, no download: the registry's rules, and the user's trust."""
+    imported = {name.split(".")[0] for name in imports(ROOT / "install.py")}
+    assert imported == {"__future__", "sys", "time", "pathlib", "torch", "sparge"}
+
+
+@pytest.mark.gpu
+def test_it_runs_on_a_gpu() -> None:
+    assert "ready in" in run()

@@ -84,11 +84,9 @@ class Results:
         yield measurement.squared_error
 
 
-@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.SIXTEEN_BIT])
-def test_nothing_around_changes_a_bit(
-    make_qkv, precision: Precision, around: Callable[[], Any]
-) -> None:
+def test_nothing_around_changes_a_bit(make_qkv, precision, around: Callable[[], Any]) -> None:
     results = Results(make_qkv, precision)
     expected = list(results)
     with around():
@@ -126,11 +124,11 @@ class TestDerivatives:
         q, k, v = make_qkv(1, 2, 130, 64)
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
         policy = replace(SPARSE, **{name: learned})
-        for call in (
-            attention,
-            sparge.attention_partials,
-            lambda q, k, _, p: sparge.make_plan(q, k, p),
-        ):
+
+        def plan(q: Tensor, k: Tensor, _: Tensor, policy: SparsePolicy) -> object:
+            return sparge.make_plan(q, k, policy)
+
+        for call in (attention, sparge.attention_partials, plan):
             with pytest.raises(sparge.Unsupported, match=REVERSE):
                 call(q, k, v, policy)
         with torch.no_grad():

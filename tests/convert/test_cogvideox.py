@@ -27,15 +27,9 @@ SINCOS = {**ROTARY, "use_rotary_positional_embeddings": False}
 
 
 def published(
-    generator: torch.Generator,
-    heads: int = 2,
-    layers: int = 2,
-    time: int = 32,
-    text: int = 48,
-    patch: tuple[int, ...] = (16, 2, 2),
-    out: int = 64,
-    ofs: int | None = None,
-) -> dict[str, torch.Tensor]:
+    generator: torch.Generator, heads: int = 2, layers: int = 2, time: int = 32, text: int = 48,
+    patch: tuple[int, ...] = (16, 2, 2), out: int = 64, ofs: int | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """A state dict of diffusers' CogVideoXTransformer3DModel, by their names."""
     width = heads * 64
     block = {
@@ -60,9 +54,7 @@ def published(
     }
     shapes = {f"{name}.weight": shape for name, shape in weights.items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in weights.items()}
-    return {
-        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
-    }
+    return {name: torch.randn(x, generator=generator).bfloat16() for name, x in shapes.items()}
 
 
 def write_model(folder: Path, state: dict[str, torch.Tensor], config: dict | None) -> Path:
@@ -94,9 +86,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_rotary_models_keep_every_byte(
-    tmp_path: Path, generator: torch.Generator, sizes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotary_models_keep_every_byte(tmp_path, generator, sizes: dict, monkeypatch) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 1000)  # every tensor passes in several pieces
     state = published(generator, **sizes)
     found = load_file(str(converted(tmp_path, state, ROTARY)))
@@ -130,17 +120,13 @@ def test_2b_gets_the_position_table(tmp_path: Path, generator: torch.Generator) 
 
 
 @pytest.mark.parametrize(("heads", "table"), [(30, (1, 226 + 13 * 30 * 45, 1920)), (48, None)])
-def test_published_heads_decide_without_config(
-    tmp_path: Path, generator: torch.Generator, heads: int, table: tuple[int, ...] | None
-) -> None:
+def test_published_heads_decide_without_config(tmp_path, generator, heads, table) -> None:
     state = published(generator, heads, layers=1, time=8, text=8)
     tensors = convert(find_shards([write_model(tmp_path, state, None)])).tensors
     assert (tensors[POSITIONS].shape if POSITIONS in tensors else None) == table
 
 
-def test_refusals_say_why_and_leave_nothing(
-    tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_say_why_and_leave_nothing(tmp_path: Path, generator, capsys) -> None:
     def refusal(*sources: Path, out: Path = tmp_path / "refused.safetensors") -> str:
         before = out.read_bytes() if out.exists() else None
         assert main([*map(str, sources), "--out", str(out)]) == 1
@@ -178,9 +164,7 @@ def test_refusals_say_why_and_leave_nothing(
     assert "1 unexpected: blocks.1.attn1.lora.weight" in said
 
 
-def test_failure_while_writing_leaves_the_old_file(
-    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_while_writing_leaves_the_old_file(tmp_path, generator, monkeypatch) -> None:
     model = write_model(tmp_path / "in", published(generator), ROTARY)
     tensors, out = convert(find_shards([model])).tensors, tmp_path / "model.safetensors"
     out.write_bytes(b"old")
@@ -233,21 +217,12 @@ print(json.dumps({"type": type(config).__name__, **extra}))
         (2, {}, ROTARY, {"use_rotary_positional_embeddings": True}),
         (30, {"layers": 1}, SINCOS, {"use_learned_positional_embeddings": True}),
         (2, SIZES["1.5"], ROTARY, {"patch_size_t": 2}),
-        (
-            *(2, SIZES["1.5-i2v"] | {"ofs": 512}, ROTARY),
-            {"type": "CogVideoX_I2V", "ofs_embed_dim": 512, "in_channels": 32},
-        ),
+        (2, SIZES["1.5-i2v"] | {"ofs": 512}, ROTARY,
+         {"type": "CogVideoX_I2V", "ofs_embed_dim": 512, "in_channels": 32}),
     ],
     ids=["5b", "2b", "1.5", "1.5-i2v"],
-)
-def test_core_loads_what_was_converted(
-    tmp_path: Path,
-    generator: torch.Generator,
-    heads: int,
-    sizes: dict,
-    config: dict,
-    detected: dict,
-) -> None:
+)  # fmt: skip
+def test_core_loads_what_was_converted(tmp_path, generator, heads, sizes, config, detected) -> None:
     if reason := why_no_comfyui():
         pytest.skip(reason)
     out = converted(tmp_path, published(generator, heads, **sizes), config)

@@ -114,9 +114,7 @@ def moved(header: Header, first: Callable[[int], int]) -> Header:
     }
 
 
-def test_offsets_that_are_each_right_and_wrong_together(
-    convert: Convert, parts: tuple[Header, bytes]
-) -> None:
+def test_offsets_that_are_each_right_and_wrong_together(convert: Convert, parts) -> None:
     header, tensors = parts
     header.pop("__metadata__", None)
     without = {name: entry for name, entry in header.items() if name != NAME}
@@ -178,9 +176,7 @@ def test_names_of_blocks(convert: Convert, parts: tuple[Header, bytes], number: 
           for shape in ([64, 8], [1, 8, 63], [2, 4, 64], [], [1, 8, 64, 1])),
     ],
 )  # fmt: skip
-def test_parameters_beside_the_models(
-    convert: Convert, parts: tuple[Header, bytes], name: str, shape: list[int], complaint: str
-) -> None:
+def test_parameters_beside_the_models(convert: Convert, parts, name, shape, complaint) -> None:
     header, tensors = parts
     length = 2 * int(torch.Size(shape).numel())
     offsets = [len(tensors), len(tensors) + length]
@@ -233,15 +229,12 @@ def test_two_types_of_odd_lengths_can_be_read(convert: Convert) -> None:
     generator = torch.Generator().manual_seed(7)
     state = published(generator, heads=1, layers=1, time=16, text=15, out=15)
     for index, name in enumerate(sorted(state)):
-        state[name] = state[name].to(
-            (torch.float8_e4m3fn, torch.float32, torch.bfloat16)[index % 3]
-        )
+        dtype = (torch.float8_e4m3fn, torch.float32, torch.bfloat16)[index % 3]
+        state[name] = state[name].to(dtype)
     assert convert(save(state)) == ""
 
 
-def test_absurd_files_take_little_memory(
-    convert: Convert, model: bytes, parts: tuple[Header, bytes]
-) -> None:
+def test_absurd_files_take_little_memory(convert: Convert, model: bytes, parts) -> None:
     header, tensors = parts
     many = {f"transformer_blocks.{number}.x.weight": header[NAME] for number in (0, 5_000_000)}
     largest = b'{"a":[' + b"[]," * (HEADER_LIMIT // 3 - 10) + b"[]]}"

@@ -19,6 +19,7 @@ from sparge.common.metrics import rel_l2
 from sparge.compat.autotune import SparseAttentionMeansim
 from sparge.compat.tuning import relative_l1
 from tests.gpu.conftest import Kernels, every_kernel, no_waits
+from tests.test_causal import assert_same_rows, dense, visible
 
 pytestmark = pytest.mark.gpu
 
@@ -59,18 +60,6 @@ def test_logits_of_any_size_are_as_float64_says(
         torch.testing.assert_close(lse.double(), own, rtol=0.02, atol=1.0)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, causal: str) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of float64 attention; rows that see nothing are 0 and -inf."""
-    queries, keys = q.shape[2], k.shape[2]
-    last_seen = torch.arange(queries, device="cuda").unsqueeze(-1)
-    if causal == "bottom-right":
-        last_seen = last_seen + keys - queries
-    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    logits = q.double() @ k.mT * q.shape[-1] ** -0.5
-    logits = logits.masked_fill(torch.arange(keys, device="cuda") > last_seen, -torch.inf)
-    return logits.softmax(-1).nan_to_num(0.0) @ v, logits.logsumexp(-1)
-
-
 @pytest.mark.parametrize("causal", ["top-left", "bottom-right"])
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize(
@@ -81,13 +70,12 @@ def test_sees_what_the_alignment_says(
     make_qkv, poison, causal: str, precision: Precision, queries: int, keys: int, head_dim: int
 ) -> None:
     q, k, v = make_qkv(2, 4, queries, head_dim, kv_heads=2, kv_tokens=keys, device="cuda")
-    truth, truth_lse = dense(q, k, v, causal)
+    truth, truth_lse = dense(q, k, v, visible(queries, keys, causal).cuda())
     policy, stats = replace(DENSE, precision=precision), AttentionStats("cuda")
     out, lse = attention(q, k, v, policy, causal=causal, return_lse=True, stats=stats)
     # Noise attended to by noise, where no error averages out: as in test_long_sequences.
     assert rel_l2(out, truth) < (0.01 if precision is Precision.SIXTEEN_BIT else 0.06)
-    assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
-    assert torch.where(truth_lse == -torch.inf, 0, lse - truth_lse).abs().max() < 0.1
+    assert_same_rows(lse, truth_lse, 0.1)
     assert (stats.calls, stats.density) == (1, 1.0)
 
 

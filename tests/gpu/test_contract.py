@@ -100,21 +100,6 @@ def test_a_plan_saves_its_launch(qkv: Operands, launched: list[KernelSpec]) -> N
     assert [spec.entry for spec in launched] == ["means", "quantize", own_attend()]
 
 
-@pytest.mark.parametrize("topk", [1.0, 0.5])
-def test_q_is_averaged_for_those_that_score(topk: float, qkv: Operands, monkeypatch) -> None:
-    launch = importlib.import_module("sparge.stages.launch")
-    queue, averages = launch.queue, []
-
-    def watched(kernel, grid, params, *shared: int) -> None:
-        if hasattr(params, "with_queries"):
-            averages.append(bool(params.with_queries))
-        queue(kernel, grid, params, *shared)
-
-    monkeypatch.setattr(launch, "queue", watched)
-    attention(*qkv, SparsePolicy(topk=topk))
-    assert averages == [topk < 1]
-
-
 def test_the_path_that_was_asked_for_runs(make_qkv, launched: list[KernelSpec]) -> None:
     arch = capabilities("cuda").arch
     native = Element.INT8_E4M3 if e4m3() else Element.INT8_FP16
@@ -148,9 +133,7 @@ def test_extra_memory(tokens: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_head_groups_give_the_same_bits(
-    ordered: bool, make_qkv, monkeypatch, launched: list[KernelSpec]
-) -> None:
+def test_head_groups_give_the_same_bits(ordered: bool, make_qkv, monkeypatch, launched) -> None:
     grid = TokenGrid(5, 10, 10)
     q, k, v = make_qkv(2, 6, grid.tokens, 64, kv_heads=3, device="cuda")
     order_kind = torch.tensor([0, 0, 1, 1, 7, 7], dtype=torch.int32, device="cuda")

@@ -129,9 +129,7 @@ def test_similarity_that_no_threshold_asks_for(case: Case, element: Element, gen
 @every_element
 @pytest.mark.parametrize("asked", [True, False], ids=["true similarity", "none asked for"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_blocks_without_a_mean_pass_no_threshold(
-    value: float, asked: bool, element: Element, generator, poison
-) -> None:
+def test_blocks_without_a_mean_pass_no_threshold(value, asked, element, generator, poison) -> None:
     q, k, v = make_qkv(Case("three blocks", queries=300, keys=150), generator)
     q[:, :, 130, 3], k[:, :, 70, 5] = value, value
     layout = whole_layout(q, k, element)

@@ -115,9 +115,7 @@ def check(given: Inputs) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels", [128, 64, 40, 72])
 @pytest.mark.parametrize(("key_blocks", "rows"), [(75, 38), (64, 64), (700, 20), (5, 16)])
-def test_score(
-    key_blocks: int, rows: int, channels: int, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_score(key_blocks: int, rows: int, channels: int, dtype: torch.dtype, generator) -> None:
     """dtype: of the queries."""
     check(inputs(channels, key_blocks, rows, generator, dtype))
 

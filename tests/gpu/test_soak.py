@@ -48,9 +48,7 @@ def host_kib() -> int:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.SIXTEEN_BIT])
-def test_repeats_are_bit_identical(
-    precision: Precision, head_dim: int, measured: bool, make_qkv
-) -> None:
+def test_repeats_are_bit_identical(precision, head_dim, measured: bool, make_qkv) -> None:
     """measured: cube order, and budgets that pool the dropped blocks of every head."""
     grid = TokenGrid(6, 20, 30, suffix=100)
     qkv = make_qkv(1, 8, grid.tokens, head_dim, device="cuda")

@@ -68,9 +68,7 @@ def means_of(fields: dict[str, Tensor], element: Element, head_dim: int) -> dict
 
 @every_kernel
 @pytest.mark.parametrize(("case", "policy"), CASES_AND_POLICIES)
-def test_attention(
-    case: Case, policy: SparsePolicy, kernels: Kernels, generator, poison, force
-) -> None:
+def test_attention(case: Case, policy, kernels: Kernels, generator, poison, force) -> None:
     kernels = kernels.of_dtype(case.dtype)
     force(kernels)
     element, scale = kernels.element, case.head_dim**-0.5

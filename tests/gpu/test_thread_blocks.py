@@ -72,9 +72,7 @@ def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor
 @pytest.mark.parametrize("parts", ["all", "no values", "no queries"])
 @every_element
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
-def test_runs_without_budgets(
-    case: Case, element: Element, parts: str, generator, monkeypatch
-) -> None:
+def test_runs_without_budgets(case: Case, element, parts: str, generator, monkeypatch) -> None:
     element = Kernels(element).of_dtype(case.dtype).element
     q, k, v = make_qkv(case, generator)
     values = None if parts == "no values" else v
@@ -85,9 +83,7 @@ def test_runs_without_budgets(
 
 @every_element
 @pytest.mark.parametrize("job", JOBS[::2], ids=lambda job: job.case.id)
-def test_runs_with_budgets_and_orders(
-    job: Job, element: Element, generator, force, monkeypatch
-) -> None:
+def test_runs_with_budgets_and_orders(job: Job, element, generator, force, monkeypatch) -> None:
     kernels = Kernels(element).of_dtype(job.case.dtype)
     force(kernels)
     call = prepare(job, kernels.element, generator).call
@@ -96,9 +92,7 @@ def test_runs_with_budgets_and_orders(
 
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("job", JOBS[::3], ids=lambda job: job.case.id)
-def test_query_blocks_choose_alone(
-    job: Job, rows: int, generator, poison, force, monkeypatch
-) -> None:
+def test_query_blocks_choose_alone(job, rows: int, generator, poison, force, monkeypatch) -> None:
     """However many share a thread block: of long sequences the scores of fewer fit in it."""
     kernels = Kernels(Element.BF16).of_dtype(job.case.dtype)
     force(kernels)

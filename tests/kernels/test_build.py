@@ -161,11 +161,11 @@ def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_p
 
 
 @posix
-@pytest.mark.parametrize("name", ["a|b", "two\nlines"])
-def test_paths_that_ninja_has_no_words_for(name, csrc, tmp_path, compiler, monkeypatch):
+def test_paths_that_ninja_has_no_words_for(csrc, tmp_path, compiler, monkeypatch):
     monkeypatch.setattr(build_module, "run_ninja", lambda *_: pytest.fail("ninja ran"))
-    job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
-    assert all(build_module.build(job, 1).values())
+    for name in ("a|b", "two\nlines"):
+        job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
+        assert all(build_module.build(job, 1).values())
 
 
 def test_command_line(csrc, tmp_path, capfd, monkeypatch):

@@ -43,7 +43,7 @@ def test_launch_info_is_read(build, definition, found):
         read_launch_info(image[:80])
 
 
-def test_sizes_are_read(build):
+def test_sizes_and_static_shared_memory_are_read(build):
     image = build(f"{CONST}unsigned launch_sizes[3] = {{16, 8, 70000}};\n" + KERNEL).image
     found = read_sizes(image, "route")
     assert found and bytes(found) == b"".join(n.to_bytes(4, "little") for n in (16, 8, 70000))
@@ -53,14 +53,10 @@ def test_sizes_are_read(build):
         with pytest.raises(ValueError, match="launch_sizes"):
             read_sizes(without, entry)
 
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("numbers", [0, 256])
-def test_static_shared_memory_is_read(build, arch, numbers):
-    """Of which cubins from sm_90 on count what the driver keeps."""
-    tile = f"__shared__ volatile float tile[{numbers}]; tile[*p] = *p;" if numbers else ""
-    image = build(KERNEL.replace("*p = 1;", f"{tile} *p = 1;"), arch=arch).image
-    assert read_static_shared(image, "k") == 4 * numbers
+    tile = KERNEL.replace("*p = 1;", "__shared__ volatile float tile[256]; tile[*p] = *p;")
+    for arch in ("sm_80", "sm_90a"):  # from which on cubins count what the driver keeps
+        for text, shared in ((KERNEL, 0), (tile, 1024)):
+            assert read_static_shared(build(text, arch=arch).image, "k") == shared
 
 
 def test_the_report_of_a_kernel_that_spills(build):

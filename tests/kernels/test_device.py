@@ -72,18 +72,15 @@ def test_other_devices(where, words):
     ids=str,
 )
 def test_gpus_that_are_refused(gpu, planted, words):
+    gpu((9, 0), count=2)
+    assert capabilities(1).usable
+    _refused(capabilities("cuda:2"), "no GPU 2: this machine has 2")
     gpu(**{"capability": (9, 0), **planted})
     _refused(capabilities("cuda:0"), words)
     with pytest.raises(Unsupported, match=words):
         get_kernel(KernelSpec("means", "sm_80"), 0)
     with pytest.raises(Unsupported, match=words):
         warm("cuda:0")
-
-
-def test_an_index_too_high(gpu):
-    gpu((9, 0), count=2)
-    assert capabilities(1).usable
-    _refused(capabilities("cuda:2"), "no GPU 2: this machine has 2")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +140,7 @@ def test_an_older_nvrtc_builds_what_it_can(monkeypatch, capability, version, exp
     if not expected:
         _refused(found, "update PyTorch")
         assert "{}.{}".format(*version) in found.reason
-
-
-def test_a_target_nvrtc_dropped_is_served_by_the_next(monkeypatch):
-    _nvrtc(monkeypatch, (14, 0), archs=(80, 90))
+    _nvrtc(monkeypatch, (14, 0), archs=(80, 90))  # it has dropped a target: the next serves
     note = "This PyTorch's NVRTC does not know sm_86, so slower kernels for sm_80 run."
     assert arch_for((8, 6), "RTX 3090") == Capability(True, "", "sm_80", "", note)
 

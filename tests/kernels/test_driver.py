@@ -25,8 +25,7 @@ class FakeDriver:
     """Answers success and records; ``fail[function]`` is a list of statuses to answer first."""
 
     def __init__(self) -> None:
-        #: Sizes, stream, parameters, contexts.
-        self.launches: list[tuple] = []
+        self.launches: list[tuple] = []  # sizes, stream, parameters, contexts
         self.shared: list[int] = []
         self.contexts: list[int] = []
         self.fail: dict[str, list[int]] = {}
@@ -122,28 +121,25 @@ def test_a_thread_without_context_borrows_the_kernels(fake, image, status):
     assert [contexts for *_, contexts in fake.launches] == [[], [0x1002]]
 
 
-@pytest.mark.parametrize(
-    ("function", "statuses"),
-    [("cuLaunchKernel", [700]), ("cuLaunchKernel", [400, 400]), ("cuFuncSetAttribute", [1])],
-)
-def test_a_failed_launch_is_an_exception_with_cudas_words(fake, image, function, statuses):
-    kernel = Kernel(image, "route", 0)
-    fake.fail[function] = statuses
-    with pytest.raises(DriverError, match=r"CUDA_ERROR_TEST \(what the driver says\)") as caught:
-        kernel.launch((1, 1, 1), Params(), extra_shared=4)
-    assert function in str(caught.value) and caught.value.name == "CUDA_ERROR_TEST"
-
-
-@pytest.mark.parametrize(
-    "function", ["cuInit", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
-)
-def test_a_failed_load_is_an_exception_and_restores_the_context(fake, image, function):
-    fake.fail[function] = [209]
-    with pytest.raises(DriverError, match=function):
-        Kernel(image, "route", 0)
-
-
-def test_no_driver_library(monkeypatch, raising):
+def test_what_fails_is_an_exception_with_cudas_words(fake, image, monkeypatch, raising):
+    """And the context is as it was."""
+    for function, statuses in (
+        ("cuLaunchKernel", [700]), ("cuLaunchKernel", [400, 400]), ("cuFuncSetAttribute", [1]),
+    ):  # fmt: skip
+        kernel = Kernel(image, "route", 0)
+        fake.fail[function] = statuses
+        words = r"CUDA_ERROR_TEST \(what the driver says\)"
+        with pytest.raises(DriverError, match=words) as caught:
+            kernel.launch((1, 1, 1), Params(), extra_shared=4)
+        assert function in str(caught.value) and caught.value.name == "CUDA_ERROR_TEST"
+        assert fake.contexts == []
+    for function in ("cuInit", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"):
+        driver.primary_context.cache_clear()
+        fake.fail[function] = [209]
+        with pytest.raises(DriverError, match=function):
+            Kernel(image, "route", 0)
+        assert fake.contexts == []
+    monkeypatch.undo()
     monkeypatch.setattr(driver.ctypes, "CDLL", raising(OSError("cannot open shared object file")))
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda"
     with pytest.raises(DriverNotFoundError, match=name):

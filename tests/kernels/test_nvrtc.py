@@ -33,13 +33,6 @@ def test_compiles_to_the_same_elf_file_each_time_with_headers_from_memory(tmp_pa
         found.compile("k.cu", PROGRAM, {}, ["--gpu-architecture=sm_1"])
 
 
-def test_a_file_that_is_no_library(tmp_path: Path):
-    wrong = tmp_path / "libnvrtc.so.13"
-    wrong.write_bytes(b"not a library")
-    with pytest.raises(NvrtcNotFoundError, match=r"libnvrtc\.so\.13"):
-        Nvrtc(wrong)
-
-
 @pytest.fixture
 def hidden(monkeypatch):
     """No NVRTC anywhere, to a process that has not loaded one."""
@@ -49,7 +42,11 @@ def hidden(monkeypatch):
     nvrtc.load.cache_clear()
 
 
-def test_without_nvrtc_each_layer_says_so(hidden):
+def test_without_nvrtc_each_layer_says_so(hidden, tmp_path: Path):
+    wrong = tmp_path / "libnvrtc.so.13"
+    wrong.write_bytes(b"not a library")
+    with pytest.raises(NvrtcNotFoundError, match=r"libnvrtc\.so\.13"):
+        Nvrtc(wrong)
     with pytest.raises(NvrtcNotFoundError, match="nvidia-cuda-nvrtc"):
         nvrtc.load()
     with pytest.raises(KernelBuildError, match="NVRTC was not found"):
@@ -58,7 +55,7 @@ def test_without_nvrtc_each_layer_says_so(hidden):
     assert not capability.usable and "NVRTC was not found" in capability.reason
 
 
-def test_search_prefers_what_torch_was_built_for(tmp_path: Path, monkeypatch):
+def test_search_prefers_what_torch_was_built_for_and_knows_windows_names(tmp_path, monkeypatch):
     thirteen, twelve = tmp_path / "one" / "libnvrtc.so.13", tmp_path / "two" / "libnvrtc.so.12"
     others = [thirteen.with_name(f"libnvrtc{rest}") for rest in (".alt.so.13", "-builtins.so.13.0")]
     for path in (thirteen, twelve, *others):
@@ -69,9 +66,6 @@ def test_search_prefers_what_torch_was_built_for(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(nvrtc_find, "_LIBRARY", nvrtc_find._library_pattern("linux"))
     assert nvrtc_find.libraries() == nvrtc_find.libraries(13) == [thirteen, twelve]
     assert nvrtc_find.libraries(12) == [twelve, thirteen]
-
-
-def test_names_on_windows():
     pattern = nvrtc_find._library_pattern("win32")
     for name, major in {"nvrtc64_120_0.dll": "12", "nvrtc64_130_0.dll": "13"}.items():
         assert (found := pattern.fullmatch(name)) and found[1] == major

@@ -10,7 +10,7 @@ from sparge.kernels import source
 from sparge.kernels.source import find_csrc, read_sources
 
 
-def test_closure_has_every_header_once(csrc: Path):
+def test_closure_has_every_header_once_and_a_missing_one_names_its_reader(csrc: Path):
     (csrc / "deep").mkdir()
     (csrc / "deep" / "a.cuh").write_text('#include "../common/twice.cuh"\n#include "b.cuh"\n')
     (csrc / "deep" / "b.cuh").write_text('#  include "common/twice.cuh"\n')
@@ -23,6 +23,11 @@ def test_closure_has_every_header_once(csrc: Path):
     assert all(p.is_file() for p in sources.paths)
     (csrc / "deep" / "b.cuh").write_text('#include "a.cuh"\n')
     assert len(read_sources("route", csrc).headers) == 3, "a cycle ends"
+    (csrc / "common" / "twice.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"twice\.cuh, which \S+ asks for"):
+        read_sources("route", csrc)
+    with pytest.raises(FileNotFoundError, match=r"no nothing\.cu"):
+        read_sources("nothing", csrc)
 
 
 def test_hash_ignores_place_line_endings_and_strangers(csrc: Path, tmp_path: Path):
@@ -35,14 +40,6 @@ def test_hash_ignores_place_line_endings_and_strangers(csrc: Path, tmp_path: Pat
     header = csrc / "common" / "twice.cuh"
     header.write_text(header.read_text() + "// more\n")
     assert read_sources("route", csrc).hash != before
-
-
-def test_a_missing_header_names_its_reader(csrc: Path):
-    (csrc / "common" / "twice.cuh").unlink()
-    with pytest.raises(FileNotFoundError, match=r"twice\.cuh, which route\.cu asks for"):
-        read_sources("route", csrc)
-    with pytest.raises(FileNotFoundError, match=r"no nothing\.cu"):
-        read_sources("nothing", csrc)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["site-packages", "pack"])

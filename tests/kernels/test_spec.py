@@ -6,18 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from sparge.kernels import spec as specs_of
 from sparge.kernels.spec import (
     ARCHS,
     HOPPER_ATTEND,
     HOPPER_ATTEND_16,
-    RELEASE_ARCHS,
     Element,
     KernelSpec,
     all_specs,
     attend_path,
-    native_element,
     native_specs,
-    pv_filter_saves,
     spec_from_id,
 )
 
@@ -33,10 +31,8 @@ def test_ids_and_defines_name_one_kernel_each():
     assert len(told) == len(all_specs("sm_89"))
     assert KernelSpec("attend", "sm_121a").defines == KernelSpec("attend", "sm_120a").defines
     assert KernelSpec("attend", "sm_90").defines == KernelSpec("attend", "sm_80").defines
-    assert set(RELEASE_ARCHS) < set(ARCHS)
-
-
-def test_fields_an_entry_ignores_do_not_split_it():
+    assert set(specs_of.RELEASE_ARCHS) < set(ARCHS)
+    # Fields that an entry ignores do not split it.
     bf16: dict[str, Any] = {"element": Element.BF16}
     reads = {"route": {}, "quantize": bf16, "attend": bf16 | {"pv_filter": True}}
     for entry, fields in reads.items():
@@ -71,17 +67,14 @@ def test_the_path_of_a_call(arch):
         (True, torch.float16, Element.FP16),
         (True, torch.float32, Element.BF16),
     ):
-        element = native_element(arch, sixteen_bit, dtype)
+        element = specs_of.native_element(arch, sixteen_bit, dtype)
         path = attend_path(arch, element)
         entry = HOPPER_ATTEND_16 if sixteen_bit else HOPPER_ATTEND
         assert element is expected and path.entry == (entry if hopper else "attend")
         assert path.reason.startswith("wgmma: " if hopper else "mma.sync: ")
-        assert path.filter_saves == pv_filter_saves(arch) == (not hopper)
+        assert path.filter_saves == specs_of.pv_filter_saves(arch) == (not hopper)
         assert KernelSpec(path.entry, arch, 128, element, True) in built
         assert KernelSpec("attend", arch, 64, eight_bit) in all_specs(arch)
-
-
-def test_why_there_is_no_wgmma():
     assert attend_path("sm_90a", Element.INT8_FP16).entry == "attend"
     reason = attend_path("sm_90", Element.BF16).reason
     assert reason == "mma.sync: sm_90 is built without wgmma"

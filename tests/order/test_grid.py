@@ -26,17 +26,12 @@ from sparge.order.variants import VARIANTS, OrderKind, order_ranks, unmeasured_k
 from tests.test_surroundings import SURROUNDINGS
 
 GRIDS = [
-    TokenGrid(28, 30, 53, suffix=200),
-    TokenGrid(13, 30, 45, prefix=226),
-    TokenGrid(21, 30, 52, prefix=30, suffix=1560),
-    TokenGrid(13, 30, 45, prefix=65, lead_frames=1),
-    TokenGrid(1, 45, 64, prefix=512, suffix=33),
-    TokenGrid(1, 1, 1),
-    TokenGrid(3, 1, 1, 1, 1, lead_frames=3),
-    TokenGrid(5, 7, 3, suffix=64),
+    TokenGrid(28, 30, 53, suffix=200), TokenGrid(13, 30, 45, prefix=226),
+    TokenGrid(21, 30, 52, prefix=30, suffix=1560), TokenGrid(13, 30, 45, prefix=65, lead_frames=1),
+    TokenGrid(1, 45, 64, prefix=512, suffix=33), TokenGrid(1, 1, 1), TokenGrid(5, 7, 3, suffix=64),
+    TokenGrid(3, 1, 1, 1, 1, lead_frames=3), TokenGrid(3, 5, 6, tail=130),
     TokenGrid(5, 6, 7, prefix=70, suffix=9, lead_frames=1, tail=93),
-    TokenGrid(3, 5, 6, tail=130),
-]
+]  # fmt: skip
 
 
 def check(order: TokenOrder, tokens: int) -> None:
@@ -55,8 +50,8 @@ def check(order: TokenOrder, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_segments_are_packed_one_after_another(grid: TokenGrid) -> None:
-    order = cube_order(grid)
+def test_segments_are_packed_one_after_another_and_orders_share_them(grid: TokenGrid) -> None:
+    order = cubes = cube_order(grid)
     check(order, grid.tokens)
     frame = grid.height * grid.width
     lead, rest = grid.lead_frames * frame, (grid.frames - grid.lead_frames) * frame
@@ -72,13 +67,9 @@ def test_segments_are_packed_one_after_another(grid: TokenGrid) -> None:
         assert (held[segment.tokens :] == -1).all()
         block, token = block + segment.key_blocks, token + segment.tokens
 
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> None:
-    order = cube_order(grid)
+    # Text is exact both ways, and a lead frame as keys.
     token = torch.arange(grid.tokens)
-    end = grid.tokens - grid.suffix
-    text = (token < grid.prefix) | (token >= end)
+    text = (token < grid.prefix) | (token >= grid.tokens - grid.suffix)
     lead = (token >= grid.prefix) & (token < grid.prefix + grid.lead_frames * grid.frame_tokens)
     of_keys = torch.zeros(order.key_blocks, dtype=torch.bool)
     of_keys[order.token_slot[text | lead].long() // 64] = True
@@ -86,6 +77,19 @@ def test_text_is_exact_both_ways_and_a_lead_frame_as_keys(grid: TokenGrid) -> No
     of_queries[order.token_slot[text].long() // 128] = True
     assert torch.equal(order.keys_exact, of_keys)
     assert torch.equal(order.queries_exact, of_queries)
+    for variant in range(VARIANTS):
+        order = grid_order(grid, variant)
+        assert order.order_kinds == len(OrderKind) and order.segments == cubes.segments
+        for index in range(len(OrderKind)):
+            of_kind = order.of_kind(index)
+            check(of_kind, grid.tokens)
+            assert of_kind.order_kinds == 1
+            assert of_kind.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), "a view"
+            assert torch.equal(of_kind.block_counts, cubes.block_counts)
+            assert torch.equal(of_kind.token_slot[text], cubes.token_slot[text])
+        assert torch.equal(cube_order(grid, variant).slot_token, order.slot_token)
+        of_kind = order.of_kind(unmeasured_kind(variant))
+        assert torch.equal(unmeasured_order(grid, variant).slot_token, of_kind.slot_token)
 
 
 @pytest.mark.parametrize("variant", range(VARIANTS))
@@ -108,28 +112,6 @@ def test_orders_make_blocks_of_their_shape() -> None:
     frames, rows = (x.view(len(OrderKind), -1, 64) for x in (frame, row))
     spans = [(x.amax(-1) - x.amin(-1)).amax(-1) for x in (frames, rows)]
     assert [span.tolist() for span in spans] == [[3, 0], [3, 3]]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_orders_and_turns_share_blocks_and_text(grid: TokenGrid) -> None:
-    cubes = cube_order(grid)
-    text = torch.arange(grid.tokens)
-    text = (text < grid.prefix) | (text >= grid.tokens - grid.suffix)
-    for variant in range(VARIANTS):
-        order = grid_order(grid, variant)
-        assert order.order_kinds == len(OrderKind)
-        assert order.segments == cubes.segments
-        for index in range(len(OrderKind)):
-            order_kind = order.of_kind(index)
-            check(order_kind, grid.tokens)
-            assert order_kind.order_kinds == 1
-            view = order_kind.slot_tokens.data_ptr()
-            assert view == order.slot_tokens[index].data_ptr()
-            assert torch.equal(order_kind.block_counts, cubes.block_counts)
-            assert torch.equal(order_kind.token_slot[text], cubes.token_slot[text])
-        assert torch.equal(cube_order(grid, variant).slot_token, order.slot_token)
-        order_kind = order.of_kind(unmeasured_kind(variant))
-        assert torch.equal(unmeasured_order(grid, variant).slot_token, order_kind.slot_token)
 
 
 def test_key_lengths_cut_the_suffix() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ def test_uniform_is_one_value_for_all() -> None:
     assert settings.density.tolist() == [0.25] * 3
     assert settings.pool_weight.tolist() == [0.5] * 3
     assert settings.router.tolist() == [1] * 3
-    assert HeadSettings.uniform(2, 0.1).pool_weight.tolist() == [0, 0], "nothing is pooled unasked"
+    unasked = HeadSettings.uniform(2, 0.1)
+    assert unasked.pool_weight.tolist() == [0, 0] and not unasked.pools
+    error: Any = 1
+    assert HeadSettings.uniform(2, 0.5, 0.0, error).pools, "ranking by error reads pooled keys"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ def test_uniform_is_one_value_for_all() -> None:
         ({"density": torch.zeros(3, 1)}, r"density has shape \(3, 1\)"),
         ({"floor": 0}, "floor is 0; it takes a whole number from 1"),
         (
-            {"order_kind": torch.zeros(3, dtype=torch.int32, device="meta")},
+            {"order_kind": torch.zeros(3, device="meta").int()},
             "order_kind is on meta and density on cpu: put all values",
         ),
     ],
@@ -43,31 +47,23 @@ def test_other_shapes_types_and_devices_are_refused(change: dict, complaint: str
         replace(HeadSettings.uniform(3, 0.5), **change)
 
 
-def test_settings_made_from_others_have_tables_of_their_own() -> None:
-    """A table that was made for other values would say nothing of these, in silence."""
-    policy, settings = SparsePolicy(), HeadSettings.uniform(2, 0.5)
-    first = settings.table(policy)
-    other = replace(settings, density=torch.tensor([0.25, 1.0]))
-    assert other.table(policy)[:, SELECTION].tolist() == [0.25, 1.0]
-    assert settings.table(policy) is first and first[:, SELECTION].tolist() == [0.5, 0.5]
-
-
-def test_each_value_has_its_own_column() -> None:
+def test_each_value_has_its_own_column_and_settings_made_from_others_their_own_table() -> None:
     settings = HeadSettings(
         density=torch.tensor([0.25, 0.5]),
         pool_weight=torch.tensor([0.5, 4.0]),
         router=torch.tensor([1, 0], dtype=torch.int32),
         output_scale=torch.tensor([0.75, 1.5]),
     )
-    table = settings.table(SparsePolicy(topk=0.9, simthreshd1=0.625, pvthreshd=9.0))
-    assert dict(zip(COLUMNS, table.T.tolist(), strict=True)) == {
-        "selection": [0.25, 0.5],
-        "simthreshd1": [0.625, 0.625],
-        "pvthreshd": [9.0, 9.0],
-        "log2_pool_weight": [-1.0, 2.0],
-        "router": [1.0, 0.0],
-        "output_scale": [0.75, 1.5],
-    }
+    policy = SparsePolicy(topk=0.9, simthreshd1=0.625, pvthreshd=9.0)
+    table = settings.table(policy)
+    expected = {
+        "selection": [0.25, 0.5], "simthreshd1": [0.625, 0.625], "pvthreshd": [9.0, 9.0],
+        "log2_pool_weight": [-1.0, 2.0], "router": [1.0, 0.0], "output_scale": [0.75, 1.5],
+    }  # fmt: skip
+    assert dict(zip(COLUMNS, table.T.tolist(), strict=True)) == expected
+    other = replace(settings, density=torch.tensor([0.3125, 1.0]))
+    assert other.table(policy)[:, SELECTION].tolist() == [0.3125, 1.0]
+    assert settings.table(policy) is table and table[:, SELECTION].tolist() == [0.25, 0.5]
 
 
 def policies(count: int) -> list[SparsePolicy]:
@@ -75,9 +71,7 @@ def policies(count: int) -> list[SparsePolicy]:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_many_policies_keep_the_tables_asked_for_last_and_recorded(
-    recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_asked_for_last_and_recorded_are_kept(recorded: bool, monkeypatch) -> None:
     """Recorded calls read theirs where it lies, whatever is asked for later."""
     settings, usual = HeadSettings.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
     table = settings.table(usual)

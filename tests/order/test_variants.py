@@ -106,18 +106,13 @@ def test_rows_of_a_video_never_leap(grid: Grid, variant: int) -> None:
     assert not leap[(np.roll(frame, -1) != frame)[to_next]].any()
 
 
-def test_a_later_variant_of_an_image_begins_at_the_other_end() -> None:
+def test_where_later_variants_begin() -> None:
+    """Of an image at the other end, of a video thirds of a key block later."""
     for order_kind, variant in ((OrderKind.CUBES, 2), (OrderKind.ROWS, 1)):
         first, later = (order_ranks(order_kind, 1, 45, 80, each) for each in (0, variant))
         assert np.array_equal(later, np.flip(first))
-
-
-def test_a_later_variant_of_a_video_begins_thirds_of_a_key_block_later() -> None:
     first, *moved = (order_ranks(OrderKind.ROWS, 4, 6, 9, variant) for variant in range(VARIANTS))
     for ranks, later in zip(moved, (21, 42), strict=True):
         assert np.array_equal(ranks, (first + later) % first.size)
-
-
-def test_unmeasured_heads_take_cubes_rows_cubes() -> None:
     kinds = [unmeasured_kind(variant) for variant in range(VARIANTS)]
-    assert kinds == [OrderKind.CUBES, OrderKind.ROWS, OrderKind.CUBES]
+    assert kinds == [OrderKind.CUBES, OrderKind.ROWS, OrderKind.CUBES], "of unmeasured heads"

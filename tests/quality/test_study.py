@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Path from calls to rows: samples that do not overlap, head settings that hold, figures that add
-up."""
+"""Path from calls to rows: samples that do not overlap, head settings that hold, true figures."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.quality.data import DataSet
+from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.judge import Call, HeadError, head_errors, psnr, summary
 from benchmarks.quality.measured import Measured
 from benchmarks.quality.modes import BY_NAME, MODES
@@ -81,3 +81,24 @@ def test_errors_of_known_vectors() -> None:
     found = summary([HeadError(f"h{i}", i / 50, 30.0 + i) for i in range(1, 41)])
     assert found["rel_l2"] == pytest.approx(0.41) and found["psnr"] == pytest.approx(50.5)
     assert (found["worst_head"], found["worst_rel_l2"]) == ("h40", 0.8)
+
+
+def clip(found: list[list[float]], dropped: float = 0.1) -> JudgedHeads:
+    """Two steps of a layer with as many heads as each step has errors; 0.1 is expected."""
+    errors = torch.tensor(found, dtype=torch.float64).view(1, 2, 1, -1)
+    expected, drop = torch.full_like(errors, 0.1), torch.full_like(errors, dropped)
+    return JudgedHeads(errors, expected, drop, torch.ones_like(errors))
+
+
+def test_heads_are_judged_by_their_means_over_the_steps_and_count_by_their_head_weight() -> None:
+    shares = clip([[0.1, 0.05, 0.2], [0.1, 0.2, 0.2]]).shares()
+    assert shares["heads_within"] == pytest.approx(2 / 3), "the second in the mean alone"
+    assert shares["no_worse_than_drop"] == pytest.approx(1 / 3)
+    loud = torch.tensor([3.0, 1.0, 0.0]).double()
+    judged = clip([[0.1, 0.5, 9.0], [0.1, 0.3, 9.0]])
+    one = replace(judged, head_weight=loud.expand(1, 2, 1, 3))
+    assert one.shares()["mean_error"] == pytest.approx((3 * 0.1 + 0.4) / 4)
+    other = replace(one, found=2 * one.found)
+    shares = JudgedHeads.of_clips([other, one]).shares()
+    assert shares["mean_error"] == pytest.approx(1.5 * 0.175)
+    assert shares["worst_mean_error"] == pytest.approx(2 * 0.175)

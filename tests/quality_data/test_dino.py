@@ -12,7 +12,7 @@ import torch
 from onnx import helper, numpy_helper
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import conv2d, gelu, layer_norm, scaled_dot_product_attention
 
 from benchmarks.quality_data import dino
 from benchmarks.quality_data.clips import make_clip
@@ -78,14 +78,12 @@ def by_hand(model: Dino, layer: int, tokens: Tensor) -> tuple[list[Tensor], Tens
         return x @ model.tensors[f"/backbone/{at}{name}/MatMul"] + named(f"{name}/bias")
 
     def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        spread = (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        return centred / spread * named(f"{name}/weight") + named(f"{name}/bias")
+        return layer_norm(x, (WIDTH,), named(f"{name}/weight"), named(f"{name}/bias"), 1e-6)
 
     parts = (f"attention/attention/{part}" for part in ("query", "key", "value"))
     rows = [linear(norm(tokens, "norm1"), part) for part in parts]
     q, k, v = (x.unflatten(-1, (-1, 64)).transpose(0, 1) for x in rows)
-    mixed = ((q @ k.mT / 8).softmax(-1) @ v).transpose(0, 1).flatten(1)
+    mixed = scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
     tokens = tokens + named("layer_scale1/lambda1") * linear(mixed, "attention/output/dense")
     hidden = gelu(linear(norm(tokens, "norm2"), "mlp/fc1"))
     return [q, k, v], tokens + named("layer_scale2/lambda1") * linear(hidden, "mlp/fc2")
@@ -101,14 +99,12 @@ def test_the_same_tensors_in_a_safetensors_file(backbone: Path, tmp_path: Path) 
 
 
 def expected_embedding(model: Dino, pixels: Tensor) -> Tensor:
-    """Class tokens, then patches cut out by hand."""
+    """Class tokens, then patches."""
     mean, deviation = (torch.tensor(rgb)[:, None, None] for rgb in (dino.MEAN, dino.DEVIATION))
-    cut = ((pixels / 255 - mean) / deviation).unfold(2, 14, 14).unfold(3, 14, 14)
-    cut = cut.permute(0, 2, 3, 1, 4, 5).flatten(3)
     at = "backbone.embeddings."
-    kernel = model.tensors[f"{at}patch_embeddings.projection.weight"].flatten(1)
-    patches = cut @ kernel.T + model.tensors[f"{at}patch_embeddings.projection.bias"]
-    patches = patches.flatten(1, 2) + model.tensors["/backbone/embeddings/Reshape_1"]
+    projection = (model.tensors[f"{at}patch_embeddings.projection.{x}"] for x in ("weight", "bias"))
+    patches = conv2d((pixels / 255 - mean) / deviation, *projection, stride=14)
+    patches = patches.flatten(2).mT + model.tensors["/backbone/embeddings/Reshape_1"]
     first = model.tensors[f"{at}cls_token"] + model.tensors["/backbone/embeddings/Concat_6"]
     return torch.cat([first[0].expand(len(pixels), -1), patches.flatten(0, 1)])
 

@@ -10,7 +10,6 @@ import torch
 from gguf import GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from torch.nn.functional import softmax
 
 from benchmarks.quality_data.smollm import SmolLM
 from benchmarks.quality_data.text import python_reference
@@ -30,16 +29,11 @@ def tiny(generator: torch.Generator, tmp_path: Path) -> SmolLM:
     of_heads, of_kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for layer in range(DEPTH):
         for name, shape in {
-            "attn_norm": (WIDTH,),
-            "attn_q": (of_heads, WIDTH),
-            "attn_k": (of_kv_heads, WIDTH),
-            "attn_v": (of_kv_heads, WIDTH),
-            "attn_output": (WIDTH, of_heads),
-            "ffn_norm": (WIDTH,),
-            "ffn_gate": (HIDDEN, WIDTH),
-            "ffn_up": (HIDDEN, WIDTH),
+            "attn_norm": (WIDTH,), "attn_q": (of_heads, WIDTH), "attn_k": (of_kv_heads, WIDTH),
+            "attn_v": (of_kv_heads, WIDTH), "attn_output": (WIDTH, of_heads),
+            "ffn_norm": (WIDTH,), "ffn_gate": (HIDDEN, WIDTH), "ffn_up": (HIDDEN, WIDTH),
             "ffn_down": (WIDTH, HIDDEN),
-        }.items():
+        }.items():  # fmt: skip
             tensors[f"blk.{layer}.{name}.weight"] = draw(*shape)
     writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_block_count(DEPTH)
@@ -60,14 +54,11 @@ def tiny(generator: torch.Generator, tmp_path: Path) -> SmolLM:
 
 
 def by_hand(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal grouped attention, one head at a time."""
-    out = torch.empty_like(q)
-    for head in range(q.shape[1]):
-        keys, values = (part[0, head // (q.shape[1] // k.shape[1])] for part in (k, v))
-        logits = q[0, head] @ keys.T / q.shape[-1] ** 0.5
-        later = torch.ones_like(logits, dtype=torch.bool).triu(1)
-        out[0, head] = softmax(logits.masked_fill(later, -torch.inf), -1) @ values
-    return out
+    """Causal grouped attention."""
+    keys, values = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    logits = q @ keys.mT / q.shape[-1] ** 0.5
+    later = torch.ones_like(logits, dtype=torch.bool).triu(1)
+    return logits.masked_fill(later, -torch.inf).softmax(-1) @ values
 
 
 def test_attention_is_pluggable_and_causal(tiny: SmolLM) -> None:

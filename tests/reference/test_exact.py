@@ -15,7 +15,7 @@ from benchmarks.shapes import Shape
 from sparge.common.metrics import rel_l1
 from sparge.head_settings import HeadSettings, Router
 from sparge.kernels.spec import Element
-from sparge.order.grid import TokenGrid, TokenOrder, cube_order
+from sparge.order.grid import TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.reference import attend, attention, exact_attention, quantize_qkv, route
 from tests.fuzz.draw import Case
@@ -59,9 +59,7 @@ def test_an_empty_row_is_zero_keys_beyond_the_length_are_never_read_and_nan_show
     ids=["as they come", "causal", "cubes"],
 )
 @pytest.mark.parametrize("lengths", [None, CUT], ids=["whole", "cut"])
-def test_pooled_keys_and_output_scale_are_the_oracles(
-    make_qkv, order: TokenOrder | None, is_causal: bool, lengths: torch.Tensor | None
-) -> None:
+def test_pooled_keys_and_output_scale_are_the_oracles(make_qkv, order, is_causal, lengths) -> None:
     q, k, v = make_qkv(2, 4, GRID.tokens, 16, kv_heads=2)
     k, v = k + 1, v + 2 * k
     x = quantize_qkv(q, k, v, order, key_lengths=lengths)
@@ -70,10 +68,8 @@ def test_pooled_keys_and_output_scale_are_the_oracles(
     options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal, "key_lengths": lengths}
     options["order"] = order
     output_scale = torch.ones(4) if is_causal else torch.tensor([1.5, 1.0, 0.5, 1.1])
-    head_settings = replace(SETTINGS, output_scale=output_scale)
-    call = Case(
-        0, "", "", q, k, v, SparsePolicy(), "HND", {**options, "head_settings": head_settings}
-    )
+    named = options | {"head_settings": replace(SETTINGS, output_scale=output_scale)}
+    call = Case(0, "", "", q, k, v, SparsePolicy(), "HND", named)
     expected = answer(Setting.of(call), routed.kept)
     out, lse = exact_attention(
         q, k, v, routed.kept, routed.pooled, SETTINGS.pool_weight,
@@ -103,7 +99,6 @@ def test_many_blocks_are_pooled_in_tiles_of_64_one_of_them_empty(make_qkv, eleme
     [(Element.INT8_FP16, 0.005), (Element.INT8_E4M3, 0.01), (Element.BF16, 0.003)],
 )
 def test_dense_error_on_smooth_data(element: Element, limit: float) -> None:
-    """Design section 6 asks for a dense 8-bit error of at most .010, with .005 as the goal."""
     qkv = draw(Shape("small", 6, 1566, 64, TokenGrid(4, 16, 24, suffix=30)), "cpu")
     result, routed = attention(*qkv, SparsePolicy(topk=1.0), element=element)
     assert routed.density() == 1.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,10 +44,20 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_known", {})
+@pytest.fixture
+def restarted(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], SpeedTable]:
+    """restarted(): the table that another process gets."""
+
+    def restarted() -> SpeedTable:
+        monkeypatch.setattr(kept, "_known", {})
+        table = kept.speed_table(GPU)
+        assert table is not None
+        return table
+
+    return restarted
 
 
+@pytest.fixture
 def stored(measured: list[str]) -> Path:
     table = kept.speed_table(GPU)
     assert table is not None and measured == [TORCH.name]
@@ -55,13 +66,15 @@ def stored(measured: list[str]) -> Path:
     return path
 
 
-def test_it_is_measured_once_and_kept(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_measured_once_and_kept_for_one_backend(measured, restarted) -> None:
     assert kept.known_table(GPU) is None
-    stored(measured)
     first = kept.speed_table(GPU)
     assert first is kept.known_table(GPU) is kept.speed_table(GPU)
-    restart(monkeypatch)
-    assert kept.speed_table(GPU) == first and len(measured) == 1, "another process"
+    assert restarted() == first and measured == [TORCH.name]
+    sage = Backend("attention_sage", TORCH.attend)
+    assert kept.known_table(GPU, sage) is None
+    assert kept.speed_table(GPU, sage) is kept.known_table(GPU, sage)
+    assert measured == [TORCH.name, "attention_sage"]
 
 
 @pytest.mark.parametrize(
@@ -74,68 +87,38 @@ def test_it_is_measured_once_and_kept(measured: list[str], monkeypatch: pytest.M
     ],
 )
 def test_it_is_of_one_gpu_driver_torch_and_kernels(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+    stored, measured, restarted, monkeypatch, owner: Any, name: str, value: Any
 ) -> None:
-    stored(measured)
     monkeypatch.setattr(owner, name, value)
-    restart(monkeypatch)
-    kept.speed_table(GPU)
+    restarted()
     assert len(measured) == 2
 
 
-def test_it_is_of_one_backend(measured: list[str]) -> None:
-    stored(measured)
-    sage = Backend("attention_sage", TORCH.attend)
-    assert kept.known_table(GPU, sage) is None
-    assert kept.speed_table(GPU, sage) is kept.known_table(GPU, sage)
-    assert measured == [TORCH.name, "attention_sage"]
+def of_another_gpu(path: Path) -> None:
+    path.write_text(path.read_text().replace("Some GPU", "Another GPU"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 10**5, b"{}", b'{"head_dims": 3}', b"\xff"])
-def test_a_damaged_file_is_measured_anew(
-    measured: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    content: bytes,
-) -> None:
-    path = stored(measured)
-    path.write_bytes(content)
-    restart(monkeypatch)
-    kept.speed_table(GPU)
-    assert len(measured) == 2 and "damaged" in caplog.text
-    assert json.loads(path.read_bytes())["facts"]["gpu"] == "Some GPU"
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such modes")
 
 
-def test_a_table_of_other_facts_under_this_name_is_not_believed(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = stored(measured)
-    content = json.loads(path.read_bytes())
-    content["facts"]["gpu"] = "Another GPU"
-    path.write_text(json.dumps(content))
-    restart(monkeypatch)
-    table = kept.speed_table(GPU)
-    assert table is not None and table.facts["gpu"] == "Some GPU" and len(measured) == 2
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        *((lambda path, content=content: path.write_bytes(content), "damaged")
+          for content in (b"", b"{", b"[" * 10**5, b"{}", b'{"head_dims": 3}', b"\xff")),
+        (of_another_gpu, ""),
+        pytest.param(lambda path: path.chmod(0o777), "other users may write", marks=posix),
+        pytest.param(lambda path: path.parent.chmod(0o777), "other users may write", marks=posix),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_believed(stored, measured, restarted, caplog, spoil, said: str) -> None:
+    spoil(stored)
+    assert restarted().facts["gpu"] == "Some GPU" and len(measured) == 2 and said in caplog.text
+    if said == "damaged":
+        assert json.loads(stored.read_bytes())["facts"]["gpu"] == "Some GPU"
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such modes")
-@pytest.mark.parametrize("open_to_others", ["file", "folder"])
-def test_what_others_may_write_is_not_believed(
-    measured: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    open_to_others: str,
-) -> None:
-    path = stored(measured)
-    (path if open_to_others == "file" else path.parent).chmod(0o777)
-    restart(monkeypatch)
-    kept.speed_table(GPU)
-    assert len(measured) == 2 and "other users may write" in caplog.text
-
-
-def test_a_folder_that_cannot_be_written_is_said(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_said(measured, monkeypatch, caplog) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("read-only")
 
@@ -146,12 +129,7 @@ def test_a_folder_that_cannot_be_written_is_said(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), Unsupported("no")])
-def test_without_room_to_measure_there_is_none(
-    measured: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-) -> None:
+def test_without_room_to_measure_there_is_none(measured, monkeypatch, caplog, error) -> None:
     def fail(*_: object) -> None:
         raise error
 
@@ -162,7 +140,7 @@ def test_without_room_to_measure_there_is_none(
 
 @pytest.mark.parametrize(("margins", "is_kept"), [((0.2, 0.1), True), ((0.2, 0.2), False)])
 def test_a_busy_gpu_is_measured_once_more_and_not_kept(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, margins: Any, is_kept: bool
+    measured, monkeypatch, margins: Any, is_kept: bool
 ) -> None:
     measure, left = kept.measure_speed, list(margins)
 
@@ -176,16 +154,13 @@ def test_a_busy_gpu_is_measured_once_more_and_not_kept(
     assert bool(kept.kept_tables()) == is_kept
 
 
-def test_the_command_shows_what_is_kept_and_forgets_it(
-    measured: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = stored(measured)
-    path.with_name("speed.0123456789abcdef.json").write_text("{}")
+def test_the_command_shows_what_is_kept_and_forgets_it(stored, measured, capsys) -> None:
+    stored.with_name("speed.0123456789abcdef.json").write_text("{}")
     main([])
     told = capsys.readouterr().out
-    assert "Some GPU" in told and str(path) in told and "8-bit dense" in told
+    assert "Some GPU" in told and str(stored) in told and "8-bit dense" in told
     main(["--anew"])
-    assert not path.exists() and "the next run measures anew" in capsys.readouterr().out
+    assert not stored.exists() and "the next run measures anew" in capsys.readouterr().out
     assert len(measured) == 1
 
 
