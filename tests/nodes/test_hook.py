@@ -227,10 +227,10 @@ def test_one_forward_at_a_time_waits_for_the_gpu(patch, session, step, monkeypat
         assert len(reads) == 2
 
 
-def test_dense_without_a_usable_device(run, reference_forbidden):
-    tally = run().tally
-    assert tally.sparse == 0
-    assert any("cpu" in reason.lower() or "NVIDIA" in reason for reason in tally.reasons)
+def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, reference_forbidden):
+    got = run()
+    assert (got.tally.sparse, got.tally.dense) == (0, 3)
+    assert "NOTHING WAS SPARSE" in got.line and "NVIDIA" in got.line
 
 
 def test_a_block_that_the_model_lacks_is_named(run):

@@ -208,6 +208,7 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once):
 def test_a_missing_or_unsafe_name_warns_and_the_run_measures(load, run_once, caplog, name):
     found = load(name)
     assert found.profile is None and found.problem in caplog.text
+    assert name != "none" or found.problem.startswith("There is no profile none.safetensors")
     got = run_once(NEXT, profile=found)
     assert got.tally.reasons == {"measuring": 1}
     assert got.notes == [f"{found.problem} This run measures"]
