@@ -206,6 +206,7 @@ def test_replaced_blocks_keep_the_numbers_of_the_others(module, ltx, patches, bl
     assert given == {"patches_replace": {"dit": patches, "other": 1}}, "as it was given"
     again = replaced.told(given)["patches_replace"]["dit"]
     assert again == options["patches_replace"]["dit"], "the same functions in each pass"
+    assert again.get(("single_block", 0), skip) is skip, "whose number is no block's"
 
 
 def test_a_replacement_runs_under_its_number_whatever_was_counted(module, ltx):

@@ -77,6 +77,7 @@ def test_the_extension_offers_the_node(load_pack, node):
 def test_names_order_and_defaults(widgets):
     assert {widget.id: widget.default for widget in widgets} == WIDGETS | NEW_NODES
     assert [widget.id for widget in widgets] == list(WIDGETS)
+    assert all(widget.optional for widget in widgets), "graphs from before a widget run"
     assert {w.id: w.options for w in widgets if hasattr(w, "options")} == COMBOS
 
 
