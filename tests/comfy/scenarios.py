@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,13 +46,6 @@ def windows(model: Any) -> Any:
     )[0]
 
 
-def lora(model: Any, size: float = 0.1) -> Any:
-    key, adapted = "diffusion_model.blocks.0.self_attn.q.weight", model.clone()
-    weight = torch.randn_like(model.model.state_dict()[key]) * size
-    assert adapted.add_patches({key: ("diff", (weight,))}, 1.0)
-    return adapted
-
-
 def compiled(model: Any) -> Any:
     """TorchCompileModel's own set-up, with the backend that needs no C compiler."""
     clone = model.clone()
@@ -83,30 +75,17 @@ def replaced_attention(model: Any) -> Any:
     return clone
 
 
-def weight_of(value: float) -> Callable[[Any], Any]:
-    def change(model: Any) -> Any:
-        with torch.no_grad():
-            model.model.diffusion_model.blocks[0].self_attn.v.weight[0, 0] = value
-        return model
-
-    return change
-
-
 #: What other nodes and packs make of a model.
 PATCHES: dict[str, Callable[[Any], Any]] = {
     "": lambda model: model,
     "windows": windows,
-    "lora": lora,
     "compiled": compiled,
     "replaced attention": replaced_attention,
-    "nan": weight_of(float("nan")),
-    "inf": weight_of(float("inf")),
     "easy cache": lambda m: nodes_easycache.EasyCacheNode.execute(m, 3.0, 0.15, 0.95, False)[0],
     "shift": lambda m: nodes_model_advanced.ModelSamplingSD3().patch(m, 20.0)[0],
     "backend": lambda m: nodes_model_advanced.ModelAttentionBackend().patch(m, "pytorch attention")[
         0
     ],
-    "ours": lambda m: patch(m, topk=0.3),
     "merged tokens": lambda m: TomePatchModel.execute(m, 0.3).result[0],
     "tiles": lambda m: HyperTile.execute(m, 128, 2, 0, False)[0],
     "perturbed": lambda m: PerturbedAttentionGuidance.execute(m, 3.0).result[0],
@@ -255,10 +234,8 @@ def raising(kind: str, inside: str = "library") -> dict[str, Any]:
     errors = {
         "unsupported": lambda: sparge.Unsupported("the test allows nothing"),
         "build": lambda: sparge.KernelBuildError("no compiler", "line 1"),
-        "memory": lambda: torch.OutOfMemoryError("out of memory"),
         "interrupt": INTERRUPTED,
         "bug": lambda: RuntimeError("a bug"),
-        "shape": lambda: ValueError("a shape"),
     }
     model, calls = models.build("wan"), []
     dense = sample(model, "wan")
@@ -278,15 +255,6 @@ def raising(kind: str, inside: str = "library") -> dict[str, Any]:
     return found[0] | {"raised": raised, "same_as_dense": same, "calls": len(calls)}
 
 
-def without_a_gpu() -> dict[str, Any]:
-    """Runs as users without an NVIDIA GPU do."""
-    allowed = os.environ.pop("SPARGE_REFERENCE")
-    try:
-        return sampled("wan", [{}])[0]
-    finally:
-        os.environ["SPARGE_REFERENCE"] = allowed
-
-
 def other_override(place: str) -> dict[str, Any]:
     """Another pack's override before the node, after it and chaining, after it and overwriting."""
     recorder, model = Recorder(), models.build("wan")
@@ -298,15 +266,6 @@ def other_override(place: str) -> dict[str, Any]:
         out = sample(patched, "wan")
     error = relative_error(out, sample(model, "wan"))
     return found[0] | {"recorded": recorder.calls, "error": error}
-
-
-def many_steps(steps: int) -> dict[str, Any]:
-    """A pack that overwrote ours, for many steps: nothing may pile up."""
-    recorder = Recorder()
-    patched = recorder.patch(patch(models.build("wan"), start_percent=1.0), chained=False)
-    with reports() as found:
-        sample(patched, "wan", steps=steps, latent=torch.zeros(1, 16, 1, 2, 2))
-    return found[0] | {"depths": len(recorder.depths)}
 
 
 def rewraps_each_step() -> dict[str, Any]:

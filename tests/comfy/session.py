@@ -125,8 +125,8 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "shapes": [shape.tokens for shape in result.report.shapes],
                 "kept": result.report.of_heads("density").tolist(),
                 "predicted_error": result.report.mean_error("predicted"),
-                "predicted": result.report.of_heads("predicted").tolist(),
                 "probed": result.report.of_heads("probed").tolist(),
+                "predicted": result.report.of_heads("predicted").tolist(),
             }
         )
 
@@ -147,15 +147,12 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
         collected.append(
             {
                 "tokens": tokens,
-                "head_dim": q.shape[-1],
-                "batch": q.shape[0],
                 "exact": [policy.exact_prefix, policy.exact_suffix],
                 "segments": [part.tokens for part in kwargs["order"].segments]
                 if kwargs["order"]
                 else [],
                 "slots": kwargs["order"].slot_token[:64].tolist() if kwargs["order"] else [],
                 "measured": kwargs["head_settings"] is not None,
-                "topk": policy.topk,
                 "dtypes": [str(t.dtype).removeprefix("torch.") for t in (q, k, v)],
                 "classes": [type(t).__name__ for t in (q, k, v)],
             }

@@ -14,21 +14,19 @@ from tests.fuzz.check import run
 from tests.fuzz.draw import Case
 
 SIZES = (1e-30, 1e-18, 1e-6, 1e-3, 1.0, 30.0, 700.0, 1e4)
-#: Values of 1e37 add up to more than float32 holds; beside such logits each row reads one of them.
-VALUES = [*((size, 1.0) for size in SIZES), (700.0, 1e37)]
 
 
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)])
 @pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize(("size", "of_values"), VALUES)
-def test_as_float64_says(device: str, size, of_values, precision, head_dim, is_causal) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_as_float64_says(
+    device: str, size: float, precision: Precision, head_dim: int, is_causal: bool
+) -> None:
     generator = torch.Generator().manual_seed(head_dim)
     # 131 and 200 tokens: ragged blocks, which masked scores were NaN in.
     tokens = 131 if is_causal else 200
     q, v = (torch.randn(1, 2, tokens, head_dim, generator=generator).to(device) for _ in range(2))
-    if of_values > 1:
-        v = 1 + v / 8
-    q, v = (q * size).bfloat16(), (v * of_values).bfloat16()
+    q, v = (q * size).bfloat16(), v.bfloat16()
     data = "noise" if 1e-3 <= size <= 30 else "tiny"  # rounding errors of tiny logits are alike
     policy = SparsePolicy(topk=1.0, precision=precision)
     options: dict[str, Any] = {"is_causal": is_causal, "output_dtype": torch.float32}

@@ -6,6 +6,7 @@ tests/comfy runs the same code in real ComfyUI.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib.util
@@ -13,10 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
 
 PACK = Path(__file__).resolve().parents[2]
 PACK_NAME = "sparge-pack-under-test"
@@ -293,15 +296,90 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sparge_profiles"
 
 
-class WanModel(torch.nn.LayerNorm):
-    """A model whose name and sizes tell the node the grid; nothing of it runs."""
+@pytest.fixture
+def patch(load_pack: Any, patcher: Patcher) -> Callable[..., Patcher]:
+    """patch(model, **widgets): the patcher of a model that went through the node."""
+    node = load_pack("nodes.sparge_attention").SpargeAttention
 
-    patch_size, num_heads, blocks = (1, 2, 2), 2, range(2)
+    def patched(model: Any = None, **widgets: Any) -> Patcher:
+        patcher.model.diffusion_model = network() if model is None else model
+        return node.execute(patcher, **({"min_tokens": TOKENS} | widgets))[0]
+
+    return patched
 
 
 @pytest.fixture
-def patched_wan(load_pack, patcher) -> Callable[..., Patcher]:
-    """patched_wan(**widgets): a patched patcher of a model of two blocks of two heads."""
-    patcher.model.diffusion_model = WanModel(8)
-    execute = load_pack("nodes.sparge_attention").SpargeAttention.execute
-    return lambda **widgets: execute(patcher, **widgets)[0]
+def sampled(
+    load_pack: Any, patch: Callable[..., Patcher], runs: list[tuple[Any, bool]]
+) -> Callable[..., Any]:
+    """sampled(step, sigmas, ...): a run with the node, when it is over.
+
+    prepared: changes the patched model. extras: conditioning. raises: errors that end the run.
+    Further names are widgets.
+    """
+    hook_of, report = load_pack("nodes.hook").hook_of, load_pack("nodes.report")
+
+    def run(
+        step: Any,
+        sigmas: Sequence[float] = (0.5,),
+        model: Any = None,
+        latent: tuple[int, ...] = LATENT,
+        context: Any = None,
+        conditionings: Sequence[list[int]] = ([1, 0],),
+        schedule: list[float] | None = None,
+        prepared: Callable[[Any], Any] = lambda patched: None,
+        extras: dict[str, Any] | None = None,
+        raises: tuple[type[BaseException], ...] = (),
+        **widgets: Any,
+    ) -> SimpleNamespace:
+        patched = patch(model, **widgets)
+        prepared(patched)
+        session, given = Session(patched, latent, context), None
+        session.extras = extras or {}
+        with contextlib.suppress(*raises):
+            given = session.sample(step, list(sigmas), conditionings, schedule)
+        (run, stopped), last = runs[-1], hook_of(patched).last
+        return SimpleNamespace(
+            given=given, patched=patched, options=session.options, run=run, stopped=stopped,
+            tally=run.tally, notes=run.notes, last=last, line=last and report.summary(last),
+            details=last and report.details(last),
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def step(generator: torch.Generator) -> Callable[[Any], list[torch.Tensor]]:
+    """A forward pass: a self-attention over the clip in each block."""
+    layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
+    return lambda attend: [attend(*layer, HEADS) for layer in layers]
+
+
+class Asked(NamedTuple):
+    """Call of the library."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """q, k, v and the result."""
+    policy: Any
+    order: Any
+    heads: int | None
+    """Number of heads that have settings of their own; None where none has."""
+    density: torch.Tensor | None
+    pool_weight: torch.Tensor | None
+
+
+@pytest.fixture
+def asked(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """The calls of the library."""
+    module = load_pack("sparge.tune.call")
+    library, seen = module.attention, []
+
+    def attention(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:
+        out, found = library(q, k, v, policy, **kwargs), kwargs["head_settings"]
+        heads = (found.heads, found.density.clone(), found.pool_weight.clone()) if found else None
+        given = policy, kwargs["order"], *(heads or (None, None, None))
+        seen.append(Asked((q, k, v, out), *given))
+        return out
+
+    monkeypatch.setattr(module, "attention", attention)
+    return seen

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Why a call is dense: what it is, the window of steps, and dense_blocks."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,8 +12,13 @@ def decision(load_pack):
 
 
 @pytest.fixture(scope="module")
-def tune(load_pack):
-    return load_pack("sparge.tune")
+def settings(load_pack):
+    return load_pack("nodes.settings").Settings
+
+
+@pytest.fixture(scope="module")
+def window_of(load_pack):
+    return load_pack("sparge.tune").SigmaWindow
 
 
 @pytest.fixture(scope="module")
@@ -29,37 +36,36 @@ def layout_of(load_pack):
 
 
 @pytest.fixture(scope="module")
-def why(load_pack, decision, layout_of):
-    layout = layout_of()
-    settings = load_pack("nodes.settings").Settings(min_tokens=1000, dense_blocks="0, -1")
+def why(decision, settings, layout_of):
+    layout, widgets = layout_of(), settings(min_tokens=1000, dense_blocks="0, -1")
 
     def reason(layer=5, run_reason=None, tokens=1000, keys=None, **facts):
         call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
-        return decision.dense_reason(call, layer, run_reason, layout, settings)
+        return decision.dense_reason(call, layer, run_reason, layout, widgets)
 
     return reason
-
-
-def test_plain_long_self_attention_is_sparse(why):
-    assert why() is None
 
 
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
+        ({}, None),
         ({"keys": 77}, "cross-attention"),
         ({"has_mask": True}, "attention mask"),
-        ({"refuses_low_precision": True}, "full precision"),
-        ({"unknown_options": ("is_causal",)}, "is_causal"),
-        ({"tokens": 999}, "fewer than min_tokens (1000)"),
+        ({"refuses_low_precision": True}, "the model asks for full precision here"),
+        (
+            {"unknown_options": ("is_causal", "bias")},
+            "the model uses an option unknown here (is_causal, bias)",
+        ),
+        ({"tokens": 999}, "fewer than min_tokens (1000) tokens"),
         ({"run_reason": "no GPU"}, "no GPU"),
-        ({"layer": 0}, "dense_blocks"),
-        ({"layer": 9}, "dense_blocks"),
+        ({"layer": 0}, "listed in dense_blocks"),
+        ({"layer": 9}, "listed in dense_blocks"),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
-def test_every_other_case_has_a_reason(why, case, reason):
-    assert reason in why(**case)
+def test_all_but_long_self_attention_has_a_reason(why, case, reason):
+    assert why(**case) == reason
 
 
 @pytest.mark.parametrize(
@@ -71,13 +77,10 @@ def test_every_other_case_has_a_reason(why, case, reason):
         (320, False, "cross-attention"),
     ],
 )
-def test_masked_self_attention_may_come_in_parts(
-    load_pack, decision, layout_of, keys, mask, reason
-):
-    layout = layout_of((4, 8, 10), "NONE")
-    settings = load_pack("nodes.settings").Settings(min_tokens=0)
+def test_masked_self_attention_may_come_in_parts(decision, settings, layout_of, keys, mask, reason):
     call = decision.CallFacts(200, keys, has_mask=mask)
-    assert decision.dense_reason(call, 0, None, layout, settings) == reason
+    layout = layout_of((4, 8, 10), "NONE")
+    assert decision.dense_reason(call, 0, None, layout, settings(min_tokens=0)) == reason
 
 
 #: Queries, keys and kind of calls: of Wan Animate 2, whose clip has 4 frames of 80 tokens, and of
@@ -100,27 +103,26 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_what_attends_to_what(load_pack, decision, layout_of, case):
-    settings = load_pack("nodes.settings").Settings(min_tokens=100)
+def test_what_attends_to_what(decision, settings, layout_of, case):
+    widgets = settings(min_tokens=100)
     animate = layout_of((4, 8, 10), "NONE", frame_by_frame=True)
     queries, keys, kind = CALLS[case]
     call = decision.CallFacts(queries, keys)
     layout = animate if case.startswith("Animate") else layout_of(context=77)
-    assert call.kind(layout, settings) is decision.Kind[kind]
+    assert call.kind(layout, widgets) is decision.Kind[kind]
     with_a_row = layout_of((4, 8, 10), "NONE")
-    assert call.kind(with_a_row, settings) is not decision.Kind.PART
+    assert call.kind(with_a_row, widgets) is not decision.Kind.PART
 
 
 @pytest.mark.parametrize("frames", [True, False])
-def test_parts_of_a_self_attention_are_for_manual_mode(load_pack, decision, layout_of, frames):
-    make = load_pack("nodes.settings").Settings
-    auto = make(min_tokens=100, mode="auto quality")
+def test_parts_of_a_self_attention_are_for_manual_mode(decision, settings, layout_of, frames):
     layout = layout_of((4, 8, 10), "NONE", frame_by_frame=True) if frames else layout_of()
     call = decision.CallFacts(80, 320)
-    why = [decision.dense_reason(call, 0, None, layout, it) for it in (make(min_tokens=100), auto)]
-    assert why == [None, decision.FRAME_BY_FRAME if frames else decision.FEWER_QUERIES]
-    assert decision.dense_reason(call, 0, "why", layout, auto) != "why", "lower it in vain"
-    assert decision.dense_reason(call, 0, "why", layout, make(min_tokens=100)) == "why"
+    manual, auto = settings(min_tokens=100), settings(min_tokens=100, mode="auto quality")
+    why = decision.FRAME_BY_FRAME if frames else decision.FEWER_QUERIES
+    for of_run in (None, "of the run"):
+        assert decision.dense_reason(call, 0, of_run, layout, manual) == of_run
+        assert decision.dense_reason(call, 0, of_run, layout, auto) == why, "whatever the run has"
 
 
 @pytest.mark.parametrize(
@@ -134,19 +136,18 @@ def test_parts_of_a_self_attention_are_for_manual_mode(load_pack, decision, layo
         (0.8, 0.0, [], 1),
     ],
 )
-def test_dense_steps_of_a_schedule(tune, start, end, schedule, steps):
-    window = tune.SigmaWindow(start, end)
+def test_dense_steps_of_a_schedule(window_of, start, end, schedule, steps):
+    window = window_of(start, end)
     assert window.dense_steps(schedule) == steps
     assert window.sparse_steps(schedule) == (max(0, len(schedule) - steps) if schedule else None)
 
 
-def test_text_that_attends_to_itself_stays_exact(load_pack, decision, layout_of):
+def test_text_that_attends_to_itself_stays_exact(decision, settings, layout_of):
     """The token refiner of HunyuanVideo, with min_tokens 0."""
-    layout = layout_of((4, 8, 10), "FIRST")
-    settings = load_pack("nodes.settings").Settings(min_tokens=0)
+    layout, calls = layout_of((4, 8, 10), "FIRST"), [(n, n) for n in (24, 79, 80, 320, 344)]
     why = [
-        decision.dense_reason(decision.CallFacts(tokens, tokens), 0, None, layout, settings)
-        for tokens in (24, 79, 80, 320, 344)
+        decision.exact_reason(decision.CallFacts(*call), layout, settings(min_tokens=0))
+        for call in calls
     ]
     assert why == ["fewer tokens than a frame has"] * 2 + [None] * 3
 
@@ -162,27 +163,66 @@ def test_text_that_attends_to_itself_stays_exact(load_pack, decision, layout_of)
         (0.09, "after end_percent 0.9"),
     ],
 )
-def test_the_window(tune, sigma, reason):
-    window = tune.SigmaWindow(0.8, 0.1, start_percent=0.2, end_percent=0.9)
+def test_the_window(window_of, sigma, reason):
+    window = window_of(0.8, 0.1, start_percent=0.2, end_percent=0.9)
     assert window.outside_reason(sigma) == reason
 
 
-def test_the_place_in_the_window_counts_its_steps(tune):
-    window = tune.SigmaWindow(start=0.8, end=0.2)
+def test_the_place_in_the_window_counts_its_steps(load_pack, window_of):
+    place, window = load_pack("sparge.tune").Place, window_of(start=0.8, end=0.2)
     schedule = [1.0, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
     found = [window.place(level, schedule) for level in (0.8, 0.7, 0.3, 0.2)]
-    assert found == [tune.Place(index, 4) for index in range(4)]
+    assert found == [place(index, 4) for index in range(4)]
     assert window.place(0.5, schedule).index == 2, "between steps: as the next one"
     assert window.place(0.9, schedule).index == 0 and window.place(0.1, schedule).index == 3
     for unknown in ([], [1.0, 0.9]):
         assert window.place(0.5, unknown) is None
 
 
-def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(tune):
-    def to_sigma(percent):
-        return 0.5 if percent in (0.0, 1.0) else 1 - percent
-
-    window = tune.SigmaWindow.of(0.0, 1.0, to_sigma)
+def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(window_of):
+    window = window_of.of(0.0, 1.0, lambda x: 0.5 if x in (0.0, 1.0) else 1 - x)
     assert window.is_everything
-    assert window.outside_reason(14.6) is None
-    assert window.outside_reason(0.0) is None
+    assert window.outside_reason(14.6) is window.outside_reason(0.0) is None
+
+
+@pytest.fixture(scope="module")
+def spans(load_pack):
+    return load_pack("nodes.settings").LayerSpans
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "listed"),
+    [
+        ("", 10, []),
+        (" , ", 10, []),
+        ("0-2, -1", 10, [0, 1, 2, 9]),
+        ("3", 10, [3]),
+        ("-3--1", 10, [7, 8, 9]),
+        ("5--4", 10, [5, 6]),
+        ("8-20", 10, [8, 9]),
+        ("1, -1", None, [1]),
+    ],
+)
+def test_blocks_that_dense_blocks_lists(spans, text, total, listed):
+    parsed = spans.parse(text)
+    assert [block for block in range(10) if parsed.contains(block, total)] == listed
+
+
+def test_numbers_that_no_block_has(spans):
+    parsed = spans.parse("0-2, 9-12, -10, -11--1")
+    assert parsed.missing(10) == [-11, 12]
+    assert parsed.missing(13) == []
+    assert parsed.needs_total and not spans.parse("0-2").needs_total
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("4-2", "ends before it begins: write 2-4"),
+        ("1, -1--3", "ends before it begins: write -3--1"),
+        *((text, 'for example "0-2, -1"') for text in ("first", "1;2", "0-", "1.5", "0-1-2")),
+    ],
+)
+def test_other_text_is_refused_with_an_example(spans, text, why):
+    with pytest.raises(ValueError, match=why):
+        spans.parse(text)

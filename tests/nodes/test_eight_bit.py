@@ -9,20 +9,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-HEADS, TOKENS, BLOCKS = 2, 512, 2
+from tests.nodes.parts import BLOCKS, HEADS
+
+TOKENS = 512
 PAIRS = HEADS * TOKENS**2
-LATENT = (8, 16, 16)
-AUTO = {"mode": "auto budget", "topk": 0.5, "min_tokens": TOKENS}
+FLAGS = {"skip_reshape": True}
 
 
 @pytest.fixture
 def table(load_pack, monkeypatch):
     """table(exact seconds): makes this the speed table of calls that keep every pair; 8-bit dense
-    ones take a second, and measurements no time."""
-    speed, backends = load_pack("sparge.speed"), []
+    ones take a second, and measurements no time. Gives the names of the backends asked for."""
+    speed, state, backends = load_pack("sparge.speed"), load_pack("nodes.run_state"), []
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("sparge.tune.ways"), "FEWEST_TOKENS", 1)
-    monkeypatch.setattr(load_pack("nodes.run_state"), "unusable_reason", lambda device: None)
+    monkeypatch.setattr(state, "unusable_reason", lambda device: None)
 
     def pretend(exact, sparse=0.1):
         cost = [speed.Cost(0, 0, 0, seconds / PAIRS) for seconds in (exact, 1.0, sparse)]
@@ -32,113 +33,96 @@ def table(load_pack, monkeypatch):
             backends.append(backend.name)
             return found
 
-        monkeypatch.setattr(load_pack("nodes.run_state"), "known_table", known)
+        monkeypatch.setattr(state, "known_table", known)
         return backends
 
     return pretend
 
 
 @pytest.fixture
-def sample(patched_wan, session, runs, generator):
-    """sample(**widgets): a run of two blocks and three steps, the first one dense; its tally and
-    what the calls gave."""
-    drawn = torch.randn(3, 1, HEADS, TOKENS, 64, generator=generator, dtype=torch.bfloat16)
+def qkv(generator):
+    return torch.randn(3, 1, HEADS, TOKENS, 64, generator=generator, dtype=torch.bfloat16)
 
-    def run(calls=BLOCKS, sigmas=(0.9, 0.7, 0.5), previous=None, call=None, **widgets):
-        patched, given = patched_wan(**(AUTO | widgets)), []
-        if previous is not None:
-            patched.model_options["transformer_options"]["optimized_attention_override"] = previous
 
-        def step(attend):
-            for _ in range(calls):
-                one = call or (lambda: attend(*drawn, HEADS, skip_reshape=True))
-                given.append(one() if call is None else call(attend, drawn))
+@pytest.fixture
+def run(sampled, qkv):
+    """run(call, sigmas, **widgets): a run of two blocks and three steps, the first one dense. Its
+    given: what the calls gave, in their order."""
 
-        session(patched, LATENT).sample(step, list(sigmas))
-        return runs[-1][0].tally, given
+    def of(call=lambda attend, qkv: attend(*qkv, HEADS, **FLAGS), sigmas=(0.9, 0.7, 0.5), **given):
+        got = sampled(
+            lambda attend: [call(attend, qkv) for _ in range(BLOCKS)], sigmas, latent=(8, 16, 16),
+            **{"mode": "auto budget", "topk": 0.5, "min_tokens": TOKENS} | given,
+        )  # fmt: skip
+        got.given = [out for of_pass in got.given for out in of_pass]
+        return got
 
-    return run
+    return of
 
 
 @pytest.mark.parametrize("mode", ["auto budget", "auto quality"])
-def test_the_dense_steps_are_in_eight_bits_and_measured(table, sample, load_pack, mode):
+def test_the_dense_steps_are_in_eight_bits_and_measured(table, run, load_pack, qkv, mode):
     backends = table(2.0)
-    tally, _ = sample(mode=mode)
-    assert (tally.eight_bit, tally.dense, tally.sparse) == (BLOCKS, BLOCKS, 2 * BLOCKS)
-    exact, _ = sample(mode=mode, exact_dense=True)
-    assert (exact.eight_bit, exact.dense, exact.sparse) == (0, BLOCKS, 2 * BLOCKS)
+    got, exact = run(mode=mode), run(mode=mode, exact_dense=True)
+    for each, eight_bit in ((got, BLOCKS), (exact, 0)):
+        tally = each.tally
+        assert (tally.eight_bit, tally.dense, tally.sparse) == (eight_bit, BLOCKS, 2 * BLOCKS)
     assert set(backends) == {load_pack("nodes.host").exact_backend().name}
-
-
-def test_the_result_is_that_of_eight_bits(table, sample, generator, load_pack):
-    table(2.0)
-    drawn = []
-
-    def call(attend, qkv):
-        drawn.append(qkv)
-        return attend(*qkv, HEADS, skip_reshape=True)
-
-    _, given = sample(call=call)
     sparge = load_pack("sparge")
-    dense = sparge.attention(*drawn[0], sparge.SparsePolicy(topk=1.0), out_layout="NHD").flatten(2)
-    assert torch.equal(given[0], torch.cat([dense] * 2)), "cond and uncond"
-    exact = torch.nn.functional.scaled_dot_product_attention(*drawn[0]).transpose(1, 2).flatten(2)
-    assert not torch.equal(given[0][:1], exact) and torch.allclose(given[0][:1], exact, atol=0.1)
+    dense = sparge.attention(*qkv, sparge.SparsePolicy(topk=1.0), out_layout="NHD").flatten(2)
+    assert torch.equal(got.given[0], torch.cat([dense] * 2)), "cond and uncond"
+    true = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
+    assert not torch.equal(dense, true) and torch.allclose(dense, true, atol=0.1)
 
 
-@pytest.mark.parametrize("widgets", [{"dense_blocks": "0-1"}, {"end_percent": 0.2}])
-def test_calls_that_the_user_wants_dense_are_in_eight_bits(table, sample, widgets):
+@pytest.mark.parametrize("widgets", [{"dense_blocks": "0-1"}, {"end_percent": 0.2}], ids=str)
+def test_calls_that_the_user_wants_dense_are_in_eight_bits(table, run, widgets):
     table(2.0)
-    tally, _ = sample(**widgets)
+    tally = run(**widgets).tally
     assert (tally.eight_bit, tally.sparse) == (3 * BLOCKS, 0)
 
 
-def test_not_where_exact_is_faster_nor_in_manual_mode(table, sample):
+def test_not_where_exact_is_faster_nor_in_manual_mode(table, run):
     table(0.5)
-    assert sample()[0].eight_bit == 0
+    assert run().tally.eight_bit == 0
     table(2.0)
-    assert sample(mode="manual")[0].eight_bit == 0
+    assert run(mode="manual").tally.eight_bit == 0
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda attend, qkv: attend(*qkv, HEADS, skip_reshape=True, mask=torch.ones(TOKENS, TOKENS)),
-        lambda attend, qkv: attend(*qkv, HEADS, skip_reshape=True, low_precision_attention=False),
-        lambda attend, qkv: attend(*qkv, HEADS, skip_reshape=True, unknown=3),
-        lambda attend, qkv: attend(qkv[0], *qkv[1:, :, :, :77], HEADS, skip_reshape=True),
-        lambda attend, qkv: attend(*qkv[:, :, :, :64], HEADS, skip_reshape=True),
-        lambda attend, qkv: attend(*qkv.float(), HEADS, skip_reshape=True),
+        lambda attend, qkv: attend(*qkv, HEADS, **FLAGS, mask=torch.ones(TOKENS, TOKENS)),
+        lambda attend, qkv: attend(*qkv, HEADS, **FLAGS, low_precision_attention=False),
+        lambda attend, qkv: attend(*qkv, HEADS, **FLAGS, unknown=3),
+        lambda attend, qkv: attend(qkv[0], *qkv[1:, :, :, :77], HEADS, **FLAGS),
+        lambda attend, qkv: attend(*qkv[:, :, :, :64], HEADS, **FLAGS),
+        lambda attend, qkv: attend(*qkv.float(), HEADS, **FLAGS),
     ],
     ids=["mask", "full precision", "unknown option", "cross", "short", "float32"],
 )
-def test_other_calls_stay_exact(table, sample, call):
+def test_other_calls_stay_exact(table, run, call):
     table(2.0)
-    tally, _ = sample(call=call, sigmas=(0.9,))
+    tally = run(call, [0.9]).tally
     assert tally.eight_bit == 0 and tally.dense + tally.cross == BLOCKS
 
 
 @pytest.mark.parametrize("where", ["before the last dense step", "dense_blocks", "no padding"])
-def test_a_call_with_a_mask_stays_exact(table, sample, where):
+def test_a_call_with_a_mask_stays_exact(table, run, where):
     """Also with one that may be padding, as long as it is not taken off."""
     mask = torch.zeros(1, 1, 1, TOKENS, dtype=torch.bfloat16)
     mask[..., -100:] = -1.0 if where == "no padding" else float("-inf")
-
-    def call(attend, qkv):
-        return attend(*qkv, HEADS, skip_reshape=True, mask=mask)
-
     widgets = {"dense_blocks": "0-1"} if where == "dense_blocks" else {"start_percent": 0.5}
     table(2.0)
-    tally, given = sample(call=call, sigmas=(0.95, 0.9, 0.8), **widgets)
-    if where == "before the last dense step":
-        assert tally.eight_bit <= BLOCKS, "without its padding a measured call may be"
-        given = given[:BLOCKS]
-    else:
-        assert tally.eight_bit == 0
-    assert len({out.float().sum().item() for out in given}) == 1
+    got = run(
+        lambda attend, qkv: attend(*qkv, HEADS, **FLAGS, mask=mask), (0.95, 0.9, 0.8), **widgets
+    )
+    first = where == "before the last dense step"  # without its padding a measured call may be
+    assert got.tally.eight_bit <= (BLOCKS if first else 0)
+    assert len({out.float().sum().item() for out in got.given[: BLOCKS if first else None]}) == 1
 
 
-def test_another_nodes_attention_serves_dense_calls(table, sample):
+def test_another_nodes_attention_serves_dense_calls(table, run):
     """Nobody timed it."""
     served = []
 
@@ -146,34 +130,37 @@ def test_another_nodes_attention_serves_dense_calls(table, sample):
         served.append(kwargs)
         return func(*args, **kwargs)
 
+    def overwriting(patched):
+        patched.transformer_options["optimized_attention_override"] = other
+
     table(2.0, sparse=3.0)
-    tally, _ = sample(previous=other)
+    tally = run(prepared=overwriting).tally
     assert tally.eight_bit == 0 and len(served) == tally.dense == BLOCKS
     assert tally.sparse == 2 * BLOCKS, "beside 8 bits it would not be"
 
 
-def test_an_error_in_eight_bits_costs_no_picture(table, sample, load_pack, monkeypatch, caplog):
+def test_an_error_in_eight_bits_costs_no_picture(table, run, load_pack, monkeypatch, caplog):
     def fail(self):
         raise ZeroDivisionError("no")
 
     table(2.0)
     monkeypatch.setattr(load_pack("sparge.tune").Call, "eight_bit", fail)
-    tally, _ = sample()
+    tally = run().tally
     assert tally.eight_bit == 0 and tally.dense == BLOCKS
     assert caplog.text.count("a dense call was computed exact") == 1
 
 
-def test_short_runs_that_do_not_pay_are_in_eight_bits(table, sample, load_pack, monkeypatch):
+def test_short_runs_that_do_not_pay_are_in_eight_bits(table, run, load_pack, monkeypatch):
     table(2.0)
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "CHOOSING", 10.0)
-    tally, _ = sample()
+    tally = run().tally
     assert (tally.eight_bit, tally.sparse) == (3 * BLOCKS, 0)
     assert tally.reasons["too few steps are left to pay for measuring"] == 2 * BLOCKS
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("sage")])
 def test_a_backend_that_cannot_be_timed_costs_no_run(
-    sample, table, load_pack, monkeypatch, caplog, error
+    run, table, load_pack, monkeypatch, caplog, error
 ):
     hook, asked = load_pack("nodes.hook"), []
 
@@ -185,8 +172,7 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
     monkeypatch.setattr(hook.Hook, "prepare_kernels", lambda self, device: ready)
     monkeypatch.setattr(hook, "speed_table", fail)
     table(2.0)
-    tally, _ = sample()
-    assert tally.sparse == 2 * BLOCKS and len(asked) == 1
+    assert run().tally.sparse == 2 * BLOCKS and len(asked) == 1
     assert "the speed of this GPU was not measured" in caplog.text
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 GPU, H200 = torch.device("cuda", 0), "NVIDIA H200"
-TOKENS, HEADS = 256, 2
 NOTE = "The kernels for sm_90a did not compile (see the log), so slower ones for sm_90 run."
 
 
@@ -51,10 +50,8 @@ def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
     capability = load_pack("sparge").capabilities(GPU)
     assert (capability.arch, capability.note) == ("sm_90", NOTE)
     wanted = {spec.id for spec in load_pack("sparge.kernels.warmup").eight_bit_specs("sm_90")}
-    assert wanted <= set(loaded)
-    assert {
-        f"attend-sm_90-d{size}-int8_fp16{pv}" for size in (64, 128) for pv in ("", "-pv")
-    } < wanted
+    attend = {f"attend-sm_90-d{size}-int8_fp16{pv}" for size in (64, 128) for pv in ("", "-pv")}
+    assert attend < wanted <= set(loaded)
     passed_over, path = caplog.messages
     assert "no wgmma" in passed_over and "attend_hopper-sm_90a" in passed_over
     assert path == ("[Sparge] attention on cuda:0 by mma.sync: sm_90 is built without wgmma")
@@ -94,16 +91,11 @@ def test_the_speed_of_the_best_target_no_longer_holds(load_pack, refusing, warme
 
 
 def test_the_report_says_so_once(
-    load_pack, refusing, warmed, monkeypatch, reference_allowed, patcher, session, generator, runs
+    load_pack, refusing, warmed, monkeypatch, reference_allowed, sampled, step
 ):
     refusing("attend_hopper")
     warmed()
     known = load_pack("sparge").capabilities(GPU)
     monkeypatch.setattr(load_pack("nodes.forward"), "capabilities", lambda device: known)
-    node = load_pack("nodes.sparge_attention").SpargeAttention
-    patched = node.execute(patcher, min_tokens=TOKENS)[0]
-    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
-    session(patched).sample(lambda attend: attend(q, q, q, HEADS), [0.9, 0.7, 0.6])
-    assert runs[-1][0].notes.count(NOTE) == 1
-    hook = load_pack("nodes.hook").hook_of(patched)
-    assert load_pack("nodes.report").summary(hook.last).count(NOTE.rstrip(".")) == 1
+    got = sampled(step, [0.9, 0.7, 0.6])
+    assert got.notes.count(NOTE) == got.line.count(NOTE.rstrip(".")) == 1

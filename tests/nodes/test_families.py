@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Grid, text and what stands beside them, by family."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,50 +9,113 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-VIDEO = (1, 16, 4, 16, 20)
+VIDEO, IMAGE = (1, 16, 4, 16, 20), (1, 16, 16, 20)
+COG, COG15 = {"patch_size": 2, "patch_size_t": None}, {"patch_size": 2, "patch_size_t": 2}
+WAN, HUNYUAN, SQUARE = {"patch_size": (1, 2, 2)}, {"patch_size": [1, 2, 2]}, {"patch_size": 2}
+KANDINSKY = WAN | {
+    "visual_transformer_blocks": [SimpleNamespace(self_attention=SimpleNamespace(num_heads=28))]
+}
 
 # class name, its attributes, latent, grid, exact (prefix, suffix) of a sequence 30 tokens longer
 CASES = {
-    "Mochi 848x480x163": ("AsymmDiTJoint", {"patch_size": 2}, (28, 60, 106), (28, 30, 53), (0, 30)),
+    "Mochi 848x480x163": ("AsymmDiTJoint", SQUARE, (28, 60, 106), (28, 30, 53), (0, 30)),
     "CogVideoX 720x480x49": (
-        "CogVideoXTransformer3DModel",
-        {"patch_size": 2, "patch_size_t": None},
-        (13, 60, 90),
-        (13, 30, 45),
-        (30, 0),
+        "CogVideoXTransformer3DModel", COG, (13, 60, 90), (13, 30, 45), (30, 0),
     ),
     "CogVideoX 1.5, an odd number of frames": (
-        "CogVideoXTransformer3DModel",
-        {"patch_size": 2, "patch_size_t": 2},
-        (21, 96, 170),
-        (11, 48, 85),
-        (30, 0),
+        "CogVideoXTransformer3DModel", COG15, (21, 96, 170), (11, 48, 85), (30, 0),
     ),
-    "Wan 832x480x81": ("WanModel", {"patch_size": (1, 2, 2)}, (21, 60, 104), (21, 30, 52), (0, 0)),
-    "HunyuanVideo 1280x720x129": (
-        "HunyuanVideo",
-        {"patch_size": [1, 2, 2]},
-        (33, 90, 160),
-        (33, 45, 80),
-        (30, 0),
-    ),
+    "Wan 832x480x81": ("WanModel", WAN, (21, 60, 104), (21, 30, 52), (0, 0)),
+    "HunyuanVideo 1280x720x129": ("HunyuanVideo", HUNYUAN, (33, 90, 160), (33, 45, 80), (30, 0)),
     "HunyuanImage": ("HunyuanVideo", {"patch_size": [2, 2]}, (64, 64), (1, 32, 32), (30, 0)),
     "LTXV 1280x720x121": ("LTXBaseModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
     "LTXV with sound": ("LTXAVModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
-    "Kandinsky 5 768x512x121": (
-        "Kandinsky5",
-        {
-            "patch_size": (1, 2, 2),
-            "visual_transformer_blocks": [
-                SimpleNamespace(self_attention=SimpleNamespace(num_heads=28))
-            ],
-        },
-        (31, 64, 96),
-        (31, 32, 48),
-        (0, 0),
+    "Kandinsky 5 768x512x121": ("Kandinsky5", KANDINSKY, (31, 64, 96), (31, 32, 48), (0, 0)),
+    "Flux 1024x1024": ("Flux", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
+}  # fmt: skip
+
+
+def latent(*cells):
+    return torch.zeros(1, 16, *cells)
+
+
+FRAME, SMALL = latent(1, 16, 20), latent(2, 8, 9)
+
+# class name, attributes, what it is given beside the latent, (frames, prefix, suffix, lead frames,
+# tail)
+BESIDE = {
+    "Mochi without the padding of its prompt": (
+        "AsymmDiTJoint", SQUARE, {"num_tokens": 20}, (4, 0, 20, 0, 0),
     ),
-    "Flux 1024x1024": ("Flux", {"patch_size": 2}, (128, 128), (1, 64, 64), (30, 0)),
-}
+    "CogVideoX": ("CogVideoXTransformer3DModel", COG, {}, (4, 30, 0, 0, 0)),
+    "Wan": ("WanModel", WAN, {}, (4, 0, 0, 0, 0)),
+    "Wan with a reference frame": (
+        "WanModel", WAN | {"ref_conv": object()}, {"reference_latent": latent(16, 20)},
+        (5, 0, 0, 1, 0),
+    ),
+    "Wan that ignores a reference": (
+        "WanModel", WAN | {"ref_conv": None}, {"reference_latent": latent(16, 20)}, (4, 0, 0, 0, 0),
+    ),
+    "Wan with latents in its context": (
+        "WanModel", WAN,
+        {"context_latents": [latent(2, 16, 20), FRAME], "time_dim_concat": FRAME},
+        (8, 0, 0, 0, 0),
+    ),
+    "Wan with a latent of another size in its context, and one of its own": (
+        "WanModel", WAN, {"context_latents": [latent(2, 16, 20), SMALL, latent(2, 16, 20)]},
+        (6, 0, 0, 0, 2 * 4 * 5 + 2 * 8 * 10),
+    ),
+    "Wan with a reference of another size, which stays exact": (
+        "WanModel", WAN | {"ref_conv": object()}, {"reference_latent": latent(8, 12)},
+        (4, 4 * 6, 0, 0, 0),
+    ),
+    "Wan VACE": (
+        "VaceWanModel", WAN, {"vace_context": torch.zeros(1, 2, 96, 4, 16, 20)}, (4, 0, 0, 0, 0),
+    ),
+    "Wan Camera, which takes no reference": (
+        "CameraWanModel", WAN | {"ref_conv": None}, {"context_latents": [latent(2, 16, 20)]},
+        (4, 0, 0, 0, 0),
+    ),
+    "Wan S2V": ("WanModel_S2V", WAN, {"reference_latent": FRAME}, (5, 0, 0, 0, 0)),
+    "Wan S2V, extended": (
+        "WanModel_S2V", WAN, {"reference_latent": FRAME, "reference_motion": latent(19, 16, 20)},
+        (6, 0, 0, 0, 4 * 5 + 4 * 2 * 2),
+    ),
+    "Wan S2V with a smaller reference": (
+        "WanModel_S2V", WAN,
+        {"reference_latent": latent(1, 8, 11), "reference_motion": latent(19, 16, 20)},
+        (4, 0, 0, 0, 4 * 5 + 8 * 10 + 4 * 5 + 4 * 2 * 2),
+    ),
+    "Wan HuMo": ("HumoWanModel", WAN, {"reference_latent": FRAME}, (5, 0, 0, 0, 0)),
+    "Wan SCAIL, with poses of half the size": (
+        "SCAILWanModel", WAN,
+        {"reference_latent": latent(2, 16, 20), "pose_latents": latent(4, 8, 10)},
+        (6, 0, 0, 2, 4 * 4 * 5),
+    ),
+    "Wan Animate 2": (
+        "WanAnimate2Model", WAN, {"pose_latents": latent(3, 16, 20)}, (4, 0, 0, 0, 0),
+    ),
+    "HunyuanVideo with a reference of another size": (
+        "HunyuanVideo", HUNYUAN, {"ref_latent": latent(1, 8, 20)}, (4, 30 + 40, 0, 0, 0),
+    ),
+    "HunyuanVideo 1.5": (
+        "HunyuanVideo", HUNYUAN,
+        {"txt_byt5": torch.zeros(1, 7, 8), "clip_fea": torch.zeros(1, 5, 8)}, (4, 42, 0, 0, 0),
+    ),
+    "HunyuanVideo with a reference": (
+        "HunyuanVideo", HUNYUAN, {"ref_latent": FRAME}, (5, 30, 0, 1, 0),
+    ),
+    "LTXV": ("LTXBaseModel", {}, {}, (4, 0, 0, 0, 0)),
+    "Flux edit of an image of the same size": (
+        "Flux", SQUARE, {"ref_latents": [latent(16, 20)] * 2}, (3, 30, 0, 0, 0),
+    ),
+    "Flux edit of another image": (
+        "Flux", SQUARE, {"ref_latents": [latent(16, 20), latent(15, 24)]}, (2, 30, 0, 0, 8 * 12),
+    ),
+    "Chroma, which takes no image to edit": (
+        "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +123,8 @@ def families(load_pack):
     return load_pack("nodes.families")
 
 
-def model(class_name, **attributes):
-    return type(class_name, (), attributes)()
+def model(class_name, *parents, **attributes):
+    return type(class_name, parents, attributes)()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,169 +138,14 @@ def test_grid_and_text(families, case):
 
 
 def test_every_family_has_a_case(families):
-    tested = {class_name for class_name, *_ in CASES.values()}
-    tested |= {class_name for (class_name, _), *_ in BESIDE.values()}
+    tested = {class_name for class_name, *_ in [*CASES.values(), *BESIDE.values()]}
     assert tested == set(families.FAMILIES)
-
-
-def test_reference_images_are_no_text(families):
-    layout = families.token_layout(model("Flux", patch_size=2), (1, 16, 128, 128))
-    assert layout.exact_tokens(512 + 4096 + 1024, references=1024) == (512, 0)
-
-
-def test_a_subclass_and_a_compiled_model_are_recognised(families):
-    wan = type("WanModel", (), {"patch_size": (1, 2, 2)})
-    vace = type("VaceWanModel", (wan,), {"blocks": [0] * 30})()
-    for found in (vace, SimpleNamespace(_orig_mod=vace)):
-        layout = families.token_layout(found, (1, 16, 21, 60, 104))
-        assert (layout.family, layout.blocks) == ("Wan", 30)
-
-
-def test_an_unknown_model_has_no_grid_and_no_exact_tokens(families):
-    layout = families.token_layout(model("Novelty"), (1, 16, 21, 60, 104))
-    assert (layout.family, layout.grid, layout.blocks) == ("This model", None, None)
-    assert layout.exact_tokens(5000) == (0, 0)
-
-
-def test_an_audio_latent_has_no_grid(families):
-    layout = families.token_layout(model("LTXBaseModel"), (1, 8, 100))
-    assert layout.grid is None
-
-
-# class name, attributes, what it is given beside the latent, (frames, prefix, suffix, lead frames,
-# tail)
-BESIDE = {
-    "Mochi without the padding of its prompt": (
-        ("AsymmDiTJoint", {"patch_size": 2}),
-        {"num_tokens": 20},
-        (4, 0, 20, 0, 0),
-    ),
-    "CogVideoX": (
-        ("CogVideoXTransformer3DModel", {"patch_size": 2, "patch_size_t": None}),
-        {},
-        (4, 30, 0, 0, 0),
-    ),
-    "Wan": (("WanModel", {"patch_size": (1, 2, 2)}), {}, (4, 0, 0, 0, 0)),
-    "Wan with a reference frame": (
-        ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": object()}),
-        {"reference_latent": torch.zeros(1, 16, 16, 20)},
-        (5, 0, 0, 1, 0),
-    ),
-    "Wan that ignores a reference": (
-        ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": None}),
-        {"reference_latent": torch.zeros(1, 16, 16, 20)},
-        (4, 0, 0, 0, 0),
-    ),
-    "Wan with latents in its context": (
-        ("WanModel", {"patch_size": (1, 2, 2)}),
-        {
-            "context_latents": [torch.zeros(1, 16, 2, 16, 20), torch.zeros(1, 16, 1, 16, 20)],
-            "time_dim_concat": torch.zeros(1, 16, 1, 16, 20),
-        },
-        (8, 0, 0, 0, 0),
-    ),
-    "Wan with a latent of another size in its context, and one of its own": (
-        ("WanModel", {"patch_size": (1, 2, 2)}),
-        {
-            "context_latents": [
-                torch.zeros(1, 16, 2, *size) for size in ((16, 20), (8, 9), (16, 20))
-            ]
-        },
-        (6, 0, 0, 0, 2 * 4 * 5 + 2 * 8 * 10),
-    ),
-    "Wan with a reference of another size, which stays exact": (
-        ("WanModel", {"patch_size": (1, 2, 2), "ref_conv": object()}),
-        {"reference_latent": torch.zeros(1, 16, 8, 12)},
-        (4, 4 * 6, 0, 0, 0),
-    ),
-    "Wan VACE": (
-        ("VaceWanModel", {"patch_size": (1, 2, 2)}),
-        {"vace_context": torch.zeros(1, 2, 96, 4, 16, 20)},
-        (4, 0, 0, 0, 0),
-    ),
-    "Wan Camera, which takes no reference": (
-        ("CameraWanModel", {"patch_size": (1, 2, 2), "ref_conv": None}),
-        {"context_latents": [torch.zeros(1, 16, 2, 16, 20)]},
-        (4, 0, 0, 0, 0),
-    ),
-    "Wan S2V": (
-        ("WanModel_S2V", {"patch_size": (1, 2, 2)}),
-        {"reference_latent": torch.zeros(1, 16, 1, 16, 20)},
-        (5, 0, 0, 0, 0),
-    ),
-    "Wan S2V, extended": (
-        ("WanModel_S2V", {"patch_size": (1, 2, 2)}),
-        {
-            "reference_latent": torch.zeros(1, 16, 1, 16, 20),
-            "reference_motion": torch.zeros(1, 16, 19, 16, 20),
-        },
-        (6, 0, 0, 0, 4 * 5 + 4 * 2 * 2),
-    ),
-    "Wan S2V with a smaller reference": (
-        ("WanModel_S2V", {"patch_size": (1, 2, 2)}),
-        {
-            "reference_latent": torch.zeros(1, 16, 1, 8, 11),
-            "reference_motion": torch.zeros(1, 16, 19, 16, 20),
-        },
-        (4, 0, 0, 0, 4 * 5 + 8 * 10 + 4 * 5 + 4 * 2 * 2),
-    ),
-    "Wan HuMo": (
-        ("HumoWanModel", {"patch_size": (1, 2, 2)}),
-        {"reference_latent": torch.zeros(1, 16, 1, 16, 20)},
-        (5, 0, 0, 0, 0),
-    ),
-    "Wan SCAIL, with poses of half the size": (
-        ("SCAILWanModel", {"patch_size": (1, 2, 2)}),
-        {
-            "reference_latent": torch.zeros(1, 20, 2, 16, 20),
-            "pose_latents": torch.zeros(1, 20, 4, 8, 10),
-        },
-        (6, 0, 0, 2, 4 * 4 * 5),
-    ),
-    "Wan Animate 2": (
-        ("WanAnimate2Model", {"patch_size": (1, 2, 2)}),
-        {"pose_latents": torch.zeros(1, 16, 3, 16, 20)},
-        (4, 0, 0, 0, 0),
-    ),
-    "HunyuanVideo with a reference of another size": (
-        ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
-        {"ref_latent": torch.zeros(1, 16, 1, 8, 20)},
-        (4, 30 + 40, 0, 0, 0),
-    ),
-    "HunyuanVideo 1.5": (
-        ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
-        {"txt_byt5": torch.zeros(1, 7, 8), "clip_fea": torch.zeros(1, 5, 8)},
-        (4, 42, 0, 0, 0),
-    ),
-    "HunyuanVideo with a reference": (
-        ("HunyuanVideo", {"patch_size": [1, 2, 2]}),
-        {"ref_latent": torch.zeros(1, 16, 1, 16, 20)},
-        (5, 30, 0, 1, 0),
-    ),
-    "LTXV": (("LTXBaseModel", {}), {}, (4, 0, 0, 0, 0)),
-    "Flux edit of an image of the same size": (
-        ("Flux", {"patch_size": 2}),
-        {"ref_latents": [torch.zeros(1, 16, 16, 20)] * 2},
-        (3, 30, 0, 0, 0),
-    ),
-    "Flux edit of another image": (
-        ("Flux", {"patch_size": 2}),
-        {"ref_latents": [torch.zeros(1, 16, 16, 20), torch.zeros(1, 16, 15, 24)]},
-        (2, 30, 0, 0, 8 * 12),
-    ),
-    "Chroma, which takes no image to edit": (
-        ("Chroma", {"patch_size": 2}),
-        {"ref_latents": [torch.zeros(1, 16, 16, 20)]},
-        (1, 30, 0, 0, 0),
-    ),
-}
 
 
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_stands_beside_the_grid(families, case):
-    (class_name, attributes), extras, expected = BESIDE[case]
-    image = class_name in ("Flux", "Chroma")
-    shape = (1, 16, 16, 20) if image else (1, 16, 4, 16, 20)
+    class_name, attributes, extras, expected = BESIDE[case]
+    shape = IMAGE if class_name in ("Flux", "Chroma") else VIDEO
     context = torch.zeros(1, 30, 8)
     layout = families.token_layout(model(class_name, **attributes), shape, context, extras)
     tokens = layout.tokens
@@ -246,13 +156,32 @@ def test_what_stands_beside_the_grid(families, case):
     assert layout.exact_tokens(tokens.tokens) == (tokens.prefix, tokens.suffix)
 
 
+def test_reference_images_are_no_text(families):
+    layout = families.token_layout(model("Flux", **SQUARE), (1, 16, 128, 128))
+    assert layout.exact_tokens(512 + 4096 + 1024, references=1024) == (512, 0)
+
+
+def test_a_subclass_and_a_compiled_model_are_recognised(families):
+    vace = model("VaceWanModel", type("WanModel", (), WAN), blocks=[0] * 30)
+    for found in (vace, SimpleNamespace(_orig_mod=vace)):
+        layout = families.token_layout(found, VIDEO)
+        assert (layout.family, layout.blocks) == ("Wan", 30)
+
+
+def test_what_has_no_grid(families):
+    layout = families.token_layout(model("Novelty"), VIDEO)
+    assert (layout.family, layout.grid, layout.blocks) == ("This model", None, None)
+    assert layout.exact_tokens(5000) == (0, 0)
+    assert families.token_layout(model("LTXBaseModel"), (1, 8, 100)).grid is None, "sound"
+
+
 def test_the_grid_is_known_in_a_sequence_of_other_tokens(families):
     """It is known where no text stands around it; tokens that nobody expected come last."""
-    wan = families.token_layout(model("WanModel", patch_size=(1, 2, 2)), VIDEO)
+    wan = families.token_layout(model("WanModel", **WAN), VIDEO)
     assert wan.sequence(320) is wan.tokens
     assert wan.sequence(361) == replace(wan.tokens, tail=41)
     assert wan.sequence(319) is None
-    flux = families.token_layout(model("Flux", patch_size=2), (1, 16, 16, 20))
+    flux = families.token_layout(model("Flux", **SQUARE), IMAGE)
     assert flux.sequence(81) is None and flux.exact_tokens(81) == (1, 0), "it may be text"
 
 
@@ -266,13 +195,11 @@ def test_a_guide_that_lost_tokens_leaves_the_clip_on_its_grid(families):
 
 
 def test_the_pose_branch_of_animate_2_has_a_grid_of_its_own(families):
-    given = {"pose_latents": torch.zeros(1, 16, 3, 16, 20)}
-    animate = model("WanAnimate2Model", patch_size=(1, 2, 2))
-    layout = families.token_layout(animate, VIDEO, None, given)
+    animate = model("WanAnimate2Model", **WAN)
+    layout = families.token_layout(animate, VIDEO, None, {"pose_latents": latent(3, 16, 20)})
     (poses,) = layout.expected
     assert (poses.frames, poses.tokens, poses.tail) == (3, 240, 0)
-    assert layout.sequence(240) is poses
-    assert layout.sequence(320) is layout.tokens
+    assert layout.sequence(240) is poses and layout.sequence(320) is layout.tokens
     without = families.token_layout(animate, VIDEO)
     assert without.expected == (without.tokens,), "outside the steps of the poses"
 
@@ -280,7 +207,7 @@ def test_the_pose_branch_of_animate_2_has_a_grid_of_its_own(families):
 @pytest.mark.parametrize(("controls", "calls"), [(0, 2), (1, 2), (2, 3), (5, 6)])
 def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
     given = {"vace_context": torch.zeros(1, controls, 96, 4, 16, 20)} if controls else {}
-    vace = model("VaceWanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
+    vace = model("VaceWanModel", blocks=[0] * 30, **WAN)
     layout = families.token_layout(vace, VIDEO, None, given)
     assert layout.rows == calls * 30
     rows = {layout.row(block, call) for block in range(30) for call in range(calls)}
@@ -289,8 +216,7 @@ def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
 
 
 def test_heads_are_known_before_a_call(families):
-    latent = (1, 16, 4, 16, 20)
-    wan = model("WanModel", patch_size=(1, 2, 2), num_heads=40)
-    ltx = model("LTXBaseModel", num_attention_heads=32)
-    found = [families.token_layout(each, latent).heads for each in (wan, ltx, model("Novelty"))]
-    assert found == [40, 32, None]
+    wan, ltx = model("WanModel", num_heads=40, **WAN), model("LTXBaseModel", num_attention_heads=32)
+    others = model("Kandinsky5", **KANDINSKY), model("Novelty")
+    found = [families.token_layout(each, VIDEO).heads for each in (wan, ltx, *others)]
+    assert found == [40, 32, 28, None]

@@ -37,24 +37,32 @@ def call_of(load_pack, grid, generator):
 
 
 @pytest.fixture
-def chosen(load_pack, grid):
+def table_of(load_pack, grid):
+    """table_of(layers, rows): a table of two heads, half of whose blocks are to be computed."""
+    module, tune = load_pack("sparge.tune.head_table"), load_pack("sparge.tune")
+    policy, device = load_pack("sparge").SparsePolicy(), torch.device("cpu")
+
+    def made(layers, **rows):
+        shape = module.Shape(grid.tokens, 2, grid, **rows)
+        run = load_pack("sparge.tune.ways").RunLength(layers, None)
+        aim = tune.Aim("budget", 0.5)
+        return module.HeadTable(shape, layers, aim, policy, device, tune.Ways(), run, nullcontext)
+
+    return made
+
+
+@pytest.fixture
+def chosen(load_pack, table_of):
     """chosen(*passes): the settings after passes of (conditioning, q, k, v) in a dense step."""
-    module = load_pack("sparge.tune.head_table")
-    aim = load_pack("sparge.tune").Aim("budget", 0.5)
     tune = load_pack("sparge.tune")
-    facts = tune.PassFacts
 
     def run(*passes):
-        shape = module.Shape(grid.tokens, 2, grid)
-        policy = load_pack("sparge").SparsePolicy()
-        run = load_pack("sparge.tune.ways").RunLength(1, None)
-        device = torch.device("cpu")
-        table = module.HeadTable(shape, 1, aim, policy, device, tune.Ways(), run, nullcontext)
+        table = table_of(1)
         for conditioning, *qkv in passes:
-            table.begin_pass(facts(conditioning, 0, "before start_percent", True))
+            table.begin_pass(tune.PassFacts(conditioning, 0, "before start_percent", True))
             own = partial(scaled_dot_product_attention, *qkv)
             table.measure(0, tune.Call(*qkv), tune.DenseOnce(own))
-        table.begin_pass(facts(passes[0][0], 1))
+        table.begin_pass(tune.PassFacts(passes[0][0], 1))
         return table.settings
 
     return run
@@ -77,13 +85,7 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, chosen):
         assert not torch.equal(of_one, getattr(apart, name)), f"{name} of both conditionings"
 
 
-def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, grid):
-    module = load_pack("sparge.tune.head_table")
-    aim, policy = load_pack("sparge.tune").Aim("budget", 0.5), load_pack("sparge").SparsePolicy()
-    shape = module.Shape(grid.tokens, 2, grid, rows=3)
-    ways, run = load_pack("sparge.tune").Ways(), load_pack("sparge.tune.ways").RunLength(3, None)
-    table = module.HeadTable(shape, 3, aim, policy, torch.device("cpu"), ways, run, nullcontext)
+def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, table_of):
+    module, table = load_pack("sparge.tune.head_table"), table_of(3, rows=3)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
-    assert (
-        table.head_settings(3) == module.NO_ROOM and table.head_settings(2) == module.NOT_MEASURED
-    )
+    assert [table.head_settings(row) for row in (2, 3)] == [module.NOT_MEASURED, module.NO_ROOM]

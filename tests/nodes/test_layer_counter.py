@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-LATENT = (1, 16, 4, 16, 20)
+WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "blocks": [0] * 30}
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def module(load_pack):
 
 @pytest.fixture
 def counter(load_pack, module):
-    """counter(class name, **attributes) of a pass of such a model."""
+    """counter(class name, latent, parents, **attributes) of a pass of such a model."""
+    layout_of = load_pack("nodes.families").token_layout
 
-    def make(name, latent=LATENT, **attributes):
-        network = type(name, (SimpleNamespace,), {})(**attributes)
-        return module.LayerCounter(load_pack("nodes.families").token_layout(network, latent))
+    def make(name, latent=(1, 16, 4, 16, 20), parents=(SimpleNamespace,), **attributes):
+        return module.LayerCounter(layout_of(type(name, parents, {})(**attributes), latent))
 
     return make
 
@@ -30,6 +30,11 @@ def counter(load_pack, module):
 @pytest.fixture
 def ltx(counter):
     return counter("LTXBaseModel", transformer_blocks=[0] * 5)
+
+
+def numbers(counter, *tokens, options=None):
+    """Numbers of the blocks of calls over so many tokens."""
+    return [counter.next(options or {}, count).number for count in tokens]
 
 
 def test_models_that_publish_their_block_are_asked(counter):
@@ -42,48 +47,51 @@ def test_models_that_publish_their_block_are_asked(counter):
     assert flux.peek(published | {"block_type": "single"}).number == 22
     assert flux.peek({}).number == 7
     assert flux.peek({"block_index": 0, "block": ("input", 1)}).number == 7, "a U-Net's"
+    cosmos = counter("MiniTrainDIT", blocks=[0] * 4)  # it does not say how many it has
+    assert [cosmos.next({"block_index": n}, 320).row for n in (0, 3, 3)] == [0, 3, 7]
 
 
 def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
-    """The control blocks of Wan VACE make such calls."""
-    wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
-    layers = [
-        wan.next(
-            {"block_index": block, "total_blocks": 30, "block_type": "double"},
-            wan.layout.grid_tokens,
-        )
-        for block in (0, 0, 1, 2, 2)
-    ]
-    places = [(layer.number, layer.row) for layer in layers]
-    assert places == [(0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
-    assert max(layer.row for layer in layers) < wan.layout.rows
+    """The control blocks of Wan VACE make such calls; shorter calls get no row of the block."""
+    wan = counter("WanModel", **WAN)
+    grid, short = wan.layout.grid_tokens, wan.layout.frame_tokens + 7
+    places = []
+    for block, tokens in [(0, short), (0, grid), (0, grid), (1, grid), (2, grid), (2, grid)]:
+        layer = wan.next({"block_index": block, "total_blocks": 30, "block_type": "double"}, tokens)
+        assert not layer.beside
+        places.append((layer.number, layer.row))
+    assert places == [(0, 0), (0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
+    assert wan.layout.rows == 60
 
 
 def test_calls_that_are_counted(ltx):
-    tokens = ltx.layout.grid_tokens
-    layers = [ltx.next({}, n) for n in (10, tokens, 10, tokens)]
+    grid = ltx.layout.grid_tokens
+    layers = [ltx.next({}, n) for n in (10, grid, 10, grid)]
     assert [layer.number for layer in layers] == [0, 0, 0, 1]
     assert [layer.beside for layer in layers] == [True, False, True, False]
-    assert layers[1].row == 0 and layers[3].row == 1
+    assert [layers[i].row for i in (1, 3)] == [0, 1]
     assert layers[2].row == 5, "where it disturbs no block's"
     assert ltx.peek({}).number == 1
 
 
-def test_a_guide_that_is_smaller_than_the_clip_shortens_all_blocks(ltx):
-    """LTXV drops its empty tokens. The sound that follows, however long, is no block's."""
-    video, sound = ltx.layout.grid_tokens - 60, ltx.layout.frame_tokens + 7
-    assert [ltx.next({}, n).number for n in (video, sound) * 3] == [0, 0, 1, 1, 2, 2]
+@pytest.mark.parametrize("shortened", [True, False])
+def test_sound_that_follows_is_no_block(ltx, shortened):
+    """A guide that is smaller than the clip shortens all blocks: LTXV drops its empty tokens."""
+    video = ltx.layout.grid_tokens - (60 if shortened else 0)
+    sound = ltx.layout.frame_tokens + 7
+    assert numbers(ltx, *(video, sound, sound) * 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert ltx.next({}, video).row == 3
 
 
 def test_text_that_attends_to_itself_first_is_no_block(counter):
     mochi = counter("AsymmDiTJoint", patch_size=2, blocks=[0] * 4)
     text, grid = mochi.layout.frame_tokens + 5, mochi.layout.grid_tokens
-    assert [mochi.next({}, n).number for n in (text, grid, grid)] == [0, 0, 1]
+    assert numbers(mochi, text, grid, grid) == [0, 0, 1]
 
 
-def unet(counter, **attributes):
-    """A small SDXL: modules of a U-Net, of which some hold transformers of some blocks."""
+@pytest.fixture
+def unet(counter):
+    """unet() counts in a small SDXL: modules of a U-Net, some with transformers of some blocks."""
 
     def module(blocks):
         transformer = SimpleNamespace(transformer_blocks=[0] * blocks)
@@ -94,15 +102,15 @@ def unet(counter, **attributes):
         "middle_block": module(3),
         "output_blocks": [module(n) for n in (2, 2, 0)],
     }
-    return counter("UNetModel", (1, 4, 16, 16), **sides, **attributes)
+    return lambda: counter("UNetModel", (1, 4, 16, 16), **sides)
 
 
 def at(side, number, index=0):
     return {"block": (side, number), "block_index": index, "transformer_index": 7}
 
 
-def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(counter):
-    found = unet(counter)
+def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(unet):
+    found = unet()
     assert (found.layout.blocks, found.layout.rows) == (9, 18)
     places = [at("input", 2), at("input", 2, 1), at("middle", 0, 2), at("output", 1, 1)]
     layers = [found.next(place, 256) for place in places]
@@ -110,36 +118,21 @@ def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(counter):
         (number, number, False) for number in (0, 1, 4, 8)
     ]
     assert found.next(at("output", 1, 1), 14).row == 8 + 9, "SVD's over time, in the same block"
-    assert found.next(at("output", 9), 256).number == 5, (
-        "counted, where the model has no such block"
-    )
+    unknown = found.next(at("output", 9), 256)
+    assert unknown.number == 5, "counted, where the model has no such block"
+    # Perturbed attention guidance leaves the self-attention of the middle out.
+    perturbed = unet()
+    assert perturbed.next(at("input", 2), 256).row == 0
+    assert perturbed.next(at("output", 0), 256).row == 5
 
 
-def test_self_attention_that_is_replaced_without_a_call_shifts_no_other(counter):
-    """Perturbed attention guidance leaves that of a U-Net's middle out."""
-    every = [at("input", 2), *(at("middle", 0, i) for i in range(3)), at("output", 0)]
-    plain, perturbed = unet(counter), unet(counter)
-    rows = {str(place): plain.next(place, 256).row for place in every}
-    for place in (every[0], every[-1]):
-        assert perturbed.next(place, 256).row == rows[str(place)]
-
-
-def test_a_model_may_say_its_block_alone(counter):
-    """Cosmos Predict2 does not say how many it has."""
-    cosmos = counter("MiniTrainDIT", blocks=[0] * 4)
-    assert [cosmos.next({"block_index": n}, 320).row for n in (0, 3, 3)] == [0, 3, 7]
-
-
-@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("numbered", [True, False], ids=["Z-Image", "OmniGen 2"])
 def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, numbered):
-    """They are those of Z-Image, whose layers say their numbers, and of OmniGen 2, whose layers do
-    not."""
     lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2, "ref_image_refiner": [0] * 2}
     found = counter("NextDiT", layers=[0] * 30, **lists)
     assert found.layout.rows == 2 * 30 + 4, "without a reference its refiner does not run"
     refiners = [found.next({}, tokens) for tokens in (24, 24, 320, 320)]
-    options = [{"block_index": n} if numbered else {} for n in range(3)]
-    blocks = [found.next(each, 344) for each in options]
+    blocks = [found.next({"block_index": n} if numbered else {}, 344) for n in range(3)]
     assert [(layer.number, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
     assert [layer.row for layer in refiners] == [60, 61, 62, 63]
     spans = load_pack("nodes.settings").LayerSpans.parse("0-29, -30--1, 60")
@@ -151,38 +144,15 @@ STG = {"stg_self_attn_blocks": frozenset({1, 2})}  # LTXV's spatio-temporal guid
 
 @pytest.mark.parametrize(("name", "blocks"), [("LTXAVModel", [0, 3, 4]), ("LTXVModel", [0, 1, 2])])
 def test_blocks_are_passed_over_where_the_model_leaves_their_self_attention_out(
-    load_pack, module, name, blocks
+    counter, name, blocks
 ):
     """It does with sound. Without sound ComfyUI's option of that name does nothing."""
-    network = type(name, (type("LTXBaseModel", (SimpleNamespace,), {}),), {})
-    layout = load_pack("nodes.families").token_layout(network(transformer_blocks=[0] * 5), LATENT)
-    ltx = module.LayerCounter(layout)
-    assert [ltx.next(STG, layout.grid_tokens).number for _ in range(3)] == blocks
-
-
-def test_the_sound_of_a_block_has_its_row_whichever_is_left_out_next(load_pack, module):
-    network = type("LTXAVModel", (SimpleNamespace,), {})(transformer_blocks=[0] * 5)
-    layout = load_pack("nodes.families").token_layout(network, LATENT)
-    video, sound = layout.grid_tokens, layout.frame_tokens + 7
-    plain, guided = module.LayerCounter(layout), module.LayerCounter(layout)
-    every = [[plain.next({}, n) for n in (video, sound)] for _ in range(5)]
-    assert [[guided.next(STG, n) for n in (video, sound)] for _ in range(3)] == [
-        every[block] for block in (0, 3, 4)
-    ]
-
-
-def test_shorter_calls_after_the_first_block_are_no_blocks(ltx):
-    """Sound, where no guide shortened the first block."""
-    video, sound = ltx.layout.grid_tokens, ltx.layout.frame_tokens + 7
-    assert [ltx.next({}, n).number for n in (video, sound, sound, video)] == [0, 0, 0, 1]
-
-
-def test_shorter_calls_of_models_that_publish_their_block_get_no_row_of_it(counter):
-    wan = counter("WanModel", patch_size=(1, 2, 2), blocks=[0] * 30)
-    published = {"block_index": 0, "total_blocks": 30}
-    video, short = wan.layout.grid_tokens, wan.layout.frame_tokens + 7
-    layers = [wan.next(published, n) for n in (short, video)]
-    assert [(layer.row, layer.beside) for layer in layers] == [(0, False), (0, False)]
+    parents = (type("LTXBaseModel", (SimpleNamespace,), {}),)
+    plain, guided = (counter(name, parents=parents, transformer_blocks=[0] * 5) for _ in range(2))
+    both = plain.layout.grid_tokens, plain.layout.frame_tokens + 7  # the block's sound has its row
+    every = [[plain.next({}, n) for n in both] for _ in range(5)]
+    found = [[guided.next(STG, n) for n in both] for _ in range(3)]
+    assert found == [every[block] for block in blocks]
 
 
 class Model:
@@ -236,6 +206,7 @@ def test_replaced_blocks_keep_the_numbers_of_the_others(module, ltx, patches, bl
     assert given == {"patches_replace": {"dit": patches, "other": 1}}, "as it was given"
     again = replaced.told(given)["patches_replace"]["dit"]
     assert again == options["patches_replace"]["dit"], "the same functions in each pass"
+    assert again.get(("single_block", 0), skip) is skip, "whose number is no block's"
 
 
 def test_a_replacement_runs_under_its_number_whatever_was_counted(module, ltx):
@@ -243,19 +214,11 @@ def test_a_replacement_runs_under_its_number_whatever_was_counted(module, ltx):
     seen = []
     patches = {("double_block", 3): lambda args, _: seen.append(ltx.calls)}
     told = module.ReplacedBlocks().told({"patches_replace": {"dit": patches}})
-    options = {module.COUNTER_KEY: ltx}
-    told["patches_replace"]["dit"]["double_block", 3]({"transformer_options": options}, {})
+    patch = told["patches_replace"]["dit"]["double_block", 3]
+    patch({"transformer_options": {module.COUNTER_KEY: ltx}}, {})
     assert seen == [3] and ltx.calls == 4
-
-
-def test_a_replacement_that_is_told_nothing_runs_all_the_same(module):
-    patches = {("double_block", 0): skip}
-    (telling,) = (
-        module.ReplacedBlocks()
-        .told({"patches_replace": {"dit": patches}})["patches_replace"]["dit"]
-        .values()
-    )
-    assert telling({"img": 1}, {}) == {"img": 1}
+    patch({"img": 1}, {})
+    assert len(seen) == 2, "told nothing, it runs all the same"
 
 
 def test_options_without_replacements_stay_as_they_are(module):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with a padding mask over text, as HunyuanVideo and Qwen Image have it."""
+"""Self-attention over a clip and text: padded, as HunyuanVideo and Qwen Image have it with a mask,
+and in calls that no token order fits."""
 
 from __future__ import annotations
 
@@ -7,30 +8,26 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.nodes.parts import EIGHT_BIT, HEADS, network, relative_error
+from tests.nodes.parts import TOKENS as GRID
+
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
-TEXT, REAL, GRID, HEADS = 40, 25, 4 * 8 * 8, 2
+TEXT, REAL = 40, 25
 TOKENS = TEXT + GRID
-#: Everything kept: what is left is the error of 8-bit arithmetic.
-EIGHT_BIT = 0.02
-REASON = "attention mask"
+FLAGS = {"skip_reshape": True, "skip_output_reshape": True}
 
 
-class HunyuanVideo(torch.nn.LayerNorm):
-    """Model with text before its grid, by its name; nothing of it runs."""
-
-    patch_size, num_heads, double_blocks, single_blocks = [1, 2, 2], HEADS, range(2), range(1)
-
-
-class Novelty(torch.nn.LayerNorm):
-    blocks = range(3)
+def hunyuan():
+    return network(
+        "HunyuanVideo", patch_size=[1, 2, 2], double_blocks=range(2), single_blocks=range(1)
+    )
 
 
 def padding(real=REAL, places=None):
     """(1, 1, tokens), to be added: of the text those behind the real ones are hidden."""
-    hidden = range(real, TEXT) if places is None else places
     mask = torch.zeros(1, 1, TOKENS)
-    mask[..., list(hidden)] = torch.finfo(torch.float32).min
+    mask[..., list(range(real, TEXT) if places is None else places)] = torch.finfo().min
     return mask
 
 
@@ -40,133 +37,95 @@ def qkv(generator):
 
 
 @pytest.fixture
-def asked(load_pack, monkeypatch):
-    """Requests to the library: (tokens, tokens of each segment)."""
-    calls = load_pack("sparge.tune.call")
-    library, seen = calls.attention, []
+def run(sampled, qkv, asked):
+    """run(mask, sigmas, ...): a run of calls with that mask, and the error of each result. Its
+    asked: tokens of each call of the library, and of the segments of its order."""
 
-    def spy(q, k, v, policy, **kwargs):
-        order = kwargs["order"]
-        parts = [part.tokens for part in order.segments] if order is not None else []
-        seen.append((q.shape[2], parts))
-        return library(q, k, v, policy, **kwargs)
+    def of(mask, sigmas=(0.5,), model=None, step=None, **widgets):
+        got = sampled(
+            step or (lambda attend: attend(*qkv, HEADS, mask=mask, **FLAGS)), sigmas,
+            model or hunyuan(), context=torch.zeros(1, TEXT, 8), conditionings=([0],),
+            **{"min_tokens": 64, "topk": 1.0} | widgets,
+        )  # fmt: skip
+        got.asked = [
+            (call.tensors[0].shape[2], [part.tokens for part in call.order.segments])
+            if call.order else (call.tensors[0].shape[2], []) for call in asked
+        ]  # fmt: skip
+        return got
 
-    monkeypatch.setattr(calls, "attention", spy)
-    return seen
-
-
-@pytest.fixture
-def run(load_pack, patcher, session, runs):
-    """run(step, sigmas, model, **widgets): what the passes gave, and the tally."""
-
-    def sampled(step, sigmas=(0.5,), model=HunyuanVideo, **widgets):
-        patcher.model.diffusion_model = model(8)
-        node = load_pack("nodes.sparge_attention").SpargeAttention
-        patched = node.execute(patcher, **({"min_tokens": 64, "topk": 1.0} | widgets))[0]
-        running = session(patched, (4, 16, 16), torch.zeros(1, TEXT, 8))
-        given = running.sample(step, list(sigmas), conditionings=([0],))
-        return given, runs[-1][0].tally
-
-    return sampled
+    return of
 
 
-def masked(q, k, v, mask):
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
-
-
-def error(got, expected):
-    return float((got - expected).norm() / expected.norm())
+def masked(qkv, mask):
+    return scaled_dot_product_attention(*qkv, attn_mask=mask)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_the_real_tokens_are_served_in_their_order(run, qkv, asked, heads_first):
-    q, k, v = qkv
-    mask = padding()
-
-    def step(attend):
-        if heads_first:
-            flags = {"skip_reshape": True, "skip_output_reshape": True}
-            return attend(q, k, v, HEADS, mask=mask, **flags)
-        flat = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
-        return attend(*flat, HEADS, mask=mask)
-
-    (out,), tally = run(step)
-    assert (tally.sparse, tally.dense) == (1, 0)
-    assert asked == [(REAL + GRID, [REAL, GRID])]
+def test_the_real_tokens_are_served_in_their_order(run, qkv, heads_first):
+    mask, flat = padding(), [x.transpose(1, 2).flatten(2) for x in qkv]
+    step = None if heads_first else lambda attend: attend(*flat, HEADS, mask=mask)
+    got = run(mask, step=step)
+    assert (got.tally.sparse, got.tally.dense) == (1, 0)
+    assert got.asked == [(REAL + GRID, [REAL, GRID])]
+    (out,) = got.given
     out = out if heads_first else out.unflatten(2, (HEADS, -1)).transpose(1, 2)
-    expected = masked(q, k, v, mask)
-    assert error(out, expected) < EIGHT_BIT
-    assert error(out[:, :, REAL:TEXT], expected[:, :, REAL:TEXT]) < 1e-5, "that of padding is dense"
+    expected = masked(qkv, mask)
+    assert relative_error(out, expected) < EIGHT_BIT
+    padded = slice(REAL, TEXT)
+    assert relative_error(out[:, :, padded], expected[:, :, padded]) < 1e-5, "that is dense"
 
 
-def test_padding_in_front_and_a_mask_of_bools(run, qkv, asked):
-    q, k, v = qkv
-    mask = padding(places=range(0, 10)) == 0
-    flags = {"skip_reshape": True, "skip_output_reshape": True}
-    (out,), _ = run(lambda attend: attend(q, k, v, HEADS, mask=mask, **flags))
-    assert asked == [(TOKENS - 10, [TEXT - 10, GRID])]
-    assert error(out, masked(q, k, v, mask)) < EIGHT_BIT
+@pytest.mark.parametrize(
+    ("mask", "model", "wanted"),
+    [
+        (padding(places=range(10)) == 0, None, (TOKENS - 10, [TEXT - 10, GRID])),
+        (padding(TEXT), None, (TOKENS, [TEXT, GRID])),
+        (padding(), network("Novelty"), (REAL + GRID, [])),
+    ],
+    ids=["in front, of bools", "none hidden", "a model without a row has no order"],
+)
+def test_other_padding(run, qkv, mask, model, wanted):
+    got = run(mask, model=model)
+    assert got.tally.sparse == 1 and got.asked == [wanted]
+    assert relative_error(got.given[0], masked(qkv, mask)) < EIGHT_BIT
 
 
-def test_auto_modes_measure_the_real_tokens(run, qkv, asked):
-    q, k, v = qkv
-    mask, flags = padding(), {"skip_reshape": True, "skip_output_reshape": True}
-    given, tally = run(
-        lambda attend: attend(q, k, v, HEADS, mask=mask, **flags),
-        [1.0, 0.9, 0.7, 0.5],
-        mode="auto quality",
-    )
-    assert tally.reasons == {"before start_percent 0.2": 2} and tally.sparse == 2
-    assert asked == [(REAL + GRID, [REAL, GRID])] * 2
-    assert all(error(out, masked(q, k, v, mask)) < 0.1 for out in given)
+def test_auto_modes_measure_the_real_tokens(run, qkv):
+    got = run(padding(), [1.0, 0.9, 0.7, 0.5], mode="auto quality")
+    assert got.tally.reasons == {"before start_percent 0.2": 2} and got.tally.sparse == 2
+    assert got.asked == [(REAL + GRID, [REAL, GRID])] * 2
+    assert all(relative_error(out, masked(qkv, padding())) < 0.1 for out in got.given)
 
 
-def test_a_mask_that_hides_nothing(run, qkv, asked):
-    q, k, v = qkv
-    flags = {"skip_reshape": True}
-    _, tally = run(lambda attend: attend(q, k, v, HEADS, mask=padding(TEXT), **flags))
-    assert tally.sparse == 1 and asked == [(TOKENS, [TEXT, GRID])]
-
-
-def test_a_model_without_a_row_has_no_order(run, qkv, asked):
-    q, k, v = qkv
-    mask, flags = padding(), {"skip_reshape": True, "skip_output_reshape": True}
-    (out,), _ = run(lambda attend: attend(q, k, v, HEADS, mask=mask, **flags), model=Novelty)
-    assert asked == [(REAL + GRID, [])]
-    assert error(out, masked(q, k, v, mask)) < EIGHT_BIT
-
-
-def weights():
-    mask = padding()
-    mask[..., 3] = -0.5
-    return mask
-
-
+WEIGHTS = padding()
+WEIGHTS[..., 3] = -0.5
 UNSERVED = {
-    "of queries too": lambda: torch.zeros(TOKENS, TOKENS),
-    "weights": weights,
-    "a hole in the picture": lambda: padding(places=[TEXT + 7]),
-    "no real token": lambda: padding(places=range(TOKENS)),
+    "of queries too": torch.zeros(TOKENS, TOKENS),
+    "weights": WEIGHTS,
+    "a hole in the picture": padding(places=[TEXT + 7]),
+    "no real token": padding(places=range(TOKENS)),
 }
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto quality"])
 @pytest.mark.parametrize("case", UNSERVED)
-def test_other_masks_stay_dense(run, qkv, asked, case, mode):
-    q, k, v = qkv
-    mask, flags = UNSERVED[case](), {"skip_reshape": True, "skip_output_reshape": True}
-    given, tally = run(
-        lambda attend: attend(q, k, v, HEADS, mask=mask, **flags), [0.9, 0.5], mode=mode
-    )
-    assert tally.sparse == 0 and asked == [] and tally.reasons[REASON] >= 1
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    assert all(torch.equal(out, expected) for out in given)
+def test_other_masks_stay_dense(run, qkv, case, mode):
+    got = run(UNSERVED[case], [0.9, 0.5], mode=mode)
+    assert got.tally.sparse == 0 and got.asked == [] and got.tally.reasons["attention mask"] >= 1
+    assert all(torch.equal(out, masked(qkv, UNSERVED[case])) for out in got.given)
+
+
+def test_text_that_attends_to_itself_with_a_mask_stays_dense(run, qkv):
+    """The token refiner of HunyuanVideo."""
+    mask, text = padding()[..., :TEXT], qkv[:, :, :, :TEXT]
+    got = run(mask, step=lambda attend: attend(*text, HEADS, mask=mask, **FLAGS), min_tokens=0)
+    assert got.tally.sparse == 0 and got.asked == []
 
 
 def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack):
     module, families = load_pack("sparge.tune.real_tokens"), load_pack("nodes.families")
     layout = families.token_layout(
-        HunyuanVideo(8), (2, 4, 4, 16, 16), torch.zeros(2, TEXT, 8), {"attention_mask": 1}
+        hunyuan(), (2, 4, 4, 16, 16), torch.zeros(2, TEXT, 8), {"attention_mask": 1}
     )
     alike, apart = (torch.cat([padding(), padding(n)]) for n in (REAL, REAL + 1))
     assert module.real_tokens(apart, layout.tokens) == module.UNEVEN
@@ -177,26 +136,38 @@ def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack):
 
 
 def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run, qkv, monkeypatch):
-    module, looks = load_pack("nodes.forward"), []
+    module, looks, mask = load_pack("nodes.forward"), [], padding()
     look = module.real_tokens
     monkeypatch.setattr(
         module, "real_tokens", lambda mask, known: (looks.append(1), look(mask, known))[1]
     )
-    q, k, v = qkv
-    mask, flags = padding(), {"skip_reshape": True}
 
     def step(attend):
-        return [attend(q, k, v, HEADS, mask=mask, **flags) for _ in range(3)]
+        return [attend(*qkv, HEADS, mask=mask, **FLAGS) for _ in range(3)]
 
-    _, tally = run(step, [1.0, 0.5])
-    assert looks == [1] and tally.sparse == 3
-    assert tally.reasons == {"before start_percent 0.2": 3}
+    got = run(mask, [1.0, 0.5], step=step)
+    assert looks == [1] and got.tally.sparse == 3
+    assert got.tally.reasons == {"before start_percent 0.2": 3}
 
 
-def test_text_that_attends_to_itself_with_a_mask_stays_dense(run, qkv, asked):
-    """The token refiner of HunyuanVideo."""
-    q, k, v = (x[:, :, :TEXT] for x in qkv)
-    mask = padding()[..., :TEXT]
-    flags = {"skip_reshape": True}
-    _, tally = run(lambda attend: attend(q, k, v, HEADS, mask=mask, **flags), min_tokens=0)
-    assert tally.sparse == 0 and asked == []
+@pytest.mark.parametrize(
+    ("name", "references", "exact"),
+    [("Flux", [], (TEXT, 0)), ("AsymmDiTJoint", [], (0, TEXT)), ("Flux", [64], (TEXT, 0))],
+    ids=["first", "last", "images to edit are no text"],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["expected", "no order fits"])
+def test_text_is_exact(sampled, asked, generator, name, references, exact, known):
+    """It is known where the session has the text."""
+    q = torch.randn(1, TOKENS + sum(references), HEADS * 64, generator=generator)
+
+    def referring(patched):
+        patched.transformer_options["reference_image_num_tokens"] = references
+
+    context = torch.zeros(1, TEXT, 8) if known else None
+    step = lambda attend: attend(q, q, q, HEADS)  # noqa: E731
+    model = network(name, patch_size=2)
+    sampled(step, [0.5, 0.4], model, context=context, prepared=referring, topk=0.5)
+    assert len(asked) == 2
+    for call in asked:
+        assert (call.order is not None) == (known and not references)
+        assert (call.policy.exact_prefix, call.policy.exact_suffix) == exact

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What is told of a run: the line in the log, the report and on the node, and the picture."""
+
 from __future__ import annotations
 
 import logging
@@ -20,28 +22,20 @@ def report(load_pack):
 def result(load_pack):
     """result(...) of a manual run of three steps and two layers, with these changes."""
 
-    def make(**changes):
+    def make(aim=None, by_step=None, shapes=(), saved=None, by_table=True, **changes):
         module, tune = load_pack("nodes.result"), load_pack("sparge.tune")
-        density = torch.full((8, 3), torch.nan)
-        density[[0, 7]] = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
+        if by_step is None:
+            by_step = torch.full((8, 3), torch.nan)
+            by_step[[0, 7]] = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
+        of_run = {x: changes.pop(x) for x in ("stopped", "notes", "seconds") if x in changes}
         facts = {
             "family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "forwards": 3,
             "reasons": {"before start_percent 0.2": 1},
-            "aim": None, "by_step": density, "shapes": (),
         } | changes  # fmt: skip
-        facts["reasons"] = Counter(facts["reasons"])
-        densities = tune.Densities(0.25, facts.pop("by_step"))
-        report = tune.Report(
-            facts.pop("aim"),
-            densities,
-            facts.pop("shapes"),
-            {},
-            facts.pop("time", tune.RunTime({}, None, False)),
-        )
-        of_run = {
-            name: facts.pop(name) for name in ("stopped", "notes", "seconds") if name in facts
-        }
-        return module.RunResult(tune.Tally(**facts), report, **of_run)
+        time = tune.RunTime({}, saved, by_table)
+        found = tune.Report(aim, tune.Densities(0.25, by_step), shapes, {}, time)
+        tally = tune.Tally(**facts | {"reasons": Counter(facts["reasons"])})
+        return module.RunResult(tally, found, **of_run)
 
     return make
 
@@ -65,9 +59,24 @@ def with_shapes(result, *shapes):
     return replace(result, report=replace(result.report, shapes=shapes))
 
 
-def test_a_good_run(result, report):
-    assert report.summary(result()) == (
-        "Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
+@pytest.fixture
+def published(report, caplog):
+    """published(result, node): the record in the log."""
+
+    def of(result, node=None):
+        with caplog.at_level(logging.INFO, "sparge"):
+            report.publish(result, node)
+        (record,) = caplog.records
+        return record
+
+    return of
+
+
+def test_a_good_run(result, published):
+    record = published(result())
+    assert record.levelno == logging.INFO
+    assert record.message == (
+        "[Sparge] Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
         "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always exact)"
     )
 
@@ -81,9 +90,8 @@ def test_a_good_run(result, report):
         (-1.0, True, "by the speed table"),
     ],
 )
-def test_the_saving_is_told_first(load_pack, result, report, saved, by_table, told):
-    time = load_pack("sparge.tune").RunTime({}, saved, by_table)
-    found = result(time=time, seconds=34.0)
+def test_the_saving_is_told_first(result, report, saved, by_table, told):
+    found = result(saved=saved, by_table=by_table, seconds=34.0)
     first = report.summary(found).split("; ")[0]
     faster = "2.7x faster: 34 s, not 91 s" if saved == 57 else "As fast as without: 34 s"
     assert first == (faster if told else "Mochi, 44,776 tokens")
@@ -91,12 +99,9 @@ def test_the_saving_is_told_first(load_pack, result, report, saved, by_table, to
     assert "faster" not in report.summary(replace(found, stopped=True)), "who knows"
 
 
-def test_dense_calls_in_eight_bits_are_told(result, report):
+def test_what_else_is_told(result, report):
     told = report.summary(result(eight_bit=2))
     assert "; 2 dense calls in 8 bits, faster here than exact ones; dense because: " in told
-
-
-def test_a_filter_that_was_left_out_is_told(result, report):
     told = report.summary(result(filter_left_out=True))
     assert told.endswith("; pvthreshd left out: this GPU is faster and truer without it")
 
@@ -104,18 +109,21 @@ def test_a_filter_that_was_left_out_is_told(result, report):
 def test_measured_heads_are_told(measured, report):
     line = report.summary(measured)
     assert "density 25.0 % (heads 5.0 % to 100.0 %)" in line
-    assert "predicted error 0.039; probed error 0.096" in line
+    assert "predicted error 0.039; probed error 0.096" in line and "token order" not in line
     details = report.details(measured).splitlines()
-    assert details[0] == line
-    assert details[4] == "Density by step, %: 100 50 50."
-    assert details[1:4] == [
+    assert details[:5] == [
+        line,
         "Asked for a mean error of 0.06.",
         "25 % of 4 heads use pooled keys.",
         "Blocks of tokens by head: cubes in 3, rows in 2.",
+        "Density by step, %: 100 50 50.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])
     assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068 0.096"
     assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010 -"
+    (shape,) = measured.report.shapes
+    line = report.summary(with_shapes(measured, shape, replace(shape, one_order=True)))
+    assert "; measured one token order alone: the dense steps are few or short" in line
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,7 @@ def test_measured_heads_are_told(measured, report):
     ],
     ids=["a quiet head", "a loud head"],
 )
-def test_errors_count_by_head_weight(measured, report, picture, head, line, layer, bar):
+def test_errors_count_by_head_weight(measured, report, head, line, layer, bar):
     """One of the heads errs by .1 more."""
     (shape,) = measured.report.shapes
     off = torch.zeros(2, 2)
@@ -140,7 +148,7 @@ def test_errors_count_by_head_weight(measured, report, picture, head, line, laye
     assert result.report.of_layers("predicted") == pytest.approx({0: bar, 7: 0.01})
 
 
-def test_heads_of_two_shapes_count_by_head_weight(measured, report, picture):
+def test_heads_of_two_shapes_count_by_head_weight(measured, report):
     (shape,) = measured.report.shapes
     other = replace(shape, predicted=torch.full((2, 2), 0.3), head_weight=torch.full((2, 2), 3.0))
     result = with_shapes(measured, shape, other)
@@ -158,57 +166,40 @@ def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
     assert shades(picture.draw(silent), picture.PREDICTED) == 0
 
 
-def test_orders_that_were_not_measured_are_told(measured, report):
-    (shape,) = measured.report.shapes
-    assert "token order" not in report.summary(measured)
-    line = report.summary(with_shapes(measured, shape, replace(shape, one_order=True)))
-    assert "; measured one token order alone: the dense steps are few or short" in line
-
-
-NOTHING = {"sparse": 0, "cross": 0, "reasons": {}}
-
-
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "words", "end"),
     [
-        ({"reasons": {"attention mask": 2}}, "dense because: attention mask (2)"),
-        ({}, "no attention call reached this node"),
-        ({"forwards": 0}, "the model did not run"),
+        (
+            {"sparse": 0, "cross": 0, "reasons": {"attention mask": 2}},
+            "NOTHING WAS SPARSE",
+            "dense because: attention mask (2)",
+        ),
+        (
+            {"sparse": 0, "cross": 0, "reasons": {}},
+            "NOTHING WAS SPARSE: no attention call reached this node",
+            "",
+        ),
+        ({"sparse": 0, "reasons": {}, "forwards": 0}, "NOTHING WAS SPARSE: the model did not", ""),
+        ({"notes": ("remove one.",)}, "3 sparse", "; remove one"),
     ],
+    ids=["reasons", "no call", "no pass", "a note"],
 )
-def test_nothing_sparse_is_a_warning_with_its_reason(result, report, caplog, changes, text):
-    with caplog.at_level(logging.INFO, "sparge"):
-        report.publish(result(**(NOTHING | changes)), None)
-    (record,) = caplog.records
+def test_what_the_user_has_to_know_is_a_warning(result, published, changes, words, end):
+    record = published(result(**changes))
     assert record.levelno == logging.WARNING
-    assert "NOTHING WAS SPARSE" in record.message
-    assert text in record.message
+    assert words in record.message and record.message.endswith(end)
 
 
-def test_one_line_in_the_log_and_the_verdict_on_the_node(result, report, caplog, monkeypatch):
+def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monkeypatch):
+    """Of a node in a subgraph on those that hold it, too."""
     shown = []
-    server = SimpleNamespace(
-        PromptServer=SimpleNamespace(
-            instance=SimpleNamespace(
-                send_progress_text=lambda text, node: shown.append((node, text))
-            )
-        )
-    )
-    monkeypatch.setitem(sys.modules, "server", server)
-    with caplog.at_level(logging.INFO, "sparge"):
-        report.publish(result(stopped=True), "12")
-    ((node, text),) = shown
-    assert node == "12" and text == "Stopped early\n25 % of attention computed"
-    (record,) = caplog.records
+    server = SimpleNamespace(send_progress_text=lambda text, node: shown.append((node, text)))
+    module = SimpleNamespace(PromptServer=SimpleNamespace(instance=server))
+    monkeypatch.setitem(sys.modules, "server", module)
+    record = published(result(stopped=True), "12:3:7")
+    said = "Stopped early\n25 % of attention computed"
+    assert shown == [("12", said), ("12:3", said), ("12:3:7", said)]
     assert record.message.endswith("stopped early") and "\n" not in record.message
-
-
-def test_a_note_is_a_warning(result, report, caplog):
-    with caplog.at_level(logging.INFO, "sparge"):
-        report.publish(result(notes=("remove one.",)), None)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.message.endswith("; remove one")
 
 
 def test_notes_appear_once(load_pack):
@@ -217,6 +208,51 @@ def test_notes_appear_once(load_pack):
     run.note("remove one")
     run.note("remove one")
     assert run.notes == ["remove one"]
+
+
+SHARE = "25 % of attention computed"
+WARNED = ("the results do not add up, remove one of the two nodes", "more")
+UNREACHED = ["No attention call reached this node", "Put it last, before the sampler"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["2.7x faster: 34 s, not 91 s", SHARE]),
+        ({"seconds": 2.93, "saved": 0.53}, ["1.2x faster: 2.9 s, not 3.5 s", SHARE]),
+        ({"seconds": 1200.0, "saved": 1800.0}, ["2.5x faster: 20 min, not 50 min", SHARE]),
+        ({"saved": -2.0}, ["As fast as without: 34 s", SHARE]),
+        ({"saved": None}, ["3 of 4 calls were sparse", SHARE]),
+        (
+            {"notes": WARNED},
+            ["2.7x faster: 34 s, not 91 s", "the results do not add up, remove ..."],
+        ),
+        ({"sparse": 0, "saved": None}, ["NOTHING WAS SPARSE", "before start_percent 0.2"]),
+        (
+            {"sparse": 0, "saved": 7.0, "eight_bit": 1},
+            ["1.2x faster: 34 s, not 41 s", "all in 8 bits, nothing skipped"],
+        ),
+        ({"sparse": 0, "forwards": 0, "reasons": {}}, ["The model did not run"]),
+        ({"sparse": 0, "cross": 0, "reasons": {}}, UNREACHED),
+        ({"sparse": 0, "stopped": True}, ["Stopped before the first sparse step"]),
+        (
+            {"sparse": 0, "stopped": True, "may_have_been_sparse": True},
+            ["Stopped early", "before start_percent 0.2"],
+        ),
+    ],
+)
+def test_the_two_lines_on_the_node(load_pack, result, changes, expected):
+    found = result(**{"seconds": 34.0, "saved": 57.0} | changes)
+    assert load_pack("nodes.verdict").verdict(found).split("\n") == expected
+
+
+def test_the_verdict_says_how_near_it_is(load_pack, measured):
+    verdict = load_pack("nodes.verdict").verdict
+    assert verdict(measured).split("\n")[1] == f"{SHARE}, error 10 %", "as probed"
+    (shape,) = measured.report.shapes
+    unprobed = replace(shape, probed=torch.full((2, 2), torch.nan))
+    said = verdict(with_shapes(measured, unprobed)).split("\n")[1]
+    assert said == f"{SHARE}, error 4 %", "as predicted"
 
 
 @pytest.fixture
@@ -251,12 +287,10 @@ def test_the_picture_shows_densities_and_errors(picture, measured):
 def test_no_head_measured_and_nothing_run(picture, result):
     image = picture.draw(result())
     assert shades(image, picture.PROBED) == 0 and inked(image) > 100
-    empty = result(by_step=torch.empty(0, 0))
-    assert inked(picture.draw(empty)) > 100
+    assert inked(picture.draw(result(by_step=torch.empty(0, 0)))) > 100
 
 
 @pytest.mark.parametrize(("layers", "steps"), [(1, 1), (60, 50), (200, 1000)])
 def test_pictures_of_any_size(picture, result, layers, steps):
-    density = torch.rand(layers, steps)
-    image = picture.draw(result(by_step=density))
+    image = picture.draw(result(by_step=torch.rand(layers, steps)))
     assert image.shape[1] <= 800 and image.shape[2] <= 1500

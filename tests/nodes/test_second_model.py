@@ -9,23 +9,21 @@ import itertools
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("reference_allowed")
+from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS
 
-LATENT, TOKENS = (4, 16, 16), 4 * 8 * 8
-HEADS, BLOCKS = 2, 2
-DENSE_THEN_SPARSE = [1.0, 0.9, 0.7]
+pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 
 @pytest.fixture
-def two_models(session, patched_wan, generator):
-    """two_models(tokens of the second's calls, **widgets): the patched model, after a run."""
+def two_models(session, patch, runs, generator):
+    """two_models(tokens of the second's calls, **widgets): the patched model, and its run."""
 
     def step(tokens):
         layers = torch.randn(BLOCKS, 3, 1, tokens, HEADS * 64, generator=generator)
         return lambda attend: [attend(*layer, HEADS) for layer in layers]
 
-    def run(tokens=TOKENS, **widgets):
-        patched = patched_wan(**{"mode": "auto quality", "min_tokens": TOKENS} | widgets)
+    def run(tokens=TOKENS, mode="auto quality", **widgets):
+        patched = patch(mode=mode, **widgets)
         sampling = session(patched, LATENT)
         network = copy.deepcopy(sampling.model.diffusion_model)
         second = type(sampling.model)(diffusion_model=network)
@@ -37,52 +35,43 @@ def two_models(session, patched_wan, generator):
             sampling.model = next(models)
             return next(passes)(attend)
 
-        sampling.sample(in_turn, DENSE_THEN_SPARSE, conditionings=([0], [0]))
-        return patched
+        sampling.sample(in_turn, [1.0, 0.9, 0.7], conditionings=([0], [0]))
+        return patched, runs[-1][0]
 
     return run
 
 
-def test_it_is_measured_by_itself(two_models, runs):
-    two_models()
-    ((run, _),) = runs
+def test_it_is_measured_by_itself(two_models):
+    _, run = two_models()
     assert [len(table._measured_rows) for table in run.session.tables.chosen] == [BLOCKS] * 2
     assert len(run.session.tables.chosen_of_sampled) == 1
     assert run.notes[0].startswith("the guider runs a second model")
     assert run.notes[0].endswith("measured apart")
+    sampled, other = run._model, object()  # a copy on another device is none
+    assert run.which(other, torch.device("meta")) == run.which(sampled, run._device) == 0
+    assert run.which(other, run._device) == id(other)
 
 
-def test_in_manual_mode_nothing_is_said_to_be_measured(two_models, runs):
-    two_models(mode="manual")
-    ((run, _),) = runs
+def test_in_manual_mode_nothing_is_said_to_be_measured(two_models):
+    _, run = two_models(mode="manual")
     assert "second model" in run.notes[0] and "measured" not in run.notes[0]
 
 
-def test_shapes_that_it_alone_has_are_its_own(two_models, runs):
+def test_shapes_that_it_alone_has_are_its_own(two_models):
     """Such a shape is met in a pass, and expected in the next."""
-    two_models(tokens=TOKENS + 44)
-    ((run, _),) = runs
+    _, run = two_models(tokens=TOKENS + 44)
     tables = [(which > 0, shape.tokens) for _, which, shape in run.session.tables._tables]
     assert sorted(tables) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_profile_is_of_the_sampled_model_alone(two_models, runs, load_pack):
+def test_a_profile_is_of_the_sampled_model_alone(two_models, load_pack):
     report = load_pack("nodes.sparge_report").SpargeReport.execute
-    report(two_models(), {"samples": 0}, "clip")
+    report(two_models()[0], {"samples": 0}, "clip")
     load = load_pack("nodes.sparge_profile_load").SpargeProfileLoad.execute
-    patched = two_models(profile=load("clip")[0])
+    patched, run = two_models(profile=load("clip")[0])
     _, text, _ = report(patched, {"samples": 0}, "again")
     assert text.endswith("No profile was saved: this run used one instead of measuring.")
-    (run, _) = runs[-1]
     made = run.session.tables._tables.items()
     tables = {which: table.from_profile for (_, which, _), table in made}
     assert tables.pop(0) and list(tables.values()) == [False]
-
-
-def test_a_copy_on_another_device_is_no_second_model(two_models, runs):
-    two_models()
-    ((run, _),) = runs
-    sampled, other = run._model, object()
-    assert run.which(other, torch.device("meta")) == run.which(sampled, run._device) == 0
-    assert run.which(other, run._device) == id(other)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.quality.rows import TARGETS
+
 PACK = Path(__file__).resolve().parents[2]
 
 #: For ever: append here when a widget is added, change nothing else.
@@ -63,23 +65,19 @@ def test_the_extension_offers_the_node(load_pack, node):
 
     found = asyncio.run(nodes())
     assert found[0] is node
+    schema = node.define_schema()
+    assert (schema.display_name, schema.category) == ("Sparge Attention", "model/patch")
+    assert [type(output).__name__ for output in schema.outputs] == ["ModelOutput"]
     names = [each.define_schema().node_id for each in found]
     assert names == ["SpargeAttention", "SpargeProfileLoad", "SpargeReport"]
     pages = PACK / load_pack().WEB_DIRECTORY / "docs"
     assert all((pages / f"{name}.md").is_file() for name in names)
 
 
-def test_identity(node):
-    schema = node.define_schema()
-    assert schema.node_id == "SpargeAttention"
-    assert schema.display_name == "Sparge Attention"
-    assert schema.category == "model/patch"
-    assert [type(output).__name__ for output in schema.outputs] == ["ModelOutput"]
-
-
 def test_names_order_and_defaults(widgets):
     assert {widget.id: widget.default for widget in widgets} == WIDGETS | NEW_NODES
     assert [widget.id for widget in widgets] == list(WIDGETS)
+    assert all(widget.optional for widget in widgets), "graphs from before a widget run"
     assert {w.id: w.options for w in widgets if hasattr(w, "options")} == COMBOS
 
 
@@ -93,16 +91,12 @@ def test_sliders_and_ranges(widgets):
     assert basic == ["mode", "topk", "pvthreshd", "quality"]
 
 
-def test_every_widget_has_a_default_in_execute(node):
+def test_every_widget_has_a_default_in_execute(load_pack, node):
     parameters = dict(inspect.signature(node.execute).parameters)
     parameters.pop("model")
     assert parameters.pop("profile").default is None
     assert {name: p.default for name, p in parameters.items()} == WIDGETS
-
-
-def test_settings_are_the_widgets(load_pack):
-    settings = load_pack("nodes.settings").Settings()
-    assert dataclasses.asdict(settings) == WIDGETS
+    assert dataclasses.asdict(load_pack("nodes.settings").Settings()) == WIDGETS
 
 
 def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs):
@@ -112,6 +106,7 @@ def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs):
 
 def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
     qualities = load_pack("nodes.settings").QUALITIES
+    assert qualities == TARGETS, "which the benchmark judges"
     assert list(qualities) == COMBOS["quality"]
     assert list(qualities.values()) == sorted(qualities.values())
     for name, target in qualities.items():
@@ -121,8 +116,7 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
 @pytest.mark.parametrize(
     ("widgets", "aim"),
     [
-        ({}, None),
-        ({"mode": "manual", "quality": "high"}, None),
+        ({"quality": "high"}, None),
         ({"mode": "auto quality"}, ("quality", 0.05)),
         ({"mode": "auto quality", "quality": "high", "topk": 0.2}, ("quality", 0.03)),
         ({"mode": "auto budget", "quality": "high", "topk": 0.2}, ("budget", 0.2)),

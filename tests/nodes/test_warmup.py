@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Kernels are compiled in the background, and waited for when a run starts."""
+
 from __future__ import annotations
 
 import threading
@@ -68,31 +70,13 @@ def test_only_a_compilation_is_shown(warmup, warm, monkeypatch):
     assert [text.split(": ")[1].split(",")[0] for text in shown] == ["1 of 2", "2 of 2"]
 
 
-def test_failures(load_pack, warmup, warm):
-    sparge = load_pack("sparge")
+@pytest.fixture
+def tries(warmup, warm):
+    """tries(error): how often kernels are compiled in three warm-ups of which the first one fails,
+    the outcome of that, and of the last."""
 
-    def outcome(error):
-        def fail(*args):
-            raise error
-
-        warm(fail)
-        warmup._warmups.clear()
-        return warmup.warm_up(CPU, print).wait(never_cancelled)
-
-    assert outcome(sparge.Unsupported("too old")) == "too old"
-    assert "did not compile" in outcome(sparge.KernelBuildError("attend", "line 1"))
-    refusal = sparge.kernels.DriverError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "full")
-    assert outcome(refusal) == warmup.KERNEL_DID_NOT_LOAD
-    with pytest.raises(RuntimeError, match="a bug"):
-        outcome(RuntimeError("a bug"))
-
-
-def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm):
-    sparge = load_pack("sparge")
-    full = sparge.kernels.DriverError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "full")
-
-    def tries(error):
-        errors, started = [error], []
+    def of(error):
+        errors, started, found = [error], [], []
 
         def once(*args):
             started.append(1)
@@ -103,16 +87,25 @@ def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm):
         warmup._warmups.clear()
         for _ in range(3):
             try:
-                found = warmup.warm_up(CPU, print).wait(never_cancelled)
+                found.append(warmup.warm_up(CPU, print).wait(never_cancelled))
             except OSError as failure:
-                found = str(failure)
-        return len(started), found
+                found.append(str(failure))
+        return len(started), found[0], found[-1]
 
-    assert tries(full) == tries(OSError("disk full")) == (2, None)
-    assert tries(sparge.KernelBuildError("no compiler")) == (2, None)
-    assert tries(sparge.Unsupported("too old")) == (1, "too old")
-    refused = sparge.KernelBuildError("attend", "line 1")
-    assert tries(refused) == (1, warmup.KERNEL_DID_NOT_COMPILE)
+    return of
+
+
+def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
+    sparge = load_pack("sparge")
+    full = sparge.kernels.DriverError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "full")
+    refused, failed = warmup.KERNEL_DID_NOT_COMPILE, sparge.KernelBuildError
+    assert tries(full) == (2, warmup.KERNEL_DID_NOT_LOAD, None)
+    assert tries(OSError("disk full")) == (2, "disk full", None)
+    assert tries(failed("no compiler")) == (2, refused, None)
+    assert tries(failed("attend", "line 1")) == (1, refused, refused)
+    assert tries(sparge.Unsupported("too old")) == (1, "too old", "too old")
+    with pytest.raises(RuntimeError, match="a bug"):
+        tries(RuntimeError("a bug"))
 
 
 def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplog):

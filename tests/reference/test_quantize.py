@@ -59,6 +59,15 @@ def test_sixteen_bit_copies_its_inputs(make_qkv, element: Element, dtype: torch.
     assert not x.kbar.any() and not x.vbar.any()
 
 
+def test_the_mean_of_large_numbers_does_not_overflow(make_qkv) -> None:
+    """Their sum would."""
+    q, k, v = (3e36 * (2 + x.clamp(-1, 1)) for x in make_qkv(1, 1, 200, 64, dtype=torch.float32))
+    x = quantize_qkv(q, k, v, element=Element.INT8_E4M3)
+    assert not torch.isfinite(k.sum(2)).all()
+    torch.testing.assert_close(x.kbar[0, 0].double(), k[0, 0].double().mean(0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(x.vbar[0, 0].double(), v[0, 0].double().mean(0), rtol=1e-3, atol=0)
+
+
 def test_the_mean_key_of_many_tokens_in_an_order_is_that_of_a_sample(make_qkv, monkeypatch):
     q, k, v = make_qkv(3, 2, GRID.tokens, 16)
     cubes, lengths = cube_order(GRID), torch.tensor([334, 259, 300], dtype=torch.int32)
