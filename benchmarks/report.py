@@ -118,10 +118,11 @@ def runs_table(alone: bool) -> str:
         without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
         name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
         if not alone:
-            name += f", {row['steps']} steps, cfg {row['cfg']:g}, {row['config']}"
+            config = row["config"].replace(", pvthreshd 15", "")
+            name += f", {row['steps']} steps, cfg {row['cfg']:g}, {config}"
             name += ", extrapolated" * ("extrapolated" in row)
         gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
-        times, start = f"{row['ratio']:.2f}", f"{row['start_percent']:g}"
+        times, start = f"{row['ratio']:.2f}", f"{row.get('start_percent', '-')}"
         lines.append([name, start, without, sparse, times, f"{gpu}, {row['commit']}"])
     first = "20 steps, auto budget 0.2" if alone else "run"
     head = (first, "start_percent", "default", "this run", "times as fast", "GPU, commit")

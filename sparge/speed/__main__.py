@@ -27,8 +27,9 @@ DENSITY = 0.2
 def lines(table: SpeedTable, now: datetime) -> Iterator[str]:
     """Yields what a user may want to know of a table."""
     age = (now - datetime.fromisoformat(table.created)).days
-    yield f"{table.facts['gpu']}, measured {table.created} ({age} days ago), kept in"
-    yield f"  {path_of(dict(table.facts))}"
+    path = path_of(dict(table.facts))
+    kept = f"kept in {path}" if path and path.exists() else "not kept"
+    yield f"{table.facts['gpu']}, measured {table.created} ({age} days ago), {kept}"
     yield "  " + ", ".join(f"{name} {fact}" for name, fact in table.facts.items() if name != "gpu")
     for head_dim, times in sorted(table.by_head_dim.items()):
         yield f"  head_dim {head_dim}: formulas fit within {times.margin:.0%}"

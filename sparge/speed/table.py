@@ -9,8 +9,8 @@ With H heads of all batch entries, N tokens, and a share of the pairs that is ke
     8-bit dense = launch + token rows + pair pairs
     sparse      = launch + token rows + pair pairs (share + pooled / 64)
 
-pooled is the share of the heads that have pooled keys. Each way has rates of its own. A call that
-the host takes longer to queue takes as long as the host.
+pooled is the share of the heads that have pooled keys. Each way has rates of its own. A call takes
+no less than HOST_SHARE of the time that the host takes to queue it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from ..blocks import KEY_BLOCK
 FEWEST_TOKENS = 1536
 #: Share by which a way has to be faster at least, since a formula never fits all sizes.
 LEAST_MARGIN = 0.03
+#: Share of a call's host time that its GPU time has to cover. The rest of a layer covers the other:
+#: where calls are as short as that, it takes the GPU longer than attention, and the host far less
+#: (docs/experiments.md, Speed table of the user's GPU).
+HOST_SHARE = 0.5
 #: Most seconds that a stored rate may be: what is above is no rate of an attention call.
 _MOST_SECONDS = 10.0
 
@@ -62,12 +66,12 @@ class Cost:
 
     def seconds(self, size: Size, share: float = 1.0) -> float:
         """Seconds of a call that computes this share of its pairs."""
-        return max(self.host, self.gpu(size, share))
+        return max(HOST_SHARE * self.host, self.gpu(size, share))
 
     def share_within(self, size: Size, seconds: float) -> float:
         """Largest share of its pairs that a call can compute in that time; below 0 where none."""
         left = seconds - self.gpu(size, 0.0)
-        if seconds < self.host or left < 0:
+        if seconds < HOST_SHARE * self.host or left < 0:
             return -1.0
         whole = self.pair * size.pairs
         return left / whole if whole else math.inf
