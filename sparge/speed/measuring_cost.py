@@ -30,6 +30,9 @@ ALWAYS = 0.1
 MORE_BLOCKS = 0.5
 #: Number of measurements where nothing limits them.
 UNLIMITED = sys.maxsize
+#: Measurements that one among the sparse steps counts for (`StepSettings`): of cond alone, as many
+#: query blocks as of cond and uncond before.
+AGAIN_CALLS = 2
 #: Seconds in which the host chooses for one head. The GPU waits for it in a run with fewer than two
 #: dense steps (docs/experiments.md, Host time of a choice).
 CHOOSING = 6e-5
@@ -86,7 +89,7 @@ class MeasuringCost:
         allowed = max(SHARE * saved, ALWAYS / measurements)
         within = (kinds for kinds in range(most, 1, -1) if self.seconds(kinds) <= allowed)
         order_kinds = next(within, 1)
-        more = self.seconds(order_kinds, 1) / conditionings
+        more = self.seconds(order_kinds, AGAIN_CALLS) / conditionings
         left = max(0.0, allowed - self.seconds(order_kinds))
         return Afforded(order_kinds, int(min(left / more, UNLIMITED)) if more else UNLIMITED)
 

@@ -14,6 +14,7 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
+from ..speed.measuring_cost import AGAIN_CALLS
 from .aim import Aim
 from .call import Call, DenseOnce
 from .facts import PassFacts, Place
@@ -347,7 +348,7 @@ class HeadTable:
         try:
             with self._untracked():
                 for qkv in self._entries(call.qkv, [place]):
-                    steps.again.add(row, *qkv, scale=call.scale)
+                    steps.again.add(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:
             steps.again = None
 

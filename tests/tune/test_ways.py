@@ -10,6 +10,7 @@ import torch
 
 from sparge.speed import Cost, SpeedTable, Times
 from sparge.speed.measuring_cost import (
+    AGAIN_CALLS,
     ALWAYS,
     CHOOSING,
     HOST,
@@ -139,7 +140,7 @@ def test_orders_are_measured_within_a_share_or_where_a_run_is_short(kinds: int, 
 
 @pytest.mark.parametrize("conditionings", [1, 2])
 def test_heads_are_measured_again_within_the_same_share(conditionings: int) -> None:
-    first, again = 1e-3, cost().seconds(1) / conditionings
+    first, again = 1e-3, cost().seconds(1, AGAIN_CALLS) / conditionings
     for times in (1, 2, 5):
         for off, found in ((1.001, times), (0.999, times - 1)):
             saved = off * (first + times * again) / SHARE
@@ -172,7 +173,7 @@ def test_a_run_affords_what_its_sparse_steps_save() -> None:
         return found.affordable(call, 3, run=run, conditionings=1, calls=1, least=0.0)
 
     assert [afforded(steps, call_of()).order_kinds for steps in (1, 3, 4, 5)] == [1, 1, 2, 3]
-    assert [afforded(steps, call_of()).again for steps in (9, 10, 14, 15)] == [0, 1, 1, 2]
+    assert [afforded(steps, call_of()).again for steps in (5, 12, 20)] == [0, 1, 2]
     assert [afforded(steps, call_of()).pays for steps in (0, 1, None)] == [False, True, True]
     assert afforded(None, call_of()) == afforded(16, call_of())
     assert afforded(4, call_of(batch=2)) == afforded(4, call_of()), "a batch is one entry"
