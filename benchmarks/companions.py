@@ -27,8 +27,7 @@ def _compiled(model: Any) -> Any:
     import torch._dynamo
     from comfy_extras.nodes_torch_compile import TorchCompileModel
 
-    # The node's guards leave out transformer_options, where ours puts attention: what was compiled
-    # without it would serve with it.
+    # Each run compiles anew: none goes on with what another made.
     torch._dynamo.reset()
     return TorchCompileModel.execute(model, "inductor")[0]
 

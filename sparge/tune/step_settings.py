@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head settings of one attention shape in each sparse step.
 
-Heads are chosen where the first sparse step begins, and twice anew from what was measured again.
+Heads are chosen when the dense steps are measured, and twice anew from what was measured again.
 """
 
 from __future__ import annotations

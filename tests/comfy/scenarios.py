@@ -54,6 +54,14 @@ def compiled(model: Any) -> Any:
     return clone
 
 
+def compiled_before(name: str, **widgets: Any) -> dict[str, Any]:
+    """A model that was sampled compiled, and only then got the node."""
+    torch._dynamo.reset()
+    model = compiled(models.build(name))
+    dense = sample(model, name)
+    return with_the_node(patch(model, **widgets), name, dense, {}, repeat=True)
+
+
 def replaced_attention(model: Any) -> Any:
     """Object patches over the self-attention of the clip in each block, as memory-saving nodes of
     other packs have them."""

@@ -66,6 +66,12 @@ def test_torch_compile(comfyui, name, order, widgets):
     assert got["error"] < (EIGHT_BIT if widgets is ALL else 0.1)
 
 
+def test_a_model_that_was_compiled_before_the_node_came(comfyui):
+    """What was made without the node leaves its attention to it all the same."""
+    got = comfyui.run("compiled_before", name="wan", **ALL)
+    assert got["sparse"] == SPARSE_STEPS * BLOCKS and got["error"] < EIGHT_BIT
+
+
 @pytest.mark.parametrize(
     ("name", "by_block", "before"),
     [("wan", False, True), ("wan", True, False), ("mochi", False, False)],
