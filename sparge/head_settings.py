@@ -18,7 +18,7 @@ from torch import Tensor
 from .checks.argument import check_tensor, flag, number, shown, whole_number
 from .order.recording import being_recorded
 from .policy import INT32_MAX, SparsePolicy
-from .thresholds import threshold_table
+from .stages.thresholds import threshold_table
 
 #: Number of kept tables of head settings: one for each pair of simthreshd1 and pvthreshd.
 KEPT_TABLES = 16

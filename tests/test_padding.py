@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge import Precision, SparsePolicy, key_padding, padding
+from sparge import Precision, SparsePolicy, key_padding
+from sparge.checks import padding
 from sparge.common.metrics import rel_l2
 from sparge.common.weak_cache import WeakTensorCache
 

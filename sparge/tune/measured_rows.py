@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..blocks import QUERY_BLOCK, pack
 from ..order.grid import EMPTY, TokenOrder
 from ..policy import PV_FILTER_OFF
-from ..thresholds import SELECTION, threshold_table
+from ..stages.thresholds import SELECTION, threshold_table
 from .candidates import CandidateSet
 from .measure import MeasuredCall
 from .spread import rows_on

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..checks.padding import key_padding
 from ..errors import Unsupported
 from ..order.grid import TokenGrid
-from ..padding import key_padding
 from .call import Call
 
 #: Reason of a dense call with a mask that is no padding of text.

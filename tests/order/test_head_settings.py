@@ -12,7 +12,7 @@ import torch
 from sparge import SparsePolicy
 from sparge import head_settings as settings_module
 from sparge.head_settings import KEPT_TABLES, HeadSettings, Router
-from sparge.thresholds import COLUMNS, SELECTION
+from sparge.stages.thresholds import COLUMNS, SELECTION
 from sparge.tune.layer_settings import LayerSettings
 
 

@@ -22,8 +22,8 @@ from sparge.reference import Quantized, attend, log_scores, quantize_qkv
 from sparge.reference.quantize import count_rows
 from sparge.reference.route import rank_blocks
 from sparge.stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from sparge.stages.thresholds import COLUMNS
 from sparge.stages.workspace import CallShape, WorkspaceLayout
-from sparge.thresholds import COLUMNS
 from sparge.tune import (
     BLOCKS_A_CALL,
     CandidateSet,

@@ -10,7 +10,7 @@ import torch
 
 from sparge import Router, TokenGrid, cube_order
 from sparge.policy import SparsePolicy
-from sparge.thresholds import COLUMNS
+from sparge.stages.thresholds import COLUMNS
 from sparge.tune import CandidateSet, Measurement, SettingsTable, Workload
 from sparge.tune.spread import spread_places
 

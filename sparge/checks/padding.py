@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks.argument import check_tensor
-from .checks.validate import as_heads_first
-from .common.weak_cache import WeakTensorCache
-from .errors import Unsupported
+from ..common.weak_cache import WeakTensorCache
+from ..errors import Unsupported
+from .argument import check_tensor
+from .validate import as_heads_first
 
 #: Additive mask values at or below this hide a key: no logit makes up for it.
 HIDDEN = -1e4
