@@ -108,8 +108,8 @@ class LayerErrors:
         by_density = np.ascontiguousarray(np.moveaxis(steady, -2, -1))
         between = curves.errors_between(by_density, axes.measured, axes.kept)
         between[..., axes.is_whole] = 0
-        of_layers = [of for of, known in zip(order_kinds, measured, strict=True) if known]
-        unknown = [[kind not in of_layer for kind in axes.order_kinds] for of_layer in of_layers]
+        of_layers = [kinds for kinds, known in zip(order_kinds, measured, strict=True) if known]
+        unknown = [[kind not in kinds for kind in axes.order_kinds] for kinds in of_layers]
         where = np.array(unknown, dtype=bool).reshape(-1, 1, orders, 1, 1)
         np.copyto(between, np.inf, where=where)
         of_heads = between.reshape(-1, math.prod(axes.shape))
