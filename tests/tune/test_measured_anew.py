@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparge.tune.fetched_sums import LAYERS_AT_ONCE
 from tests.tune.begun import begin
 
 
@@ -45,3 +46,10 @@ def test_what_is_not_finite_is_not_taken_for_measured(qkv, bad: list[int]) -> No
         for layer in range(2):
             assert torch.equal(mine[layer], other[layer] if layer in bad else before[layer])
     assert found.error_table().choose(mean_density=0.5).measured.all()
+
+
+def test_some_groups_of_layers_may_hold_nothing_measured(qkv) -> None:
+    measurement = begin(layers=2 * LAYERS_AT_ONCE + 1)
+    measurement.add(LAYERS_AT_ONCE, *qkv)
+    settings = measurement.error_table().choose(mean_density=0.5)
+    assert settings.measured.nonzero().flatten().tolist() == [LAYERS_AT_ONCE]
