@@ -186,7 +186,7 @@ class Host:
         return Sampled(timer.seconds, run_seconds, timer.first_call, out, held, peak)
 
     def remarks(self) -> dict[str, Any]:
-        """What ComfyUI said about the last run: steps that EasyCache skipped, and refusals."""
+        """Returns ComfyUI's own remarks on the last run: steps that EasyCache skipped, refusals."""
         skipped = [int(match[1]) for line in self.log.lines if (match := SKIPPED.match(line))]
         refused = Counter(line for line in self.log.lines if line.startswith(REFUSED))
         found = {"skipped_steps": sum(skipped)} if skipped else {}

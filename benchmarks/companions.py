@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users combine the node with: ComfyUI's own nodes and options, as users apply them."""
+"""Companions of the node: ComfyUI's own nodes and options, as users apply them."""
 
 from __future__ import annotations
 

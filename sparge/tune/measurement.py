@@ -60,7 +60,7 @@ class Measurement:
     """Token orders measured of each layer. The first alone where heads share keys, since those have
     to share an order."""
     fetched: FetchedSums = field(repr=False)
-    """The same on the host, as soon as the GPU has measured it."""
+    """Copies of the sums on the host, which arrive as soon as the GPU has measured a layer."""
 
     @classmethod
     def begin(

@@ -67,7 +67,7 @@ def test_torch_compile(comfyui, name, order, widgets):
 
 
 def test_a_model_that_was_compiled_before_the_node_came(comfyui):
-    """What was made without the node leaves its attention to it all the same."""
+    """Compiled code that was made without the node calls it all the same."""
     got = comfyui.run("compiled_before", name="wan", **ALL)
     assert got["sparse"] == SPARSE_STEPS * BLOCKS and got["error"] < EIGHT_BIT
 

@@ -34,7 +34,7 @@ def step(generator):
 def test_the_last_dense_step_is_measured_or_the_first_of_all(
     sampled, step, asked, known, dense, conditionings
 ):
-    """Of a model that is not known, too, whose shapes nobody expects before a call."""
+    """Unknown models, whose shapes nobody expects before a call, are measured there, too."""
     got = sampled(
         step, [*dense, 0.5, 0.4, 0.3], None if known else torch.nn.Module(),
         conditionings=conditionings, mode="auto budget" if known else "auto quality",

@@ -199,7 +199,10 @@ def test_a_failing_report_does_not_hide_the_result(load_pack, run, monkeypatch):
 def test_two_runs_at_once_do_not_mix(patch, session, step, runs):
     """They run as two GPUs of one run do, or a sampler inside a sampler."""
     patched, results = patch(topk=0.5), []
-    sample = lambda: results.append(session(patched, LATENT).sample(step, [0.5] * 5))  # noqa: E731
+
+    def sample():
+        results.append(session(patched, LATENT).sample(step, [0.5] * 5))
+
     threads = [threading.Thread(target=sample) for _ in range(4)]
     sample()
     for thread in threads:

@@ -163,8 +163,10 @@ def test_text_is_exact(sampled, asked, generator, name, references, exact, known
     def referring(patched):
         patched.transformer_options["reference_image_num_tokens"] = references
 
+    def step(attend):
+        return attend(q, q, q, HEADS)
+
     context = torch.zeros(1, TEXT, 8) if known else None
-    step = lambda attend: attend(q, q, q, HEADS)  # noqa: E731
     model = network(name, patch_size=2)
     sampled(step, [0.5, 0.4], model, context=context, prepared=referring, topk=0.5)
     assert len(asked) == 2

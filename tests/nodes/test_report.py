@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a run: the line in the log, the report and on the node, and the picture."""
+"""The line of a run in the log, in the report and on the node, and the picture of it."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_what_the_user_has_to_know_is_a_warning(result, published, changes, word
 
 
 def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monkeypatch):
-    """Of a node in a subgraph on those that hold it, too."""
+    """The nodes that hold a subgraph show the text of a node in it, too."""
     shown = []
     server = SimpleNamespace(send_progress_text=lambda text, node: shown.append((node, text)))
     module = SimpleNamespace(PromptServer=SimpleNamespace(instance=server))

@@ -31,7 +31,10 @@ def run(load_pack, sampled, generator, monkeypatch):
 
     def of(**compiling):
         compiled = torch.compile(model, backend="eager", **compiling) if compiling else model
-        step = lambda attend: compiled(q, attend.options)  # noqa: E731
+
+        def step(attend):
+            return compiled(q, attend.options)
+
         first, got = (sampled(step, [0.7, 0.6, 0.5], torch.nn.Module()) for _ in range(2))
         assert all(map(torch.equal, first.given, got.given))
         return got, 2 * dense(q + 1, q + 1, q + 1, HEADS)

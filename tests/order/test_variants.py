@@ -107,7 +107,7 @@ def test_rows_of_a_video_never_leap(grid: Grid, variant: int) -> None:
 
 
 def test_where_later_variants_begin() -> None:
-    """Of an image at the other end, of a video thirds of a key block later."""
+    """Variants of an image begin at the other end, those of a video thirds of a key block later."""
     for order_kind, variant in ((OrderKind.CUBES, 2), (OrderKind.ROWS, 1)):
         first, later = (order_ranks(order_kind, 1, 45, 80, each) for each in (0, variant))
         assert np.array_equal(later, np.flip(first))
