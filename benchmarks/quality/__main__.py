@@ -91,7 +91,7 @@ def _target(text: str) -> float:
 
 
 def _judge_calls(modes: list[Mode], options: argparse.Namespace) -> None:
-    blocks = (options.blocks, options.measurement_blocks)
+    blocks = (options.blocks, options.measured_blocks)
     study = Study(load(options), modes, *blocks, options.seed)
     for density in sorted({*options.densities, *options.perplexity}):
         for mode in modes:

@@ -63,14 +63,13 @@ struct RowStore {
 
   SPARGE_DEVICE void store(i32 channel, float low_sum, float high_sum, const Value& low, const Value& high) const {
     const i32 channels = p.problem.channels;
-    const float first = low.scale * low_sum, second = high.scale * high_sum;
     if (partial) {
-      if (channel < channels) partial[channel] = (first + low.mean * sum) * kUnshift;
-      if (channel + 1 < channels) partial[channel + 1] = (second + high.mean * sum) * kUnshift;
+      if (channel < channels) partial[channel] = low.scale * (low_sum * kUnshift) + low.mean * (sum * kUnshift);
+      if (channel + 1 < channels) partial[channel + 1] = high.scale * (high_sum * kUnshift) + high.mean * (sum * kUnshift);
     }
     const bool seen = sum != 0.0f;  // NaN goes on to the output
-    store_pair(p.out, out, channel, channels, seen ? low.mean + first * inverse : 0.0f,
-               seen ? high.mean + second * inverse : 0.0f);
+    store_pair(p.out, out, channel, channels, seen ? low.mean + low.scale * (low_sum * inverse) : 0.0f,
+               seen ? high.mean + high.scale * (high_sum * inverse) : 0.0f);
   }
 
   // Whether a pair may be packed without a look at the tensor: 16-bit rows of all the kernel's channels, no partial results.
@@ -82,7 +81,7 @@ struct RowStore {
   template <DType kType>
   SPARGE_DEVICE u32 packed(float low_sum, float high_sum, const Value& low, const Value& high) const {
     static_assert(kType != DType::kFp32, "a pair is one word");
-    const float first = low.mean + low.scale * low_sum * inverse, second = high.mean + high.scale * high_sum * inverse;
+    const float first = low.mean + low.scale * (low_sum * inverse), second = high.mean + high.scale * (high_sum * inverse);
     const u32 pair = kType == DType::kBf16 ? ptx::pack_bf16(first, second) : ptx::pack_fp16(first, second);
     return sum != 0.0f ? pair : 0;
   }
