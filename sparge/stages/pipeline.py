@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import ALL_BLOCKS
 from ..call import CheckedCall
 from ..errors import Unsupported
 from ..kernels import capabilities
@@ -96,7 +97,9 @@ def run_kernels(
 ) -> None:
     shape = call.shape
     workspace = quantize(call)
-    if call.plan is None:
+    if call.is_whole and counters is None:
+        block_map = torch.full(shape.map_shape, ALL_BLOCKS, dtype=torch.int32, device=call.q.device)
+    elif call.plan is None:
         block_map, _ = route(call, workspace, counters)
     else:
         block_map = call.plan.block_map
