@@ -26,6 +26,7 @@ from ..order.facts import NO_ORDER, OrderFacts
 from ..stats import Counter
 from .key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
+from .recorded import Launch, note
 from .route_shared import RouteShared
 from .rules import AttendRules, QuantizeRules, RouteRules
 from .workspace import CallShape, layout_of
@@ -317,9 +318,15 @@ def queue(
     kernel: Kernel, grid: tuple[int, int, int], params: Structure, extra_shared: int = 0
 ) -> None:
     """On torch's current stream of the kernel's device."""
+    launch = Launch(kernel, grid, params, extra_shared)
+    launch.queue(raw_stream(kernel.device_index))
+    note(launch)
+
+
+def raw_stream(device_index: int) -> int:
+    """Handle of torch's current stream."""
     # What compiled code of torch asks for too: torch.cuda.current_stream takes ten times as long.
-    stream = torch._C._cuda_getCurrentRawStream(kernel.device_index)
-    kernel.launch(grid, params, extra_shared, stream)
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:

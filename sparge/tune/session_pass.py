@@ -21,6 +21,7 @@ from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .alike_heads import AlikeHeads
 from .call import Call, DenseOnce
+from .eight_bit import EightBitDense
 from .facts import Layout, PassFacts
 from .head_table import HeadTable
 from .records import PassRecord
@@ -56,6 +57,7 @@ class SessionPass:
     facts: PassFacts
     tables: dict[Shape, HeadTable]
     record: PassRecord
+    eight_bit_dense: EightBitDense
     calls: Counter[Shape] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dense results of `attend` by the reason for them."""
@@ -106,7 +108,7 @@ class SessionPass:
             suppress(Unsupported, torch.OutOfMemoryError),
             self._timed(Way.EIGHT_BIT, call),
         ):
-            return call.eight_bit()
+            return self.eight_bit_dense.attend(call)
         return None
 
     def exact(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
