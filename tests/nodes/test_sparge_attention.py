@@ -117,8 +117,10 @@ def test_a_search_finds_the_node_first(load_pack, node):
     names = f"{schema.node_id} {schema.display_name}".lower()
     assert all(word in " ".join([names, *schema.search_aliases]) for word in SEARCHED)
     assert all(word in names for word in ("sparge", "sparse", "sage"))
+    translated = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text("utf-8"))
     for other in others:
-        begins = [x for x in (other.node_id, other.display_name) if x.startswith("Sparge")]
+        label = translated[other.node_id]["display_name"]
+        begins = [x for x in (other.node_id, other.display_name, label) if x.startswith("Sparge")]
         assert min(map(len, begins)) > len(schema.node_id)
         assert not set(SEARCHED[1:]) & set(other.search_aliases)
 
