@@ -45,7 +45,7 @@ class Settings:
         given = {name.removeprefix("mode."): value for name, value in inputs.items()}
         nested = mode if isinstance(mode, dict) else {"mode": mode}
         given |= {name: value for name, value in nested.items() if value is not None}
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         known = {name: value for name, value in given.items() if name in kinds}
         return cls(**{n: kinds[n](value) for n, value in known.items() if value is not None})
 
