@@ -12,8 +12,9 @@ from session import patch, reports, sample
 
 
 def report(model: Any, save_profile: str) -> list[str]:
-    """Lines of SpargeReport."""
-    node, latent = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeReport"], {"samples": torch.zeros(1)}
+    """Lines of SpargeAttentionReport."""
+    node = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeAttentionReport"]
+    latent = {"samples": torch.zeros(1)}
     passed, text, _ = node.execute(model, latent, save_profile).args
     assert passed is latent
     return text.splitlines()
