@@ -23,10 +23,10 @@ WINDOW, DEVIATION, LUMINANCE, CONTRAST = 11, 1.5, 0.01**2, 0.03**2
 BRIGHTNESS = (0.299, 0.587, 0.114)
 #: Decibels from which on a difference is called so.
 CALLED = (
-    (45.0, "no difference to see"),
-    (35.0, "small differences"),
-    (25.0, "details differ"),
-    (-math.inf, "another picture"),
+    (45.0, "No difference to see"),
+    (35.0, "Small differences"),
+    (25.0, "Details differ"),
+    (-math.inf, "Another picture"),
 )
 
 
@@ -63,9 +63,7 @@ class Likeness:
         if math.isinf(self.psnr):
             return "The clips are equal"
         called = next(words for least, words in CALLED if self.psnr >= least)
-        return (
-            f"{called[:1].upper()}{called[1:]}: {self.psnr:.1f} dB PSNR, SSIM {self.similarity:.3f}"
-        )
+        return f"{called}: {self.psnr:.1f} dB PSNR, SSIM {self.similarity:.3f}"
 
 
 def mismatch(reference: Tensor, clip: Tensor) -> str | None:
