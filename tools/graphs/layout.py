@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 from .node_types import NODE_TYPES, NodeType
@@ -88,7 +88,7 @@ class Group:
     item: Stack | Row
 
 
-Item = Union[Node, Stack, Row, Group]
+Item = Node | Stack | Row | Group
 
 
 @dataclass(frozen=True)

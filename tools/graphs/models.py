@@ -24,9 +24,9 @@ MOCHI_FP8 = _files(
     "Comfy-Org/mochi_preview_repackaged", "diffusion_models/mochi_preview_fp8_scaled"
 )[0]
 
-_UMT5 = _files(
-    "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "text_encoders/umt5_xxl_fp8_e4m3fn_scaled"
-)[0]
+_UMT5 = _files("Comfy-Org/Wan_2.1_ComfyUI_repackaged", "text_encoders/umt5_xxl_fp8_e4m3fn_scaled")[
+    0
+]
 WAN_21_SMALL = (
     *_files("Comfy-Org/Wan_2.1_ComfyUI_repackaged", "diffusion_models/wan2.1_t2v_1.3B_fp16"),
     _UMT5,

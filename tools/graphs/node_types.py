@@ -83,7 +83,9 @@ NODE_TYPES = {
     "CreateVideo": _type("images:IMAGE audio?:AUDIO", "VIDEO", "fi", 114),
     "SaveVideo": _type("video:VIDEO", "video:VIDEO", "sss", 130 + _PICTURE),
     "SaveImage": _type("images:IMAGE", "images:IMAGE", "s", 70 + _PICTURE),
-    "SpargeAttention": _type("model:MODEL profile?:SPARGE_PROFILE", "MODEL", "ssffisb", 226 + _LINES),
+    "SpargeAttention": _type(
+        "model:MODEL profile?:SPARGE_PROFILE", "MODEL", "ssffisb", 226 + _LINES
+    ),
     "SpargeAttentionReport": _type(
         "model:MODEL latent:LATENT",
         "latent:LATENT text:STRING picture:IMAGE",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from .layout import Model, Node
 from .node_types import NOTE
 
+TASK = "Write the prompt"
 BYPASS = (
     "### Compare\n\nSelect the green node, press Ctrl+B to bypass it, and run the same seed again."
 )
@@ -22,12 +23,14 @@ def note(name: str, title: str, text: str, height: int) -> Node:
     return Node(name, NOTE, (text,), title=title, height=height)
 
 
-def start(what: str, tokens: str, gain: str, more: str = "", height: int = 230) -> Node:
+def start(
+    what: str, tokens: str, gain: str, more: str = "", task: str = TASK, height: int = 270
+) -> Node:
     """tokens: how many tokens a call has, and of what, as 44,520 video tokens (28 x 30 x 53)."""
     text = (
         f"## {what}\n\n"
         "### 1. Download the models: ComfyUI offers what is missing\n\n"
-        "### 2. Write the prompt and press Run\n\n"
+        f"### 2. {task} and press Run\n\n"
         "### 3. Then read the green node: how much faster it was\n\n"
         "The first run compiles the kernels for your GPU, once, in a few seconds. "
         f"An attention call here has {tokens}. {gain}"
@@ -35,7 +38,7 @@ def start(what: str, tokens: str, gain: str, more: str = "", height: int = 230) 
     return note("start", "Start here", f"{text}\n\n{more}".rstrip(), height)
 
 
-def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 230) -> Node:
+def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 270) -> Node:
     text = (
         "### Faster or truer?\n\n"
         "The clip looks right: set *quality* to fast. It differs too much: set it to high, then "
@@ -47,9 +50,9 @@ def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 230) -> 
     return note("settings", "Faster or truer", text.rstrip(), height)
 
 
-def files(models: Sequence[Model], more: str = "", height: int = 230) -> Node:
+def files(models: Sequence[Model], more: str = "", height: int = 270) -> Node:
     rows = [f"* [{model.file}]({model.url}) → models/{model.folder}" for model in models]
-    text = "\n".join(rows) + (f"\n\n{more}" if more else "")
+    text = "### Where the files go\n\n" + "\n".join(rows) + (f"\n\n{more}" if more else "")
     return note("files", "Models", text, height)
 
 
@@ -58,8 +61,8 @@ def converted(shards: Sequence[str], name: str, vae: Model, text: Model, height:
     links = ", ".join(f"[{n} of {len(shards)}]({url})" for n, url in enumerate(shards, 1))
     arguments = " ".join(f"SHARD{n}" for n in range(1, len(shards) + 1))
     lines = (
-        "ComfyUI knows CogVideoX under other parameter names than its published files have: "
-        "**convert it once**.\n\n"
+        "### Convert the model once\n\n"
+        "ComfyUI knows CogVideoX under other parameter names than its published files have.\n\n"
         f"1. Download the transformer: {links}.\n"
         "2. In the folder of this node pack, with ComfyUI's Python:\n"
         f"   python tools/convert_cogvideox {arguments} --out "

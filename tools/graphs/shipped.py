@@ -106,10 +106,10 @@ def _cog(
                 parts.video(fps),
             ),
             (
-                notes.start(f"{model}, {width} x {height}, {frames} frames", *texts, height=270),
-                notes.settings(height=270),
+                notes.start(f"{model}, {width} x {height}, {frames} frames", *texts, height=290),
+                notes.settings(height=290),
                 notes.converted(
-                    models.cog_shards(repository, shards), transformer, vae, models.T5, 270
+                    models.cog_shards(repository, shards), transformer, vae, models.T5, 290
                 ),
             ),
         ),
@@ -267,7 +267,7 @@ def _compare() -> Graph:
                     notes.start(
                         "Compare: one seed without and with Sparge Attention",
                         WAN_TOKENS,
-                        "The run takes the time of both, once more.",
+                        "The clip is made twice, so it takes the time of both.",
                     ),
                 ),
             ),
@@ -356,10 +356,10 @@ def _wan_22(number: int, task: str) -> Graph:
         )
     )
     gain = "Both models are 14B: each has a green node of its own, and each measures itself."
-    more = "Change picture, size and length in step 2 and 4." if from_image else ""
+    task = "Choose a picture, describe the clip" if from_image else notes.TASK
     below = Row(
         (
-            Stack(394, (notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, gain, more, 400),)),
+            Stack(394, (notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, gain, "", task, 400),)),
             Stack(394, (notes.settings(more="", height=400),)),
             Stack(394, (notes.files(files, height=400),)),
         )
