@@ -226,7 +226,8 @@ def _compare() -> Graph:
         )
     )
     decoders = tuple(
-        parts.decode(latent=each.name, name=f"decoded_{each.name}") for each in (dense, sparse)
+        parts.decode(latent=each.name, name=f"decoded_{each.name}", title=f"Decode {words}")
+        for each, words in ((dense, "without"), (sparse, "with"))
     )
     compare = Node(
         *("compare", "SpargeCompare", ("side by side",)),
