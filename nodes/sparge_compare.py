@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from torch import Tensor
 
 from .comparison import Likeness, View, mismatch
@@ -61,6 +61,8 @@ class SpargeCompare(io.ComfyNode):
     @classmethod
     def _shown(cls, image: Tensor, text: str) -> io.NodeOutput:
         """Shows the text and the middle frame on the node."""
+        from comfy_api.latest import ui  # only what a run shows needs it
+
         show_on_node(cls.hidden.unique_id if cls.hidden else None, text)
         middle = image[len(image) // 2 :][:1]
         shown = ui.PreviewImage(middle, cls=cls).as_dict() | ui.PreviewText(text).as_dict()

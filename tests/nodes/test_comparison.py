@@ -41,7 +41,7 @@ def test_equal_clips_and_other_ones(comparison) -> None:
     near, far = (comparison.Likeness.of(reference, reference + x * noise) for x in (0.01, 0.5))
     assert near.psnr > far.psnr and near.similarity > far.similarity
     assert str(near).startswith("Small differences: 39.9 dB PSNR, SSIM 0.99")
-    assert str(far).startswith("Another picture: 6.")
+    assert str(far).startswith("Another picture: ")
 
 
 def test_a_small_picture_has_a_smaller_window(comparison) -> None:

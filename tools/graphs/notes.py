@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from .layout import Model, Node
 from .node_types import NOTE
 
-TASK = "Write the prompt"
+STEPS = {
+    "models": "Download the models: ComfyUI offers what is missing",
+    "run": "Write the prompt and press Run",
+    "read": "Then read the green node: how much faster it was",
+}
 BYPASS = (
     "### Compare\n\nSelect the green node, press Ctrl+B to bypass it, and run the same seed again."
 )
@@ -24,14 +28,15 @@ def note(name: str, title: str, text: str, height: int) -> Node:
 
 
 def start(
-    what: str, tokens: str, gain: str, more: str = "", task: str = TASK, height: int = 270
+    what: str, tokens: str, gain: str, more: str = "", height: int = 270, **steps: str
 ) -> Node:
-    """tokens: how many tokens a call has, and of what, as 44,520 video tokens (28 x 30 x 53)."""
+    """tokens: how many tokens a call has, and of what, as 44,520 video tokens (28 x 30 x 53).
+    steps: those of STEPS that are others in this graph."""
+    todo = "".join(
+        f"### {number}. {step}\n\n" for number, step in enumerate((STEPS | steps).values(), 1)
+    )
     text = (
-        f"## {what}\n\n"
-        "### 1. Download the models: ComfyUI offers what is missing\n\n"
-        f"### 2. {task} and press Run\n\n"
-        "### 3. Then read the green node: how much faster it was\n\n"
+        f"## {what}\n\n{todo}"
         "The first run compiles the kernels for your GPU, once, in a few seconds. "
         f"An attention call here has {tokens}. {gain}"
     )

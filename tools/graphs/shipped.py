@@ -106,7 +106,10 @@ def _cog(
                 parts.video(fps),
             ),
             (
-                notes.start(f"{model}, {width} x {height}, {frames} frames", *texts, height=290),
+                notes.start(
+                    f"{model}, {width} x {height}, {frames} frames", *texts, height=290,
+                    models="Get the model and convert it once: see the note Models",
+                ),
                 notes.settings(height=290),
                 notes.converted(
                     models.cog_shards(repository, shards), transformer, vae, models.T5, 290
@@ -269,6 +272,7 @@ def _compare() -> Graph:
                         "Compare: one seed without and with Sparge Attention",
                         WAN_TOKENS,
                         "The clip is made twice, so it takes the time of both.",
+                        read="Then read the green nodes: how much faster, how much it differs",
                     ),
                 ),
             ),
@@ -307,14 +311,14 @@ def _wan_22(number: int, task: str) -> Graph:
     source = {"positive": "prompt", "negative": "negative"}
     latent = "size"
     image: tuple[Node, ...] = (WAN_SIZE,)
-    described: Row = Row((Stack(242, (prompt,)), Stack(242, (negative,))), FOR_LINKS)
+    described: Row = Row((Stack(248, (prompt,)), Stack(248, (negative,))), FOR_LINKS)
     if from_image:
         image = (Node("image", "LoadImage", ("example.png", "image"), title="First picture"),)
         inputs = source | {"vae": "vae", "start_image": "image"}
         size = Node("size", "WanImageToVideo", (832, 480, 81, 1), inputs, title=LATENT)
         source = {"positive": "size.positive", "negative": "size.negative"}
         latent = "size.latent"
-        described = Row((Stack(225, (prompt, negative)), Stack(260, (size,))), FOR_LINKS)
+        described = Row((Stack(225, (prompt, negative)), Stack(272, (size,))), FOR_LINKS)
     samplers = (
         Node(
             "first",
@@ -343,7 +347,7 @@ def _wan_22(number: int, task: str) -> Graph:
         (
             Group(
                 "3 Make both models faster",
-                Row((Stack(225, shifts), Stack(260, faster)), FOR_LINKS),
+                Row((Stack(225, shifts), Stack(272, faster)), FOR_LINKS),
             ),
             Group("4 Describe the clip", described),
         ),
@@ -357,12 +361,15 @@ def _wan_22(number: int, task: str) -> Graph:
         )
     )
     gain = "Both models are 14B: each has a green node of its own, and each measures itself."
-    task = "Choose a picture, describe the clip" if from_image else notes.TASK
+    steps = {"read": "Then read the green nodes: how much faster they were"}
+    if from_image:
+        steps["run"] = "Choose a picture, describe the clip and press Run"
+    start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, gain, height=400, **steps)
     below = Row(
         (
-            Stack(394, (notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, gain, "", task, 400),)),
-            Stack(394, (notes.settings(more="", height=400),)),
-            Stack(394, (notes.files(files, height=400),)),
+            Stack(400, (start,)),
+            Stack(400, (notes.settings(more="", height=400),)),
+            Stack(400, (notes.files(files, height=400),)),
         )
     )
     right = Stack(
