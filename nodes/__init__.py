@@ -13,8 +13,8 @@ class SpargeExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]] | Any:
         from .sparge_attention import SpargeAttention
-        from .sparge_compare import SpargeCompare
+        from .sparge_compare import SpargeAttentionCompare
         from .sparge_profile_load import SpargeProfileLoad
         from .sparge_report import SpargeAttentionReport
 
-        return [SpargeAttention, SpargeProfileLoad, SpargeAttentionReport, SpargeCompare]
+        return [SpargeAttention, SpargeProfileLoad, SpargeAttentionReport, SpargeAttentionCompare]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeCompare: the clip without Sparge Attention beside the one with it."""
+"""Node SpargeAttentionCompare: the clip without Sparge Attention beside the one with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .comparison import Likeness, View, mismatch
 from .host import show_on_node
 
 
-class SpargeCompare(io.ComfyNode):
+class SpargeAttentionCompare(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="SpargeCompare",
-            display_name="Sparge Compare",
+            node_id="SpargeAttentionCompare",
+            display_name="Sparge Attention Compare",
             category="image",
             description=(
                 "Shows two clips in one, and says how much they differ: the same seed with and "

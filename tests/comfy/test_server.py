@@ -180,7 +180,7 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
         ("SpargeAttentionReport", "Sparge Attention Report"),
-        ("SpargeCompare", "Sparge Compare"),
+        ("SpargeAttentionCompare", "Sparge Attention Compare"),
     ):
         assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")
     labels = {

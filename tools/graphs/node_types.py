@@ -51,7 +51,7 @@ _LINES = 70
 _PICTURE = 330
 
 NOTE = "MarkdownNote"
-OURS = ("SpargeAttention", "SpargeAttentionReport", "SpargeCompare")
+OURS = ("SpargeAttention", "SpargeAttentionReport", "SpargeAttentionCompare")
 
 _CONDITIONED = "model:MODEL positive:CONDITIONING negative:CONDITIONING latent_image:LATENT"
 
@@ -92,7 +92,7 @@ NODE_TYPES = {
         "s",
         134 + _LINES + _PICTURE,
     ),
-    "SpargeCompare": _type(
+    "SpargeAttentionCompare": _type(
         "reference:IMAGE clip:IMAGE", "comparison:IMAGE text:STRING", "s", 106 + _LINES + _PICTURE
     ),
     NOTE: _type("", "", "s", 200),

@@ -17,8 +17,8 @@ BYPASS = (
     "### Compare\n\nSelect the green node, press Ctrl+B to bypass it, and run the same seed again."
 )
 COMPARED = (
-    "### Compare\n\n*Sparge Compare* shows both clips beside each other and says how much they "
-    "differ. Its *view* can split one picture between them, or show the difference."
+    "### Compare\n\n*Sparge Attention Compare* shows both clips beside each other and says how "
+    "much they differ. Its *view* can split one picture between them, or show the difference."
 )
 REPORTED = "*Sparge Attention Report* shows what was skipped where."
 
