@@ -48,7 +48,7 @@ def _io() -> SimpleNamespace:
     return SimpleNamespace(
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
-        NodeOutput=lambda *values: values,
+        NodeOutput=lambda *values, ui=None: values,
         NumberDisplay=NumberDisplay,
         Hidden=SimpleNamespace(unique_id="unique_id"),
         Custom=kind_of,
@@ -56,10 +56,48 @@ def _io() -> SimpleNamespace:
     )
 
 
+class Shown(SimpleNamespace):
+    """Stand-in for what a node shows on itself."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def _ui() -> SimpleNamespace:
+    return SimpleNamespace(
+        PreviewImage=lambda image, cls: Shown(images=[image]),
+        PreviewText=lambda text: Shown(text=(text,)),
+    )
+
+
 def _module(name: str, **attributes: Any) -> ModuleType:
     module = ModuleType(name)
     vars(module).update(attributes)
     return module
+
+
+def _folder_paths(models: Path) -> ModuleType:
+    """ComfyUI's folders of profiles: that of models, and one "more" of extra_model_paths.yaml."""
+    folders = [models / "more"]
+
+    def add(kind: str, path: str, is_default: bool) -> None:
+        assert kind == "sparge_profiles" and is_default
+        folders[:] = dict.fromkeys([Path(path), *folders])
+
+    def names(kind: str) -> list[str]:
+        files = {x.relative_to(each) for each in folders for x in each.rglob("*") if x.is_file()}
+        return sorted(map(str, files))
+
+    def full_path(kind: str, name: str) -> str | None:
+        return next((str(each / name) for each in folders if (each / name).is_file()), None)
+
+    return _module(
+        "folder_paths",
+        models_dir=str(models),
+        add_model_folder_path=add,
+        get_filename_list=names,
+        get_full_path=full_path,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +109,7 @@ def load_pack() -> Any:
         throw_exception_if_processing_interrupted=lambda: None,
     )
     stand_ins = {
+        "folder_paths": _folder_paths(Path("no models")),
         "comfy": _module("comfy", model_management=management),
         "comfy.model_management": management,
         "comfy.ldm": _module("comfy.ldm"),
@@ -80,7 +119,7 @@ def load_pack() -> Any:
         ),
         "comfy_api": _module("comfy_api"),
         "comfy_api.latest": _module(
-            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io()
+            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io(), ui=_ui()
         ),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -289,10 +328,8 @@ def patcher() -> Patcher:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """ComfyUI's models folder."""
-    paths = ModuleType("folder_paths")
-    vars(paths)["models_dir"] = str(tmp_path)
-    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    """Folder of profiles."""
+    monkeypatch.setitem(sys.modules, "folder_paths", _folder_paths(tmp_path))
     return tmp_path / "sparge_profiles"
 
 
