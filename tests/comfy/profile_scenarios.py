@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
+import folder_paths
 import models
 import nodes as comfy_nodes
 import torch
 from session import patch, reports, sample
+from utils.extra_config import load_extra_path_config
 
 
 def report(model: Any, save_profile: str) -> list[str]:
     """Lines of SpargeReport."""
     node, latent = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeReport"], {"samples": torch.zeros(1)}
-    passed, text, _ = node.execute(model, latent, save_profile).args
+    given = node.execute(model, latent, save_profile)
+    passed, text, picture = given.args
     assert passed is latent
+    assert given.ui["text"] == (text,) and len(given.ui["images"]) == 1
+    assert picture.shape[2] == 800
     return text.splitlines()
 
 
@@ -39,8 +46,11 @@ def profile_saved_and_loaded() -> dict[str, Any]:
             sample(patched, name, **options)
         found[label] = told[0]
 
+    before = listed()
     run("measured", measured)
-    saved, unsafe = (report(measured, name)[-1] for name in ("tiny wan", "../elsewhere"))
+    names = "tiny wan", "tiny wan", "../elsewhere"
+    saved, again, unsafe = (report(measured, name)[-1] for name in names)
+    more = elsewhere("more/of wan.safetensors")
     named = aim["profile"] = load.execute("tiny wan").args[0]
     run("loaded", patch(models.build("wan"), **aim), denoise=0.5)
     run("other model", patch(models.build("ltxv"), **aim), "ltxv")
@@ -48,9 +58,38 @@ def profile_saved_and_loaded() -> dict[str, Any]:
     run("lora", patch(lora(models.build("wan")), **aim))
     shorter = models.empty_latent("wan", frames=3)
     run("other length", patch(models.build("wan"), **aim), latent=shorter)
+    for label, name in (("no name", ""), ("missing", "none"), ("null", None)):
+        aim["profile"] = load.execute(name).args[0]
+        run(label, patch(models.build("wan"), **aim))
     changed = load.fingerprint_inputs("tiny wan") != load.fingerprint_inputs("none")
-    errors = errors_in(named.profile)
-    return found | {"saved": saved, "unsafe": unsafe, "changed": changed, "errors": errors}
+    return found | {
+        "saved": saved,
+        "again": again,
+        "unsafe": unsafe,
+        "changed": changed,
+        "errors": errors_in(named.profile),
+        "listed": [before, listed()],
+        "more": [str(load.execute(more).args[0]), str(named)],
+    }
+
+
+def listed() -> list[str]:
+    """Profiles that the loader offers."""
+    load = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeProfileLoad"]
+    return load.INPUT_TYPES()["optional"]["name"][1]["options"]
+
+
+def elsewhere(name: str) -> str:
+    """Name of a copy of the profile "tiny wan" in a folder that extra_model_paths.yaml names."""
+    base = Path(folder_paths.models_dir).parent
+    profile = base / "models" / "sparge_profiles" / "tiny wan.safetensors"
+    file = base / "shared" / name
+    file.parent.mkdir(parents=True)
+    shutil.copy(profile, file)
+    settings = base / "extra_model_paths.yaml"
+    settings.write_text(f"shared:\n  base_path: {base}\n  sparge_profiles: shared\n")
+    load_extra_path_config(str(settings))
+    return name
 
 
 def errors_in(profile: Any) -> list[float]:

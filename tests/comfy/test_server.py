@@ -102,6 +102,7 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     (shown,) = outputs["9"]["text"]
     assert shown.splitlines()[0] == text
     assert shown.endswith("Saved the profile from a graph.safetensors.")
+    assert outputs["8"]["text"] == [shown] and len(outputs["8"]["images"]) == 1, "on the node"
     assert len(outputs["10"]["images"]) == 1
     folder = base_directory / "models" / "sparge_profiles"
     assert (folder / "from a graph.safetensors").is_file()
