@@ -59,6 +59,33 @@ def show_on_node(node_id: str | None, text: str) -> None:
         server.send_progress_text(text, ":".join(parts[:depth]))
 
 
+def nodes_behind(node_id: str | None, kind: str) -> list[str]:
+    """Ids of the nodes of a kind in the running graph that get their model from a node, whatever it
+    went through; none where no server runs."""
+    progress = sys.modules.get("comfy_execution.progress")
+    if progress is None or node_id is None:
+        return []
+    graph, found = progress.get_progress_state().dynprompt, []
+    for each in graph.all_node_ids():
+        node = graph.get_node(each)
+        if node["class_type"] != kind:
+            continue
+        while isinstance(link := node["inputs"].get("model"), list):
+            if link[0] == node_id:
+                found.append(each)
+                break
+            node = graph.get_node(link[0])
+    return found
+
+
+def show_picture(node_id: str, image: Any) -> None:
+    """Shows a Pillow image on a node of the running graph, until that node runs."""
+    state = sys.modules["comfy_execution.progress"].get_progress_state()
+    if (browser := state.handlers.get("webui")) is not None:
+        entry = state.ensure_entry(node_id)
+        browser.update_handler(node_id, 0, 1, entry, state.prompt_id, ("PNG", image, None))
+
+
 def untracked_allocations() -> AbstractContextManager[None]:
     """Context around work inside an attention call that other calls do without. ComfyUI's compiler,
     where there is one, records the allocations of a forward pass and expects the same in the next.

@@ -44,16 +44,17 @@ def draw(result: RunResult) -> Tensor:
     errors = {name: result.report.of_layers(name) for name in ("predicted", "probed")}
     most = max((error for of_layers in errors.values() for error in of_layers.values()), default=0)
     right = WIDTH - RIGHT - (ERROR_WIDTH + GAP if most else 0)
-    height = min(HEIGHT, TALLEST_CELL * len(layers))
-    image = Image.new("RGB", (WIDTH, TOP + height + BOTTOM), PAPER)
-    headline, *second = verdict(result).split("\n")
-    write(image, headline, 22, MARGIN, INK, _fitting(headline))
-    write(image, "".join(second), 78, MARGIN, FAINT, TITLE + 3)
-    _map(image, by_step, layers, (LEFT, TOP, right, TOP + height))
-    _scale(image, TOP + height + 82)
+    image = _with_map(verdict(result), by_step, layers, right)
     if most:
-        _errors(image, errors, layers, most, (right + GAP, TOP, WIDTH - RIGHT, TOP + height))
+        box = right + GAP, TOP, WIDTH - RIGHT, image.height - BOTTOM
+        _errors(image, errors, layers, most, box)
     return _tensor(image)
+
+
+def so_far(text: str, by_step: Tensor, layers: Sequence[int]) -> Image.Image:
+    """Picture of a run that goes on. by_step: (layers, steps), NaN in those to come; text: one line
+    or two."""
+    return _with_map(text, by_step, layers, WIDTH - RIGHT)
 
 
 def message(text: str) -> Tensor:
@@ -78,6 +79,18 @@ def write(
     font = _font(size)
     at = left - before * font.getlength(text), top
     ImageDraw.Draw(image).text(at, text, colour, font)
+
+
+def _with_map(text: str, by_step: Tensor, layers: Sequence[int], right: int) -> Image.Image:
+    """New picture with a headline, a map as far as `right`, and its scale."""
+    height = min(HEIGHT, TALLEST_CELL * len(layers))
+    image = Image.new("RGB", (WIDTH, TOP + height + BOTTOM), PAPER)
+    headline, *second = text.split("\n")
+    write(image, headline, 22, MARGIN, INK, _fitting(headline))
+    write(image, "".join(second), 78, MARGIN, FAINT, TITLE + 3)
+    _map(image, by_step, layers, (LEFT, TOP, right, TOP + height))
+    _scale(image, TOP + height + 82)
+    return image
 
 
 def _map(

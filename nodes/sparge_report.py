@@ -14,6 +14,7 @@ from ..sparge.tune import ProfileError, profile_path
 from . import report
 from .hook import hook_of
 from .host import profile_folder, show_on_node
+from .live_map import REPORT
 from .result import RunResult
 from .verdict import first_reason
 
@@ -38,7 +39,7 @@ class SpargeReport(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="SpargeReport",
+            node_id=REPORT,
             display_name="Sparge Report",
             category="model/patch",
             description=(

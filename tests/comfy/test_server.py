@@ -98,6 +98,8 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
     text = said_in_the_log(server, prompt)
     assert "predicted error" in text
+    assert server.previews and {node for node, _ in server.previews} == {"8"}, "while it sampled"
+    assert all(picture.startswith(b"\x89PNG") for _, picture in server.previews)
     outputs = outputs_of(server, "9")
     (shown,) = outputs["9"]["text"]
     assert shown.splitlines()[0] == text
