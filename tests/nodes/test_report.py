@@ -190,6 +190,12 @@ def test_what_the_user_has_to_know_is_a_warning(result, published, changes, word
     assert words in record.message and record.message.endswith(end)
 
 
+def test_whoever_stops_a_run_is_not_warned(result, published):
+    record = published(result(sparse=0, stopped=True))
+    assert record.levelno == logging.INFO
+    assert record.message.startswith("[Sparge] stopped before the first sparse step; Mochi")
+
+
 def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monkeypatch):
     """The nodes that hold a subgraph show the text of a node in it, too."""
     shown = []
@@ -211,6 +217,10 @@ def test_notes_appear_once(load_pack):
 
 
 SHARE = "25 % of attention computed"
+TOO_OLD = "GeForce RTX 2080 Ti is too old: it has compute capability 7.5"
+OLD = "GeForce RTX 2080 Ti is too old: it ..."
+NO_GPU = "The CPU is not supported: the kernels are NVIDIA machine code."
+NONE = "The CPU is not supported: the ..."
 WARNED = ("the results do not add up, remove one of the two nodes", "more")
 UNREACHED = ["No attention call reached this node", "Put it last, before the sampler"]
 
@@ -239,6 +249,12 @@ UNREACHED = ["No attention call reached this node", "Put it last, before the sam
             {"sparse": 0, "stopped": True, "may_have_been_sparse": True},
             ["Stopped early", "before start_percent 0.2"],
         ),
+        (
+            {"sparse": 0, "cross": 0, "reasons": {}, "stopped": True, "notes": WARNED},
+            ["Stopped before the first sparse step"],
+        ),
+        ({"sparse": 0, "saved": None, "reasons": {TOO_OLD: 2}}, ["NOTHING WAS SPARSE", OLD]),
+        ({"sparse": 0, "saved": None, "reasons": {NO_GPU: 2}}, ["NOTHING WAS SPARSE", NONE]),
     ],
 )
 def test_the_two_lines_on_the_node(load_pack, result, changes, expected):
