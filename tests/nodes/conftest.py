@@ -13,13 +13,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
+from tests.nodes.stand_ins import folder_paths, module_of, ui
 
 PACK = Path(__file__).resolve().parents[2]
 PACK_NAME = "sparge-pack-under-test"
@@ -56,70 +57,26 @@ def _io() -> SimpleNamespace:
     )
 
 
-class Shown(SimpleNamespace):
-    """Stand-in for what a node shows on itself."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
-
-
-def _ui() -> SimpleNamespace:
-    return SimpleNamespace(
-        PreviewImage=lambda image, cls: Shown(images=[image]),
-        PreviewText=lambda text: Shown(text=(text,)),
-    )
-
-
-def _module(name: str, **attributes: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(attributes)
-    return module
-
-
-def _folder_paths(models: Path) -> ModuleType:
-    """ComfyUI's folders of profiles: that of models, and one "more" of extra_model_paths.yaml."""
-    folders = [models / "more"]
-
-    def add(kind: str, path: str, is_default: bool) -> None:
-        assert kind == "sparge_profiles" and is_default
-        folders[:] = dict.fromkeys([Path(path), *folders])
-
-    def names(kind: str) -> list[str]:
-        files = {x.relative_to(each) for each in folders for x in each.rglob("*") if x.is_file()}
-        return sorted(map(str, files))
-
-    def full_path(kind: str, name: str) -> str | None:
-        return next((str(each / name) for each in folders if (each / name).is_file()), None)
-
-    return _module(
-        "folder_paths",
-        models_dir=str(models),
-        add_model_folder_path=add,
-        get_filename_list=names,
-        get_full_path=full_path,
-    )
-
-
 @pytest.fixture(scope="session")
 def load_pack() -> Any:
     """load_pack("nodes.hook") imports that module of the pack, with the stand-ins in place."""
-    management = _module(
+    management = module_of(
         "comfy.model_management",
         get_torch_device=lambda: torch.device("cpu"),
         throw_exception_if_processing_interrupted=lambda: None,
     )
     stand_ins = {
-        "folder_paths": _folder_paths(Path("no models")),
-        "comfy": _module("comfy", model_management=management),
+        "folder_paths": folder_paths(Path("no models")),
+        "comfy": module_of("comfy", model_management=management),
         "comfy.model_management": management,
-        "comfy.ldm": _module("comfy.ldm"),
-        "comfy.ldm.modules": _module("comfy.ldm.modules"),
-        "comfy.ldm.modules.attention": _module(
+        "comfy.ldm": module_of("comfy.ldm"),
+        "comfy.ldm.modules": module_of("comfy.ldm.modules"),
+        "comfy.ldm.modules.attention": module_of(
             "comfy.ldm.modules.attention", optimized_attention=backend
         ),
-        "comfy_api": _module("comfy_api"),
-        "comfy_api.latest": _module(
-            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io(), ui=_ui()
+        "comfy_api": module_of("comfy_api"),
+        "comfy_api.latest": module_of(
+            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io(), ui=ui()
         ),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -329,7 +286,7 @@ def patcher() -> Patcher:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of profiles."""
-    monkeypatch.setitem(sys.modules, "folder_paths", _folder_paths(tmp_path))
+    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths(tmp_path))
     return tmp_path / "sparge_profiles"
 
 
