@@ -71,10 +71,10 @@ def nodes_behind(node_id: str | None, kind: str) -> list[str]:
         if node["class_type"] != kind:
             continue
         while isinstance(link := node["inputs"].get("model"), list):
-            if link[0] == node_id:
+            if (source := str(link[0])) == node_id:
                 found.append(each)
                 break
-            node = graph.get_node(link[0])
+            node = graph.get_node(source)
     return found
 
 

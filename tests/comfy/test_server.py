@@ -98,6 +98,8 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
     text = said_in_the_log(server, prompt)
     assert "predicted error" in text
+    remarks = [text.split("\n")[0] for node, text in server.texts if node == "8"]
+    assert remarks == ["Saved the profile from a graph.safetensors."], "first, for room is short"
     assert server.previews and {node for node, _ in server.previews} == {"8"}, "while it sampled"
     assert all(picture.startswith(b"\x89PNG") for _, picture in server.previews)
     outputs = outputs_of(server, "9")
@@ -113,6 +115,7 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["11"] = {"class_type": "SpargeProfileLoad", "inputs": {"name": "from a graph"}}
     text = said_in_the_log(server, prompt)
     assert "8 sparse and 0 dense self-attention calls" in text
+    assert ("11", "WanModel, for a mean error of 0.08") in server.texts, "what was loaded"
 
 
 def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
