@@ -14,6 +14,6 @@ class SpargeExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]] | Any:
         from .sparge_attention import SpargeAttention
         from .sparge_profile_load import SpargeProfileLoad
-        from .sparge_report import SpargeReport
+        from .sparge_report import SpargeAttentionReport
 
-        return [SpargeAttention, SpargeProfileLoad, SpargeReport]
+        return [SpargeAttention, SpargeProfileLoad, SpargeAttentionReport]

@@ -12,7 +12,7 @@ from ..sparge.tune import Session
 from .host import nodes_behind, show_picture
 
 #: Node id of the report.
-REPORT = "SpargeReport"
+REPORT = "SpargeAttentionReport"
 #: Seconds between two pictures: drawing one takes a hundredth of that, in which the GPU rests.
 SECONDS = 1.0
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from ..sparge import SparsePolicy
 from ..sparge.tune import Aim, LayerSpans
 
-# Option texts are in saved graphs: only append.
-MANUAL = "manual"
+# Option texts are in saved graphs: only append. A new node starts with the first.
 AUTO_QUALITY = "auto quality"
 AUTO_BUDGET = "auto budget"
-MODES = [MANUAL, AUTO_QUALITY, AUTO_BUDGET]
+MANUAL = "manual"
+MODES = [AUTO_QUALITY, AUTO_BUDGET, MANUAL]
 #: Target errors: mean relative L2 error of the heads' outputs, each by its head weight
 #: (`SettingsTable.head_weight`; docs/experiments.md, Targets of the qualities).
 QUALITIES = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
@@ -21,21 +22,32 @@ QUALITIES = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
 
 @dataclass(frozen=True)
 class Settings:
-    """Values of the widgets. Field names and order are the widgets' names and order, which saved
-    graphs rely on."""
+    """Values of the widgets, in the node's order; what a mode does not show has its default."""
 
     mode: str = MANUAL
+    quality: str = "balanced"
     topk: float = 0.5
     pvthreshd: float = 15.0
+    select_by: str = "topk"
+    cdfthreshd: float = 0.98
+    simthreshd1: float = -0.1
     start_percent: float = 0.2
     end_percent: float = 1.0
     min_tokens: int = 4096
     dense_blocks: str = ""
-    select_by: str = "topk"
-    cdfthreshd: float = 0.98
-    simthreshd1: float = -0.1
-    quality: str = "balanced"
     exact_dense: bool = False
+
+    @classmethod
+    def of_inputs(cls, mode: Any, inputs: dict[str, Any]) -> Settings:
+        """Settings of what the server hands to the node. What `mode` shows comes nested in it from
+        the browser (`mode.topk`), and beside it from API graphs (`topk`). What is None was not
+        given, and what is no widget is left out, as the server does."""
+        given = {name.removeprefix("mode."): value for name, value in inputs.items()}
+        nested = mode if isinstance(mode, dict) else {"mode": mode}
+        given |= {name: value for name, value in nested.items() if value is not None}
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
+        known = {name: value for name, value in given.items() if name in kinds}
+        return cls(**{n: kinds[n](value) for n, value in known.items() if value is not None})
 
     def __post_init__(self) -> None:
         """Checks the values when the node runs, not steps later: what comes through a link instead
@@ -43,7 +55,7 @@ class Settings:
         for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {options}.")
-        for name in ("start_percent", "end_percent"):
+        for name in ("topk", "start_percent", "end_percent"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes a number from 0 to 1.")
         self.policy()

@@ -38,9 +38,9 @@ class SpargeProfileLoad(io.ComfyNode):
                     options=profile_names(),
                     optional=True,  # where no profile was saved, the graph still runs
                     tooltip=(
-                        "A profile that Sparge Report saved; press R to see new ones. Faster, "
-                        "because the run need not measure; truer without, because then this very "
-                        "run is measured."
+                        "A profile that Sparge Attention Report saved; press R to see new ones. "
+                        "Faster, because the run need not measure; truer without, because then "
+                        "this very run is measured."
                     ),
                 )
             ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeReport: what the last run did, as text and picture, and its profile on disk."""
+"""Node SpargeAttentionReport: what the last run did, and its profile on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_RUN = (
 NOT_SAVED_OF_ANOTHER = "No profile was saved, for it would be of another run than this latent."
 
 
-class SpargeReport(io.ComfyNode):
+class SpargeAttentionReport(io.ComfyNode):
     """Finds the run through the model: the patched model carries the hook of its Sparge Attention
     node, and the hook keeps the result of its last run.
 
@@ -40,7 +40,7 @@ class SpargeReport(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id=REPORT,
-            display_name="Sparge Report",
+            display_name="Sparge Attention Report",
             category="model/patch",
             description=(
                 "Shows what Sparge Attention did in the last run, on the node itself: how much "

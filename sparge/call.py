@@ -72,16 +72,26 @@ class CheckedCall:
 
     @property
     def scores(self) -> bool:
-        """Whether route asks what blocks are like. It does not where top-k keeps all, as far as the
-        host knows, which does not read thresholds of heads."""
+        """Whether route asks what blocks are like."""
+        return self.routes and not self._keeps_all
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether top-k keeps all blocks, as far as the host knows, which does not read thresholds
+        of heads."""
         policy = self.policy
-        keeps_all = (
+        return (
             self.thresholds is None
             and policy.select_by == "topk"
             and not isinstance(policy.topk, Tensor)
             and policy.topk >= 1
         )
-        return self.routes and not keeps_all
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all queries attend to all keys: a map of such a call needs no route."""
+        plain = self.order is None and self.key_lengths is None and not self.is_causal
+        return self.routes and self._keeps_all and plain
 
     @property
     def asks_similarity(self) -> bool:

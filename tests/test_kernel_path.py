@@ -194,6 +194,25 @@ def test_scores_and_similarities_are_for_those_who_need_them(
         assert told(others=(None, HeadSettings.uniform(2, 0.3)))[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "causal", "head_settings", "routed"),
+    [
+        ({"topk": 1.0}, False, None, False),
+        ({"topk": 1.0}, True, None, True),
+        ({"topk": 0.99}, False, None, True),
+        ({"topk": torch.ones(2)}, False, None, True),
+        ({"topk": 1.0, "select_by": "cdf"}, False, None, True),
+        ({"topk": 1.0}, False, HeadSettings.uniform(2, 0.3), True),
+    ],
+)
+def test_a_call_that_keeps_everything_is_not_routed(
+    run_kernels, given: dict[str, Any], causal: bool, head_settings: Any, routed: bool
+) -> None:
+    queued = run_kernels(SparsePolicy(**given), causal, None, (None, head_settings))
+    assert ("route" in queued) == routed
+    assert queued[HOPPER_ATTEND].block_map
+
+
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
 @pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
 def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alone(

@@ -24,7 +24,7 @@ WIDGETS = {
     "UNETLoader": "ss", "CLIPLoader": "sss", "VAELoader": "s", "CLIPTextEncode": "s",
     "EmptyMochiLatentVideo": "iiii", "EmptyHunyuanLatentVideo": "iiii", "KSampler": "isifssf",
     "VAEDecodeTiled": "iiii", "CreateVideo": "fi", "SaveVideo": "sss", "PreviewImage": "",
-    NOTE: "s", "SpargeReport": "s",
+    NOTE: "s", "SpargeAttentionReport": "s",
 }  # fmt: skip
 TYPES: dict[str, Any] = {"s": str, "i": int, "f": (int, float), "b": bool}
 
@@ -38,11 +38,19 @@ def project(key: str) -> str:
 
 
 def our_widgets() -> dict[str, Any]:
-    """Name -> default of each widget, in order: the fields of nodes/settings.py."""
+    """Name -> default of each widget of any mode, in order: the fields of nodes/settings.py."""
     text = (ROOT / "nodes" / "settings.py").read_text(encoding="utf-8")
     constants = dict(re.findall(r'^(\w+) = ("[^"]*")$', text, re.MULTILINE))
     fields = re.findall(r"^    (\w+): (?:str|int|float|bool) = (.+)$", text, re.MULTILINE)
     return {name: ast.literal_eval(constants.get(value, value)) for name, value in fields}
+
+
+def new_node() -> dict[str, Any]:
+    """Name -> value of what a node shows that is added now: of its mode, then of every mode."""
+    defaults = our_widgets() | {"start_percent": 0.1}
+    names = list(defaults)
+    shown = ["quality", *names[names.index("start_percent") :]]
+    return {"mode": "auto quality"} | {name: defaults[name] for name in shown}
 
 
 @pytest.fixture(params=sorted((ROOT / "workflows").glob("*.json")), ids=lambda path: path.stem)
@@ -86,7 +94,7 @@ def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
 
 
 def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
-    ours = "".join(type(value).__name__[0] for value in our_widgets().values())
+    ours = "".join(type(value).__name__[0] for value in new_node().values())
     kinds = WIDGETS | {"SpargeAttention": ours}
     for node in graph["nodes"]:
         assert node["type"] in kinds, f"{node['type']} is neither core's nor ours"
@@ -98,13 +106,12 @@ def test_our_node_is_between_the_loader_and_the_sampler(graph: dict[str, Any]) -
     nodes = {node["id"]: node for node in graph["nodes"]}
     (ours,) = (node for node in nodes.values() if node["type"] == "SpargeAttention")
     assert ours["mode"] == 0
-    as_added = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
-    assert ours["widgets_values"] == list(as_added.values())
+    assert ours["widgets_values"] == list(new_node().values())
     path = [
         (nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, x in graph["links"] if x == "MODEL"
     ]
     assert path[:2] == [("UNETLoader", "SpargeAttention"), ("SpargeAttention", "KSampler")]
-    assert path[2:] in ([], [("SpargeAttention", "SpargeReport")])
+    assert path[2:] in ([], [("SpargeAttention", "SpargeAttentionReport")])
 
 
 def test_a_mochi_graph_shows_the_report() -> None:
@@ -113,10 +120,10 @@ def test_a_mochi_graph_shows_the_report() -> None:
     types = {node["id"]: node["type"] for node in graph["nodes"]}
     links = {(types[s], types[t], kind) for _, s, _, t, _, kind in graph["links"]}
     assert links >= {
-        ("SpargeAttention", "SpargeReport", "MODEL"),
-        ("KSampler", "SpargeReport", "LATENT"),
-        ("SpargeReport", "VAEDecodeTiled", "LATENT"),
-        ("SpargeReport", "PreviewImage", "IMAGE"),
+        ("SpargeAttention", "SpargeAttentionReport", "MODEL"),
+        ("KSampler", "SpargeAttentionReport", "LATENT"),
+        ("SpargeAttentionReport", "VAEDecodeTiled", "LATENT"),
+        ("SpargeAttentionReport", "PreviewImage", "IMAGE"),
     }
     assert ("KSampler", "VAEDecodeTiled", "LATENT") not in links
 
@@ -126,7 +133,7 @@ def test_the_manager_can_find_every_node(nodes: list[dict[str, Any]]) -> None:
         properties = node["properties"]
         assert properties["Node name for S&R"] == node["type"]
         found = properties["cnr_id"], properties["ver"]
-        if node["type"] in ("SpargeAttention", "SpargeReport"):
+        if node["type"] in ("SpargeAttention", "SpargeAttentionReport"):
             assert found == (project("name"), project("version"))
         else:
             assert found[0] == "comfy-core" and re.fullmatch(r"\d+\.\d+\.\d+", found[1])

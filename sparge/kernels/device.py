@@ -55,6 +55,8 @@ _lock = threading.RLock()
 
 def capabilities(device: torch.device | str | int) -> Capability:
     """Returns what the kernels can do on ``device``. Never raises; asked once per CUDA device."""
+    if isinstance(device, torch.device) and device.type == "cuda" and device.index in _known:
+        return _known[device.index]
     try:
         place = as_device(device)
         if place.type != "cuda":

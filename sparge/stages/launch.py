@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from ctypes import Structure
 
 import torch
@@ -25,6 +26,7 @@ from ..order.facts import NO_ORDER, OrderFacts
 from ..stats import Counter
 from .key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
+from .recorded import Launch, note
 from .route_shared import RouteShared
 from .rules import AttendRules, QuantizeRules, RouteRules
 from .workspace import CallShape, layout_of
@@ -144,9 +146,8 @@ def route(
     the workspace lacks then.
     """
     device = workspace.device
-    rows = (shape.batch, shape.heads, shape.query_blocks)
-    block_map = torch.empty((*rows, shape.map_words), dtype=torch.int32, device=device)
-    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    block_map = torch.empty(shape.map_shape, dtype=torch.int32, device=device)
+    counts = torch.empty(shape.map_shape[:3], dtype=torch.int32, device=device)
     with_queries = block_mask is None and queries is None
     layout = layout_of(shape, element, with_values, with_queries, with_pools)
     q_block_mean, q_similarity = queries or (None, None)
@@ -249,6 +250,7 @@ def attend(
     queue(kernel, (blocks, 1, 1), params, map_bytes)
 
 
+@functools.cache
 def resident_blocks(device: torch.device) -> int:
     """Number of multiprocessors: each block of a persistent kernel has one to itself."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -297,8 +299,14 @@ def find_kernel(
     if not capability.usable:
         raise Unsupported(capability.reason)
     use(capability.arch, device)  # also of traced calls, whose kernels nobody asked for before
-    spec = KernelSpec(entry, capability.arch, head_dim, element, pv_filter)
+    spec = _spec(entry, capability.arch, head_dim, int(element), pv_filter)
     return get_kernel(spec, torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _spec(entry: str, arch: str, head_dim: int, element: int, pv_filter: bool) -> KernelSpec:
+    """Spec by plain values, whose hashes are those of C: a call asks for three or four."""
+    return KernelSpec(entry, arch, head_dim, Element(element), pv_filter)
 
 
 def shared_room(kernel: Kernel, device: torch.device) -> int:
@@ -310,8 +318,15 @@ def queue(
     kernel: Kernel, grid: tuple[int, int, int], params: Structure, extra_shared: int = 0
 ) -> None:
     """On torch's current stream of the kernel's device."""
-    stream = torch.cuda.current_stream(kernel.device_index).cuda_stream
-    kernel.launch(grid, params, extra_shared, stream)
+    launch = Launch(kernel, grid, params, extra_shared)
+    launch.queue(raw_stream(kernel.device_index))
+    note(launch)
+
+
+def raw_stream(device_index: int) -> int:
+    """Handle of torch's current stream."""
+    # What compiled code of torch asks for too: torch.cuda.current_stream takes ten times as long.
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:

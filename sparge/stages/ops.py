@@ -138,10 +138,9 @@ def _route(
 
 def _route_fake(workspace: Tensor, shape: list[int], *_: object) -> tuple[Tensor, Tensor]:
     call = CallShape(*shape)
-    rows = (call.batch, call.heads, call.query_blocks)
     return (
-        workspace.new_empty((*rows, call.map_words), dtype=torch.int32),
-        workspace.new_empty(rows, dtype=torch.int32),
+        workspace.new_empty(call.map_shape, dtype=torch.int32),
+        workspace.new_empty(call.map_shape[:3], dtype=torch.int32),
     )
 
 

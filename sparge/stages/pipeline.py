@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import ALL_BLOCKS
 from ..call import CheckedCall
 from ..errors import Unsupported
 from ..kernels import capabilities
@@ -75,6 +76,11 @@ def _run_in_head_groups(
         first = last
 
 
+def fits(call: CheckedCall) -> bool:
+    """Whether all heads are served at once."""
+    return _memory_needed(call) <= _memory_limit(call)
+
+
 def _memory_needed(call: CheckedCall) -> int:
     shape = call.shape
     layout = layout_of(shape, call.element, call.v is not None, call.routes, call.pools)
@@ -94,9 +100,10 @@ def run_kernels(
     counters: Tensor | None,
     partials: tuple[Tensor, ...] | None = None,
 ) -> None:
-    shape = call.shape
     workspace = quantize(call)
-    if call.plan is None:
+    if call.is_whole and counters is None:
+        block_map = full_map(call)
+    elif call.plan is None:
         block_map, _ = route(call, workspace, counters)
     else:
         block_map = call.plan.block_map
@@ -104,6 +111,24 @@ def run_kernels(
             counters[Counter.KEPT] += call.plan.kept_pairs().sum()
             counters[Counter.VALID] += call.plan.valid_pairs().sum()
             counters[Counter.KEPT_BLOCKS] += call.plan.visited_blocks().sum()
+    attend(call, workspace, block_map, out, lse, counters, partials)
+
+
+def full_map(call: CheckedCall) -> Tensor:
+    """Block map of a call that keeps everything."""
+    shape, device = call.shape.map_shape, call.q.device
+    return torch.full(shape, ALL_BLOCKS, dtype=torch.int32, device=device)
+
+
+def attend(
+    call: CheckedCall,
+    workspace: Tensor,
+    block_map: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    counters: Tensor | None = None,
+    partials: tuple[Tensor, ...] | None = None,
+) -> None:
     pvthreshd = call.policy.pvthreshd
     rules = AttendRules(
         with_queries=call.routes,
@@ -117,7 +142,7 @@ def run_kernels(
         call.q,
         workspace,
         block_map,
-        shape.sizes(),
+        call.shape.sizes(),
         int(call.element),
         *rules.flat(),
         call.key_lengths,

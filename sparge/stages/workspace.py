@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from ..kernels.spec import HEAD_DIMS, Element
 _ALIGNMENT = 256
 
 
-@dataclass(frozen=True)
-class CallShape:
+class CallShape(NamedTuple):
     """Sizes of one attention call; ``channels`` is the caller's head dim, up to 128.
 
     ``queries`` and ``keys`` count slots: those of the token order where there is one, else tokens.
@@ -39,9 +39,7 @@ class CallShape:
 
     def sizes(self) -> list[int]:
         """Arguments of CallShape, for an op's schema."""
-        return [
-            self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.channels
-        ]  # fmt: skip
+        return list(self)
 
     @property
     def head_dim(self) -> int:
@@ -59,6 +57,11 @@ class CallShape:
     @property
     def map_words(self) -> int:
         return block_count(self.key_blocks, WORD_BITS)
+
+    @property
+    def map_shape(self) -> tuple[int, int, int, int]:
+        """(B, H, query blocks, words) of a block map."""
+        return self.batch, self.heads, self.query_blocks, self.map_words
 
     @property
     def list_words(self) -> int:
@@ -175,10 +178,13 @@ def layout_of(
 ) -> WorkspaceLayout:
     """Layout of the workspace of a call. Kept, for a call asks for it four times
     (docs/experiments.md, Layouts kept in a cache)."""
-    # torch.compile warns of caches, and sizes that are symbols have no hash.
-    traced = torch.compiler.is_compiling() or not all(isinstance(n, int) for n in shape.sizes())
-    make = _new_layout if traced else _kept_layout
-    return make(shape, element, with_values, with_queries, with_pools)
+    facts = shape, element, with_values, with_queries, with_pools
+    if torch.compiler.is_compiling():  # which warns of caches
+        return _new_layout(*facts)
+    try:
+        return _kept_layout(*facts)
+    except TypeError:  # sizes that are symbols have no hash
+        return _new_layout(*facts)
 
 
 def _new_layout(

@@ -88,6 +88,13 @@ class Call:
             return out
         return out.transpose(1, 2) if self.layout == "NHD" else out.transpose(1, 2).flatten(2)
 
+    def empty_result(self) -> Tensor:
+        """Memory for a result, as a view (B, H, N, D)."""
+        batch, heads, tokens, head_dim = self.q.shape
+        if self.layout == "HND":
+            return self.q.new_empty(self.q.shape)
+        return self.q.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+
     def exact(self) -> Tensor:
         """Result of PyTorch's own attention."""
         return self.result(

@@ -29,6 +29,7 @@ from ..policy import SparsePolicy
 from ..speed.table import SpeedTable
 from .aim import Aim
 from .alike_heads import AlikeHeads
+from .eight_bit import EightBitDense
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint
 from .head_table import HeadTable, Untracked
@@ -105,6 +106,7 @@ class Session:
             if aim is None
             else HeadTables(aim, profile, note, left, untracked, self._ways)
         )
+        self._dense = EightBitDense()
         self._passes: list[SessionPass] = []
 
     @property
@@ -142,7 +144,9 @@ class Session:
         elif may_be_sparse:
             self._heads.begin(layout, facts.step, device)
         record = PassRecord.begin(facts.step, layout.rows, device, may_be_sparse)
-        begun = SessionPass(self._heads, self._ways, device, layout, policy, facts, tables, record)
+        begun = SessionPass(
+            self._heads, self._ways, device, layout, policy, facts, tables, record, self._dense
+        )
         self._passes.append(begun)
         return begun
 

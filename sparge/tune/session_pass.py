@@ -21,6 +21,7 @@ from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .alike_heads import AlikeHeads
 from .call import Call, DenseOnce
+from .eight_bit import EightBitDense
 from .facts import Layout, PassFacts
 from .head_table import HeadTable
 from .records import PassRecord
@@ -56,9 +57,11 @@ class SessionPass:
     facts: PassFacts
     tables: dict[Shape, HeadTable]
     record: PassRecord
+    eight_bit_dense: EightBitDense
     calls: Counter[Shape] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dense results of `attend` by the reason for them."""
+    _policies: dict[tuple[int, int], SparsePolicy] = field(default_factory=dict, repr=False)
 
     @untraced
     def attend(
@@ -105,7 +108,7 @@ class SessionPass:
             suppress(Unsupported, torch.OutOfMemoryError),
             self._timed(Way.EIGHT_BIT, call),
         ):
-            return call.eight_bit()
+            return self.eight_bit_dense.attend(call)
         return None
 
     def exact(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
@@ -153,7 +156,7 @@ class SessionPass:
         tokens = call.query_tokens
         grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
         prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
-        policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
+        policy = self._policy_of(prefix, suffix)
         if isinstance(self.heads, AlikeHeads):
             reason = self.facts.why_dense or self.heads.slower(call, policy)
             return reason or Plan(policy, self.heads.order(grid, self.facts.step, self.device))
@@ -174,6 +177,14 @@ class SessionPass:
         if isinstance(head_settings, str):
             return head_settings
         return Plan(policy, table.order(self.facts.step), table, head_settings)
+
+    def _policy_of(self, prefix: int, suffix: int) -> SparsePolicy:
+        """The policy, with so many exact tokens at either end."""
+        ends = prefix, suffix
+        if ends not in self._policies:
+            exact = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
+            self._policies[ends] = exact
+        return self._policies[ends]
 
     def end(self) -> None:
         """Ends the pass for the host. Never waits."""

@@ -5,11 +5,28 @@ from __future__ import annotations
 
 from typing import Any
 
+#: Under flat names, as graphs by hand have them.
 ALL_WIDGETS = {
     "mode": "manual", "topk": 0.5, "pvthreshd": 15.0, "start_percent": 0.2, "end_percent": 1.0,
     "min_tokens": 100, "dense_blocks": "", "select_by": "topk", "cdfthreshd": 0.98,
     "simthreshd1": -0.1, "quality": "balanced", "exact_dense": False,
 }  # fmt: skip
+
+
+#: Widgets that belong to a mode; the others are the node's own.
+OF_MODES = {
+    "auto quality": ["quality"],
+    "auto budget": ["topk"],
+    "manual": ["topk", "pvthreshd", "select_by", "cdfthreshd", "simthreshd1"],
+}
+
+
+def nested(widgets: dict[str, Any]) -> dict[str, Any]:
+    """The widgets as the browser sends them: those of the mode under `mode.`, of others none."""
+    of_mode = OF_MODES[widgets["mode"]]
+    of_any = {name for names in OF_MODES.values() for name in names}
+    own = {name: value for name, value in widgets.items() if name not in of_any}
+    return own | {f"mode.{name}": widgets[name] for name in of_mode if name in widgets}
 
 
 def graph(family: str, **widgets: Any) -> dict[str, Any]:

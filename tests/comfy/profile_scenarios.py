@@ -16,8 +16,11 @@ from utils.extra_config import load_extra_path_config
 
 
 def report(model: Any, save_profile: str) -> list[str]:
-    """Lines of SpargeReport."""
-    node, latent = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeReport"], {"samples": torch.zeros(1)}
+    """Lines of SpargeAttentionReport."""
+    node, latent = (
+        comfy_nodes.NODE_CLASS_MAPPINGS["SpargeAttentionReport"],
+        {"samples": torch.zeros(1)},
+    )
     given = node.execute(model, latent, save_profile)
     passed, text, picture = given.args
     assert passed is latent

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.comfy.graphs import ALL_WIDGETS, graph
+from tests.comfy.graphs import ALL_WIDGETS, OF_MODES, graph, nested
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +34,27 @@ def test_the_pack_imports_without_a_toolchain(server, pack_folder):
 
 
 def test_the_schema_reaches_the_browser(node_info):
-    assert node_info["display_name"] == "Sparge Attention"
+    assert node_info["display_name"].startswith("Sparge Attention")
     assert node_info["category"] == "model/patch"
     # Optional: a graph that was saved before a widget existed still passes validation.
     assert node_info["input_order"]["required"] == ["model"]
-    assert node_info["input_order"]["optional"] == [*ALL_WIDGETS, "profile"]
     inputs = node_info["input"]["optional"]
-    assert inputs["profile"][0] == "SPARGE_PROFILE"
-    assert {name: inputs[name][1]["default"] for name in ALL_WIDGETS} == ALL_WIDGETS | {
+    kind, mode = inputs["mode"]
+    assert kind == "COMFY_DYNAMICCOMBO_V3" and inputs["profile"][0] == "SPARGE_PROFILE"
+    of_modes = {option["key"]: option["inputs"]["optional"] for option in mode["options"]}
+    assert list(of_modes) == list(OF_MODES), "a new node starts with the first"
+    assert {key: list(shown) for key, shown in of_modes.items()} == OF_MODES
+    own = [name for name in inputs if name not in ("mode", "profile")]
+    assert node_info["input_order"]["optional"] == ["mode", *own, "profile"]
+    widgets = of_modes["manual"] | of_modes["auto quality"] | {name: inputs[name] for name in own}
+    assert {"mode": "manual"} | {name: x[1]["default"] for name, x in widgets.items()} == {
+        **ALL_WIDGETS,
         "min_tokens": 4096,
-        # For nodes that are added now; saved graphs name theirs.
-        "mode": "auto quality",
-        "start_percent": 0.1,
+        "start_percent": 0.1,  # for nodes that are added now; saved graphs name theirs
     }
-    sliders = [name for name in ALL_WIDGETS if inputs[name][1].get("display") == "slider"]
-    shown = [name for name in ALL_WIDGETS if not inputs[name][1].get("advanced")]
-    assert sliders == ["topk", "pvthreshd"] and shown == ["mode", *sliders, "quality"]
+    sliders = [name for name, x in widgets.items() if x[1].get("display") == "slider"]
+    shown = [name for name, x in widgets.items() if not x[1].get("advanced")]
+    assert sliders == ["topk", "pvthreshd"] and shown == [*sliders, "quality"]
 
 
 def said_in_the_log(server, prompt: dict[str, Any], on_the_node: str = ".+\n.+") -> str:
@@ -78,6 +85,45 @@ def test_a_graph_from_before_the_auto_modes_runs_manual(server, left_out):
     assert "predicted error" not in text
 
 
+SOME = {"min_tokens": 100, "start_percent": 0.3}
+#: Flat widgets; what a line of the log must say that is of no other mode.
+CHOICES = [
+    (ALL_WIDGETS, "density"),
+    (ALL_WIDGETS | {"mode": "auto quality", "quality": "fast"}, "predicted error"),
+    (ALL_WIDGETS | {"mode": "auto budget", "topk": 0.6}, "predicted error"),
+    (SOME | {"mode": "manual", "topk": 0.6}, "density"),
+    (SOME | {"mode": "auto quality"}, "predicted error"),
+    (SOME | {"mode": "auto budget"}, "predicted error"),
+]
+
+
+def without_times(line: str) -> str:
+    return re.sub(r"[\d.]+x (faster|slower)[^;]*; ", "", line)
+
+
+@pytest.mark.parametrize(("flat", "says"), CHOICES)
+def test_flat_and_nested_names_give_the_same_run(server, base_directory, flat, says):
+    """The log has counts, density and error of the run, and the last file its latent."""
+    lines, latents = [], []
+    for widgets in (flat, nested(flat)):
+        lines.append(without_times(said_in_the_log(server, graph("wan", **widgets))))
+        file = max((base_directory / "output").glob("wan_*.latent"))
+        latents.append(load_file(file)["latent_tensor"])
+    assert lines[0] == lines[1] and says in lines[0]
+    assert torch.equal(*latents)
+
+
+def test_a_number_of_the_mode_is_refused(server):
+    """Before anything runs where the browser sent it; when the node runs under a flat name."""
+    wrong = {"mode": "auto budget", "mode.topk": 7.0}
+    status, answer = server.post("/prompt", {"prompt": graph("wan", **wrong)})
+    assert status == 400
+    (error,) = answer["node_errors"]["2"]["errors"]
+    assert error["type"] == "value_bigger_than_max" and error["details"] == "mode.topk"
+    with pytest.raises(AssertionError, match=r"topk is 7\.0; it takes"):
+        server.run_graph(graph("wan", mode="auto budget", topk=7.0))
+
+
 def outputs_of(server, node: str) -> dict[str, Any]:
     """Outputs of the nodes of the run with that node; history comes a moment after the end."""
     deadline = time.monotonic() + 20
@@ -93,7 +139,7 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     auto = ALL_WIDGETS | {"mode": "auto quality", "quality": "fast"}
     prompt = graph("wan", **auto)
     report = {"model": ["2", 0], "latent": ["6", 0], "save_profile": "from a graph"}
-    prompt["8"] = {"class_type": "SpargeReport", "inputs": report}
+    prompt["8"] = {"class_type": "SpargeAttentionReport", "inputs": report}
     prompt["9"] = {"class_type": "PreviewAny", "inputs": {"source": ["8", 1]}}
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
     text = said_in_the_log(server, prompt)
@@ -139,7 +185,13 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     assert "稀疏" in server.get(f"{page}/zh.md")
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
-        ("SpargeReport", "Sparge Report"),
+        ("SpargeAttentionReport", "Sparge Attention Report"),
     ):
         assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")
-    assert server.get("/i18n")["zh"]["nodeDefs"]["SpargeAttention"]["inputs"]["topk"]["tooltip"]
+    labels = {
+        language: server.get("/i18n")[language]["nodeDefs"]["SpargeAttention"]["inputs"]
+        for language in ("en", "zh")
+    }
+    # ComfyUI looks an input `mode.topk` up as `mode_topk`.
+    assert labels["en"]["mode_topk"]["name"] == "attention kept (topk)"
+    assert "topk" in labels["zh"]["mode_topk"]["name"]

@@ -96,7 +96,8 @@ def test_a_wrong_graph_is_refused(server: Any, object_info: dict[str, Any]) -> N
     """Shows that the test above can fail."""
     prompt = to_prompt(graph(WORKFLOWS[0]), object_info)
     sparge = next(n for n in prompt.values() if n["class_type"] == "SpargeAttention")
-    sparge["inputs"]["topk"] = 7.0
+    assert sparge["inputs"]["mode.quality"] == "balanced"
+    sparge["inputs"]["mode.quality"] = "best"
     status, answer = server.post("/prompt", {"prompt": prompt})
     assert status == 400
     assert [e["class_type"] for e in answer["node_errors"].values()] == ["SpargeAttention"]

@@ -135,6 +135,6 @@ def test_schema_and_sizes_that_do_not_fit(generator: torch.Generator) -> None:
         torch.library.opcheck(ops.score, arguments, test_utils=("test_schema",))
 
     given.score(opcheck, room_for(given), torch.float32)
-    wide = replace(given, shape=replace(given.shape, keys=64 * 60_000))
+    wide = replace(given, shape=given.shape._replace(keys=64 * 60_000))
     with pytest.raises(Unsupported, match="60000 key blocks, whose weights do not fit"):
         wide.score(ops.score, room_for(given), torch.float32)

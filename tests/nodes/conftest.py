@@ -46,7 +46,13 @@ def _io() -> SimpleNamespace:
             Output=type(f"{name}Output", (Recorded,), {}),
         )
 
+    dynamic = SimpleNamespace(
+        Input=type("DynamicComboInput", (Recorded,), {}),
+        Option=lambda key, inputs: SimpleNamespace(key=key, inputs=inputs),
+        Type=dict,
+    )
     return SimpleNamespace(
+        DynamicCombo=dynamic,
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
         NodeOutput=lambda *values, ui=None: values,

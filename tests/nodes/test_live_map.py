@@ -14,10 +14,10 @@ GRAPH = {
     "1": ("Loader", None),
     "2": ("SpargeAttention", "1"),
     "3": ("LoraLoader", "2"),
-    "4": ("SpargeReport", "2"),
-    "5": ("SpargeReport", "3"),
-    "6": ("SpargeReport", "1"),
-    "7": ("SpargeReport", None),
+    "4": ("SpargeAttentionReport", "2"),
+    "5": ("SpargeAttentionReport", "3"),
+    "6": ("SpargeAttentionReport", "1"),
+    "7": ("SpargeAttentionReport", None),
     "8": ("KSampler", "2"),
 }
 """Class of each node, and the node that its model comes from."""

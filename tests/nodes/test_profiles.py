@@ -48,7 +48,7 @@ def load(load_pack):
 @pytest.fixture
 def report(load_pack):
     """report(patched model, name to save): the text."""
-    node = load_pack("nodes.sparge_report").SpargeReport
+    node = load_pack("nodes.sparge_report").SpargeAttentionReport
 
     def of(model, name=""):
         latent, text, picture = node.execute(model, {"samples": 0}, name)
@@ -331,7 +331,8 @@ def test_a_latent_of_an_earlier_run_is_told(
     sampler(None, None, None, torch.tensor([0.9, 0.0]))
     hook.last = measured
     latent = {"samples": torch.zeros(given)}
-    _, text, _ = load_pack("nodes.sparge_report").SpargeReport.execute(model, latent, "clip")
+    node = load_pack("nodes.sparge_report").SpargeAttentionReport
+    _, text, _ = node.execute(model, latent, "clip")
     assert ("of an earlier run or changed since" in text) == other
     assert ("No profile was saved, for it would be of another run" in text) == other
     assert (folder / "clip.safetensors").exists() != other
@@ -352,7 +353,7 @@ def test_a_cancelled_run_is_reported_too(sampled, report):
 
 NODES = {
     "SpargeProfileLoad": ("nodes.sparge_profile_load", ["name"], ["profile"]),
-    "SpargeReport": (
+    "SpargeAttentionReport": (
         "nodes.sparge_report",
         ["model", "latent", "save_profile"],
         ["latent", "text", "picture"],

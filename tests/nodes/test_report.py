@@ -332,7 +332,7 @@ def test_pictures_of_any_size(picture, result, layers, steps):
 @pytest.fixture
 def ran(load_pack, patch, result):
     """ran(result): what the report node gives and shows of a run."""
-    node = load_pack("nodes.sparge_report").SpargeReport
+    node = load_pack("nodes.sparge_report").SpargeAttentionReport
 
     def of(found, monkeypatch):
         patched, shown = patch(), {}

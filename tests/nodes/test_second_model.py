@@ -66,7 +66,7 @@ def test_shapes_that_it_alone_has_are_its_own(two_models):
 
 @pytest.mark.usefixtures("folder")
 def test_a_profile_is_of_the_sampled_model_alone(two_models, load_pack):
-    report = load_pack("nodes.sparge_report").SpargeReport.execute
+    report = load_pack("nodes.sparge_report").SpargeAttentionReport.execute
     report(two_models()[0], {"samples": 0}, "clip")
     load = load_pack("nodes.sparge_profile_load").SpargeProfileLoad.execute
     patched, run = two_models(profile=load("clip")[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,28 +15,31 @@ from benchmarks.quality.rows import TARGETS
 
 PACK = Path(__file__).resolve().parents[2]
 
-#: For ever: append here when a widget is added, change nothing else.
+#: Defaults of Settings, which an API graph gets, in the order of the node.
 WIDGETS = {
     "mode": "manual",
+    "quality": "balanced",
     "topk": 0.5,
     "pvthreshd": 15.0,
+    "select_by": "topk",
+    "cdfthreshd": 0.98,
+    "simthreshd1": -0.1,
     "start_percent": 0.2,
     "end_percent": 1.0,
     "min_tokens": 4096,
     "dense_blocks": "",
-    "select_by": "topk",
-    "cdfthreshd": 0.98,
-    "simthreshd1": -0.1,
-    "quality": "balanced",
     "exact_dense": False,
 }
-COMBOS = {
-    "mode": ["manual", "auto quality", "auto budget"],
-    "select_by": ["topk", "cdf"],
-    "quality": ["high", "balanced", "fast"],
+#: For ever: append to a list here when a widget is added, change nothing else.
+OF_MODES = {
+    "auto quality": ["quality"],
+    "auto budget": ["topk"],
+    "manual": ["topk", "pvthreshd", "select_by", "cdfthreshd", "simthreshd1"],
 }
+OF_ALL_MODES = ["start_percent", "end_percent", "min_tokens", "dense_blocks", "exact_dense"]
+COMBOS = {"select_by": ["topk", "cdf"], "quality": ["high", "balanced", "fast"]}
 #: What the frontend puts into a node that is added now, where that is not what execute() assumes.
-NEW_NODES = {"mode": "auto quality", "start_percent": 0.1}
+NEW_NODES = {"start_percent": 0.1}
 SOCKETS = ["profile"]
 
 
@@ -53,9 +56,15 @@ def inputs(node):
 
 
 @pytest.fixture(scope="module")
-def widgets(inputs):
-    assert [socket.id for socket in inputs[len(WIDGETS) :]] == SOCKETS
-    return inputs[: len(WIDGETS)]
+def mode(inputs):
+    return inputs[0]
+
+
+@pytest.fixture(scope="module")
+def widgets(inputs, mode):
+    """All but `mode`, those of a mode first; topk is there twice."""
+    of_modes = [widget for option in mode.options for widget in option.inputs]
+    return of_modes + inputs[1 : -len(SOCKETS)]
 
 
 def test_the_extension_offers_the_node(load_pack, node):
@@ -66,42 +75,88 @@ def test_the_extension_offers_the_node(load_pack, node):
     found = asyncio.run(nodes())
     assert found[0] is node
     schema = node.define_schema()
-    assert (schema.display_name, schema.category) == ("Sparge Attention", "model/patch")
+    assert schema.category == "model/patch"
     assert [type(output).__name__ for output in schema.outputs] == ["ModelOutput"]
     names = [each.define_schema().node_id for each in found]
-    assert names == ["SpargeAttention", "SpargeProfileLoad", "SpargeReport"]
+    assert names == ["SpargeAttention", "SpargeProfileLoad", "SpargeAttentionReport"]
     pages = PACK / load_pack().WEB_DIRECTORY / "docs"
     assert all((pages / f"{name}.md").is_file() for name in names)
 
 
-def test_names_order_and_defaults(widgets):
-    assert {widget.id: widget.default for widget in widgets} == WIDGETS | NEW_NODES
-    assert [widget.id for widget in widgets] == list(WIDGETS)
-    assert all(widget.optional for widget in widgets), "graphs from before a widget run"
-    assert {w.id: w.options for w in widgets if hasattr(w, "options")} == COMBOS
+def test_names_order_and_defaults(inputs, mode, widgets):
+    assert [each.id for each in inputs] == ["mode", *OF_ALL_MODES, *SOCKETS]
+    found = {option.key: [each.id for each in option.inputs] for option in mode.options}
+    assert found == OF_MODES and list(found) == list(OF_MODES), "a new node starts with the first"
+    defaults = {"mode": WIDGETS["mode"]} | {each.id: each.default for each in widgets}
+    assert defaults == WIDGETS | NEW_NODES
+    assert all(each.optional for each in [*inputs, *widgets]), "graphs from before a widget run"
+    assert {each.id: each.options for each in widgets if hasattr(each, "options")} == COMBOS
 
 
 def test_sliders_and_ranges(widgets):
-    by_id = {widget.id: widget for widget in widgets}
-    sliders = [w.id for w in widgets if getattr(w, "display_mode", None) == "slider"]
-    assert sliders == ["topk", "pvthreshd"]
-    assert (by_id["topk"].min, by_id["topk"].max) == (0.05, 1.0)
-    assert (by_id["pvthreshd"].min, by_id["pvthreshd"].max) == (1.0, 50.0)
-    basic = [w.id for w in widgets if not getattr(w, "advanced", False)]
-    assert basic == ["mode", "topk", "pvthreshd", "quality"]
+    sliders = [each for each in widgets if getattr(each, "display_mode", None) == "slider"]
+    limits = [(each.id, each.min, each.max) for each in sliders]
+    assert limits == [("topk", 0.05, 1.0), ("topk", 0.05, 1.0), ("pvthreshd", 1.0, 50.0)]
+    basic = [each.id for each in widgets if not getattr(each, "advanced", False)]
+    assert basic == ["quality", "topk", "topk", "pvthreshd"]
 
 
-def test_every_widget_has_a_default_in_execute(load_pack, node):
-    parameters = dict(inspect.signature(node.execute).parameters)
-    parameters.pop("model")
-    assert parameters.pop("profile").default is None
-    assert {name: p.default for name, p in parameters.items()} == WIDGETS
+def test_settings_have_the_defaults(load_pack):
     assert dataclasses.asdict(load_pack("nodes.settings").Settings()) == WIDGETS
+    assert list(OF_MODES) == load_pack("nodes.settings").MODES
 
 
-def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs):
-    for each in inputs:
+#: Words that people search for. ComfyUI puts nodes with the word in their name before those that
+#: have it as an alias, and of names that begin with the word the shortest first.
+SEARCHED = ["sparge", "sparse", "sage", "faster", "speed", "加速"]
+
+
+def test_a_search_finds_the_node_first(load_pack, node):
+    nodes = asyncio.run(load_pack("nodes").SpargeExtension().get_node_list())
+    schema, *others = (each.define_schema() for each in nodes)
+    names = f"{schema.node_id} {schema.display_name}".lower()
+    assert all(word in " ".join([names, *schema.search_aliases]) for word in SEARCHED)
+    assert all(word in names for word in ("sparge", "sparse", "sage"))
+    translated = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text("utf-8"))
+    for other in others:
+        label = translated[other.node_id]["display_name"]
+        begins = [x for x in (other.node_id, other.display_name, label) if x.startswith("Sparge")]
+        assert min(map(len, begins)) > len(schema.node_id)
+        assert not set(SEARCHED[1:]) & set(other.search_aliases)
+
+
+BUDGET = {"mode": "auto budget", "topk": 0.2}
+#: What the server hands to execute(): as the browser names it, and as a graph by hand may.
+GRAPHS = [
+    ({}, {}),
+    ({"topk": 0.3, "min_tokens": 512}, {"topk": 0.3, "min_tokens": 512}),
+    (BUDGET, BUDGET),
+    ({"mode": BUDGET}, BUDGET),
+    ({"mode": {"mode": "auto budget", "topk": None}, "topk": 0.2}, BUDGET),
+    ({"mode": BUDGET, "topk": 0.9}, BUDGET),
+    ({"mode": {"mode": "auto budget", "topk": None}}, {"mode": "auto budget"}),
+    ({"mode.topk": 0.3}, {"topk": 0.3}),
+    ({"mode": "auto quality", "mode.quality": "fast"}, {"mode": "auto quality", "quality": "fast"}),
+    ({"topk": "0.3", "end_percent": 1, "dense_blocks": None, "$$preview": "x"}, {"topk": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), GRAPHS)
+def test_flat_and_nested_names_mean_the_same(load_pack, patch, given, meant):
+    wanted = load_pack("nodes.settings").Settings(**{"min_tokens": 4096} | meant)
+    found = load_pack("nodes.hook").hook_of(patch(**{"min_tokens": 4096} | given)).settings
+    assert found == wanted and type(found.end_percent) is float
+
+
+#: Words of the trade, which the documents explain and a tooltip does without.
+TRADE = re.compile(r"\b(heads?|dense|density|pooled|louder|residual|blocks?)\b")
+
+
+def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs, widgets):
+    for each in [*inputs, *widgets]:
         assert "faster" in each.tooltip.lower() and "truer" in each.tooltip, each.id
+        assert not TRADE.search(each.tooltip), each.id
+        assert len(each.tooltip) < 250, each.id
 
 
 def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
@@ -110,7 +165,7 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
     assert list(qualities) == COMBOS["quality"]
     assert list(qualities.values()) == sorted(qualities.values())
     for name, target in qualities.items():
-        assert f"{name} {100 * target:g} %" in widgets[-2].tooltip
+        assert f"{name} {100 * target:g} %" in widgets[0].tooltip
 
 
 @pytest.mark.parametrize(
@@ -158,24 +213,37 @@ def test_what_comes_through_a_link_is_refused_when_the_node_runs(node, patcher, 
         node.execute(patcher, **linked)
 
 
-def test_the_chinese_translation_covers_the_node(widgets):
+def test_the_chinese_translation_covers_the_node(mode):
     text = (PACK / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
     translated = json.loads(text)["SpargeAttention"]
-    assert list(translated["inputs"]) == ["model", *WIDGETS, *SOCKETS]
+    of_modes = [f"mode_{each.id}" for option in mode.options for each in option.inputs]
+    assert list(translated["inputs"]) == [
+        *("model", "mode", *dict.fromkeys(of_modes)),
+        *(*OF_ALL_MODES, *SOCKETS),
+    ]
     assert all(entry["name"] and entry["tooltip"] for entry in translated["inputs"].values())
 
 
+def test_chinese_text_has_its_own_punctuation():
+    for path in ("locales/zh/nodeDefs.json", "web/docs/SpargeAttention/zh.md"):
+        text = (PACK / path).read_text(encoding="utf-8")
+        assert re.findall(r"[\u4e00-\u9fff][,:;()].{0,9}|.{0,9}[,:;()][\u4e00-\u9fff]", text) == []
+
+
+def reasons(page: str) -> list[str]:
+    """What stands before the colon of the list of reasons."""
+    text = (PACK / "web" / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^\* \*\*(.+?)\*\*", text.split("\n## ")[-1], re.MULTILINE)
+
+
 def test_the_chinese_page_explains_the_same_reasons():
-    folder = PACK / "web" / "docs"
-    english = (folder / "SpargeAttention.md").read_text(encoding="utf-8")
-    chinese = (folder / "SpargeAttention" / "zh.md").read_text(encoding="utf-8")
-    table = english.split("| reason | what to do |\n|---|---|\n")[1].split("\n\n")[0]
-    reasons = [line.split("|")[1].strip() for line in table.splitlines()]
-    assert len(reasons) > 5
-    assert [reason for reason in reasons if f"| {reason}" not in chinese] == []
+    english, chinese = reasons("SpargeAttention.md"), reasons("SpargeAttention/zh.md")
+    assert len(english) > 15
+    assert [each.split("\uff08")[0] for each in chinese] == english
 
 
 @pytest.mark.parametrize("page", ["SpargeAttention.md", "SpargeAttention/zh.md"])
-def test_the_help_page_names_every_widget(page):
+def test_the_help_page_names_every_widget_and_fits_the_panel(page):
     text = (PACK / "web" / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in [*WIDGETS, *SOCKETS] if f"| {name} |" not in text] == []
+    assert [name for name in [*WIDGETS, *SOCKETS] if f"**{name}**" not in text] == []
+    assert "\n|" not in text, "the panel is 288 pixels wide and cuts tables off"
