@@ -102,8 +102,9 @@ FAMILIES: Mapping[str, Family] = {
         "LTXV", _NONE, _one_cell, off_grid.ltx, left_out_key="stg_self_attn_blocks"
     ),
     "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
-    "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
+    "Flux": Family("Flux", _FIRST, _spatial, off_grid.edits_last),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
+    "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }
 
 #: Rows for the layers of a model that cannot be counted: more than any has.

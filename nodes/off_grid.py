@@ -152,8 +152,8 @@ def hunyuan(model: Any, inputs: ModelInputs) -> OffGrid:
     return inputs.around(inputs.latents("ref_latent"), (), before=text)
 
 
-def flux(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Flux: text first; the images to edit last."""
+def edits_last(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Flux and Qwen Image: text first; the images to edit last."""
     return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
 
 

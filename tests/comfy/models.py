@@ -144,7 +144,7 @@ FAMILIES: dict[str, Tiny] = {
 _WAN, _CLIP = FAMILIES["wan"], (4, 16, 20)
 
 
-def _noise(*shape: int) -> torch.Tensor:
+def noise(*shape: int) -> torch.Tensor:
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -178,8 +178,8 @@ _COSMOS = {
     "crossattn_emb_channels": TEXT_DIM, "pos_emb_cls": "rope3d", "pos_emb_learnable": True,
     "use_adaln_lora": True, "adaln_lora_dim": 32, "rope_enable_fps_modulation": False,
 }  # fmt: skip
-_REFERENCE = {"reference_latents": [_noise(16, 1, 16, 20)]}
-_SMALL_REFERENCE = {"reference_latents": [_noise(16, 1, 8, 12)]}
+_REFERENCE = {"reference_latents": [noise(16, 1, 16, 20)]}
+_SMALL_REFERENCE = {"reference_latents": [noise(16, 1, 8, 12)]}
 
 #: Models without a row in the pack; those whose frames stand beside their clip or attend on their
 #: own; other prompts.
@@ -194,7 +194,7 @@ FAMILIES |= {
     "vace": _wan(
         "WAN21_Vace",
         {
-            "vace_frames": [_noise(32, *_CLIP), _noise(32, *_CLIP)],
+            "vace_frames": [noise(32, *_CLIP), noise(32, *_CLIP)],
             "vace_mask": [torch.ones(1, 64, *_CLIP)] * 2,
             "vace_strength": [1.0, 0.5],
         },
@@ -202,21 +202,19 @@ FAMILIES |= {
         vace_layers=2,
         vace_in_dim=96,
     ),
-    "s2v": _wan("WAN22_S2V", _REFERENCE | {"reference_motion": _noise(16, 19, 16, 20)}, **_S2V),
+    "s2v": _wan("WAN22_S2V", _REFERENCE | {"reference_motion": noise(16, 19, 16, 20)}, **_S2V),
     "s2v, a smaller reference": _wan("WAN22_S2V", _SMALL_REFERENCE, **_S2V),
     "scail": _wan(
         "WAN21_SCAIL",
-        _REFERENCE | {"pose_video_latent": _noise(16, 4, 8, 10)},
+        _REFERENCE | {"pose_video_latent": noise(16, 4, 8, 10)},
         model_type="scail",
         in_dim=20,
     ),
     "humo": _wan("WAN21_HuMo", _REFERENCE, model_type="humo"),
-    "bernini": _wan(
-        "WAN21_T2V", {"context_latents": [_noise(16, 2, 16, 20), _noise(16, 1, 8, 12)]}
-    ),
+    "bernini": _wan("WAN21_T2V", {"context_latents": [noise(16, 2, 16, 20), noise(16, 1, 8, 12)]}),
     "animate2": _wan(
         "WAN_Animate2",
-        {"pose_video_latent": _noise(16, 3, 16, 20)},
+        {"pose_video_latent": noise(16, 3, 16, 20)},
         model_type="animate2",
         in_dim=36,
     ),

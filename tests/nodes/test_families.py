@@ -32,6 +32,12 @@ CASES = {
     "LTXV with sound": ("LTXAVModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
     "Kandinsky 5 768x512x121": ("Kandinsky5", KANDINSKY, (31, 64, 96), (31, 32, 48), (0, 0)),
     "Flux 1024x1024": ("Flux", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
+    "Qwen Image 1328x1328": (
+        "QwenImageTransformer2DModel", SQUARE, (1, 166, 166), (1, 83, 83), (30, 0),
+    ),
+    "Qwen Image with layers": (
+        "QwenImageTransformer2DModel", SQUARE, (5, 80, 80), (5, 40, 40), (30, 0),
+    ),
 }  # fmt: skip
 
 
@@ -111,6 +117,10 @@ BESIDE = {
     ),
     "Flux edit of another image": (
         "Flux", SQUARE, {"ref_latents": [latent(16, 20), latent(15, 24)]}, (2, 30, 0, 0, 8 * 12),
+    ),
+    "Qwen Image edit of two images": (
+        "QwenImageTransformer2DModel", SQUARE, {"ref_latents": [FRAME, latent(1, 15, 24)]},
+        (5, 30, 0, 0, 8 * 12),
     ),
     "Chroma, which takes no image to edit": (
         "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),

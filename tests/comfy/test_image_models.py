@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families that make images, and MiniMax H3, in real ComfyUI: which calls go sparse, in which order
+of tokens, and that text and picture stand where the rows say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.comfy.expected import EIGHT_BIT, FAST, SPARSE_STEPS, WINDOW
+
+TEXT, IMAGE = 24, 18 * 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """What comes of a forward pass.
+
+    Attributes:
+        shown: the family's name for the user.
+        calls: segments of the token order of each self-attention call.
+        text, picture: first and last token of each in the longest of them; None where none is.
+        dense: reasons for which calls are dense in every step, and how many of them a pass.
+    """
+
+    shown: str
+    calls: list[list[int]]
+    picture: tuple[int, int]
+    text: tuple[int, int] | None = (0, TEXT - 1)
+
+
+_BEHIND_TEXT = (TEXT, TEXT + IMAGE - 1)
+
+CASES = {
+    "qwen image": Case("Qwen Image", 2 * [[TEXT, IMAGE]], _BEHIND_TEXT),
+    "qwen image edit": Case("Qwen Image", 2 * [[TEXT, 2 * IMAGE, 10 * 12]], _BEHIND_TEXT),
+    "qwen image layered": Case("Qwen Image", 2 * [[TEXT, 3 * IMAGE]], (TEXT, TEXT + 3 * IMAGE - 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_and_their_order(comfyui, name):
+    case = CASES[name]
+    everything, half, auto = comfyui.sampled(name, {"topk": 1.0}, {"topk": 0.5}, FAST)
+    for got in (everything, half, auto):
+        passes = got["forwards"] // (SPARSE_STEPS + 1)
+        assert [call["segments"] for call in got["calls"]] == SPARSE_STEPS * passes * case.calls
+        assert got["sparse"] == len(got["calls"])
+        assert got["reasons"] == {WINDOW: passes * len(case.calls)}
+        assert got["text"].startswith(f"{case.shown}, ")
+        assert "in the order they come" not in got["text"]
+    assert all(call["measured"] for call in auto["calls"])
+    assert everything["error"] < EIGHT_BIT < 2 * half["error"] and auto["error"] < 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_and_picture_stand_where_the_row_says(comfyui, name):
+    """Another prompt changes the text's keys in the first layer, another seed the picture's."""
+    case = CASES[name]
+    found = comfyui.run("places", name=name)
+    assert found["picture"] == list(case.picture)
+    assert found["text"] == (list(case.text) if case.text else None)
+    assert found["tokens"] == max(map(sum, case.calls))
+
+
+def test_a_padded_prompt(comfyui):
+    """Qwen Image masks the padding of a prompt in every self-attention; the real tokens attend
+    sparsely among themselves. ComfyUI does not batch such masks."""
+    widgets = {"topk": 1.0}, {"topk": 0.5}
+    everything, half = comfyui.sampled("qwen image, padded", *widgets, cfg=1.0)
+    for got in (everything, half):
+        assert [call["segments"] for call in got["calls"]] == SPARSE_STEPS * 2 * [[15, IMAGE]]
+        assert got["reasons"] == {WINDOW: 2}
+    assert everything["error"] < EIGHT_BIT < 2 * half["error"]
