@@ -29,7 +29,8 @@ FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their token
 
 
 def _num_heads(model: Any) -> int | None:
-    return getattr(model, "num_heads", None) or getattr(model, "num_attention_heads", None)
+    names = ("num_heads", "num_attention_heads", "n_heads", "heads")
+    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ FAMILIES: Mapping[str, Family] = {
     "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
     "Flux": Family("Flux", _FIRST, _spatial, off_grid.edits_last),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
+    "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
     "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }
 

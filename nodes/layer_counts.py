@@ -25,7 +25,7 @@ _REFINERS: Mapping[str, str | None] = {
     "context_refiner": None,
     "noise_refiner": None,
     "ref_image_refiner": "ref_latents",
-    "siglip_refiner": "siglip_feats",
+    "siglip_refiner": "ref_latents",
 }
 
 

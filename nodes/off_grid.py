@@ -157,6 +157,25 @@ def edits_last(model: Any, inputs: ModelInputs) -> OffGrid:
     return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
 
 
+def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Z-Image and Lumina 2: prompts, what a vision model saw of the images to edit, those, and the
+    picture. Z-Image fills up each of them to whole 32 tokens."""
+    step = getattr(model, "pad_tokens_multiple", None) or 1
+    images = inputs.latents("ref_latents", padded=False)
+    before, images_tokens = [inputs.text], list(map(math.prod, images))
+    if images:
+        prompts = list(map(length, inputs.extras.get("ref_contexts") or ()))
+        before += prompts + [1] * (len(images) - len(prompts))
+    if images and getattr(model, "siglip_embedder", None) is not None:
+        seen = [math.prod(x.shape[1:3]) for x in inputs.extras.get("siglip_feats") or ()]
+        seen = seen[: len(images)]
+        before += seen + [1] * (len(images) + 1 - len(seen))
+    if any(tokens % step for tokens in images_tokens):
+        before, images = before + images_tokens, []
+    exact = sum(tokens + -tokens % step for tokens in before)
+    return replace(inputs.around(images, (), exact), tail=-math.prod(inputs.grid) % step)
+
+
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
     """Branch of Wan Animate 2: sequences of the poses' own frames."""
     return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)

@@ -33,7 +33,6 @@ _NAMES: Mapping[str, str] = {
     "GeneralDIT": "Cosmos",
     "MiniTrainDIT": "Cosmos Predict2",
     "Anima": "Anima",
-    "NextDiT": "Z-Image or Lumina",
     "HiDreamImageTransformer2DModel": "HiDream",
     "HiDreamO1Transformer": "HiDream O1",
     "OmniGen2Transformer2DModel": "OmniGen2",
@@ -52,7 +51,7 @@ _NAMES: Mapping[str, str] = {
     "StageB": "Stable Cascade",
     "StageC": "Stable Cascade",
 }
-_TEXT_AMONG_TOKENS = {"SD3", "AuraFlow", "Z-Image or Lumina", "HiDream", "OmniGen2"}
+_TEXT_AMONG_TOKENS = {"SD3", "AuraFlow", "HiDream", "OmniGen2"}
 _NO_TEXT = {
     *("Stable Diffusion", "Stable Cascade", "PixArt", "HunyuanDiT"),
     *("Cosmos", "Cosmos Predict2", "Anima"),

@@ -4,11 +4,11 @@ of tokens, and that text and picture stand where the rows say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
-from tests.comfy.expected import EIGHT_BIT, FAST, SPARSE_STEPS, WINDOW
+from tests.comfy.expected import EIGHT_BIT, FAST, SPARSE_STEPS, STEPS, WINDOW
 
 TEXT, IMAGE = 24, 18 * 20
 
@@ -21,13 +21,14 @@ class Case:
         shown: the family's name for the user.
         calls: segments of the token order of each self-attention call.
         text, picture: first and last token of each in the longest of them; None where none is.
-        dense: reasons for which calls are dense in every step, and how many of them a pass.
+        short: reasons for which calls of text alone are dense, and how many of them a pass.
     """
 
     shown: str
     calls: list[list[int]]
     picture: tuple[int, int]
     text: tuple[int, int] | None = (0, TEXT - 1)
+    short: dict[str, int] = field(default_factory=dict)
 
 
 _BEHIND_TEXT = (TEXT, TEXT + IMAGE - 1)
@@ -38,16 +39,52 @@ CASES = {
     "qwen image layered": Case("Qwen Image", 2 * [[TEXT, 3 * IMAGE]], (TEXT, TEXT + 3 * IMAGE - 1)),
 }
 
+_SHORT = "fewer than min_tokens (100) tokens"
+#: Refiners of text and picture, then two layers of both. Z-Image fills up to whole 32 tokens.
+_Z_TEXT, _Z_FILLED, _Z_IMAGE = 32, 24, 16 * 20
+#: Both prompts filled up, and what a vision model saw of the image to edit and of the picture.
+_Z_EDIT = 64 + 32 + 2 * 32
+CASES |= {
+    "lumina": Case(
+        "Z-Image or Lumina",
+        [[IMAGE], *2 * [[TEXT, IMAGE]]],
+        _BEHIND_TEXT,
+        short={_SHORT: 1},
+    ),
+    "z-image": Case(
+        "Z-Image or Lumina",
+        [[IMAGE, _Z_FILLED], *2 * [[_Z_TEXT, IMAGE, _Z_FILLED]]],
+        (_Z_TEXT, _Z_TEXT + IMAGE + _Z_FILLED - 1),
+        (0, _Z_TEXT - 1),
+        {_SHORT: 1},
+    ),
+    "z-image edit": Case(
+        "Z-Image or Lumina",
+        [2 * [_Z_IMAGE], *2 * [[_Z_EDIT, _Z_IMAGE, _Z_IMAGE]]],
+        (_Z_EDIT, _Z_EDIT + 2 * _Z_IMAGE - 1),
+        (0, 64 + 32 - 1),
+        {_SHORT: 2},
+    ),
+    "z-image edit of another size": Case(
+        "Z-Image or Lumina",
+        [[128, _Z_IMAGE], *2 * [[128 + 2 * 32 + 2 * 32, _Z_IMAGE]]],
+        (2 * 32 + 2 * 32, 2 * 32 + 2 * 32 + 128 + _Z_IMAGE - 1),
+        (0, 2 * 32 - 1),
+        {_SHORT: 2},
+    ),
+}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_calls_and_their_order(comfyui, name):
     case = CASES[name]
     everything, half, auto = comfyui.sampled(name, {"topk": 1.0}, {"topk": 0.5}, FAST)
     for got in (everything, half, auto):
-        passes = got["forwards"] // (SPARSE_STEPS + 1)
+        passes = got["forwards"] // STEPS
         assert [call["segments"] for call in got["calls"]] == SPARSE_STEPS * passes * case.calls
         assert got["sparse"] == len(got["calls"])
-        assert got["reasons"] == {WINDOW: passes * len(case.calls)}
+        short = {reason: passes * STEPS * calls for reason, calls in case.short.items()}
+        assert got["reasons"] == {WINDOW: passes * len(case.calls)} | short
         assert got["text"].startswith(f"{case.shown}, ")
         assert "in the order they come" not in got["text"]
     assert all(call["measured"] for call in auto["calls"])

@@ -12,6 +12,7 @@ import torch
 VIDEO, IMAGE = (1, 16, 4, 16, 20), (1, 16, 16, 20)
 COG, COG15 = {"patch_size": 2, "patch_size_t": None}, {"patch_size": 2, "patch_size_t": 2}
 WAN, HUNYUAN, SQUARE = {"patch_size": (1, 2, 2)}, {"patch_size": [1, 2, 2]}, {"patch_size": 2}
+Z_IMAGE = SQUARE | {"pad_tokens_multiple": 32}
 KANDINSKY = WAN | {
     "visual_transformer_blocks": [SimpleNamespace(self_attention=SimpleNamespace(num_heads=28))]
 }
@@ -38,6 +39,7 @@ CASES = {
     "Qwen Image with layers": (
         "QwenImageTransformer2DModel", SQUARE, (5, 80, 80), (5, 40, 40), (30, 0),
     ),
+    "Lumina 1024x1024": ("NextDiT", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
 }  # fmt: skip
 
 
@@ -122,10 +124,31 @@ BESIDE = {
         "QwenImageTransformer2DModel", SQUARE, {"ref_latents": [FRAME, latent(1, 15, 24)]},
         (5, 30, 0, 0, 8 * 12),
     ),
+    "Z-Image, filled up to whole 32 tokens": (
+        "NextDiT", Z_IMAGE, {}, (1, 32, 0, 0, 16),
+    ),
+    "Z-Image edit with a prompt for the image, which is filled up and so exact": (
+        "NextDiT", Z_IMAGE,
+        {"ref_latents": [latent(16, 20)], "ref_contexts": [torch.zeros(1, 40, 8)]},
+        (1, 32 + 64 + 96, 0, 0, 16),
+    ),
+    "Z-Image edit of two images, one seen by a vision model": (
+        "NextDiT", Z_IMAGE | {"siglip_embedder": object()},
+        {"ref_latents": [latent(16, 20)] * 2, "siglip_feats": [torch.zeros(1, 6, 7, 8)]},
+        (1, 3 * 32 + 64 + 2 * 32 + 2 * 96, 0, 0, 16),
+    ),
+    "Lumina with an image to edit, as large": (
+        "NextDiT", SQUARE,
+        {"ref_latents": [latent(16, 20)], "ref_contexts": [torch.zeros(1, 40, 8)]},
+        (2, 70, 0, 1, 0),
+    ),
     "Chroma, which takes no image to edit": (
         "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),
     ),
 }  # fmt: skip
+
+
+OF_IMAGES = {"Flux", "Chroma", "NextDiT"}
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +178,7 @@ def test_every_family_has_a_case(families):
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_stands_beside_the_grid(families, case):
     class_name, attributes, extras, expected = BESIDE[case]
-    shape = IMAGE if class_name in ("Flux", "Chroma") else VIDEO
+    shape = IMAGE if class_name in OF_IMAGES else VIDEO
     context = torch.zeros(1, 30, 8)
     layout = families.token_layout(model(class_name, **attributes), shape, context, extras)
     tokens = layout.tokens

@@ -28,7 +28,6 @@ def run(sampled, generator):
     [
         ("SomeoneElsesDiT3D", "This model", "text, should there be some among them, is not kept"),
         ("OpenAISignatureMMDITWrapper", "SD3", "text among its tokens is not kept exact"),
-        ("NextDiT", "Z-Image or Lumina", "text among its tokens is not kept exact"),
         ("SingleStreamDiT", "Krea 2", "text, should there be some among them, is not kept exact"),
         ("UNetModel", "Stable Diffusion", ""),
         ("GeneralDIT", "Cosmos", ""),
