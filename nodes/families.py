@@ -74,6 +74,18 @@ def _one_cell(model: Any) -> Patch:
     return (1, 1, 1)
 
 
+def _cosmos(model: Any) -> Patch:
+    return (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+
+
+def _krea(model: Any) -> Patch:
+    return (1, model.patch, model.patch)
+
+
+def _heads_of_first_block(model: Any) -> int | None:
+    return model.blocks[0].attn.heads
+
+
 def _heads_of_first_layer(model: Any) -> int | None:
     return model.visual_transformer_blocks[0].self_attention.num_heads
 
@@ -105,6 +117,15 @@ FAMILIES: Mapping[str, Family] = {
     "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
     "Flux": Family("Flux", _FIRST, _spatial, off_grid.edits_last),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
+    "OpenAISignatureMMDITWrapper": Family("SD3", _FIRST, _spatial, off_grid.text_first),
+    "GeneralDIT": Family("Cosmos", _NONE, _cosmos),
+    "MiniTrainDIT": Family("Cosmos Predict2", _NONE, _cosmos),
+    "Anima": Family("Anima", _NONE, _cosmos),
+    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, _spatial, off_grid.hidream),
+    "MiniMaxH3Model": Family(
+        "MiniMax H3", _FIRST, _as_published, off_grid.minimax, heads=_heads_of_first_block
+    ),
+    "SingleStreamDiT": Family("Krea 2", _FIRST, _krea, off_grid.krea),
     "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
     "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }

@@ -33,10 +33,13 @@ class OffGrid:
     """Tokens behind the frames that lie on no grid of theirs."""
     loose_frames: int = 0
     """Last frames of the grid, of which the model may leave tokens out."""
+    columns: int = 0
+    """Columns of tokens to the right of the clip, of an image that lies there."""
 
     def around(self, grid: tuple[int, int, int]) -> TokenGrid:
         frames, height, width = grid
         frames += self.first_frames + self.last_frames
+        width += self.columns
         return TokenGrid(
             frames, height, width, self.before, self.after, self.first_frames, self.tail
         )
@@ -174,6 +177,26 @@ def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
         before, images = before + images_tokens, []
     exact = sum(tokens + -tokens % step for tokens in before)
     return replace(inputs.around(images, (), exact), tail=-math.prod(inputs.grid) % step)
+
+
+def krea(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Krea 2: takes images to edit where model or conditioning says how."""
+    method = inputs.extras.get("ref_latents_method", getattr(model, "default_ref_method", None))
+    return edits_last(model, inputs) if method is not None else text_first(model, inputs)
+
+
+def minimax(model: Any, inputs: ModelInputs) -> OffGrid:
+    """MiniMax H3: text, key frames and references with their sound, the clip's sound, the clip."""
+    packed = (inputs.extras.get("minimax_payload") or {}).get("layout")
+    return OffGrid(before=packed.segments[-1][0] if packed else inputs.text)
+
+
+def hidream(model: Any, inputs: ModelInputs) -> OffGrid:
+    """HiDream: the image to edit beside the picture; T5's text last, then Llama's last layer and
+    the one of this block."""
+    llama, image = inputs.shape("encoder_hidden_states_llama3"), inputs.shape("image_cond")
+    after = inputs.text + 2 * sum(llama[-2:-1])
+    return OffGrid(after=after, columns=sum(image[-1:]) // inputs.patch[2])
 
 
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:

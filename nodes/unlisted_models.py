@@ -27,17 +27,10 @@ UNKNOWN_ORDER = f"the pack does not know where this model has what: {_IN_ORDER}"
 
 #: Names for the user, by class name; subclasses inherit their parent's.
 _NAMES: Mapping[str, str] = {
-    "OpenAISignatureMMDITWrapper": "SD3",
     "MMDiT": "AuraFlow",
     "UNetModel": "Stable Diffusion",
-    "GeneralDIT": "Cosmos",
-    "MiniTrainDIT": "Cosmos Predict2",
-    "Anima": "Anima",
-    "HiDreamImageTransformer2DModel": "HiDream",
     "HiDreamO1Transformer": "HiDream O1",
     "OmniGen2Transformer2DModel": "OmniGen2",
-    "SingleStreamDiT": "Krea 2",
-    "MiniMaxH3Model": "MiniMax H3",
     "JoyImageTransformer3DModel": "JoyImage",
     "BooguTransformer2DModel": "Boogu",
     "MageFlowTransformer2DModel": "MageFlow",
@@ -51,10 +44,9 @@ _NAMES: Mapping[str, str] = {
     "StageB": "Stable Cascade",
     "StageC": "Stable Cascade",
 }
-_TEXT_AMONG_TOKENS = {"SD3", "AuraFlow", "HiDream", "OmniGen2"}
+_TEXT_AMONG_TOKENS = {"AuraFlow", "OmniGen2"}
 _NO_TEXT = {
     *("Stable Diffusion", "Stable Cascade", "PixArt", "HunyuanDiT"),
-    *("Cosmos", "Cosmos Predict2", "Anima"),
 }
 
 

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import comfy.ldm.anima.model
+import torch
 from models import TEXT_DIM, Tiny, noise
 
 _IMAGE = (16, 36, 40)
@@ -38,6 +41,69 @@ _Z_IMAGE = replace(
 )  # fmt: skip
 _OMNI = replace(_Z_IMAGE, config=_Z_IMAGE.config | {"siglip_feat_dim": 48}, latent=(16, 32, 40))
 
+_SD3 = {
+    "in_channels": 16, "pos_embed_scaling_factor": None, "depth": 2,  # times 64 channels
+    "num_blocks": 3, "adm_in_channels": 64, "pos_embed_max_size": 32, "qk_norm": "rms",
+    "context_embedder_config": {
+        "target": "torch.nn.Linear", "params": {"in_features": TEXT_DIM, "out_features": 128},
+    },
+}  # fmt: skip
+_COSMOS = {
+    "image_model": "cosmos_predict2", "max_img_h": 240, "max_img_w": 240, "max_frames": 128,
+    "in_channels": 16, "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1,
+    "concat_padding_mask": True, "model_channels": 256, "num_blocks": 2, "num_heads": 2,
+    "crossattn_emb_channels": TEXT_DIM, "pos_emb_cls": "rope3d", "pos_emb_learnable": True,
+    "use_adaln_lora": True, "adaln_lora_dim": 32, "rope_enable_fps_modulation": False,
+}  # fmt: skip
+_COSMOS_1 = {
+    **{name: value for name, value in _COSMOS.items() if name != "rope_enable_fps_modulation"},
+    "image_model": "cosmos", "block_config": "FA-CA-MLP", "block_x_format": "THWBD",
+    "affline_emb_norm": True, "pos_emb_learnable": False, "extra_per_block_abs_pos_emb": True,
+    "extra_per_block_abs_pos_emb_type": "learnable",
+}  # fmt: skip
+_KREA = Tiny(
+    "Krea2",
+    {
+        "image_model": "krea2", "features": 256, "tdim": 64, "heads": 2, "kvheads": 1, "layers": 2,
+        "txtlayers": 2, "txtdim": TEXT_DIM // 2, "txtheads": 1, "txtkvheads": 1,
+    },
+    latent=_ONE_FRAME,
+)  # fmt: skip
+_HIDREAM = Tiny(
+    "HiDream",
+    {
+        "image_model": "hidream", "patch_size": 2, "in_channels": 16, "out_channels": 16,
+        "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 128,
+        "num_attention_heads": 2, "caption_channels": [TEXT_DIM, TEXT_DIM], "text_emb_dim": 64,
+        "axes_dims_rope": [64, 32, 32], "llama_layers": [0, 1],
+    },
+    latent=_IMAGE,
+    pooled=64,
+    extra={"conditioning_llama3": noise(2, 20, TEXT_DIM)},
+)  # fmt: skip
+_MINIMAX = Tiny(
+    "MiniMaxH3",
+    {
+        "image_model": "minimax_h3", "hidden_size": 256, "num_layers": 2,
+        "token_refiner_num_layers": 1, "num_attention_heads": 2, "ffn_hidden_size": 256,
+        "text_dim": TEXT_DIM, "timestep_input_dim": 64, "time_embed_hidden_size": 64,
+        "time_embed_dim": 64,
+    },
+    latent=(24, 4, 16, 20),
+    sound=(32, 2, 10),
+    buffers={"rope.inv_freq": 10000.0 ** -torch.linspace(0, 1, 16)},
+)  # fmt: skip
+
+
+class _NoAdapter(torch.nn.Module):
+    """Stands for Anima's adapter of prompts, which has 130 million weights."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+comfy.ldm.anima.model.LLMAdapter = _NoAdapter
+
 FAMILIES: dict[str, Tiny] = {
     "qwen image": _QWEN,
     "qwen image, padded": replace(_QWEN, valid=(15, 9)),
@@ -58,5 +124,36 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "z-image edit of another size": replace(
         _OMNI, extra={"reference_latents": [noise(16, 20, 24)]}
+    ),
+    "sd35 large": Tiny("SD3", _SD3, latent=_IMAGE, pooled=64),
+    "sd35 medium": Tiny(
+        "SD3", _SD3 | {"x_block_self_attn_layers": [0, 1]}, latent=_IMAGE, pooled=64
+    ),
+    "cosmos": Tiny("CosmosT2V", _COSMOS_1, latent=(16, 4, 16, 20)),
+    "cosmos predict2": Tiny("CosmosT2IPredict2", _COSMOS, latent=(16, 4, 16, 20)),
+    "anima": Tiny("Anima", _COSMOS | {"image_model": "anima"}, latent=_ONE_FRAME),
+    "krea 2": _KREA,
+    "krea 2 edit": replace(
+        _KREA,
+        config=_KREA.config | {"default_ref_method": "index_timestep_zero"},
+        extra={"reference_latents": [noise(16, 1, 36, 40)]},
+    ),
+    "krea 2, an image that it does not take": replace(
+        _KREA, extra={"reference_latents": [noise(16, 1, 36, 40)]}
+    ),
+    "hidream": _HIDREAM,
+    "hidream edit": replace(
+        _HIDREAM, extra=_HIDREAM.extra | {"concat_latent_image": noise(16, 36, 40)}
+    ),
+    "minimax h3": _MINIMAX,
+    "minimax h3, a key frame and a reference": replace(
+        _MINIMAX,
+        latent=(24, 10, 16, 20),
+        extra={
+            "minimax_keyframes": [{"resolved_frame_index": 0, "latent": noise(24, 1, 16, 20)}],
+            "minimax_refs": [
+                {"kind": "image", "latent": noise(24, 1, 8, 12), "latent_h": 8, "latent_w": 12}
+            ],
+        },
     ),
 }

@@ -12,6 +12,10 @@ import torch
 VIDEO, IMAGE = (1, 16, 4, 16, 20), (1, 16, 16, 20)
 COG, COG15 = {"patch_size": 2, "patch_size_t": None}, {"patch_size": 2, "patch_size_t": 2}
 WAN, HUNYUAN, SQUARE = {"patch_size": (1, 2, 2)}, {"patch_size": [1, 2, 2]}, {"patch_size": 2}
+COSMOS = {"patch_temporal": 1, "patch_spatial": 2}
+MINIMAX = {
+    "patch_size": (1, 2, 2), "blocks": [SimpleNamespace(attn=SimpleNamespace(heads=56))] * 50,
+}  # fmt: skip
 Z_IMAGE = SQUARE | {"pad_tokens_multiple": 32}
 KANDINSKY = WAN | {
     "visual_transformer_blocks": [SimpleNamespace(self_attention=SimpleNamespace(num_heads=28))]
@@ -39,6 +43,15 @@ CASES = {
     "Qwen Image with layers": (
         "QwenImageTransformer2DModel", SQUARE, (5, 80, 80), (5, 40, 40), (30, 0),
     ),
+    "SD3 1024x1024": ("OpenAISignatureMMDITWrapper", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
+    "Cosmos 1280x704x121": ("GeneralDIT", COSMOS, (16, 88, 160), (16, 44, 80), (0, 0)),
+    "Cosmos Predict2 1024x1024": ("MiniTrainDIT", COSMOS, (1, 128, 128), (1, 64, 64), (0, 0)),
+    "Anima 1024x1024": ("Anima", COSMOS, (1, 128, 128), (1, 64, 64), (0, 0)),
+    "HiDream 1024x1024": (
+        "HiDreamImageTransformer2DModel", SQUARE, (128, 128), (1, 64, 64), (0, 30),
+    ),
+    "MiniMax H3 1280x720x81": ("MiniMaxH3Model", MINIMAX, (17, 90, 160), (17, 45, 80), (30, 0)),
+    "Krea 2 1024x1024": ("SingleStreamDiT", {"patch": 2}, (1, 128, 128), (1, 64, 64), (30, 0)),
     "Lumina 1024x1024": ("NextDiT", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
 }  # fmt: skip
 
@@ -124,6 +137,25 @@ BESIDE = {
         "QwenImageTransformer2DModel", SQUARE, {"ref_latents": [FRAME, latent(1, 15, 24)]},
         (5, 30, 0, 0, 8 * 12),
     ),
+    "HiDream, with text of T5 and twice of Llama": (
+        "HiDreamImageTransformer2DModel", SQUARE,
+        {"encoder_hidden_states_llama3": torch.zeros(1, 32, 12, 8)}, (1, 0, 54, 0, 0),
+    ),
+    "MiniMax H3": (
+        "MiniMaxH3Model", MINIMAX,
+        {"minimax_payload": {"layout": SimpleNamespace(
+            segments=[(0, 30, "text"), (30, 110, "cond"), (110, 130, "audio"), (130, 450, "video")]
+        )}},
+        (4, 130, 0, 0, 0),
+    ),
+    "Krea 2 that is told how to take an image": (
+        "SingleStreamDiT", {"patch": 2, "default_ref_method": None},
+        {"ref_latents_method": "index", "ref_latents": [FRAME]}, (2, 30, 0, 0, 0),
+    ),
+    "Krea 2 that is not": (
+        "SingleStreamDiT", {"patch": 2, "default_ref_method": None},
+        {"ref_latents": [FRAME]}, (1, 30, 0, 0, 0),
+    ),
     "Z-Image, filled up to whole 32 tokens": (
         "NextDiT", Z_IMAGE, {}, (1, 32, 0, 0, 16),
     ),
@@ -148,7 +180,10 @@ BESIDE = {
 }  # fmt: skip
 
 
-OF_IMAGES = {"Flux", "Chroma", "NextDiT"}
+OF_IMAGES = {
+    *("Flux", "Chroma", "NextDiT", "SingleStreamDiT"),
+    *("HiDreamImageTransformer2DModel", "OpenAISignatureMMDITWrapper"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +227,15 @@ def test_what_stands_beside_the_grid(families, case):
 def test_reference_images_are_no_text(families):
     layout = families.token_layout(model("Flux", **SQUARE), (1, 16, 128, 128))
     assert layout.exact_tokens(512 + 4096 + 1024, references=1024) == (512, 0)
+
+
+def test_an_image_to_edit_on_the_right_of_the_picture(families):
+    """HiDream's."""
+    given = {"image_cond": latent(16, 20), "encoder_hidden_states_llama3": torch.zeros(1, 9, 5, 8)}
+    hidream = model("HiDreamImageTransformer2DModel", **SQUARE)
+    layout = families.token_layout(hidream, IMAGE, torch.zeros(1, 30, 8), given)
+    tokens = layout.tokens
+    assert (tokens.height, tokens.width, tokens.suffix, layout.grid) == (8, 20, 40, (1, 8, 10))
 
 
 def test_a_subclass_and_a_compiled_model_are_recognised(families):
@@ -250,6 +294,11 @@ def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
 
 def test_heads_are_known_before_a_call(families):
     wan, ltx = model("WanModel", num_heads=40, **WAN), model("LTXBaseModel", num_attention_heads=32)
-    others = model("Kandinsky5", **KANDINSKY), model("Novelty")
-    found = [families.token_layout(each, VIDEO).heads for each in (wan, ltx, *others)]
-    assert found == [40, 32, 28, None]
+    kandinsky, minimax = model("Kandinsky5", **KANDINSKY), model("MiniMaxH3Model", **MINIMAX)
+    krea, z_image = (
+        model("SingleStreamDiT", patch=2, heads=48),
+        model("NextDiT", n_heads=30, **Z_IMAGE),
+    )
+    models = (wan, ltx, kandinsky, minimax, krea, z_image, model("Novelty"))
+    found = [families.token_layout(each, VIDEO).heads for each in models]
+    assert found == [40, 32, 28, 56, 48, 30, None]
