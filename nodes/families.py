@@ -126,6 +126,14 @@ FAMILIES: Mapping[str, Family] = {
         "MiniMax H3", _FIRST, _as_published, off_grid.minimax, heads=_heads_of_first_block
     ),
     "SingleStreamDiT": Family("Krea 2", _FIRST, _krea, off_grid.krea),
+    "OmniGen2Transformer2DModel": Family(
+        "OmniGen2", _FIRST, _spatial, off_grid.edits_first, branches=off_grid.refined
+    ),
+    "BooguTransformer2DModel": Family(
+        "Boogu", _FIRST, _spatial, off_grid.edits_first, branches=off_grid.refined
+    ),
+    "MageFlowTransformer2DModel": Family("MageFlow", _FIRST, _spatial, off_grid.edits_last),
+    "JoyImageTransformer3DModel": Family("JoyImage", _LAST, _as_published, off_grid.joy_image),
     "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
     "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }

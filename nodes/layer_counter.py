@@ -88,11 +88,12 @@ class LayerCounter:
         self.calls = layer
 
     def _is_without_text(self, tokens: int) -> bool:
-        """Whether a call is of the picture alone where text stands with it: the second one of a
-        layer of SD3.5 medium."""
-        known = self.layout.tokens
-        beside = known.prefix + known.suffix if known else 0
-        return beside > 0 and tokens == self.layout.grid_tokens
+        """Whether a call is of pictures alone where text stands with them: the second one of a
+        layer of SD3.5 medium and Boogu."""
+        known, text = self.layout.tokens, self.layout.context
+        if known is None or not 0 < text <= known.prefix + known.suffix:
+            return False
+        return tokens == known.tokens - text
 
     def _counts(self, tokens: int, published: bool) -> bool:
         """Whether a call is counted: not one of text or sound alone.

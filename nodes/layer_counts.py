@@ -16,6 +16,8 @@ _BLOCK_LISTS = (
     "single_blocks",
     "double_stream_blocks",
     "single_stream_blocks",
+    "double_stream_layers",
+    "single_stream_layers",
     "joint_blocks",
     "blocks",
     "transformer_blocks",

@@ -156,8 +156,18 @@ def hunyuan(model: Any, inputs: ModelInputs) -> OffGrid:
 
 
 def edits_last(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Flux and Qwen Image: text first; the images to edit last."""
+    """Flux, Qwen Image and MageFlow: text first; the images to edit last."""
     return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
+
+
+def edits_first(model: Any, inputs: ModelInputs) -> OffGrid:
+    """OmniGen2 and Boogu: text, the images to edit, the picture."""
+    return inputs.around(inputs.latents("ref_latents"), (), before=inputs.text)
+
+
+def joy_image(model: Any, inputs: ModelInputs) -> OffGrid:
+    """JoyImage: the images to edit behind the picture; text last."""
+    return replace(edits_last(model, inputs), before=0, after=inputs.text)
 
 
 def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
@@ -202,6 +212,13 @@ def hidream(model: Any, inputs: ModelInputs) -> OffGrid:
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
     """Branch of Wan Animate 2: sequences of the poses' own frames."""
     return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
+
+
+def refined(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Sequences of the refiners of OmniGen2 and Boogu: the picture, and the images to edit."""
+    images = inputs.latents("ref_latents")
+    of_images = [TokenGrid(*images[0], tail=sum(map(math.prod, images[1:])))] if images else []
+    return (TokenGrid(*inputs.grid), *of_images)
 
 
 def vace_calls(inputs: ModelInputs) -> int:

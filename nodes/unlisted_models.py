@@ -30,10 +30,6 @@ _NAMES: Mapping[str, str] = {
     "MMDiT": "AuraFlow",
     "UNetModel": "Stable Diffusion",
     "HiDreamO1Transformer": "HiDream O1",
-    "OmniGen2Transformer2DModel": "OmniGen2",
-    "JoyImageTransformer3DModel": "JoyImage",
-    "BooguTransformer2DModel": "Boogu",
-    "MageFlowTransformer2DModel": "MageFlow",
     "PixDiT_T2I": "PixelDiT",
     "LensTransformer2DModel": "Lens",
     "Ideogram4Transformer2DModel": "Ideogram 4",
@@ -44,7 +40,7 @@ _NAMES: Mapping[str, str] = {
     "StageB": "Stable Cascade",
     "StageC": "Stable Cascade",
 }
-_TEXT_AMONG_TOKENS = {"AuraFlow", "OmniGen2"}
+_TEXT_AMONG_TOKENS = {"AuraFlow", "PixelDiT"}
 _NO_TEXT = {
     *("Stable Diffusion", "Stable Cascade", "PixArt", "HunyuanDiT"),
 }

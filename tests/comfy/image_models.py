@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.ldm.anima.model
+import models
 import torch
 from models import TEXT_DIM, Tiny, noise
 
@@ -94,6 +96,71 @@ _MINIMAX = Tiny(
     buffers={"rope.inv_freq": 10000.0 ** -torch.linspace(0, 1, 16)},
 )  # fmt: skip
 
+_HUNYUAN = models.FAMILIES["hunyuan"]
+_HUNYUAN_15 = Tiny(
+    "HunyuanVideo15",
+    _HUNYUAN.config | {
+        "in_channels": 32 + 32 + 1, "out_channels": 32, "patch_size": [1, 1, 1], "byt5": True,
+        "vec_in_dim": None, "guidance_embed": False, "use_cond_type_embedding": True,
+        "vision_in_dim": 48, "meanflow_sum": True,
+    },
+    latent=(32, 4, 8, 10),
+    extra={
+        "pooled_output": None,
+        "conditioning_byt5small": noise(7, 1472),
+        "clip_vision_output": SimpleNamespace(last_hidden_state=noise(5, 48)),
+    },
+)  # fmt: skip
+_FLUX_2 = Tiny(
+    "Flux2",
+    models.FAMILIES["flux"].config | {
+        "image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1,
+        "vec_in_dim": None, "axes_dim": [32, 32, 32, 32], "mlp_ratio": 3.0, "theta": 2000,
+        "global_modulation": True, "mlp_silu_act": True, "qkv_bias": False, "ops_bias": False,
+        "default_ref_method": "index", "ref_index_scale": 10.0, "txt_ids_dims": [3],
+    },
+    latent=(128, 18, 20),
+)  # fmt: skip
+
+_OMNIGEN = Tiny(
+    "Omnigen2",
+    {
+        "image_model": "omnigen2", "axes_dim_rope": [32, 16, 16], "axes_lens": [300, 512, 512],
+        "hidden_size": 128, "num_attention_heads": 2, "num_kv_heads": 1, "num_layers": 2,
+        "num_refiner_layers": 1, "text_feat_dim": TEXT_DIM,
+    },
+    latent=_IMAGE,
+    valid=(24, 24),
+    extra={"reference_latents": [noise(16, 36, 40)]},
+)  # fmt: skip
+_BOOGU = replace(
+    _OMNIGEN,
+    model_class="Boogu",
+    config={
+        **{name: value for name, value in _OMNIGEN.config.items() if name != "text_feat_dim"},
+        "image_model": "boogu", "num_layers": 1, "num_double_stream_layers": 1,
+        "instruction_feat_dim": TEXT_DIM,
+    },
+)  # fmt: skip
+_MAGE_FLOW = Tiny(
+    "MageFlow",
+    {
+        "image_model": "mage_flow", "num_layers": 2, "num_attention_heads": 2,
+        "joint_attention_dim": TEXT_DIM,
+    },
+    latent=(128, 18, 20),
+    extra={"reference_latents": [noise(128, 18, 20), noise(128, 10, 12)]},
+)  # fmt: skip
+_JOY_IMAGE = Tiny(
+    "JoyImage",
+    {
+        "image_model": "joyimage", "hidden_size": 256, "num_attention_heads": 2, "num_layers": 2,
+        "text_dim": TEXT_DIM,
+    },
+    latent=_ONE_FRAME,
+    extra={"reference_latents": [noise(16, 1, 36, 40), noise(16, 1, 20, 24)]},
+)  # fmt: skip
+
 
 class _NoAdapter(torch.nn.Module):
     """Stands for Anima's adapter of prompts, which has 130 million weights."""
@@ -156,4 +223,11 @@ FAMILIES: dict[str, Tiny] = {
             ],
         },
     ),
+    "hunyuan 1.5": _HUNYUAN_15,
+    "flux 2": _FLUX_2,
+    "flux 2 edit": replace(_FLUX_2, extra={"reference_latents": [noise(128, 18, 20)]}),
+    "omnigen 2": _OMNIGEN,
+    "boogu": _BOOGU,
+    "mage flow": _MAGE_FLOW,
+    "joy image": _JOY_IMAGE,
 }

@@ -33,7 +33,7 @@ def _keys(name: str, prompt: bool, seed: int) -> torch.Tensor:
 
     def override(func: Any, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
         keys = k[0].transpose(0, 1).flatten(1) if kwargs.get("skip_reshape") else k[0].flatten(1)
-        if q.shape == k.shape and len(keys) > (len(kept[0]) if kept else 0):
+        if q.shape[-2] == k.shape[-2] and len(keys) > (len(kept[0]) if kept else 0):
             kept[:] = [keys.clone()]
         return func(q, k, v, heads, *args, **kwargs)
 

@@ -73,6 +73,8 @@ CASES |= {
         {_SHORT: 2},
     ),
 }
+#: Tiny models in which half of the blocks is less than what always stays.
+_TOO_MUCH_IS_EXACT = {"flux 2", "z-image edit"}
 _ALONE = 4 * 8 * 10
 CASES |= {
     "sd35 large": Case("SD3", 3 * [[TEXT, IMAGE]], _BEHIND_TEXT),
@@ -103,6 +105,34 @@ CASES |= {
         (TEXT + 80 + 4 * 6, TEXT + 80 + 4 * 6 + 20 + 10 * 80 - 1),
     ),
 }
+#: Refiners of text, of the picture and of the image to edit, then layers of all three.
+_REFINED = [[IMAGE], [IMAGE]]
+#: The image to edit before the picture: its keys are never dropped.
+_EDIT_FIRST = [TEXT, IMAGE, IMAGE]
+_BEHIND_EDIT = (TEXT + IMAGE, TEXT + 2 * IMAGE - 1)
+CASES |= {
+    # a vision model, then two encoders of text, of which the prompt's own is the last
+    "hunyuan 1.5": Case(
+        "HunyuanVideo", 3 * [[5 + 7 + TEXT, _ALONE]], (36, 36 + _ALONE - 1), (12, 35), {_SHORT: 2}
+    ),
+    # ComfyUI fills up prompts of Flux 2 to 512 tokens, in front
+    "flux 2": Case("Flux", 3 * [[512, IMAGE]], (512, 512 + IMAGE - 1), (512 - TEXT, 511)),
+    "flux 2 edit": Case("Flux", 3 * [[512, 2 * IMAGE]], (512, 512 + IMAGE - 1), (512 - TEXT, 511)),
+    "omnigen 2": Case("OmniGen2", [*_REFINED, *2 * [_EDIT_FIRST]], _BEHIND_EDIT, short={_SHORT: 1}),
+    "boogu": Case(
+        "Boogu",
+        [*_REFINED, _EDIT_FIRST, [IMAGE, IMAGE], _EDIT_FIRST],
+        _BEHIND_EDIT,
+        short={_SHORT: 1},
+    ),
+    "mage flow": Case("MageFlow", 2 * [[TEXT, 2 * IMAGE, 10 * 12]], _BEHIND_TEXT),
+    "joy image": Case(
+        "JoyImage",
+        2 * [[2 * IMAGE, 10 * 12, TEXT]],
+        (0, IMAGE - 1),
+        (2 * IMAGE + 120, 2 * IMAGE + 120 + TEXT - 1),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,7 +149,8 @@ def test_calls_and_their_order(comfyui, name):
         assert "in the order they come" not in got["text"]
     assert all(call["measured"] for call in auto["calls"])
     assert everything["error"] < max(EIGHT_BIT, 0.2 * half["error"]) and auto["error"] < 0.1
-    assert half["error"] > 2 * everything["error"]
+    if name not in _TOO_MUCH_IS_EXACT:
+        assert half["error"] > 2 * everything["error"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -174,6 +174,21 @@ BESIDE = {
         {"ref_latents": [latent(16, 20)], "ref_contexts": [torch.zeros(1, 40, 8)]},
         (2, 70, 0, 1, 0),
     ),
+    "OmniGen2 with images to edit, as large": (
+        "OmniGen2Transformer2DModel", SQUARE, {"ref_latents": [latent(16, 20)] * 2},
+        (3, 30, 0, 2, 0),
+    ),
+    "Boogu with an image to edit of another size": (
+        "BooguTransformer2DModel", SQUARE, {"ref_latents": [latent(15, 12)]}, (1, 78, 0, 0, 0),
+    ),
+    "MageFlow edit": (
+        "MageFlowTransformer2DModel", {"patch_size": 1},
+        {"ref_latents": [latent(16, 20), latent(15, 12)]}, (2, 30, 0, 0, 15 * 12),
+    ),
+    "JoyImage edit": (
+        "JoyImageTransformer3DModel", {"patch_size": [1, 2, 2]},
+        {"ref_latents": [FRAME, latent(1, 15, 24)]}, (2, 0, 30, 0, 8 * 12),
+    ),
     "Chroma, which takes no image to edit": (
         "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),
     ),
@@ -182,7 +197,9 @@ BESIDE = {
 
 OF_IMAGES = {
     *("Flux", "Chroma", "NextDiT", "SingleStreamDiT"),
-    *("HiDreamImageTransformer2DModel", "OpenAISignatureMMDITWrapper"),
+    *("OmniGen2Transformer2DModel", "BooguTransformer2DModel", "MageFlowTransformer2DModel"),
+    *("JoyImageTransformer3DModel", "HiDreamImageTransformer2DModel"),
+    *("OpenAISignatureMMDITWrapper"),
 }
 
 
@@ -279,6 +296,21 @@ def test_the_pose_branch_of_animate_2_has_a_grid_of_its_own(families):
     assert layout.sequence(240) is poses and layout.sequence(320) is layout.tokens
     without = families.token_layout(animate, VIDEO)
     assert without.expected == (without.tokens,), "outside the steps of the poses"
+
+
+def test_the_refiners_of_omnigen2_have_grids_of_their_own(families):
+    """Of the picture alone, and of the images to edit."""
+    omnigen = model("OmniGen2Transformer2DModel", **SQUARE)
+    given = {"ref_latents": [latent(16, 12), latent(8, 12)]}
+    layout = families.token_layout(omnigen, IMAGE, torch.zeros(1, 30, 8), given)
+    assert layout.tokens.tokens == 30 + 8 * 6 + 4 * 6 + 80
+    picture, images = layout.branches
+    assert layout.sequence(80) is picture and (picture.height, picture.width) == (8, 10)
+    assert layout.sequence(72) is images and (images.height, images.width, images.tail) == (
+        8,
+        6,
+        24,
+    )
 
 
 @pytest.mark.parametrize(("controls", "calls"), [(0, 2), (1, 2), (2, 3), (5, 6)])

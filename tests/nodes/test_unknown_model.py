@@ -27,7 +27,7 @@ def run(sampled, generator):
     ("name", "shown", "text"),
     [
         ("SomeoneElsesDiT3D", "This model", "text, should there be some among them, is not kept"),
-        ("OmniGen2Transformer2DModel", "OmniGen2", "text among its tokens is not kept exact"),
+        ("MMDiT", "AuraFlow", "text among its tokens is not kept exact"),
         ("UNetModel", "Stable Diffusion", ""),
         ("PixArtMS", "PixArt", ""),
     ],
