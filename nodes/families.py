@@ -134,6 +134,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "MageFlowTransformer2DModel": Family("MageFlow", _FIRST, _spatial, off_grid.edits_last),
     "JoyImageTransformer3DModel": Family("JoyImage", _LAST, _as_published, off_grid.joy_image),
+    "LensTransformer2DModel": Family("Lens", _LAST, _one_cell, off_grid.text_last),
     "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
     "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }

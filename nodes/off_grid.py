@@ -95,6 +95,10 @@ def text_first(model: Any, inputs: ModelInputs) -> OffGrid:
     return OffGrid(before=inputs.text)
 
 
+def text_last(model: Any, inputs: ModelInputs) -> OffGrid:
+    return OffGrid(after=inputs.text)
+
+
 def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
     """Mochi: the prompt's real tokens, without its padding."""
     return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))

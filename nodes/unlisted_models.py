@@ -31,7 +31,6 @@ _NAMES: Mapping[str, str] = {
     "UNetModel": "Stable Diffusion",
     "HiDreamO1Transformer": "HiDream O1",
     "PixDiT_T2I": "PixelDiT",
-    "LensTransformer2DModel": "Lens",
     "Ideogram4Transformer2DModel": "Ideogram 4",
     "ErnieImageModel": "Ernie Image",
     "HunYuanDiT": "HunyuanDiT",

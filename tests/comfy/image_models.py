@@ -161,6 +161,15 @@ _JOY_IMAGE = Tiny(
     extra={"reference_latents": [noise(16, 1, 36, 40), noise(16, 1, 20, 24)]},
 )  # fmt: skip
 
+_LENS = Tiny(
+    "Lens",
+    {
+        "image_model": "lens", "num_layers": 2, "num_attention_heads": 2,
+        "enc_hidden_dim": TEXT_DIM // 2, "selected_layer_index": (0, 1),
+    },
+    latent=(128, 18, 20),
+)  # fmt: skip
+
 
 class _NoAdapter(torch.nn.Module):
     """Stands for Anima's adapter of prompts, which has 130 million weights."""
@@ -230,4 +239,6 @@ FAMILIES: dict[str, Tiny] = {
     "boogu": _BOOGU,
     "mage flow": _MAGE_FLOW,
     "joy image": _JOY_IMAGE,
+    "lens": _LENS,
+    "lens, padded": replace(_LENS, valid=(15, 9)),
 }

@@ -126,6 +126,7 @@ CASES |= {
         short={_SHORT: 1},
     ),
     "mage flow": Case("MageFlow", 2 * [[TEXT, 2 * IMAGE, 10 * 12]], _BEHIND_TEXT),
+    "lens": Case("Lens", 2 * [[IMAGE, TEXT]], (0, IMAGE - 1), (IMAGE, IMAGE + TEXT - 1)),
     "joy image": Case(
         "JoyImage",
         2 * [[2 * IMAGE, 10 * 12, TEXT]],
@@ -170,12 +171,14 @@ def test_both_calls_of_a_layer_of_sd35_medium_are_listed(comfyui):
     assert last["reasons"] == {WINDOW: 5, "listed in dense_blocks": SPARSE_STEPS}
 
 
-def test_a_padded_prompt(comfyui):
-    """Qwen Image masks the padding of a prompt in every self-attention; the real tokens attend
-    sparsely among themselves. ComfyUI does not batch such masks."""
+@pytest.mark.parametrize(("name", "segments"), [("qwen image", [15, IMAGE]), ("lens", [IMAGE, 15])])
+def test_a_padded_prompt(comfyui, name, segments):
+    """Both mask the padding of a prompt in every self-attention, Lens even where there is none. The
+    real tokens attend sparsely among themselves. ComfyUI does not batch such masks."""
     widgets = {"topk": 1.0}, {"topk": 0.5}
-    everything, half = comfyui.sampled("qwen image, padded", *widgets, cfg=1.0)
+    everything, half = comfyui.sampled(f"{name}, padded", *widgets, cfg=1.0)
     for got in (everything, half):
-        assert [call["segments"] for call in got["calls"]] == SPARSE_STEPS * 2 * [[15, IMAGE]]
+        assert [call["segments"] for call in got["calls"]] == SPARSE_STEPS * 2 * [segments]
         assert got["reasons"] == {WINDOW: 2}
+        assert "in the order they come" not in got["text"]
     assert everything["error"] < EIGHT_BIT < 2 * half["error"]

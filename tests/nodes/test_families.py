@@ -189,6 +189,7 @@ BESIDE = {
         "JoyImageTransformer3DModel", {"patch_size": [1, 2, 2]},
         {"ref_latents": [FRAME, latent(1, 15, 24)]}, (2, 0, 30, 0, 8 * 12),
     ),
+    "Lens": ("LensTransformer2DModel", {}, {}, (1, 0, 30, 0, 0)),
     "Chroma, which takes no image to edit": (
         "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),
     ),
@@ -198,6 +199,7 @@ BESIDE = {
 OF_IMAGES = {
     *("Flux", "Chroma", "NextDiT", "SingleStreamDiT"),
     *("OmniGen2Transformer2DModel", "BooguTransformer2DModel", "MageFlowTransformer2DModel"),
+    "LensTransformer2DModel",
     *("JoyImageTransformer3DModel", "HiDreamImageTransformer2DModel"),
     *("OpenAISignatureMMDITWrapper"),
 }
@@ -277,6 +279,19 @@ def test_the_grid_is_known_in_a_sequence_of_other_tokens(families):
     assert wan.sequence(319) is None
     flux = families.token_layout(model("Flux", **SQUARE), IMAGE)
     assert flux.sequence(81) is None and flux.exact_tokens(81) == (1, 0), "it may be text"
+
+
+def test_text_without_its_padding_leaves_the_picture_on_its_grid(families):
+    """As the real tokens of a padded prompt attend among themselves."""
+    for name, end in (
+        ("QwenImageTransformer2DModel", "prefix"),
+        ("LensTransformer2DModel", "suffix"),
+    ):
+        layout = families.token_layout(model(name, **SQUARE), IMAGE, torch.zeros(1, 30, 8))
+        whole = layout.tokens.tokens
+        assert layout.sequence(whole - 10) == replace(layout.tokens, **{end: 20})
+        assert layout.sequence(whole - 30) == replace(layout.tokens, **{end: 0})
+        assert layout.sequence(whole - 31) is None
 
 
 def test_a_guide_that_lost_tokens_leaves_the_clip_on_its_grid(families):
