@@ -91,6 +91,7 @@ def _heads_of_first_layer(model: Any) -> int | None:
 
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
+_PIXEL_DIT = Family("PixelDiT", _FIRST, _spatial, off_grid.pixel_dit, calls=off_grid.pixel_calls)
 
 #: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
@@ -135,6 +136,8 @@ FAMILIES: Mapping[str, Family] = {
     "MageFlowTransformer2DModel": Family("MageFlow", _FIRST, _spatial, off_grid.edits_last),
     "JoyImageTransformer3DModel": Family("JoyImage", _LAST, _as_published, off_grid.joy_image),
     "LensTransformer2DModel": Family("Lens", _LAST, _one_cell, off_grid.text_last),
+    "PixDiT_T2I": _PIXEL_DIT,
+    "PidNet": replace(_PIXEL_DIT, name="PiD"),
     "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
     "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }

@@ -19,6 +19,7 @@ _BLOCK_LISTS = (
     "double_stream_layers",
     "single_stream_layers",
     "joint_blocks",
+    "patch_blocks",
     "blocks",
     "transformer_blocks",
     "visual_transformer_blocks",

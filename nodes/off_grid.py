@@ -99,6 +99,11 @@ def text_last(model: Any, inputs: ModelInputs) -> OffGrid:
     return OffGrid(after=inputs.text)
 
 
+def pixel_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """PixelDiT: no more of the prompt than the model has places for."""
+    return OffGrid(before=min(inputs.text, model.txt_max_length))
+
+
 def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
     """Mochi: the prompt's real tokens, without its padding."""
     return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))
@@ -229,6 +234,11 @@ def vace_calls(inputs: ModelInputs) -> int:
     """Number of calls of a Wan VACE block: its own, and one for each control."""
     shape = inputs.shape("vace_context")  # (batch, controls, channels, time, height, width)
     return 1 + shape[1] if len(shape) > 1 else 1
+
+
+def pixel_calls(inputs: ModelInputs) -> int:
+    """Number of calls of PixelDiT's last patch block: its own, and those of both pixel blocks."""
+    return 3
 
 
 def length(value: Any) -> int:

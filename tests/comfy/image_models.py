@@ -170,6 +170,16 @@ _LENS = Tiny(
     latent=(128, 18, 20),
 )  # fmt: skip
 
+_PIXEL_DIT = Tiny(
+    "PixelDiTT2I",
+    {
+        "image_model": "pixeldit_t2i", "hidden_size": 128, "num_groups": 2,
+        "pixel_attn_hidden_size": 256, "pixel_num_groups": 4, "patch_depth": 2, "pixel_depth": 2,
+        "txt_embed_dim": TEXT_DIM,
+    },
+    latent=(3, 16 * 18, 16 * 20),
+)  # fmt: skip
+
 
 class _NoAdapter(torch.nn.Module):
     """Stands for Anima's adapter of prompts, which has 130 million weights."""
@@ -241,4 +251,5 @@ FAMILIES: dict[str, Tiny] = {
     "joy image": _JOY_IMAGE,
     "lens": _LENS,
     "lens, padded": replace(_LENS, valid=(15, 9)),
+    "pixel dit": _PIXEL_DIT,
 }

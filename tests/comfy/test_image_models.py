@@ -126,6 +126,8 @@ CASES |= {
         short={_SHORT: 1},
     ),
     "mage flow": Case("MageFlow", 2 * [[TEXT, 2 * IMAGE, 10 * 12]], _BEHIND_TEXT),
+    # two blocks of patches, then two of pixels, which attend without text
+    "pixel dit": Case("PixelDiT", [*2 * [[TEXT, IMAGE]], *2 * [[IMAGE]]], _BEHIND_TEXT),
     "lens": Case("Lens", 2 * [[IMAGE, TEXT]], (0, IMAGE - 1), (IMAGE, IMAGE + TEXT - 1)),
     "joy image": Case(
         "JoyImage",

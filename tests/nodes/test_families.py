@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,10 @@ BESIDE = {
         "JoyImageTransformer3DModel", {"patch_size": [1, 2, 2]},
         {"ref_latents": [FRAME, latent(1, 15, 24)]}, (2, 0, 30, 0, 8 * 12),
     ),
+    "PixelDiT, which takes no longer prompts": (
+        "PixDiT_T2I", SQUARE | {"txt_max_length": 20}, {}, (1, 20, 0, 0, 0),
+    ),
+    "PiD": ("PidNet", SQUARE | {"txt_max_length": 300}, {}, (1, 30, 0, 0, 0)),
     "Lens": ("LensTransformer2DModel", {}, {}, (1, 0, 30, 0, 0)),
     "Chroma, which takes no image to edit": (
         "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),
@@ -199,7 +204,7 @@ BESIDE = {
 OF_IMAGES = {
     *("Flux", "Chroma", "NextDiT", "SingleStreamDiT"),
     *("OmniGen2Transformer2DModel", "BooguTransformer2DModel", "MageFlowTransformer2DModel"),
-    "LensTransformer2DModel",
+    *("LensTransformer2DModel", "PixDiT_T2I", "PidNet"),
     *("JoyImageTransformer3DModel", "HiDreamImageTransformer2DModel"),
     *("OpenAISignatureMMDITWrapper"),
 }
@@ -227,6 +232,18 @@ def test_grid_and_text(families, case):
 def test_every_family_has_a_case(families):
     tested = {class_name for class_name, *_ in [*CASES.values(), *BESIDE.values()]}
     assert tested == set(families.FAMILIES)
+
+
+def test_the_guide_lists_every_model(load_pack, families):
+    """Once, with where its text stands."""
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    table = guide.split("| model | text among the tokens | |")[1].split("\n\n")[0]
+    listed = [line.strip("| ").split(" | ")[:2] for line in table.strip().splitlines()[1:]]
+    said = {name: text.rstrip(" |") for name, text in listed}
+    known = {family.name: family.text.value for family in families.FAMILIES.values()}
+    unlisted = dict.fromkeys(load_pack("nodes.unlisted_models").NAMES.values(), "not known")
+    assert not known.keys() & unlisted.keys()
+    assert said == known | unlisted and len(listed) == len(said)
 
 
 @pytest.mark.parametrize("case", BESIDE)

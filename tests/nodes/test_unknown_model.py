@@ -27,9 +27,9 @@ def run(sampled, generator):
     ("name", "shown", "text"),
     [
         ("SomeoneElsesDiT3D", "This model", "text, should there be some among them, is not kept"),
-        ("MMDiT", "AuraFlow", "text among its tokens is not kept exact"),
+        ("HiDreamO1Transformer", "HiDream O1", "text, should there be some among them, is not"),
         ("UNetModel", "Stable Diffusion", ""),
-        ("PixArtMS", "PixArt", ""),
+        ("StageC", "Stable Cascade", ""),
     ],
 )
 def test_it_is_told_with_a_name_for_the_user(run, name, shown, text):
