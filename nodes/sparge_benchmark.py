@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeBenchmark: what Sparge Attention gains on this GPU, for this model and clip."""
+"""Node SpargeGPUBenchmark: what Sparge Attention gains on this GPU, for this model and clip."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NO_ATTENTION = "No self-attention reached ComfyUI's attention function: nothing 
 NO_MEMORY = "Too little memory is free to time this size: free some, or take a smaller clip."
 
 
-class SpargeBenchmark(io.ComfyNode):
+class SpargeGPUBenchmark(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="SpargeBenchmark",
-            display_name="Sparge Benchmark",
+            node_id="SpargeGPUBenchmark",
+            display_name="Sparge GPU Benchmark",
             category="model/patch",
             description=(
                 "Measures how much faster Sparge Attention makes this model at this size on this "

@@ -117,8 +117,11 @@ def profile_of_another_prompt() -> dict[str, Any]:
 
 
 def benchmark(family: str = "wan") -> dict[str, Any]:
-    """SpargeBenchmark with pretended times of its calls; without them, and after our node."""
-    node, latent = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeBenchmark"], models.empty_latent(family)
+    """SpargeGPUBenchmark with pretended times of its calls; without them, and after our node."""
+    node, latent = (
+        comfy_nodes.NODE_CLASS_MAPPINGS["SpargeGPUBenchmark"],
+        models.empty_latent(family),
+    )
     model, module, timed = models.build(family), pack("nodes.sparge_benchmark"), []
 
     def time_shape(grid: Any, heads: int, head_dim: int, *_: Any) -> Any:
