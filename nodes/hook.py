@@ -110,6 +110,7 @@ class Hook:
             device=device,
             profile_name=self.profile.name if self.profile else "",
             show=self.show,
+            node_id=self.node_id,
         )
         if remark:
             run.note(remark)

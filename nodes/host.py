@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.metadata
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,11 +17,14 @@ import comfy.model_management
 import torch
 
 from ..sparge.speed import Backend
+from ..sparge.tune.profile_path import SUFFIX
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
 APPLY_MODEL = "apply_model"
 PREDICT_NOISE = "predict_noise"
+#: Name of profiles among ComfyUI's kinds of models, and of their folder.
+PROFILES = "sparge_profiles"
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -54,6 +58,33 @@ def show_on_node(node_id: str | None, text: str) -> None:
     parts = node_id.split(":")
     for depth in range(1, len(parts) + 1):
         server.send_progress_text(text, ":".join(parts[:depth]))
+
+
+def nodes_behind(node_id: str | None, kind: str) -> list[str]:
+    """Ids of the nodes of a kind in the running graph that get their model from a node, whatever it
+    went through; none where no server runs."""
+    progress = sys.modules.get("comfy_execution.progress")
+    if progress is None or node_id is None:
+        return []
+    graph, found = progress.get_progress_state().dynprompt, []
+    for each in graph.all_node_ids():
+        node = graph.get_node(each)
+        if node["class_type"] != kind:
+            continue
+        while isinstance(link := node["inputs"].get("model"), list):
+            if (source := str(link[0])) == node_id:
+                found.append(each)
+                break
+            node = graph.get_node(source)
+    return found
+
+
+def show_picture(node_id: str, image: Any) -> None:
+    """Shows a Pillow image on a node of the running graph, until that node runs."""
+    state = sys.modules["comfy_execution.progress"].get_progress_state()
+    if (browser := state.handlers.get("webui")) is not None:
+        entry = state.ensure_entry(node_id)
+        browser.update_handler(node_id, 0, 1, entry, state.prompt_id, ("PNG", image, None))
 
 
 def untracked_allocations() -> AbstractContextManager[None]:
@@ -91,7 +122,52 @@ def _version(name: str) -> tuple[str, ...]:
 
 
 def profile_folder() -> Path:
-    """Folder of the profiles of measured heads; it may not exist yet."""
+    """Folder that profiles of measured heads are saved in; it may not exist yet. It is the first of
+    those that ComfyUI looks for them in, which extra_model_paths.yaml may add to."""
     import folder_paths
 
-    return Path(folder_paths.models_dir) / "sparge_profiles"
+    folder = Path(folder_paths.models_dir) / PROFILES
+    folder_paths.add_model_folder_path(PROFILES, str(folder), is_default=True)
+    return folder
+
+
+def profile_names() -> list[str]:
+    """Names of the files with profiles, as they are now, those in subfolders with their path."""
+    import folder_paths
+
+    profile_folder()
+    try:
+        names = folder_paths.get_filename_list(PROFILES)
+    except OSError:  # what it remembers holds a folder that is gone
+        names, *_ = folder_paths.get_filename_list_(PROFILES)
+    return [name for name in names if name.lower().endswith(SUFFIX)]
+
+
+def profile_file(name: str) -> Path | None:
+    """File of a profile, named with or without its suffix; None for what is not in the list, so
+    that no name leads out of the folders."""
+    import folder_paths
+
+    known = {name, name + SUFFIX}.intersection(profile_names())
+    found = [folder_paths.get_full_path(PROFILES, each) for each in known]
+    return next((Path(path) for path in found if path), None)
+
+
+def seconds_when_done() -> float:
+    """Seconds of a clock when the device has done all that it was given."""
+    device = inference_device()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def sample(model: Any, positive: Any, samples: torch.Tensor, steps: int) -> None:
+    """Samples a latent without guidance, as a KSampler of that many steps does."""
+    import comfy.sample
+
+    latent = comfy.sample.fix_empty_latent_channels(model, samples)
+    noise = comfy.sample.prepare_noise(latent, 0)
+    conds = positive, positive
+    comfy.sample.sample(
+        model, noise, steps, 1.0, "euler", "simple", *conds, latent, disable_pbar=True
+    )

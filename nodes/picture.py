@@ -1,110 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of the report: density by layer and step on the left, error by layer on the right."""
+"""Picture of the report, for the width of a node: the verdict, how much each layer computed in each
+step, and the error of each layer."""
 
 from __future__ import annotations
 
+import functools
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from .result import RunResult
-from .verdict import why_nothing
+from .verdict import verdict, why_nothing
 
 Colour = tuple[int, int, int]
 
-PAPER, INK, FAINT = (255, 255, 255), (38, 38, 46), (224, 224, 230)
-PREDICTED, PROBED = (89, 140, 217), (217, 77, 38)
-#: Colours from nothing computed to everything: bright is fast, dark is dense.
-SCALE = torch.tensor([[252, 232, 140], [140, 209, 128], [41, 140, 145], [51, 56, 117]]).float()
+PAPER, EMPTY, INK, FAINT = (24, 25, 30), (40, 42, 50), (240, 241, 244), (164, 168, 180)
+PREDICTED, PROBED = (82, 124, 186), (255, 255, 255)
+#: Colours from nothing computed to everything: what is dark was skipped.
+SCALE = torch.tensor(
+    [[36, 41, 92], [74, 57, 150], [158, 62, 150], [231, 98, 98], [250, 178, 92], [252, 240, 178]]
+).float()
 
-LEFT, TOP, GAP, BOTTOM, RIGHT = 56, 48, 48, 40, 24
-MAP_WIDTH, ERROR_WIDTH, HEIGHT = 560, 240, 480
-LARGEST_CELL, SMALL_CELL = 40, 6  # up to the small one there is no room for a gap
-LINE_LENGTH, LINE_HEIGHT = 100, 16  # of a message
-LABEL_EVERY = 24  # pixels between two numbers of an axis
-FONT = ImageFont.load_default()
+# Pixels. A node is about half as wide, so letters of 22 are 11 there.
+WIDTH, MARGIN, LEFT, RIGHT, TOP, BOTTOM = 800, 24, 84, 32, 164, 124
+HEIGHT, TALLEST_CELL, GAP, ERROR_WIDTH = 460, 56, 32, 180
+SMALL_CELL = 16  # up to it there is no room for a gap
+HEADLINE, TITLE, NUMBER = 42, 25, 22
+LINE_LENGTH = 56  # characters of a message
+INTERVALS = (1, 5, 10, 20, 50, 100, 200, 500)
 
 
 def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
-    layers, steps = result.report.by_step.shape
-    if not layers or not steps or result.tally.missing:
+    by_step, layers = result.report.by_step, result.report.layers.tolist()
+    if not by_step.numel() or result.tally.missing:
         return message(
             why_nothing(result).told or "no self-attention of a whole grid reached this node"
         )
-    tall, wide = _cell(HEIGHT, layers), _cell(MAP_WIDTH, steps)
-    height, map_width = max(layers * tall, 120), max(steps * wide, 240)
-    right = LEFT + map_width + GAP
-    size = right + ERROR_WIDTH + RIGHT, TOP + height + BOTTOM
-    image = Image.new("RGB", size, PAPER)
-    _density(image, result, tall, wide)
-    _scale(image, TOP + height + 22)
-    _errors(image, result, tall, right)
-    return _tensor(image)
+    errors = {name: result.report.of_layers(name) for name in ("predicted", "probed")}
+    most = max((error for of_layers in errors.values() for error in of_layers.values()), default=0)
+    right = WIDTH - RIGHT - (ERROR_WIDTH + GAP if most else 0)
+    image = _with_map(verdict(result), by_step, layers, right)
+    if most:
+        box = right + GAP, TOP, WIDTH - RIGHT, image.height - BOTTOM
+        _errors(image, errors, layers, most, box)
+    return as_tensor(image)
+
+
+def so_far(text: str, by_step: Tensor, layers: Sequence[int]) -> Image.Image:
+    """Picture of a run that goes on. by_step: (layers, steps), NaN in those to come; text: one line
+    or two."""
+    return _with_map(text, by_step, layers, WIDTH - RIGHT)
 
 
 def message(text: str) -> Tensor:
     """Picture that says why there is none."""
-    lines = textwrap.wrap(text, LINE_LENGTH)
-    width = int(max(map(FONT.getlength, lines))) + 32
-    image = Image.new("RGB", (width, 48 + LINE_HEIGHT * len(lines)), PAPER)
+    lines = textwrap.wrap(text[:1].upper() + text[1:], LINE_LENGTH)
+    image = Image.new("RGB", (WIDTH, 2 * MARGIN + 36 * len(lines)), PAPER)
     for place, line in enumerate(lines):
-        write(image, line, 27 + LINE_HEIGHT * place, 16)
-    return _tensor(image)
+        write(image, line, MARGIN + 36 * place, MARGIN, INK, TITLE + 1)
+    return as_tensor(image)
 
 
-def write(image: Image.Image, text: str, top: int, left: int, colour: Colour = INK) -> None:
-    ImageDraw.Draw(image).text((left, top - 2), text, colour, FONT)
+def write(
+    image: Image.Image,
+    text: str,
+    top: int,
+    left: float,
+    colour: Colour = FAINT,
+    size: int = NUMBER,
+    before: float = 0.0,
+) -> None:
+    """Writes a line of text. before: share of its length that stands left of `left`."""
+    font = _font(size)
+    at = left - before * font.getlength(text), top
+    ImageDraw.Draw(image).text(at, text, colour, font)
 
 
-def _density(image: Image.Image, result: RunResult, tall: int, wide: int) -> None:
-    write(image, "Density by block and step", 8, LEFT)
-    colours = _colours(result.report.by_step.nan_to_num(0.0))
-    colours[result.report.by_step.isnan()] = torch.tensor(FAINT, dtype=torch.uint8)
-    cells = colours.repeat_interleave(tall, 0).repeat_interleave(wide, 1)
-    if tall > SMALL_CELL:
-        cells[tall - 1 :: tall] = 255
+def headed(text: str, height: int) -> Image.Image:
+    """New picture with a headline and, below it, a second line."""
+    image = Image.new("RGB", (WIDTH, height), PAPER)
+    headline, *second = text.split("\n")
+    write(image, headline, 22, MARGIN, INK, _fitting(headline))
+    write(image, "".join(second), 78, MARGIN, FAINT, TITLE + 3)
+    return image
+
+
+def _with_map(text: str, by_step: Tensor, layers: Sequence[int], right: int) -> Image.Image:
+    """New picture with a headline, a map as far as `right`, and its scale."""
+    height = min(HEIGHT, TALLEST_CELL * len(layers))
+    image = headed(text, TOP + height + BOTTOM)
+    _map(image, by_step, layers, (LEFT, TOP, right, TOP + height))
+    _scale(image, TOP + height + 82)
+    return image
+
+
+def _map(
+    image: Image.Image, by_step: Tensor, layers: Sequence[int], box: tuple[int, int, int, int]
+) -> None:
+    left, top, right, bottom = box
+    rows, steps = by_step.shape
+    colours = _colours(by_step.nan_to_num(0.0))
+    colours[by_step.isnan()] = torch.tensor(EMPTY, dtype=torch.uint8)
+    size = right - left, bottom - top
+    image.paste(_image(colours).resize(size, Image.Resampling.BOX), (left, top))
+    wide, tall = size[0] / steps, size[1] / rows
+    lines = ImageDraw.Draw(image)
     if wide > SMALL_CELL:
-        cells[:, wide - 1 :: wide] = 255
-    _paste(image, cells, TOP, LEFT)
-    for row, layer in enumerate(result.report.layers.tolist()):
-        if _has_label(row, tall):
-            write(image, f"{layer:4d}", TOP + row * tall + (tall - 10) // 2, LEFT - 40)
-    for step in range(result.report.by_step.shape[1]):
-        if _has_label(step, wide):
-            write(image, str(step + 1), TOP - 16, LEFT + step * wide)
+        for step in range(1, steps):
+            x = left + round(step * wide)
+            lines.line((x, top, x, bottom), PAPER)
+    if tall > SMALL_CELL:
+        for row in range(1, rows):
+            y = top + round(row * tall)
+            lines.line((left, y, right, y), PAPER)
+    write(image, "layer", top - 38, left - 12, INK, TITLE, before=1)
+    every = _every(tall, 34)
+    for row, layer in enumerate(layers):
+        if layer % every == 0:
+            write(image, str(layer), round(top + (row + 0.5) * tall) - 14, left - 12, before=1)
+    every = _every(wide, 44)
+    for step in range(1, steps + 1):
+        if step % every == 0 or step == 1:
+            write(image, str(step), bottom + 8, left + (step - 0.5) * wide, before=0.5)
+    write(image, "step", bottom + 36, (left + right) / 2, INK, TITLE, before=0.5)
 
 
 def _scale(image: Image.Image, top: int) -> None:
-    write(image, "0", top, LEFT)
-    _paste(image, _colours(torch.linspace(0, 1, 101)).expand(10, -1, -1), top, LEFT + 16)
-    write(image, "100 %", top, LEFT + 124)
+    write(image, "skipped", top, MARGIN, INK, TITLE)
+    colours = _image(_colours(torch.linspace(0, 1, 180)).expand(24, -1, -1))
+    left = MARGIN + round(_font(TITLE).getlength("skipped")) + 16
+    image.paste(colours, (left, top + 4))
+    write(image, "computed", top, left + colours.width + 16, INK, TITLE)
 
 
-def _errors(image: Image.Image, result: RunResult, tall: int, left: int) -> None:
+def _errors(
+    image: Image.Image,
+    errors: dict[str, dict[int, float]],
+    layers: Sequence[int],
+    most: float,
+    box: tuple[int, int, int, int],
+) -> None:
     """Draws the mean error over the heads of each layer, by head weight, and over shapes."""
-    predicted, probed = (result.report.of_layers(name) for name in ("predicted", "probed"))
-    most = max([*predicted.values(), *probed.values()], default=0.0)
-    if not most:
-        write(image, "No head was measured", 8, left)
-        return
-    write(image, "Error predicted", 8, left, PREDICTED)
-    write(image, "probed", 8, left + 136, PROBED)
-    write(image, "0", TOP - 16, left)
-    label = f"{most:.3f}"
-    write(image, label, TOP - 16, left + ERROR_WIDTH - int(FONT.getlength(label)))
+    left, top, right, bottom = box
+    tall = (bottom - top) / len(layers)
     bars = ImageDraw.Draw(image)
-    for row, layer in enumerate(result.report.layers.tolist()):
-        top = TOP + row * tall
-        bottom = top + max(0, tall - 1 - (tall > SMALL_CELL))
-        if layer in predicted:
-            length = max(1, round(ERROR_WIDTH * predicted[layer] / most))
-            bars.rectangle((left, top, left + length - 1, bottom), PREDICTED)
-        if layer in probed:
-            place = left + round((ERROR_WIDTH - 4) * probed[layer] / most)
-            bars.rectangle((place, top, place + 3, bottom), PROBED)
+    for row, layer in enumerate(layers):
+        above, below = round(top + row * tall), round(top + (row + 1) * tall) - 1
+        below -= 1 + (tall > SMALL_CELL)
+        if (error := errors["predicted"].get(layer)) is not None:
+            length = max(1, round((right - left) * error / most))
+            bars.rectangle((left, above, left + length, max(above, below)), PREDICTED)
+        if (error := errors["probed"].get(layer)) is not None:
+            place = left + round((right - left - 4) * error / most)
+            bars.rectangle((place, above, place + 4, max(above, below)), PROBED)
+    write(image, "0", bottom + 8, left)
+    write(image, f"{100 * most:.2g} %", bottom + 8, right, before=1)
+    write(image, "error", bottom + 36, (left + right) / 2, INK, TITLE, before=0.5)
+    x, y = right, bottom + 82
+    for name, colour, wide in (("probed", PROBED, 4), ("predicted", PREDICTED, 18)):
+        if errors[name]:
+            write(image, name, y, x, INK, TITLE, before=1)
+            x -= round(_font(TITLE).getlength(name)) + 10
+            bars.rectangle((x - wide, y + 4, x, y + 26), colour)
+            x -= wide + 22
 
 
 def _colours(density: Tensor) -> Tensor:
@@ -114,21 +177,33 @@ def _colours(density: Tensor) -> Tensor:
     return SCALE[below].lerp(SCALE[below + 1], (place - below).unsqueeze(-1)).round().byte()
 
 
-def _paste(image: Image.Image, pixels: Tensor, top: int, left: int) -> None:
-    """Pastes (height, width, 3) uint8."""
+def _image(pixels: Tensor) -> Image.Image:
+    """Image of (height, width, 3) uint8."""
     height, width, _ = pixels.shape
-    part = Image.frombytes("RGB", (width, height), bytes(pixels.contiguous().numpy().data))
-    image.paste(part, (left, top))
+    return Image.frombytes("RGB", (width, height), bytes(pixels.contiguous().numpy().data))
 
 
-def _tensor(image: Image.Image) -> Tensor:
+def as_tensor(image: Image.Image) -> Tensor:
+    """(1, height, width, 3) float32, as ComfyUI's images are."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(1, image.height, image.width, 3).float() / 255
 
 
-def _cell(pixels: int, count: int) -> int:
-    return min(LARGEST_CELL, max(1, pixels // count))
+def _every(cell: float, room: int) -> int:
+    """Interval between two numbers of an axis that have so much room."""
+    return next((count for count in INTERVALS if count * cell >= room), INTERVALS[-1])
 
 
-def _has_label(index: int, cell: int) -> bool:
-    return index % -(-LABEL_EVERY // cell) == 0
+def _fitting(text: str) -> int:
+    """Largest size of letters in which a headline fits."""
+    sizes = range(HEADLINE, NUMBER, -2)
+    room = WIDTH - 2 * MARGIN
+    return next((size for size in sizes if _font(size).getlength(text) <= room), NUMBER)
+
+
+@functools.cache
+def _font(size: int) -> Any:
+    try:
+        return ImageFont.load_default(size)
+    except (TypeError, ImportError, OSError):  # Pillow before 10.1, or without FreeType
+        return ImageFont.load_default()

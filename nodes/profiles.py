@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ..sparge.tune import Aim, Fingerprint, Fit, Profile, ProfileError, profile_path
+from ..sparge.tune import Aim, Fingerprint, Fit, Profile, ProfileError
 from ..sparge.tune.fingerprint import VALUES
+from ..sparge.tune.profile_path import SUFFIX
 
 #: Number of patched weights that tell LoRAs apart.
 PATCHED = 8
@@ -27,18 +28,31 @@ class NamedProfile:
     problem: str = ""
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> NamedProfile:
+    def load(cls, name: str, file: Path | None) -> NamedProfile:
+        """Loads a profile. file: where it is; None where there is none of that name."""
+        shown = name.removesuffix(SUFFIX)
+        if not shown.strip():
+            return cls(shown, None, "Load Sparge Profile has no name")
+        if file is None:
+            return cls(shown, None, f"There is no profile {shown}")
         try:
-            return cls(name, Profile.load(profile_path(folder, name)))
+            return cls(shown, Profile.load(file))
         except ProfileError as error:
-            return cls(name, None, str(error))
+            return cls(shown, None, str(error).rstrip("."))
+
+    def __str__(self) -> str:
+        """What it holds, or why it holds nothing."""
+        if self.profile is None:
+            return self.problem
+        aim = Aim(self.profile.mode, self.profile.asked)
+        return f"{self.profile.fingerprint.architecture}, for {aim}"
 
     def usable_for(self, model: Fingerprint | None, aim: Aim | None) -> tuple[Profile | None, str]:
         """Returns the profile if it may be used, and what the user has to know, if anything."""
         if aim is None or model is None:
-            return None, f"the profile {self.name} has no effect in manual mode"
+            return None, f"manual mode does not use the profile {self.name}"
         if self.profile is None:
-            return None, f"{self.problem} This run measures"
+            return None, f"{self.problem}, so this run measures"
         verdict = self.profile.fits(model)
         if not verdict.usable:
             return None, verdict.sentence

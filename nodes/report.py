@@ -13,7 +13,7 @@ from ..sparge.tune import MEASURING
 from ..sparge.tune.measured_shape import percent
 from .host import show_on_node
 from .result import RunResult
-from .verdict import gain, verdict, why_nothing
+from .verdict import STOPPED, gain, verdict, why_nothing
 
 logger = logging.getLogger("sparge")
 
@@ -32,7 +32,8 @@ ONE_STEP_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 
 def publish(result: RunResult, node_id: str | None) -> None:
     text = summary(result)
-    level = logging.WARNING if result.tally.sparse == 0 or result.notes else logging.INFO
+    as_meant = result.tally.sparse > 0 or result.stopped_early  # whoever stopped it knows
+    level = logging.INFO if as_meant and not result.notes else logging.WARNING
     logger.log(level, "[Sparge] %s", text)
     show_on_node(node_id, verdict(result))
 
@@ -50,7 +51,11 @@ def summary(result: RunResult) -> str:
         if any(shape.one_order for shape in result.report.shapes):
             parts.append("measured one token order alone: the dense steps are few or short")
     else:
-        parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why_nothing(result).told])))
+        why = why_nothing(result)
+        if why is STOPPED:
+            parts.insert(0, why.told)
+        else:
+            parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why.told])))
         if tally.dense:
             of = " of text or sound" if tally.missing else ""
             parts.append(f"{tally.dense} dense self-attention calls{of}")

@@ -18,6 +18,7 @@ from ..sparge.tune import Conditioning, Fingerprint, Profile, Progress, Session,
 from ..sparge.tune.ways import speed_matters
 from .host import exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
+from .live_map import LiveMap
 from .result import RunResult
 from .settings import Settings
 
@@ -46,10 +47,11 @@ class Run:
         device: torch.device | None = None,
         profile_name: str = "",
         show: Callable[[str], None] = _ignored,
+        node_id: str | None = None,
     ) -> None:
         """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
         what is sampled, and where. profile_name: as the user knows it. show: shows a line under the
-        node."""
+        node. node_id: of our node, in the running graph."""
         self.owner = owner
         self.settings = settings
         self.asked = settings.policy()
@@ -79,7 +81,13 @@ class Run:
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
-        self.progress = Progress(schedule, show)
+        live = LiveMap(self.session, len(schedule), node_id)
+
+        def tell(text: str) -> None:
+            show(text)
+            live.show(text)
+
+        self.progress = Progress(schedule, tell)
         self._began: float | None = None
         self._profile_name = profile_name
         self._model, self._device = model, device

@@ -7,8 +7,7 @@ import logging
 
 from comfy_api.latest import io
 
-from ..sparge.tune import ProfileError, profile_path
-from .host import profile_folder
+from .host import profile_file, profile_names, show_on_node
 from .profiles import NamedProfile
 
 logger = logging.getLogger("sparge")
@@ -34,13 +33,14 @@ class SpargeProfileLoad(io.ComfyNode):
             ),
             search_aliases=["sparse attention", "spargeattn", "measurement"],
             inputs=[
-                io.String.Input(
+                io.Combo.Input(
                     "name",
-                    default="",
+                    options=profile_names(),
+                    optional=True,  # where no profile was saved, the graph still runs
                     tooltip=(
-                        "Name of a file in models/sparge_profiles, which Sparge Report saves. "
-                        "Faster, because the run need not measure; truer without, because "
-                        "then this very run is measured."
+                        "A profile that Sparge Attention Report saved; press R to see new ones. "
+                        "Faster, because the run need not measure; truer without, because then "
+                        "this very run is measured."
                     ),
                 )
             ],
@@ -49,19 +49,28 @@ class SpargeProfileLoad(io.ComfyNode):
                     "profile", tooltip="For the input profile of Sparge Attention."
                 )
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, name: str = "") -> str:
+    def validate_inputs(cls, name: str | None = None) -> bool:
+        """Accepts names that are not in the list: such a run measures."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, name: str | None = None) -> str:
         """Changes with the file, so that one that was written since is read again."""
         try:
-            return str(profile_path(profile_folder(), name).stat().st_mtime_ns)
-        except (ProfileError, OSError):
+            file = profile_file(name or "")
+            return str(file.stat().st_mtime_ns) if file else ""
+        except OSError:
             return ""
 
     @classmethod
-    def execute(cls, name: str = "") -> io.NodeOutput:
-        found = NamedProfile.load(profile_folder(), name)
+    def execute(cls, name: str | None = None) -> io.NodeOutput:
+        name = name or ""  # null where the list is empty
+        found = NamedProfile.load(name, profile_file(name))
         if found.profile is None:
             logger.warning("[Sparge] %s", found.problem)
+        show_on_node(cls.hidden.unique_id if cls.hidden else None, str(found))
         return io.NodeOutput(found)

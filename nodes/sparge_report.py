@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from comfy_api.latest import io
 
 from ..sparge.tune import ProfileError, profile_path
-from . import picture, report
+from . import report
 from .hook import hook_of
-from .host import profile_folder
+from .host import profile_folder, show_on_node
+from .live_map import REPORT
 from .result import RunResult
+from .verdict import first_reason
 
 logger = logging.getLogger("sparge")
 
@@ -35,13 +39,13 @@ class SpargeAttentionReport(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="SpargeAttentionReport",
+            node_id=REPORT,
             display_name="Sparge Attention Report",
             category="model/patch",
             description=(
-                "Shows what Sparge Attention did in the last run: density by block and step, "
-                "predicted and probed error, and why calls were dense. It can save what was "
-                "measured for Load Sparge Profile."
+                "Shows what Sparge Attention did in the last run, on the node itself: how much "
+                "each layer computed in each step, how far off it was, and why calls were dense. "
+                "It can save what was measured for Load Sparge Profile."
             ),
             search_aliases=["sparse attention", "spargeattn", "statistics", "measurement"],
             inputs=[
@@ -54,17 +58,19 @@ class SpargeAttentionReport(io.ComfyNode):
                     default="",
                     optional=True,
                     tooltip=(
-                        "Name for a file in models/sparge_profiles; empty saves nothing. Runs that "
-                        "load it are faster, because they need not measure; truer without, because "
-                        "then every run is measured itself."
+                        "Name for a file in models/sparge_profiles, which replaces one of that "
+                        "name; empty saves nothing. Runs that load it are faster, because they "
+                        "need not measure; truer without, because then every run is measured "
+                        "itself."
                     ),
                 ),
             ],
             outputs=[
                 io.Latent.Output("latent", tooltip="The latent as it came."),
                 io.String.Output("text", tooltip="What happened, layer by layer."),
-                io.Image.Output("picture", tooltip="Density by block and step, error by block."),
+                io.Image.Output("picture", tooltip="What is shown on the node."),
             ],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -72,15 +78,32 @@ class SpargeAttentionReport(io.ComfyNode):
     def execute(cls, model: Any, latent: Any, save_profile: str = "") -> io.NodeOutput:
         hook = hook_of(model)
         if hook is None or hook.last is None:
-            reason = NO_NODE if hook is None else NO_RUN
-            return io.NodeOutput(latent, reason, picture.message(reason))
-        text = report.details(hook.last)
-        other = _of_another_run(latent, hook.last_shape)
-        if other:
-            text += "\n" + other
-        if save_profile:
-            text += "\n" + (NOT_SAVED_OF_ANOTHER if other else _save(hook.last, save_profile))
-        return io.NodeOutput(latent, text, picture.draw(hook.last))
+            return cls._shown(latent, NO_NODE if hook is None else NO_RUN)
+        remarks = []
+        if other := _of_another_run(latent, hook.last_shape):
+            remarks.append(other)
+        if name := save_profile.strip():
+            remarks.append(NOT_SAVED_OF_ANOTHER if other else _save(hook.last, name))
+        return cls._shown(latent, report.details(hook.last), remarks, hook.last)
+
+    @classmethod
+    def _shown(
+        cls, latent: Any, text: str, remarks: Sequence[str] = (), result: RunResult | None = None
+    ) -> io.NodeOutput:
+        """Shows a report on the node as well. There is room for few lines, so remarks come first;
+        outside they come last."""
+        node_id = cls.hidden.unique_id if cls.hidden else None
+        show_on_node(node_id, "\n".join([*remarks, text]))
+        text = "\n".join([text, *remarks])
+        try:
+            from comfy_api.latest import ui
+
+            from . import picture
+        except ImportError:  # no Pillow
+            return io.NodeOutput(latent, text, torch.zeros(1, 64, 64, 3), ui={"text": (text,)})
+        image = picture.message(text) if result is None else picture.draw(result)
+        shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(text).as_dict()
+        return io.NodeOutput(latent, text, image, ui=shown)
 
 
 def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
@@ -103,12 +126,23 @@ def _save(result: RunResult, name: str) -> str:
     try:
         path = profile_path(profile_folder(), name)
         if result.profile is None:
-            if result.from_profile:
-                return "No profile was saved: this run used one instead of measuring."
-            takes = "" if result.report.aim else ", which takes an auto mode"
-            return f"No profile was saved: no head was measured{takes}."
+            return f"No profile was saved: {_why_none(result)}."
+        replaces = path.exists()
         result.profile.save(path)
     except ProfileError as error:
         logger.warning("[Sparge] %s", error)
         return f"No profile was saved: {error}"
+    if replaces:
+        return f"Saved the profile {path.name} over the one of that name."
     return f"Saved the profile {path.name}."
+
+
+def _why_none(result: RunResult) -> str:
+    """Why a run has no profile to save."""
+    if result.from_profile:
+        return "this run used one instead of measuring"
+    if result.report.aim is None:
+        return "no head was measured, which takes an auto mode"
+    if not result.tally.sparse and (reason := first_reason(result)):
+        return f"nothing was sparse ({reason.rstrip('.')})"
+    return "no head was measured"

@@ -67,6 +67,12 @@ def why_nothing(result: RunResult) -> Why:
     return replaced(tally.missing) if tally.missing else Why()
 
 
+def first_reason(result: RunResult) -> str:
+    """The one that counts most of the reasons why calls were dense, if there was any."""
+    told = why_nothing(result).told
+    return told or next((reason for reason, _ in result.tally.reasons.most_common(1)), "")
+
+
 def verdict(result: RunResult) -> str:
     """One line or two, each of at most WIDEST characters."""
     why = why_nothing(result)
@@ -105,10 +111,20 @@ def _second(result: RunResult) -> str:
     if result.notes:
         return result.notes[0]
     if tally.sparse:
-        computed = f"{100 * result.report.densities.overall:.0f} % of attention computed"
-        errors = (result.report.mean_error(name) for name in ("probed", "predicted"))
-        error = next((each for each in errors if each is not None), None)
-        return computed if error is None else f"{computed}, error {100 * error:.0f} %"
+        return _computed(result)
     if tally.dense and tally.eight_bit == tally.dense:
         return "all in 8 bits, nothing skipped"
-    return next((reason for reason, _ in tally.reasons.most_common(1)), "")
+    return first_reason(result)
+
+
+def _computed(result: RunResult) -> str:
+    """How much was computed, how far off it was, and the profile, as far as there is room."""
+    share = f"{100 * result.report.densities.overall:.0f} %"
+    errors = (result.report.mean_error(name) for name in ("probed", "predicted"))
+    error = next((f", error {100 * each:.0f} %" for each in errors if each is not None), "")
+    whole = f"{share} of attention computed{error}"
+    if not result.from_profile:
+        return whole
+    profile = f", profile {result.profile_name}"
+    lines = f"{share} computed{error}{profile}", f"{share} computed{profile}"
+    return next((line for line in lines if len(line) <= WIDEST), whole)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,21 @@ def test_layouts_give_the_same_bits(qkv, dense_steps: int) -> None:
     assert all(map(torch.equal, *found))
     assert torch.equal(found[0][0], scaled_dot_product_attention(*qkv))
     assert not torch.equal(*found[0][:2])
+
+
+def test_densities_can_be_read_on_the_way_and_are_not_waited_for(qkv, monkeypatch) -> None:
+    session = session_of()
+    sampled(session, qkv, steps=3)
+    before = session.so_far()
+    assert before is not None and before.by_step.shape == (LAYERS, 3)
+    sampled(session, qkv)
+    whole = session.report().densities.by_step
+    assert whole.shape == (LAYERS, STEPS) and not whole.equal(before.by_step)
+    for begun in session._passes:
+        begun.device = torch.device("cuda", 0)
+    busy = SimpleNamespace(query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: busy)
+    assert session.so_far() is None
 
 
 def test_the_host_computes_exact_results_once_a_call(qkv) -> None:

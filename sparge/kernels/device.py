@@ -154,8 +154,8 @@ def arch_for(capability: tuple[int, int], name: str) -> Capability:
     major, minor = capability
     if major < 8:
         return _unusable(
-            f"{name} (compute capability {major}.{minor}) is too old: "
-            "the kernels need 8.0 (Ampere, RTX 30) or newer."
+            f"{name.removeprefix('NVIDIA ')} is too old: it has compute capability "
+            f"{major}.{minor}, and the kernels need 8.0 (Ampere, RTX 30) or newer."
         )
     targets = SERVED_BY.get(capability)
     if targets is None:

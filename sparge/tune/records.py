@@ -52,6 +52,11 @@ class Densities:
     by_step: Tensor
     """(rows, steps) float32: 1 where calls were dense, NaN where none was made."""
 
+    @property
+    def layers(self) -> Tensor:
+        """(layers,) int64: number of each layer with self-attention."""
+        return (~self.by_step.isnan()).any(1).nonzero().flatten()
+
     @classmethod
     def of(cls, records: Sequence[PassRecord]) -> Densities:
         """Sums up records. Waits for the devices."""
@@ -63,7 +68,7 @@ class Densities:
             if record.pairs is not None:
                 counts = record.pairs.cpu().T
                 pairs[:, : record.rows, record.step] += counts[[Counter.KEPT, Counter.VALID]]
-            for row in record.dense:
+            for row in tuple(record.dense):  # a pass on another device may be adding to it
                 dense[min(row, rows - 1), record.step] = True
         kept, valid = pairs
         by_step = (kept / valid).where(valid > 0, torch.nan)

@@ -50,7 +50,7 @@ class Report:
     @cached_property
     def layers(self) -> Tensor:
         """(layers,) int64: number of each layer with self-attention."""
-        return (~self.densities.by_step.isnan()).any(1).nonzero().flatten()
+        return self.densities.layers
 
     @property
     def by_step(self) -> Tensor:

@@ -170,6 +170,14 @@ class Session:
         facts = PassFacts(conditioning, step, why_dense, step == dense - 1, place)
         return self.begin_pass(model, policy or SparsePolicy(), device, facts)
 
+    def so_far(self) -> Densities | None:
+        """Densities of the passes so far, between two of them; None while a device is computing.
+        Never waits."""
+        devices = {begun.device for begun in self._passes if begun.device.type == "cuda"}
+        if not all(torch.cuda.current_stream(device).query() for device in devices):
+            return None
+        return Densities.of([begun.record for begun in self._passes])
+
     def report(self) -> Report:
         """Report of the passes so far. Waits for the GPU."""
         densities = Densities.of([begun.record for begun in self._passes])

@@ -121,6 +121,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "density": result.report.densities.overall,
                 "stopped": result.stopped,
                 "text": report.summary(result),
+                "verdict": pack("nodes.verdict").verdict(result),
                 "by_step": [[round(x, 3) for x in row] for row in result.report.by_step.tolist()],
                 "shapes": [shape.tokens for shape in result.report.shapes],
                 "kept": result.report.of_heads("density").tolist(),

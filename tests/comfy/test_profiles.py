@@ -15,6 +15,7 @@ def profiles(comfyui):
 
 def test_a_profile_is_saved_and_spares_the_measuring(profiles):
     assert profiles["saved"] == "Saved the profile tiny wan.safetensors."
+    assert profiles["again"] == "Saved the profile tiny wan.safetensors over the one of that name."
     assert "No profile was saved" in profiles["unsafe"], "it never leaves its folder"
     assert profiles["changed"]
     measured, loaded = profiles["measured"], profiles["loaded"]
@@ -38,6 +39,34 @@ def test_a_profile_that_does_not_fit_is_not_used(profiles, case, reason):
     assert report["sparse"] == SPARSE_STEPS * BLOCKS
 
 
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("no name", "Load Sparge Profile has no name"),
+        ("null", "Load Sparge Profile has no name"),
+        ("missing", "There is no profile none"),
+    ],
+)
+def test_a_name_without_a_profile_costs_nothing_but_measuring(profiles, case, reason):
+    report = profiles[case]
+    assert f"; {reason}, so this run measures" in report["text"]
+    assert report["verdict"].split("\n")[1].startswith(reason)
+    assert report["sparse"] == SPARSE_STEPS * BLOCKS
+
+
+def test_the_loader_offers_what_was_saved_and_what_other_folders_hold(profiles):
+    before, after = profiles["listed"]
+    assert "tiny wan.safetensors" not in before
+    assert {"tiny wan.safetensors", "more/of wan.safetensors"} <= set(after)
+    assert profiles["more"] == ["WanModel, for a mean error of 0.08"] * 2
+
+
+def test_a_profile_that_is_used_is_named(profiles):
+    assert "; heads as the profile tiny wan has them" in profiles["loaded"]["text"]
+    assert profiles["loaded"]["verdict"].endswith(", profile tiny wan")
+    assert "profile" not in profiles["measured"]["text"]
+
+
 def test_a_profile_of_other_weights_warns(profiles):
     for case in ("other weights", "lora"):
         assert "a finetune or a LoRA" in profiles[case]["text"]
@@ -55,3 +84,13 @@ def test_a_profile_fits_prompts_of_other_lengths(comfyui):
     for text, given in ((20, 21), (7, 9)):
         said = f"The profile was measured with {text} tokens of text and is used for {given}"
         assert said in loaded["text"] and said not in measured["text"]
+
+
+def test_the_benchmark_times_what_the_model_calls(comfyui):
+    found = comfyui.run("benchmark")
+    assert found["cpu"].startswith("The CPU is not supported")
+    assert "connect the one before it" in found["after"]
+    assert found["timed"] == [[320, 2, 128]]
+    assert f"{BLOCKS} calls of 320 tokens and 2 heads of 128" in found["text"]
+    # The pretended attention takes no part of the step, so that nothing is gained.
+    assert found["text"].startswith("Nothing to gain: ") and "\n20 steps, " in found["text"]

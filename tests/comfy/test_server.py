@@ -144,10 +144,15 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
     text = said_in_the_log(server, prompt)
     assert "predicted error" in text
+    remarks = [text.split("\n")[0] for node, text in server.texts if node == "8"]
+    assert remarks == ["Saved the profile from a graph.safetensors."], "first, for room is short"
+    assert server.previews and {node for node, _ in server.previews} == {"8"}, "while it sampled"
+    assert all(picture.startswith(b"\x89PNG") for _, picture in server.previews)
     outputs = outputs_of(server, "9")
     (shown,) = outputs["9"]["text"]
     assert shown.splitlines()[0] == text
     assert shown.endswith("Saved the profile from a graph.safetensors.")
+    assert outputs["8"]["text"] == [shown] and len(outputs["8"]["images"]) == 1, "on the node"
     assert len(outputs["10"]["images"]) == 1
     folder = base_directory / "models" / "sparge_profiles"
     assert (folder / "from a graph.safetensors").is_file()
@@ -156,6 +161,7 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["11"] = {"class_type": "SpargeProfileLoad", "inputs": {"name": "from a graph"}}
     text = said_in_the_log(server, prompt)
     assert "8 sparse and 0 dense self-attention calls" in text
+    assert ("11", "WanModel, for a mean error of 0.08") in server.texts, "what was loaded"
 
 
 def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
@@ -180,6 +186,7 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
         ("SpargeAttentionReport", "Sparge Attention Report"),
+        ("SpargeGPUBenchmark", "Sparge GPU Benchmark"),
         ("SpargeAttentionCompare", "Sparge Attention Compare"),
     ):
         assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")

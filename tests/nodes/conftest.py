@@ -13,13 +13,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
+from tests.nodes.stand_ins import folder_paths, module_of, ui
 
 PACK = Path(__file__).resolve().parents[2]
 PACK_NAME = "sparge-pack-under-test"
@@ -37,7 +38,8 @@ class NumberDisplay(str, enum.Enum):
 
 
 def _io() -> SimpleNamespace:
-    kinds = ("Model", "Combo", "Float", "Int", "String", "Boolean", "Latent", "Image")
+    numbers = "Float", "Int", "String", "Boolean"
+    kinds = "Model", "Combo", "Latent", "Image", "Conditioning", *numbers
 
     def kind_of(name: str) -> SimpleNamespace:
         return SimpleNamespace(
@@ -54,7 +56,7 @@ def _io() -> SimpleNamespace:
         DynamicCombo=dynamic,
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
-        NodeOutput=lambda *values: values,
+        NodeOutput=lambda *values, ui=None: values,
         NumberDisplay=NumberDisplay,
         Hidden=SimpleNamespace(unique_id="unique_id"),
         Custom=kind_of,
@@ -62,31 +64,26 @@ def _io() -> SimpleNamespace:
     )
 
 
-def _module(name: str, **attributes: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(attributes)
-    return module
-
-
 @pytest.fixture(scope="session")
 def load_pack() -> Any:
     """load_pack("nodes.hook") imports that module of the pack, with the stand-ins in place."""
-    management = _module(
+    management = module_of(
         "comfy.model_management",
         get_torch_device=lambda: torch.device("cpu"),
         throw_exception_if_processing_interrupted=lambda: None,
     )
     stand_ins = {
-        "comfy": _module("comfy", model_management=management),
+        "folder_paths": folder_paths(Path("no models")),
+        "comfy": module_of("comfy", model_management=management),
         "comfy.model_management": management,
-        "comfy.ldm": _module("comfy.ldm"),
-        "comfy.ldm.modules": _module("comfy.ldm.modules"),
-        "comfy.ldm.modules.attention": _module(
+        "comfy.ldm": module_of("comfy.ldm"),
+        "comfy.ldm.modules": module_of("comfy.ldm.modules"),
+        "comfy.ldm.modules.attention": module_of(
             "comfy.ldm.modules.attention", optimized_attention=backend
         ),
-        "comfy_api": _module("comfy_api"),
-        "comfy_api.latest": _module(
-            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io()
+        "comfy_api": module_of("comfy_api"),
+        "comfy_api.latest": module_of(
+            "comfy_api.latest", ComfyExtension=type("ComfyExtension", (), {}), io=_io(), ui=ui()
         ),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -295,10 +292,8 @@ def patcher() -> Patcher:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """ComfyUI's models folder."""
-    paths = ModuleType("folder_paths")
-    vars(paths)["models_dir"] = str(tmp_path)
-    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    """Folder of profiles."""
+    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths(tmp_path))
     return tmp_path / "sparge_profiles"
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +52,7 @@ def report(load_pack):
 
     def of(model, name=""):
         latent, text, picture = node.execute(model, {"samples": 0}, name)
-        assert latent == {"samples": 0} and picture.ndim == 4
+        assert latent == {"samples": 0} and picture.ndim == 4 and picture.shape[2] == 800
         return text
 
     return of
@@ -60,10 +63,11 @@ def save(folder, run_once, report, load):
     """save(**run): the profile of a run, saved and loaded."""
 
     def saved(**run):
-        text = report(run_once(**run).patched, "clip")
-        assert text.endswith("Saved the profile clip.safetensors.")
+        replaced = " over the one of that name" if (folder / "clip.safetensors").exists() else ""
+        text = report(run_once(**run).patched, " clip ")
+        assert text.endswith(f"Saved the profile clip.safetensors{replaced}.")
         assert (folder / "clip.safetensors").is_file()
-        return load("clip")
+        return load("clip.safetensors")
 
     return saved
 
@@ -73,12 +77,17 @@ def saved(save):
     return save()
 
 
-def test_a_profile_spares_the_measuring(saved, run_once):
+def test_a_profile_spares_the_measuring(saved, run_once, load_pack):
     got = run_once(NEXT, profile=saved)
     assert (got.tally.sparse, got.tally.dense, got.notes) == (2, 0, [])
     (measured,) = saved.profile.settings.values()
     assert all(chosen is measured for chosen in got.run.session.tables.chosen[0]._given())
     assert "; heads as the profile clip has them, not measured; " in got.line + "; "
+    assert (
+        load_pack("nodes.verdict")
+        .verdict(got.last)
+        .endswith("\n50 % computed, error 4 %, profile clip")
+    )
 
 
 REFUSED = {
@@ -103,7 +112,7 @@ def test_a_profile_that_does_not_fit_is_not_used(saved, run_once, case):
 
 def test_manual_mode_has_no_use_for_one(saved, run_once):
     got = run_once(mode="manual", profile=saved)
-    assert got.notes == ["the profile clip has no effect in manual mode"]
+    assert got.notes == ["manual mode does not use the profile clip"]
     assert "heads as the profile" not in got.line
 
 
@@ -204,14 +213,63 @@ def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once):
     assert "The profile has nothing for 256 tokens of 2 heads" in run.notes[-1]
 
 
-@pytest.mark.parametrize("name", ["", "none", "../up", "a/b", "C:clip"])
-def test_a_missing_or_unsafe_name_warns_and_the_run_measures(load, run_once, caplog, name):
+@pytest.mark.parametrize("name", [None, "", " ", "none", "../up", "a/b", "C:clip", "spoilt"])
+def test_a_name_without_a_profile_warns_and_the_run_measures(
+    load, run_once, load_pack, folder, caplog, name
+):
+    folder.mkdir()
+    (folder / "spoilt.safetensors").write_bytes(b"")
+    (folder.parent / "up.safetensors").write_bytes(b"")
     found = load(name)
     assert found.profile is None and found.problem in caplog.text
-    assert name != "none" or found.problem.startswith("There is no profile none.safetensors")
+    if not (name or "").strip():
+        assert found.problem == "Load Sparge Profile has no name"
+    elif name == "spoilt":
+        assert found.problem.startswith("spoilt.safetensors is no safetensors file")
+    else:
+        assert found.problem == f"There is no profile {name}"
     got = run_once(NEXT, profile=found)
     assert got.tally.reasons == {"measuring": 1}
-    assert got.notes == [f"{found.problem} This run measures"]
+    assert got.notes == [f"{found.problem}, so this run measures"]
+    said = load_pack("nodes.verdict").verdict(got.last).split("\n")[1]
+    assert said.removesuffix(" ...") in got.notes[0] and len(said) > 15
+
+
+def test_the_loader_lists_what_there_is(save, folder, load_pack, load):
+    """Those of subfolders and of extra_model_paths.yaml, too; of one name, the one saved here."""
+    node = load_pack("nodes.sparge_profile_load").SpargeProfileLoad
+
+    def names():
+        return node.define_schema().inputs[0].options
+
+    assert names() == []
+    save()
+    more = folder.parent / "more"
+    (more / "wan").mkdir(parents=True)
+    shutil.copy(folder / "clip.safetensors", more / "wan" / "long.safetensors")
+    (more / "clip.safetensors").write_bytes(b"spoilt")
+    (folder / "clip.safetensors.0a.part").write_bytes(b"")
+    assert names() == ["clip.safetensors", "wan/long.safetensors"]
+    assert load("wan/long.safetensors").name == "wan/long"
+    assert all(str(load(name)) == "WanModel, for a mean error of 0.05" for name in names())
+    assert node.validate_inputs("gone") is True, "a graph runs where its profile is not"
+
+
+def test_a_folder_that_is_gone_does_not_end_the_list(folder, load_pack, monkeypatch):
+    """ComfyUI looks at the folders that it remembers."""
+    names = load_pack("nodes.host").profile_names
+    paths = sys.modules["folder_paths"]
+    monkeypatch.setattr(paths, "get_filename_list", lambda kind: os.listdir(folder / "gone"))
+    anew = (["a.safetensors", "notes.txt"], {}, 0.0)
+    monkeypatch.setattr(paths, "get_filename_list_", lambda kind: anew, raising=False)
+    assert names() == ["a.safetensors"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+def test_others_may_read_a_profile(saved, folder):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (folder / "clip.safetensors").stat().st_mode & 0o777 == 0o644 & ~umask
 
 
 def test_a_file_that_was_written_since_is_read_again(saved, folder, load_pack):
@@ -234,7 +292,16 @@ def test_a_file_that_was_written_since_is_read_again(saved, folder, load_pack):
             {"mode": "manual"},
             "No profile was saved: no head was measured, which takes an auto mode.",
         ),
-        ("clip", {"sigmas": (0.9, 0.95)}, "No profile was saved: no head was measured."),
+        (
+            "clip",
+            {"sigmas": (0.9, 0.95)},
+            "No profile was saved: nothing was sparse (before start_percent 0.2).",
+        ),
+        (
+            "clip",
+            {"min_tokens": 300},
+            "No profile was saved: nothing was sparse (fewer than min_tokens (300) tokens).",
+        ),
     ],
 )
 def test_what_cannot_be_saved_costs_nothing_and_is_told(folder, run_once, report, name, run, why):

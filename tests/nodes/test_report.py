@@ -190,6 +190,12 @@ def test_what_the_user_has_to_know_is_a_warning(result, published, changes, word
     assert words in record.message and record.message.endswith(end)
 
 
+def test_whoever_stops_a_run_is_not_warned(result, published):
+    record = published(result(sparse=0, stopped=True))
+    assert record.levelno == logging.INFO
+    assert record.message.startswith("[Sparge] stopped before the first sparse step; Mochi")
+
+
 def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monkeypatch):
     """The nodes that hold a subgraph show the text of a node in it, too."""
     shown = []
@@ -211,6 +217,10 @@ def test_notes_appear_once(load_pack):
 
 
 SHARE = "25 % of attention computed"
+TOO_OLD = "GeForce RTX 2080 Ti is too old: it has compute capability 7.5"
+OLD = "GeForce RTX 2080 Ti is too old: it ..."
+NO_GPU = "The CPU is not supported: the kernels are NVIDIA machine code."
+NONE = "The CPU is not supported: the ..."
 WARNED = ("the results do not add up, remove one of the two nodes", "more")
 UNREACHED = ["No attention call reached this node", "Put it last, before the sampler"]
 
@@ -239,6 +249,12 @@ UNREACHED = ["No attention call reached this node", "Put it last, before the sam
             {"sparse": 0, "stopped": True, "may_have_been_sparse": True},
             ["Stopped early", "before start_percent 0.2"],
         ),
+        (
+            {"sparse": 0, "cross": 0, "reasons": {}, "stopped": True, "notes": WARNED},
+            ["Stopped before the first sparse step"],
+        ),
+        ({"sparse": 0, "saved": None, "reasons": {TOO_OLD: 2}}, ["NOTHING WAS SPARSE", OLD]),
+        ({"sparse": 0, "saved": None, "reasons": {NO_GPU: 2}}, ["NOTHING WAS SPARSE", NONE]),
     ],
 )
 def test_the_two_lines_on_the_node(load_pack, result, changes, expected):
@@ -267,21 +283,38 @@ def shades(image, colour):
 
 def inked(image):
     """Points of letters, which are smooth."""
-    return int((image.amax(-1) < 0.7).sum())
+    return int((image.amin(-1) > 0.5).sum())
 
 
 def test_the_picture_shows_densities_and_errors(picture, measured):
     image = picture.draw(measured)
     assert image.ndim == 4 and image.shape[0] == 1 and image.shape[-1] == 3
     assert image.dtype == torch.float32
-    assert 0 <= float(image.min()) < 0.3 and float(image.max()) == 1.0
-    left, top = picture.LEFT + 5, picture.TOP + 5
-    for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75)]:
-        point = image[0, top + 40 * row, left + 40 * column]
-        torch.testing.assert_close(255 * point, picture._colours(torch.tensor(density)).float())
-    missing = image[0, top + 40, left + 40]
-    torch.testing.assert_close(255 * missing, torch.tensor(picture.FAINT).float())
+    assert float(image.mean()) < 0.4, "dark, as the nodes around it"
+    tall = picture.TALLEST_CELL
+    wide = (image.shape[2] - picture.RIGHT - picture.ERROR_WIDTH - picture.GAP - picture.LEFT) / 3
+    for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75), (1, 1, -1)]:
+        at = picture.TOP + round((row + 0.5) * tall), picture.LEFT + round((column + 0.5) * wide)
+        colour = picture._colours(torch.tensor(density)) if density > 0 else picture.EMPTY
+        assert torch.equal((255 * image[0][at]).round(), torch.as_tensor(colour).float())
     assert shades(image, picture.PREDICTED) > 2 * shades(image, picture.PROBED) > 0
+
+
+def test_the_picture_says_what_it_shows(picture, measured, monkeypatch):
+    """In letters that half the width leaves legible."""
+    words, write = {}, picture.write
+
+    def listen(image, text, top, left, colour=None, size=picture.NUMBER, before=0.0):
+        words[text] = size
+        write(image, text, top, left, size=size, before=before)
+
+    monkeypatch.setattr(picture, "write", listen)
+    picture.draw(measured)
+    headline = "3 of 4 calls were sparse"
+    told = {headline, "skipped", "computed", "layer", "step", "error", "predicted", "probed"}
+    assert told <= words.keys() and min(words.values()) >= 22
+    assert max(words, key=lambda text: words[text]) == headline
+    assert {"1", "2", "3", "0", "7"} <= words.keys(), "numbers of steps and layers"
 
 
 def test_no_head_measured_and_nothing_run(picture, result):
@@ -293,4 +326,38 @@ def test_no_head_measured_and_nothing_run(picture, result):
 @pytest.mark.parametrize(("layers", "steps"), [(1, 1), (60, 50), (200, 1000)])
 def test_pictures_of_any_size(picture, result, layers, steps):
     image = picture.draw(result(by_step=torch.rand(layers, steps)))
-    assert image.shape[1] <= 800 and image.shape[2] <= 1500
+    assert image.shape[1] <= 800 and image.shape[2] == 800
+
+
+@pytest.fixture
+def ran(load_pack, patch, result):
+    """ran(result): what the report node gives and shows of a run."""
+    node = load_pack("nodes.sparge_report").SpargeAttentionReport
+
+    def of(found, monkeypatch):
+        patched, shown = patch(), {}
+        load_pack("nodes.hook").hook_of(patched).last = found
+        io = sys.modules["comfy_api.latest"].io
+        monkeypatch.setattr(io, "NodeOutput", lambda *given, ui: shown.update(ui) or given)
+        texts = []
+        told = load_pack("nodes.sparge_report")
+        monkeypatch.setattr(told, "show_on_node", lambda node_id, text: texts.append(text))
+        return node.execute(patched, {"samples": 0}, "a/b"), shown, texts[-1]
+
+    return of
+
+
+def test_the_report_shows_itself(ran, result, report, monkeypatch):
+    found = result()
+    (_, text, image), shown, under = ran(found, monkeypatch)
+    assert shown["text"] == (text,) and shown["images"][0] is image
+    details, remark = report.details(found), text.splitlines()[-1]
+    assert remark.startswith("No profile was saved: ") and text == f"{details}\n{remark}"
+    assert under == f"{remark}\n{details}", "what only this node says comes first"
+
+
+def test_without_pillow_the_text_is_left(ran, result, load_pack, monkeypatch):
+    monkeypatch.setitem(sys.modules, load_pack("nodes.picture").__name__, None)
+    monkeypatch.delattr(load_pack("nodes"), "picture")
+    (_, text, image), shown, _ = ran(result(), monkeypatch)
+    assert shown == {"text": (text,)} and image.ndim == 4

@@ -134,8 +134,8 @@ def measured_and_profiled(load_pack, tmp_path, steps_of):
 
     def of(**widgets):
         calls, got = steps_of(SIX_SPARSE, **widgets)
-        got.last.profile.save(load_pack("sparge.tune").profile_path(tmp_path, "clip"))
-        profile = load_pack("nodes.profiles").NamedProfile.load(tmp_path, "clip")
+        got.last.profile.save(file := tmp_path / "clip.safetensors")
+        profile = load_pack("nodes.profiles").NamedProfile.load("clip", file)
         again, with_it = steps_of(SIX_SPARSE, profile=profile, **widgets)
         assert got.notes == with_it.notes == []
         (measured,), (profiled,) = (run.run.session.tables.chosen for run in (got, with_it))

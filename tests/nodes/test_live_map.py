@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The map that grows on the report nodes of a run, and the nodes that it is shown on."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+GRAPH = {
+    "1": ("Loader", None),
+    "2": ("SpargeAttention", "1"),
+    "3": ("LoraLoader", "2"),
+    "4": ("SpargeAttentionReport", "2"),
+    "5": ("SpargeAttentionReport", "3"),
+    "6": ("SpargeAttentionReport", "1"),
+    "7": ("SpargeAttentionReport", None),
+    "8": ("KSampler", "2"),
+}
+"""Class of each node, and the node that its model comes from."""
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """The (node, picture) that the browser is sent."""
+    sent = []
+
+    def update(node, value, most, entry, prompt, preview):
+        assert preview[0] == "PNG" and entry == {"state": "pending"} and prompt == "prompt"
+        sent.append((node, preview[1]))
+
+    nodes = {
+        node: {"class_type": kind, "inputs": {"model": [source, 0]} if source else {}}
+        for node, (kind, source) in GRAPH.items()
+    }
+    state = SimpleNamespace(
+        dynprompt=SimpleNamespace(all_node_ids=lambda: set(nodes), get_node=nodes.__getitem__),
+        handlers={"webui": SimpleNamespace(update_handler=update)},
+        ensure_entry=lambda node: {"state": "pending"},
+        prompt_id="prompt",
+    )
+    progress = ModuleType("comfy_execution.progress")
+    vars(progress)["get_progress_state"] = lambda: state
+    monkeypatch.setitem(sys.modules, progress.__name__, progress)
+    return sent
+
+
+@pytest.fixture
+def run(load_pack, sampled, step, pictures):
+    """run(node id, seconds between pictures): a run of five steps, one of them dense."""
+    live_map, hook_of = load_pack("nodes.live_map"), load_pack("nodes.hook").hook_of
+
+    def of(monkeypatch, node_id="2", seconds=0.0):
+        monkeypatch.setattr(live_map, "SECONDS", seconds)
+        return sampled(
+            step,
+            (1.0, 0.7, 0.6, 0.4, 0.2),
+            prepared=lambda patched: setattr(hook_of(patched), "node_id", node_id),
+        )
+
+    return of
+
+
+def test_reports_of_the_model_show_each_step_that_is_over(run, pictures, load_pack, monkeypatch):
+    picture, maps = load_pack("nodes.picture"), []
+    draw = picture.so_far
+
+    def listen(text, by_step, layers):
+        maps.append((text.split("\n")[0], by_step))
+        return draw(text, by_step, layers)
+
+    monkeypatch.setattr(picture, "so_far", listen)
+    got = run(monkeypatch)
+    assert sorted({node for node, _ in pictures}) == ["4", "5"], "those behind this node"
+    assert len(pictures) == 2 * 4 and all(image.width == 800 for _, image in pictures)
+    whole = got.last.report.by_step
+    for place, (headline, by_step) in enumerate(maps, 1):
+        assert headline == f"Step {place + 1} of 5" and by_step.shape == whole.shape
+        assert by_step[:, :place].equal(whole[:, :place]) and by_step[:, place:].isnan().all()
+
+
+def test_pictures_are_some_time_apart(run, pictures, monkeypatch):
+    run(monkeypatch, seconds=1000.0)
+    assert len(pictures) == 2
+
+
+@pytest.mark.parametrize("node_id", [None, "8"])
+def test_without_a_report_nothing_is_counted(run, pictures, load_pack, monkeypatch, node_id):
+    session = load_pack("sparge.tune").Session
+    monkeypatch.setattr(session, "so_far", lambda self: pytest.fail("counted for nobody"))
+    got = run(monkeypatch, node_id)
+    assert not pictures and got.tally.sparse and not got.run.failures._told
+
+
+@pytest.mark.parametrize("lacking", ["an idle GPU", "Pillow", "a server"])
+def test_a_picture_that_cannot_be_had_costs_nothing(run, pictures, load_pack, monkeypatch, lacking):
+    if lacking == "an idle GPU":
+        monkeypatch.setattr(load_pack("sparge.tune").Session, "so_far", lambda self: None)
+    elif lacking == "Pillow":
+        monkeypatch.setitem(sys.modules, load_pack("nodes.picture").__name__, None)
+        monkeypatch.delattr(load_pack("nodes"), "picture")
+    else:
+        monkeypatch.delitem(sys.modules, "comfy_execution.progress")
+    got = run(monkeypatch)
+    assert not pictures and got.tally.sparse and not got.run.failures._told
