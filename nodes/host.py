@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.metadata
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -150,3 +151,23 @@ def profile_file(name: str) -> Path | None:
     known = {name, name + SUFFIX}.intersection(profile_names())
     found = [folder_paths.get_full_path(PROFILES, each) for each in known]
     return next((Path(path) for path in found if path), None)
+
+
+def seconds_when_done() -> float:
+    """Seconds of a clock when the device has done all that it was given."""
+    device = inference_device()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def sample(model: Any, positive: Any, samples: torch.Tensor, steps: int) -> None:
+    """Samples a latent without guidance, as a KSampler of that many steps does."""
+    import comfy.sample
+
+    latent = comfy.sample.fix_empty_latent_channels(model, samples)
+    noise = comfy.sample.prepare_noise(latent, 0)
+    conds = positive, positive
+    comfy.sample.sample(
+        model, noise, steps, 1.0, "euler", "simple", *conds, latent, disable_pbar=True
+    )

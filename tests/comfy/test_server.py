@@ -187,6 +187,7 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
         ("SpargeAttentionReport", "Sparge Attention Report"),
+        ("SpargeGPUBenchmark", "Sparge GPU Benchmark"),
     ):
         assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")
     labels = {
