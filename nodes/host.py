@@ -55,9 +55,17 @@ def show_on_node(node_id: str | None, text: str) -> None:
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     if server is None or node_id is None:
         return
-    parts = node_id.split(":")
+    parts, text = node_id.split(":"), told_apart(text)
     for depth in range(1, len(parts) + 1):
         server.send_progress_text(text, ":".join(parts[:depth]))
+
+
+def told_apart(text: str) -> str:
+    """The lines of a text, all but the last ended like sentences: Nodes 2.0 shows the breaks between
+    them as spaces."""
+    *lines, last = text.rstrip().split("\n")
+    ended = (line if line.endswith((".", ":", ";", "!", "?")) else f"{line}." for line in lines)
+    return "\n".join([*ended, last])
 
 
 def nodes_behind(node_id: str | None, kind: str) -> list[str]:

@@ -16,7 +16,7 @@ from .hook import hook_of
 from .host import profile_folder, show_on_node
 from .live_map import REPORT
 from .result import RunResult
-from .verdict import first_reason
+from .verdict import first_reason, verdict
 
 logger = logging.getLogger("sparge")
 
@@ -90,10 +90,9 @@ class SpargeAttentionReport(io.ComfyNode):
     def _shown(
         cls, latent: Any, text: str, remarks: Sequence[str] = (), result: RunResult | None = None
     ) -> io.NodeOutput:
-        """Shows a report on the node as well. There is room for few lines, so remarks come first;
-        outside they come last."""
+        """Shows a report on the node as well, where there is room for its picture and few lines."""
         node_id = cls.hidden.unique_id if cls.hidden else None
-        show_on_node(node_id, "\n".join([*remarks, text]))
+        show_on_node(node_id, "\n".join([*remarks, text if result is None else verdict(result)]))
         text = "\n".join([text, *remarks])
         try:
             from comfy_api.latest import ui

@@ -166,7 +166,7 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
 
 
 def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
-    lines = r"NOTHING WAS SPARSE\nfewer than min_tokens \(4096\) tokens"
+    lines = r"NOTHING WAS SPARSE\.\nfewer than min_tokens \(4096\) tokens"
     text = said_in_the_log(server, graph("wan", **ALL_WIDGETS | {"min_tokens": 4096}), lines)
     assert "NOTHING WAS SPARSE" in text
     assert "fewer than min_tokens (4096) tokens (8)" in text

@@ -203,7 +203,7 @@ def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monk
     module = SimpleNamespace(PromptServer=SimpleNamespace(instance=server))
     monkeypatch.setitem(sys.modules, "server", module)
     record = published(result(stopped=True), "12:3:7")
-    said = "Stopped early\n25 % of attention computed"
+    said = "Stopped early.\n25 % of attention computed"
     assert shown == [("12", said), ("12:3", said), ("12:3:7", said)]
     assert record.message.endswith("stopped early") and "\n" not in record.message
 
@@ -347,13 +347,22 @@ def ran(load_pack, patch, result):
     return of
 
 
-def test_the_report_shows_itself(ran, result, report, monkeypatch):
+def test_the_report_shows_itself(ran, result, report, load_pack, monkeypatch):
     found = result()
     (_, text, image), shown, under = ran(found, monkeypatch)
     assert shown["text"] == (text,) and shown["images"][0] is image
     details, remark = report.details(found), text.splitlines()[-1]
     assert remark.startswith("No profile was saved: ") and text == f"{details}\n{remark}"
-    assert under == f"{remark}\n{details}", "what only this node says comes first"
+    two_lines = load_pack("nodes.verdict").verdict(found)
+    assert under == f"{remark}\n{two_lines}", "what only this node says comes first"
+
+
+def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
+    told_apart = load_pack("nodes.host").told_apart
+    assert told_apart("2.7x faster: 34 s, not 91 s\n20 % computed") == (
+        "2.7x faster: 34 s, not 91 s.\n20 % computed"
+    )
+    assert told_apart("Is it on?\nYes.\n") == "Is it on?\nYes."
 
 
 def test_without_pillow_the_text_is_left(ran, result, load_pack, monkeypatch):
