@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from sparge.cogvideox import tensor_file
+from sparge.cogvideox.conversion import convert
+from sparge.cogvideox.json_text import ConversionError
+from sparge.cogvideox.layout import POSITIONS, core_name
 from tests.comfy.process import environment_of_comfyui, why_no_comfyui
-from tools.convert_cogvideox import tensor_file
-from tools.convert_cogvideox.convert import convert, find_shards, main
-from tools.convert_cogvideox.json_text import ConversionError
-from tools.convert_cogvideox.layout import POSITIONS, core_name
+from tools.convert_cogvideox.convert import find_shards, main
 
 ROOT = Path(__file__).resolve().parents[2]
 ROTARY = {"_class_name": "CogVideoXTransformer3DModel", "use_rotary_positional_embeddings": True}

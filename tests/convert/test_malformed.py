@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from sparge.cogvideox.layout import POSITIONS
+from sparge.cogvideox.tensor_file import HEADER_LIMIT
 from tests.convert.test_cogvideox import ROTARY, SINCOS, published
 from tools.convert_cogvideox.convert import main
-from tools.convert_cogvideox.layout import POSITIONS
-from tools.convert_cogvideox.tensor_file import HEADER_LIMIT
 
 MEMORY = 100 << 20
 NAME = "transformer_blocks.0.attn1.to_q.weight"

@@ -15,8 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeGuard
 
-from sparge.common.whole_file import written_whole
-
+from ..common.whole_file import written_whole
 from .json_text import ConversionError, read_json, shown
 
 HEADER_LIMIT = 4 << 20  # of the published models, 1,000 to 2,000 tensors a file, it is 200 KB
