@@ -9,8 +9,15 @@ from pathlib import Path
 
 from .config import Config
 from .json_text import ConversionError, shown
-from .layout import POSITIONS, Layout, core_name
-from .tensor_file import FileTensor, NewTensor, TensorData, parameter_count, read_tensors
+from .layout import CORE_SIGN, POSITIONS, Layout, core_name
+from .tensor_file import (
+    FileTensor,
+    NewTensor,
+    TensorData,
+    parameter_count,
+    read_header,
+    read_tensors,
+)
 
 LISTED = 5  # names an error spells out: enough to recognise the cause
 HEADS_OF_SINCOS, HEADS_OF_ROTARY = 30, 48  # the published models: 2B, and every 5B
@@ -44,7 +51,7 @@ def convert(shards: Sequence[Path]) -> Conversion:
                     " the shards of one model only"
                 )
             source[name] = tensor
-    if "blocks.0.norm1.linear.weight" in source:
+    if CORE_SIGN in source:
         raise ConversionError("this file already has the names that ComfyUI loads")
 
     tensors: dict[str, TensorData] = {core_name(name): source[name] for name in sorted(source)}
@@ -61,7 +68,21 @@ def convert(shards: Sequence[Path]) -> Conversion:
     positions = tensors.pop(POSITIONS, None)
     _check(layout, tensors)
     config = Config.beside(shards[0])
+    if config.heads not in (None, layout.heads):
+        raise ConversionError(
+            f"config.json is of a model with {config.heads} heads, and these weights have"
+            f" {layout.heads}; put each model in a folder of its own"
+        )
     return Conversion(layout, _with_positions(layout, tensors, positions, config))
+
+
+def has_core_names(path: Path) -> bool:
+    """Whether ComfyUI loads a file as it is: it has core's names, under any prefix.
+
+    Raises ConversionError for what is no safetensors file.
+    """
+    header, _ = read_header(path)
+    return any(f".{name}".endswith(f".{CORE_SIGN}") for name in header)
 
 
 def _check(layout: Layout, tensors: dict[str, TensorData]) -> None:

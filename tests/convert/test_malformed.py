@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from sparge.cogvideox.layout import POSITIONS
 from sparge.cogvideox.tensor_file import HEADER_LIMIT
-from tests.convert.test_cogvideox import ROTARY, SINCOS, published
+from tests.convert.parts import ROTARY, SINCOS, published
 from tools.convert_cogvideox.convert import main
 
 MEMORY = 100 << 20
