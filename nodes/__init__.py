@@ -13,8 +13,17 @@ class SpargeExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]] | Any:
         from .sparge_attention import SpargeAttention
+        from .sparge_benchmark import SpargeGPUBenchmark
         from .sparge_cogvideox_load import SpargeCogVideoXLoad
+        from .sparge_compare import SpargeAttentionCompare
         from .sparge_profile_load import SpargeProfileLoad
         from .sparge_report import SpargeAttentionReport
 
-        return [SpargeAttention, SpargeProfileLoad, SpargeAttentionReport, SpargeCogVideoXLoad]
+        return [
+            SpargeAttention,
+            SpargeProfileLoad,
+            SpargeAttentionReport,
+            SpargeGPUBenchmark,
+            SpargeAttentionCompare,
+            SpargeCogVideoXLoad,
+        ]

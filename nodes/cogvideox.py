@@ -14,7 +14,7 @@ from ..sparge.cogvideox.json_text import ConversionError
 from ..sparge.cogvideox.layout import core_name
 from ..sparge.cogvideox.shards import all_shards
 from ..sparge.cogvideox.tensor_file import NewTensor
-from .host import model_of_tensors, tensors_of_file
+from .host_models import model_of_tensors, tensors_of_file
 
 logger = logging.getLogger("sparge")
 

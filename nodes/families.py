@@ -29,7 +29,8 @@ FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their token
 
 
 def _num_heads(model: Any) -> int | None:
-    return getattr(model, "num_heads", None) or getattr(model, "num_attention_heads", None)
+    names = ("num_heads", "num_attention_heads", "n_heads", "heads")
+    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,24 @@ def _one_cell(model: Any) -> Patch:
     return (1, 1, 1)
 
 
+def _cosmos(model: Any) -> Patch:
+    return (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+
+
+def _krea(model: Any) -> Patch:
+    return (1, model.patch, model.patch)
+
+
+def _heads_of_first_block(model: Any) -> int | None:
+    return model.blocks[0].attn.heads
+
+
 def _heads_of_first_layer(model: Any) -> int | None:
     return model.visual_transformer_blocks[0].self_attention.num_heads
 
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
+_PIXEL_DIT = Family("PixelDiT", _FIRST, _spatial, off_grid.pixel_dit, calls=off_grid.pixel_calls)
 
 #: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
@@ -102,8 +116,30 @@ FAMILIES: Mapping[str, Family] = {
         "LTXV", _NONE, _one_cell, off_grid.ltx, left_out_key="stg_self_attn_blocks"
     ),
     "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
-    "Flux": Family("Flux", _FIRST, _spatial, off_grid.flux),
+    "Flux": Family("Flux", _FIRST, _spatial, off_grid.edits_last),
     "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
+    "OpenAISignatureMMDITWrapper": Family("SD3", _FIRST, _spatial, off_grid.text_first),
+    "GeneralDIT": Family("Cosmos", _NONE, _cosmos),
+    "MiniTrainDIT": Family("Cosmos Predict2", _NONE, _cosmos),
+    "Anima": Family("Anima", _NONE, _cosmos),
+    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, _spatial, off_grid.hidream),
+    "MiniMaxH3Model": Family(
+        "MiniMax H3", _FIRST, _as_published, off_grid.minimax, heads=_heads_of_first_block
+    ),
+    "SingleStreamDiT": Family("Krea 2", _FIRST, _krea, off_grid.krea),
+    "OmniGen2Transformer2DModel": Family(
+        "OmniGen2", _FIRST, _spatial, off_grid.edits_first, branches=off_grid.refined
+    ),
+    "BooguTransformer2DModel": Family(
+        "Boogu", _FIRST, _spatial, off_grid.edits_first, branches=off_grid.refined
+    ),
+    "MageFlowTransformer2DModel": Family("MageFlow", _FIRST, _spatial, off_grid.edits_last),
+    "JoyImageTransformer3DModel": Family("JoyImage", _LAST, _as_published, off_grid.joy_image),
+    "LensTransformer2DModel": Family("Lens", _LAST, _one_cell, off_grid.text_last),
+    "PixDiT_T2I": _PIXEL_DIT,
+    "PidNet": replace(_PIXEL_DIT, name="PiD"),
+    "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
+    "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }
 
 #: Rows for the layers of a model that cannot be counted: more than any has.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of this pack to the running ComfyUI, all but the node API."""
+"""Requests of this pack to the running ComfyUI, all but the node API and those for models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.metadata
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from ..sparge.speed import Backend
 from ..sparge.tune.profile_path import SUFFIX
+from .host_models import file_names
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
@@ -24,8 +26,6 @@ APPLY_MODEL = "apply_model"
 PREDICT_NOISE = "predict_noise"
 #: Name of profiles among ComfyUI's kinds of models, and of their folder.
 PROFILES = "sparge_profiles"
-#: Name of the kind that holds the networks which sample.
-DIFFUSION_MODELS = "diffusion_models"
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -148,44 +148,21 @@ def profile_file(name: str) -> Path | None:
     return next((Path(path) for path in found if path), None)
 
 
-def file_names(kind: str) -> list[str]:
-    """Names of the files of a kind of models, as they are now. Those in subfolders have a path."""
-    import folder_paths
-
-    try:
-        return folder_paths.get_filename_list(kind)
-    except OSError:  # what it remembers holds a folder that is gone
-        names, *_ = folder_paths.get_filename_list_(kind)
-        return names
+def seconds_when_done() -> float:
+    """Seconds of a clock when the device has done all that it was given."""
+    device = inference_device()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
-def file_path(kind: str, name: str) -> Path | None:
-    """File of a kind of models by its name; None where there is none. No name leads out of the
-    folders."""
-    import folder_paths
+def sample(model: Any, positive: Any, samples: torch.Tensor, steps: int) -> None:
+    """Samples a latent without guidance, as a KSampler of that many steps does."""
+    import comfy.sample
 
-    path = folder_paths.get_full_path(kind, name)
-    return Path(path) if path else None
-
-
-def tensors_of_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    """Tensors of a safetensors file by name, mapped and not read where ComfyUI may do so, and its
-    metadata."""
-    import comfy.utils as utils
-
-    return utils.load_torch_file(str(path), return_metadata=True)
-
-
-def model_of_tensors(
-    tensors: dict[str, torch.Tensor],
-    metadata: dict[str, str] | None,
-    options: dict[str, Any],
-    disable_dynamic: bool,
-) -> Any:
-    """ModelPatcher of a diffusion model, None for tensors of none that ComfyUI knows. options, and
-    disable_dynamic: those of ComfyUI's loader."""
-    import comfy.sd as sd
-
-    return sd.load_diffusion_model_state_dict(
-        tensors, dict(options), metadata, disable_dynamic=disable_dynamic
+    latent = comfy.sample.fix_empty_latent_channels(model, samples)
+    noise = comfy.sample.prepare_noise(latent, 0)
+    conds = positive, positive
+    comfy.sample.sample(
+        model, noise, steps, 1.0, "euler", "simple", *conds, latent, disable_pbar=True
     )

@@ -54,12 +54,14 @@ class LayerCounter:
         published = self.layout.counts.published(options) is not None
         if not published and self._refiners < self.layout.counts.refiners:
             return self._refiner()
-        if not self._counts(tokens, published):
+        again = not published and self.calls > 0 and self._is_without_text(tokens)
+        if not again and not self._counts(tokens, published):
             return self.peek(options)
-        while self.calls in self._left_out(options):
+        if not again:
+            while self.calls in self._left_out(options):
+                self.calls += 1
             self.calls += 1
-        layer = self._layer(options, self.calls)
-        self.calls += 1
+        layer = self._layer(options, self.calls - 1)
         self._of_layer[layer.number] = self._of_layer.get(layer.number, 0) + 1
         return layer
 
@@ -84,6 +86,14 @@ class LayerCounter:
     def at(self, layer: int) -> None:
         """Sets the layer that runs next."""
         self.calls = layer
+
+    def _is_without_text(self, tokens: int) -> bool:
+        """Whether a call is of pictures alone where text stands with them: the second one of a
+        layer of SD3.5 medium and Boogu."""
+        known, text = self.layout.tokens, self.layout.context
+        if known is None or not 0 < text <= known.prefix + known.suffix:
+            return False
+        return tokens == known.tokens - text
 
     def _counts(self, tokens: int, published: bool) -> bool:
         """Whether a call is counted: not one of text or sound alone.

@@ -10,10 +10,16 @@ from typing import Any
 #: Place of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
 Place = tuple[str, int, int]
 
-#: Attributes that hold the layers: a model has one of these lists, or the first two.
+#: Attributes that hold the layers: a model has one of these lists, or a double and a single one.
 _BLOCK_LISTS = (
     "double_blocks",
     "single_blocks",
+    "double_stream_blocks",
+    "single_stream_blocks",
+    "double_stream_layers",
+    "single_stream_layers",
+    "joint_blocks",
+    "patch_blocks",
     "blocks",
     "transformer_blocks",
     "visual_transformer_blocks",
@@ -25,7 +31,7 @@ _REFINERS: Mapping[str, str | None] = {
     "context_refiner": None,
     "noise_refiner": None,
     "ref_image_refiner": "ref_latents",
-    "siglip_refiner": "siglip_feats",
+    "siglip_refiner": "ref_latents",
 }
 
 

@@ -33,10 +33,13 @@ class OffGrid:
     """Tokens behind the frames that lie on no grid of theirs."""
     loose_frames: int = 0
     """Last frames of the grid, of which the model may leave tokens out."""
+    columns: int = 0
+    """Columns of tokens to the right of the clip, of an image that lies there."""
 
     def around(self, grid: tuple[int, int, int]) -> TokenGrid:
         frames, height, width = grid
         frames += self.first_frames + self.last_frames
+        width += self.columns
         return TokenGrid(
             frames, height, width, self.before, self.after, self.first_frames, self.tail
         )
@@ -90,6 +93,15 @@ class ModelInputs:
 
 def text_first(model: Any, inputs: ModelInputs) -> OffGrid:
     return OffGrid(before=inputs.text)
+
+
+def text_last(model: Any, inputs: ModelInputs) -> OffGrid:
+    return OffGrid(after=inputs.text)
+
+
+def pixel_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """PixelDiT: no more of the prompt than the model has places for."""
+    return OffGrid(before=min(inputs.text, model.txt_max_length))
 
 
 def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
@@ -152,9 +164,58 @@ def hunyuan(model: Any, inputs: ModelInputs) -> OffGrid:
     return inputs.around(inputs.latents("ref_latent"), (), before=text)
 
 
-def flux(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Flux: text first; the images to edit last."""
+def edits_last(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Flux, Qwen Image and MageFlow: text first; the images to edit last."""
     return inputs.around((), inputs.latents("ref_latents"), before=inputs.text)
+
+
+def edits_first(model: Any, inputs: ModelInputs) -> OffGrid:
+    """OmniGen2 and Boogu: text, the images to edit, the picture."""
+    return inputs.around(inputs.latents("ref_latents"), (), before=inputs.text)
+
+
+def joy_image(model: Any, inputs: ModelInputs) -> OffGrid:
+    """JoyImage: the images to edit behind the picture; text last."""
+    return replace(edits_last(model, inputs), before=0, after=inputs.text)
+
+
+def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Z-Image and Lumina 2: prompts, what a vision model saw of the images to edit, those, and the
+    picture. Z-Image fills up each of them to whole 32 tokens."""
+    step = getattr(model, "pad_tokens_multiple", None) or 1
+    images = inputs.latents("ref_latents", padded=False)
+    before, images_tokens = [inputs.text], list(map(math.prod, images))
+    if images:
+        prompts = list(map(length, inputs.extras.get("ref_contexts") or ()))
+        before += prompts + [1] * (len(images) - len(prompts))
+    if images and getattr(model, "siglip_embedder", None) is not None:
+        seen = [math.prod(x.shape[1:3]) for x in inputs.extras.get("siglip_feats") or ()]
+        seen = seen[: len(images)]
+        before += seen + [1] * (len(images) + 1 - len(seen))
+    if any(tokens % step for tokens in images_tokens):
+        before, images = before + images_tokens, []
+    exact = sum(tokens + -tokens % step for tokens in before)
+    return replace(inputs.around(images, (), exact), tail=-math.prod(inputs.grid) % step)
+
+
+def krea(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Krea 2: takes images to edit where model or conditioning says how."""
+    method = inputs.extras.get("ref_latents_method", getattr(model, "default_ref_method", None))
+    return edits_last(model, inputs) if method is not None else text_first(model, inputs)
+
+
+def minimax(model: Any, inputs: ModelInputs) -> OffGrid:
+    """MiniMax H3: text, key frames and references with their sound, the clip's sound, the clip."""
+    packed = (inputs.extras.get("minimax_payload") or {}).get("layout")
+    return OffGrid(before=packed.segments[-1][0] if packed else inputs.text)
+
+
+def hidream(model: Any, inputs: ModelInputs) -> OffGrid:
+    """HiDream: the image to edit beside the picture; T5's text last, then Llama's last layer and
+    the one of this block."""
+    llama, image = inputs.shape("encoder_hidden_states_llama3"), inputs.shape("image_cond")
+    after = inputs.text + 2 * sum(llama[-2:-1])
+    return OffGrid(after=after, columns=sum(image[-1:]) // inputs.patch[2])
 
 
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
@@ -162,10 +223,22 @@ def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
     return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
 
 
+def refined(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Sequences of the refiners of OmniGen2 and Boogu: the picture, and the images to edit."""
+    images = inputs.latents("ref_latents")
+    of_images = [TokenGrid(*images[0], tail=sum(map(math.prod, images[1:])))] if images else []
+    return (TokenGrid(*inputs.grid), *of_images)
+
+
 def vace_calls(inputs: ModelInputs) -> int:
     """Number of calls of a Wan VACE block: its own, and one for each control."""
     shape = inputs.shape("vace_context")  # (batch, controls, channels, time, height, width)
     return 1 + shape[1] if len(shape) > 1 else 1
+
+
+def pixel_calls(inputs: ModelInputs) -> int:
+    """Number of calls of PixelDiT's last patch block: its own, and those of both pixel blocks."""
+    return 3
 
 
 def length(value: Any) -> int:

@@ -48,7 +48,7 @@ def draw(result: RunResult) -> Tensor:
     if most:
         box = right + GAP, TOP, WIDTH - RIGHT, image.height - BOTTOM
         _errors(image, errors, layers, most, box)
-    return _tensor(image)
+    return as_tensor(image)
 
 
 def so_far(text: str, by_step: Tensor, layers: Sequence[int]) -> Image.Image:
@@ -63,7 +63,7 @@ def message(text: str) -> Tensor:
     image = Image.new("RGB", (WIDTH, 2 * MARGIN + 36 * len(lines)), PAPER)
     for place, line in enumerate(lines):
         write(image, line, MARGIN + 36 * place, MARGIN, INK, TITLE + 1)
-    return _tensor(image)
+    return as_tensor(image)
 
 
 def write(
@@ -81,13 +81,19 @@ def write(
     ImageDraw.Draw(image).text(at, text, colour, font)
 
 
-def _with_map(text: str, by_step: Tensor, layers: Sequence[int], right: int) -> Image.Image:
-    """New picture with a headline, a map as far as `right`, and its scale."""
-    height = min(HEIGHT, TALLEST_CELL * len(layers))
-    image = Image.new("RGB", (WIDTH, TOP + height + BOTTOM), PAPER)
+def headed(text: str, height: int) -> Image.Image:
+    """New picture with a headline and, below it, a second line."""
+    image = Image.new("RGB", (WIDTH, height), PAPER)
     headline, *second = text.split("\n")
     write(image, headline, 22, MARGIN, INK, _fitting(headline))
     write(image, "".join(second), 78, MARGIN, FAINT, TITLE + 3)
+    return image
+
+
+def _with_map(text: str, by_step: Tensor, layers: Sequence[int], right: int) -> Image.Image:
+    """New picture with a headline, a map as far as `right`, and its scale."""
+    height = min(HEIGHT, TALLEST_CELL * len(layers))
+    image = headed(text, TOP + height + BOTTOM)
     _map(image, by_step, layers, (LEFT, TOP, right, TOP + height))
     _scale(image, TOP + height + 82)
     return image
@@ -177,7 +183,8 @@ def _image(pixels: Tensor) -> Image.Image:
     return Image.frombytes("RGB", (width, height), bytes(pixels.contiguous().numpy().data))
 
 
-def _tensor(image: Image.Image) -> Tensor:
+def as_tensor(image: Image.Image) -> Tensor:
+    """(1, height, width, 3) float32, as ComfyUI's images are."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(1, image.height, image.width, 3).float() / 255
 

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..sparge.cogvideox.json_text import ConversionError
 from ..sparge.cogvideox.shards import SUFFIX, is_later_shard
 from .cogvideox import WEIGHT_DTYPES, load_cogvideox
-from .host import DIFFUSION_MODELS, file_names, file_path
+from .host_models import DIFFUSION_MODELS, file_names, file_path
 
 ACCEPTED = (
     "Load CogVideoX takes the transformer of a CogVideoX model as .safetensors: the published "

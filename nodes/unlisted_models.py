@@ -11,65 +11,49 @@ from torch import nn
 #: Name that a user is shown where the name of a class would tell nothing.
 NAMELESS = "This model"
 
-_IN_ORDER = "tokens stay in the order they come"
 #: Remark on sparse runs of a model without a row, where it is not known what is among its tokens.
 UNKNOWN_MODEL = (
-    f"the pack does not know this model: {_IN_ORDER}, and text, should there be some among them, "
-    "is not kept exact"
-)
-#: Remark where its self-attention has text beside the picture.
-UNKNOWN_TEXT = (
-    "the pack does not know where this model has what: text among its tokens is not kept exact, "
-    f"and {_IN_ORDER}"
+    "the pack does not know this model: tokens stay in the order they come, and text, should there "
+    "be some among them, is not kept exact"
 )
 #: Remark where text is in its cross-attention alone.
-UNKNOWN_ORDER = f"the pack does not know where this model has what: {_IN_ORDER}"
+UNKNOWN_ORDER = (
+    "the pack does not know where this model has what: tokens stay in the order they come"
+)
 
-#: Names for the user, by class name; subclasses inherit their parent's.
-_NAMES: Mapping[str, str] = {
-    "OpenAISignatureMMDITWrapper": "SD3",
-    "MMDiT": "AuraFlow",
+#: Names for the user, by class name; subclasses inherit their parent's. Why each has no row stands
+#: in docs/guide.md.
+NAMES: Mapping[str, str] = {
     "UNetModel": "Stable Diffusion",
-    "GeneralDIT": "Cosmos",
-    "MiniTrainDIT": "Cosmos Predict2",
-    "Anima": "Anima",
-    "QwenImageTransformer2DModel": "Qwen Image",
-    "NextDiT": "Z-Image or Lumina",
-    "HiDreamImageTransformer2DModel": "HiDream",
+    "StageB": "Stable Cascade",
+    "StageC": "Stable Cascade",
     "HiDreamO1Transformer": "HiDream O1",
-    "OmniGen2Transformer2DModel": "OmniGen2",
-    "SingleStreamDiT": "Krea 2",
-    "MiniMaxH3Model": "MiniMax H3",
-    "JoyImageTransformer3DModel": "JoyImage",
-    "BooguTransformer2DModel": "Boogu",
-    "MageFlowTransformer2DModel": "MageFlow",
-    "PixDiT_T2I": "PixelDiT",
-    "LensTransformer2DModel": "Lens",
+    "MMDiT": "AuraFlow",
     "Ideogram4Transformer2DModel": "Ideogram 4",
     "ErnieImageModel": "Ernie Image",
     "HunYuanDiT": "HunyuanDiT",
     "PixArtMS": "PixArt",
     "NaDiT": "SeedVR2",
-    "StageB": "Stable Cascade",
-    "StageC": "Stable Cascade",
+    "AudioDiffusionTransformer": "Stable Audio",
+    "ACEStepTransformer2DModel": "ACE-Step",
+    "AceStepConditionGenerationModel": "ACE-Step",
+    "MiniMaxMusic3DiT": "MiniMax Music",
+    "Hunyuan3Dv2": "Hunyuan3D",
+    "HunYuanDiTPlain": "Hunyuan3D",
+    "Trellis2": "Trellis 2",
+    "LatentSeqMMFlowModel": "TripoSplat",
 }
-_TEXT_AMONG_TOKENS = {"SD3", "AuraFlow", "Qwen Image", "Z-Image or Lumina", "HiDream", "OmniGen2"}
-_NO_TEXT = {
-    *("Stable Diffusion", "Stable Cascade", "PixArt", "HunyuanDiT"),
-    *("Cosmos", "Cosmos Predict2", "Anima"),
-}
+_NO_TEXT = {"Stable Diffusion", "Stable Cascade"}
 
 
 def name_of(class_names: Iterable[str]) -> str:
     """Name for the user; class_names: the model's own, then its parents'."""
-    return next((_NAMES[name] for name in class_names if name in _NAMES), NAMELESS)
+    return next((NAMES[name] for name in class_names if name in NAMES), NAMELESS)
 
 
 def remark_of(name: str) -> str:
     """Remark that the end-of-run line makes on sparse runs of a model of that name."""
-    if name in _NO_TEXT:
-        return UNKNOWN_ORDER
-    return UNKNOWN_TEXT if name in _TEXT_AMONG_TOKENS else UNKNOWN_MODEL
+    return UNKNOWN_ORDER if name in _NO_TEXT else UNKNOWN_MODEL
 
 
 def layers_of(model: Any) -> int | None:

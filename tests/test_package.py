@@ -47,7 +47,7 @@ def test_wheel_holds_the_library_and_its_sources(installed: Path) -> None:
         return {p.relative_to(root).as_posix() for p in paths if p.suffix in kinds}
 
     packed = {name for name in found(installed, ".") if ".dist-info/" not in name}
-    sources = {f"sparge/{name}" for name in found(ROOT, "csrc", "tools")}
+    sources = {f"sparge/{name}" for name in found(ROOT, "csrc", "tools/convert_cogvideox")}
     assert packed == found(ROOT, "sparge") | sources
     assert "sparge/csrc/attend.cu" in packed
 
@@ -75,6 +75,9 @@ from {module} import {name}; sys.exit({name}(["--help"]))"""
     )
     folder, headers, *usage = done.stdout.split()
     assert Path(folder) == installed / "sparge" / "csrc" and int(headers) > 0
+    assert [path.name for path in (installed / "sparge" / "tools").iterdir()] == [
+        "convert_cogvideox"
+    ]
     assert "SOURCE" in usage
 
 

@@ -3,15 +3,18 @@
 
 from .backend import TORCH, Backend
 from .kept import known_table, speed_table
+from .one_shape import ShapeTimes, time_shape
 from .table import Cost, Size, SpeedTable, Times
 
 __all__ = [
     "TORCH",
     "Backend",
     "Cost",
+    "ShapeTimes",
     "Size",
     "SpeedTable",
     "Times",
     "known_table",
     "speed_table",
+    "time_shape",
 ]

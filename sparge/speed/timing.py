@@ -67,29 +67,34 @@ def _times(head_dim: int, device: torch.device, backend: Backend) -> Times:
         generator = torch.Generator(device).manual_seed(0)
         shape = (3, 1, HEADS, grid.tokens, head_dim)
         q, k, v = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        works = _works(grid, (q, k, v), backend, device)
-        for way, share, work in works:
-            ways[way].append(Cell(size, share, *_least_seconds(work)))
+        densities = (DENSITY, OTHER_DENSITY) if grid == GRIDS[-1] else (DENSITY,)
+        for way, share, work in works(grid, (q, k, v), backend, densities):
+            ways[way].append(Cell(size, share, *least_seconds(work)))
         grid_order(grid).forget_copies()
     fitted = {way: fit(cells, of_tokens=way != "exact") for way, cells in ways.items()}
     misfits = [misfit(fitted[way], cells) for way, cells in ways.items()]
     return Times(**fitted, margin=max(LEAST_MARGIN, *misfits))
 
 
-def _works(
-    grid: TokenGrid, qkv: tuple[Tensor, Tensor, Tensor], backend: Backend, device: torch.device
+def works(
+    grid: TokenGrid,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    backend: Backend,
+    densities: Sequence[float],
 ) -> Iterator[tuple[str, float, Work]]:
-    """Yields way, share of the pairs, and a call without arguments."""
+    """Yields way, share of the pairs, and a call without arguments: exact, 8-bit dense, and sparse
+    at each density. qkv: each (B, H, grid.tokens, D)."""
+    heads, device = qkv[0].shape[1], qkv[0].device
     yield "exact", 1.0, partial(backend.attend, *qkv)
     yield "eight_bit", 1.0, partial(attention, *qkv, EIGHT_BIT_DENSE)
     order = grid_order(grid).on(device)
-    for density in (DENSITY, OTHER_DENSITY) if grid == GRIDS[-1] else (DENSITY,):
-        settings = HeadSettings.uniform(HEADS, density, 1.0, Router.ERROR, device)
+    for density in densities:
+        settings = HeadSettings.uniform(heads, density, 1.0, Router.ERROR, device)
         call = partial(attention, *qkv, SparsePolicy(), order=order, head_settings=settings)
         yield "sparse", density + 1 / KEY_BLOCK, call
 
 
-def _least_seconds(work: Work) -> tuple[float, float]:
+def least_seconds(work: Work) -> tuple[float, float]:
     """Least seconds of the GPU, and of the host. A GPU that others use is slower now and then."""
     work()
     torch.cuda.synchronize()

@@ -66,9 +66,11 @@ class Sequences:
         for known in (self.tokens, *self.branches):
             if known.tokens == tokens:
                 return known
-        without_text = self.tokens.tokens - self.tokens.prefix
-        if self.text is TextPosition.FIRST and without_text <= tokens < self.tokens.tokens:
-            return replace(self.tokens, prefix=tokens - without_text)  # prefix of its padding
+        text = tokens - (self.tokens.tokens - self.tokens.prefix - self.tokens.suffix)
+        if self.text is TextPosition.FIRST and 0 <= text < self.tokens.prefix:
+            return replace(self.tokens, prefix=text)  # without its padding
+        if self.text is TextPosition.LAST and 0 <= text < self.tokens.suffix:
+            return replace(self.tokens, suffix=text)
         if self.text is not TextPosition.NONE:
             return None
         further = tokens - self.tokens.tokens

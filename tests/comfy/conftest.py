@@ -130,8 +130,13 @@ def start_server() -> Iterator[Callable[..., Server]]:
     """Starts servers that stop when the module's tests are over."""
     servers: list[Server] = []
 
-    def start(base: Path, env: dict[str, str], flags: Sequence[str] = ("--cpu",)) -> Server:
-        servers.append(Server(base, env, flags))
+    def start(
+        base: Path,
+        env: dict[str, str],
+        flags: Sequence[str] = ("--cpu",),
+        front_end: Path | None = None,
+    ) -> Server:
+        servers.append(Server(base, env, flags, front_end))
         return servers[-1]
 
     yield start

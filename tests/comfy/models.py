@@ -27,6 +27,7 @@ class Tiny:
         pooled: width of the pooled text embedding, 0 where a model takes none.
         sound: (channels, tokens, bins) of what is sampled beside the video, () where nothing is.
         extra: further entries of the conditioning.
+        buffers: values of buffers that a checkpoint has.
     """
 
     model_class: str
@@ -37,6 +38,7 @@ class Tiny:
     pooled: int = 0
     sound: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 _COG = {
@@ -144,7 +146,7 @@ FAMILIES: dict[str, Tiny] = {
 _WAN, _CLIP = FAMILIES["wan"], (4, 16, 20)
 
 
-def _noise(*shape: int) -> torch.Tensor:
+def noise(*shape: int) -> torch.Tensor:
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -156,13 +158,6 @@ _S2V = {
     "model_type": "s2v", "audio_dim": 64, "num_audio_token": 4, "enable_adain": False,
     "cond_dim": 0, "audio_inject_layers": [0],
 }  # fmt: skip
-_SD3 = {
-    "in_channels": 16, "pos_embed_scaling_factor": None, "depth": 2,  # times 64 channels
-    "num_blocks": 3, "adm_in_channels": 64, "pos_embed_max_size": 32, "qk_norm": "rms",
-    "context_embedder_config": {
-        "target": "torch.nn.Linear", "params": {"in_features": TEXT_DIM, "out_features": 128},
-    },
-}  # fmt: skip
 _UNET = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 64,
     "num_res_blocks": [1, 1], "channel_mult": [1, 2], "transformer_depth": [1, 1],
@@ -171,30 +166,18 @@ _UNET = {
     "context_dim": TEXT_DIM, "adm_in_channels": None, "use_temporal_attention": False,
     "legacy": False,
 }  # fmt: skip
-_COSMOS = {
-    "image_model": "cosmos_predict2", "max_img_h": 240, "max_img_w": 240, "max_frames": 128,
-    "in_channels": 16, "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1,
-    "concat_padding_mask": True, "model_channels": 256, "num_blocks": 2, "num_heads": 2,
-    "crossattn_emb_channels": TEXT_DIM, "pos_emb_cls": "rope3d", "pos_emb_learnable": True,
-    "use_adaln_lora": True, "adaln_lora_dim": 32, "rope_enable_fps_modulation": False,
-}  # fmt: skip
-_REFERENCE = {"reference_latents": [_noise(16, 1, 16, 20)]}
-_SMALL_REFERENCE = {"reference_latents": [_noise(16, 1, 8, 12)]}
+_REFERENCE = {"reference_latents": [noise(16, 1, 16, 20)]}
+_SMALL_REFERENCE = {"reference_latents": [noise(16, 1, 8, 12)]}
 
 #: Models without a row in the pack; those whose frames stand beside their clip or attend on their
 #: own; other prompts.
 FAMILIES |= {
-    "sd35_large": Tiny("SD3", _SD3, latent=(16, 36, 40), pooled=64),
-    "sd35_medium": Tiny(
-        "SD3", _SD3 | {"x_block_self_attn_layers": [0, 1]}, latent=(16, 36, 40), pooled=64
-    ),
     "unet": Tiny("SD15", _UNET, latent=(4, 24, 28)),
     "square unet": Tiny("SD15", _UNET | {"transformer_depth_middle": 2}, latent=(4, 32, 32)),
-    "cosmos_predict2": Tiny("CosmosT2IPredict2", _COSMOS, latent=(16, 4, 16, 20)),
     "vace": _wan(
         "WAN21_Vace",
         {
-            "vace_frames": [_noise(32, *_CLIP), _noise(32, *_CLIP)],
+            "vace_frames": [noise(32, *_CLIP), noise(32, *_CLIP)],
             "vace_mask": [torch.ones(1, 64, *_CLIP)] * 2,
             "vace_strength": [1.0, 0.5],
         },
@@ -202,21 +185,19 @@ FAMILIES |= {
         vace_layers=2,
         vace_in_dim=96,
     ),
-    "s2v": _wan("WAN22_S2V", _REFERENCE | {"reference_motion": _noise(16, 19, 16, 20)}, **_S2V),
+    "s2v": _wan("WAN22_S2V", _REFERENCE | {"reference_motion": noise(16, 19, 16, 20)}, **_S2V),
     "s2v, a smaller reference": _wan("WAN22_S2V", _SMALL_REFERENCE, **_S2V),
     "scail": _wan(
         "WAN21_SCAIL",
-        _REFERENCE | {"pose_video_latent": _noise(16, 4, 8, 10)},
+        _REFERENCE | {"pose_video_latent": noise(16, 4, 8, 10)},
         model_type="scail",
         in_dim=20,
     ),
     "humo": _wan("WAN21_HuMo", _REFERENCE, model_type="humo"),
-    "bernini": _wan(
-        "WAN21_T2V", {"context_latents": [_noise(16, 2, 16, 20), _noise(16, 1, 8, 12)]}
-    ),
+    "bernini": _wan("WAN21_T2V", {"context_latents": [noise(16, 2, 16, 20), noise(16, 1, 8, 12)]}),
     "animate2": _wan(
         "WAN_Animate2",
-        {"pose_video_latent": _noise(16, 3, 16, 20)},
+        {"pose_video_latent": noise(16, 3, 16, 20)},
         model_type="animate2",
         in_dim=36,
     ),
@@ -243,6 +224,8 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any
             spread = 0.02 if parameter.ndim <= 1 else max(1, parameter[0].numel()) ** -0.5
             values = torch.randn(parameter.shape, generator=generator) * spread
             parameter.copy_(torch.ones_like(values) if scales else values)
+        for name, buffer in FAMILIES[family].buffers.items():
+            model.diffusion_model.get_buffer(name).copy_(buffer)
     return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
 

@@ -15,6 +15,7 @@ import comfy.ldm.wan.model
 import comfy.model_management
 import comfy.sample
 import comfy.samplers
+import image_models
 import models
 import nodes as comfy_nodes
 import torch
@@ -36,6 +37,8 @@ from session import (
     reports,
     sample,
 )
+
+models.FAMILIES |= image_models.FAMILIES
 
 INTERRUPTED = comfy.model_management.InterruptProcessingException
 

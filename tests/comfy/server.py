@@ -21,9 +21,12 @@ TIMEOUT = 300
 
 
 class Server:
-    """A process of its own, stopped by `stop`; flags are ComfyUI's."""
+    """A process of its own, stopped by `stop`; flags are ComfyUI's. Without a front end it serves
+    an empty page."""
 
-    def __init__(self, base: Path, env: dict[str, str], flags: Sequence[str]) -> None:
+    def __init__(
+        self, base: Path, env: dict[str, str], flags: Sequence[str], front_end: Path | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -33,9 +36,10 @@ class Server:
         self.texts: list[tuple[str, str]] = []
         """Node ids and texts, likewise."""
         self._log_path = base / "server.log"
-        page = base / "page"
-        page.mkdir(exist_ok=True)
-        (page / "index.html").write_text("<html></html>")
+        page = front_end or base / "page"
+        if front_end is None:
+            page.mkdir(exist_ok=True)
+            (page / "index.html").write_text("<html></html>")
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [

@@ -69,10 +69,7 @@ def test_weight_types(comfyui, dtype):
 
 # name: (self-attentions a pass, their tokens, shown name, whether text is among the tokens)
 OTHERS = {
-    "sd35_large": (3, {360 + 24}, "SD3", True),
-    "sd35_medium": (5, {360 + 24, 360}, "SD3", True),
     "unet": (7, {24 * 28, 12 * 14}, "Stable Diffusion", False),
-    "cosmos_predict2": (2, {CLIP}, "Cosmos Predict2", False),
 }
 
 

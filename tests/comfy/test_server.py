@@ -186,6 +186,8 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
         ("SpargeAttentionReport", "Sparge Attention Report"),
+        ("SpargeGPUBenchmark", "Sparge GPU Benchmark"),
+        ("SpargeAttentionCompare", "Sparge Attention Compare"),
     ):
         assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")
     labels = {

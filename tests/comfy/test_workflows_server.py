@@ -8,17 +8,26 @@ names in the loaders are among their options; the run that follows is thrown out
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 PACK = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((PACK / "workflows").glob("*.json"))
 FRONTEND_ONLY = {"MarkdownNote"}
-FOLDERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}
+FOLDERS = {
+    "UNETLoader": "models/diffusion_models",
+    "CLIPLoader": "models/text_encoders",
+    "DualCLIPLoader": "models/text_encoders",
+    "VAELoader": "models/vae",
+    "LoadImage": "input",
+}
+FILE = re.compile(r".+\.(safetensors|png)")
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
 
 
@@ -43,7 +52,7 @@ def widget_inputs(
             # A widget that was appended since the graph was saved gets its default.
             value = next(values, settings.get("default"))
             named[prefix + name] = value
-            if settings.get("control_after_generate"):
+            if settings.get("control_after_generate") or settings.get("image_upload"):
                 next(values)
             if kind == "COMFY_DYNAMICCOMBO_V3":
                 chosen = next(o for o in settings["options"] if o["key"] == value)
@@ -66,14 +75,20 @@ def to_prompt(ui: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any]
     return prompt
 
 
-@pytest.fixture(scope="module")
-def server(start_server: Any, base_directory: Path, comfyui_env: dict[str, str]) -> Any:
+def put_placeholders(base: Path) -> None:
+    """Empty files under the names that the graphs load."""
     for path in WORKFLOWS:
         for node in graph(path)["nodes"]:
-            if folder := FOLDERS.get(node["type"]):
-                file = base_directory / "models" / folder / node["widgets_values"][0]
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.touch()
+            for value in node["widgets_values"] if node["type"] in FOLDERS else ():
+                if FILE.fullmatch(value):
+                    file = base / FOLDERS[node["type"]] / value
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.touch()
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Any, base_directory: Path, comfyui_env: dict[str, str]) -> Any:
+    put_placeholders(base_directory)
     return start_server(base_directory, comfyui_env)
 
 
@@ -107,6 +122,6 @@ def test_the_templates_are_served(server: Any, pack_folder: str) -> None:
     templates = server.get("/workflow_templates")
     assert set(templates[pack_folder]) == {path.stem for path in WORKFLOWS}
     for path in WORKFLOWS:
-        thumbnail = f"/api/workflow_templates/{pack_folder}/{path.stem}.jpg"
+        thumbnail = quote(f"/api/workflow_templates/{pack_folder}/{path.stem}.jpg")
         with urllib.request.urlopen(server.url + thumbnail, timeout=60) as answer:
             assert answer.read() == path.with_suffix(".jpg").read_bytes()

@@ -38,7 +38,8 @@ class NumberDisplay(str, enum.Enum):
 
 
 def _io() -> SimpleNamespace:
-    kinds = ("Model", "Combo", "Float", "Int", "String", "Boolean", "Latent", "Image")
+    numbers = "Float", "Int", "String", "Boolean"
+    kinds = "Model", "Combo", "Latent", "Image", "Conditioning", *numbers
 
     def kind_of(name: str) -> SimpleNamespace:
         return SimpleNamespace(

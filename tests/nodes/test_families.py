@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,11 @@ import torch
 VIDEO, IMAGE = (1, 16, 4, 16, 20), (1, 16, 16, 20)
 COG, COG15 = {"patch_size": 2, "patch_size_t": None}, {"patch_size": 2, "patch_size_t": 2}
 WAN, HUNYUAN, SQUARE = {"patch_size": (1, 2, 2)}, {"patch_size": [1, 2, 2]}, {"patch_size": 2}
+COSMOS = {"patch_temporal": 1, "patch_spatial": 2}
+MINIMAX = {
+    "patch_size": (1, 2, 2), "blocks": [SimpleNamespace(attn=SimpleNamespace(heads=56))] * 50,
+}  # fmt: skip
+Z_IMAGE = SQUARE | {"pad_tokens_multiple": 32}
 KANDINSKY = WAN | {
     "visual_transformer_blocks": [SimpleNamespace(self_attention=SimpleNamespace(num_heads=28))]
 }
@@ -32,6 +38,22 @@ CASES = {
     "LTXV with sound": ("LTXAVModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
     "Kandinsky 5 768x512x121": ("Kandinsky5", KANDINSKY, (31, 64, 96), (31, 32, 48), (0, 0)),
     "Flux 1024x1024": ("Flux", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
+    "Qwen Image 1328x1328": (
+        "QwenImageTransformer2DModel", SQUARE, (1, 166, 166), (1, 83, 83), (30, 0),
+    ),
+    "Qwen Image with layers": (
+        "QwenImageTransformer2DModel", SQUARE, (5, 80, 80), (5, 40, 40), (30, 0),
+    ),
+    "SD3 1024x1024": ("OpenAISignatureMMDITWrapper", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
+    "Cosmos 1280x704x121": ("GeneralDIT", COSMOS, (16, 88, 160), (16, 44, 80), (0, 0)),
+    "Cosmos Predict2 1024x1024": ("MiniTrainDIT", COSMOS, (1, 128, 128), (1, 64, 64), (0, 0)),
+    "Anima 1024x1024": ("Anima", COSMOS, (1, 128, 128), (1, 64, 64), (0, 0)),
+    "HiDream 1024x1024": (
+        "HiDreamImageTransformer2DModel", SQUARE, (128, 128), (1, 64, 64), (0, 30),
+    ),
+    "MiniMax H3 1280x720x81": ("MiniMaxH3Model", MINIMAX, (17, 90, 160), (17, 45, 80), (30, 0)),
+    "Krea 2 1024x1024": ("SingleStreamDiT", {"patch": 2}, (1, 128, 128), (1, 64, 64), (30, 0)),
+    "Lumina 1024x1024": ("NextDiT", SQUARE, (128, 128), (1, 64, 64), (30, 0)),
 }  # fmt: skip
 
 
@@ -112,10 +134,80 @@ BESIDE = {
     "Flux edit of another image": (
         "Flux", SQUARE, {"ref_latents": [latent(16, 20), latent(15, 24)]}, (2, 30, 0, 0, 8 * 12),
     ),
+    "Qwen Image edit of two images": (
+        "QwenImageTransformer2DModel", SQUARE, {"ref_latents": [FRAME, latent(1, 15, 24)]},
+        (5, 30, 0, 0, 8 * 12),
+    ),
+    "HiDream, with text of T5 and twice of Llama": (
+        "HiDreamImageTransformer2DModel", SQUARE,
+        {"encoder_hidden_states_llama3": torch.zeros(1, 32, 12, 8)}, (1, 0, 54, 0, 0),
+    ),
+    "MiniMax H3": (
+        "MiniMaxH3Model", MINIMAX,
+        {"minimax_payload": {"layout": SimpleNamespace(
+            segments=[(0, 30, "text"), (30, 110, "cond"), (110, 130, "audio"), (130, 450, "video")]
+        )}},
+        (4, 130, 0, 0, 0),
+    ),
+    "Krea 2 that is told how to take an image": (
+        "SingleStreamDiT", {"patch": 2, "default_ref_method": None},
+        {"ref_latents_method": "index", "ref_latents": [FRAME]}, (2, 30, 0, 0, 0),
+    ),
+    "Krea 2 that is not": (
+        "SingleStreamDiT", {"patch": 2, "default_ref_method": None},
+        {"ref_latents": [FRAME]}, (1, 30, 0, 0, 0),
+    ),
+    "Z-Image, filled up to whole 32 tokens": (
+        "NextDiT", Z_IMAGE, {}, (1, 32, 0, 0, 16),
+    ),
+    "Z-Image edit with a prompt for the image, which is filled up and so exact": (
+        "NextDiT", Z_IMAGE,
+        {"ref_latents": [latent(16, 20)], "ref_contexts": [torch.zeros(1, 40, 8)]},
+        (1, 32 + 64 + 96, 0, 0, 16),
+    ),
+    "Z-Image edit of two images, one seen by a vision model": (
+        "NextDiT", Z_IMAGE | {"siglip_embedder": object()},
+        {"ref_latents": [latent(16, 20)] * 2, "siglip_feats": [torch.zeros(1, 6, 7, 8)]},
+        (1, 3 * 32 + 64 + 2 * 32 + 2 * 96, 0, 0, 16),
+    ),
+    "Lumina with an image to edit, as large": (
+        "NextDiT", SQUARE,
+        {"ref_latents": [latent(16, 20)], "ref_contexts": [torch.zeros(1, 40, 8)]},
+        (2, 70, 0, 1, 0),
+    ),
+    "OmniGen2 with images to edit, as large": (
+        "OmniGen2Transformer2DModel", SQUARE, {"ref_latents": [latent(16, 20)] * 2},
+        (3, 30, 0, 2, 0),
+    ),
+    "Boogu with an image to edit of another size": (
+        "BooguTransformer2DModel", SQUARE, {"ref_latents": [latent(15, 12)]}, (1, 78, 0, 0, 0),
+    ),
+    "MageFlow edit": (
+        "MageFlowTransformer2DModel", {"patch_size": 1},
+        {"ref_latents": [latent(16, 20), latent(15, 12)]}, (2, 30, 0, 0, 15 * 12),
+    ),
+    "JoyImage edit": (
+        "JoyImageTransformer3DModel", {"patch_size": [1, 2, 2]},
+        {"ref_latents": [FRAME, latent(1, 15, 24)]}, (2, 0, 30, 0, 8 * 12),
+    ),
+    "PixelDiT, which takes no longer prompts": (
+        "PixDiT_T2I", SQUARE | {"txt_max_length": 20}, {}, (1, 20, 0, 0, 0),
+    ),
+    "PiD": ("PidNet", SQUARE | {"txt_max_length": 300}, {}, (1, 30, 0, 0, 0)),
+    "Lens": ("LensTransformer2DModel", {}, {}, (1, 0, 30, 0, 0)),
     "Chroma, which takes no image to edit": (
         "Chroma", SQUARE, {"ref_latents": [latent(16, 20)]}, (1, 30, 0, 0, 0),
     ),
 }  # fmt: skip
+
+
+OF_IMAGES = {
+    *("Flux", "Chroma", "NextDiT", "SingleStreamDiT"),
+    *("OmniGen2Transformer2DModel", "BooguTransformer2DModel", "MageFlowTransformer2DModel"),
+    *("LensTransformer2DModel", "PixDiT_T2I", "PidNet"),
+    *("JoyImageTransformer3DModel", "HiDreamImageTransformer2DModel"),
+    *("OpenAISignatureMMDITWrapper"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +234,22 @@ def test_every_family_has_a_case(families):
     assert tested == set(families.FAMILIES)
 
 
+def test_the_guide_lists_every_model(load_pack, families):
+    """Once, with where its text stands."""
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    table = guide.split("| model | text among the tokens | |")[1].split("\n\n")[0]
+    listed = [line.strip("| ").split(" | ")[:2] for line in table.strip().splitlines()[1:]]
+    said = {name: text.rstrip(" |") for name, text in listed}
+    known = {family.name: family.text.value for family in families.FAMILIES.values()}
+    unlisted = dict.fromkeys(load_pack("nodes.unlisted_models").NAMES.values(), "not known")
+    assert not known.keys() & unlisted.keys()
+    assert said == known | unlisted and len(listed) == len(said)
+
+
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_stands_beside_the_grid(families, case):
     class_name, attributes, extras, expected = BESIDE[case]
-    shape = IMAGE if class_name in ("Flux", "Chroma") else VIDEO
+    shape = IMAGE if class_name in OF_IMAGES else VIDEO
     context = torch.zeros(1, 30, 8)
     layout = families.token_layout(model(class_name, **attributes), shape, context, extras)
     tokens = layout.tokens
@@ -159,6 +263,15 @@ def test_what_stands_beside_the_grid(families, case):
 def test_reference_images_are_no_text(families):
     layout = families.token_layout(model("Flux", **SQUARE), (1, 16, 128, 128))
     assert layout.exact_tokens(512 + 4096 + 1024, references=1024) == (512, 0)
+
+
+def test_an_image_to_edit_on_the_right_of_the_picture(families):
+    """HiDream's."""
+    given = {"image_cond": latent(16, 20), "encoder_hidden_states_llama3": torch.zeros(1, 9, 5, 8)}
+    hidream = model("HiDreamImageTransformer2DModel", **SQUARE)
+    layout = families.token_layout(hidream, IMAGE, torch.zeros(1, 30, 8), given)
+    tokens = layout.tokens
+    assert (tokens.height, tokens.width, tokens.suffix, layout.grid) == (8, 20, 40, (1, 8, 10))
 
 
 def test_a_subclass_and_a_compiled_model_are_recognised(families):
@@ -185,6 +298,19 @@ def test_the_grid_is_known_in_a_sequence_of_other_tokens(families):
     assert flux.sequence(81) is None and flux.exact_tokens(81) == (1, 0), "it may be text"
 
 
+def test_text_without_its_padding_leaves_the_picture_on_its_grid(families):
+    """As the real tokens of a padded prompt attend among themselves."""
+    for name, end in (
+        ("QwenImageTransformer2DModel", "prefix"),
+        ("LensTransformer2DModel", "suffix"),
+    ):
+        layout = families.token_layout(model(name, **SQUARE), IMAGE, torch.zeros(1, 30, 8))
+        whole = layout.tokens.tokens
+        assert layout.sequence(whole - 10) == replace(layout.tokens, **{end: 20})
+        assert layout.sequence(whole - 30) == replace(layout.tokens, **{end: 0})
+        assert layout.sequence(whole - 31) is None
+
+
 def test_a_guide_that_lost_tokens_leaves_the_clip_on_its_grid(families):
     """LTXV's, which are the last frames of the latent."""
     guide = {"keyframe_idxs": torch.zeros(1, 3, 2 * 16 * 20, 2)}
@@ -204,6 +330,21 @@ def test_the_pose_branch_of_animate_2_has_a_grid_of_its_own(families):
     assert without.expected == (without.tokens,), "outside the steps of the poses"
 
 
+def test_the_refiners_of_omnigen2_have_grids_of_their_own(families):
+    """Of the picture alone, and of the images to edit."""
+    omnigen = model("OmniGen2Transformer2DModel", **SQUARE)
+    given = {"ref_latents": [latent(16, 12), latent(8, 12)]}
+    layout = families.token_layout(omnigen, IMAGE, torch.zeros(1, 30, 8), given)
+    assert layout.tokens.tokens == 30 + 8 * 6 + 4 * 6 + 80
+    picture, images = layout.branches
+    assert layout.sequence(80) is picture and (picture.height, picture.width) == (8, 10)
+    assert layout.sequence(72) is images and (images.height, images.width, images.tail) == (
+        8,
+        6,
+        24,
+    )
+
+
 @pytest.mark.parametrize(("controls", "calls"), [(0, 2), (1, 2), (2, 3), (5, 6)])
 def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
     given = {"vace_context": torch.zeros(1, controls, 96, 4, 16, 20)} if controls else {}
@@ -217,6 +358,11 @@ def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
 
 def test_heads_are_known_before_a_call(families):
     wan, ltx = model("WanModel", num_heads=40, **WAN), model("LTXBaseModel", num_attention_heads=32)
-    others = model("Kandinsky5", **KANDINSKY), model("Novelty")
-    found = [families.token_layout(each, VIDEO).heads for each in (wan, ltx, *others)]
-    assert found == [40, 32, 28, None]
+    kandinsky, minimax = model("Kandinsky5", **KANDINSKY), model("MiniMaxH3Model", **MINIMAX)
+    krea, z_image = (
+        model("SingleStreamDiT", patch=2, heads=48),
+        model("NextDiT", n_heads=30, **Z_IMAGE),
+    )
+    models = (wan, ltx, kandinsky, minimax, krea, z_image, model("Novelty"))
+    found = [families.token_layout(each, VIDEO).heads for each in models]
+    assert found == [40, 32, 28, 56, 48, 30, None]

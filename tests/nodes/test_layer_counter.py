@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "blocks": [0] * 30}
 
@@ -21,8 +22,9 @@ def counter(load_pack, module):
     """counter(class name, latent, parents, **attributes) of a pass of such a model."""
     layout_of = load_pack("nodes.families").token_layout
 
-    def make(name, latent=(1, 16, 4, 16, 20), parents=(SimpleNamespace,), **attributes):
-        return module.LayerCounter(layout_of(type(name, parents, {})(**attributes), latent))
+    def make(name, latent=(1, 16, 4, 16, 20), parents=(SimpleNamespace,), text=0, **attributes):
+        model, context = type(name, parents, {})(**attributes), torch.zeros(1, text, 8)
+        return module.LayerCounter(layout_of(model, latent, context))
 
     return make
 
@@ -47,7 +49,8 @@ def test_models_that_publish_their_block_are_asked(counter):
     assert flux.peek(published | {"block_type": "single"}).number == 22
     assert flux.peek({}).number == 7
     assert flux.peek({"block_index": 0, "block": ("input", 1)}).number == 7, "a U-Net's"
-    cosmos = counter("MiniTrainDIT", blocks=[0] * 4)  # it does not say how many it has
+    patch = {"patch_temporal": 1, "patch_spatial": 2}
+    cosmos = counter("MiniTrainDIT", blocks=[0] * 4, **patch)  # it does not say how many it has
     assert [cosmos.next({"block_index": n}, 320).row for n in (0, 3, 3)] == [0, 3, 7]
 
 
@@ -62,6 +65,21 @@ def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
         places.append((layer.number, layer.row))
     assert places == [(0, 0), (0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
     assert wan.layout.rows == 60
+
+
+def test_the_picture_alone_attends_a_second_time_in_a_layer_of_sd35_medium(counter):
+    """Its first 13 of 24 layers have such a call behind that of text and picture."""
+    sd3 = counter(
+        "OpenAISignatureMMDITWrapper",
+        (1, 16, 16, 20),
+        text=30,
+        patch_size=2,
+        joint_blocks=[0] * 24,
+    )
+    layers = [sd3.next({}, tokens) for tokens in (110, 80, 110, 80, 110, 110)]
+    assert [layer.number for layer in layers] == [0, 0, 1, 1, 2, 3]
+    assert [layer.row for layer in layers] == [0, 24, 1, 25, 2, 3]
+    assert sd3.layout.rows == 48 and not any(layer.beside for layer in layers)
 
 
 def test_calls_that_are_counted(ltx):
@@ -129,7 +147,7 @@ def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(unet):
 @pytest.mark.parametrize("numbered", [True, False], ids=["Z-Image", "OmniGen 2"])
 def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, numbered):
     lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2, "ref_image_refiner": [0] * 2}
-    found = counter("NextDiT", layers=[0] * 30, **lists)
+    found = counter("NextDiT", layers=[0] * 30, patch_size=2, **lists)
     assert found.layout.rows == 2 * 30 + 4, "without a reference its refiner does not run"
     refiners = [found.next({}, tokens) for tokens in (24, 24, 320, 320)]
     blocks = [found.next({"block_index": n} if numbered else {}, 344) for n in range(3)]

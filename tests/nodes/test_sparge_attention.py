@@ -78,8 +78,14 @@ def test_the_extension_offers_the_node(load_pack, node):
     assert schema.category == "model/patch"
     assert [type(output).__name__ for output in schema.outputs] == ["ModelOutput"]
     names = [each.define_schema().node_id for each in found]
-    rest = ["SpargeProfileLoad", "SpargeAttentionReport", "SpargeCogVideoXLoad"]
-    assert names == ["SpargeAttention", *rest]
+    assert names == [
+        "SpargeAttention",
+        "SpargeProfileLoad",
+        "SpargeAttentionReport",
+        "SpargeGPUBenchmark",
+        "SpargeAttentionCompare",
+        "SpargeCogVideoXLoad",
+    ]
     pages = PACK / load_pack().WEB_DIRECTORY / "docs"
     assert all((pages / f"{name}.md").is_file() for name in names)
 

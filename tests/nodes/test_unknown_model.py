@@ -27,14 +27,9 @@ def run(sampled, generator):
     ("name", "shown", "text"),
     [
         ("SomeoneElsesDiT3D", "This model", "text, should there be some among them, is not kept"),
-        ("OpenAISignatureMMDITWrapper", "SD3", "text among its tokens is not kept exact"),
-        ("NextDiT", "Z-Image or Lumina", "text among its tokens is not kept exact"),
-        ("SingleStreamDiT", "Krea 2", "text, should there be some among them, is not kept exact"),
+        ("HiDreamO1Transformer", "HiDream O1", "text, should there be some among them, is not"),
         ("UNetModel", "Stable Diffusion", ""),
-        ("GeneralDIT", "Cosmos", ""),
-        ("MiniTrainDIT", "Cosmos Predict2", ""),
-        ("Anima", "Anima", ""),
-        ("PixArtMS", "PixArt", ""),
+        ("StageC", "Stable Cascade", ""),
     ],
 )
 def test_it_is_told_with_a_name_for_the_user(run, name, shown, text):
@@ -73,7 +68,7 @@ class JointModel(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = torch.nn.LayerNorm(8)
-        self.joint_blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(24))
+        self.stages = torch.nn.ModuleList(torch.nn.Identity() for _ in range(24))
 
 
 @pytest.mark.parametrize(

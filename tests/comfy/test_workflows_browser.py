@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs in workflows/ in ComfyUI's real frontend, in both of its UIs: what an artist sees.
+
+Screenshots go to pytest's temporary folder, or to the one that SCREENSHOTS names. What a run shows
+on nodes is sent to the frontend without a run, for no machine has all the models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comfy.browser import Page, front_end, opened, why_no_browser
+from tests.comfy.test_workflows_server import WORKFLOWS, put_placeholders
+
+pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
+
+#: Nodes as they are drawn: those of Nodes 2.0 are elements of the page, title and all.
+NODES = """() => app.graph._nodes.map(node => {
+  const element = document.querySelector(`[data-node-id="${node.id}"]`);
+  const title = LiteGraph.NODE_TITLE_HEIGHT;
+  const [width, height] = element
+    ? [element.offsetWidth, element.offsetHeight] : [node.size[0], node.size[1] + title];
+  const [x, y] = [node.pos[0], node.pos[1] - title];
+  return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
+})"""
+LINKS = """() => [...app.graph.links.values()].map(link => [link.origin_id, link.target_id].map(
+  id => app.graph.getNodeById(id).title))"""
+#: Two lines on each node of ours, and pictures where a run leaves one.
+AFTER_A_RUN = """() => {
+  const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
+  const lines = '2.7x faster: 34 s, not 91 s\\n21 % of attention computed, error 5 %';
+  for (const {id, type} of app.graph._nodes) {
+    if (type.startsWith('Sparge')) send('progress_text', {nodeId: String(id), text: lines});
+    if (/Report$|Compare$|^Save/.test(type))
+      send('executed', {node: String(id), display_node: String(id), prompt_id: 'one',
+        output: {images: [{filename: 'example.png', subfolder: '', type: 'input'}]}});
+  }
+}"""
+ZOOM = "() => app.canvas.ds.scale"
+COMPLAINTS = ("missing node", "errors found", "error found")
+#: Where the default canvas begins to leave out text.
+LEAST_ZOOM = 0.575
+
+
+@pytest.fixture(scope="module")
+def page(start_server: Any, base_directory: Path, comfyui_env: dict[str, str]) -> Iterator[Page]:
+    put_placeholders(base_directory)
+    _picture(base_directory / "input" / "example.png")
+    server = start_server(base_directory, comfyui_env, front_end=front_end())
+    with opened(server.url) as page:
+        yield page
+
+
+def _picture(path: Path) -> None:
+    """In the shape of a report's picture."""
+    from PIL import Image
+
+    Image.new("RGB", (1200, 990), (90, 90, 120)).save(path)
+
+
+@pytest.fixture(scope="module")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    named = os.environ.get("SCREENSHOTS")
+    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def overlaps(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    found = []
+    for one, two in itertools.combinations(nodes, 2):
+        a, b = one["box"], two["box"]
+        if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]:
+            found.append((one["name"], two["name"]))
+    return found
+
+
+@pytest.mark.parametrize("nodes_2", [False, True], ids=["default", "nodes-2"])
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_graph_opens_tidy(path: Path, nodes_2: bool, page: Page, screenshots: Path) -> None:
+    graph = json.loads(path.read_text(encoding="utf-8"))
+    page.nodes_2(nodes_2)
+    page.errors.clear()
+    page.open(graph)
+    name = f"{path.stem[:2]}_{'nodes2' if nodes_2 else 'default'}"
+    page.screenshot(screenshots / f"{name}_opened.png")
+    before = page.run(NODES)
+    assert len(before) == len(graph["nodes"])
+    assert overlaps(before) == []
+    assert page.run(ZOOM) >= LEAST_ZOOM
+    said = page.text().lower()
+    assert not any(words in said for words in COMPLAINTS)
+
+    page.run(AFTER_A_RUN)
+    page.settle()
+    page.screenshot(screenshots / f"{name}_after.png")
+    after = page.run(NODES)
+    assert overlaps(after) == []
+    boxes = {node["name"]: node["box"] for node in after}
+    assert len(boxes) == len(after)
+    for source, target in page.run(LINKS):
+        assert boxes[source][2] < boxes[target][0], (source, target)
+    assert page.errors == []
+
+
+def test_faults_are_found(page: Page) -> None:
+    """Shows that the test above can fail."""
+    graph = json.loads(WORKFLOWS[0].read_text(encoding="utf-8"))
+    one, two = graph["nodes"][:2]
+    two["pos"] = [one["pos"][0], one["pos"][1] + 20]
+    graph["nodes"][-1]["type"] = "NoSuchNode"
+    page.open(graph)
+    assert len(overlaps(page.run(NODES))) == 1
+    assert any(words in page.text().lower() for words in COMPLAINTS)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a release from being published, and the pictures of the registry."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tools import pictures, release
+
+ROOT = release.ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose placeholders somebody filled in."""
+    for name in ("CHANGELOG.md", "assets"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    filled = project.replace(release.PLACEHOLDER, "somebody")
+    (tmp_path / "pyproject.toml").write_text(filled, encoding="utf-8")
+    return tmp_path
+
+
+def told(checkout: Path, tag: str = "") -> str:
+    return "\n".join(release.problems(checkout, tag))
+
+
+def test_nothing_is_missing_but_the_account(checkout: Path, capsys) -> None:
+    assert told(checkout) == "" == told(checkout, "v0.1.0")
+    assert release.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and all("still says OWNER" in line for line in lines)
+
+
+def test_what_is_missing_is_said(checkout: Path) -> None:
+    assert told(checkout, "v9.0.0") == (
+        "The tag is v9.0.0 and the version 0.1.0: the tag of it is v0.1.0."
+    )
+    changes = checkout / "CHANGELOG.md"
+    changes.write_text("# Changelog\n\n## 0.2.0\n", encoding="utf-8")
+    assert told(checkout) == (
+        "The version is 0.1.0, and CHANGELOG.md begins with 0.2.0: make them one."
+    )
+    shutil.copy(ROOT / "CHANGELOG.md", changes)
+    shutil.copy(checkout / "assets" / "icon.png", checkout / "assets" / "banner.png")
+    (checkout / "assets" / "icon.png").unlink()
+    missing, wrong = told(checkout).splitlines()
+    assert missing == "assets/icon.png is missing: python -m tools.pictures draws it."
+    assert wrong.startswith("assets/banner.png is 400x400; the registry shows it 2.33 times")
+
+
+@pytest.mark.parametrize("name", ["icon", "banner"])
+def test_the_pictures_are_what_the_script_draws(name: str) -> None:
+    drawn, kept = getattr(pictures, name)(), Image.open(ROOT / "assets" / f"{name}.png")
+    assert kept.size == drawn.size
+    # Letters differ a little between versions of Pillow.
+    histogram = Image.blend(drawn, kept.convert("RGB"), 0.5).getcolors(1 << 24)
+    assert histogram and {pictures.PAPER, pictures.SKIPPED} <= {colour for _, colour in histogram}

@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the graphs of workflows/ and their pictures: `python -m tools.graphs`.
+
+The JSON is never edited by hand; a test compares it with what is made here.
+"""

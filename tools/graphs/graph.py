@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph as ComfyUI's frontend saves it (version 0.4), from its nodes at their places."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .layout import TITLE, Group, Item, Node, Placed, place
+from .node_types import NOTE, OURS, Socket
+
+COMFYUI = "0.33.0"
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+GREEN = {"color": "#1f3d2b", "bgcolor": "#16301f"}
+BROWN = {"color": "#432", "bgcolor": "#653"}
+GROUP_COLOR = "#8fb4d0"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A shipped graph.
+
+    Attributes:
+        name: of its file, which the template browser shows as its title.
+        model, task, size: what the picture says.
+        item: its nodes.
+    """
+
+    name: str
+    model: str
+    task: str
+    size: str
+    item: Item
+
+    @property
+    def placed(self) -> list[Placed]:
+        return list(place(self.item))
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [each.item for each in self.placed if isinstance(each.item, Node)]
+
+    def json(self) -> dict[str, Any]:
+        ids = {node.name: number for number, node in enumerate(self.nodes, 1)}
+        links = _links(self.nodes, ids)
+        order = _order(ids, links)
+        boxes = {each.item.name: each.box for each in self.placed if isinstance(each.item, Node)}
+        return {
+            "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"sparge-attention/{self.name}")),
+            "revision": 0,
+            "last_node_id": len(ids),
+            "last_link_id": len(links),
+            "nodes": [
+                _node(node, ids[node.name], order[ids[node.name]], boxes[node.name], links)
+                for node in self.nodes
+            ],
+            "links": links,
+            "groups": [
+                _group(number, each)
+                for number, each in enumerate(
+                    (each for each in self.placed if isinstance(each.item, Group)), 1
+                )
+            ],
+            "config": {},
+            "extra": {},
+            "version": 0.4,
+        }
+
+
+def _links(nodes: list[Node], ids: dict[str, int]) -> list[list[Any]]:
+    """Rows of link, node and output it comes from, node and input it goes to, kind."""
+    by_name = {node.name: node for node in nodes}
+    rows: list[list[Any]] = []
+    for node in nodes:
+        slots = [socket.name for socket in sockets(node)]
+        unknown = node.inputs.keys() - set(slots)
+        assert not unknown, f"{node.name} has no input {unknown}"
+        for slot, name in enumerate(slots):
+            if name not in node.inputs:
+                continue
+            source, _, output = node.inputs[name].partition(".")
+            outputs = by_name[source].type.outputs
+            number = [each.name for each in outputs].index(output) if output else 0
+            ends = [ids[source], number, ids[node.name], slot]
+            rows.append([len(rows) + 1, *ends, outputs[number].kind])
+    return rows
+
+
+def sockets(node: Node) -> list[Socket]:
+    """Inputs of the node's type, and widgets that a link feeds."""
+    own = list(node.type.inputs)
+    names = {socket.name for socket in own}
+    return own + [Socket(name, "INT") for name in node.inputs if name not in names]
+
+
+def _order(ids: dict[str, int], links: list[list[Any]]) -> dict[int, int]:
+    """Id of a node -> when it runs: after what feeds it."""
+    depth = dict.fromkeys(ids.values(), 0)
+    for _ in ids:
+        for _, source, _, target, _, _ in links:
+            depth[target] = max(depth[target], depth[source] + 1)
+    return {node: number for number, node in enumerate(sorted(depth, key=lambda n: (depth[n], n)))}
+
+
+def _node(
+    node: Node, number: int, order: int, box: tuple[int, int, int, int], links: list[list[Any]]
+) -> dict[str, Any]:
+    x, y, width, height = box
+    fed = {slot: link for link, _, _, target, slot, _ in links if target == number}
+    inputs = []
+    for slot, socket in enumerate(sockets(node)):
+        entry: dict[str, Any] = {"name": socket.name, "type": socket.kind, "link": fed.get(slot)}
+        if slot >= len(node.type.inputs):
+            entry["widget"] = {"name": socket.name}
+        elif socket.optional:
+            entry["shape"] = 7
+        inputs.append(entry)
+    outputs = [
+        {
+            "name": socket.name,
+            "type": socket.kind,
+            "links": [link for link, a, b, _, _, _ in links if (a, b) == (number, slot)],
+        }
+        for slot, socket in enumerate(node.type.outputs)
+    ]
+    made: dict[str, Any] = {
+        "id": number,
+        "type": node.kind,
+        "pos": [x, y + TITLE],
+        "size": [width, height - TITLE],
+        "flags": {},
+        "order": order,
+        "mode": 0,
+        "inputs": inputs,
+        "outputs": outputs,
+        "properties": _properties(node),
+        "widgets_values": list(node.values),
+    }
+    if node.title:
+        made["title"] = node.title
+    return made | (GREEN if node.kind in OURS else BROWN if node.kind == NOTE else {})
+
+
+def _properties(node: Node) -> dict[str, Any]:
+    """By them the Manager finds the node's pack, and the frontend missing models."""
+    if node.kind == NOTE:
+        return {}
+    pack = _of_project("name") if node.kind in OURS else "comfy-core"
+    version = _of_project("version") if node.kind in OURS else COMFYUI
+    found: dict[str, Any] = {"cnr_id": pack, "ver": version, "Node name for S&R": node.kind}
+    if node.models:
+        found["models"] = [
+            {"name": model.file, "url": model.url, "directory": model.folder}
+            for model in node.models
+        ]
+    return found
+
+
+def _of_project(key: str) -> str:
+    found = re.search(rf'^{key} = "([^"]+)"$', PROJECT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, key
+    return found[1]
+
+
+def _group(number: int, placed: Placed) -> dict[str, Any]:
+    assert isinstance(placed.item, Group)
+    return {
+        "id": number,
+        "title": placed.item.title,
+        "bounding": list(placed.box),
+        "color": GROUP_COLOR,
+        "font_size": 24,
+        "flags": {},
+    }

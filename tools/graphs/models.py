@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that graphs load, and the nodes that load them."""
+
+from __future__ import annotations
+
+from .layout import Model, Node
+
+HUB = "https://huggingface.co"
+
+
+def _files(repository: str, *paths: str) -> tuple[Model, ...]:
+    """Files of a repository whose folder in models/ is the last folder of their path."""
+    root = f"{HUB}/{repository}/resolve/main/split_files"
+    return tuple(Model(f"{root}/{path}.safetensors", path.split("/")[0]) for path in paths)
+
+
+MOCHI = _files(
+    "Comfy-Org/mochi_preview_repackaged",
+    "diffusion_models/mochi_preview_bf16",
+    "text_encoders/t5xxl_fp16",
+    "vae/mochi_vae",
+)
+MOCHI_FP8 = _files(
+    "Comfy-Org/mochi_preview_repackaged", "diffusion_models/mochi_preview_fp8_scaled"
+)[0]
+
+_UMT5 = _files("Comfy-Org/Wan_2.1_ComfyUI_repackaged", "text_encoders/umt5_xxl_fp8_e4m3fn_scaled")[
+    0
+]
+WAN_21_SMALL = (
+    *_files("Comfy-Org/Wan_2.1_ComfyUI_repackaged", "diffusion_models/wan2.1_t2v_1.3B_fp16"),
+    _UMT5,
+    *_files("Comfy-Org/Wan_2.1_ComfyUI_repackaged", "vae/wan_2.1_vae"),
+)
+
+
+def wan_22(task: str) -> tuple[Model, ...]:
+    """Files of the two 14B models for task "t2v" or "i2v": high noise, low noise, text, VAE."""
+    high, low, vae = _files(
+        "Comfy-Org/Wan_2.2_ComfyUI_Repackaged",
+        f"diffusion_models/wan2.2_{task}_high_noise_14B_fp8_scaled",
+        f"diffusion_models/wan2.2_{task}_low_noise_14B_fp8_scaled",
+        "vae/wan_2.1_vae",
+    )
+    return high, low, _UMT5, vae
+
+
+HUNYUAN_15 = _files(
+    "Comfy-Org/HunyuanVideo_1.5_repackaged",
+    "diffusion_models/hunyuanvideo1.5_720p_t2v_fp16",
+    "text_encoders/qwen_2.5_vl_7b_fp8_scaled",
+    "text_encoders/byt5_small_glyphxl_fp16",
+    "vae/hunyuanvideo15_vae_fp16",
+)
+
+T5 = Model(
+    f"{HUB}/comfyanonymous/flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders"
+)
+FLUX = (
+    Model(f"{HUB}/Comfy-Org/flux1-dev/resolve/main/flux1-dev.safetensors", "diffusion_models"),
+    Model(
+        f"{HUB}/comfyanonymous/flux_text_encoders/resolve/main/clip_l.safetensors", "text_encoders"
+    ),
+    T5,
+    *_files("Comfy-Org/Lumina_Image_2.0_Repackaged", "vae/ae"),
+)
+
+
+def cog_vae(repository: str, name: str) -> Model:
+    url = f"{HUB}/THUDM/{repository}/resolve/main/vae/diffusion_pytorch_model.safetensors"
+    return Model(url, "vae", name)
+
+
+def cog_shards(repository: str, count: int) -> list[str]:
+    """Addresses of the published transformer, which is converted before ComfyUI can load it."""
+    root = f"{HUB}/THUDM/{repository}/resolve/main/transformer/diffusion_pytorch_model"
+    return [f"{root}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+
+
+def diffusion(model: Model, name: str = "model", title: str = "") -> Node:
+    return Node(name, "UNETLoader", (model.file, "default"), title=title, models=(model,))
+
+
+def text_encoder(kind: str, *models: Model) -> Node:
+    """kind: what ComfyUI calls the way in which the model uses them."""
+    files = [model.file for model in models]
+    loader = "CLIPLoader" if len(models) == 1 else "DualCLIPLoader"
+    return Node("clip", loader, (*files, kind, "default"), models=models)
+
+
+def vae(model: Model) -> Node:
+    return Node("vae", "VAELoader", (model.file,), models=(model,))

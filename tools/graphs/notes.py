@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the notes in the graphs say. No `code` marks: in Nodes 2.0 they are blue on brown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .layout import Model, Node
+from .node_types import NOTE
+
+STEPS = {
+    "models": "Download the models: ComfyUI offers what is missing",
+    "run": "Write the prompt and press Run",
+    "read": "Then read the green node: how much faster it was",
+}
+BYPASS = (
+    "### Compare\n\nSelect the green node, press Ctrl+B to bypass it, and run the same seed again."
+)
+COMPARED = (
+    "### Compare\n\n*Sparge Attention Compare* shows both clips beside each other and says how "
+    "much they differ. Its *view* can split one picture between them, or show the difference."
+)
+REPORTED = "*Sparge Attention Report* shows what was skipped where."
+
+
+def note(name: str, title: str, text: str, height: int) -> Node:
+    return Node(name, NOTE, (text,), title=title, height=height)
+
+
+def start(
+    what: str, tokens: str, gain: str, more: str = "", height: int = 270, **steps: str
+) -> Node:
+    """tokens: how many tokens a call has, and of what, as 44,520 video tokens (28 x 30 x 53).
+    steps: those of STEPS that are others in this graph."""
+    todo = "".join(
+        f"### {number}. {step}\n\n" for number, step in enumerate((STEPS | steps).values(), 1)
+    )
+    text = (
+        f"## {what}\n\n{todo}"
+        "The first run compiles the kernels for your GPU, once, in a few seconds. "
+        f"An attention call here has {tokens}. {gain}"
+    )
+    return note("start", "Start here", f"{text}\n\n{more}".rstrip(), height)
+
+
+def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 270) -> Node:
+    text = (
+        "### Faster or truer?\n\n"
+        "The clip looks right: set *quality* to fast. It differs too much: set it to high, then "
+        "raise *start_percent* to 0.3. Nothing else has to be chosen.\n\n"
+        "### Is it on?\n\n"
+        "Two lines on the green node say so, or why not. The log says more.\n\n"
+        f"{compare} {more}"
+    )
+    return note("settings", "Faster or truer", text.rstrip(), height)
+
+
+def files(models: Sequence[Model], more: str = "", height: int = 270) -> Node:
+    rows = [f"* [{model.file}]({model.url}) → models/{model.folder}" for model in models]
+    text = "### Where the files go\n\n" + "\n".join(rows) + (f"\n\n{more}" if more else "")
+    return note("files", "Models", text, height)
+
+
+def converted(shards: Sequence[str], name: str, vae: Model, text: Model, height: int) -> Node:
+    """Files of a model that is converted first."""
+    links = ", ".join(f"[{n} of {len(shards)}]({url})" for n, url in enumerate(shards, 1))
+    arguments = " ".join(f"SHARD{n}" for n in range(1, len(shards) + 1))
+    lines = (
+        "### Convert the model once\n\n"
+        "ComfyUI knows CogVideoX under other parameter names than its published files have.\n\n"
+        f"1. Download the transformer: {links}.\n"
+        "2. In the folder of this node pack, with ComfyUI's Python:\n"
+        f"   python tools/convert_cogvideox {arguments} --out "
+        f"COMFYUI/models/diffusion_models/{name}\n"
+        f"3. The [VAE]({vae.url}) loads as it is: save it as models/{vae.folder}/{vae.file}.\n"
+        f"4. [{text.file}]({text.url}) → models/{text.folder}"
+    )
+    return note("files", "Models", lines, height)

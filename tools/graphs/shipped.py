@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every graph of workflows/, in the order of their numbers."""
+
+from __future__ import annotations
+
+from . import models, notes, parts, wan
+from .graph import Graph
+from .layout import Node
+from .one_model import LATENT, T2V, one_model
+
+
+def _mochi(number: int, frames: int, tokens: str, gain: str) -> Graph:
+    diffusion, text, vae = models.MOCHI
+    what = f"Mochi, 848 x 480, {frames} frames"
+    fp8 = models.MOCHI_FP8
+    return Graph(
+        f"{number:02} Mochi - {T2V}, 848x480, {frames} frames",
+        *("Mochi", T2V, f"848 x 480, {frames} frames"),
+        one_model(
+            (models.diffusion(diffusion), models.text_encoder("mochi", text), models.vae(vae)),
+            Node("size", "EmptyMochiLatentVideo", (848, 480, frames, 1), title=LATENT),
+            parts.prompts(),
+            parts.sampler(30, 4.5),
+            parts.watched(
+                "6 Watch",
+                parts.decode(256, 64, 48, 8),
+                parts.saved(f"mochi_sparge_{frames}f"),
+                parts.video(24),
+            ),
+            (
+                notes.start(what, tokens, gain),
+                notes.settings(),
+                notes.files(
+                    models.MOCHI,
+                    f"Short of memory: [{fp8.file}]({fp8.url}) in place of the first. The VAE "
+                    "decodes in tiles, because a whole clip at once does not fit consumer cards.",
+                ),
+            ),
+        ),
+    )
+
+
+def _cog(
+    number: int,
+    version: str,
+    repository: str,
+    shards: int,
+    size: tuple[int, int, int],
+    fps: int,
+    texts: tuple[str, str, str],
+) -> Graph:
+    """texts: tokens, gain, and what else the first note says."""
+    width, height, frames = size
+    name = f"cogvideox_{version}5b".replace(" ", "_").lower()
+    vae = models.cog_vae(repository, f"{name}_vae.safetensors")
+    transformer = f"{name}_t2v.safetensors"
+    model = f"CogVideoX {version}5B"
+    return Graph(
+        f"{number:02} {model} - {T2V}, {width}x{height}, {frames} frames",
+        *(model, T2V, f"{width} x {height}, {frames} frames"),
+        one_model(
+            (
+                Node("model", "UNETLoader", (transformer, "default")),
+                models.text_encoder("cogvideox", models.T5),
+                models.vae(vae),
+            ),
+            Node("size", "EmptyHunyuanLatentVideo", (width, height, frames, 1), title=LATENT),
+            parts.prompts(),
+            parts.sampler(50, 6.0),
+            parts.watched(
+                "6 Watch", parts.decode(256, 64, 32, 8), parts.saved(f"{name}_sparge"),
+                parts.video(fps),
+            ),
+            (
+                notes.start(
+                    f"{model}, {width} x {height}, {frames} frames", *texts, height=290,
+                    models="Get the model and convert it once: see the note Models",
+                ),
+                notes.settings(height=290),
+                notes.converted(
+                    models.cog_shards(repository, shards), transformer, vae, models.T5, 290
+                ),
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _hunyuan() -> Graph:
+    diffusion, qwen, byt5, vae = models.HUNYUAN_15
+    size = Node("size", "EmptyHunyuanVideo15Latent", (1280, 720, 121, 1), title=LATENT)
+    return Graph(
+        f"08 HunyuanVideo 1.5 - {T2V}, 1280x720, 121 frames",
+        *("HunyuanVideo 1.5", T2V, "1280 x 720, 121 frames"),
+        one_model(
+            (
+                models.diffusion(diffusion),
+                models.text_encoder("hunyuan_video_15", qwen, byt5),
+                models.vae(vae),
+            ),
+            size,
+            parts.prompts(),
+            parts.sampler(20, 6.0),
+            parts.watched(
+                "6 Watch", parts.decode(), parts.saved("hunyuan_video_1.5_sparge"), parts.video(24)
+            ),
+            (
+                notes.start(
+                    "HunyuanVideo 1.5, 1280 x 720, 121 frames",
+                    "111,600 video tokens (31 x 45 x 80)",
+                    "Nearly all of a step is attention: this gains most.",
+                ),
+                notes.settings(),
+                notes.files(models.HUNYUAN_15),
+            ),
+        ),
+    )
+
+
+def _flux() -> Graph:
+    diffusion, clip_l, t5, vae = models.FLUX
+    save = Node("saved", "SaveImage", ("flux_sparge_2048",), {"images": "decode"})
+    prompt = (
+        "A mountain village at dawn seen from above, hundreds of slate roofs, smoke from chimneys, "
+        "a river with a stone bridge, fields with hedges, far snowy peaks. Photograph, fine detail."
+    )
+    return Graph(
+        "09 Flux dev - text to image, 2048x2048",
+        *("Flux dev", "text to image", "2048 x 2048"),
+        one_model(
+            (
+                models.diffusion(diffusion),
+                models.text_encoder("flux", clip_l, t5),
+                models.vae(vae),
+            ),
+            Node("size", "EmptySD3LatentImage", (2048, 2048, 1), title="Size"),
+            parts.prompts(prompt, negative_title="Negative prompt (not used: cfg is 1)"),
+            parts.sampler(20, 1.0),
+            parts.watched("6 Look", parts.decode(), save, width=440),
+            (
+                notes.start(
+                    "Flux dev, 2048 x 2048",
+                    "16,384 image tokens (128 x 128)",
+                    "At 1024 x 1024 it has 4,096, where there is hardly anything to gain.",
+                ),
+                notes.settings(),
+                notes.files(models.FLUX),
+            ),
+        ),
+    )
+
+
+def graphs() -> list[Graph]:
+    return [
+        _mochi(
+            *(1, 163, "44,520 video tokens (28 x 30 x 53)"),
+            "This is Mochi at its full length: most of a step is attention, so it gains most. It "
+            "also needs the most memory; try settings in the graph of 85 frames.",
+        ),
+        _mochi(
+            *(2, 85, "23,850 video tokens (15 x 30 x 53)"),
+            "At 25 frames it has 7,950, where there is little to gain; at 163 it has 44,520 and "
+            "gains more.",
+        ),
+        _cog(
+            *(3, "", "CogVideoX-5b", 2, (720, 480, 49), 8),
+            (
+                "17,550 video tokens (13 x 30 x 45)",
+                "That is less than a long Mochi clip has, so expect a smaller gain.",
+                "**A limit of ComfyUI 0.33**, with or without this node: it spaces the positions "
+                "of CogVideoX 1.0 models 1.875 times too widely in height and width, so clips "
+                "differ from the original code's. CogVideoX 1.5 is computed as published.",
+            ),
+        ),
+        _cog(
+            *(4, "1.5 ", "CogVideoX1.5-5B", 3, (1360, 768, 81), 16),
+            (
+                "44,880 video tokens (11 x 48 x 85)",
+                "Most of a step is attention, so this gains more than 720 x 480.",
+                "",
+            ),
+        ),
+        wan.wan_22(5, "t2v"),
+        wan.wan_22(6, "i2v"),
+        wan.wan_21(),
+        _hunyuan(),
+        _flux(),
+        wan.compare(),
+    ]
