@@ -192,9 +192,9 @@ def wan_22(number: int, task: str) -> Graph:
     start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, gain, height=400, **steps)
     below = Row(
         (
-            Stack(400, (start,)),
-            Stack(400, (notes.settings(more="", height=400),)),
-            Stack(400, (notes.files(files, height=400),)),
+            Stack(412, (start,)),
+            Stack(412, (notes.settings(more="", height=400),)),
+            Stack(412, (notes.files(files, height=400),)),
         )
     )
     right = Stack(
