@@ -190,6 +190,24 @@ def test_a_model_that_is_not_there_is_refused_with_advice(server):
     assert "gone.safetensors is not in models/diffusion_models. Load CogVideoX" in error["details"]
 
 
+def test_two_clips_are_compared(server):
+    """Clips of other lengths too; the second is half as bright."""
+    clips = {
+        "1": {"width": 64, "height": 48, "batch_size": 3, "color": 0x808080},
+        "2": {"width": 64, "height": 48, "batch_size": 2, "color": 0x404040},
+    }
+    prompt = {
+        name: {"class_type": "EmptyImage", "inputs": inputs} for name, inputs in clips.items()
+    }
+    prompt["3"] = {
+        "class_type": "SpargeAttentionCompare",
+        "inputs": {"reference": ["1", 0], "clip": ["2", 0], "view": "split"},
+    }
+    ((node, text),) = server.run_graph(prompt)
+    assert node == "3" and text.startswith("Another picture: 12.0 dB PSNR")
+    assert "3 and 2 frames" in text
+
+
 def test_help_pages_and_translation_are_served(server, pack_folder):
     page = f"/extensions/{pack_folder}/docs/SpargeAttention"
     assert "# Sparge Attention" in server.get(f"{page}.md")
