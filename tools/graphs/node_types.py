@@ -97,6 +97,6 @@ NODE_TYPES = {
     "SpargeAttentionCompare": _type(
         "reference:IMAGE clip:IMAGE", "comparison:IMAGE text:STRING", "s", 106 + _LINES + _PICTURE
     ),
-    "SpargeCogVideoXLoad": _type("", "MODEL", "ss", 90),
+    "SpargeCogVideoXLoad": _type("", "MODEL", "ss", 112),
     NOTE: _type("", "", "s", 200),
 }  # fmt: skip
