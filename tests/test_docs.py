@@ -29,6 +29,8 @@ TARGETS = set(re.findall(r"^(\w+):", MAKEFILE, re.MULTILINE))
 #: Most lines; README and how-it-works.md are for one reading.
 MOST_LINES = {"README.md": 150, "docs/how-it-works.md": 150}
 WIDTH = 120
+#: Most words of a help page, which is read in a panel that is 288 pixels wide and cuts tables off.
+MOST_WORDS = 700
 #: Code may speak of a session of `sparge.tune`; tests/test_layers.py looks for the rest.
 DIARY = re.compile(r"\b(?:this|last|earlier) session|\.\./shared", re.IGNORECASE)
 
@@ -119,6 +121,8 @@ def test_documents_are_there_keep_to_their_size_and_have_no_diary() -> None:
     for name, text in DOCUMENTS.items():
         assert DIARY.search(text) is None, name
         if name.startswith("web"):
+            assert "\n|" not in text and len(text.split()) <= MOST_WORDS, name
+            assert re.findall(r"\]\((?!https:)", text) == [], f"{name} is read inside ComfyUI"
             continue
         lines, generated = text.splitlines(), ("|", "![") if name == "docs/benchmarks.md" else ()
         long = [line for line in lines if len(line) > WIDTH and not line.startswith(generated)]

@@ -23,12 +23,13 @@ _PNG_SIZE = slice(16, 24)
 def problems(root: Path, tag: str = "") -> Iterator[str]:
     """Yields what is wrong with the checkout `root`. tag: that of a release, if any."""
     project = (root / "pyproject.toml").read_text(encoding="utf-8")
-    for number, line in enumerate(project.splitlines(), 1):
-        if PLACEHOLDER in line and not line.lstrip().startswith("#"):
-            yield (
-                f"pyproject.toml, line {number}, still says {PLACEHOLDER}: write the account that "
-                "publishes."
-            )
+    for path in [root / "pyproject.toml", *sorted((root / "web" / "docs").rglob("*.md"))]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if PLACEHOLDER in line and not line.lstrip().startswith("#"):
+                yield (
+                    f"{path.relative_to(root).as_posix()}, line {number}, still says "
+                    f"{PLACEHOLDER}: write the account that publishes."
+                )
     version = _first(r'^version = "([^"]+)"$', project)
     changed = _first(r"^## (\S+)", (root / "CHANGELOG.md").read_text(encoding="utf-8"))
     if changed != version:

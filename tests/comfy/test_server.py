@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.comfy.graphs import ALL_WIDGETS, OF_MODES, graph, nested
+from tools import locales
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +225,7 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
         language: server.get("/i18n")[language]["nodeDefs"]["SpargeAttention"]["inputs"]
         for language in ("en", "zh")
     }
+    assert server.get("/i18n").keys() >= set(locales.LANGUAGES)
     # ComfyUI looks an input `mode.topk` up as `mode_topk`.
     assert labels["en"]["mode_topk"]["name"] == "attention kept (topk)"
     assert "topk" in labels["zh"]["mode_topk"]["name"]

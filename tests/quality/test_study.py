@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.quality.__main__ import main
 from benchmarks.quality.data import DataSet
 from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.judge import Call, HeadError, head_errors, psnr, summary
@@ -44,6 +47,16 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
     assert head_settings.density[0] != head_settings.density[1], "what the heads need"
     with pytest.raises(ValueError, match="is no text"):
         study.perplexity(MODES[0], 0.5)
+
+
+def test_the_command_judges_calls(video: Call, monkeypatch, tmp_path: Path) -> None:
+    module, out = "benchmarks.quality.__main__", tmp_path / "rows.json"
+    monkeypatch.setattr(f"{module}.load", lambda _: DataSet("made", [video], [video]))
+    asked = ["--densities", "0.4", "--blocks", "3", "--measured-blocks", "4"]
+    main(["--data", "dino", "--modes", "drop", "ours auto", *asked, "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(row["data"], row["mode"]) for row in rows] == [("made", "drop"), ("made", "ours auto")]
+    assert rows[1]["rel_l2"] < 0.7 * rows[0]["rel_l2"]
 
 
 def test_layers_are_measured_in_all_their_calls(video: Call) -> None:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every text of every node is in every language of the frontend, and says the same."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tools import locales
+
+TABLE = locales.table()
+TRANSLATED = locales.LANGUAGES[1:]
+#: Where a text is: the node, then the keys in its file.
+Place = tuple[str, ...]
+
+
+def texts_below(tree: dict[str, Any], place: Place = ()) -> Iterator[tuple[Place, dict[str, str]]]:
+    for key, below in tree.items():
+        if isinstance(below, str):
+            yield place, tree
+            return
+        yield from texts_below(below, (*place, key))
+
+
+TEXTS = dict(texts_below(TABLE))
+SENTENCES = {
+    place: texts for place, texts in TEXTS.items() if place[-1] in ("tooltip", "description")
+}
+
+
+@pytest.fixture(scope="module")
+def schemas(load_pack) -> list[Any]:
+    nodes = asyncio.run(load_pack("nodes").SpargeExtension().get_node_list())
+    return [node.define_schema() for node in nodes]
+
+
+def widgets(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Inputs by the frontend's keys; what two modes have comes twice."""
+    for each in schema.inputs:
+        yield each.id, each
+        for option in getattr(each, "options", None) or []:
+            for inner in getattr(option, "inputs", []):
+                yield f"{each.id}_{inner.id}", inner
+
+
+@pytest.fixture(scope="module")
+def english(schemas) -> dict[Place, str]:
+    """What each place says in English; where a widget has a tooltip in each mode, all of them."""
+    found: dict[Place, list[str]] = {}
+    for schema in schemas:
+        node = schema.node_id
+        found[node, "display_name"] = [schema.display_name]
+        found[node, "description"] = [schema.description]
+        for key, each in widgets(schema):
+            found.setdefault((node, "inputs", key, "name"), [each.id])
+            found.setdefault((node, "inputs", key, "tooltip"), []).append(each.tooltip)
+        for index, output in enumerate(schema.outputs):
+            found[node, "outputs", str(index), "name"] = [output.id or ""]
+            found[node, "outputs", str(index), "tooltip"] = [output.tooltip]
+    return {place: " ".join(said) for place, said in found.items()}
+
+
+def test_what_comfyui_reads_is_of_the_table() -> None:
+    for path, text in locales.files().items():
+        written = path.read_text(encoding="utf-8") if path.exists() else ""
+        assert written == text, f"{path.parent.name}: run python tools/locales.py"
+    folders = {path.name for path in locales.FOLDER.iterdir() if path.is_dir()}
+    assert folders == set(locales.LANGUAGES)
+
+
+def test_every_text_of_every_node_is_in_every_language(english) -> None:
+    missing = []
+    for node, *keys in english:
+        texts = TEXTS.get((node, *keys), {})
+        if lacking := [language for language in TRANSLATED if not texts.get(language)]:
+            missing.append(f"locales/{node}.json: {'.'.join(keys)} in {', '.join(lacking)}")
+    advice = "add to the table, then run python tools/locales.py:\n" + "\n".join(missing)
+    assert missing == [], advice
+    nodes = {node for node, *_ in english}
+    unknown = [place for place in TEXTS if place[0] in nodes and place not in english]
+    assert unknown == [], "no node has these: remove them from the table, or name them anew"
+
+
+#: A label has the English name of a widget, because tooltips, help pages and the log use it. Of
+#: other inputs these kinds are known to all.
+KNOWN_SOCKETS = ("ModelInput", "ConditioningInput", "LatentInput", "ImageInput")
+LONGEST_LABEL = 34  # a node that is as wide as ComfyUI makes it shows the value beside it
+
+
+def test_labels_keep_the_name_that_other_texts_use(schemas) -> None:
+    for schema in schemas:
+        for key, each in widgets(schema):
+            if type(each).__name__ in KNOWN_SOCKETS:
+                continue
+            for language, label in TEXTS[schema.node_id, "inputs", key, "name"].items():
+                assert each.id in label and len(label) <= LONGEST_LABEL, (language, label)
+
+
+def test_display_names_begin_with_the_english_one(schemas) -> None:
+    """So texts, reasons and workflows may call a node by it, and a search for it finds the node."""
+    for schema in schemas:
+        name = schema.display_name.split(" (")[0]
+        for language, label in TEXTS[schema.node_id, "display_name"].items():
+            assert re.match(rf"{name} ?[(（].", label), (language, label)  # noqa: RUF001
+
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def names(schemas: list[Any]) -> set[str]:
+    """Names that a text keeps in English: options, nodes, and widgets not named by a plain word."""
+    found = {schema.display_name.split(" (")[0] for schema in schemas} | {"models/sparge_profiles"}
+    for schema in schemas:
+        for _, each in widgets(schema):
+            found |= {getattr(option, "key", option) for option in getattr(each, "options", [])}
+            found |= {each.id} if re.search("_|threshd", each.id) else set()
+    return found
+
+
+def test_numbers_and_names_are_those_of_the_english_text(schemas, english) -> None:
+    kept = {name: re.compile(rf"(?<![A-Za-z_]){name}(?![A-Za-z_])") for name in names(schemas)}
+    for place, said in english.items():
+        if place not in SENTENCES:
+            continue
+        for language, text in SENTENCES[place].items():
+            where = (language, place)
+            assert set(NUMBER.findall(text)) == set(NUMBER.findall(said)), where
+            lost = [
+                name for name, word in kept.items() if word.search(said) and not word.search(text)
+            ]
+            assert lost == [], where
+
+
+FULL_WIDTH = ("zh", "zh-TW", "ja")
+#: What a language does not write, but for the example of layers below.
+FOREIGN = {
+    **dict.fromkeys(TRANSLATED, r"[，。、：；？！（）]"),  # noqa: RUF001
+    **dict.fromkeys(FULL_WIDTH, r"[,:;?!()]|\.(?!\w)"),
+    **dict.fromkeys(("ar", "fa"), r"[,;?]"),
+    "fr": r"(?<!\u00a0)[:;?!%]|'",
+}
+LAYERS = "0-2, -1"
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_punctuation_is_native(language: str) -> None:
+    texts = [texts[language].replace(LAYERS, "") for texts in TEXTS.values()]
+    assert [text for text in texts if re.search(FOREIGN[language], text)] == []
+    stop = "。" if language in FULL_WIDTH else "."
+    assert [texts[language] for texts in SENTENCES.values() if texts[language][-1] != stop] == []
+
+
+#: Letters of the languages that do not write Latin ones.
+LETTERS = {
+    **dict.fromkeys(("zh", "zh-TW"), r"[\u4e00-\u9fff]"),
+    **{"ja": r"[\u3040-\u30ff]", "ko": r"[\uac00-\ud7a3]", "ru": r"[\u0400-\u04ff]"},
+    **dict.fromkeys(("ar", "fa"), r"[\u0600-\u06ff]"),
+    "he": r"[\u0590-\u05ff]",
+}
+
+
+def test_each_text_is_in_its_own_language(english) -> None:
+    for place, texts in SENTENCES.items():
+        for language, text in texts.items():
+            assert re.search(LETTERS.get(language, r"\w"), text), (language, place)
+            assert text != english.get(place), (language, place)
+        assert len(set(texts.values())) >= len(texts) - 1, f"{place}: only Chinese may be alike"
+
+
+def test_texts_have_nothing_that_the_frontend_would_take_for_a_command() -> None:
+    """Its messages have variables in braces, links after @ and plurals after |."""
+    said = [text for texts in TEXTS.values() for text in texts.values()]
+    assert [text for text in said if re.search(r"[{}@|\n]|  |^\s|\s$", text)] == []
