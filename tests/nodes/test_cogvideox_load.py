@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from tests.convert.parts import ROTARY, SINCOS, published, write_model
 from tests.nodes.stand_ins import folder_paths, model_loading
 from tools.convert_cogvideox.convert import main
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST = "cog/transformer/diffusion_pytorch_model-00001-of-00002.safetensors"
 SECOND = FIRST.replace("00001", "00002")
 ACCEPTED = "Load CogVideoX takes the transformer of a CogVideoX model as .safetensors"
@@ -157,15 +155,6 @@ def test_positions_of_another_models_config_are_not_taken(node, models, state) -
     write_model(models / "cog", state, SINCOS | {"num_attention_heads": 30})
     with pytest.raises(ValueError, match=r"model with 30 heads, and these weights have 2; put"):
         node.execute(FIRST)
-
-
-def test_the_chinese_translation_covers_the_node(node) -> None:
-    text = (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
-    schema, translated = node.define_schema(), json.loads(text)["SpargeCogVideoXLoad"]
-    assert list(translated["inputs"]) == [each.id for each in schema.inputs]
-    entries = [*translated["inputs"].values(), *translated["outputs"].values()]
-    assert len(entries) == len(schema.inputs) + len(schema.outputs)
-    assert all(entry["name"] and entry["tooltip"] for entry in entries)
 
 
 def test_names_are_refused_before_anything_runs(node, models) -> None:
