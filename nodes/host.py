@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of this pack to the running ComfyUI, all but the node API."""
+"""Requests of this pack to the running ComfyUI, all but the node API and those for models."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 
 from ..sparge.speed import Backend
 from ..sparge.tune.profile_path import SUFFIX
+from .host_models import file_names
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
@@ -61,8 +62,8 @@ def show_on_node(node_id: str | None, text: str) -> None:
 
 
 def told_apart(text: str) -> str:
-    """The lines of a text, all but the last ended like sentences: Nodes 2.0 shows the breaks between
-    them as spaces."""
+    """The lines of a text, all but the last ended like sentences: Nodes 2.0 shows breaks between
+    lines as spaces."""
     *lines, last = text.rstrip().split("\n")
     ended = (line if line.endswith((".", ":", ";", "!", "?")) else f"{line}." for line in lines)
     return "\n".join([*ended, last])
@@ -140,15 +141,9 @@ def profile_folder() -> Path:
 
 
 def profile_names() -> list[str]:
-    """Names of the files with profiles, as they are now, those in subfolders with their path."""
-    import folder_paths
-
+    """Names of the files with profiles, as `file_names` has them."""
     profile_folder()
-    try:
-        names = folder_paths.get_filename_list(PROFILES)
-    except OSError:  # what it remembers holds a folder that is gone
-        names, *_ = folder_paths.get_filename_list_(PROFILES)
-    return [name for name in names if name.lower().endswith(SUFFIX)]
+    return [name for name in file_names(PROFILES) if name.lower().endswith(SUFFIX)]
 
 
 def profile_file(name: str) -> Path | None:

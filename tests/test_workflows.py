@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 
 TYPES: dict[str, Any] = {"s": str, "i": int, "f": (int, float), "b": bool}
+LOADERS = ("UNETLoader", "SpargeCogVideoXLoad")
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
 #: What the frontend shows a graph in when it opens, and the part of it that the nodes take.
 SCREEN, FILLED = (1680, 1050), 0.75
@@ -174,7 +175,7 @@ def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
 def test_our_node_is_the_last_before_the_sampler(graph: dict[str, Any]) -> None:
     nodes = {node["id"]: node for node in graph["nodes"]}
     ours = [node for node in nodes.values() if node["type"] == "SpargeAttention"]
-    loaders = [node for node in nodes.values() if node["type"] == "UNETLoader"]
+    loaders = [node for node in nodes.values() if node["type"] in LOADERS]
     assert len(ours) == len(loaders) and ours
     path = [
         (nodes[s]["type"], nodes[t]["type"]) for _, s, _, t, _, x in graph["links"] if x == "MODEL"
@@ -184,7 +185,7 @@ def test_our_node_is_the_last_before_the_sampler(graph: dict[str, Any]) -> None:
         assert node["widgets_values"] == list(new_node().values())
     before = {source for source, target in path if target == "SpargeAttention"}
     after = [target for source, target in path if source == "SpargeAttention"]
-    assert before <= {"UNETLoader", "ModelSamplingSD3"}
+    assert before <= {*LOADERS, "ModelSamplingSD3"}
     assert sum(target in SAMPLERS for target in after) == len(ours)
     assert set(after) <= {*SAMPLERS, "SpargeAttentionReport"}
 
@@ -215,15 +216,16 @@ def test_the_manager_can_find_every_node(nodes: list[dict[str, Any]]) -> None:
 
 
 def test_every_model_can_be_had(nodes: list[dict[str, Any]], notes: str) -> None:
-    """A model has a download link, or the note says how it is made."""
+    """A model has a download link; of several files, the note has the others."""
     for node in nodes:
         linked = {model["name"]: model for model in node["properties"].get("models", [])}
         files = [x for x in node["widgets_values"] if isinstance(x, str) and MODEL_FILE.search(x)]
         for value in files:
-            if value not in linked:
-                assert f"--out COMFYUI/models/diffusion_models/{value}" in notes
-                continue
             model = linked.pop(value)
+            if several := re.search(r"-00001-of-(\d{5})\.", model["url"]):
+                number = int(several[1])
+                urls = [model["url"].replace("00001", f"{n + 1:05}", 1) for n in range(number)]
+                assert all(f"]({url})" in notes for url in urls)
             assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
             saved_as = unquote(urlparse(model["url"]).path).split("/")[-1]
             assert saved_as == value or f"models/vae/{value}" in notes
@@ -255,7 +257,7 @@ def test_note_tells_what_to_expect(nodes: list[dict[str, Any]], notes: str) -> N
     (latent,) = (each for each in widgets if each.startswith("Empty") or each == "WanImageToVideo")
     width, height, *frames, _ = widgets[latent]
     time = (frames[0] - 1) // (6 if latent == "EmptyMochiLatentVideo" else 4) + 1 if frames else 1
-    if "cogvideox_1.5" in widgets["UNETLoader"][0]:  # it joins two latent frames in a token
+    if "CogVideoX 1.5" in notes.splitlines()[0]:  # it joins two latent frames in a token
         time = (time + 1) // 2
     kind = "video" if frames else "image"
     assert f"{time * (height // 16) * (width // 16):,} {kind} tokens" in notes

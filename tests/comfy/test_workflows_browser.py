@@ -38,7 +38,7 @@ AFTER_A_RUN = """() => {
   const lines = '2.7x faster: 34 s, not 91 s.\\n21 % of attention computed, error 5 %';
   for (const {id, type} of app.graph._nodes) {
     const text = type.endsWith('Report') ? 'Saved the profile of this clip.\\n' + lines : lines;
-    if (type.startsWith('Sparge')) send('progress_text', {nodeId: String(id), text});
+    if (type.startsWith('SpargeAttention')) send('progress_text', {nodeId: String(id), text});
     if (/Report$|Compare$|^Save/.test(type))
       send('executed', {node: String(id), display_node: String(id), prompt_id: 'one',
         output: {images: [{filename: 'example.png', subfolder: '', type: 'input'}]}});

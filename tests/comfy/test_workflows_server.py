@@ -22,6 +22,7 @@ WORKFLOWS = sorted((PACK / "workflows").glob("*.json"))
 FRONTEND_ONLY = {"MarkdownNote"}
 FOLDERS = {
     "UNETLoader": "models/diffusion_models",
+    "SpargeCogVideoXLoad": "models/diffusion_models",
     "CLIPLoader": "models/text_encoders",
     "DualCLIPLoader": "models/text_encoders",
     "VAELoader": "models/vae",

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from tests.convert.test_cogvideox import ROTARY, SINCOS, published
+from sparge.cogvideox.layout import POSITIONS
+from sparge.cogvideox.tensor_file import HEADER_LIMIT
+from tests.convert.parts import ROTARY, SINCOS, published
 from tools.convert_cogvideox.convert import main
-from tools.convert_cogvideox.layout import POSITIONS
-from tools.convert_cogvideox.tensor_file import HEADER_LIMIT
 
 MEMORY = 100 << 20
 NAME = "transformer_blocks.0.attn1.to_q.weight"
@@ -189,6 +189,7 @@ WHOLE = (
     "max_text_seq_length",
 )  # fmt: skip
 SCALES = ("spatial_interpolation_scale", "temporal_interpolation_scale")
+HEADS = "num_attention_heads"
 ROTARY_NAME = "use_rotary_positional_embeddings"
 
 
@@ -196,6 +197,8 @@ def test_configs_with_other_values(convert: Convert, model: bytes) -> None:
     cases: list[tuple[Header, str]] = [
         *(({name: value}, name) for name in (*WHOLE, *SCALES) for value in [*WEIRD, 0, 10**9]),
         *(({name: 2.5}, name) for name in WHOLE),  # it fits a scale
+        *(({HEADS: value}, HEADS) for value in [*WEIRD, 0, 10**9, 2.5]),
+        ({HEADS: 30}, "is of a model with 30 heads"),
         *(({ROTARY_NAME: value}, ROTARY_NAME) for value in (0, 1, "false", [])),
         ({"sample_frames": 9999, "sample_height": 9999, "sample_width": 9999}, "tokens"),
         ({"sample_height": 1}, "less than one patch"),

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from safetensors import safe_open
+
 
 class Shown(SimpleNamespace):
     """Stand-in for what a node shows on itself."""
@@ -29,19 +31,22 @@ def module_of(name: str, **attributes: Any) -> ModuleType:
 
 
 def folder_paths(models: Path) -> ModuleType:
-    """ComfyUI's folders of profiles: that of models, and one "more" of extra_model_paths.yaml."""
-    folders = [models / "more"]
+    """ComfyUI's folders of models. Those of profiles: one "more" of extra_model_paths.yaml, and the
+    pack's own once it is added."""
+    of_kind = {"sparge_profiles": [models / "more"], "diffusion_models": [models / "unet"]}
 
     def add(kind: str, path: str, is_default: bool) -> None:
         assert kind == "sparge_profiles" and is_default
-        folders[:] = dict.fromkeys([Path(path), *folders])
+        of_kind[kind][:] = dict.fromkeys([Path(path), *of_kind[kind]])
 
     def names(kind: str) -> list[str]:
+        folders = of_kind[kind]
         files = {x.relative_to(each) for each in folders for x in each.rglob("*") if x.is_file()}
         return sorted(map(str, files))
 
     def full_path(kind: str, name: str) -> str | None:
-        return next((str(each / name) for each in folders if (each / name).is_file()), None)
+        found = (each / name for each in of_kind[kind])
+        return next((str(path) for path in found if path.is_file()), None)
 
     return module_of(
         "folder_paths",
@@ -50,3 +55,25 @@ def folder_paths(models: Path) -> ModuleType:
         get_filename_list=names,
         get_full_path=full_path,
     )
+
+
+def model_loading() -> dict[str, ModuleType]:
+    """ComfyUI's functions that load a diffusion model: the result has what they were given."""
+
+    def load_torch_file(path: str, return_metadata: bool) -> Any:
+        assert return_metadata
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+    def load(state: Any, options: Any, metadata: Any, disable_dynamic: bool) -> Any:
+        known = any(name.endswith("blocks.0.norm1.linear.weight") for name in state)
+        kind = type("CogVideoX" if known and "other" not in state else "Other", (), {})
+        return SimpleNamespace(
+            model=kind(), state=state, options=options, metadata=metadata,
+            disable_dynamic=disable_dynamic,
+        )  # fmt: skip
+
+    return {
+        "comfy.utils": module_of("comfy.utils", load_torch_file=load_torch_file),
+        "comfy.sd": module_of("comfy.sd", load_diffusion_model_state_dict=load),
+    }

@@ -84,6 +84,7 @@ def test_the_extension_offers_the_node(load_pack, node):
         "SpargeAttentionReport",
         "SpargeGPUBenchmark",
         "SpargeAttentionCompare",
+        "SpargeCogVideoXLoad",
     ]
     pages = PACK / load_pack().WEB_DIRECTORY / "docs"
     assert all((pages / f"{name}.md").is_file() for name in names)

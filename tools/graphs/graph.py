@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .layout import TITLE, Group, Item, Node, Placed, place
-from .node_types import NOTE, OURS, Socket
+from .node_types import ABOUT_ATTENTION, NOTE, OURS, Socket
 
 COMFYUI = "0.33.0"
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -141,7 +141,7 @@ def _node(
     }
     if node.title:
         made["title"] = node.title
-    return made | (GREEN if node.kind in OURS else BROWN if node.kind == NOTE else {})
+    return made | (GREEN if node.kind in ABOUT_ATTENTION else BROWN if node.kind == NOTE else {})
 
 
 def _properties(node: Node) -> dict[str, Any]:

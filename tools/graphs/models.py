@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .layout import Model, Node
 
 HUB = "https://huggingface.co"
@@ -71,10 +73,16 @@ def cog_vae(repository: str, name: str) -> Model:
     return Model(url, "vae", name)
 
 
-def cog_shards(repository: str, count: int) -> list[str]:
-    """Addresses of the published transformer, which is converted before ComfyUI can load it."""
+def cog_shards(repository: str, count: int) -> list[Model]:
+    """Files of the published transformer."""
     root = f"{HUB}/THUDM/{repository}/resolve/main/transformer/diffusion_pytorch_model"
-    return [f"{root}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    urls = [f"{root}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    return [Model(url, "diffusion_models") for url in urls]
+
+
+def cogvideox(shards: Sequence[Model]) -> Node:
+    first = shards[0]  # the loader finds the others
+    return Node("model", "SpargeCogVideoXLoad", (first.file, "default"), models=(first,))
 
 
 def diffusion(model: Model, name: str = "model", title: str = "") -> Node:

@@ -51,7 +51,9 @@ _LINES = 70
 _PICTURE = 330
 
 NOTE = "MarkdownNote"
-OURS = ("SpargeAttention", "SpargeAttentionReport", "SpargeAttentionCompare")
+#: Those that the notes call green.
+ABOUT_ATTENTION = ("SpargeAttention", "SpargeAttentionReport", "SpargeAttentionCompare")
+OURS = (*ABOUT_ATTENTION, "SpargeCogVideoXLoad")
 
 _CONDITIONED = "model:MODEL positive:CONDITIONING negative:CONDITIONING latent_image:LATENT"
 
@@ -95,5 +97,6 @@ NODE_TYPES = {
     "SpargeAttentionCompare": _type(
         "reference:IMAGE clip:IMAGE", "comparison:IMAGE text:STRING", "s", 106 + _LINES + _PICTURE
     ),
+    "SpargeCogVideoXLoad": _type("", "MODEL", "ss", 112),
     NOTE: _type("", "", "s", 200),
 }  # fmt: skip

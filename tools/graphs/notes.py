@@ -61,18 +61,15 @@ def files(models: Sequence[Model], more: str = "", height: int = 270) -> Node:
     return note("files", "Models", text, height)
 
 
-def converted(shards: Sequence[str], name: str, vae: Model, text: Model, height: int) -> Node:
-    """Files of a model that is converted first."""
-    links = ", ".join(f"[{n} of {len(shards)}]({url})" for n, url in enumerate(shards, 1))
-    arguments = " ".join(f"SHARD{n}" for n in range(1, len(shards) + 1))
+def shards(transformer: Sequence[Model], vae: Model, text: Model, height: int) -> Node:
+    """Files of a model whose transformer is published in several."""
+    links = ", ".join(f"[{n} of {len(transformer)}]({x.url})" for n, x in enumerate(transformer, 1))
     lines = (
-        "### Convert the model once\n\n"
-        "ComfyUI knows CogVideoX under other parameter names than its published files have.\n\n"
-        f"1. Download the transformer: {links}.\n"
-        "2. In the folder of this node pack, with ComfyUI's Python:\n"
-        f"   python tools/convert_cogvideox {arguments} --out "
-        f"COMFYUI/models/diffusion_models/{name}\n"
-        f"3. The [VAE]({vae.url}) loads as it is: save it as models/{vae.folder}/{vae.file}.\n"
-        f"4. [{text.file}]({text.url}) → models/{text.folder}"
+        "### Where the files go\n\n"
+        f"* Transformer, every file: {links} → models/{transformer[0].folder}\n"
+        f"* [VAE]({vae.url}) → saved as models/{vae.folder}/{vae.file}\n"
+        f"* [{text.file}]({text.url}) → models/{text.folder}\n\n"
+        "Choose the first file of the transformer in *Load CogVideoX*: it finds the others beside "
+        "it. Nothing has to be converted."
     )
     return note("files", "Models", lines, height)

@@ -53,14 +53,14 @@ def _cog(
     width, height, frames = size
     name = f"cogvideox_{version}5b".replace(" ", "_").lower()
     vae = models.cog_vae(repository, f"{name}_vae.safetensors")
-    transformer = f"{name}_t2v.safetensors"
+    transformer = models.cog_shards(repository, shards)
     model = f"CogVideoX {version}5B"
     return Graph(
         f"{number:02} {model} - {T2V}, {width}x{height}, {frames} frames",
         *(model, T2V, f"{width} x {height}, {frames} frames"),
         one_model(
             (
-                Node("model", "UNETLoader", (transformer, "default")),
+                models.cogvideox(transformer),
                 models.text_encoder("cogvideox", models.T5),
                 models.vae(vae),
             ),
@@ -74,12 +74,10 @@ def _cog(
             (
                 notes.start(
                     f"{model}, {width} x {height}, {frames} frames", *texts, height=290,
-                    models="Get the model and convert it once: see the note Models",
+                    models="Download the models: all files are in the note Models",
                 ),
                 notes.settings(height=290),
-                notes.converted(
-                    models.cog_shards(repository, shards), transformer, vae, models.T5, 290
-                ),
+                notes.shards(transformer, vae, models.T5, 290),
             ),
         ),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from .json_text import ConversionError, shown
 
 HEAD_DIM = 64  # fixed in core's detection: heads = width // 64
 POSITIONS = "patch_embed.pos_embedding"
+CORE_SIGN = "blocks.0.norm1.linear.weight"  # by which core's detection knows the model
 
 _PREFIXES = (
     (re.compile(r"^transformer_blocks\."), "blocks."),
@@ -67,7 +68,7 @@ class Layout:
 
         Raises KeyError where one is missing, ConversionError for sizes that no model has.
         """
-        modulation = _sizes(shapes, "blocks.0.norm1.linear.weight", 2)
+        modulation = _sizes(shapes, CORE_SIGN, 2)
         ofs = "ofs_embedding_linear_1.weight"
         return cls(
             heads=modulation[0] // 6 // HEAD_DIM,

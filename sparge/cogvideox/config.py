@@ -14,6 +14,7 @@ from .layout import MOST_TOKENS, PositionGrid
 CONFIG_LIMIT = 1 << 20  # bytes; published ones have one thousand
 CLASS_NAME = "CogVideoXTransformer3DModel"
 ROTARY = "use_rotary_positional_embeddings"
+HEADS = "num_attention_heads"
 #: Of each number, by its name: the usual value, and the least and greatest that is one.
 WHOLE = {
     "patch_size": (2, 1, 64),
@@ -36,6 +37,8 @@ class Config:
     rotary: bool | None
     """None: not said."""
     grid: PositionGrid
+    heads: int | None = None
+    """None: not said."""
 
     @classmethod
     def beside(cls, shard: Path) -> Config:
@@ -72,6 +75,7 @@ class Config:
                 spatial_scale=scale["spatial_interpolation_scale"],
                 temporal_scale=scale["temporal_interpolation_scale"],
             ),
+            _number(content, HEADS, (int,), None, 1, 1000),
         )
 
     @property
@@ -97,7 +101,7 @@ def _number(
     content: Mapping[str, Any],
     name: str,
     kinds: tuple[type, ...],
-    usual: float,
+    usual: float | None,
     least: float,
     greatest: float,
 ) -> Any:

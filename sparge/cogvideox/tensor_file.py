@@ -15,8 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeGuard
 
-from sparge.common.whole_file import written_whole
-
+from ..common.whole_file import written_whole
 from .json_text import ConversionError, read_json, shown
 
 HEADER_LIMIT = 4 << 20  # of the published models, 1,000 to 2,000 tensors a file, it is 200 KB
@@ -86,6 +85,21 @@ def read_tensors(path: Path) -> dict[str, FileTensor]:
     Raises ConversionError for anything that is not a complete safetensors file of weights: each
     tensor has the bytes that its type and shape take, and together they fill the file.
     """
+    header, first = read_header(path)
+    size = path.stat().st_size
+    if not isinstance(metadata := header.pop("__metadata__", {}), dict):
+        raise ConversionError(f"{path.name} has a damaged header: metadata {shown(metadata)}")
+    tensors = {name: _file_tensor(path, name, header[name], first, size) for name in header}
+    _check_fill(path, tensors, first, size)
+    return tensors
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each tensor by name, unchecked, and the byte at which they
+    begin.
+
+    Raises ConversionError for what is no safetensors file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -98,12 +112,7 @@ def read_tensors(path: Path) -> dict[str, FileTensor]:
                 " has less than one; give the shards as they were published"
             )
         header = read_json(file.read(header_length), f"the header of {path.name}")
-    first = 8 + header_length
-    if not isinstance(metadata := header.pop("__metadata__", {}), dict):
-        raise ConversionError(f"{path.name} has a damaged header: metadata {shown(metadata)}")
-    tensors = {name: _file_tensor(path, name, header[name], first, size) for name in header}
-    _check_fill(path, tensors, first, size)
-    return tensors
+    return header, 8 + header_length
 
 
 def _file_tensor(path: Path, name: str, entry: Any, first: int, size: int) -> FileTensor:

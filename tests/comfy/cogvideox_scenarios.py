@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny CogVideoX from its published files and from a converted one. Each scenario returns plain
+JSON values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_patcher
+import nodes as comfy_nodes
+import torch
+from session import replaced, sample
+
+
+def cogvideox_loaded(
+    published: str, converted: str, weight_dtype: str, dynamic_vram: bool
+) -> dict[str, Any]:
+    """The model of our node beside that of ComfyUI's. With DynamicVRAM, ComfyUI makes the tensors
+    of the file the model's parameters; else it copies."""
+    node = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"]
+    with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: dynamic_vram):
+        ours = node.execute(published, weight_dtype).args[0]
+        (core,) = comfy_nodes.UNETLoader().load_unet(converted, weight_dtype)
+    load, given = ours.cached_patcher_init
+    copied, *models = load(*given, disable_dynamic=True), ours, core
+    states = [each.model.diffusion_model.state_dict() for each in (copied, *models)]
+    outputs = [sample(each, "cogvideox") for each in models]
+    return {
+        "offered": node.define_schema().inputs[0].options,
+        "dtypes": node.define_schema().inputs[1].options,
+        "core's dtypes": comfy_nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][0],
+        "facts": [
+            {
+                "model": type(each.model).__name__,
+                "config": repr(each.model.model_config.unet_config),
+                "latents": type(each.model.latent_format).__name__,
+                "dtype": str(each.model_dtype()),
+                "cast": str(each.model.manual_cast_dtype),
+                "devices": [str(each.load_device), str(each.offload_device)],
+                "patcher": type(each).__name__,
+            }
+            for each in models
+        ],
+        "weights differ": [
+            name
+            for state in states
+            for name, tensor in states[-1].items()
+            if state[name].dtype != tensor.dtype
+            or not torch.equal(state[name].float(), tensor.float())  # 8 bits cannot be compared
+        ],
+        "finite": bool(outputs[0].isfinite().all() and outputs[0].std() > 0),
+        "outputs are equal": torch.equal(*outputs),
+    }
+
+
+def cogvideox_refused(name: str) -> str:
+    try:
+        comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"].execute(name)
+    except ValueError as error:
+        return str(error)
+    return ""
