@@ -176,7 +176,7 @@ def _widgets() -> list[Any]:
             optional=True,
             tooltip=(
                 "auto quality: you say how close the clip must stay, and the node skips what it "
-                "can: truer. auto budget: you say how much is computed: faster, by an amount you "
+                "can; truer. auto budget: you say how much is computed; faster, by an amount you "
                 "can count on. manual: fixed numbers, the same for the whole model."
             ),
             options=[
@@ -219,9 +219,9 @@ def _widgets() -> list[Any]:
         _widget(
             io.Boolean,
             "exact_dense",
-            "What is computed in full is computed exactly. Off is faster where this GPU is faster "
-            "in 8 bits, which nobody sees; on is truer. For the auto modes: manual always is "
-            "exact.",
+            "What is computed in full is computed exactly. Off is faster where 8 bits are faster "
+            "on this GPU, and nobody sees the difference; on is truer. For the auto modes: "
+            "manual always is exact.",
             advanced=True,
         ),
     ]

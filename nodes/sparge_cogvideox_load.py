@@ -35,8 +35,8 @@ class SpargeCogVideoXLoad(io.ComfyNode):
             display_name="Load CogVideoX",
             category="model/loaders",
             description=(
-                "Loads a CogVideoX transformer from the files that it was published in, which "
-                "Load Diffusion Model does not know. Nothing has to be converted."
+                "Loads CogVideoX from its published files, which Load Diffusion Model does not "
+                "know. Nothing has to be converted."
             ),
             search_aliases=["cogvideo", "diffusers", "shards"],
             inputs=[

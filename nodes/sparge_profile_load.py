@@ -28,8 +28,8 @@ class SpargeProfileLoad(io.ComfyNode):
             category="model/patch",
             description=(
                 "Hands Sparge Attention what an earlier run measured, so that this run need not "
-                "measure. A profile that is missing or does not fit the model is not used, the "
-                "line under Sparge Attention says why, and the run measures."
+                "measure. Where a profile is missing or does not fit the model, Sparge Attention "
+                "says why, and the run measures."
             ),
             search_aliases=["sparse attention", "spargeattn", "measurement"],
             inputs=[

@@ -60,7 +60,7 @@ class SpargeAttentionReport(io.ComfyNode):
                     tooltip=(
                         "Name for a file in models/sparge_profiles, which replaces one of that "
                         "name; empty saves nothing. Runs that load it are faster, because they "
-                        "need not measure; truer without, because then every run is measured "
+                        "need not measure. Runs without it are truer, because each is measured "
                         "itself."
                     ),
                 ),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,13 @@ def test_the_guide_lists_every_model(load_pack, families):
     unlisted = dict.fromkeys(load_pack("nodes.unlisted_models").NAMES.values(), "not known")
     assert not known.keys() & unlisted.keys()
     assert said == known | unlisted and len(listed) == len(said)
+
+
+def test_the_readme_names_every_known_model(families):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    said = re.split(r",\s|\sand\s", readme.split("The node knows ")[1].split(".")[0])
+    known = {part for family in families.FAMILIES.values() for part in family.name.split(" or ")}
+    assert {name.strip() for name in said} == known and len(said) == len(known)
 
 
 @pytest.mark.parametrize("case", BESIDE)

@@ -11,10 +11,15 @@ from .node_types import NOTE
 STEPS = {
     "models": "Download the models: ComfyUI offers what is missing",
     "run": "Write the prompt and press Run",
-    "read": "Then read the green node: how much faster it was",
+    "read": "Then read the node Sparge Attention: how much faster it was",
 }
 BYPASS = (
-    "### Compare\n\nSelect the green node, press Ctrl+B to bypass it, and run the same seed again."
+    "### Compare\n\nSelect *Sparge Attention*, press Ctrl+B to bypass it, and run the same seed "
+    "again."
+)
+BYPASS_BOTH = (
+    "### Compare\n\nSelect both green nodes, press Ctrl+B to bypass them, and run the same seed "
+    "again."
 )
 COMPARED = (
     "### Compare\n\n*Sparge Attention Compare* shows both clips beside each other and says how "
@@ -30,15 +35,16 @@ def note(name: str, title: str, text: str, height: int) -> Node:
 def start(
     what: str, tokens: str, gain: str, more: str = "", height: int = 270, **steps: str
 ) -> Node:
-    """tokens: how many tokens a call has, and of what, as 44,520 video tokens (28 x 30 x 53).
+    """tokens: how many tokens it has, and of what, as 44,520 video tokens (28 x 30 x 53).
     steps: those of STEPS that are others in this graph."""
     todo = "".join(
         f"### {number}. {step}\n\n" for number, step in enumerate((STEPS | steps).values(), 1)
     )
+    clip = "picture" if "image tokens" in tokens else "clip"
     text = (
         f"## {what}\n\n{todo}"
         "The first run compiles the kernels for your GPU, once, in a few seconds. "
-        f"An attention call here has {tokens}. {gain}"
+        f"This {clip} has {tokens}: more tokens, more gain. {gain}"
     )
     return note("start", "Start here", f"{text}\n\n{more}".rstrip(), height)
 
@@ -47,9 +53,9 @@ def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 270) -> 
     text = (
         "### Faster or truer?\n\n"
         "The clip looks right: set *quality* to fast. It differs too much: set it to high, then "
-        "raise *start_percent* to 0.3. Nothing else has to be chosen.\n\n"
+        "raise *start_percent* (advanced) to 0.3. Nothing else has to be chosen.\n\n"
         "### Is it on?\n\n"
-        "Two lines on the green node say so, or why not. The log says more.\n\n"
+        "After a run, two lines on *Sparge Attention* say so, or why not. The log says more.\n\n"
         f"{compare} {more}"
     )
     return note("settings", "Faster or truer", text.rstrip(), height)
@@ -67,7 +73,7 @@ def shards(transformer: Sequence[Model], vae: Model, text: Model, height: int) -
     lines = (
         "### Where the files go\n\n"
         f"* Transformer, every file: {links} → models/{transformer[0].folder}\n"
-        f"* [VAE]({vae.url}) → saved as models/{vae.folder}/{vae.file}\n"
+        f"* [VAE]({vae.url}) → save it as models/{vae.folder}/{vae.file}\n"
         f"* [{text.file}]({text.url}) → models/{text.folder}\n\n"
         "Choose the first file of the transformer in *Load CogVideoX*: it finds the others beside "
         "it. Nothing has to be converted."

@@ -74,7 +74,7 @@ def _cog(
             (
                 notes.start(
                     f"{model}, {width} x {height}, {frames} frames", *texts, height=290,
-                    models="Download the models: all files are in the note Models",
+                    models="Download every file that the note Models links",
                 ),
                 notes.settings(height=290),
                 notes.shards(transformer, vae, models.T5, 290),
@@ -105,7 +105,7 @@ def _hunyuan() -> Graph:
                 notes.start(
                     "HunyuanVideo 1.5, 1280 x 720, 121 frames",
                     "111,600 video tokens (31 x 45 x 80)",
-                    "Nearly all of a step is attention: this gains most.",
+                    "Nearly all of a step is attention: it gains most.",
                 ),
                 notes.settings(),
                 notes.files(models.HUNYUAN_15),
@@ -151,7 +151,7 @@ def graphs() -> list[Graph]:
     return [
         _mochi(
             *(1, 163, "44,520 video tokens (28 x 30 x 53)"),
-            "This is Mochi at its full length: most of a step is attention, so it gains most. It "
+            "This is Mochi at its full length: most of a step is attention, so it gains much. It "
             "also needs the most memory; try settings in the graph of 85 frames.",
         ),
         _mochi(
@@ -173,7 +173,7 @@ def graphs() -> list[Graph]:
             *(4, "1.5 ", "CogVideoX1.5-5B", 3, (1360, 768, 81), 16),
             (
                 "44,880 video tokens (11 x 48 x 85)",
-                "Most of a step is attention, so this gains more than 720 x 480.",
+                "Most of a step is attention, so it gains more than CogVideoX 5B at 720 x 480.",
                 "",
             ),
         ),

@@ -96,7 +96,7 @@ def compare() -> Graph:
                     notes.start(
                         "Compare: one seed without and with Sparge Attention",
                         WAN_TOKENS,
-                        "The clip is made twice, so it takes the time of both.",
+                        "It is made twice, which takes the time of both runs.",
                         read="Then read the green nodes: how much faster, how much it differs",
                     ),
                 ),
@@ -193,7 +193,7 @@ def wan_22(number: int, task: str) -> Graph:
     below = Row(
         (
             Stack(412, (start,)),
-            Stack(412, (notes.settings(more="", height=400),)),
+            Stack(412, (notes.settings(notes.BYPASS_BOTH, "", height=400),)),
             Stack(412, (notes.files(files, height=400),)),
         )
     )
