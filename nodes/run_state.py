@@ -24,7 +24,7 @@ from .settings import Settings
 
 #: Remark where sparse calls came before, so that nothing tells whose doing it is.
 NOT_FINITE_LATER = (
-    "NaN or inf came into attention in sparse steps: bypass this node and queue the same seed to "
+    "NaN or inf came into attention in sparse steps: bypass this node and run the same seed to "
     "see whether the model gives them by itself"
 )
 
