@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is expected to take with Sparge Attention, from one call of the model and the times of
-its attention on this GPU."""
+"""Expected time of a run with Sparge Attention, from one call of the model and the times of its
+attention on this GPU."""
 
 from __future__ import annotations
 

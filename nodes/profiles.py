@@ -41,7 +41,7 @@ class NamedProfile:
             return cls(shown, None, str(error).rstrip("."))
 
     def __str__(self) -> str:
-        """What it holds, or why it holds nothing."""
+        """Contents of the profile, or the reason why there are none."""
         if self.profile is None:
             return self.problem
         aim = Aim(self.profile.mode, self.profile.asked)

@@ -95,8 +95,8 @@ def read_tensors(path: Path) -> dict[str, FileTensor]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each tensor by name, unchecked, and the byte at which they
-    begin.
+    """Entry of each tensor by name in the header of a safetensors file, unchecked, and the byte at
+    which the tensors begin.
 
     Raises ConversionError for what is no safetensors file.
     """

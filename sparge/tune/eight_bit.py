@@ -66,7 +66,7 @@ def _may_be_derived() -> bool:
 
 
 def _kind(call: Call, stream: int) -> Hashable:
-    """What the launches of a call follow from, and the stream that its block map is filled on."""
+    """Kind of a call, which its launches follow from, and the stream that fills its block map."""
     tensors = ((x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT) for x in call.qkv)
     return (*tensors, call.q.device, call.scale, call.layout, stream)
 

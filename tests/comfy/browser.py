@@ -70,7 +70,7 @@ class Page:
         self._close_dialogs()
 
     def run(self, script: str, argument: Any = None) -> Any:
-        """What a function of JavaScript returns."""
+        """Result of a function of JavaScript."""
         return self._page.evaluate(script, argument)
 
     def nodes_2(self, on: bool) -> None:

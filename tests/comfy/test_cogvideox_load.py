@@ -33,7 +33,7 @@ def models(base_directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def files(models: Path) -> dict[str, tuple[str, str]]:
-    """By size: the first of two published files, and the converted one."""
+    """Paths by the model's size: the first of two published files, and the converted one."""
     names, generator = {}, torch.Generator().manual_seed(5)
     for size, (config, dtype, sizes) in SIZES.items():
         state = published(generator, text=64, **sizes)

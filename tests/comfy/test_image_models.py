@@ -15,7 +15,7 @@ TEXT, IMAGE = 24, 18 * 20
 
 @dataclass(frozen=True)
 class Case:
-    """What comes of a forward pass.
+    """Expected outcome of a forward pass.
 
     Attributes:
         shown: the family's name for the user.

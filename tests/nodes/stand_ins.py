@@ -63,7 +63,8 @@ def model_loading() -> dict[str, ModuleType]:
     def load_torch_file(path: str, return_metadata: bool) -> Any:
         assert return_metadata
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+            names = file.keys()  # an open file cannot be iterated itself
+            return {name: file.get_tensor(name) for name in names}, file.metadata()
 
     def load(state: Any, options: Any, metadata: Any, disable_dynamic: bool) -> Any:
         known = any(name.endswith("blocks.0.norm1.linear.weight") for name in state)

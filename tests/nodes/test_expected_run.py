@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is expected to take, of round numbers."""
+"""Expected time of a run, of round numbers."""
 
 from __future__ import annotations
 

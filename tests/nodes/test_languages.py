@@ -105,7 +105,7 @@ def test_display_names_begin_with_the_english_one(schemas) -> None:
     for schema in schemas:
         name = schema.display_name.split(" (")[0]
         for language, label in TEXTS[schema.node_id, "display_name"].items():
-            assert re.match(rf"{name} ?[(（].", label), (language, label)  # noqa: RUF001
+            assert re.match(rf"{name} ?[(（].", label), (language, label)  # noqa: RUF001 - a full-width bracket is meant
 
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -138,7 +138,7 @@ def test_numbers_and_names_are_those_of_the_english_text(schemas, english) -> No
 FULL_WIDTH = ("zh", "zh-TW", "ja")
 #: What a language does not write, but for the example of layers below.
 FOREIGN = {
-    **dict.fromkeys(TRANSLATED, r"[，。、：；？！（）]"),  # noqa: RUF001
+    **dict.fromkeys(TRANSLATED, r"[，。、：；？！（）]"),  # noqa: RUF001 - full width is meant
     **dict.fromkeys(FULL_WIDTH, r"[,:;?!()]|\.(?!\w)"),
     **dict.fromkeys(("ar", "fa"), r"[,;?]"),
     "fr": r"(?<!\u00a0)[:;?!%]|'",
