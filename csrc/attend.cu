@@ -5,10 +5,13 @@
 //             keys; output_scale is the output scale (attend/output_scale.cuh).
 //             Pooled keys may stand for dropped blocks (attend/pool.cuh).
 //             PV filter: 64 query rows skip a block whose row maxima all lie pvthreshd log2 units below the running ones.
-// Layout      Q tile 128 x head_dim, K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
+// Layout      Q tile 128 x head_dim (64 for INT8 PV at head_dim 128), K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
 // Strategy    4 warps x 32 rows. Scores and accumulators live in registers. Q fragments are read again from shared memory every
 //             block. Tiles arrive by cp.async 1-2 blocks ahead. 2 thread blocks an SM hide each other's softmax.
-// Elements    INT8 QK with FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a attend_hopper.cu serves E4M3 and
+//             INT8 PV: 16 rows a warp, Q fragments in registers, 3 thread blocks of 64 rows an SM (2 of 128 at head_dim 64).
+//             P is levels of the row's maximum in the block, V of a scale by channel and one by block. So the sums of a block are
+//             integers, and one factor a row adds them to the accumulators.
+// Elements    INT8 QK with INT8, FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a attend_hopper.cu serves E4M3 and
 //             attend_hopper16.cu 16 bits; the builds for sm_90a, with E4M3 mma.sync emulated, exist for correctness tests.
 // Tried       docs/experiments.md, "Attend with mma.sync".
 #include "attend/epilogue.cuh"
@@ -31,20 +34,29 @@ static_assert(kRowGroup == kKeyBlock, "a token order counts its tokens by 64 slo
 
 SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
   const Work& work = smem.work;
-  if (threadIdx.x == 0) smem.work.read(p, blockIdx.x);
+  if (threadIdx.x == 0) {
+    smem.work.read(p, blockIdx.x / kParts);
+    if constexpr (kParts > 1) smem.work.take_part(p.problem, blockIdx.x % kParts, kRows);
+  }
   if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
   __syncthreads();
+  if (kParts > 1 && work.queries <= 0) return;
   const bool finite = load_list(list, smem, p);
+
+  // Scores of such a head are NaN, of which maxima see nothing.
+  if (kPvFilter && !finite && threadIdx.x == 0) smem.work.pvthreshd = kNotANumber;
 
   Pipeline pipeline(smem, p, list);
   load_queries(smem, p, work, finite);
   Softmax softmax(smem, p.problem);
+  QueryFragments queries;
+  keep_queries(queries, smem.q);
   Accumulators out = {};
 
   for (i32 place = pipeline.wait_keys(); place >= 0; place = pipeline.wait_keys()) {
     const ScoreScale scale{smem, p.scale * kLog2E * pipeline.key_scale()};
     Scores scores;
-    score_block(scores, smem.q, pipeline.keys());
+    score_block(scores, queries, smem.q, pipeline.keys());
     if (needs_mask(work, place, pipeline.key_count(), p.causal)) {
       if (pipeline.key_count() < 0)
         pool_scores(scores, pipeline.columns(), scale);
@@ -56,6 +68,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     bool skip = false;
     if constexpr (kPvFilter) skip = softmax.negligible(block_max, pipeline.key_count() < 0 ? kNeverNegligible : work.pvthreshd);
     pipeline.wait_values(place);
+    if constexpr (kIntegerValues && !kPvFilter) __syncwarp();
     if (skip) {
       if (const i32 thread = ptx::thread_index(); thread % kRowGroupThreads == 0)
         smem.skipped_pairs[thread / kRowGroupThreads] += group_pairs(p, smem, thread / kRowGroupThreads, place);
@@ -65,10 +78,19 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     Probabilities probabilities;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      softmax.exponentials(scores, m, scale);
+      softmax.exponentials(scores, m, scale, block_max);
       pack_row_tile(probabilities, scores, m);
     }
-    add_values(out, probabilities, pipeline.values());
+    if constexpr (kIntegerValues) {
+      softmax.product_factors(block_max);
+      if (pipeline.is_pool(place))
+        softmax.add_pooled(scores, block_max, pipeline.inverse_value_scales());
+      else
+        softmax.add_levels(probabilities, block_max);
+      scale_rows(block_max, pipeline.value_scale());
+      __syncwarp();  // else ptxas mixes both products and spills
+    }
+    add_values(out, probabilities, pipeline.values(), block_max);
   }
 
   softmax.finish();
@@ -83,9 +105,10 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
 }  // namespace sparge::attend
 
 // Dynamic shared memory: Smem, then the list (attend/block_list.cuh), added by the host.
+extern "C" __device__ const sparge::AttendSizes launch_sizes = {sparge::attend::kParts};
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::attend::kThreads, sizeof(sparge::attend::Smem)};
 
-// Grid: batch x heads x query blocks, query blocks fastest.
+// Grid: batch x heads x query blocks x their parts, parts fastest, then query blocks.
 extern "C" __global__ void __launch_bounds__(sparge::attend::kThreads, sparge::attend::kBlocksPerSm)
     attend(const __grid_constant__ sparge::AttendParams p) {
   extern __shared__ __align__(256) sparge::u8 shared[];

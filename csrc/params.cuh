@@ -108,6 +108,7 @@ struct QuantizeParams {
   u8* k_tiles;          // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
   u8* v_tiles;          // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
   float* k_scale;       // (batch, kv_heads, key_blocks)
+  float* v_block_scale; // likewise, factors on v_scale; only INT8 values have them
   i32* key_counts;      // (batch, kv_heads, key_blocks): keys that the block really has
   float* q_block_mean;  // (batch, heads, query_blocks, head_dim)
   float* k_block_mean;  // (batch, kv_heads, key_blocks, head_dim)
@@ -124,6 +125,7 @@ struct QuantizeParams {
   u8* pool_k;                // (batch, kv_heads, pool_tiles): tiles like k_tiles whose rows are the means of 64 key blocks
   u8* pool_v;                // likewise, columns as in v_tiles
   PoolColumn* pool_columns;  // (batch, kv_heads, pool_tiles * 64)
+  float* pool_value_scale;   // likewise, INT8 values only
   i32 with_queries;
   i32 with_values;
   i32 with_similarity;  // else similarities are 1, or NaN where a block's mean is no number, as a threshold below 0 asks
@@ -177,6 +179,7 @@ struct AttendParams {
   const u8* k_tiles;
   const u8* v_tiles;
   const float* k_scale;
+  const float* v_block_scale;  // as in QuantizeParams
   const i32* key_counts;
   const float* k_mean;
   const float* v_mean;
@@ -186,6 +189,7 @@ struct AttendParams {
   const u8* pool_k;    // null: nothing is pooled
   const u8* pool_v;
   const PoolColumn* pool_columns;
+  const float* pool_value_scale;
   const u32* block_map;
   const HeadThresholds* thresholds;
   float* lse;          // (batch, heads, queries) natural log, may be null
@@ -236,6 +240,10 @@ struct RouteSizes {
   u32 rows;         // query blocks that a thread block takes at most
   u32 key_step;     // key blocks to whose multiples a row of scores is filled up
   u32 spare_bytes;  // least room beside the scores where heads may rank by error
+};
+
+struct AttendSizes {
+  u32 parts;  // thread blocks that share a query block
 };
 
 struct ScoreSizes {

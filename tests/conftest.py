@@ -34,7 +34,13 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="shifts the random inputs of every test")
     parser.addoption("--trained", type=Path, help="weights of another small video DiT")
+    parser.addoption("--arch", help="kernels of this target on a Hopper GPU, such as sm_90_as_89")
     parser.addoption("--all-kernels", action="store_true", help="compile every kernel")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if arch := config.getoption("--arch"):
+        device.SERVED_BY[9, 0] = (arch,)
 
 
 def no_gpu_reason() -> str:

@@ -10,9 +10,14 @@ namespace sparge::attend {
 // |sum| < 2^22 (127^2 * 128 = 2.06 million), and no conversion is spent.
 constexpr float kScoreZero = is_quantized(kElement) ? 12582912.0f : 0.0f;
 
-// E4M3 P uses all of E4M3: the shift cancels between numerator and row sum.
-constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f : 0.0f;  // log2 448
-constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : 1.0f;
+// Values in INT8: P is unsigned levels of its row's maximum in the key block, so that sums of a block are integers.
+constexpr bool kIntegerValues = kElement == Element::kInt8Int8;
+
+// E4M3 P uses all of E4M3, integer P all of a byte: the shift cancels between numerator and row sum.
+constexpr float kShift = kElement == Element::kInt8E4M3 ? 8.807354922057604f  // log2 448
+                         : kIntegerValues               ? 7.994353436858858f  // log2 255
+                                                        : 0.0f;
+constexpr float kUnshift = kElement == Element::kInt8E4M3 ? 1.0f / kValueLevels : kIntegerValues ? 1.0f / 255.0f : 1.0f;
 
 // Maximum of rows past the last query: they find every block negligible, so they never prevent a skip.
 constexpr float kNoRow = 1e30f;

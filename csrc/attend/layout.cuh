@@ -5,28 +5,38 @@
 #include "../common/config.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/special.cuh"
+#include "constants.cuh"
 #include "row_scale.cuh"
 #include "work.cuh"
 
 namespace sparge::attend {
 
-// Four warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads would outlast
+// Warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads would outlast
 // the products (docs/experiments.md, "Rows of a warp").
-// Emulated E4M3 products convert their operands in registers: half the rows leave room for that.
+// Integer values take 16: each block's sums stand beside the accumulators, and with 32 rows ptxas spills. Q stays in registers.
+// Emulated E4M3 products convert their operands in registers: 16 rows leave room for that.
 constexpr bool kEmulated = kElement == Element::kInt8E4M3 && kArch == 90;
-constexpr int kWarps = kEmulated ? 8 : 4;
+constexpr int kRowTiles = kEmulated || kIntegerValues ? 1 : 2;
+constexpr int kWarpRows = 16 * kRowTiles;
+// Thread blocks that share a query block: 64 rows leave room for three of them on an SM.
+constexpr int kParts = kIntegerValues && kHeadDim == 128 ? 2 : 1;
+constexpr int kRows = kQueryBlock / kParts;  // of a thread block
+constexpr int kWarps = kRows / kWarpRows;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kWarpRows = kQueryBlock / kWarps;
-constexpr int kRowTiles = kWarpRows / 16;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
+// 16 rows a warp leave registers for the fragments of Q, and for the rows' maxima and sums.
+constexpr bool kQueriesInRegisters = kIntegerValues, kRowsInRegisters = kIntegerValues;
 
-// 255 registers a thread at head_dim 128 (128 accumulators, 64 scores), 168 at 64.
-constexpr int kBlocksPerSm = kEmulated ? 1 : kHeadDim == 128 ? 2 : 3;
+// 32 rows a warp: 255 registers a thread at head_dim 128 (128 accumulators, 64 scores), 168 at 64. 16 rows: 168 and 128.
+constexpr int kBlocksPerSm = kEmulated                     ? 1
+                             : kIntegerValues              ? (kHeadDim == 128 ? 3 : 2)
+                             : kHeadDim == 128             ? 2
+                                                           : 3;
 
 constexpr int kQueryRowBytes = kHeadDim * key_bytes(kElement);
 constexpr int kValueRowBytes = kKeyBlock * value_bytes(kElement);
-constexpr int kQueryTileBytes = kQueryBlock * kQueryRowBytes;
+constexpr int kQueryTileBytes = kRows * kQueryRowBytes;
 constexpr int kKeyTileBytes = kKeyBlock * kQueryRowBytes;
 constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 
@@ -34,38 +44,56 @@ constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 // less than that, and each resident block costs 1 KB. sm_80 code also runs on 8.6-class parts: 99 KB a block is its cap.
 constexpr int kSmBytes = (kArch == 90 || kArch == 100 ? 228 : kArch == 80 ? 164 : 100) * 1024;
 constexpr int kMapBytes = 512;       // room for the block map of a row: 4,096 key blocks at full occupancy
-constexpr int kRowBytes = 6 * 1024;  // of Smem besides the tiles, at most
+constexpr int kRowBytes = kIntegerValues ? 3 * 1024 : 6 * 1024;  // of Smem besides the stages, at most
 constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes - kRowBytes;
-constexpr int kColumnBytes = kKeyBlock * sizeof(PoolColumn);
+constexpr int kColumnBytes = kKeyBlock * (sizeof(PoolColumn) + (kIntegerValues ? sizeof(float) : 0));
 constexpr int kStageBytes = kKeyTileBytes + kValueTileBytes + kColumnBytes;
 constexpr bool fits(int stages) { return kQueryTileBytes + stages * kStageBytes <= kBudget; }
 constexpr int kStages = fits(3) ? 3 : fits(2) ? 2 : 1;
 
 constexpr int kRowGroup = 64;  // query rows that skip a block's PV together
 constexpr int kRowGroupThreads = kRowGroup / kWarpRows * kWarpSize;
-constexpr int kRowGroups = kQueryBlock / kRowGroup;
+constexpr int kRowGroups = kRows / kRowGroup;
 
 // What travels with the tiles of a pipeline stage.
 struct alignas(16) Stage {
   float k_scale;
-  i32 keys;   // that the block really has; -1: pooled keys
-  i32 place;  // in the list (block_list.cuh); end_of_list or more: it has ended
+  float v_block_scale;  // integer values
+  i32 keys;             // that the block really has; -1: pooled keys
+  i32 place;            // in the list (block_list.cuh); end_of_list or more: it has ended
+};
+
+// A number for each of a thread's rows. Of four rows, the main loop has no register to spare, and compiler spills would cost more.
+using RowsSmem = float[kRowTiles][2][kRowsInRegisters ? 1 : kThreads];
+
+template <bool kInRegisters>
+struct RowNumbers {
+  float (&x)[kRowTiles][2][kThreads];
+  SPARGE_DEVICE explicit RowNumbers(RowsSmem& shared) : x(shared) {}
+  SPARGE_DEVICE float& at(i32 m, i32 half, i32 thread) const { return x[m][half][thread]; }
+};
+template <>
+struct RowNumbers<true> {
+  float x[kRowTiles][2];
+  SPARGE_DEVICE explicit RowNumbers(RowsSmem&) {}
+  SPARGE_DEVICE float& at(i32 m, i32 half, i32) { return x[m][half]; }
+  SPARGE_DEVICE const float& at(i32 m, i32 half, i32) const { return x[m][half]; }
 };
 
 struct alignas(256) Smem {  // tiles start at multiples of their row size
   // INT8: max |q| / 127 of each row, then the factors on rows' maxima (row_scale.cuh). First and in one array: where shared
   // memory starts at a run-time address (sm_90 and up), an array further back that a row indexes would keep its address in a
   // register across the main loop.
-  float q_scale[2 * kQueryBlock];
+  float q_scale[2 * kRows];
   u8 q[kQueryTileBytes];
   u8 k[kStages][kKeyTileBytes];
   u8 v[kStages][kValueTileBytes];
-  // For each thread's four rows: the main loop has no register to spare, and compiler spills would cost more.
-  float row_max[kRowTiles][2][kThreads];  // log2 units
-  float row_sum[kRowTiles][2][kThreads];  // the thread's own columns
-  float q_dot_mean[kQueryBlock];          // q . k_mean, for the log-sum-exp
+  RowsSmem row_max;                       // log2 units
+  RowsSmem row_sum;                       // the thread's own columns
+  float q_dot_mean[kRows];                // q . k_mean, for the log-sum-exp
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
+  float inverse_value_scale[kIntegerValues ? kStages : 1][kKeyBlock];  // of pooled keys
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
   float inverse_output_scale;                       // see output_scale.cuh
   ScaleBounds bounds;                           // see row_scale.cuh
@@ -78,7 +106,7 @@ static_assert(sizeof(Smem) <= 99 * 1024 || kSmBytes > 164 * 1024, "a block of th
 
 // Barrier 0 is __syncthreads; the two row groups vote apart.
 enum NamedBarrier { kBarrierUpperRows = 1, kBarrierLowerRows = 2 };
-static_assert(kRowGroups == 2, "each row group has a named barrier");
+static_assert(kRowGroups <= 2, "each row group has a named barrier");
 
 // First of the four rows of the block whose scores a thread holds, and how far the others are from it: row tile m, upper or lower
 // half of the tile. Computed where it is used: kept across the main loop, it would be spilled.

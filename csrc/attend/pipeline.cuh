@@ -35,6 +35,7 @@ struct Pipeline {
     for (int i = 0; i < (kStages > 1 ? kStages - 1 : 1); ++i) last = fill(last);
   }
 
+  SPARGE_DEVICE bool is_pool(i32 place) const { return place >= smem.first_pool_place; }
   // Negative for a key block, else the number of a tile of pooled keys.
   SPARGE_DEVICE i32 pool_tile(i32 place) const { return place - smem.first_pool_place; }
 
@@ -46,12 +47,21 @@ struct Pipeline {
     if (is_quantized(kElement)) ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].k_scale), p.k_scale + tile);
     ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].keys), p.key_counts + tile);
   }
+  // Whether a pooled key of a tile takes part.
+  SPARGE_DEVICE bool stands(i32 pool, i32 key) const {
+    return pooled_blocks(list, 2 * pool + key / kMapBits, smem.poolable) >> key % kMapBits & 1;
+  }
+  SPARGE_DEVICE float value_scale(i32 pool, i32 key, bool open) const {
+    return open ? p.pool_value_scale[(smem.work.first_pool + static_cast<i64>(pool)) * kKeyBlock + key] : 1.0f;
+  }
   SPARGE_DEVICE void load_pseudo_keys(i32 pool) {
     const i64 tile = smem.work.first_pool + pool;
     copy_tile<kKeyTileBytes>(smem.k[slot], p.pool_k + tile * kKeyTileBytes);
     if (const i32 key = ptx::thread_index(); key < kKeyBlock) {
-      const u32 open = pooled_blocks(list, 2 * pool + key / kMapBits, smem.poolable);
-      smem.columns[slot][key] = prepared(p.pool_columns[tile * kKeyBlock + key], smem.work, open >> key % kMapBits & 1);
+      const bool open = stands(pool, key);
+      PoolColumn column = prepared(p.pool_columns[tile * kKeyBlock + key], smem.work, open);
+      if constexpr (kIntegerValues) column.bias += log2f(value_scale(pool, key, open));
+      smem.columns[slot][key] = column;
     }
     if (ptx::thread_index() > 0) return;
     smem.stage[slot].k_scale = kPoolScale;
@@ -62,6 +72,14 @@ struct Pipeline {
     const u8* tiles = pool >= 0 ? p.pool_v : p.v_tiles;
     const i64 tile = pool >= 0 ? smem.work.first_pool + pool : smem.work.first_tile + place;
     copy_tile<kValueTileBytes>(smem.v[slot], tiles + tile * kValueTileBytes);
+    if constexpr (!kIntegerValues) return;
+    if (const i32 key = ptx::thread_index(); pool >= 0 && key < kKeyBlock)
+      smem.inverse_value_scale[slot][key] = 1.0f / value_scale(pool, key, stands(pool, key));
+    if (ptx::thread_index() > 0) return;
+    if (pool >= 0)
+      smem.stage[slot].v_block_scale = kPoolValueStep;
+    else
+      ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].v_block_scale), p.v_block_scale + tile);
   }
 
   SPARGE_DEVICE bool ended(i32 place) const { return place >= smem.end_of_list; }
@@ -107,8 +125,10 @@ struct Pipeline {
 
   SPARGE_DEVICE const u8* keys() const { return smem.k[slot]; }
   SPARGE_DEVICE const u8* values() const { return smem.v[slot]; }
+  SPARGE_DEVICE const float* inverse_value_scales() const { return smem.inverse_value_scale[slot]; }
   SPARGE_DEVICE const PoolColumn* columns() const { return smem.columns[slot]; }
   SPARGE_DEVICE i32 key_count() const { return smem.stage[slot].keys; }
+  SPARGE_DEVICE float value_scale() const { return smem.stage[slot].v_block_scale; }
   SPARGE_DEVICE float key_scale() const { return is_quantized(kElement) ? smem.stage[slot].k_scale : 1.0f; }
 };
 

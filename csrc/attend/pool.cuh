@@ -4,6 +4,8 @@
 //
 // A pooled key has a scale and a bias of its own. They are applied at once to the sum x of its products, which becomes
 //   kScoreZero + logit / (row scale * kPoolScale), logit = (x - kScoreZero) * row scale * scale + bias, in log2 units.
+// With integer values a pooled key stands for its value in units of its own scale: the logarithm of the scale is in the bias, and row
+// sums divide by it. So all values of a tile share one factor, and small ones keep their precision.
 // So what follows reads it like the sum of any key. The units are so small that the offset rounds nothing away.
 #pragma once
 

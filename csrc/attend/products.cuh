@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two matrix products of a warp: 32 query rows with 64 keys, then with head_dim channels.
+// The two matrix products of a warp: its query rows with 64 keys, then with head_dim channels.
 //
 // Every element type sees the same bytes: a k-step is 32 bytes of a row, ldmatrix hands out its two 16-byte chunks.
 #pragma once
@@ -14,12 +14,14 @@
 
 namespace sparge::attend {
 
+using PerRow = float[kRowTiles][2];  // one number for each of a thread's rows
 using Scores = float[kRowTiles][kKeyTiles][4];
 using Accumulators = float[kRowTiles][kChannelTiles][4];
 
 constexpr int kKeySteps = kQueryRowBytes / 32;
 constexpr int kValueSteps = kValueRowBytes / 32;
 using Probabilities = u32[kRowTiles][kValueSteps][4];
+using QueryFragments = u32[kRowTiles][kKeySteps][4];
 
 // Address at which this lane points ldmatrix for sixteen rows of a tile and both 16-byte chunks of a k-step. The four matrices
 // come out in the order in which the operand wants them in neighbouring registers (docs/experiments.md, "Order of ldmatrix"):
@@ -55,9 +57,23 @@ SPARGE_DEVICE void multiply_scores(float (&d)[4], const u32 (&a)[4], u32 b0, u32
   }
 }
 
-SPARGE_DEVICE void score_block(Scores& scores, const u8* q_tile, const u8* k_tile) {
+SPARGE_DEVICE u32 query_address(const u8* q_tile) {
   const i32 warp = ptx::thread_index() / kWarpSize;
-  const u32 q = lane_address<kQueryRowBytes, Operand::kA>(q_tile + warp * kWarpRows * kQueryRowBytes);
+  return lane_address<kQueryRowBytes, Operand::kA>(q_tile + warp * kWarpRows * kQueryRowBytes);
+}
+
+// All fragments of the warp's rows where they stay in registers.
+SPARGE_DEVICE void keep_queries(QueryFragments& fragments, const u8* q_tile) {
+  if constexpr (!kQueriesInRegisters) return;
+  const u32 q = query_address(q_tile);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int step = 0; step < kKeySteps; ++step) load_fragments<kQueryRowBytes>(fragments[m][step], q, 16 * m, step);
+}
+
+SPARGE_DEVICE void score_block(Scores& scores, const QueryFragments& kept, const u8* q_tile, const u8* k_tile) {
+  const u32 q = query_address(q_tile);
   const u32 k = lane_address<kKeyPartRowBytes, Operand::kB>(k_tile);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
@@ -69,7 +85,13 @@ SPARGE_DEVICE void score_block(Scores& scores, const u8* q_tile, const u8* k_til
   for (int step = 0; step < kKeySteps; ++step) {
     u32 rows[kRowTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) load_fragments<kQueryRowBytes>(rows[m], q, 16 * m, step);
+    for (int m = 0; m < kRowTiles; ++m) {
+      if constexpr (kQueriesInRegisters)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows[m][i] = kept[m][step][i];
+      else
+        load_fragments<kQueryRowBytes>(rows[m], q, 16 * m, step);
+    }
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n += 2) {
       u32 columns[4];
@@ -97,6 +119,12 @@ SPARGE_DEVICE void pack_row_tile(Probabilities& p, const Scores& s, i32 m) {
 #pragma unroll
       for (int chunk = 0; chunk < 2; ++chunk) {
         u32& fragment = p[m][step][2 * chunk + half];
+        if constexpr (kIntegerValues) {
+          const auto& left = s[m][4 * step + 2 * chunk];
+          const auto& right = s[m][4 * step + 2 * chunk + 1];
+          fragment = ptx::pack_u8(left[2 * half], left[2 * half + 1], right[2 * half], right[2 * half + 1]);
+          continue;
+        }
 #if SPARGE_ARCH >= 89
         if constexpr (kElement == Element::kInt8E4M3) {
           const auto& left = s[m][4 * step + 2 * chunk];
@@ -131,6 +159,25 @@ SPARGE_DEVICE void add_promoted(Accumulators& out, const Probabilities& p, i32 n
 }
 #endif
 
+// Sums of a block are integers, exact: |sum| <= 64 x 255 x 127 < 2^24. The row's factor brings them to the accumulators' units.
+SPARGE_DEVICE void add_integers(Accumulators& out, const Probabilities& p, i32 n, u32 v, const PerRow& factor) {
+  u32 columns[kValueSteps][4];
+#pragma unroll
+  for (int step = 0; step < kValueSteps; ++step) load_fragments<kValueRowBytes>(columns[step], v, 8 * n, step);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      u32 fresh[4] = {};
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step)
+        ptx::mma_m16n8k32_u8_s8(fresh, p[m][step], columns[step][2 * side], columns[step][2 * side + 1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        out[m][n + side][i] = __fmaf_rn(__int2float_rn(static_cast<i32>(fresh[i])), factor[m][i / 2], out[m][n + side][i]);
+    }
+}
+
 // 16-bit products accumulate in place.
 SPARGE_DEVICE void add_in_place(Accumulators& out, const Probabilities& p, i32 n, u32 v) {
   auto multiply = [](float (&d)[4], const u32(&a)[4], u32 b0, u32 b1) {
@@ -148,10 +195,22 @@ SPARGE_DEVICE void add_in_place(Accumulators& out, const Probabilities& p, i32 n
   }
 }
 
-SPARGE_DEVICE void add_values(Accumulators& out, const Probabilities& p, const u8* v_tile) {
+SPARGE_DEVICE void scale_rows(PerRow& rows, float factor) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows[m][half] *= factor;
+}
+
+// `factor` of each row counts with integer values alone.
+SPARGE_DEVICE void add_values(Accumulators& out, const Probabilities& p, const u8* v_tile, const PerRow& factor) {
   const u32 v = lane_address<kValueRowBytes, Operand::kB>(v_tile);
 #pragma unroll
   for (int n = 0; n < kChannelTiles; n += 2) {
+    if constexpr (kIntegerValues) {
+      add_integers(out, p, n, v, factor);
+      continue;
+    }
 #if SPARGE_ARCH >= 89
     if constexpr (kElement == Element::kInt8E4M3) {
       add_promoted(out, p, n, v);

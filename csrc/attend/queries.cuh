@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the 128 query rows once, straight from the caller's tensor, into a swizzled tile of INT8 or 16-bit rows.
+// Reads the query rows once, straight from the caller's tensor, into a swizzled tile of INT8 or 16-bit rows.
 #pragma once
 
 #include "../common/int8.cuh"
@@ -20,7 +20,7 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
     for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[i]));
     amax = lane_max_or_nan<1, kTokenLanes>(amax);
     // common/int8.cuh, written out: with a call ptxas spills on sm_100a.
-    const float inverse_scale = amax > kLeastAmax ? kKeyLevels / amax : 1.0f;
+    const float inverse_scale = amax > kLeastAmax ? kInt8Levels / amax : 1.0f;
     if (channel == 0) smem.q_scale[row] = amax;
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;
     *reinterpret_cast<Vec8*>(at) = {pack_int8(x, inverse_scale), pack_int8(x + 4, inverse_scale)};
@@ -40,10 +40,10 @@ SPARGE_DEVICE void scale_queries(Smem& smem, i32 first_row) {
   if (lane >= kWarpRows) return;
   const float scale = int8_scale(smem.q_scale[first_row + lane]), bounded = smem.bounds.bounded(scale);
   smem.q_scale[first_row + lane] = bounded;
-  smem.q_scale[kQueryBlock + first_row + lane] = ScaleBounds::sharpness(scale, bounded);
+  smem.q_scale[kRows + first_row + lane] = ScaleBounds::sharpness(scale, bounded);
 }
 
-// Each warp stores, and later reads, its own 32 rows only.
+// Each warp stores, and later reads, its own rows only.
 SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& work, bool finite) {
   const i32 lane = threadIdx.x % kWarpSize, first_row = threadIdx.x / kWarpSize * kWarpRows;
   const i32 channel = lane % kTokenLanes * kLaneChannels;

@@ -19,7 +19,7 @@ namespace sparge::attend {
 
 constexpr float kLeastStep = 0x1p-40f;
 constexpr float kMostStep = 0x1p-4f;
-constexpr float kMostSum = kHeadDim * kKeyLevels * kKeyLevels;
+constexpr float kMostSum = kHeadDim * kInt8Levels * kInt8Levels;
 
 // Bounds for the query rows of a head.
 struct ScaleBounds {
@@ -30,7 +30,7 @@ struct ScaleBounds {
   ScaleBounds() = default;
 
   SPARGE_DEVICE ScaleBounds(const AttendParams& p, i32 kv_at) {
-    const float key_scale = ptx::max_or_nan(p.reach[kv_at] * (1.0f / kKeyLevels), kZeroScale);  // the head's largest
+    const float key_scale = ptx::max_or_nan(p.reach[kv_at] * (1.0f / kInt8Levels), kZeroScale);  // the head's largest
     const float steepest = key_scale * (p.scale * kLog2E);
     most = kMostStep * ptx::reciprocal_approx(steepest), overflow = kMostSum * steepest;
     // Tiny keys must not make steps of pooled keys large.

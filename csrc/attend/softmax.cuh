@@ -10,8 +10,6 @@
 
 namespace sparge::attend {
 
-using PerRow = float[kRowTiles][2];  // one number for each of a thread's four rows
-
 // From raw scores to log2 units. Row scales stay in shared memory: registers are what this kernel lacks.
 struct ScoreScale {
   const Smem& smem;
@@ -23,8 +21,8 @@ struct ScoreScale {
 };
 
 struct Softmax {
-  float (&max)[kRowTiles][2][kThreads];  // log2 units
-  float (&sum)[kRowTiles][2][kThreads];  // this thread's columns only, until finish()
+  RowNumbers<kRowsInRegisters> max;  // log2 units
+  RowNumbers<kRowsInRegisters> sum;  // this thread's columns only, until finish()
 
   SPARGE_DEVICE Softmax(Smem& smem, const Problem& problem) : max(smem.row_max), sum(smem.row_sum) {
     const i32 row = first_row();
@@ -32,8 +30,8 @@ struct Softmax {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        max[m][half][threadIdx.x] = smem.work.token(problem, row + row_step(m, half)) >= 0 ? kMinusInfinity : kNoRow;
-        sum[m][half][threadIdx.x] = 0.0f;
+        max.at(m, half, threadIdx.x) = smem.work.token(problem, row + row_step(m, half)) >= 0 ? kMinusInfinity : kNoRow;
+        sum.at(m, half, threadIdx.x) = 0.0f;
       }
   }
 
@@ -52,7 +50,7 @@ struct Softmax {
       }
   }
 
-  // Whether the block is negligible for all rows of this warp's row group.
+  // Whether the block is negligible for all rows of this warp's row group. None is where `pvthreshd` is NaN.
   SPARGE_DEVICE bool negligible(const PerRow& block, float pvthreshd) const {
     const i32 thread = ptx::thread_index();
     bool all = true;
@@ -60,7 +58,8 @@ struct Softmax {
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        all = all && (block[m][half] == kMinusInfinity || block[m][half] - max[m][half][thread] < -pvthreshd);  // not of NaN
+        all = all && (block[m][half] == kMinusInfinity ? pvthreshd == pvthreshd
+                                                       : block[m][half] - max.at(m, half, thread) < -pvthreshd);  // not of NaN
     return thread < kRowGroupThreads ? ptx::barrier_all<kRowGroupThreads>(kBarrierUpperRows, all)
                                      : ptx::barrier_all<kRowGroupThreads>(kBarrierLowerRows, all);
   }
@@ -72,17 +71,17 @@ struct Softmax {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) moved = moved || block[m][half] > max[m][half][threadIdx.x];
+      for (int half = 0; half < 2; ++half) moved = moved || block[m][half] > max.at(m, half, threadIdx.x);
     if (!__any_sync(kFullWarp, moved)) return;
     const i32 thread = ptx::thread_index();  // read again, as this branch is rare
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float before = max[m][half][thread], most = fmaxf(before, block[m][half]);
+        const float before = max.at(m, half, thread), most = fmaxf(before, block[m][half]);
         const float alpha = most == kMinusInfinity ? 1.0f : ptx::exp2_approx(before - most);
-        max[m][half][thread] = most;
-        sum[m][half][thread] *= alpha;
+        max.at(m, half, thread) = most;
+        sum.at(m, half, thread) *= alpha;
 #pragma unroll
         for (int n = 0; n < kChannelTiles; ++n)
 #pragma unroll
@@ -90,13 +89,15 @@ struct Softmax {
       }
   }
 
-  // The scores of row tile m become probabilities relative to the running maximum.
-  SPARGE_DEVICE void exponentials(Scores& s, i32 m, const ScoreScale& score_scale) {
+  // The scores of row tile m become probabilities relative to the running maximum; with integer values relative to the block's,
+  // and not summed.
+  SPARGE_DEVICE void exponentials(Scores& s, i32 m, const ScoreScale& score_scale, const PerRow& block) {
     const i32 row = first_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float scale = score_scale.of(row, m, half);
-      const float reference = max[m][half][threadIdx.x] == kMinusInfinity ? 0.0f : max[m][half][threadIdx.x];
+      const float most = kIntegerValues ? block[m][half] : max.at(m, half, threadIdx.x);
+      const float reference = most == kMinusInfinity ? 0.0f : most;
       float added = 0.0f;
       const float bias = kShift - reference - kScoreZero * scale;
       // Maxima are rounded downwards. Beyond 2^27, which logits of quantized rows do not reach (row_scale.cuh), that is so much
@@ -107,17 +108,60 @@ struct Softmax {
         float* pair = &s[m][n][2 * half];
         pair[0] = ptx::exp2_approx(capped(pair[0] * scale + bias));
         pair[1] = ptx::exp2_approx(capped(pair[1] * scale + bias));
-        added += pair[0] + pair[1];
+        if constexpr (!kIntegerValues) added += pair[0] + pair[1];
       }
-      sum[m][half][threadIdx.x] += added;
+      if constexpr (!kIntegerValues) sum.at(m, half, threadIdx.x) += added;
     }
+  }
+
+  // Integer values: adds what P stands for to the row sums. Of keys these are its levels, of pooled keys P over their value scales.
+  // By `product_factors`.
+  SPARGE_DEVICE void add_levels(const Probabilities& p, const PerRow& factor) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 levels = 0;
+#pragma unroll
+        for (int step = 0; step < kValueSteps; ++step)
+#pragma unroll
+          for (int chunk = 0; chunk < 2; ++chunk) levels = __dp4a(p[m][step][2 * chunk + half], 0x01010101u, levels);
+        sum.at(m, half, threadIdx.x) = __fmaf_rn(__uint2float_rn(levels), factor[m][half], sum.at(m, half, threadIdx.x));
+      }
+  }
+  SPARGE_DEVICE void add_pooled(const Scores& p, const PerRow& factor, const float* inverse_value_scales) {
+    const u32 of_thread = ptx::shared_address(inverse_value_scales) + ptx::thread_index() % 4 * (2 * sizeof(float));
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float added = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+          float left, right;
+          ptx::load_shared(left, right, of_thread + 8 * n * sizeof(float));
+          added += p[m][n][2 * half] * left + p[m][n][2 * half + 1] * right;
+        }
+        sum.at(m, half, threadIdx.x) = __fmaf_rn(added, factor[m][half], sum.at(m, half, threadIdx.x));
+      }
+  }
+
+  // Integer values: makes of the block's maxima what P of the block is worth in units of the running ones.
+  SPARGE_DEVICE void product_factors(PerRow& block) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float above = block[m][half] - max.at(m, half, threadIdx.x);  // NaN where neither has met a key
+        block[m][half] = block[m][half] == kMinusInfinity ? 0.0f : ptx::exp2_approx(above);
+      }
   }
 
   SPARGE_DEVICE void finish() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] = lane_sum<1, 4>(sum[m][half][threadIdx.x]);
+      for (int half = 0; half < 2; ++half) sum.at(m, half, threadIdx.x) = lane_sum<1, 4>(sum.at(m, half, threadIdx.x));
   }
 
   // Applies the output scale. Here, as `store_output` has no register to spare.
@@ -125,7 +169,7 @@ struct Softmax {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half][threadIdx.x] *= inverse_output_scale;
+      for (int half = 0; half < 2; ++half) sum.at(m, half, threadIdx.x) *= inverse_output_scale;
   }
 };
 

@@ -49,6 +49,12 @@ struct Work {
     log2_pool_weight = p.pool_k ? p.thresholds[head].log2_pool_weight : kMinusInfinity;
   }
 
+  // Becomes part `part` of the query block, of `rows` rows; the last ones may have none.
+  SPARGE_DEVICE void take_part(const Problem& problem, i32 part, i32 rows) {
+    first_query += part * rows;
+    queries = smaller(rows, problem.queries - first_query);
+  }
+
   SPARGE_DEVICE bool pools() const { return log2_pool_weight != kMinusInfinity; }
 
   // Token of row `row` of the query block; -1: none.
@@ -57,7 +63,7 @@ struct Work {
   // Key blocks from here on hold no keys, or keys that some row must not see, so that no mean can stand for them.
   SPARGE_DEVICE i32 poolable(const AttendParams& p) const {
     const i32 blocks = p.problem.key_blocks();
-    return p.causal ? smaller(blocks, first_query / kKeyBlock) : blocks;
+    return p.causal ? smaller(blocks, block * (kQueryBlock / kKeyBlock)) : blocks;
   }
 
   // Row of the block map.

@@ -61,6 +61,19 @@ SPARGE_PAIRWISE(min_fp16, "min.f16x2")
 SPARGE_PAIRWISE(max_fp16, "max.f16x2")
 #undef SPARGE_PAIRWISE
 
+// Four numbers, the first in the low byte, rounded to the nearest even and saturated to 0 .. 255; NaN is 0. Two a conversion from sm_86 on.
+SPARGE_DEVICE u32 pack_u8(float first, float second, float third, float fourth) {
+  i32 level[4];
+  u32 upper, packed;
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(level[0]) : "f"(first));
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(level[1]) : "f"(second));
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(level[2]) : "f"(third));
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(level[3]) : "f"(fourth));
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(level[3]), "r"(level[2]));
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(packed) : "r"(level[1]), "r"(level[0]), "r"(upper));
+  return packed;
+}
+
 SPARGE_DEVICE float exp2_approx(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

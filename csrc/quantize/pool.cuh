@@ -52,16 +52,30 @@ SPARGE_DEVICE void pool_bias(const QuantizeParams& p, const Run& run, i32 block,
   p.pool_columns[run.pool_tile_at(block) * kKeyBlock + block % kKeyBlock].bias = log2f(static_cast<float>(count));
 }
 
-// Mean value of a block likewise, in units of v_scale. The last block clears the columns after it: a probability of 0 must
+// Mean value of a block likewise, in units of v_scale. INT8 values of each pooled key have a scale of their own, which is 1 where the
+// largest is kValueLevels. The last block clears the columns after it: a probability of 0 must
 // multiply numbers.
 SPARGE_DEVICE void pool_value(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare]) {
   constexpr int kBytes = value_bytes(kElement), kRowBytes = kKeyBlock * kBytes;
   u8* tile = p.pool_v + run.pool_tile_at(block) * (kHeadDim * kRowBytes);
+  float inverse_step = 0.0f;
+  if constexpr (kElement == Element::kInt8Int8) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kLaneShare; ++i) largest = fmaxf(largest, fabsf(mean[i]));
+    const float scale = fmaxf(lane_max<1, kWarpSize>(largest) * (1.0f / kValueLevels), kLeastPoolScale);
+    inverse_step = 1.0f / (scale * kPoolValueStep);
+    if (lane == 0) p.pool_value_scale[run.pool_tile_at(block) * kKeyBlock + block % kKeyBlock] = scale;
+  }
   // A lane's rows differ in bits that the first does not have.
   const u32 first_row = tile_offset<kRowBytes>(lane * kLaneShare, 0);
   auto store = [&](int i, i32 column, float x) {
     const i32 byte = position_of(column) * kBytes;
     u8* at = tile + (first_row ^ tile_offset<kRowBytes>(i, byte / 16)) + byte % 16;
+    if constexpr (kElement == Element::kInt8Int8) {
+      *at = static_cast<u8>(int8_level(x, inverse_step));
+      return;
+    }
 #if SPARGE_ARCH >= 89
     if constexpr (kElement == Element::kInt8E4M3) {
       *at = static_cast<u8>(ptx::pack_e4m3(x, 0.0f));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of 64 values, transposed, a swizzled tile of head_dim rows x 64 keys, one scale a channel.
+// Blocks of 64 values, transposed, a swizzled tile of head_dim rows x 64 keys, one scale a channel; INT8 has one a block besides.
 #pragma once
 
 #include "../common/swizzle.cuh"
@@ -38,10 +38,28 @@ struct alignas(16) ValueSmem {
   alignas(16) float scale[kHeadDim];
   alignas(16) ChannelSums<kTokenHalves> sums;
   alignas(16) ChannelSums<kTokenHalves> squares;
+  float largest[kWarps];  // magnitude of a warp's values, in units of v_scale
 };
 
-// The values of neighbouring positions of one channel.
-SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses]) {
+// For functions whose work on a block depends on whether it has all of its tokens: most do.
+template <bool kFull>
+struct Fullness {
+  static constexpr bool full = kFull;
+};
+template <typename Work>
+SPARGE_DEVICE void with_fullness(i32 count, Work&& work) {
+  if (count == kKeyBlock)
+    work(Fullness<true>{});
+  else
+    work(Fullness<false>{});
+}
+
+// The values of neighbouring positions of one channel, in units of v_scale where quantized. INT8 takes the inverse scale of the block.
+SPARGE_DEVICE void store_positions(u8* at, const float (&x)[kPasses], float inverse_block_scale) {
+  if constexpr (kElement == Element::kInt8Int8) {
+    *reinterpret_cast<u32*>(at) = pack_int8(x, inverse_block_scale);
+    return;
+  }
 #if SPARGE_ARCH >= 89
   if constexpr (kElement == Element::kInt8E4M3) {
     *reinterpret_cast<u32*>(at) = ptx::pack_e4m3(x[0], x[1]) | static_cast<u32>(ptx::pack_e4m3(x[2], x[3])) << 16;
@@ -90,60 +108,81 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
   }
 }
 
-// Whether a block has all of its tokens: most do.
-template <bool kFull>
-struct Fullness {
-  static constexpr bool full = kFull;
-};
-
-// Stores the block's values in the tile (where quantized, less the mean and in units of v_scale), and their sums. False where one
-// of this thread's 16-bit values is not finite.
-template <Source kSource>
-SPARGE_DEVICE bool transpose(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses],
-                             i32 count) {
+// Hands `each` four channels of the thread at a time, their numbers and values; less the mean and in units of v_scale where quantized.
+template <Source kSource, typename Full, typename Each>
+SPARGE_DEVICE void for_channels(const Chunks<kSource>& rows, const ValueSmem& smem, const Chunk (&chunk)[kPasses], i32 count, Full,
+                                Each&& each) {
   const ValueThread thread;
   const i32 first_key = key_at(thread.position);  // of four; key_at moves bits, so key_at(a + b) is key_at(a) + key_at(b) here
+#pragma unroll
+  for (int i = 0; i < kLaneChannels; i += 4) {
+    float x[4][kPasses];
+#pragma unroll
+    for (int j = 0; j < 4; j += 2)
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[(i + j) / 2], x[j][pass], x[j + 1][pass]);
+    if constexpr (is_quantized(kElement)) {
+      float shift[4], inverse_scale[4];
+      load_floats(shift, &smem.shift[thread.channel + i]);
+      load_floats(inverse_scale, &smem.inverse_scale[thread.channel + i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          x[j][pass] = __fmaf_rn(x[j][pass], inverse_scale[j], shift[j]);
+          if constexpr (!Full::full)
+            if (first_key + key_at(pass) >= count) x[j][pass] = 0.0f;
+        }
+    }
+    each(i, x);
+  }
+}
+
+// Largest magnitude of the block's values, in units of v_scale. By all threads.
+template <Source kSource>
+SPARGE_DEVICE float largest_value(const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses], i32 count) {
+  float largest = 0.0f;
+  with_fullness(count, [&](auto block_is) {
+    for_channels(rows, smem, chunk, count, block_is, [&](int, const float (&x)[4][kPasses]) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) largest = fmaxf(largest, fabsf(x[j][pass]));
+    });
+  });
+  largest = lane_max<1, kWarpSize>(largest);
+  if (ptx::thread_index() % kWarpSize == 0) smem.largest[ptx::thread_index() / kWarpSize] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, smem.largest[warp]);
+  return largest;
+}
+
+// Stores the block's values in the tile, and their sums. False where one of this thread's 16-bit values is not finite.
+template <Source kSource>
+SPARGE_DEVICE bool transpose(const QuantizeParams& p, const Chunks<kSource>& rows, ValueSmem& smem, const Chunk (&chunk)[kPasses],
+                             i32 count, float inverse_block_scale) {
+  const ValueThread thread;
   // Likewise the rows of a thread's eight channels differ in bits that neither the first row nor the byte has.
   const i32 byte = thread.position * kValueBytes;
   const u32 first_row = staged(tile_offset<kValueRowBytes>(thread.channel, byte / 16) + byte % 16);
   float sums[kLaneChannels] = {}, squares[kLaneChannels] = {}, zero = 0.0f;
-  auto channels = [&](auto block_is) {
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; i += 4) {
-      float x[4][kPasses];
-      [[maybe_unused]] float shift[4], inverse_scale[4];
-      if constexpr (is_quantized(kElement)) {
-        load_floats(shift, &smem.shift[thread.channel + i]);
-        load_floats(inverse_scale, &smem.inverse_scale[thread.channel + i]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; j += 2)
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) rows.unpack(chunk[pass].word[(i + j) / 2], x[j][pass], x[j + 1][pass]);
+  with_fullness(count, [&](auto block_is) {
+    for_channels(rows, smem, chunk, count, block_is, [&](int i, const float (&x)[4][kPasses]) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-          if constexpr (is_quantized(kElement)) {
-            x[j][pass] = __fmaf_rn(x[j][pass], inverse_scale[j], shift[j]);
-            if constexpr (!block_is.full)
-              if (first_key + key_at(pass) >= count) x[j][pass] = 0.0f;
-          } else {
-            trace(zero, x[j][pass]);
-          }
+          if constexpr (!is_quantized(kElement)) trace(zero, x[j][pass]);
           if (p.pool_v) {
             sums[i + j] += x[j][pass];
             squares[i + j] += x[j][pass] * x[j][pass];
           }
         }
-        store_positions(&smem.tile[first_row ^ tile_offset<kValueRowBytes>(i + j, 0)], x[j]);
+        store_positions(&smem.tile[first_row ^ tile_offset<kValueRowBytes>(i + j, 0)], x[j], inverse_block_scale);
       }
-    }
-  };
-  if (count == kKeyBlock)
-    channels(Fullness<true>{});
-  else
-    channels(Fullness<false>{});
+    });
+  });
   if (p.pool_v) {
     // Eight lanes add their eight channels; each keeps one of them.
     const i32 own = thread.channel + lane_channel<ValueThread::kChannelLanes>(thread.lane);
@@ -180,7 +219,12 @@ SPARGE_DEVICE void quantize_values(const QuantizeParams& p, const Chunks<kSource
     const i32 count = slots.count;
     if constexpr (!kEarly) load(true);
     __syncthreads();  // the tile and the sums of the block before have been read
-    const bool finite = transpose(p, rows, smem, chunk, count);
+    float largest = 0.0f;
+    if constexpr (kElement == Element::kInt8Int8) {
+      largest = largest_value(rows, smem, chunk, count);
+      if (ptx::thread_index() == 0) p.v_block_scale[run.at(slots.block)] = int8_scale(largest);
+    }
+    const bool finite = transpose(p, rows, smem, chunk, count, int8_inverse_scale(largest));
     const bool more = slots.enter(slots.block - 1);
     if constexpr (kEarly) load(more);
     const i32 block = slots.block + 1;

@@ -16,7 +16,7 @@ from .cubin import Cubin
 from .nvrtc import Nvrtc, NvrtcError
 from .report import parse_report
 from .source import Sources
-from .spec import KernelSpec
+from .spec import ARCHS, KernelSpec
 
 #: For a profiler that shows our lines add "-lineinfo" here; by default it is absent because it
 #: makes the files 3 to 4 times larger (200-600 KB each).
@@ -32,7 +32,7 @@ _NVRTC_NO_CACHE = "--no-cache"
 
 def options(spec: KernelSpec) -> list[str]:
     """Options that both compilers are told."""
-    return [f"--gpu-architecture={spec.arch}", *_OPTIONS, *spec.defines]
+    return [f"--gpu-architecture={ARCHS[spec.arch].target}", *_OPTIONS, *spec.defines]
 
 
 def options_key(spec: KernelSpec) -> str:

@@ -68,6 +68,7 @@ class QuantizeParams(Structure):
         ("k_tiles", c_void_p),
         ("v_tiles", c_void_p),
         ("k_scale", c_void_p),
+        ("v_block_scale", c_void_p),
         ("key_counts", c_void_p),
         ("q_block_mean", c_void_p),
         ("k_block_mean", c_void_p),
@@ -83,6 +84,7 @@ class QuantizeParams(Structure):
         ("pool_k", c_void_p),
         ("pool_v", c_void_p),
         ("pool_columns", c_void_p),
+        ("pool_value_scale", c_void_p),
         ("with_queries", c_int32),
         ("with_values", c_int32),
         ("with_similarity", c_int32),
@@ -139,6 +141,7 @@ class AttendParams(Structure):
         ("k_tiles", c_void_p),
         ("v_tiles", c_void_p),
         ("k_scale", c_void_p),
+        ("v_block_scale", c_void_p),
         ("key_counts", c_void_p),
         ("k_mean", c_void_p),
         ("v_mean", c_void_p),
@@ -148,6 +151,7 @@ class AttendParams(Structure):
         ("pool_k", c_void_p),
         ("pool_v", c_void_p),
         ("pool_columns", c_void_p),
+        ("pool_value_scale", c_void_p),
         ("block_map", c_void_p),
         ("thresholds", c_void_p),
         ("lse", c_void_p),
@@ -219,6 +223,11 @@ class RouteSizes(Structure):
     _fields_ = (("rows", c_uint32), ("key_step", c_uint32), ("spare_bytes", c_uint32))
 
 
+class AttendSizes(Structure):
+    __slots__ = ()
+    _fields_ = (("parts", c_uint32),)
+
+
 class ScoreSizes(Structure):
     __slots__ = ()
     _fields_ = (("rows", c_uint32), ("step", c_uint32), ("query_bytes", c_uint32))
@@ -245,5 +254,6 @@ PARAMS: dict[str, type[Structure]] = {
 SIZES: dict[str, type[Structure]] = {
     "means": MeansSizes,
     "route": RouteSizes,
+    "attend": AttendSizes,
     "score": ScoreSizes,
 }

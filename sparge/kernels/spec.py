@@ -17,11 +17,17 @@ class Element(enum.IntEnum):
     INT8_E4M3 = 1
     BF16 = 2
     FP16 = 3
+    INT8_INT8 = 4
 
     @property
     def quantized(self) -> bool:
         """Whether QK is INT8; else both products have 16-bit operands as they come."""
-        return self in (Element.INT8_FP16, Element.INT8_E4M3)
+        return self not in (Element.BF16, Element.FP16)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value in the tiles that attend reads."""
+        return 1 if self in (Element.INT8_E4M3, Element.INT8_INT8) else 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Arch:
     ``path`` is what csrc branches on (``SPARGE_ARCH``): 12.1 runs the code written for 12.0.
     ``needs`` is the first NVRTC that builds our kernels for it.
     ``shared_limit`` is the most dynamic shared memory, in bytes, that a block may ask for on every
-    GPU this target serves.
+    GPU this target serves. ``suffix`` is that of targets with features of their own.
     """
 
     name: str
@@ -39,6 +45,12 @@ class Arch:
     path: int
     needs: tuple[int, int]
     shared_limit: int
+    suffix: str = ""
+
+    @property
+    def target(self) -> str:
+        """Name of the target as compilers know it."""
+        return f"sm_{self.number}{self.suffix}"
 
 
 _KIB = 1024
@@ -52,13 +64,17 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_80", 80, 80, _OLDEST, 99 * _KIB),
         Arch("sm_86", 86, 86, _OLDEST, 99 * _KIB),
         Arch("sm_89", 89, 89, _OLDEST, 99 * _KIB),
-        Arch("sm_90a", 90, 90, _OLDEST, 227 * _KIB),
+        Arch("sm_90a", 90, 90, _OLDEST, 227 * _KIB, "a"),
         # The code of 8.0 on the same GPUs, for compilers that refuse what only sm_90a has.
         Arch("sm_90", 90, 80, _OLDEST, 227 * _KIB),
-        Arch("sm_100a", 100, 100, (12, 8), 227 * _KIB),
-        Arch("sm_103a", 103, 100, (12, 9), 227 * _KIB),
-        Arch("sm_120a", 120, 120, (12, 8), 99 * _KIB),
-        Arch("sm_121a", 121, 120, (12, 9), 99 * _KIB),
+        Arch("sm_100a", 100, 100, (12, 8), 227 * _KIB, "a"),
+        Arch("sm_103a", 103, 100, (12, 9), 227 * _KIB, "a"),
+        Arch("sm_120a", 120, 120, (12, 8), 99 * _KIB, "a"),
+        Arch("sm_121a", 121, 120, (12, 9), 99 * _KIB, "a"),
+        # The code of consumer GPUs, its tiles and stages, for tests on a Hopper GPU.
+        Arch("sm_90_as_86", 90, 86, _OLDEST, 99 * _KIB),
+        Arch("sm_90_as_89", 90, 89, _OLDEST, 99 * _KIB),
+        Arch("sm_90_as_120", 90, 120, _OLDEST, 99 * _KIB),
     )
 }
 #: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips, and 90 stands
@@ -74,6 +90,9 @@ HOPPER_PATH = 90
 #: E4M3 products in hardware. On sm_90a ``wgmma`` computes them; ``mma.sync`` is emulated there, so
 #: that one GPU tests the code of sm_89 and sm_120a too.
 _E4M3_PATHS = (89, HOPPER_PATH, 120)
+#: Consumer GPUs, where products with float32 sums run at half the rate, and those of integers at
+#: the full one.
+_INTEGER_PATHS = (86, 89, 120)
 
 
 @dataclass(frozen=True)
@@ -135,7 +154,10 @@ def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
     """The operand types ``arch`` runs fastest: ``dtype`` is that of 16-bit operands."""
     if sixteen_bit:
         return Element.FP16 if str(dtype) == "torch.float16" else Element.BF16
-    return Element.INT8_E4M3 if ARCHS[arch].path in _E4M3_PATHS else Element.INT8_FP16
+    path = ARCHS[arch].path
+    if path in _INTEGER_PATHS:
+        return Element.INT8_INT8
+    return Element.INT8_E4M3 if path in _E4M3_PATHS else Element.INT8_FP16
 
 
 @dataclass(frozen=True)
@@ -155,7 +177,7 @@ def attend_path(arch: str, element: Element) -> AttendPath:
     if target.path != HOPPER_PATH:
         lacks = "is built without wgmma" if target.number == 90 else "has no wgmma instruction"
         return AttendPath("attend", f"mma.sync: {arch} {lacks}")
-    if element is Element.INT8_FP16:
+    if element in (Element.INT8_FP16, Element.INT8_INT8):
         return AttendPath("attend", f"mma.sync: no wgmma kernel is built for {element.name}")
     if element is Element.INT8_E4M3:
         reason = "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units"

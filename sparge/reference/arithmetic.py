@@ -14,6 +14,8 @@ from ..kernels.spec import Element
 from .fixed_exp2 import fixed_exp2, is_fixed
 
 E4M3_MAX = 448.0
+INT8_MAX = 127.0
+UINT8_MAX = 255.0
 LOG2_E = math.log2(math.e)
 
 
@@ -26,10 +28,19 @@ class Arithmetic:
     dtype: torch.dtype
     """Dtype that P and V are rounded to (and Q and K too, when they are not quantized)."""
     p_peak: float = 1.0
-    """Stored value of the largest P: E4M3 uses its whole range."""
+    """Stored value of the largest P: E4M3 uses its whole range, and integers all of a byte."""
+
+    @property
+    def integer_pv(self) -> bool:
+        """P in unsigned levels of its row's largest in the key block, whose sums row sums are of; V in
+        levels whose scale is that of the channel times one of the block.
+        """
+        return self.dtype == torch.int8
 
     def round(self, values: Tensor) -> Tensor:
-        """Rounds float32 values to the nearest ones that `dtype` has; E4M3 saturates."""
+        """Rounds float32 values to the nearest ones that `dtype` has; E4M3 and INT8 saturate."""
+        if self.integer_pv:
+            values = values.round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(0)
         if self.dtype == torch.float8_e4m3fn:
             values = values.clamp(-E4M3_MAX, E4M3_MAX)
         return values.to(self.dtype)
@@ -38,6 +49,7 @@ class Arithmetic:
 ARITHMETIC = {
     Element.INT8_FP16: Arithmetic(True, torch.float16),
     Element.INT8_E4M3: Arithmetic(True, torch.float8_e4m3fn, p_peak=E4M3_MAX),
+    Element.INT8_INT8: Arithmetic(True, torch.int8, p_peak=UINT8_MAX),
     Element.BF16: Arithmetic(False, torch.bfloat16),
     Element.FP16: Arithmetic(False, torch.float16),
 }
@@ -60,8 +72,19 @@ class OnlineSoftmax:
     (`sparge.reference.fixed_exp2`).
     """
 
-    def weigh(self, x: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-        """P = 2^x as it is stored, in units of 1 / p_peak, and its sums; x is (..., keys)."""
+    def weigh(
+        self, x: Tensor, arithmetic: Arithmetic, worth: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """P = 2^x as it is stored, in units of 1 / p_peak, and its sums; x is (..., keys).
+
+        worth: (..., keys), factors on P in the sums of integer P, which are of P unrounded then.
+        """
+        if arithmetic.integer_pv:
+            most = x.amax(-1, keepdim=True)
+            p = torch.exp2(x - finite(most))
+            stored = (p * arithmetic.p_peak).round() * torch.exp2(most)
+            summed = stored / arithmetic.p_peak if worth is None else p * torch.exp2(most) * worth
+            return stored, summed.sum(-1, keepdim=True)
         p = torch.exp2(x)
         exact = p * arithmetic.p_peak
         if self.fixed_exp2:
@@ -89,15 +112,21 @@ class Values:
     softmax: OnlineSoftmax
 
     def sums(
-        self, exponents: Tensor, maxima: Tensor, levels: Tensor, lost: Tensor | None = None
+        self,
+        exponents: Tensor,
+        maxima: Tensor,
+        levels: Tensor,
+        lost: Tensor | None = None,
+        worth: Tensor | None = None,
     ) -> Partial:
         """Sums over the keys of all steps.
 
         exponents: (R, steps, keys of a step), logits less `maxima` (R, steps), the running ones.
         levels: (steps * keys, D) of the values. lost: (R,) bool, rows whose softmax is no number.
+        worth: (steps, keys) as in `OnlineSoftmax.weigh`.
         """
         rescale = torch.exp2(maxima - finite(maxima[:, -1:])).unsqueeze(-1)
-        stored, sums = self.softmax.weigh(exponents, self.arithmetic)
+        stored, sums = self.softmax.weigh(exponents, self.arithmetic, worth)
         row_sum = (sums * rescale).sum((-2, -1))
         if lost is not None:
             row_sum = row_sum.masked_fill(lost, torch.nan)

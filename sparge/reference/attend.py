@@ -106,7 +106,7 @@ class _Head:
 
     k: Tensor  # (nk, 64, D) levels
     k_scale: Tensor  # (nk,)
-    v: Tensor  # (nk, 64, D) levels
+    v: Tensor  # (nk, 64, D) in units of the channels' scales
     values: Values
     counts: Tensor  # (nk,) keys of each block
     occupied: Tensor | None  # (Nq,) bool, in an order: the others have no say in the PV filter
@@ -117,7 +117,7 @@ class _Head:
         return cls(
             blocked(x.k_levels[b, h].float(), KEY_BLOCK),
             x.k_scale[b, h],
-            blocked(x.v_levels[b, h].float(), KEY_BLOCK),
+            blocked(x.v_levels[b, h].float(), KEY_BLOCK) * x.v_block_scale[b, h, :, None, None],
             values,
             x.key_counts[b],
             None if x.order is None else x.occupied,

@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 from ..blocks import QUERY_BLOCK
 from ..common.partial import NO_LOGIT, Partial, finite
 from ..policy import PerHead
-from .arithmetic import Values
+from .arithmetic import E4M3_MAX, INT8_MAX, Values
 from .quantize import stored
 from .quantized import Quantized, by_query_head
 
+LEAST_VALUE_SCALE = 2.0**-20
 POOL_TILE = 64  # pseudo-keys in a tile, which is shaped like a key block
 
 
@@ -30,18 +31,26 @@ class Pool:
 
     k: Tensor  # (nk, D) levels
     k_scale: Tensor  # (nk,), one a pseudo-key
-    bias: Tensor  # (nk,) log2 of keys times pool weight
-    v: Tensor  # (nk, D) levels
+    bias: Tensor  # (nk,) log2 of keys times pool weight times value scale
+    v: Tensor  # (nk, D) in units of the channels' scales times the value scale
+    v_scale: Tensor  # (nk,), 1 where values are no integers
     values: Values
 
     @classmethod
     def of(cls, x: Quantized, b: int, h: int, values: Values, pool_weight: Tensor) -> Pool:
+        means = x.v_block_mean[b, h] / values.scale
+        v_scale = torch.ones_like(means[:, 0])
+        if values.arithmetic.integer_pv:
+            v_scale = (means.abs().amax(-1) / E4M3_MAX).clamp(min=LEAST_VALUE_SCALE)
+            step = v_scale.unsqueeze(-1) * (E4M3_MAX / INT8_MAX)
+            means = values.arithmetic.round(means / step).float() * (E4M3_MAX / INT8_MAX)
         levels, scale = stored(x.k_block_mean[b, h].unsqueeze(1), values.arithmetic)
         return cls(
             levels.squeeze(1).float(),
             scale,
-            (x.key_counts[b] * pool_weight).log2(),
-            values.arithmetic.round(x.v_block_mean[b, h] / values.scale).float(),
+            (x.key_counts[b] * pool_weight * v_scale).log2(),
+            means if values.arithmetic.integer_pv else values.arithmetic.round(means).float(),
+            v_scale,
             values,
         )
 
@@ -54,7 +63,8 @@ class Pool:
         tiles = pad(logits, (0, spare), value=NO_LOGIT).unflatten(-1, (-1, step))
         running = torch.maximum(tiles.amax(-1).cummax(-1).values, start.unsqueeze(-1))
         exponents = tiles - finite(running).unsqueeze(-1)
-        return self.values.sums(exponents, running, pad(self.v, (0, 0, 0, spare)))
+        worth = pad(1 / self.v_scale, (0, spare), value=1).unflatten(0, (-1, step))
+        return self.values.sums(exponents, running, pad(self.v, (0, 0, 0, spare)), worth=worth)
 
 
 def with_output_scale(

@@ -15,10 +15,9 @@ from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count, count_keys
 from ..kernels.spec import Element
 from ..order.grid import TokenOrder
 from ..stages.key_mean import mean_stride
-from .arithmetic import ARITHMETIC, E4M3_MAX, Arithmetic
+from .arithmetic import ARITHMETIC, E4M3_MAX, INT8_MAX, Arithmetic
 from .quantized import Quantized, blocked, gather
 
-INT8_MAX = 127.0
 # Scale of a row or block of zeros, and the least scale of any. Levels of zeros are 0 whatever the
 # scale; a scale of 1 would make one level worth more than all real logits, and with it the rounding
 # of a kernel's score offset.
@@ -167,9 +166,15 @@ def _quantize_values(
     rows = gather(centred, order)
     blocks = blocked(rows, KEY_BLOCK)
     mean = blocks.sum(1) / counts.clamp(min=1).unsqueeze(-1)
+    if arithmetic.integer_pv:
+        levels, block_scale = stored(blocks / v_scale, arithmetic)
+        levels = levels.flatten(0, 1)[: rows.shape[0]]
+    else:
+        levels, block_scale = arithmetic.round(rows / v_scale), torch.ones_like(blocks[:, 0, 0])
     return {
-        "v_levels": arithmetic.round(rows / v_scale),
+        "v_levels": levels,
         "v_scale": v_scale,
+        "v_block_scale": block_scale,
         "vbar": vbar,
         "v_block_mean": mean,
         "v_variance": _variance(blocks, mean, counts).sum(-1),

@@ -20,7 +20,7 @@ class Quantized:
 
     Nq and Nk count slots where there is an order. nq = ceil(Nq / 128), nk = ceil(Nk / 64).
 
-    Levels times scale give the stored value: Q as it is, K around kbar, V around vbar. Without
+    Levels times scales give the stored value: Q as it is, K around kbar, V around vbar. Without
     quantization the levels are bf16 or fp16 values, all scales are 1 and both means are 0.
     Rows at or beyond a batch entry's key length, and empty slots, are zero. Everything else is
     float32. Statistics are over the valid rows of each block, 0 for a block without any. Variances
@@ -31,10 +31,11 @@ class Quantized:
     order: TokenOrder | None
     q_levels: Tensor  # (B, H, Nq, D) int8, or bf16 / fp16
     k_levels: Tensor  # (B, Hkv, Nk, D) int8, or bf16 / fp16
-    v_levels: Tensor  # (B, Hkv, Nk, D) fp16, e4m3 or bf16
+    v_levels: Tensor  # (B, Hkv, Nk, D) fp16, e4m3, int8 or bf16
     q_scale: Tensor  # (B, H, Nq)
     k_scale: Tensor  # (B, Hkv, nk)
     v_scale: Tensor  # (B, Hkv, D)
+    v_block_scale: Tensor  # (B, Hkv, nk), factors on v_scale: 1 where values are no integers
     kbar: Tensor  # (B, Hkv, D)
     vbar: Tensor  # (B, Hkv, D)
     q_block_mean: Tensor  # (B, H, nq, D)

@@ -97,6 +97,7 @@ def quantize(
         k_tiles=address("k_tiles"),
         v_tiles=address("v_tiles"),
         k_scale=address("k_scale"),
+        v_block_scale=address("v_block_scale"),
         key_counts=address("key_counts"),
         q_block_mean=address("q_block_mean"),
         k_block_mean=address("k_block_mean"),
@@ -112,6 +113,7 @@ def quantize(
         pool_k=address("pool_k"),
         pool_v=address("pool_v"),
         pool_columns=address("pool_columns"),
+        pool_value_scale=address("pool_value_scale"),
         with_queries=averages,
         with_values=v is not None,
         with_similarity=rules.with_similarity,
@@ -217,6 +219,7 @@ def attend(
         k_tiles=address("k_tiles"),
         v_tiles=address("v_tiles"),
         k_scale=address("k_scale"),
+        v_block_scale=address("v_block_scale"),
         key_counts=address("key_counts"),
         k_mean=address("k_mean"),
         v_mean=address("v_mean"),
@@ -226,6 +229,7 @@ def attend(
         pool_k=address("pool_k"),
         pool_v=address("pool_v"),
         pool_columns=address("pool_columns"),
+        pool_value_scale=address("pool_value_scale"),
         block_map=block_map.data_ptr(),
         thresholds=_address(thresholds),
         lse=_address(lse),
@@ -241,12 +245,13 @@ def attend(
     )
     blocks = shape.batch * shape.heads * shape.query_blocks
     entry = attend_path(capabilities(q.device).arch, element).entry
+    kernel = find_kernel(entry, q.device, shape.head_dim, element, rules.pv_filter)
     map_bytes = 0
     if entry in HOPPER_ENTRIES:
         blocks = min(blocks, resident_blocks(q.device))
     else:
+        blocks *= kernel.sizes.parts
         map_bytes = shape.list_words * 4
-    kernel = find_kernel(entry, q.device, shape.head_dim, element, rules.pv_filter)
     queue(kernel, (blocks, 1, 1), params, map_bytes)
 
 

@@ -109,7 +109,7 @@ class WorkspaceLayout:
         blocks = (*kv, shape.key_blocks)
         queries = (shape.batch, shape.heads, shape.query_blocks)
         key_bytes = 1 if element.quantized else 2
-        value_bytes = 1 if element is Element.INT8_E4M3 else 2
+        value_bytes = element.value_bytes
         tile = KEY_BLOCK * shape.head_dim
         self.shape, self.element = shape, element
         self._end = 0
@@ -132,6 +132,8 @@ class WorkspaceLayout:
         self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
         if with_values:
             self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
+            if element is Element.INT8_INT8:
+                self._add("v_block_scale", blocks)
         if with_pools:
             tiles = (*kv, shape.pool_tiles)
             self._add("k_variance", (*blocks, shape.head_dim), torch.bfloat16)
@@ -141,6 +143,8 @@ class WorkspaceLayout:
             self._add("pool_k", (*tiles, tile * key_bytes), torch.uint8)
             self._add("pool_v", (*tiles, tile * value_bytes), torch.uint8)
             self._add("pool_columns", (*tiles, KEY_BLOCK, len(PoolColumn._fields_)))
+            if element is Element.INT8_INT8:
+                self._add("pool_value_scale", (*tiles, KEY_BLOCK))
         # Last, so that nothing else moves where attend serves other queries than were routed.
         if with_queries:
             self._add("q_similarity", queries)

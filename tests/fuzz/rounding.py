@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparge import Precision
+from sparge.kernels import capabilities
 from tests.fuzz.oracle import Setting
 
 #: Half the distance of neighbouring numbers, relative to the lower power of two, and the distance
@@ -15,10 +16,13 @@ from tests.fuzz.oracle import Setting
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 FLOOR = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
 INT8_LEVELS = 127
+UINT8_LEVELS = 255
 E4M3_MAX = 448
-WITH_E4M3 = ((8, 9), (9, 0), (12, 0), (12, 1))
+WITH_INTEGERS = ((8, 6), (8, 9), (12, 0), (12, 1))
 #: Compute capability that the reference emulates; None: that of no GPU.
 CPU_IS_LIKE: tuple[int, int] | None = None
+#: Compute capabilities whose kernels tests run on a Hopper GPU.
+LAYOUTS = {"86": (8, 6), "89": (8, 9), "120": (12, 0)}
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,14 @@ class Arithmetic:
                 UNIT[torch.float16 if half_only(setting) else torch.bfloat16], 2.0**-25, 0, 0
             )
         capability = _capability(case.q.device)
-        if case.policy.precision is Precision.INT8 and capability in WITH_E4M3:
-            # 3 bits, and 2^-10 where numbers are smallest; on 9.0 most of P comes from a fixed
-            # point 2^x that is 1.54 % off at most and 0 below 2^-10 (fixed_exp2.cuh), and FP8
-            # products are summed with 13 bits.
-            on_hopper = capability == (9, 0)
-            p_unit = 2.0**-4 + (0.0154 if on_hopper else 0)
+        if case.policy.precision is Precision.INT8 and capability in WITH_INTEGERS:
+            return cls(0, 0.5 / UINT8_LEVELS, 0, 0.5 / INT8_LEVELS, sums_rounded=True)
+        if case.policy.precision is Precision.INT8 and capability == (9, 0):
+            # 3 bits, and 2^-10 where numbers are smallest; most of P comes from a fixed point 2^x
+            # that is 1.54 % off at most and 0 below 2^-10 (fixed_exp2.cuh), and FP8 products are
+            # summed with 13 bits.
             floor = 2.0**-10 / E4M3_MAX
-            sums = 2.0**-13 if on_hopper else 2.0**-23
-            return cls(p_unit, floor, 2.0**-4, floor, on_hopper, sums)
+            return cls(2.0**-4 + 0.0154, floor, 2.0**-4, floor, True, 2.0**-13)
         return cls(2.0**-11, 2.0**-25, 2.0**-11, 2.0**-25 / E4M3_MAX)
 
 
@@ -66,4 +69,7 @@ def casts(setting: Setting) -> float:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else CPU_IS_LIKE
+    if device.type != "cuda":
+        return CPU_IS_LIKE
+    _, layout_of, number = capabilities(device).arch.partition("_as_")
+    return LAYOUTS[number] if layout_of else torch.cuda.get_device_capability(device)

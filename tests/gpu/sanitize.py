@@ -3,6 +3,7 @@
 
 python -m tests.gpu.sanitize [--tools racecheck memcheck synccheck initcheck] [--gpus 0 1]
                              [--workers 24] [--sanitizer PATH] [-k EXPRESSION] [--logs FOLDER]
+                             [--arch sm_90_as_89]
 
 A line for each group of tests as it ends, with what was found where that is not clean, then what
 was clean; the exit status is 0 when all was.
@@ -73,6 +74,8 @@ class Group:
     tool: str
     gpu: int
     tests: tuple[str, ...]
+    arch: tuple[str, ...] = ()
+    """Options that choose the target of the kernels."""
 
     def environment(self) -> dict[str, str]:
         own = {"CUDA_VISIBLE_DEVICES": str(self.gpu), "OMP_NUM_THREADS": "1"}
@@ -83,14 +86,17 @@ class Group:
     def command(self, sanitizer: str) -> list[str]:
         watched = () if self.tool == "initcheck" else KERNELS
         kernels = [word for name in watched for word in ("--kernel-name", f"kns={name}")]
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.tests]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.arch]
+        pytest += self.tests
         limits = ["--error-exitcode", str(FOUND), "--print-limit", str(PRINTED)]
         if self.tool == "initcheck":
             limits += ["--show-backtrace", "no"]  # forty lines each; kernel and test say enough
         return [sanitizer, "--tool", self.tool, *limits, *kernels, *pytest]
 
 
-def groups(tests: Sequence[str], tools: Sequence[str], gpus: Sequence[int]) -> Iterator[Group]:
+def groups(
+    tests: Sequence[str], tools: Sequence[str], gpus: Sequence[int], arch: tuple[str, ...] = ()
+) -> Iterator[Group]:
     """Every test once for each tool; those that need the cache on their own."""
     apart = [test for test in tests if NEEDS_CACHE.search(test)]
     together = [test for test in tests if test not in apart]
@@ -101,7 +107,7 @@ def groups(tests: Sequence[str], tools: Sequence[str], gpus: Sequence[int]) -> I
         chunks = [tuple(together[at : at + most]) for at in range(0, len(together), most)]
         pairs += [(tool, chunk) for chunk in [*((test,) for test in apart), *chunks]]
     for number, (tool, chunk) in enumerate(pairs):
-        yield Group(number, tool, next(turn), chunk)
+        yield Group(number, tool, next(turn), chunk, arch)
 
 
 def collected(expression: str) -> list[str]:
@@ -174,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", nargs="+", type=int, default=[0])
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 8) - 8))
     parser.add_argument("--sanitizer", default="compute-sanitizer")
+    parser.add_argument("--arch", help="as that of tests/conftest.py")
     parser.add_argument("-k", dest="expression", default="", help="as pytest's")
     parser.add_argument("--logs", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -183,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     logs = options.logs or Path(tempfile.mkdtemp(prefix="sanitize-"))
     logs.mkdir(parents=True, exist_ok=True)
-    todo = list(groups(tests, options.tools, options.gpus))
+    arch = ("--arch", options.arch) if options.arch else ()
+    todo = list(groups(tests, options.tools, options.gpus, arch))
     with ThreadPoolExecutor(options.workers) as pool:
         clean = list(pool.map(lambda group: run(group, options.sanitizer, logs), todo))
     for tool in options.tools:

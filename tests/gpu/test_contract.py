@@ -84,7 +84,12 @@ def test_four_launches_no_sync_no_copy(settings: str, ordered: bool, qkv: Operan
 
 def e4m3() -> bool:
     """Whether this GPU's 8-bit precision rounds P and V to E4M3, written down likewise."""
-    return capabilities("cuda").arch in ("sm_89", "sm_90a", "sm_120a", "sm_121a")
+    return capabilities("cuda").arch == "sm_90a"
+
+
+def integer() -> bool:
+    """Whether it rounds them to integers."""
+    return capabilities("cuda").arch.endswith(("86", "89", "120", "120a", "121a"))
 
 
 def own_attend(on_hopper: str = "attend_hopper") -> str:
@@ -102,7 +107,8 @@ def test_a_plan_saves_its_launch(qkv: Operands, launched: list[KernelSpec]) -> N
 
 def test_the_path_that_was_asked_for_runs(make_qkv, launched: list[KernelSpec]) -> None:
     arch = capabilities("cuda").arch
-    native = Element.INT8_E4M3 if e4m3() else Element.INT8_FP16
+    eight_bit = Element.INT8_INT8 if integer() else Element.INT8_FP16
+    native = Element.INT8_E4M3 if e4m3() else eight_bit
     for dtype, precision, entry, element in (
         (torch.bfloat16, Precision.INT8, own_attend(), native),
         (torch.bfloat16, Precision.INT8_FP16, "attend", Element.INT8_FP16),

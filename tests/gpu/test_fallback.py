@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def without_wgmma(monkeypatch, fresh_targets, launched) -> list[KernelSpec]:
     """Launches on a Hopper GPU of which nothing is known yet."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if capabilities("cuda").arch != "sm_90a":
         pytest.skip("only Hopper has a target of its own and a plain one")
     build = loader.load_cubin
 

@@ -44,8 +44,9 @@ def key_rows(tiles: Tensor, row_bytes: int) -> Tensor:
 
 def value_levels(tiles: Tensor, element: Element, head_dim: int) -> Tensor:
     """(B, Hkv, nk * 64, head_dim) float32 from transposed tiles."""
-    if element is Element.INT8_E4M3:
-        rows = unswizzle(tiles, KEY_BLOCK).view(torch.float8_e4m3fn).float()
+    if element.value_bytes == 1:
+        dtype = torch.float8_e4m3fn if element is Element.INT8_E4M3 else torch.int8
+        rows = unswizzle(tiles, KEY_BLOCK).view(dtype).float()
         position = torch.arange(KEY_BLOCK, device=tiles.device)
         key = (position & ~15) + 8 * (position >> 1 & 1) + 2 * (position >> 2 & 3) + (position & 1)
         rows = rows[..., key.argsort()]
@@ -94,6 +95,8 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
     if int8:
         torch.testing.assert_close(fields["k_scale"], truth.k_scale, rtol=1e-5, atol=0)
     values = value_levels(fields["v_tiles"], element, head_dim)[:, :, : case.keys, :d]
+    if element is Element.INT8_INT8:
+        torch.testing.assert_close(fields["v_block_scale"], truth.v_block_scale, rtol=1e-5, atol=0)
     assert rel_l2(values, truth.v_levels.float()) <= 2e-3
 
 
@@ -104,7 +107,10 @@ def whole_layout(q: Tensor, k: Tensor, element: Element) -> WorkspaceLayout:
 def assert_same_fields(
     layout: WorkspaceLayout, one: Tensor, other: Tensor, names: Iterable[str]
 ) -> None:
+    persistent = capabilities("cuda").arch == "sm_90a"
     for name in names:
+        if name == "next_item" and not persistent:
+            continue  # nobody writes it
         same = (layout.view(workspace, name).view(torch.uint8) for workspace in (one, other))
         assert torch.equal(*same), name
 

@@ -19,8 +19,11 @@ from sparge.kernels.spec import (
     spec_from_id,
 )
 
-#: Targets whose 8-bit element is E4M3, written down apart from the library.
-E4M3 = ("sm_89", "sm_90a", "sm_120a", "sm_121a")
+#: 8-bit elements of the targets that take no FP16, written down apart from the library.
+EIGHT_BIT = {"sm_90a": Element.INT8_E4M3} | dict.fromkeys(
+    ("sm_86", "sm_89", "sm_120a", "sm_121a", "sm_90_as_86", "sm_90_as_89", "sm_90_as_120"),
+    Element.INT8_INT8,
+)
 
 
 def test_ids_and_defines_name_one_kernel_each():
@@ -59,7 +62,7 @@ def test_what_is_not_built_is_refused(arguments, words):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_path_of_a_call(arch):
     """The element and the kernel that serve it are built, and the reason says which."""
-    eight_bit = Element.INT8_E4M3 if arch in E4M3 else Element.INT8_FP16
+    eight_bit = EIGHT_BIT.get(arch, Element.INT8_FP16)
     hopper, built = arch == "sm_90a", set(native_specs(arch))
     assert built <= set(all_specs(arch))
     for sixteen_bit, dtype, expected in (

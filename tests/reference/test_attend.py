@@ -31,10 +31,16 @@ def test_p_is_rounded_beside_the_running_maximum(make_qkv, element: Element) -> 
         grown = torch.maximum(maximum, logits.amax(-1, keepdim=True))
         shrink, p = torch.exp2(maximum - grown), torch.exp2(logits - grown)
         peak = ARITHMETIC[element].p_peak
-        stored = ARITHMETIC[element].round(p.float() * peak).double() / peak
+        if element is Element.INT8_INT8:
+            most = torch.exp2(logits.amax(-1, keepdim=True) - grown)
+            stored = (p / most * peak).round() / peak * most
+        else:
+            stored = ARITHMETIC[element].round(p.float() * peak).double() / peak
         values = x.v_levels[0, 0, keys].double() * x.v_scale[0, 0].double()
+        values = values * x.v_block_scale[0, 0, block].double()
         rounded, unrounded = rounded * shrink + stored @ values, unrounded * shrink + p @ values
-        total = total * shrink + p.sum(-1, keepdim=True)
+        summed = stored if element is Element.INT8_INT8 else p
+        total = total * shrink + summed.sum(-1, keepdim=True)
         maximum = grown
     kept = torch.ones(1, 1, 1, -(-KEYS // 64), dtype=torch.bool)
     found = attend(x, kept, scale=SCALE)

@@ -95,7 +95,7 @@ struct Softmax {
   // Bits of positive floats are ordered as the floats are, and Hopper compares three integers by one instruction. Only for scores
   // that neither a mask nor pooling changed: those are kScoreZero plus a sum of products of levels.
   SPARGE_DEVICE static float largest_positive(const Levels& levels, int half) {
-    static_assert(kHeadDim * kKeyLevels * kKeyLevels < kScoreZero, "no sum of products may make a score negative");
+    static_assert(kHeadDim * kInt8Levels * kInt8Levels < kScoreZero, "no sum of products may make a score negative");
     auto level = [&](int i) { return levels[at(i / 2, half, i % 2)]; };
     auto most = [](i32 a, i32 b, i32 c) { return larger(larger(a, b), c); };
     static_assert(2 * kKeyTiles == 16, "a row has 16 scores of a block in a thread");
