@@ -165,6 +165,20 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     assert ("11", "WanModel, for a mean error of 0.08") in server.texts, "what was loaded"
 
 
+def test_the_block_map_of_a_head_is_shown(server):
+    prompt = graph("wan", **ALL_WIDGETS | {"mode": "auto budget"})
+    wires = {"model": ["2", 0], "latent": ["6", 0]}
+    for node, head in (("8", 1), ("9", 99)):
+        inputs = wires | {"layer": 1, "head": head}
+        prompt[node] = {"class_type": "SpargeAttentionBlockMap", "inputs": inputs}
+    prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 0]}}
+    texts = dict(server.run_graph(prompt))
+    assert re.fullmatch(r"Layer 1, head 1: \d+ % computed", texts["8"])
+    assert texts["9"].startswith("Layer 1 has no head 99: its heads are 0 to")
+    outputs = outputs_of(server, "10")
+    assert all(len(outputs[node]["images"]) == 1 for node in ("8", "9", "10"))
+
+
 def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
     lines = r"NOTHING WAS SPARSE\.\nfewer than min_tokens \(4096\) tokens"
     text = said_in_the_log(server, graph("wan", **ALL_WIDGETS | {"min_tokens": 4096}), lines)
@@ -216,6 +230,7 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
         ("SpargeAttentionReport", "Sparge Attention Report"),
+        ("SpargeAttentionBlockMap", "Sparge Attention Block Map"),
         ("SpargeGPUBenchmark", "Sparge GPU Benchmark"),
         ("SpargeAttentionCompare", "Sparge Attention Compare"),
         ("SpargeCogVideoXLoad", "Load CogVideoX"),
