@@ -18,8 +18,9 @@ SIDE = picture.WIDTH - LEFT - picture.RIGHT
 def draw(kept: Tensor, layer: int, head: int, step: int) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are. kept: (query blocks, key blocks)
     bool; step: from 0."""
+    computed = 100 * float(kept.float().mean())
     text = (
-        f"{share(kept, layer, head)}\n"
+        f"Layer {layer}, head {head}: {computed:.0f} % computed\n"
         f"Step {step + 1}. A row is {QUERY_BLOCK} queries, a column {KEY_BLOCK} keys"
     )
     image = picture.headed(text, TOP + SIDE + BOTTOM)
@@ -29,11 +30,6 @@ def draw(kept: Tensor, layer: int, head: int, step: int) -> Tensor:
     _axes(image, *kept.shape)
     picture.scale(image, TOP + SIDE + 82)
     return picture.as_tensor(image)
-
-
-def share(kept: Tensor, layer: int, head: int) -> str:
-    computed = 100 * float(kept.float().mean())
-    return f"Layer {layer}, head {head}: {computed:.0f} % computed"
 
 
 def _axes(image: Image.Image, query_blocks: int, key_blocks: int) -> None:

@@ -10,7 +10,6 @@ from comfy_api.latest import io
 
 from .asked_layers import BLOCK_MAP
 from .hook import hook_of
-from .host import show_on_node
 from .result import RunResult
 from .sparge_report import NO_NODE, NO_RUN
 
@@ -44,7 +43,6 @@ class SpargeAttentionBlockMap(io.ComfyNode):
                 _number("head", "Number of the head, from 0. Another head needs no other run."),
             ],
             outputs=[io.Image.Output("picture", tooltip="What is shown on the node.")],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -69,8 +67,6 @@ class SpargeAttentionBlockMap(io.ComfyNode):
         except ImportError:  # no Pillow
             return io.NodeOutput(torch.zeros(1, 64, 64, 3))
         image = picture.message(problem) if problem else block_picture.draw(*of_map)
-        text = problem or block_picture.share(*of_map[:3])
-        show_on_node(cls.hidden.unique_id if cls.hidden else None, text)
         return io.NodeOutput(image, ui=ui.PreviewImage(image, cls=cls).as_dict())
 
 
