@@ -33,8 +33,8 @@ def run(dense: DenseRun, path: Path) -> trained.Row:
     """Writes the picture of a dense clip and of the same one sparse, whose row it returns."""
     row = trained.sparse_row(dense, Clips([dense]), "ours auto", DENSITY)
     captions = (
-        ("every key", "dense attention"),
-        (f"{row.density:.0%} of the keys".replace("%", " %"), f"sparse, {row.psnr:.1f} dB PSNR"),
+        ("Every key", "dense attention"),
+        (f"{row.density:.0%} of the keys".replace("%", " %"), f"sparse attention, {row.psnr:.1f} dB PSNR"),
     )
     sheet = _sheet(captions, dense)
     frames = []
@@ -71,8 +71,8 @@ def _sheet(captions: tuple[tuple[str, str], ...], dense: DenseRun) -> Image.Imag
         text.text((_left(place), 10), title, INK, ImageFont.load_default(TITLE))
         text.text((_left(place), 48), line, FAINT, ImageFont.load_default(LINE))
     about = (
-        f"A small model of ours: {dense.grid.tokens:,} tokens, {STEPS} steps, "
-        f"the first {DENSE_STEPS} dense"
+        f"One seed of our small video model: {dense.grid.tokens:,} tokens, {STEPS} steps, "
+        f"the first {DENSE_STEPS} dense in both"
     )
     text.text((_left(0), height + 14), about, FAINT, ImageFont.load_default(LINE))
     return image
