@@ -18,7 +18,7 @@ from benchmarks.pixels import to_image
 from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun, load_dit, sample_dense
 from benchmarks.quality.end_to_end import Clips
 
-CPU_SIZE = (17, 28, 24)  # 11,424 tokens: half an hour of one core
+CPU_SIZE = (17, 28, 24)  # 11,424 tokens: about half an hour of one core
 DENSITY = 0.2
 SEED = 10
 PANEL, GAP = 440, 16  # pixels: width of a clip, and what is around it
