@@ -34,7 +34,10 @@ def run(dense: DenseRun, path: Path) -> trained.Row:
     row = trained.sparse_row(dense, Clips([dense]), "ours auto", DENSITY)
     captions = (
         ("Every key", "dense attention"),
-        (f"{row.density:.0%} of the keys".replace("%", " %"), f"sparse attention, {row.psnr:.1f} dB PSNR"),
+        (
+            f"{row.density:.0%} of the keys".replace("%", " %"),
+            f"sparse attention, {row.psnr:.1f} dB PSNR",
+        ),
     )
     sheet = _sheet(captions, dense)
     frames = []

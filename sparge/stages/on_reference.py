@@ -64,14 +64,10 @@ def _pairs(call: CheckedCall) -> dict[str, Any]:
 
 
 def compute(
-    call: CheckedCall,
-    out: Tensor,
-    lse: Tensor | None,
-    counters: Tensor | None,
-    block_maps: list[Tensor] | None = None,
-) -> None:
-    """Writes the results that the kernels would write, and adds to the counters and block maps of
-    `AttentionStats`."""
+    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> reference.Route:
+    """Writes the results that the kernels would write, and adds to the counters of
+    `AttentionStats`; returns what became of the blocks."""
     attended, route = attend(call)
     out.copy_(attended.out)
     if lse is not None:
@@ -81,8 +77,7 @@ def compute(
         counters[Counter.VALID] += route.valid_pairs().sum()
         counters[Counter.PV_SKIPPED] += attended.pv_skipped.sum()
         counters[Counter.KEPT_BLOCKS] += route.kept_blocks().sum()
-    if block_maps is not None:
-        block_maps.append(pack(route.kept))
+    return route
 
 
 def run(
@@ -95,7 +90,9 @@ def run(
     """Runs `compute` as one node of a traced graph, where there is no order, no head settings and
     nobody asks for block maps."""
     if call.order is not None or call.head_settings is not None or block_maps is not None:
-        compute(call, out, lse, counters, block_maps)
+        computed = compute(call, out, lse, counters)
+        if block_maps is not None:
+            block_maps.append(pack(computed.kept))
         return
     policy, plan = call.policy, call.plan
     _reference_op(
