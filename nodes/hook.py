@@ -19,6 +19,7 @@ from ..sparge.kernels.warmup import Warmup, warm_up
 from ..sparge.speed import speed_table
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
+from .asked_layers import asked_layers
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
@@ -111,6 +112,7 @@ class Hook:
             profile_name=self.profile.name if self.profile else "",
             show=self.show,
             node_id=self.node_id,
+            maps_of=asked_layers(self.node_id),
         )
         if remark:
             run.note(remark)

@@ -69,20 +69,22 @@ def told_apart(text: str) -> str:
     return "\n".join([*ended, last])
 
 
-def nodes_behind(node_id: str | None, kind: str) -> list[str]:
-    """Ids of the nodes of a kind in the running graph that get their model from a node, whatever it
-    went through; none where no server runs."""
+def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]:
+    """Inputs by id of the nodes of a kind in the running graph that get their model from a node,
+    whatever it went through; none where no server runs."""
     progress = sys.modules.get("comfy_execution.progress")
     if progress is None or node_id is None:
-        return []
-    graph, found = progress.get_progress_state().dynprompt, []
+        return {}
+    graph = progress.get_progress_state().dynprompt
+    found: dict[str, Mapping[str, Any]] = {}
     for each in graph.all_node_ids():
         node = graph.get_node(each)
+        inputs = node["inputs"]
         if node["class_type"] != kind:
             continue
         while isinstance(link := node["inputs"].get("model"), list):
             if (source := str(link[0])) == node_id:
-                found.append(each)
+                found[each] = inputs
                 break
             node = graph.get_node(source)
     return found

@@ -46,4 +46,4 @@ class LiveMap:
 
     @cached_property
     def _reports(self) -> list[str]:
-        return nodes_behind(self._node_id, REPORT)
+        return list(nodes_behind(self._node_id, REPORT))

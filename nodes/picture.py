@@ -95,7 +95,7 @@ def _with_map(text: str, by_step: Tensor, layers: Sequence[int], right: int) -> 
     height = min(HEIGHT, TALLEST_CELL * len(layers))
     image = headed(text, TOP + height + BOTTOM)
     _map(image, by_step, layers, (LEFT, TOP, right, TOP + height))
-    _scale(image, TOP + height + 82)
+    scale(image, TOP + height + 82)
     return image
 
 
@@ -104,10 +104,10 @@ def _map(
 ) -> None:
     left, top, right, bottom = box
     rows, steps = by_step.shape
-    colours = _colours(by_step.nan_to_num(0.0))
+    colours = coloured(by_step.nan_to_num(0.0))
     colours[by_step.isnan()] = torch.tensor(EMPTY, dtype=torch.uint8)
     size = right - left, bottom - top
-    image.paste(_image(colours).resize(size, Image.Resampling.BOX), (left, top))
+    image.paste(from_pixels(colours).resize(size, Image.Resampling.BOX), (left, top))
     wide, tall = size[0] / steps, size[1] / rows
     lines = ImageDraw.Draw(image)
     if wide > SMALL_CELL:
@@ -119,20 +119,21 @@ def _map(
             y = top + round(row * tall)
             lines.line((left, y, right, y), PAPER)
     write(image, "layer", top - 38, left - 12, INK, TITLE, before=1)
-    every = _every(tall, 34)
+    every = interval(tall, 34)
     for row, layer in enumerate(layers):
         if layer % every == 0:
             write(image, str(layer), round(top + (row + 0.5) * tall) - 14, left - 12, before=1)
-    every = _every(wide, 44)
+    every = interval(wide, 44)
     for step in range(1, steps + 1):
         if step % every == 0 or step == 1:
             write(image, str(step), bottom + 8, left + (step - 0.5) * wide, before=0.5)
     write(image, "step", bottom + 36, (left + right) / 2, INK, TITLE, before=0.5)
 
 
-def _scale(image: Image.Image, top: int) -> None:
+def scale(image: Image.Image, top: int) -> None:
+    """Draws what the colours mean."""
     write(image, "skipped", top, MARGIN, INK, TITLE)
-    colours = _image(_colours(torch.linspace(0, 1, 180)).expand(24, -1, -1))
+    colours = from_pixels(coloured(torch.linspace(0, 1, 180)).expand(24, -1, -1))
     left = MARGIN + round(_font(TITLE).getlength("skipped")) + 16
     image.paste(colours, (left, top + 4))
     write(image, "computed", top, left + colours.width + 16, INK, TITLE)
@@ -170,14 +171,14 @@ def _errors(
             x -= wide + 22
 
 
-def _colours(density: Tensor) -> Tensor:
+def coloured(density: Tensor) -> Tensor:
     """Colours (..., 3) uint8 for densities (...)."""
     place = density.clamp(0, 1) * (len(SCALE) - 1)
     below = place.long().clamp(max=len(SCALE) - 2)
     return SCALE[below].lerp(SCALE[below + 1], (place - below).unsqueeze(-1)).round().byte()
 
 
-def _image(pixels: Tensor) -> Image.Image:
+def from_pixels(pixels: Tensor) -> Image.Image:
     """Image of (height, width, 3) uint8."""
     height, width, _ = pixels.shape
     return Image.frombytes("RGB", (width, height), bytes(pixels.contiguous().numpy().data))
@@ -189,7 +190,7 @@ def as_tensor(image: Image.Image) -> Tensor:
     return pixels.view(1, image.height, image.width, 3).float() / 255
 
 
-def _every(cell: float, room: int) -> int:
+def interval(cell: float, room: int) -> int:
     """Interval between two numbers of an axis that have so much room."""
     return next((count for count in INTERVALS if count * cell >= room), INTERVALS[-1])
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from ..sparge.tune import Profile, Report, Tally
+from ..sparge.tune import LayerMaps, Profile, Report, Tally
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class RunResult:
     """Number of steps of the schedule; 0 where that is not known."""
     seconds: float = 0.0
     """Seconds of the run from its first pass on; 0 where none came."""
+    maps: Mapping[int, LayerMaps] = field(default_factory=dict)
+    """Block maps by layer, of those that the graph asked for."""
 
     @property
     def stopped_early(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,10 +48,12 @@ class Run:
         profile_name: str = "",
         show: Callable[[str], None] = _ignored,
         node_id: str | None = None,
+        maps_of: Collection[int] = (),
     ) -> None:
         """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
         what is sampled, and where. profile_name: as the user knows it. show: shows a line under the
-        node. node_id: of our node, in the running graph."""
+        node. node_id: of our node, in the running graph. maps_of: layers whose block
+        maps are kept."""
         self.owner = owner
         self.settings = settings
         self.asked = settings.policy()
@@ -77,6 +79,7 @@ class Run:
             untracked=untracked_allocations,
             speed=partial(known_table, backend=self.backend),
             exact_dense=settings.exact_dense,
+            maps_of=maps_of,
         )
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
@@ -176,6 +179,7 @@ class Run:
             self._profile_name,
             len(self.schedule),
             0.0 if self._began is None else time.perf_counter() - self._began,
+            self.session.block_maps(),
         )
 
 

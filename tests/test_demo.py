@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.demo import call, trained
+from benchmarks.demo import call, moving, trained
 from benchmarks.demo import device as demo_device
 from benchmarks.demo.__main__ import main
 from benchmarks.pixels import to_image, write_gif
@@ -51,6 +51,14 @@ def test_a_clip_of_trained_weights(tmp_path: Path, dense: DenseRun) -> None:
         assert picture.width == panels * (4 * 80 + trained.MARGIN)
     with Image.open(tmp_path / "demo.gif") as gif:
         assert gif.n_frames == 4
+
+
+def test_the_moving_picture(tmp_path: Path, dense: DenseRun) -> None:
+    row = moving.run(dense, tmp_path / "new" / "moving.webp")
+    assert row.density < 0.5
+    with Image.open(tmp_path / "new" / "moving.webp") as picture:
+        assert picture.n_frames == 2 * len(dense.clip) - 2, "forth and back"
+        assert picture.width == 2 * moving.PANEL + 3 * moving.GAP and picture.info["loop"] == 0
 
 
 def test_a_call_of_the_clip(tmp_path: Path, dense: DenseRun) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_what_is_missing_is_said(checkout: Path) -> None:
     missing, wrong = told(checkout).splitlines()
     assert missing == "assets/icon.png is missing: python -m tools.pictures draws it."
     assert wrong.startswith("assets/banner.png is 400x400; the registry shows it 2.33 times")
+
+
+#: Pictures of the README, and the most bytes that each may take.
+SHOWN = {"assets/dense_and_sparse.webp": 600_000, "assets/node.png": 120_000}
+
+
+def test_pictures_of_the_readme_are_small_and_in_the_archive() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"!\[[^]]+\]\((.+?)\)", readme) == list(SHOWN)
+    assert all((ROOT / path).stat().st_size <= most for path, most in SHOWN.items())
+    assert "assets" not in (ROOT / ".comfyignore").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["icon", "banner"])

@@ -245,3 +245,15 @@ def test_a_profile_serves_its_own_aim_alone(qkv) -> None:
         reasons.append((list(running.reasons), remarks))
     measured = "The profile is for a mean density of 50 %, not for a mean error of 0.1, so this run"
     assert reasons == [([], []), ([MEASURING], [f"{measured} measures"])]
+
+
+def test_block_maps_of_the_layers_that_were_named(qkv: tuple[Tensor, ...]) -> None:
+    session = session_of(maps_of=(1, 9))
+    assert session.block_maps() == {}
+    sampled(session, qkv)
+    ((layer, maps),) = session.block_maps().items()
+    assert (layer, maps.step, maps.heads) == (1, STEPS - 1, HEADS)
+    kept = torch.stack([maps.of_head(head) for head in range(HEADS)])
+    assert kept.shape == (HEADS, 6, 12), "the prefix has a block of its own"
+    assert kept[:, :, 0].all() and kept[:, 0].all(), "the prefix is exact"
+    assert float(kept.float().mean()) < 0.9

@@ -58,7 +58,7 @@ def run(dense: DenseRun, out: Path) -> list[Row]:
     _, milliseconds = timed(dense.finished, device, REPEATS)
     table = [Row("torch, dense", 1.0, milliseconds / 1000, float("inf"), dense.clip)]
     clips = Clips([dense])
-    table += [_sparse_row(dense, clips, mode, density) for mode, density in COMPARED]
+    table += [sparse_row(dense, clips, mode, density) for mode, density in COMPARED]
     print(_formatted(table))
     panels = _panels([row.clip.cpu() for row in table])
     captions = [
@@ -85,7 +85,7 @@ def _caption(row: Row, device: torch.device) -> str:
     return f"{row.density:.0%} of pairs{took}"
 
 
-def _sparse_row(dense: DenseRun, clips: Clips, mode_name: str, density: float) -> Row:
+def sparse_row(dense: DenseRun, clips: Clips, mode_name: str, density: float) -> Row:
     mode = BY_NAME[mode_name]
     attention, reached = in_library(dense, mode, clips.budgets_for(0, mode, Aim("budget", density)))
     clip, milliseconds = timed(lambda: dense.finished(attention), dense.begun.device, REPEATS)

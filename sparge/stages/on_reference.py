@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..blocks import BlockPlan
+from ..blocks import BlockPlan, pack
 from ..call import CheckedCall
 from ..policy import Precision, SparsePolicy
 from ..stats import Counter
@@ -63,9 +63,11 @@ def _pairs(call: CheckedCall) -> dict[str, Any]:
     }
 
 
-def compute(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+def compute(
+    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
+) -> reference.Route:
     """Writes the results that the kernels would write, and adds to the counters of
-    `AttentionStats`."""
+    `AttentionStats`; returns what became of the blocks."""
     attended, route = attend(call)
     out.copy_(attended.out)
     if lse is not None:
@@ -75,13 +77,22 @@ def compute(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor
         counters[Counter.VALID] += route.valid_pairs().sum()
         counters[Counter.PV_SKIPPED] += attended.pv_skipped.sum()
         counters[Counter.KEPT_BLOCKS] += route.kept_blocks().sum()
+    return route
 
 
-def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    """Runs `compute` as one node of a traced graph, where there is no order and no head
-    settings."""
-    if call.order is not None or call.head_settings is not None:
-        compute(call, out, lse, counters)
+def run(
+    call: CheckedCall,
+    out: Tensor,
+    lse: Tensor | None,
+    counters: Tensor | None,
+    block_maps: list[Tensor] | None = None,
+) -> None:
+    """Runs `compute` as one node of a traced graph, where there is no order, no head settings and
+    nobody asks for block maps."""
+    if call.order is not None or call.head_settings is not None or block_maps is not None:
+        computed = compute(call, out, lse, counters)
+        if block_maps is not None:
+            block_maps.append(pack(computed.kept))
         return
     policy, plan = call.policy, call.plan
     _reference_op(

@@ -25,12 +25,18 @@ MEMORY_SHARE = 0.55
 MEMORY_FLOOR = 1 << 20
 
 
-def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-    """Writes `out` (B, H, Nq, D) and `lse` (B, H, Nq), and adds to `counters`."""
+def run(
+    call: CheckedCall,
+    out: Tensor,
+    lse: Tensor | None,
+    counters: Tensor | None,
+    block_maps: list[Tensor] | None = None,
+) -> None:
+    """Writes `out` (B, H, Nq, D) and `lse` (B, H, Nq), and adds to `counters` and `block_maps`."""
     if has_kernels(call):
-        _run_in_head_groups(call, out, lse, counters)
+        _run_in_head_groups(call, out, lse, counters, block_maps)
     else:
-        on_reference.run(call, out, lse, counters)
+        on_reference.run(call, out, lse, counters, block_maps)
 
 
 def has_kernels(call: CheckedCall) -> bool:
@@ -44,7 +50,11 @@ def has_kernels(call: CheckedCall) -> bool:
 
 
 def _run_in_head_groups(
-    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
+    call: CheckedCall,
+    out: Tensor,
+    lse: Tensor | None,
+    counters: Tensor | None,
+    block_maps: list[Tensor] | None,
 ) -> None:
     """Runs all heads at once when the workspace stays within MEMORY_SHARE and fits, else in
     groups.
@@ -61,7 +71,7 @@ def _run_in_head_groups(
             part_lse = lse if step == kv_heads else torch.empty_like(lse[:, query])
         try:
             part = call if step == kv_heads else call.heads(first, last)
-            run_kernels(part, out[:, query], part_lse, counters)
+            block_map = run_kernels(part, out[:, query], part_lse, counters)
         except torch.OutOfMemoryError as error:
             if step == 1:
                 needed = _memory_needed(call.heads(first, last)) / 2**20
@@ -73,6 +83,8 @@ def _run_in_head_groups(
             continue
         if lse is not None and part_lse is not None and part_lse is not lse:
             lse[:, query] = part_lse
+        if block_maps is not None:
+            block_maps.append(block_map)
         first = last
 
 
@@ -99,7 +111,8 @@ def run_kernels(
     lse: Tensor | None,
     counters: Tensor | None,
     partials: tuple[Tensor, ...] | None = None,
-) -> None:
+) -> Tensor:
+    """Runs all heads at once; returns their block map."""
     workspace = quantize(call)
     if call.is_whole and counters is None:
         block_map = full_map(call)
@@ -112,6 +125,7 @@ def run_kernels(
             counters[Counter.VALID] += call.plan.valid_pairs().sum()
             counters[Counter.KEPT_BLOCKS] += call.plan.visited_blocks().sum()
     attend(call, workspace, block_map, out, lse, counters, partials)
+    return block_map
 
 
 def full_map(call: CheckedCall) -> Tensor:

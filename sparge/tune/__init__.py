@@ -2,6 +2,7 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
+from .block_maps import LayerMaps
 from .call import Call, DenseOnce
 from .candidates import CandidateSet
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -49,6 +50,7 @@ __all__ = [
     "Fingerprint",
     "Fit",
     "HeadTable",
+    "LayerMaps",
     "LayerSpans",
     "Layout",
     "Measure",

@@ -20,6 +20,7 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .alike_heads import AlikeHeads
+from .block_maps import BlockMaps
 from .call import Call, DenseOnce
 from .eight_bit import EightBitDense
 from .facts import Layout, PassFacts
@@ -58,6 +59,7 @@ class SessionPass:
     tables: dict[Shape, HeadTable]
     record: PassRecord
     eight_bit_dense: EightBitDense
+    block_maps: BlockMaps
     calls: Counter[Shape] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dense results of `attend` by the reason for them."""
@@ -138,7 +140,8 @@ class SessionPass:
         if isinstance(plan, str):
             return plan
         stats = self.record.stats_of(row)
-        with self._timed(Way.SPARSE, call):
+        maps = self.block_maps.of_call(row, call, plan.order, self.facts, stats)
+        with maps, self._timed(Way.SPARSE, call):
             out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
             self.probe(plan, row, call, out)

@@ -98,8 +98,13 @@ class Page:
         """All that the page says outside of the canvas."""
         return self._page.inner_text("body")
 
-    def screenshot(self, path: Path) -> None:
-        self._page.screenshot(path=str(path))
+    def screenshot(self, path: Path, box: tuple[float, float, float, float] | None = None) -> None:
+        """Writes a picture of the page, or of a box of it: left, top, right, bottom."""
+        part = None
+        if box is not None:
+            left, top, right, bottom = box
+            part = {"x": left, "y": top, "width": right - left, "height": bottom - top}
+        self._page.screenshot(path=str(path), clip=part)
 
 
 @contextmanager

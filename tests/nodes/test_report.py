@@ -295,7 +295,7 @@ def test_the_picture_shows_densities_and_errors(picture, measured):
     wide = (image.shape[2] - picture.RIGHT - picture.ERROR_WIDTH - picture.GAP - picture.LEFT) / 3
     for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75), (1, 1, -1)]:
         at = picture.TOP + round((row + 0.5) * tall), picture.LEFT + round((column + 0.5) * wide)
-        colour = picture._colours(torch.tensor(density)) if density > 0 else picture.EMPTY
+        colour = picture.coloured(torch.tensor(density)) if density > 0 else picture.EMPTY
         assert torch.equal((255 * image[0][at]).round(), torch.as_tensor(colour).float())
     assert shades(image, picture.PREDICTED) > 2 * shades(image, picture.PROBED) > 0
 

@@ -82,6 +82,7 @@ def test_the_extension_offers_the_node(load_pack, node):
         "SpargeAttention",
         "SpargeProfileLoad",
         "SpargeAttentionReport",
+        "SpargeAttentionBlockMap",
         "SpargeGPUBenchmark",
         "SpargeAttentionCompare",
         "SpargeCogVideoXLoad",
