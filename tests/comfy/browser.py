@@ -84,7 +84,7 @@ class Page:
         self._close_dialogs()
 
     def search(self, word: str, box: str = "default") -> list[str]:
-        """Names of the nodes that the search for a word lists. box: which one the settings choose."""
+        """Names of the nodes that a search lists. box: which of the boxes the settings choose."""
         self.run("box => app.extensionManager.setting.set('Comfy.NodeSearchBoxImpl', box)", box)
         self.run("() => app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
         self._page.wait_for_timeout(600)

@@ -100,7 +100,8 @@ def test_the_report_gives_the_browser_a_second_to_drop_it(pictures, load_pack, m
     host.drop_picture("4")
     for node in ("4", "5", None):
         host.let_picture_go(node)
-    monkeypatch.setattr(time, "perf_counter", lambda now=time.perf_counter(): now + 1)
+    later = time.perf_counter() + host.SECONDS_TO_DROP
+    monkeypatch.setattr(time, "perf_counter", lambda: later)
     host.let_picture_go("4")
     assert [round(wait, 1) for wait in waits] == [0, 1, 0, 0]
 
