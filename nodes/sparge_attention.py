@@ -205,8 +205,9 @@ def _widgets() -> list[Any]:
         _number(
             "min_tokens",
             (0, 1 << 20, 256),
-            "Small clips and images, of fewer tokens than this, are computed in full: there is "
-            "little to gain. Lower is faster in small models only, higher is truer.",
+            "Clips and images of fewer tokens than this are computed in full, because they gain "
+            "little. An image of 1024 x 1024 has 4096 tokens in most models. Lower makes smaller "
+            "ones faster, too; higher is truer.",
             advanced=True,
         ),
         _widget(
