@@ -48,10 +48,8 @@ def tracked(folder: Path, *paths: str) -> set[str]:
     return set(filter(None, git(folder, "ls-files", "-z", *paths).split("\0")))
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def working_tree(folder: Path) -> Path:
     """What a clone would hold were the working tree committed."""
-    folder = tmp_path_factory.mktemp("checkout")
     git(folder, "init", "--quiet")
     for name in tracked(ROOT, "--cached", "--others", "--exclude-standard"):
         if (ROOT / name).is_file():
@@ -59,6 +57,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, folder / name)
     git(folder, "add", "--all")
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return working_tree(tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.fixture(scope="module")
