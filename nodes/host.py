@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,10 @@ APPLY_MODEL = "apply_model"
 PREDICT_NOISE = "predict_noise"
 #: Name of profiles among ComfyUI's kinds of models, and of their folder.
 PROFILES = "sparge_profiles"
+#: Seconds in which a busy browser drops a picture.
+SECONDS_TO_DROP = 1.0
+#: Mark of a node whose picture is dropped, in ComfyUI's facts of its progress.
+_DROPPED = "sparge_dropped"
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -91,11 +96,40 @@ def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]
 
 
 def show_picture(node_id: str, image: Any) -> None:
-    """Shows a Pillow image on a node of the running graph, until that node runs."""
+    """Shows a Pillow image on a node of the running graph, until drop_picture or that node runs."""
+    _tell_browser(node_id, ("PNG", image, None))
+
+
+def drop_picture(node_id: str) -> None:
+    """Has the browser drop what show_picture showed, in time.
+
+    It drops such a picture .4 s after the node began to run. Nodes 2.0 goes on showing it where the
+    node gives its own images sooner, so the node is said to run and then not to, beforehand.
+    """
+    progress = sys.modules["comfy_execution.progress"]
+    entry = progress.get_progress_state().ensure_entry(node_id)
+    was, entry["state"] = entry["state"], progress.NodeState.Running
+    _tell_browser(node_id)
+    entry["state"] = was
+    _tell_browser(node_id)
+    entry[_DROPPED] = time.perf_counter()
+
+
+def let_picture_go(node_id: str | None) -> None:
+    """Waits for what drop_picture asked of the node that runs now, where that is not long ago."""
+    progress = sys.modules.get("comfy_execution.progress")
+    if progress is None or node_id is None:
+        return
+    dropped = progress.get_progress_state().ensure_entry(node_id).get(_DROPPED, -math.inf)
+    time.sleep(max(0.0, dropped + SECONDS_TO_DROP - time.perf_counter()))
+
+
+def _tell_browser(node_id: str, picture: tuple[str, Any, None] | None = None) -> None:
+    """Sends the progress of all nodes, and a picture for one."""
     state = sys.modules["comfy_execution.progress"].get_progress_state()
     if (browser := state.handlers.get("webui")) is not None:
         entry = state.ensure_entry(node_id)
-        browser.update_handler(node_id, 0, 1, entry, state.prompt_id, ("PNG", image, None))
+        browser.update_handler(node_id, 0, 1, entry, state.prompt_id, picture)
 
 
 def untracked_allocations() -> AbstractContextManager[None]:

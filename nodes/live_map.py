@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ..sparge.tune import Session
-from .host import nodes_behind, show_picture
+from .host import drop_picture, nodes_behind, show_picture
 
 #: Node id of the report.
 REPORT = "SpargeAttentionReport"
@@ -18,7 +18,8 @@ SECONDS = 1.0
 
 
 class LiveMap:
-    """Picture of the steps that are over; never waits for the GPU."""
+    """Picture of the steps that are over; never waits for the GPU. It goes when the last step
+    begins, to make room for the report's own."""
 
     def __init__(self, session: Session, steps: int, node_id: str | None) -> None:
         """steps: number of steps of the schedule. node_id: of the node that patched the model."""
@@ -43,6 +44,12 @@ class LiveMap:
         for node in self._reports:
             show_picture(node, image)
         self._next = time.perf_counter() + SECONDS
+
+    def drop(self) -> None:
+        """Takes the picture from the nodes."""
+        if self._next:
+            for node in self._reports:
+                drop_picture(node)
 
     @cached_property
     def _reports(self) -> list[str]:

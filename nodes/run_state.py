@@ -88,7 +88,10 @@ class Run:
 
         def tell(text: str) -> None:
             show(text)
-            live.show(text)
+            if self.progress.last:
+                live.drop()
+            else:
+                live.show(text)
 
         self.progress = Progress(schedule, tell)
         self._began: float | None = None

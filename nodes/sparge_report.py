@@ -13,7 +13,7 @@ from comfy_api.latest import io
 from ..sparge.tune import ProfileError, profile_path
 from . import report
 from .hook import hook_of
-from .host import profile_folder, show_on_node
+from .host import let_picture_go, profile_folder, show_on_node
 from .live_map import REPORT
 from .result import RunResult
 from .verdict import first_reason, verdict
@@ -92,6 +92,7 @@ class SpargeAttentionReport(io.ComfyNode):
     ) -> io.NodeOutput:
         """Shows a report on the node as well, where there is room for its picture and few lines."""
         node_id = cls.hidden.unique_id if cls.hidden else None
+        let_picture_go(node_id)
         show_on_node(node_id, "\n".join([*remarks, text if result is None else verdict(result)]))
         text = "\n".join([text, *remarks])
         try:

@@ -23,17 +23,22 @@ class Progress:
         self._schedule, self._show, self._clock = schedule, show, clock
         self._step, self._since = -1, 0.0
 
+    @property
+    def last(self) -> bool:
+        """Whether the last step has begun."""
+        return self._step == len(self._schedule) - 1
+
     def at(self, sigma: float) -> None:
         """Notes that a pass begins at this noise level."""
         step = sum(level >= sigma * (1 - SAME_SIGMA) for level in self._schedule) - 1
         if step <= self._step:
             return
-        now = self._clock()
-        if self._step >= 0:
-            seconds = (now - self._since) / (step - self._step)
+        before, since = self._step, self._since
+        self._step, self._since = step, self._clock()
+        if before >= 0:
+            seconds = (self._since - since) / (step - before)
             left = seconds * (len(self._schedule) - step)
             self._show(
                 f"Step {step + 1} of {len(self._schedule)}: {seconds:.1f} s a step, about "
                 f"{left:.0f} s left"
             )
-        self._step, self._since = step, now

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import defaultdict
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -25,12 +27,13 @@ GRAPH = {
 
 @pytest.fixture
 def pictures(monkeypatch):
-    """The (node, picture) that the browser is sent."""
-    sent = []
+    """The (node, picture) that the browser is sent, and (node, state) without one."""
+    sent, entries = [], defaultdict(lambda: {"state": "pending"})
 
     def update(node, value, most, entry, prompt, preview):
-        assert preview[0] == "PNG" and entry == {"state": "pending"} and prompt == "prompt"
-        sent.append((node, preview[1]))
+        assert entry is entries[node] and prompt == "prompt"
+        assert preview is None or (preview[0] == "PNG" and entry["state"] == "pending")
+        sent.append((node, preview[1] if preview else entry["state"]))
 
     nodes = {
         node: {"class_type": kind, "inputs": {"model": [source, 0]} if source else {}}
@@ -39,11 +42,12 @@ def pictures(monkeypatch):
     state = SimpleNamespace(
         dynprompt=SimpleNamespace(all_node_ids=lambda: set(nodes), get_node=nodes.__getitem__),
         handlers={"webui": SimpleNamespace(update_handler=update)},
-        ensure_entry=lambda node: {"state": "pending"},
+        ensure_entry=entries.__getitem__,
         prompt_id="prompt",
     )
     progress = ModuleType("comfy_execution.progress")
     vars(progress)["get_progress_state"] = lambda: state
+    vars(progress)["NodeState"] = SimpleNamespace(Running="running")
     monkeypatch.setitem(sys.modules, progress.__name__, progress)
     return sent
 
@@ -75,7 +79,9 @@ def test_reports_of_the_model_show_each_step_that_is_over(run, pictures, load_pa
     monkeypatch.setattr(picture, "so_far", listen)
     got = run(monkeypatch)
     assert sorted({node for node, _ in pictures}) == ["4", "5"], "those behind this node"
-    assert len(pictures) == 2 * 4 and all(image.width == 800 for _, image in pictures)
+    of_each = [[state for node, state in pictures[-4:] if node == each] for each in "45"]
+    assert of_each == [["running", "pending"]] * 2, "it makes room for the report's own picture"
+    assert len(pictures[:-4]) == 2 * 3 and all(image.width == 800 for _, image in pictures[:-4])
     whole = got.last.report.by_step
     for place, (headline, by_step) in enumerate(maps, 1):
         assert headline == f"Step {place + 1} of 5" and by_step.shape == whole.shape
@@ -84,7 +90,20 @@ def test_reports_of_the_model_show_each_step_that_is_over(run, pictures, load_pa
 
 def test_pictures_are_some_time_apart(run, pictures, monkeypatch):
     run(monkeypatch, seconds=1000.0)
-    assert len(pictures) == 2
+    assert len(pictures) == 2 + 4
+
+
+def test_the_report_gives_the_browser_a_second_to_drop_it(pictures, load_pack, monkeypatch):
+    host, waits = load_pack("nodes.host"), []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    host.let_picture_go("4")
+    host.drop_picture("4")
+    for node in ("4", "5", None):
+        host.let_picture_go(node)
+    later = time.perf_counter() + host.SECONDS_TO_DROP
+    monkeypatch.setattr(time, "perf_counter", lambda: later)
+    host.let_picture_go("4")
+    assert [round(wait, 1) for wait in waits] == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("node_id", [None, "8"])

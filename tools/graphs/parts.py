@@ -57,7 +57,9 @@ def saved(prefix: str) -> Node:
 
 
 def report() -> Node:
-    return Node("report", "SpargeAttentionReport", ("",), {"model": "faster", "latent": "sampler"})
+    inputs = {"model": "faster", "latent": "sampler"}
+    title = "Sparge Attention Report: appears here after a run"
+    return Node("report", "SpargeAttentionReport", ("",), inputs, title)
 
 
 def watched(title: str, decoder: Node, save: Node, *between: Node, width: int = 380) -> Group:
