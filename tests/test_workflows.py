@@ -11,6 +11,7 @@ import ast
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -28,6 +29,13 @@ MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 TYPES: dict[str, Any] = {"s": str, "i": int, "f": (int, float), "b": bool}
 LOADERS = ("UNETLoader", "SpargeCogVideoXLoad")
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
+#: Latent frames of that many frames, where it is not every fourth and the first.
+LATENT_FRAMES: dict[str, Callable[[int], int]] = {
+    "EmptyMochiLatentVideo": lambda frames: (frames - 1) // 6 + 1,
+    "EmptyMiniMaxH3LatentAV": lambda frames: (frames - 5) // 17 * 5 + 2,
+}
+#: Latents whose tokens are 32 pixels wide and high, not 16.
+COARSE = ("EmptyMiniMaxH3LatentAV",)
 #: What the frontend shows a graph in when it opens, and the part of it that the nodes take.
 SCREEN, FILLED = (1680, 1050), 0.75
 #: Below 0.571 the default canvas leaves out all text.
@@ -147,7 +155,7 @@ def test_groups_hold_whole_nodes(graph: dict[str, Any]) -> None:
         for left, top, end, low in inside:
             assert left <= x and top <= y and right <= end and bottom <= low
     titles = [group["title"].split()[0] for group in graph["groups"]]
-    assert sorted(titles) == [str(n + 1) for n in range(len(titles))]
+    assert sorted(map(int, titles)) == list(range(1, 1 + len(titles)))
 
 
 def test_links_run_from_left_to_right(graph: dict[str, Any]) -> None:
@@ -255,12 +263,13 @@ def test_note_tells_what_to_expect(nodes: list[dict[str, Any]], notes: str) -> N
     """The token count in the note is that of the latent in the graph; tiles fit their overlap."""
     widgets = {node["type"]: node["widgets_values"] for node in nodes}
     (latent,) = (each for each in widgets if each.startswith("Empty") or each == "WanImageToVideo")
-    width, height, *frames, _ = widgets[latent]
-    time = (frames[0] - 1) // (6 if latent == "EmptyMochiLatentVideo" else 4) + 1 if frames else 1
+    width, height, *frames = widgets[latent][: 2 if latent == "EmptySD3LatentImage" else 3]
+    time = LATENT_FRAMES.get(latent, lambda frames: (frames - 1) // 4 + 1)(*frames or [1])
     if "CogVideoX 1.5" in notes.splitlines()[0]:  # it joins two latent frames in a token
         time = (time + 1) // 2
+    side = 32 if latent in COARSE else 16
     kind = "video" if frames else "image"
-    assert f"{time * (height // 16) * (width // 16):,} {kind} tokens" in notes
+    assert f"{time * (height // side) * (width // side):,} {kind} tokens" in notes
     for phrase in ("Faster or truer", "Is it on?", "Compare", "compiles the kernels"):
         assert phrase in notes
     assert "`" not in notes, "Nodes 2.0 shows code in blue on brown"

@@ -18,6 +18,7 @@ import pytest
 
 from tests.comfy.browser import Page, front_end, opened, why_no_browser
 from tests.comfy.test_workflows_server import WORKFLOWS, put_placeholders
+from tests.links import Link, hidden_links
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
@@ -30,8 +31,12 @@ NODES = """() => app.graph._nodes.map(node => {
   const [x, y] = [node.pos[0], node.pos[1] - title];
   return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
 })"""
-LINKS = """() => [...app.graph.links.values()].map(link => [link.origin_id, link.target_id].map(
-  id => app.graph.getNodeById(id).title))"""
+#: Names of the nodes at a link's ends, and the places of its sockets as they are drawn.
+LINKS = """() => [...app.graph.links.values()].map(link => {
+  const [from, to] = [link.origin_id, link.target_id].map(id => app.graph.getNodeById(id));
+  return [from.title, to.title,
+    [...from.getOutputPos(link.origin_slot)], [...to.getInputPos(link.target_slot)]];
+})"""
 #: Two lines on each node of ours, one more on the report, and pictures where a run leaves one.
 AFTER_A_RUN = """() => {
   const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
@@ -106,8 +111,10 @@ def test_a_graph_opens_tidy(path: Path, nodes_2: bool, page: Page, screenshots: 
     assert overlaps(after) == []
     boxes = {node["name"]: node["box"] for node in after}
     assert len(boxes) == len(after)
-    for source, target in page.run(LINKS):
-        assert boxes[source][2] < boxes[target][0], (source, target)
+    links = [Link(*each) for each in page.run(LINKS)]
+    for link in links:
+        assert boxes[link.source][2] < boxes[link.target][0], link
+    assert hidden_links(links, boxes) == []
     assert page.errors == []
 
 

@@ -70,6 +70,7 @@ NODE_TYPES = {
     "EmptyMochiLatentVideo": _type("", "LATENT", "iiii", 150),
     "EmptyHunyuanLatentVideo": _type("", "LATENT", "iiii", 150),
     "EmptyHunyuanVideo15Latent": _type("", "LATENT", "iiii", 150),
+    "EmptyMiniMaxH3LatentAV": _type("", "LATENT", "iii", 122),
     "EmptySD3LatentImage": _type("", "LATENT", "iii", 122),
     "WanImageToVideo": _type(
         "positive:CONDITIONING negative:CONDITIONING vae:VAE "
@@ -82,6 +83,7 @@ NODE_TYPES = {
     "KSamplerAdvanced": _type(_CONDITIONED, "LATENT", "sisifssiis", 338),
     "VAEDecode": _type("samples:LATENT vae:VAE", "IMAGE", "", 64),
     "VAEDecodeTiled": _type("samples:LATENT vae:VAE", "IMAGE", "iiii", 154),
+    "VAEDecodeAudio": _type("samples:LATENT vae:VAE", "AUDIO", "", 64),
     "CreateVideo": _type("images:IMAGE audio?:AUDIO", "VIDEO", "fi", 114),
     "SaveVideo": _type("video:VIDEO", "video:VIDEO", "sss", 130 + _PICTURE),
     "SaveImage": _type("images:IMAGE", "images:IMAGE", "s", 70 + _PICTURE),

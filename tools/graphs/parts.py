@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layout import FOR_LINKS, Group, Node, Row, Stack
+from .layout import FOR_LINKS, Group, Node, Row, Stack, extent
 
 SEED = 42
 #: Values of a Sparge Attention node that is added now: mode, quality, then those of every mode.
@@ -29,7 +29,7 @@ def prompts(
 ) -> tuple[Node, Node]:
     clip = {"clip": "clip"}
     return (
-        Node("prompt", "CLIPTextEncode", (positive,), clip, "Prompt", height=170),
+        Node("prompt", "CLIPTextEncode", (positive,), clip, "Prompt", height=130),
         Node("negative", "CLIPTextEncode", (negative,), clip, negative_title, height=106),
     )
 
@@ -48,8 +48,9 @@ def decode(*tiles: int, latent: str = "sampler", name: str = "decode", title: st
     return Node(name, kind, tiles, {"samples": latent, "vae": "vae"}, title)
 
 
-def video(fps: float, images: str = "decode") -> Node:
-    return Node("video", "CreateVideo", (fps, 8), {"images": images})
+def video(fps: float, images: str = "decode", audio: str = "") -> Node:
+    sound = {"audio": audio} if audio else {}
+    return Node("video", "CreateVideo", (fps, 8), {"images": images} | sound)
 
 
 def saved(prefix: str) -> Node:
@@ -60,10 +61,11 @@ def report() -> Node:
     return Node("report", "SpargeAttentionReport", ("",), {"model": "faster", "latent": "sampler"})
 
 
-def watched(title: str, decoder: Node, save: Node, *between: Node, width: int = 380) -> Group:
-    """Decoder, what is between it and the saved clip, and the report below them."""
-    narrow = 225
-    steps = Row(tuple(Stack(narrow, (node,)) for node in (decoder, *between)), FOR_LINKS)
-    below = max(narrow * (1 + len(between)) + FOR_LINKS * len(between), 400)
-    left = Stack(below, (steps, report()))
-    return Group(title, Row((left, Stack(width, (save,))), FOR_LINKS))
+def watched(title: str, decoders: tuple[Node, ...], save: Node, *between: Node) -> Group:
+    """The report, below it the decoders and what is between them and the saved clip."""
+    steps, whole = (decoders, *((node,) for node in between)), 470
+    narrow = (whole - FOR_LINKS * len(between)) // len(steps)
+    row = Row(tuple(Stack(narrow, nodes) for nodes in steps), FOR_LINKS)
+    left = Stack(whole, (report(), row))
+    low = extent(left)[1] - extent(save)[1]
+    return Group(title, Row((left, Stack(380, (save,), top=low)), 2 * FOR_LINKS))

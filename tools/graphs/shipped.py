@@ -8,6 +8,9 @@ from .graph import Graph
 from .layout import Node
 from .one_model import LATENT, T2V, one_model
 
+NOT_USED = "Negative prompt (not used: cfg is 1)"
+DOG_WITH_SOUND = f"{parts.DOG} Waves roar, gulls cry, paws splash through the shallow water."
+
 
 def _mochi(number: int, frames: int, tokens: str, gain: str) -> Graph:
     diffusion, text, vae = models.MOCHI
@@ -22,8 +25,8 @@ def _mochi(number: int, frames: int, tokens: str, gain: str) -> Graph:
             parts.prompts(),
             parts.sampler(30, 4.5),
             parts.watched(
-                "6 Watch",
-                parts.decode(256, 64, 48, 8),
+                "7 Watch",
+                (parts.decode(256, 64, 48, 8),),
                 parts.saved(f"mochi_sparge_{frames}f"),
                 parts.video(24),
             ),
@@ -68,7 +71,7 @@ def _cog(
             parts.prompts(),
             parts.sampler(50, 6.0),
             parts.watched(
-                "6 Watch", parts.decode(256, 64, 32, 8), parts.saved(f"{name}_sparge"),
+                "7 Watch", (parts.decode(256, 64, 32, 8),), parts.saved(f"{name}_sparge"),
                 parts.video(fps),
             ),
             (
@@ -99,7 +102,10 @@ def _hunyuan() -> Graph:
             parts.prompts(),
             parts.sampler(20, 6.0),
             parts.watched(
-                "6 Watch", parts.decode(), parts.saved("hunyuan_video_1.5_sparge"), parts.video(24)
+                "7 Watch",
+                (parts.decode(),),
+                parts.saved("hunyuan_video_1.5_sparge"),
+                parts.video(24),
             ),
             (
                 notes.start(
@@ -114,6 +120,43 @@ def _hunyuan() -> Graph:
     )
 
 
+def _minimax() -> Graph:
+    diffusion, text, vae, audio_vae = models.MINIMAX_H3
+    size = Node("size", "EmptyMiniMaxH3LatentAV", (1344, 768, 124), title=LATENT)
+    decode_sound = Node("sound", "VAEDecodeAudio", (), {"samples": "sampler", "vae": "vae_sound"})
+    return Graph(
+        f"10 MiniMax H3 - {T2V} with sound, 1344x768, 124 frames",
+        *("MiniMax H3", f"{T2V} with sound", "1344 x 768, 124 frames"),
+        one_model(
+            (
+                models.diffusion(diffusion),
+                models.text_encoder("minimax", text),
+                models.vae(vae, title="VAE of the picture"),
+                models.vae(audio_vae, "vae_sound", "VAE of the sound"),
+            ),
+            size,
+            parts.prompts(DOG_WITH_SOUND, negative_title=NOT_USED),
+            parts.sampler(20, 1.0, "res_multistep"),
+            parts.watched(
+                "7 Watch",
+                (parts.decode(), decode_sound),
+                parts.saved("minimax_h3_sparge"),
+                parts.video(24, audio="sound"),
+            ),
+            (
+                notes.start(
+                    "MiniMax H3, 1344 x 768, 124 frames, with sound",
+                    "37,296 video tokens (37 x 24 x 42)",
+                    "Its sound and its text are computed in full. The length is 17 frames times a "
+                    "whole number, and 5; 362 is the longest that it learned.",
+                ),
+                notes.settings(),
+                notes.files(models.MINIMAX_H3),
+            ),
+        ),
+    )
+
+
 def _flux() -> Graph:
     diffusion, clip_l, t5, vae = models.FLUX
     save = Node("saved", "SaveImage", ("flux_sparge_2048",), {"images": "decode"})
@@ -122,7 +165,7 @@ def _flux() -> Graph:
         "a river with a stone bridge, fields with hedges, far snowy peaks. Photograph, fine detail."
     )
     return Graph(
-        "09 Flux dev - text to image, 2048x2048",
+        "11 Flux dev - text to image, 2048x2048",
         *("Flux dev", "text to image", "2048 x 2048"),
         one_model(
             (
@@ -131,9 +174,9 @@ def _flux() -> Graph:
                 models.vae(vae),
             ),
             Node("size", "EmptySD3LatentImage", (2048, 2048, 1), title="Size"),
-            parts.prompts(prompt, negative_title="Negative prompt (not used: cfg is 1)"),
+            parts.prompts(prompt, negative_title=NOT_USED),
             parts.sampler(20, 1.0),
-            parts.watched("6 Look", parts.decode(), save, width=440),
+            parts.watched("7 Look", (parts.decode(),), save),
             (
                 notes.start(
                     "Flux dev, 2048 x 2048",
@@ -181,6 +224,7 @@ def graphs() -> list[Graph]:
         wan.wan_22(6, "i2v"),
         wan.wan_21(),
         _hunyuan(),
+        _minimax(),
         _flux(),
         wan.compare(),
     ]
