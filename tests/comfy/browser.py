@@ -83,6 +83,20 @@ class Page:
         self._settle()
         self._close_dialogs()
 
+    def place(self, name: str) -> None:
+        """Puts a node or blueprint into an empty graph, as a user who searches for its name."""
+        self.open({"nodes": [], "links": [], "version": 0.4})
+        middle = WIDTH / 2, HEIGHT / 2
+        self._page.mouse.dblclick(*middle)
+        self._page.wait_for_timeout(800)
+        self._page.keyboard.type(name)
+        self._page.get_by_text(name).first.wait_for(timeout=PATIENCE)
+        self._settle()
+        self._page.keyboard.press("Enter")
+        self._settle()
+        self._page.mouse.click(*middle)
+        self._settle()
+
     def settle(self) -> None:
         self._settle()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs in workflows/ against a real server: what a user drags in must be accepted as it is.
+"""The graphs in workflows/ against a real server: what a user drags in must be accepted as it is;
+and the blueprints in subgraphs/, which it offers.
 
 Only the validation of /prompt is of interest. The model files are empty placeholders, so that the
 names in the loaders are among their options; the run that follows is thrown out of the queue.
@@ -19,6 +20,7 @@ import pytest
 
 PACK = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((PACK / "workflows").glob("*.json"))
+SUBGRAPHS = sorted((PACK / "subgraphs").glob("*.json"))
 FRONTEND_ONLY = {"MarkdownNote"}
 FOLDERS = {
     "UNETLoader": "models/diffusion_models",
@@ -126,3 +128,16 @@ def test_the_templates_are_served(server: Any, pack_folder: str) -> None:
         thumbnail = quote(f"/api/workflow_templates/{pack_folder}/{path.stem}.jpg")
         with urllib.request.urlopen(server.url + thumbnail, timeout=60) as answer:
             assert answer.read() == path.with_suffix(".jpg").read_bytes()
+
+
+def test_the_blueprints_are_served(server: Any, pack_folder: str) -> None:
+    offered = server.get("/global_subgraphs")
+    ours = {
+        entry["name"]: key
+        for key, entry in offered.items()
+        if entry["info"]["node_pack"] == f"custom_nodes.{pack_folder}"
+    }
+    assert ours.keys() == {path.stem for path in SUBGRAPHS}
+    for path in SUBGRAPHS:
+        entry = server.get(f"/global_subgraphs/{ours[path.stem]}")
+        assert json.loads(entry["data"]) == graph(path)

@@ -49,6 +49,7 @@ class Node:
         values: of its widgets.
         height: pixels, where its type's are not enough.
         models: the files that its values name, where they can be downloaded as they are.
+        own_type: of a node of no kind that ComfyUI has: a subgraph.
     """
 
     name: str
@@ -58,10 +59,11 @@ class Node:
     title: str = ""
     height: int = 0
     models: tuple[Model, ...] = ()
+    own_type: NodeType | None = None
 
     @property
     def type(self) -> NodeType:
-        return NODE_TYPES[self.kind]
+        return self.own_type or NODE_TYPES[self.kind]
 
 
 @dataclass(frozen=True)

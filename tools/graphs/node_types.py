@@ -55,6 +55,12 @@ NOTE = "MarkdownNote"
 ABOUT_ATTENTION = ("SpargeAttention", "SpargeAttentionReport", "SpargeAttentionCompare")
 OURS = (*ABOUT_ATTENTION, "SpargeCogVideoXLoad")
 
+#: Kinds of the widgets that a link feeds, by name; of others, that of a choice.
+WIDGET_KINDS = {
+    "text": "STRING",
+    **dict.fromkeys(("seed", "noise_seed", "steps", "width", "height", "length"), "INT"),
+}
+
 _CONDITIONED = "model:MODEL positive:CONDITIONING negative:CONDITIONING latent_image:LATENT"
 
 NODE_TYPES = {

@@ -29,7 +29,7 @@ def prompts(
 ) -> tuple[Node, Node]:
     clip = {"clip": "clip"}
     return (
-        Node("prompt", "CLIPTextEncode", (positive,), clip, "Prompt", height=130),
+        Node("prompt", "CLIPTextEncode", (positive,), clip, "Prompt", height=150),
         Node("negative", "CLIPTextEncode", (negative,), clip, negative_title, height=106),
     )
 

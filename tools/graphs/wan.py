@@ -9,7 +9,8 @@ from dataclasses import replace
 from . import models, notes, parts
 from .graph import Graph
 from .layout import FOR_LINKS, Board, Group, Model, Node, Row, Stack
-from .one_model import LATENT, T2V, one_model
+from .one_model import T2V, one_model
+from .recipes import LATENT
 
 WAN_SIZE = Node("size", "EmptyHunyuanLatentVideo", (832, 480, 81, 1), title=LATENT)
 WAN_TOKENS = "32,760 video tokens (21 x 30 x 52)"
