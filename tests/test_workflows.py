@@ -27,14 +27,18 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 
 TYPES: dict[str, Any] = {"s": str, "i": int, "f": (int, float), "b": bool}
-LOADERS = ("UNETLoader", "SpargeCogVideoXLoad")
+LOADERS = ("UNETLoader", "SpargeCogVideoXLoad", "CheckpointLoaderSimple")
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
+#: Folders of models/.
+FOLDERS = ("checkpoints", "diffusion_models", "latent_upscale_models", "text_encoders", "vae")
 #: Latent frames of that many frames, where it is not every fourth and the first.
 LATENT_FRAMES: dict[str, Callable[[int], int]] = {
     "EmptyMochiLatentVideo": lambda frames: (frames - 1) // 6 + 1,
     "EmptyMiniMaxH3LatentAV": lambda frames: (frames - 5) // 17 * 5 + 2,
+    "EmptyLTXVLatentVideo": lambda frames: (frames - 1) // 8 + 1,
 }
-#: Latents whose tokens are 32 pixels wide and high, not 16.
+#: Latents whose tokens are 32 pixels wide and high, not 16. LTX's are too, but its second pass has
+#: twice the size of the latent.
 COARSE = ("EmptyMiniMaxH3LatentAV",)
 #: What the frontend shows a graph in when it opens, and the part of it that the nodes take.
 SCREEN, FILLED = (1680, 1050), 0.75
@@ -81,10 +85,17 @@ def notes(graph: dict[str, Any]) -> str:
     return "\n".join(n["widgets_values"][0] for n in graph["nodes"] if n["type"] == NOTE)
 
 
+def subgraphs(graph: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Subgraphs by id, which is the type of the node that each is."""
+    return {each["id"]: each for each in graph.get("definitions", {}).get("subgraphs", [])}
+
+
 @pytest.fixture
 def nodes(graph: dict[str, Any]) -> list[dict[str, Any]]:
     """Nodes that a server runs."""
-    return [node for node in graph["nodes"] if node["type"] != NOTE]
+    inner = subgraphs(graph)
+    every = itertools.chain(graph["nodes"], *(each["nodes"] for each in inner.values()))
+    return [node for node in every if node["type"] not in (NOTE, *inner)]
 
 
 def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
@@ -103,7 +114,8 @@ def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
         fed.add(identity)
     for slot in (slot for node in nodes.values() for slot in node["inputs"]):
         optional = slot.get("shape") == 7
-        assert slot["link"] in fed or (optional and slot["link"] is None), slot["name"]
+        free = optional or "widget" in slot
+        assert slot["link"] in fed or (free and slot["link"] is None), slot["name"]
 
 
 def test_the_files_are_what_the_script_makes() -> None:
@@ -134,7 +146,7 @@ def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def test_nodes_have_room_after_a_run_too(graph: dict[str, Any]) -> None:
-    for node in graph["nodes"]:
+    for node in (node for node in graph["nodes"] if node["type"] not in subgraphs(graph)):
         assert node["size"][1] >= NODE_TYPES[node["type"]].height or node["type"] in (
             *("CLIPTextEncode", NOTE),
         ), node["type"]
@@ -171,10 +183,10 @@ def test_text_is_legible_when_a_graph_opens(graph: dict[str, Any]) -> None:
     assert FILLED * min(SCREEN[0] / width, SCREEN[1] / height) >= LEAST_ZOOM
 
 
-def test_widgets_have_the_right_number_and_kind(graph: dict[str, Any]) -> None:
+def test_widgets_have_the_right_number_and_kind(nodes: list[dict[str, Any]]) -> None:
     ours = "".join(type(value).__name__[0] for value in new_node().values())
     assert NODE_TYPES["SpargeAttention"].widgets == ours
-    for node in graph["nodes"]:
+    for node in nodes:
         kinds = NODE_TYPES[node["type"]].widgets
         for value, kind in zip(node["widgets_values"], kinds, strict=True):
             assert isinstance(value, TYPES[kind]), node["type"]
@@ -194,8 +206,9 @@ def test_our_node_is_the_last_before_the_sampler(graph: dict[str, Any]) -> None:
     before = {source for source, target in path if target == "SpargeAttention"}
     after = [target for source, target in path if source == "SpargeAttention"]
     assert before <= {*LOADERS, "ModelSamplingSD3"}
-    assert sum(target in SAMPLERS for target in after) == len(ours)
-    assert set(after) <= {*SAMPLERS, "SpargeAttentionReport"}
+    samplers = {*SAMPLERS, *subgraphs(graph)}
+    assert sum(target in samplers for target in after) == max(len(ours), len(subgraphs(graph)))
+    assert set(after) <= {*samplers, "SpargeAttentionReport"}
 
 
 def test_the_report_hangs_beside_the_way_to_the_clip(graph: dict[str, Any]) -> None:
@@ -234,7 +247,7 @@ def test_every_model_can_be_had(nodes: list[dict[str, Any]], notes: str) -> None
                 number = int(several[1])
                 urls = [model["url"].replace("00001", f"{n + 1:05}", 1) for n in range(number)]
                 assert all(f"]({url})" in notes for url in urls)
-            assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
+            assert model["directory"] in FOLDERS
             saved_as = unquote(urlparse(model["url"]).path).split("/")[-1]
             assert saved_as == value or f"models/vae/{value}" in notes
         assert not linked, "a link for a file that no widget names"

@@ -25,6 +25,7 @@ CHROMIUMS = (
 )
 #: Milliseconds for a page that a slow machine loads.
 PATIENCE = 120_000
+SEARCH_OPEN = "() => document.activeElement?.tagName === 'INPUT'"
 #: Pixels of the window.
 WIDTH, HEIGHT = 1680, 1050
 
@@ -88,9 +89,9 @@ class Page:
         self.open({"nodes": [], "links": [], "version": 0.4})
         middle = WIDTH / 2, HEIGHT / 2
         self._page.mouse.dblclick(*middle)
-        self._page.wait_for_timeout(800)
+        self._page.wait_for_function(SEARCH_OPEN, timeout=PATIENCE)
         self._page.keyboard.type(name)
-        self._page.get_by_text(name).first.wait_for(timeout=PATIENCE)
+        self._settle()
         self._settle()
         self._page.keyboard.press("Enter")
         self._settle()

@@ -7,7 +7,7 @@ import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .layout import TITLE, Group, Item, Node, Placed, place
 from .node_types import ABOUT_ATTENTION, NOTE, OURS, WIDGET_KINDS, Socket
@@ -19,6 +19,12 @@ BROWN = {"color": "#432", "bgcolor": "#653"}
 GROUP_COLOR = "#8fb4d0"
 
 
+class Definition(Protocol):
+    """A subgraph."""
+
+    def definition(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Graph:
     """A shipped graph.
@@ -27,6 +33,7 @@ class Graph:
         name: of its file, which the template browser shows as its title.
         model, task, size: what the picture says.
         item: its nodes.
+        subgraphs: that nodes of it are.
     """
 
     name: str
@@ -34,6 +41,7 @@ class Graph:
     task: str
     size: str
     item: Item
+    subgraphs: tuple[Definition, ...] = ()
 
     @property
     def placed(self) -> list[Placed]:
@@ -54,10 +62,16 @@ class Graph:
             "nodes": drawn_nodes(self.placed, ids, links),
             "links": links,
             "groups": drawn_groups(self.placed),
+            **self._definitions(),
             "config": {},
             "extra": {},
             "version": 0.4,
         }
+
+    def _definitions(self) -> dict[str, Any]:
+        if not self.subgraphs:
+            return {}
+        return {"definitions": {"subgraphs": [each.definition() for each in self.subgraphs]}}
 
 
 def identity(name: str) -> str:
@@ -130,7 +144,7 @@ def _node(
     inputs = []
     for slot, socket in enumerate(sockets(node)):
         entry: dict[str, Any] = {"name": socket.name, "type": socket.kind, "link": fed.get(slot)}
-        if slot >= len(node.type.inputs):
+        if slot >= len(node.type.inputs) or socket.widget:
             entry["widget"] = {"name": socket.name}
         elif socket.optional:
             entry["shape"] = 7
@@ -165,7 +179,11 @@ def _properties(node: Node) -> dict[str, Any]:
     """By them the Manager finds the node's pack, and the frontend missing models."""
     if node.kind == NOTE:
         return {}
-    pack = own_pack() if node.kind in OURS else {"cnr_id": "comfy-core", "ver": COMFYUI}
+    pack = (
+        own_pack()
+        if node.kind in OURS or node.own_type
+        else {"cnr_id": "comfy-core", "ver": COMFYUI}
+    )
     found: dict[str, Any] = {**pack, "Node name for S&R": node.kind}
     if node.models:
         found["models"] = [

@@ -68,6 +68,15 @@ FLUX = (
 )
 
 
+LTX_2 = (
+    Model(f"{HUB}/Lightricks/LTX-2/resolve/main/ltx-2-19b-distilled.safetensors", "checkpoints"),
+    *_files("Comfy-Org/ltx-2", "text_encoders/gemma_3_12B_it_fp4_mixed"),
+)
+LTX_2_UPSCALER = Model(
+    f"{HUB}/Lightricks/LTX-2/resolve/main/ltx-2-spatial-upscaler-x2-1.0.safetensors",
+    "latent_upscale_models",
+)
+
 MINIMAX_H3 = _files(
     "Comfy-Org/MiniMax-H3",
     "diffusion_models/minimax_h3_fl2va_pruned_int8_convrot",

@@ -15,6 +15,7 @@ DOG = (
     "in the wind. The camera follows at the same speed, low above the sand. Warm light, shallow "
     "depth of field."
 )
+SOUNDS = "Waves roar, gulls cry, paws splash through the shallow water."
 UNWANTED = "blurry, still picture, watermark, subtitles, distorted hands, extra fingers"
 
 

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from . import models, notes, parts, wan
+from . import ltx, models, notes, parts, wan
 from .graph import Graph
 from .layout import Node
 from .one_model import T2V, one_model
 from .recipes import COGVIDEOX, COGVIDEOX_15, LATENT, Recipe, mochi
 
 NOT_USED = "Negative prompt (not used: cfg is 1)"
-DOG_WITH_SOUND = f"{parts.DOG} Waves roar, gulls cry, paws splash through the shallow water."
 
 
 def _whole(number: int, recipe: Recipe, notes_: tuple[Node, ...]) -> Graph:
@@ -116,7 +115,7 @@ def _minimax() -> Graph:
                 models.vae(audio_vae, "vae_sound", "VAE of the sound"),
             ),
             size,
-            parts.prompts(DOG_WITH_SOUND, negative_title=NOT_USED),
+            parts.prompts(f"{parts.DOG} {parts.SOUNDS}", negative_title=NOT_USED),
             parts.sampler(20, 1.0, "res_multistep"),
             parts.watched(
                 "7 Watch",
@@ -205,6 +204,7 @@ def graphs() -> list[Graph]:
         wan.wan_22(6, "i2v"),
         wan.wan_21(),
         _hunyuan(),
+        ltx.ltx_2(9),
         _minimax(),
         _flux(),
         wan.compare(),

@@ -58,7 +58,9 @@ class Subgraph:
 
     @property
     def type(self) -> NodeType:
-        faces = tuple(Socket(face.label, face.kind) for face in self.faces)
+        faces = tuple(
+            Socket(each.label, each.kind, widget=each.value is not None) for each in self.faces
+        )
         outputs = tuple(Socket(kind, kind) for kind in self.outputs)
         return NodeType(faces, outputs, "", self.height)
 
@@ -120,6 +122,11 @@ class Subgraph:
             }
             for n, socket in enumerate(sockets)
         ]
+
+    def node(self, name: str, inputs: Mapping[str, str]) -> Node:
+        """The one node. inputs: as of `Node`."""
+        values = tuple(face.value for face in self.faces if face.value is not None)
+        return Node(name, self.id, values, inputs, self.name, own_type=self.type)
 
     def blueprint(self) -> dict[str, Any]:
         """A graph of the one node alone."""
