@@ -25,6 +25,8 @@ CHROMIUMS = (
 )
 #: Milliseconds for a page that a slow machine loads.
 PATIENCE = 120_000
+#: Characters with which a search finds anything.
+SEARCHED = 30
 SEARCH_OPEN = "() => document.activeElement?.tagName === 'INPUT'"
 #: Pixels of the window.
 WIDTH, HEIGHT = 1680, 1050
@@ -90,7 +92,7 @@ class Page:
         middle = WIDTH / 2, HEIGHT / 2
         self._page.mouse.dblclick(*middle)
         self._page.wait_for_function(SEARCH_OPEN, timeout=PATIENCE)
-        self._page.keyboard.type(name)
+        self._page.keyboard.type(name[:SEARCHED])
         self._settle()
         self._settle()
         self._page.keyboard.press("Enter")

@@ -162,7 +162,7 @@ class Subgraph:
             "groups": [],
             "definitions": {"subgraphs": [self.definition()]},
             "config": {},
-            "extra": {"BlueprintSearchAliases": ["sparge", "sparse", "faster", "speed"]},
+            "extra": {},
             "version": 0.4,
         }
 

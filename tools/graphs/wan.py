@@ -92,7 +92,7 @@ def compare() -> Graph:
                 (0, 370, Group("1 Load models", Stack(270, tuple(load)))),
                 (330, 0, Group("2 Make it faster", Stack(270, (parts.sparge(),)))),
                 (330, 470, Group("3 Describe the clip", Stack(270, prompts))),
-                (330, 850, Group("4 Size, length, seed", Stack(270, (size, seed)))),
+                (330, 868, Group("4 Size, length, seed", Stack(270, (size, seed)))),
                 (720, 0, Group("5 Sample twice", Stack(230, (sparse, dense), gap=60))),
                 (720, 760, Group("6 Load VAE", Stack(230, (vae,)))),
                 (1000, 260, Group("7 Decode", Stack(225, decoders, gap=120))),
