@@ -90,8 +90,11 @@ class Page:
         """Puts a node or blueprint into an empty graph, as a user who searches for its name."""
         self.open({"nodes": [], "links": [], "version": 0.4})
         middle = WIDTH / 2, HEIGHT / 2
-        self._page.mouse.dblclick(*middle)
-        self._page.wait_for_function(SEARCH_OPEN, timeout=PATIENCE)
+        for _ in range(20):
+            self._page.mouse.dblclick(*middle)
+            self._settle()
+            if self.run(SEARCH_OPEN):
+                break
         self._page.keyboard.type(name[:SEARCHED])
         self._settle()
         self._settle()

@@ -32,7 +32,8 @@ def graph(path: Path) -> dict[str, Any]:
 
 
 def is_widget(kind: Any) -> bool:
-    return isinstance(kind, list) or kind in WIDGETS
+    """An input that takes several kinds, such as "FLOAT,INT", is shown as the first."""
+    return isinstance(kind, list) or kind.split(",")[0] in WIDGETS
 
 
 def widget_inputs(

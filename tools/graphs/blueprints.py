@@ -12,18 +12,14 @@ from .subgraph import Face, Subgraph
 
 def _text_to_video(recipe: Recipe) -> Subgraph:
     diffusion, encoder, vae = recipe.loaders
-    watch = Row(
-        (Stack(225, (recipe.decode,), top=500), Stack(225, (parts.video(recipe.fps),), top=500)),
-        FOR_LINKS,
-    )
+    watch = Row((Stack(225, (recipe.decode,)), Stack(225, (parts.video(recipe.fps),))), FOR_LINKS)
+    last = Stack(0, (Group("7 Decode", watch),), 460)
     width, height, frames = recipe.pixels_and_frames
     file = "model_name" if diffusion.kind == "SpargeCogVideoXLoad" else "unet_name"
     return Subgraph(
         f"Text to Video ({recipe.model}, Sparge Attention)",
         f"A clip from a text by {recipe.model}, with the attention that does not matter skipped.",
-        columns(
-            recipe.loaders, recipe.size, parts.prompts(), recipe.sampler, Group("7 Decode", watch)
-        ),
+        columns(recipe.loaders, recipe.size, parts.prompts(), recipe.sampler, last),
         (
             Face("prompt", "STRING", (("prompt", "text"),), parts.DOG),
             Face("negative prompt", "STRING", (("negative", "text"),), ""),

@@ -27,7 +27,7 @@ def columns(
     size: Node,
     prompts: tuple[Node, ...],
     sampler: Node,
-    last: Group,
+    last: Group | Stack,
 ) -> Row:
     """Columns of which each feeds the next alone, so that no link passes behind a node; two links
     have a way left free: our node's to the report, and the latent's to the sampler."""
