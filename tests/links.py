@@ -7,7 +7,7 @@ Points are (x, y) and boxes (left, top, right, bottom), in pixels of the canvas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Point = tuple[float, float]
@@ -46,7 +46,7 @@ class Link:
 
 
 def hidden_links(
-    links: Iterable[Link], boxes: dict[str, Sequence[float]]
+    links: Iterable[Link], boxes: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, str, str]]:
     """Source, target, and a third node that the link passes behind."""
     return [

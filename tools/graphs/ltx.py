@@ -13,15 +13,18 @@ FIRST_SIGMAS = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875,
 SECOND_SIGMAS = "0.909375, 0.725, 0.421875, 0.0"
 
 
-def _sampled(sigmas: str, latent: str, *before: Stack) -> Row:
-    """Sampler without guidance; before: what makes its latent."""
+def _sampled(sigmas: str, *before: tuple[Node, ...]) -> Row:
+    """Sampler without guidance, and columns of nodes before it, the last of which joins its latent.
+    Above the columns is the way of the links from the face."""
     settings = (
         Node("method", "KSamplerSelect", ("euler_ancestral",)),
         Node("sigmas", "ManualSigmas", (sigmas,)),
     )
-    inputs = {"sampler": "method", "sigmas": "sigmas", "latent_image": latent}
+    inputs = {"sampler": "method", "sigmas": "sigmas", "latent_image": "joined"}
     sampler = Node("sampler", "SamplerCustom", (True, parts.SEED, "fixed", 1.0), inputs)
-    return Row((Stack(240, settings), *before, Stack(260, (sampler,), top=130)), 3 * FOR_LINKS)
+    *first, last = before
+    columns = (Stack(250, nodes, top=340) for nodes in (*first, (*last, *settings)))
+    return Row((*columns, Stack(260, (sampler,), top=130)), 3 * FOR_LINKS)
 
 
 def _both() -> tuple[Face, Face]:
@@ -42,7 +45,7 @@ def first_pass() -> Subgraph:
     return Subgraph(
         "LTX-2, first pass",
         "Picture and sound at half the width and height.",
-        _sampled(FIRST_SIGMAS, "joined", Stack(270, latents, 260), Stack(225, (joined,), 260)),
+        _sampled(FIRST_SIGMAS, latents, (joined,)),
         (
             *_both(),
             Face("sound VAE", "VAE", (("sound", "audio_vae"),)),
@@ -70,10 +73,9 @@ def second_pass() -> Subgraph:
     )
     passes = _sampled(
         SECOND_SIGMAS,
-        "joined",
-        Stack(270, (load, parted), 260),
-        Stack(225, (Node("larger", "LTXVLatentUpsampler", (), larger),), 260),
-        Stack(225, (Node("joined", "LTXVConcatAVLatent", (), joined),), 400),
+        (load, parted),
+        (Node("larger", "LTXVLatentUpsampler", (), larger),),
+        (Node("joined", "LTXVConcatAVLatent", (), joined),),
     )
     return Subgraph(
         "LTX-2, second pass",
