@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import models, notes, parts
 from .graph import Graph
 from .layout import FOR_LINKS, Board, Group, Node, Row, Stack
@@ -11,9 +13,11 @@ from .subgraph import Face, Subgraph
 WIDTH, HEIGHT, FRAMES, FPS = 960, 544, 121, 25
 FIRST_SIGMAS = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
 SECOND_SIGMAS = "0.909375, 0.725, 0.421875, 0.0"
+LOW = 340
+"""Pixels above the columns within a pass, for links from its face."""
 
 
-def _sampled(sigmas: str, *before: tuple[Node, ...]) -> Row:
+def _sampled(sigmas: str, *before: Stack) -> Row:
     """Sampler without guidance, and columns of nodes before it, the last of which joins its latent.
     Above the columns is the way of the links from the face."""
     settings = (
@@ -23,8 +27,8 @@ def _sampled(sigmas: str, *before: tuple[Node, ...]) -> Row:
     inputs = {"sampler": "method", "sigmas": "sigmas", "latent_image": "joined"}
     sampler = Node("sampler", "SamplerCustom", (True, parts.SEED, "fixed", 1.0), inputs)
     *first, last = before
-    columns = (Stack(250, nodes, top=340) for nodes in (*first, (*last, *settings)))
-    return Row((*columns, Stack(260, (sampler,), top=130)), 3 * FOR_LINKS)
+    last = replace(last, items=(*last.items, *settings))
+    return Row((*first, last, Stack(260, (sampler,), top=130)), 3 * FOR_LINKS)
 
 
 def _both() -> tuple[Face, Face]:
@@ -45,7 +49,7 @@ def first_pass() -> Subgraph:
     return Subgraph(
         "LTX-2, first pass",
         "Picture and sound at half the width and height.",
-        _sampled(FIRST_SIGMAS, latents, (joined,)),
+        _sampled(FIRST_SIGMAS, Stack(270, latents, LOW), Stack(240, (joined,), LOW)),
         (
             *_both(),
             Face("sound VAE", "VAE", (("sound", "audio_vae"),)),
@@ -73,9 +77,10 @@ def second_pass() -> Subgraph:
     )
     passes = _sampled(
         SECOND_SIGMAS,
-        (load, parted),
-        (Node("larger", "LTXVLatentUpsampler", (), larger),),
-        (Node("joined", "LTXVConcatAVLatent", (), joined),),
+        Stack(270, (parted, load), LOW),
+        # Below the way of the sound.
+        Stack(240, (Node("larger", "LTXVLatentUpsampler", (), larger),), LOW + 140),
+        Stack(240, (Node("joined", "LTXVConcatAVLatent", (), joined),), LOW),
     )
     return Subgraph(
         "LTX-2, second pass",
