@@ -70,8 +70,9 @@ VERDICT_ON_PARENT = """text => {
   app.canvas.setDirty(true, true);
 }"""
 HOLDERS = "() => app.graph._nodes.filter(node => node.subgraph).map(node => String(node.id))"
-ENTER = """id => {
-  app.canvas.setGraph(app.graph._nodes.find(node => String(node.id) === id).subgraph);
+ENTER = """id => app.canvas.setGraph(
+  app.graph._nodes.find(node => String(node.id) === id).subgraph)"""
+FIT = """() => {
   app.canvas.deselectAll();
   app.extensionManager.command.execute('Comfy.Canvas.FitView');
 }"""
@@ -158,6 +159,8 @@ def assert_tidy_inside(page: Page, picture: Path) -> None:
     """In every subgraph. picture: path without an ending."""
     for holder in page.run(HOLDERS):
         page.run(ENTER, holder)
+        page.settle()
+        page.run(FIT)
         page.settle()
         page.screenshot(picture.with_name(f"{picture.name}_inside_{holder}.png"))
         assert_tidy(page)
