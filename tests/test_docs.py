@@ -91,7 +91,7 @@ def test_named_targets_modules_and_files_exist(name: str) -> None:
     for module in re.findall(r"python3? -m ((?:benchmarks|tests|tools|sparge)[.\w]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    folders = "sparge|nodes|csrc|tools|tests|workflows|benchmarks|docs|shim|web"
+    folders = "sparge|nodes|csrc|tools|tests|workflows|subgraphs|benchmarks|docs|shim|web"
     for file in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
         assert (ROOT / file).exists(), file
 

@@ -25,6 +25,9 @@ CHROMIUMS = (
 )
 #: Milliseconds for a page that a slow machine loads.
 PATIENCE = 120_000
+#: Characters with which a search finds anything.
+SEARCHED = 30
+SEARCH_OPEN = "() => document.activeElement?.tagName === 'INPUT'"
 #: Pixels of the window.
 WIDTH, HEIGHT = 1680, 1050
 
@@ -93,6 +96,23 @@ class Page:
         found = self._page.locator("[role=option]").all_inner_texts()
         self._close_dialogs()
         return [text.splitlines()[0] for text in found if text]
+
+    def place(self, name: str) -> None:
+        """Puts a node or blueprint into an empty graph, as a user who searches for its name."""
+        self.open({"nodes": [], "links": [], "version": 0.4})
+        middle = WIDTH / 2, HEIGHT / 2
+        for _ in range(20):
+            self._page.mouse.dblclick(*middle)
+            self._settle()
+            if self.run(SEARCH_OPEN):
+                break
+        self._page.keyboard.type(name[:SEARCHED])
+        self._settle()
+        self._settle()
+        self._page.keyboard.press("Enter")
+        self._settle()
+        self._page.mouse.click(*middle)
+        self._settle()
 
     def settle(self) -> None:
         self._settle()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs in workflows/ in ComfyUI's real frontend, in both of its UIs: what an artist sees.
+"""The graphs in workflows/ and the blueprints in subgraphs/ in ComfyUI's real frontend, in both of
+its UIs: what an artist sees.
 
 Screenshots go to pytest's temporary folder, or to the one that SCREENSHOTS names. What a run shows
 on nodes is sent to the frontend without a run, for no machine has all the models.
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 
 from tests.comfy.browser import Page, front_end, opened, why_no_browser
-from tests.comfy.test_workflows_server import WORKFLOWS, put_placeholders
+from tests.comfy.server import Server
+from tests.comfy.test_workflows_server import SUBGRAPHS, WORKFLOWS, put_placeholders
+from tests.links import Link, hidden_links
 from tools.graphs import parts
 from tools.graphs.graph import Graph
 from tools.graphs.layout import Node, Row, Stack
@@ -26,7 +29,7 @@ from tools.graphs.layout import Node, Row, Stack
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 #: Nodes as they are drawn: those of Nodes 2.0 are elements of the page, title and all.
-NODES = """() => app.graph._nodes.map(node => {
+NODES = """() => app.canvas.graph._nodes.map(node => {
   const element = document.querySelector(`[data-node-id="${node.id}"]`);
   const title = LiteGraph.NODE_TITLE_HEIGHT;
   const [width, height] = element
@@ -34,12 +37,17 @@ NODES = """() => app.graph._nodes.map(node => {
   const [x, y] = [node.pos[0], node.pos[1] - title];
   return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
 })"""
-LINKS = """() => [...app.graph.links.values()].map(link => [link.origin_id, link.target_id].map(
-  id => app.graph.getNodeById(id).title))"""
+#: Names of the nodes at a link's ends, and the places of its sockets as they are drawn.
+LINKS = """() => [...app.canvas.graph.links.values()].filter(
+  link => link.origin_id > 0 && link.target_id > 0).map(link => {
+  const [from, to] = [link.origin_id, link.target_id].map(id => app.canvas.graph.getNodeById(id));
+  return [from.title, to.title,
+    [...from.getOutputPos(link.origin_slot)], [...to.getInputPos(link.target_slot)]];
+})"""
+VERDICT = "2.7x faster: 34 s, not 91 s.\n21 % of attention computed, error 5 %"
 #: Two lines on each node of ours, one more on the report, and pictures where a run leaves one.
-AFTER_A_RUN = """(said) => {
+AFTER_A_RUN = """lines => {
   const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
-  const lines = said || '2.7x faster: 34 s, not 91 s.\\n21 % of attention computed, error 5 %';
   for (const {id, type} of app.graph._nodes) {
     const text = type.endsWith('Report') ? 'Saved the profile of this clip.\\n' + lines : lines;
     if (type.startsWith('SpargeAttention')) send('progress_text', {nodeId: String(id), text});
@@ -47,6 +55,30 @@ AFTER_A_RUN = """(said) => {
       send('executed', {node: String(id), display_node: String(id), prompt_id: 'one',
         output: {images: [{filename: 'example.png', subfolder: '', type: 'input'}]}});
   }
+}"""
+#: Title and widgets of the one subgraph.
+FACES = """() => app.graph._nodes.filter(node => node.subgraph).map(
+  node => [node.title, node.widgets.map(widget => [widget.name, widget.value])])"""
+#: What is sent to the server of a subgraph whose clip is saved.
+PROMPT_OF_SAVED = """async () => {
+  const [node] = app.graph._nodes, save = LiteGraph.createNode('SaveVideo');
+  save.pos = [node.pos[0] + node.size[0] + 100, node.pos[1]];
+  app.graph.add(save);
+  node.connect(0, save, 0);
+  return (await app.graphToPrompt()).output;
+}"""
+#: As the server sends it for the node that holds a Sparge Attention that has run.
+VERDICT_ON_PARENT = """text => {
+  const detail = {nodeId: String(app.graph._nodes[0].id), text};
+  app.api.dispatchEvent(new CustomEvent('progress_text', {detail}));
+  app.canvas.setDirty(true, true);
+}"""
+HOLDERS = "() => app.graph._nodes.filter(node => node.subgraph).map(node => String(node.id))"
+ENTER = """id => app.canvas.setGraph(
+  app.graph._nodes.find(node => String(node.id) === id).subgraph)"""
+FIT = """() => {
+  app.canvas.deselectAll();
+  app.extensionManager.command.execute('Comfy.Canvas.FitView');
 }"""
 ZOOM = "() => app.canvas.ds.scale"
 COMPLAINTS = ("missing node", "errors found", "error found")
@@ -59,10 +91,14 @@ LEAST_ZOOM = 0.575
 
 
 @pytest.fixture(scope="module")
-def page(start_server: Any, base_directory: Path, comfyui_env: dict[str, str]) -> Iterator[Page]:
+def server(start_server: Any, base_directory: Path, comfyui_env: dict[str, str]) -> Server:
     put_placeholders(base_directory)
     _picture(base_directory / "input" / "example.png")
-    server = start_server(base_directory, comfyui_env, front_end=front_end())
+    return start_server(base_directory, comfyui_env, front_end=front_end())
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Page]:
     with opened(server.url) as page:
         yield page
 
@@ -102,20 +138,69 @@ def test_a_graph_opens_tidy(path: Path, nodes_2: bool, page: Page, screenshots: 
     page.screenshot(screenshots / f"{name}_opened.png")
     before = page.run(NODES)
     assert len(before) == len(graph["nodes"])
-    assert overlaps(before) == []
     assert page.run(ZOOM) >= LEAST_ZOOM
     said = page.text().lower()
     assert not any(words in said for words in COMPLAINTS)
+    assert_tidy(page)
 
-    page.run(AFTER_A_RUN)
+    page.run(AFTER_A_RUN, VERDICT)
     page.settle()
     page.screenshot(screenshots / f"{name}_after.png")
-    after = page.run(NODES)
-    assert overlaps(after) == []
-    boxes = {node["name"]: node["box"] for node in after}
-    assert len(boxes) == len(after)
-    for source, target in page.run(LINKS):
-        assert boxes[source][2] < boxes[target][0], (source, target)
+    assert_tidy(page)
+    assert_tidy_inside(page, screenshots / name)
+    assert page.errors == []
+
+
+def assert_tidy(page: Page) -> None:
+    """No node over another, no link that runs backwards, none behind a node."""
+    nodes = page.run(NODES)
+    assert overlaps(nodes) == []
+    boxes = {node["name"]: node["box"] for node in nodes}
+    assert len(boxes) == len(nodes)
+    links = [Link(*each) for each in page.run(LINKS)]
+    for link in links:
+        assert boxes[link.source][2] < boxes[link.target][0], link
+    assert hidden_links(links, boxes) == []
+
+
+def assert_tidy_inside(page: Page, picture: Path) -> None:
+    """In every subgraph. picture: path without an ending."""
+    for holder in page.run(HOLDERS):
+        page.run(ENTER, holder)
+        page.settle()
+        page.run(FIT)
+        page.settle()
+        page.screenshot(picture.with_name(f"{picture.name}_inside_{holder}.png"))
+        assert_tidy(page)
+
+
+@pytest.mark.parametrize("nodes_2", [False, True], ids=["default", "nodes-2"])
+@pytest.mark.parametrize("path", SUBGRAPHS, ids=lambda path: path.stem)
+def test_a_blueprint_can_be_placed(
+    path: Path, nodes_2: bool, page: Page, server: Server, screenshots: Path
+) -> None:
+    (blueprint,) = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    page.nodes_2(nodes_2)
+    page.errors.clear()
+    page.place(path.stem)
+    page.screenshot(screenshots / f"{path.stem}_{nodes_2}_placed.png")
+    ((title, widgets),) = page.run(FACES)
+    assert title == path.stem
+    names = [socket["name"] for socket in blueprint["inputs"]]
+    assert widgets == [list(pair) for pair in zip(names, blueprint["widgets_values"], strict=True)]
+
+    prompt = page.run(PROMPT_OF_SAVED)
+    status, answer = server.post("/prompt", {"prompt": prompt})
+    server.post("/queue", {"clear": True})
+    server.post("/interrupt", {})
+    assert status == 200 and answer["node_errors"] == {}, json.dumps(answer, indent=1)
+
+    page.run(VERDICT_ON_PARENT, VERDICT)
+    page.settle()
+    page.screenshot(screenshots / f"{path.stem}_{nodes_2}_after.png")
+    assert VERDICT.splitlines()[0] in page.text()
+
+    assert_tidy_inside(page, screenshots / f"{path.stem}_{nodes_2}")
     assert page.errors == []
 
 

@@ -7,16 +7,22 @@ import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .layout import TITLE, Group, Item, Node, Placed, place
-from .node_types import ABOUT_ATTENTION, NOTE, OURS, Socket
+from .node_types import ABOUT_ATTENTION, NOTE, OURS, WIDGET_KINDS, Socket
 
 COMFYUI = "0.33.0"
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 GREEN = {"color": "#1f3d2b", "bgcolor": "#16301f"}
 BROWN = {"color": "#432", "bgcolor": "#653"}
 GROUP_COLOR = "#8fb4d0"
+
+
+class Definition(Protocol):
+    """A subgraph."""
+
+    def definition(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Graph:
         name: of its file, which the template browser shows as its title.
         model, task, size: what the picture says.
         item: its nodes.
+        subgraphs: that nodes of it are.
     """
 
     name: str
@@ -34,6 +41,7 @@ class Graph:
     task: str
     size: str
     item: Item
+    subgraphs: tuple[Definition, ...] = ()
 
     @property
     def placed(self) -> list[Placed]:
@@ -44,33 +52,54 @@ class Graph:
         return [each.item for each in self.placed if isinstance(each.item, Node)]
 
     def json(self) -> dict[str, Any]:
-        ids = {node.name: number for number, node in enumerate(self.nodes, 1)}
-        links = _links(self.nodes, ids)
-        order = _order(ids, links)
-        boxes = {each.item.name: each.box for each in self.placed if isinstance(each.item, Node)}
+        ids = numbers(self.nodes)
+        links = links_of(self.nodes, ids)
         return {
-            "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"sparge-attention/{self.name}")),
+            "id": identity(self.name),
             "revision": 0,
             "last_node_id": len(ids),
             "last_link_id": len(links),
-            "nodes": [
-                _node(node, ids[node.name], order[ids[node.name]], boxes[node.name], links)
-                for node in self.nodes
-            ],
+            "nodes": drawn_nodes(self.placed, ids, links),
             "links": links,
-            "groups": [
-                _group(number, each)
-                for number, each in enumerate(
-                    (each for each in self.placed if isinstance(each.item, Group)), 1
-                )
-            ],
+            "groups": drawn_groups(self.placed),
+            **self._definitions(),
             "config": {},
             "extra": {},
             "version": 0.4,
         }
 
+    def _definitions(self) -> dict[str, Any]:
+        if not self.subgraphs:
+            return {}
+        return {"definitions": {"subgraphs": [each.definition() for each in self.subgraphs]}}
 
-def _links(nodes: list[Node], ids: dict[str, int]) -> list[list[Any]]:
+
+def identity(name: str) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"sparge-attention/{name}"))
+
+
+def numbers(nodes: list[Node]) -> dict[str, int]:
+    """Name of a node -> its id."""
+    return {node.name: number for number, node in enumerate(nodes, 1)}
+
+
+def drawn_nodes(
+    placed: list[Placed], ids: dict[str, int], links: list[list[Any]]
+) -> list[dict[str, Any]]:
+    order = _order(ids, links)
+    return [
+        _node(each.item, ids[each.item.name], order[ids[each.item.name]], each.box, links)
+        for each in placed
+        if isinstance(each.item, Node)
+    ]
+
+
+def drawn_groups(placed: list[Placed]) -> list[dict[str, Any]]:
+    groups = [each for each in placed if isinstance(each.item, Group)]
+    return [_group(number, each) for number, each in enumerate(groups, 1)]
+
+
+def links_of(nodes: list[Node], ids: dict[str, int]) -> list[list[Any]]:
     """Rows of link, node and output it comes from, node and input it goes to, kind."""
     by_name = {node.name: node for node in nodes}
     rows: list[list[Any]] = []
@@ -93,14 +122,16 @@ def sockets(node: Node) -> list[Socket]:
     """Inputs of the node's type, and widgets that a link feeds."""
     own = list(node.type.inputs)
     names = {socket.name for socket in own}
-    return own + [Socket(name, "INT") for name in node.inputs if name not in names]
+    fed = [name for name in node.inputs if name not in names]
+    return own + [Socket(name, WIDGET_KINDS.get(name, "COMBO")) for name in fed]
 
 
 def _order(ids: dict[str, int], links: list[list[Any]]) -> dict[int, int]:
     """Id of a node -> when it runs: after what feeds it."""
     depth = dict.fromkeys(ids.values(), 0)
+    inside = [(link[1], link[3]) for link in links if depth.keys() >= {link[1], link[3]}]
     for _ in ids:
-        for _, source, _, target, _, _ in links:
+        for source, target in inside:
             depth[target] = max(depth[target], depth[source] + 1)
     return {node: number for number, node in enumerate(sorted(depth, key=lambda n: (depth[n], n)))}
 
@@ -113,7 +144,7 @@ def _node(
     inputs = []
     for slot, socket in enumerate(sockets(node)):
         entry: dict[str, Any] = {"name": socket.name, "type": socket.kind, "link": fed.get(slot)}
-        if slot >= len(node.type.inputs):
+        if slot >= len(node.type.inputs) or socket.widget:
             entry["widget"] = {"name": socket.name}
         elif socket.optional:
             entry["shape"] = 7
@@ -148,15 +179,22 @@ def _properties(node: Node) -> dict[str, Any]:
     """By them the Manager finds the node's pack, and the frontend missing models."""
     if node.kind == NOTE:
         return {}
-    pack = _of_project("name") if node.kind in OURS else "comfy-core"
-    version = _of_project("version") if node.kind in OURS else COMFYUI
-    found: dict[str, Any] = {"cnr_id": pack, "ver": version, "Node name for S&R": node.kind}
+    pack = (
+        own_pack()
+        if node.kind in OURS or node.own_type
+        else {"cnr_id": "comfy-core", "ver": COMFYUI}
+    )
+    found: dict[str, Any] = {**pack, "Node name for S&R": node.kind}
     if node.models:
         found["models"] = [
             {"name": model.file, "url": model.url, "directory": model.folder}
             for model in node.models
         ]
     return found
+
+
+def own_pack() -> dict[str, str]:
+    return {"cnr_id": _of_project("name"), "ver": _of_project("version")}
 
 
 def _of_project(key: str) -> str:

@@ -49,6 +49,7 @@ class Node:
         values: of its widgets.
         height: pixels, where its type's are not enough.
         models: the files that its values name, where they can be downloaded as they are.
+        own_type: of a node of no kind that ComfyUI has: a subgraph.
     """
 
     name: str
@@ -58,18 +59,26 @@ class Node:
     title: str = ""
     height: int = 0
     models: tuple[Model, ...] = ()
+    own_type: NodeType | None = None
 
     @property
     def type(self) -> NodeType:
-        return NODE_TYPES[self.kind]
+        return self.own_type or NODE_TYPES[self.kind]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Items below each other, all as wide."""
+    """Items below each other, all as wide.
+
+    Attributes:
+        top: pixels above them that stay free, for links to pass.
+        gap: pixels between them.
+    """
 
     width: int
     items: tuple[Item, ...]
+    top: int = 0
+    gap: int = BELOW
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,14 @@ class Group:
     item: Stack | Row
 
 
-Item = Node | Stack | Row | Group
+@dataclass(frozen=True)
+class Board:
+    """Items at places of their own: x, y and the item."""
+
+    items: tuple[tuple[int, int, Stack | Row | Group], ...]
+
+
+Item = Node | Stack | Row | Group | Board
 
 
 @dataclass(frozen=True)
@@ -104,19 +120,24 @@ def place(item: Item, x: int = 0, y: int = 0, width: int = 0) -> Iterator[Placed
     if isinstance(item, Node):
         yield Placed(item, (x, y, width, TITLE + (item.height or item.type.height)))
     elif isinstance(item, Stack):
+        y += item.top
         for each in item.items:
             yield from place(each, x, y, item.width)
-            y += _size(each, item.width)[1] + BELOW
+            y += extent(each, item.width)[1] + item.gap
     elif isinstance(item, Row):
         for each in item.items:
             yield from place(each, x, y)
-            x += _size(each)[0] + item.gap
+            x += extent(each)[0] + item.gap
+    elif isinstance(item, Board):
+        for right, down, each in item.items:
+            yield from place(each, x + right, y + down)
     else:
-        yield Placed(item, (x, y, *_size(item)))
+        yield Placed(item, (x, y, *extent(item)))
         yield from place(item.item, x + MARGIN, y + HEADER)
 
 
-def _size(item: Item, width: int = 0) -> tuple[int, int]:
+def extent(item: Item, width: int = 0) -> tuple[int, int]:
+    """Width and height that an item takes."""
     inside = [
         placed.box for placed in place(item.item if isinstance(item, Group) else item, width=width)
     ]

@@ -10,10 +10,10 @@ from .layout import Model, Node
 HUB = "https://huggingface.co"
 
 
-def _files(repository: str, *paths: str) -> tuple[Model, ...]:
+def _files(repository: str, *paths: str, under: str = "split_files/") -> tuple[Model, ...]:
     """Files of a repository whose folder in models/ is the last folder of their path."""
-    root = f"{HUB}/{repository}/resolve/main/split_files"
-    return tuple(Model(f"{root}/{path}.safetensors", path.split("/")[0]) for path in paths)
+    root = f"{HUB}/{repository}/resolve/main/{under}"
+    return tuple(Model(f"{root}{path}.safetensors", path.split("/")[0]) for path in paths)
 
 
 MOCHI = _files(
@@ -68,6 +68,25 @@ FLUX = (
 )
 
 
+LTX_2 = (
+    Model(f"{HUB}/Lightricks/LTX-2/resolve/main/ltx-2-19b-distilled.safetensors", "checkpoints"),
+    *_files("Comfy-Org/ltx-2", "text_encoders/gemma_3_12B_it_fp4_mixed"),
+)
+LTX_2_UPSCALER = Model(
+    f"{HUB}/Lightricks/LTX-2/resolve/main/ltx-2-spatial-upscaler-x2-1.0.safetensors",
+    "latent_upscale_models",
+)
+
+MINIMAX_H3 = _files(
+    "Comfy-Org/MiniMax-H3",
+    "diffusion_models/minimax_h3_fl2va_pruned_int8_convrot",
+    "text_encoders/qwen3vl_32b_minimax_h3_nvfp4_awq",
+    "vae/minimax_h3_video_vae_fp16",
+    "vae/minimax_h3_audio_vae_fp32",
+    under="",
+)
+
+
 def cog_vae(repository: str, name: str) -> Model:
     url = f"{HUB}/THUDM/{repository}/resolve/main/vae/diffusion_pytorch_model.safetensors"
     return Model(url, "vae", name)
@@ -96,5 +115,5 @@ def text_encoder(kind: str, *models: Model) -> Node:
     return Node("clip", loader, (*files, kind, "default"), models=models)
 
 
-def vae(model: Model) -> Node:
-    return Node("vae", "VAELoader", (model.file,), models=(model,))
+def vae(model: Model, name: str = "vae", title: str = "") -> Node:
+    return Node(name, "VAELoader", (model.file,), title=title, models=(model,))

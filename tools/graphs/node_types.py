@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Socket:
-    """Input or output. optional inputs need no link."""
+    """Input or output. optional inputs need no link, nor does one that is a widget."""
 
     name: str
     kind: str
     optional: bool = False
+    widget: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ NOTE = "MarkdownNote"
 ABOUT_ATTENTION = ("SpargeAttention", "SpargeAttentionReport", "SpargeAttentionCompare")
 OURS = (*ABOUT_ATTENTION, "SpargeCogVideoXLoad")
 
+#: Kinds of the widgets that a link feeds, by name; of others, that of a choice.
+WIDGET_KINDS = {
+    "text": "STRING",
+    **dict.fromkeys(
+        ("seed", "noise_seed", "steps", "width", "height", "length", "frames_number"), "INT"
+    ),
+}
+
 _CONDITIONED = "model:MODEL positive:CONDITIONING negative:CONDITIONING latent_image:LATENT"
 
 NODE_TYPES = {
@@ -70,6 +79,7 @@ NODE_TYPES = {
     "EmptyMochiLatentVideo": _type("", "LATENT", "iiii", 150),
     "EmptyHunyuanLatentVideo": _type("", "LATENT", "iiii", 150),
     "EmptyHunyuanVideo15Latent": _type("", "LATENT", "iiii", 150),
+    "EmptyMiniMaxH3LatentAV": _type("", "LATENT", "iii", 122),
     "EmptySD3LatentImage": _type("", "LATENT", "iii", 122),
     "WanImageToVideo": _type(
         "positive:CONDITIONING negative:CONDITIONING vae:VAE "
@@ -78,10 +88,36 @@ NODE_TYPES = {
         "iiii",
         230,
     ),
+    "CheckpointLoaderSimple": _type("", "MODEL CLIP VAE", "s", 130),
+    "LTXAVTextEncoderLoader": _type("", "CLIP", "sss", 118),
+    "LTXVAudioVAELoader": _type("", "VAE", "s", 90),
+    "LatentUpscaleModelLoader": _type("", "LATENT_UPSCALE_MODEL", "s", 90),
+    "EmptyLTXVLatentVideo": _type("", "LATENT", "iiii", 150),
+    "LTXVEmptyLatentAudio": _type("audio_vae:VAE", "LATENT", "ifi", 140),
+    "LTXVConcatAVLatent": _type(
+        "video_latent:LATENT audio_latent:LATENT", "latent:LATENT", "", 64
+    ),
+    "LTXVSeparateAVLatent": _type(
+        "av_latent:LATENT", "video_latent:LATENT audio_latent:LATENT", "", 64
+    ),
+    "LTXVLatentUpsampler": _type(
+        "samples:LATENT upscale_model:LATENT_UPSCALE_MODEL vae:VAE", "LATENT", "", 84
+    ),
+    "LTXVAudioVAEDecode": _type("samples:LATENT audio_vae:VAE", "AUDIO", "", 64),
+    "KSamplerSelect": _type("", "SAMPLER", "s", 64),
+    "ManualSigmas": _type("", "SIGMAS", "s", 64),
+    "SamplerCustom": _type(
+        "model:MODEL positive:CONDITIONING negative:CONDITIONING sampler:SAMPLER sigmas:SIGMAS "
+        "latent_image:LATENT",
+        "output:LATENT denoised_output:LATENT",
+        "bisf",
+        270,
+    ),
     "KSampler": _type(_CONDITIONED, "LATENT", "isifssf", 266),
     "KSamplerAdvanced": _type(_CONDITIONED, "LATENT", "sisifssiis", 338),
     "VAEDecode": _type("samples:LATENT vae:VAE", "IMAGE", "", 64),
     "VAEDecodeTiled": _type("samples:LATENT vae:VAE", "IMAGE", "iiii", 154),
+    "VAEDecodeAudio": _type("samples:LATENT vae:VAE", "AUDIO", "", 64),
     "CreateVideo": _type("images:IMAGE audio?:AUDIO", "VIDEO", "fi", 114),
     "SaveVideo": _type("video:VIDEO", "video:VIDEO", "sss", 130 + _PICTURE),
     "SaveImage": _type("images:IMAGE", "images:IMAGE", "s", 70 + _PICTURE),

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from . import parts
-from .layout import Group, Item, Node, Row, Stack
+from .layout import BESIDE, Group, Item, Node, Row, Stack, extent
 
 T2V = "text to video"
-LATENT = "Size and length"
 
 
 def one_model(
@@ -18,25 +17,47 @@ def one_model(
     watched: Group,
     notes_: tuple[Node, ...],
 ) -> Item:
-    widths = (620, 600, 630)
+    widths = (650, 632, 662)
     top = Row(tuple(Stack(width, (each,)) for width, each in zip(widths, notes_, strict=True)))
+    return Stack(0, (top, columns(loaders, size, prompts, sampler, watched)))
+
+
+def columns(
+    loaders: tuple[Node, ...],
+    size: Node,
+    prompts: tuple[Node, ...],
+    sampler: Node,
+    last: Group | Stack,
+) -> Row:
+    """Columns of which each feeds the next alone, so that no link passes behind a node; two links
+    have a way left free: our node's to the report, and the latent's to the sampler."""
     what = "picture" if size.kind == "EmptySD3LatentImage" else "clip"
-    columns = (
-        Stack(
-            0,
-            (
-                Group("1 Load models", Stack(300, loaders)),
-                Group("2 " + size.title, Stack(300, (size,))),
+    load = tuple(node for node in loaders if node.kind != "VAELoader")
+    vaes = tuple(node for node in loaders if node.kind == "VAELoader")
+    loads = Group("1 Load models", Stack(300, load))
+    # The way of the latent to the sampler, between our node and the prompts.
+    way = extent(loads)[1] - 298
+    return Row(
+        (
+            Stack(0, (loads, Group("2 " + size.title, Stack(300, (size,)))), gap=BESIDE),
+            Stack(
+                0,
+                (
+                    Group("3 Make it faster", Stack(320, (parts.sparge(),))),
+                    Group(f"4 Describe the {what}", Stack(320, prompts)),
+                ),
+                gap=way + 30,
             ),
-        ),
-        Stack(
-            0,
-            (
-                Group("3 Make it faster", Stack(320, (parts.sparge(),))),
-                Group(f"4 Describe the {what}", Stack(320, prompts)),
+            Stack(
+                0,
+                (
+                    Group("5 Sample", Stack(270, (sampler,))),
+                    Group("6 Load VAE", Stack(270, vaes)),
+                ),
+                top=way + 252,
+                gap=BESIDE,
             ),
+            last,
         ),
-        Group("5 Sample", Stack(270, (sampler,))),
-        watched,
+        36,
     )
-    return Stack(0, (top, Row(columns)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layout import FOR_LINKS, Group, Node, Row, Stack
+from .layout import FOR_LINKS, Group, Node, Row, Stack, extent
 
 SEED = 42
 #: Values of a Sparge Attention node that is added now: mode, quality, then those of every mode.
@@ -15,6 +15,7 @@ DOG = (
     "in the wind. The camera follows at the same speed, low above the sand. Warm light, shallow "
     "depth of field."
 )
+SOUNDS = "Waves roar, gulls cry, paws splash through the shallow water."
 UNWANTED = "blurry, still picture, watermark, subtitles, distorted hands, extra fingers"
 
 
@@ -29,7 +30,7 @@ def prompts(
 ) -> tuple[Node, Node]:
     clip = {"clip": "clip"}
     return (
-        Node("prompt", "CLIPTextEncode", (positive,), clip, "Prompt", height=170),
+        Node("prompt", "CLIPTextEncode", (positive,), clip, "Prompt", height=150),
         Node("negative", "CLIPTextEncode", (negative,), clip, negative_title, height=106),
     )
 
@@ -48,8 +49,9 @@ def decode(*tiles: int, latent: str = "sampler", name: str = "decode", title: st
     return Node(name, kind, tiles, {"samples": latent, "vae": "vae"}, title)
 
 
-def video(fps: float, images: str = "decode") -> Node:
-    return Node("video", "CreateVideo", (fps, 8), {"images": images})
+def video(fps: float, images: str = "decode", audio: str = "") -> Node:
+    sound = {"audio": audio} if audio else {}
+    return Node("video", "CreateVideo", (fps, 8), {"images": images} | sound)
 
 
 def saved(prefix: str) -> Node:
@@ -62,10 +64,11 @@ def report() -> Node:
     return Node("report", "SpargeAttentionReport", ("",), inputs, title)
 
 
-def watched(title: str, decoder: Node, save: Node, *between: Node, width: int = 380) -> Group:
-    """Decoder, what is between it and the saved clip, and the report below them."""
-    narrow = 225
-    steps = Row(tuple(Stack(narrow, (node,)) for node in (decoder, *between)), FOR_LINKS)
-    below = max(narrow * (1 + len(between)) + FOR_LINKS * len(between), 400)
-    left = Stack(below, (steps, report()))
-    return Group(title, Row((left, Stack(width, (save,))), FOR_LINKS))
+def watched(title: str, decoders: tuple[Node, ...], save: Node, *between: Node) -> Group:
+    """The report, below it the decoders and what is between them and the saved clip."""
+    steps, whole = (decoders, *((node,) for node in between)), 470
+    narrow = (whole - FOR_LINKS * len(between)) // len(steps)
+    row = Row(tuple(Stack(narrow, nodes) for nodes in steps), FOR_LINKS)
+    left = Stack(whole, (report(), row))
+    low = extent(left)[1] - extent(save)[1]
+    return Group(title, Row((left, Stack(380, (save,), top=low)), 2 * FOR_LINKS))

@@ -3,84 +3,67 @@
 
 from __future__ import annotations
 
-from . import models, notes, parts, wan
+from . import ltx, models, notes, parts, wan
 from .graph import Graph
 from .layout import Node
-from .one_model import LATENT, T2V, one_model
+from .one_model import T2V, one_model
+from .recipes import COGVIDEOX, COGVIDEOX_15, LATENT, Recipe, mochi
+
+NOT_USED = "Negative prompt (not used: cfg is 1)"
+
+
+def _whole(number: int, recipe: Recipe, notes_: tuple[Node, ...]) -> Graph:
+    width, height, frames = recipe.pixels_and_frames
+    return Graph(
+        f"{number:02} {recipe.model} - {T2V}, {width}x{height}, {frames} frames",
+        *(recipe.model, T2V, f"{width} x {height}, {frames} frames"),
+        one_model(
+            recipe.loaders,
+            recipe.size,
+            parts.prompts(),
+            recipe.sampler,
+            parts.watched(
+                "7 Watch", (recipe.decode,), parts.saved(recipe.prefix), parts.video(recipe.fps)
+            ),
+            notes_,
+        ),
+    )
+
+
+def _title(recipe: Recipe) -> str:
+    width, height, frames = recipe.pixels_and_frames
+    return f"{recipe.model}, {width} x {height}, {frames} frames"
 
 
 def _mochi(number: int, frames: int, tokens: str, gain: str) -> Graph:
-    diffusion, text, vae = models.MOCHI
-    what = f"Mochi, 848 x 480, {frames} frames"
-    fp8 = models.MOCHI_FP8
-    return Graph(
-        f"{number:02} Mochi - {T2V}, 848x480, {frames} frames",
-        *("Mochi", T2V, f"848 x 480, {frames} frames"),
-        one_model(
-            (models.diffusion(diffusion), models.text_encoder("mochi", text), models.vae(vae)),
-            Node("size", "EmptyMochiLatentVideo", (848, 480, frames, 1), title=LATENT),
-            parts.prompts(),
-            parts.sampler(30, 4.5),
-            parts.watched(
-                "6 Watch",
-                parts.decode(256, 64, 48, 8),
-                parts.saved(f"mochi_sparge_{frames}f"),
-                parts.video(24),
-            ),
-            (
-                notes.start(what, tokens, gain),
-                notes.settings(),
-                notes.files(
-                    models.MOCHI,
-                    f"Short of memory: [{fp8.file}]({fp8.url}) in place of the first. The VAE "
-                    "decodes in tiles, because a whole clip at once does not fit consumer cards.",
-                ),
+    recipe, fp8 = mochi(frames), models.MOCHI_FP8
+    return _whole(
+        number,
+        recipe,
+        (
+            notes.start(_title(recipe), tokens, gain),
+            notes.settings(),
+            notes.files(
+                models.MOCHI,
+                f"Short of memory: [{fp8.file}]({fp8.url}) in place of the first. The VAE "
+                "decodes in tiles, because a whole clip at once does not fit consumer cards.",
             ),
         ),
     )
 
 
-def _cog(
-    number: int,
-    version: str,
-    repository: str,
-    shards: int,
-    size: tuple[int, int, int],
-    fps: int,
-    texts: tuple[str, str, str],
-) -> Graph:
+def _cog(number: int, recipe: Recipe, texts: tuple[str, str, str]) -> Graph:
     """texts: tokens, gain, and what else the first note says."""
-    width, height, frames = size
-    name = f"cogvideox_{version}5b".replace(" ", "_").lower()
-    vae = models.cog_vae(repository, f"{name}_vae.safetensors")
-    transformer = models.cog_shards(repository, shards)
-    model = f"CogVideoX {version}5B"
-    return Graph(
-        f"{number:02} {model} - {T2V}, {width}x{height}, {frames} frames",
-        *(model, T2V, f"{width} x {height}, {frames} frames"),
-        one_model(
-            (
-                models.cogvideox(transformer),
-                models.text_encoder("cogvideox", models.T5),
-                models.vae(vae),
-            ),
-            Node("size", "EmptyHunyuanLatentVideo", (width, height, frames, 1), title=LATENT),
-            parts.prompts(),
-            parts.sampler(50, 6.0),
-            parts.watched(
-                "6 Watch", parts.decode(256, 64, 32, 8), parts.saved(f"{name}_sparge"),
-                parts.video(fps),
-            ),
-            (
-                notes.start(
-                    f"{model}, {width} x {height}, {frames} frames", *texts, height=290,
-                    models="Download every file that the note Models links",
-                ),
-                notes.settings(height=290),
-                notes.shards(transformer, vae, models.T5, 290),
-            ),
+    todo = "Download every file that the note Models links"
+    return _whole(
+        number,
+        recipe,
+        (
+            notes.start(_title(recipe), *texts, height=290, models=todo),
+            notes.settings(height=290),
+            notes.shards(recipe.shards, recipe.vae, models.T5, 290),
         ),
-    )  # fmt: skip
+    )
 
 
 def _hunyuan() -> Graph:
@@ -99,7 +82,10 @@ def _hunyuan() -> Graph:
             parts.prompts(),
             parts.sampler(20, 6.0),
             parts.watched(
-                "6 Watch", parts.decode(), parts.saved("hunyuan_video_1.5_sparge"), parts.video(24)
+                "7 Watch",
+                (parts.decode(),),
+                parts.saved("hunyuan_video_1.5_sparge"),
+                parts.video(24),
             ),
             (
                 notes.start(
@@ -114,6 +100,43 @@ def _hunyuan() -> Graph:
     )
 
 
+def _minimax() -> Graph:
+    diffusion, text, vae, audio_vae = models.MINIMAX_H3
+    size = Node("size", "EmptyMiniMaxH3LatentAV", (1344, 768, 124), title=LATENT)
+    decode_sound = Node("sound", "VAEDecodeAudio", (), {"samples": "sampler", "vae": "vae_sound"})
+    return Graph(
+        f"10 MiniMax H3 - {T2V} with sound, 1344x768, 124 frames",
+        *("MiniMax H3", f"{T2V} with sound", "1344 x 768, 124 frames"),
+        one_model(
+            (
+                models.diffusion(diffusion),
+                models.text_encoder("minimax", text),
+                models.vae(vae, title="VAE of the picture"),
+                models.vae(audio_vae, "vae_sound", "VAE of the sound"),
+            ),
+            size,
+            parts.prompts(f"{parts.DOG} {parts.SOUNDS}", negative_title=NOT_USED),
+            parts.sampler(20, 1.0, "res_multistep"),
+            parts.watched(
+                "7 Watch",
+                (parts.decode(), decode_sound),
+                parts.saved("minimax_h3_sparge"),
+                parts.video(24, audio="sound"),
+            ),
+            (
+                notes.start(
+                    "MiniMax H3, 1344 x 768, 124 frames, with sound",
+                    "37,296 video tokens (37 x 24 x 42)",
+                    "Its sound and its text are computed in full. Lengths go in steps of 17: 124, "
+                    "141 and so on, up to 362.",
+                ),
+                notes.settings(),
+                notes.files(models.MINIMAX_H3),
+            ),
+        ),
+    )
+
+
 def _flux() -> Graph:
     diffusion, clip_l, t5, vae = models.FLUX
     save = Node("saved", "SaveImage", ("flux_sparge_2048",), {"images": "decode"})
@@ -122,7 +145,7 @@ def _flux() -> Graph:
         "a river with a stone bridge, fields with hedges, far snowy peaks. Photograph, fine detail."
     )
     return Graph(
-        "09 Flux dev - text to image, 2048x2048",
+        "11 Flux dev - text to image, 2048x2048",
         *("Flux dev", "text to image", "2048 x 2048"),
         one_model(
             (
@@ -131,9 +154,9 @@ def _flux() -> Graph:
                 models.vae(vae),
             ),
             Node("size", "EmptySD3LatentImage", (2048, 2048, 1), title="Size"),
-            parts.prompts(prompt, negative_title="Negative prompt (not used: cfg is 1)"),
+            parts.prompts(prompt, negative_title=NOT_USED),
             parts.sampler(20, 1.0),
-            parts.watched("6 Look", parts.decode(), save, width=440),
+            parts.watched("7 Look", (parts.decode(),), save),
             (
                 notes.start(
                     "Flux dev, 2048 x 2048",
@@ -160,7 +183,7 @@ def graphs() -> list[Graph]:
             "gains more.",
         ),
         _cog(
-            *(3, "", "CogVideoX-5b", 2, (720, 480, 49), 8),
+            *(3, COGVIDEOX),
             (
                 "17,550 video tokens (13 x 30 x 45)",
                 "That is less than a long Mochi clip has, so expect a smaller gain.",
@@ -170,7 +193,7 @@ def graphs() -> list[Graph]:
             ),
         ),
         _cog(
-            *(4, "1.5 ", "CogVideoX1.5-5B", 3, (1360, 768, 81), 16),
+            *(4, COGVIDEOX_15),
             (
                 "44,880 video tokens (11 x 48 x 85)",
                 "Most of a step is attention, so it gains more than CogVideoX 5B at 720 x 480.",
@@ -181,6 +204,8 @@ def graphs() -> list[Graph]:
         wan.wan_22(6, "i2v"),
         wan.wan_21(),
         _hunyuan(),
+        ltx.ltx_2(9),
+        _minimax(),
         _flux(),
         wan.compare(),
     ]

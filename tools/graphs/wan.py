@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from . import models, notes, parts
 from .graph import Graph
-from .layout import FOR_LINKS, Group, Node, Row, Stack
-from .one_model import LATENT, T2V, one_model
+from .layout import FOR_LINKS, Board, Group, Model, Node, Row, Stack
+from .one_model import T2V, one_model
+from .recipes import LATENT
 
 WAN_SIZE = Node("size", "EmptyHunyuanLatentVideo", (832, 480, 81, 1), title=LATENT)
 WAN_TOKENS = "32,760 video tokens (21 x 30 x 52)"
+GAIN = "Both models are 14B: each has a green node of its own, and each measures itself."
+READ_BOTH = {"read": "Then read the green nodes: how much faster they were"}
 
 
 def _small(size: Node) -> tuple[tuple[Node, ...], Node, tuple[Node, ...]]:
@@ -26,7 +32,7 @@ def wan_21() -> Graph:
             *_small(WAN_SIZE),
             parts.sampler(30, 6.0, "uni_pc"),
             parts.watched(
-                "6 Watch", parts.decode(), parts.saved("wan2.1_1.3B_sparge"), parts.video(16)
+                "7 Watch", (parts.decode(),), parts.saved("wan2.1_1.3B_sparge"), parts.video(16)
             ),
             (
                 notes.start(
@@ -63,93 +69,52 @@ def compare() -> Graph:
     )
     watch = Row(
         (
-            Stack(320, (compare,)),
-            Stack(225, (parts.video(16, "compare.comparison"),)),
-            Stack(320, (parts.saved("wan2.1_1.3B_compare"),)),
+            Stack(300, (compare,)),
+            Stack(225, (parts.video(16, "compare.comparison"),), top=200),
+            Stack(275, (parts.saved("wan2.1_1.3B_compare"),), top=66),
         ),
         FOR_LINKS,
     )
-    columns = (
-        Stack(
-            0,
-            (
-                Group("1 Load models", Stack(270, loaders)),
-                Group("2 Size, length, seed", Stack(270, (size, seed))),
-            ),
-        ),
-        Stack(
-            0,
-            (
-                Group("3 Make it faster", Stack(290, (parts.sparge(),))),
-                Group("4 Describe the clip", Stack(290, prompts)),
-            ),
-        ),
-        Group("5 Sample twice", Stack(240, (dense, sparse))),
-        Group("6 Decode", Stack(225, decoders)),
-        Group("7 Compare", watch),
+    start = notes.start(
+        "Compare: one seed without and with Sparge Attention",
+        WAN_TOKENS,
+        "It is made twice, which takes the time of both runs.",
+        height=325,
+        read="Then read the green nodes: how much faster, how much it differs",
     )
-    top = Row(
-        (
-            Stack(
-                700,
-                (
-                    notes.start(
-                        "Compare: one seed without and with Sparge Attention",
-                        WAN_TOKENS,
-                        "It is made twice, which takes the time of both runs.",
-                        read="Then read the green nodes: how much faster, how much it differs",
-                    ),
-                ),
-            ),
-            Stack(700, (notes.settings(notes.COMPARED, ""),)),
-            Stack(640, (notes.files(models.WAN_21_SMALL),)),
-        )
-    )
+    *load, vae = loaders
     return Graph(
-        "10 Compare - Wan 2.1 1.3B without and with Sparge Attention",
+        "12 Compare - Wan 2.1 1.3B without and with Sparge Attention",
         *("Compare", "Wan 2.1 1.3B, one seed", "without and with"),
-        Stack(0, (top, Row(columns))),
+        Board(
+            (
+                (0, 0, Stack(290, (start,))),
+                (0, 370, Group("1 Load models", Stack(270, tuple(load)))),
+                (330, 0, Group("2 Make it faster", Stack(270, (parts.sparge(),)))),
+                (330, 470, Group("3 Describe the clip", Stack(270, prompts))),
+                (330, 868, Group("4 Size, length, seed", Stack(270, (size, seed)))),
+                (720, 0, Group("5 Sample twice", Stack(230, (sparse, dense), gap=60))),
+                (720, 760, Group("6 Load VAE", Stack(230, (vae,)))),
+                (1000, 260, Group("7 Decode", Stack(225, decoders, gap=120))),
+                (1275, 0, Group("8 Compare", watch)),
+                (1000, 650, Stack(560, (notes.settings(notes.COMPARED, "", height=300),))),
+                (1572, 650, Stack(560, (notes.files(models.WAN_21_SMALL, height=300),))),
+            )
+        ),
     )
 
 
 def wan_22(number: int, task: str) -> Graph:
     """Two models: the first takes the noisy half of the steps, the second the rest."""
-    from_image = task == "i2v"
-    words = "image to video" if from_image else T2V
+    words = "image to video" if task == "i2v" else T2V
     files = models.wan_22(task)
-    high, low, text, vae = files
-    loaders = (
-        models.diffusion(high, "high", "High noise model"),
-        models.diffusion(low, "low", "Low noise model"),
-        models.text_encoder("wan", text),
-        models.vae(vae),
-    )
-    shifts = tuple(
-        Node(f"shift_{name}", "ModelSamplingSD3", (5.0,), {"model": name}, f"Shift, {name} noise")
-        for name in ("high", "low")
-    )
-    faster = tuple(
-        parts.sparge(f"shift_{name}", f"faster_{name}", f"Sparge Attention, {name} noise")
-        for name in ("high", "low")
-    )
-    prompt, negative = parts.prompts(negative=parts.UNWANTED)
-    source = {"positive": "prompt", "negative": "negative"}
-    latent = "size"
-    image: tuple[Node, ...] = (WAN_SIZE,)
-    described: Row = Row((Stack(248, (prompt,)), Stack(248, (negative,))), FOR_LINKS)
-    if from_image:
-        image = (Node("image", "LoadImage", ("example.png", "image"), title="First picture"),)
-        inputs = source | {"vae": "vae", "start_image": "image"}
-        size = Node("size", "WanImageToVideo", (832, 480, 81, 1), inputs, title=LATENT)
-        source = {"positive": "size.positive", "negative": "size.negative"}
-        latent = "size.latent"
-        described = Row((Stack(225, (prompt, negative)), Stack(272, (size,))), FOR_LINKS)
+    at, source, middle = (_from_image if task == "i2v" else _from_text)(files, words)
     samplers = (
         Node(
             "first",
             "KSamplerAdvanced",
             ("enable", parts.SEED, "fixed", 20, 3.5, "euler", "simple", 0, 10, "enable"),
-            source | {"model": "faster_high", "latent_image": latent},
+            source | {"model": "faster_high"},
             "Steps 1 to 10, high noise",
         ),
         Node(
@@ -160,60 +125,100 @@ def wan_22(number: int, task: str) -> Graph:
             "Steps 11 to 20, low noise",
         ),
     )
-    left = Stack(
-        0,
-        (
-            Group("1 Load models", Stack(225, loaders)),
-            Group("2 First picture" if from_image else f"2 {LATENT}", Stack(225, image)),
-        ),
-    )
-    middle = Stack(
-        0,
-        (
-            Group(
-                "3 Make both models faster",
-                Row((Stack(225, shifts), Stack(272, faster)), FOR_LINKS),
-            ),
-            Group("4 Describe the clip", described),
-        ),
-    )
-    watch = tuple(
-        Stack(width, (node,))
-        for width, node in (
-            (225, parts.decode(latent="second")),
-            (225, parts.video(16)),
-            (250, parts.saved(f"wan2.2_14B_{task}_sparge")),
-        )
-    )
-    gain = "Both models are 14B: each has a green node of its own, and each measures itself."
-    steps = {"read": "Then read the green nodes: how much faster they were"}
-    if from_image:
-        steps["run"] = "Choose a picture, describe the clip and press Run"
-    start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, gain, height=400, **steps)
-    below = Row(
-        (
-            Stack(412, (start,)),
-            Stack(412, (notes.settings(notes.BYPASS_BOTH, "", height=400),)),
-            Stack(412, (notes.files(files, height=400),)),
-        )
-    )
-    right = Stack(
-        0,
-        (
-            Row(
-                (
-                    Group(
-                        "5 Sample",
-                        Row(tuple(Stack(252, (node,)) for node in samplers), FOR_LINKS),
-                    ),
-                    Group("6 Watch", Row(watch, FOR_LINKS)),
-                )
-            ),
-            below,
-        ),
+    first, second = (Stack(252, (each,)) for each in samplers)
+    before, vae = len(middle) - 1, models.vae(files[-1])  # one of them is the note
+    watch = (
+        Stack(225, (parts.decode(latent="second"),)),
+        Stack(225, (parts.video(16),)),
+        Stack(225, (parts.saved(f"wan2.2_14B_{task}_sparge"),)),
     )
     return Graph(
         f"{number:02} Wan 2.2 14B - {words}, 832x480, 81 frames",
         *("Wan 2.2 14B", words, "832 x 480, 81 frames"),
-        Row((left, middle, right)),
+        Board(
+            (
+                *middle,
+                (826, at[0], Group(f"{before + 1} Sample: noisy half", first)),
+                (1128, at[1], Group(f"{before + 2} Sample: the rest", second)),
+                (1128, at[1] - 182, Group(f"{before + 3} Load VAE", Stack(252, (vae,)))),
+                (1412, at[1], Group(f"{before + 4} Watch", Row(watch, 14))),
+                (1412, 0, Stack(355, (notes.settings(notes.BYPASS_BOTH, "", height=400),))),
+                (1779, 0, Stack(355, (notes.files(files, height=400),))),
+            )
+        ),
     )
+
+
+#: Pixels above the two samplers, their inputs, and what stands before them.
+_Half = tuple[tuple[int, int], dict[str, str], tuple[tuple[int, int, Stack | Row | Group], ...]]
+
+
+def _from_text(files: Sequence[Model], words: str) -> _Half:
+    high, low, text, _ = files
+    start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, GAIN, height=318, **READ_BOTH)
+    encoder = models.text_encoder("wan", text)
+    middle = (
+        (0, 0, _faster("1", "high", high)),
+        (0, 384, Stack(450, (start,))),
+        (0, 742, Group("2 Load text encoder", Stack(430, (encoder,)))),
+        (478, 384, Group(f"3 {LATENT}", Stack(270, (WAN_SIZE,)))),
+        (478, 622, Group("4 Describe the clip", Stack(270, _prompts(), gap=8))),
+        (0, 956, _faster("5", "low", low)),
+    )
+    source = {"positive": "prompt", "negative": "negative", "latent_image": "size"}
+    return (250, 560), source, middle
+
+
+def _from_image(files: Sequence[Model], words: str) -> _Half:
+    high, low, text, vae = files
+    steps = READ_BOTH | {"run": "Choose a picture, describe the clip and press Run"}
+    start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, GAIN, height=220, **steps)
+    image = Node("image", "LoadImage", ("example.png", "image"), title="First picture")
+    inputs = {
+        "positive": "prompt",
+        "negative": "negative",
+        "vae": "vae_of_picture",
+        "start_image": "image",
+    }
+    size = Node("size", "WanImageToVideo", (832, 480, 81, 1), inputs, title=LATENT)
+    encoder = models.vae(vae, "vae_of_picture", "VAE for the picture")
+    middle = (
+        (0, 0, _faster("1", "high", high)),
+        (0, 491, Group("3 First picture", Stack(225, (image,)))),
+        (255, 384, Group("2 Load VAE", Stack(225, (encoder,)))),
+        (255, 612, Group("4 Describe the clip", Stack(225, _prompts(), gap=8))),
+        (502, 440, Group(f"5 {LATENT}", Stack(246, (size,)))),
+        (0, 949, _faster("6", "low", low, models.text_encoder("wan", text))),
+        (826, 1050, Stack(1308, (start,))),
+    )
+    source = {
+        "positive": "size.positive",
+        "negative": "size.negative",
+        "latent_image": "size.latent",
+    }
+    return (20, 480), source, middle
+
+
+def _prompts() -> tuple[Node, Node]:
+    first, negative = parts.prompts(negative=parts.UNWANTED)
+    return replace(first, height=102), negative
+
+
+def _faster(number: str, noise: str, file: Model, *above: Node) -> Group:
+    """One of the two models, from its file to our node; what else is loaded stands above them,
+    and its links pass above the shift."""
+    nodes = (
+        models.diffusion(file, noise, f"{noise.title()} noise model"),
+        Node(
+            *(f"shift_{noise}", "ModelSamplingSD3", (5.0,), {"model": noise}),
+            f"Shift, {noise} noise",
+        ),
+        parts.sparge(f"shift_{noise}", f"faster_{noise}", f"Sparge Attention, {noise} noise"),
+    )
+    load, shift, faster = nodes
+    row = (
+        Stack(225, (*above, load)),
+        Stack(225, (shift,), top=168 if above else 0),
+        Stack(270, (faster,)),
+    )
+    return Group(f"{number} Make the {noise} noise model faster", Row(row, 14))
