@@ -38,6 +38,7 @@ import sparge
 from sparge import AttentionStats, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, native_element, warm
 from sparge.kernels.spec import all_specs, attend_path
+from sparge.policy import PV_FILTER_OFF
 
 from .cases import Case, half_pooled, spread
 from .inputs import draw
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--densities", default="1,.5,.3,.2,.1")
     parser.add_argument("--seconds", type=float, default=180, help="of the whole run, but warm-up")
-    parser.add_argument("--pvthreshd", type=float, default=15.0)
+    parser.add_argument("--pvthreshd", type=float, default=PV_FILTER_OFF)
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.json")
     options = parser.parse_args()

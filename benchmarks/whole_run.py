@@ -179,7 +179,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--mode", default="auto budget", help="of the node: manual, auto budget ..."
     )
     parser.add_argument("--quality", nargs="+", default=["balanced"], help="of auto quality")
-    parser.add_argument("--pvthreshd", type=float, default=15.0)
+    parser.add_argument("--pvthreshd", type=float, default=50.0)
     parser.add_argument("--start-percent", type=float, nargs="+", default=[0.2])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only-first", type=int, default=0, help="of the steps; see above")

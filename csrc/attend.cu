@@ -8,8 +8,8 @@
 // Layout      Q tile 128 x head_dim (64 for INT8 PV at head_dim 128), K tiles 64 x head_dim, V tiles head_dim x 64, all swizzled in 16-byte chunks.
 // Strategy    4 warps x 32 rows. Scores and accumulators live in registers. Q fragments are read again from shared memory every
 //             block. Tiles arrive by cp.async 1-2 blocks ahead. 2 thread blocks an SM hide each other's softmax.
-//             INT8 PV: 16 rows a warp, Q fragments in registers, 3 thread blocks of 64 rows an SM (2 of 128 at head_dim 64).
-//             P is levels of the row's maximum in the block, V of a scale by channel and one by block. So the sums of a block are
+//             INT8 PV at head_dim 128: 16 rows a warp, Q fragments in registers, 3 thread blocks of 64 rows an SM.
+//             INT8 P is levels of the row's maximum in the block, V of a scale by channel and one by block. So the sums of a block are
 //             integers, and one factor a row adds them to the accumulators.
 // Elements    INT8 QK with INT8, FP16 or E4M3 PV, or bf16/fp16 for both. On sm_90a attend_hopper.cu serves E4M3 and
 //             attend_hopper16.cu 16 bits; the builds for sm_90a, with E4M3 mma.sync emulated, exist for correctness tests.

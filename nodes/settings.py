@@ -27,7 +27,7 @@ class Settings:
     mode: str = MANUAL
     quality: str = "balanced"
     topk: float = 0.5
-    pvthreshd: float = 15.0
+    pvthreshd: float = 50.0  # off
     select_by: str = "topk"
     cdfthreshd: float = 0.98
     simthreshd1: float = -0.1

@@ -36,9 +36,9 @@ class Precision(enum.Enum):
     """Arithmetic of the two matrix products."""
 
     INT8 = "int8"
-    """INT8 QK; PV in E4M3 where the tensor cores multiply it in hardware, else in FP16."""
+    """INT8 QK; PV in what the GPU runs fastest: E4M3, INT8 or FP16. 16 bits on B300."""
     INT8_FP16 = "int8_fp16"
-    """INT8 QK and FP16 PV on every GPU: truer than E4M3, and slower where that exists."""
+    """INT8 QK and FP16 PV on every GPU: truer than 8 bits, and slower."""
     SIXTEEN_BIT = "16bit"
     """No quantization: bf16 products (fp16 where q, k and v all are), float32 accumulation."""
 

@@ -234,9 +234,9 @@ def test_differences_are_of_bits_and_of_numbers() -> None:
 def test_runs_are_named_by_their_widgets() -> None:
     named = ["--mode", "manual", "--topk", "0.5", "0.2", "--start-percent", "0"]
     dense, _, run = node_runs(parse(named))
-    wanted = {"mode": "manual", "topk": 0.2, "pvthreshd": 15.0, "start_percent": 0.0}
+    wanted = {"mode": "manual", "topk": 0.2, "pvthreshd": 50.0, "start_percent": 0.0}
     assert (dense.name, dense.widgets) == ("default", None)
-    assert (run.name, run.widgets) == ("topk 0.2, pvthreshd 15", wanted) and not run.may_stay_dense
+    assert (run.name, run.widgets) == ("topk 0.2, pvthreshd 50", wanted) and not run.may_stay_dense
     named = ["--topk", "0.5", "--quality", "high", "--start-percent", "0.2"]
     _, run = node_runs(parse(["--mode", "auto quality", *named]))
     assert run.name == "auto quality, high" and run.widgets and "topk" not in run.widgets

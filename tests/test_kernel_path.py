@@ -27,7 +27,7 @@ from sparge import (
 )
 from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
-from sparge.kernels.params import HOPPER_ATTEND, MeansSizes, RouteSizes
+from sparge.kernels.params import HOPPER_ATTEND, AttendSizes, MeansSizes, RouteSizes
 from sparge.order.facts import NO_ORDER, OrderFacts
 from sparge.stages import on_reference, ops
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
@@ -100,7 +100,11 @@ def test_vector_loads_need_whole_steps(odd: str) -> None:
 def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The parameters of every launch, by its entry; nothing is launched."""
     parameters: dict[str, Any] = {}
-    sizes = {"means": MeansSizes(slices=4), "route": RouteSizes(16, 16, 1000)}
+    sizes = {
+        "means": MeansSizes(slices=4),
+        "route": RouteSizes(16, 16, 1000),
+        "attend": AttendSizes(parts=1),
+    }
 
     def find_kernel(entry: str, *_: object) -> SimpleNamespace:
         return SimpleNamespace(entry=entry, sizes=sizes.get(entry), static_shared=20_000)

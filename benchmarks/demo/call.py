@@ -18,7 +18,6 @@ from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.common.metrics import cosine, rel_l1, rel_l2
 
 SHARES = (1.0, 0.5, 0.3, 0.2, 0.1)
-PVTHRESHD = 15.0  # the node's default
 SHOWN_SHARE, SHOWN_HEADS = 0.3, 4
 ERROR_GAIN = 2
 REPEATS = 10  # timed calls on a GPU, whose median counts
@@ -71,7 +70,7 @@ def run(dense: DenseRun, out: Path) -> list[Row]:
 
 
 def _policy(share: float) -> sparge.SparsePolicy:
-    return sparge.SparsePolicy(topk=share, pvthreshd=PVTHRESHD)
+    return sparge.SparsePolicy(topk=share)
 
 
 def _row(policy: sparge.SparsePolicy | None, qkv: Qkv, truth: Tensor) -> Row:

@@ -43,6 +43,7 @@ from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.sample import scenes_to_sample, starting_noise
 from benchmarks.tiny_video_dit.scenes import context
 from sparge.order.grid import TokenGrid
+from sparge.policy import PV_FILTER_OFF
 from sparge.tune.ways import REFERENCE_VARIABLE
 
 #: Widget `mode` of the node; drop is not a mode of the node.
@@ -60,7 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--called", default="dit", help="what rows call the weights")
     parser.add_argument("--modes", nargs="+", choices=NODE_MODES, default=list(NODE_MODES))
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.5])
-    parser.add_argument("--pvthreshd", type=float, default=15.0, help="of the node; 50 is off")
+    parser.add_argument(
+        "--pvthreshd", type=float, default=PV_FILTER_OFF, help="of the node; 50 is off"
+    )
     parser.add_argument("--with", choices=["easycache"], dest="companion")
     parser.add_argument("--reuse-threshold", type=float, default=0.2, help="of EasyCache")
     parser.add_argument("--clips", type=int, default=2)

@@ -13,26 +13,24 @@ namespace sparge::attend {
 
 // Warps of 32 query rows: a warp reads every K and V byte of a tile for its rows, and with 16 rows those reads would outlast
 // the products (docs/experiments.md, "Rows of a warp").
-// Integer values take 16: each block's sums stand beside the accumulators, and with 32 rows ptxas spills. Q stays in registers.
+// Integer values at head_dim 128 take 16: each block's sums stand beside the accumulators, and with 32 rows ptxas spills.
 // Emulated E4M3 products convert their operands in registers: 16 rows leave room for that.
 constexpr bool kEmulated = kElement == Element::kInt8E4M3 && kArch == 90;
-constexpr int kRowTiles = kEmulated || kIntegerValues ? 1 : 2;
+constexpr bool kFewRows = kIntegerValues && kHeadDim == 128;
+constexpr int kRowTiles = kEmulated || kFewRows ? 1 : 2;
 constexpr int kWarpRows = 16 * kRowTiles;
 // Thread blocks that share a query block: 64 rows leave room for three of them on an SM.
-constexpr int kParts = kIntegerValues && kHeadDim == 128 ? 2 : 1;
+constexpr int kParts = kFewRows ? 2 : 1;
 constexpr int kRows = kQueryBlock / kParts;  // of a thread block
 constexpr int kWarps = kRows / kWarpRows;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
 // 16 rows a warp leave registers for the fragments of Q, and for the rows' maxima and sums.
-constexpr bool kQueriesInRegisters = kIntegerValues, kRowsInRegisters = kIntegerValues;
+constexpr bool kQueriesInRegisters = kFewRows, kRowsInRegisters = kFewRows;
 
-// 32 rows a warp: 255 registers a thread at head_dim 128 (128 accumulators, 64 scores), 168 at 64. 16 rows: 168 and 128.
-constexpr int kBlocksPerSm = kEmulated                     ? 1
-                             : kIntegerValues              ? (kHeadDim == 128 ? 3 : 2)
-                             : kHeadDim == 128             ? 2
-                                                           : 3;
+// 255 registers a thread at head_dim 128 (128 accumulators, 64 scores), 168 at 64, and where rows are few.
+constexpr int kBlocksPerSm = kEmulated ? 1 : kHeadDim == 128 && !kFewRows ? 2 : 3;
 
 constexpr int kQueryRowBytes = kHeadDim * key_bytes(kElement);
 constexpr int kValueRowBytes = kKeyBlock * value_bytes(kElement);
@@ -44,7 +42,7 @@ constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 // less than that, and each resident block costs 1 KB. sm_80 code also runs on 8.6-class parts: 99 KB a block is its cap.
 constexpr int kSmBytes = (kArch == 90 || kArch == 100 ? 228 : kArch == 80 ? 164 : 100) * 1024;
 constexpr int kMapBytes = 512;       // room for the block map of a row: 4,096 key blocks at full occupancy
-constexpr int kRowBytes = kIntegerValues ? 3 * 1024 : 6 * 1024;  // of Smem besides the stages, at most
+constexpr int kRowBytes = kFewRows ? 3 * 1024 : 6 * 1024;  // of Smem besides the stages, at most
 constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes - kRowBytes;
 constexpr int kColumnBytes = kKeyBlock * (sizeof(PoolColumn) + (kIntegerValues ? sizeof(float) : 0));
 constexpr int kStageBytes = kKeyTileBytes + kValueTileBytes + kColumnBytes;

@@ -8,11 +8,16 @@
 
 namespace sparge::attend {
 
-// The thread index is read where it is used: else its sums with the tensors' pointers are kept across the main loop.
+// The thread index is read where it is used: else its sums with the tensors' pointers are kept across the main loop. Where there is
+// room for them, that saves waits (docs/experiments.md, "Integer values").
+SPARGE_DEVICE i32 copier() {
+  if constexpr (kIntegerValues && kArch < 90) return threadIdx.x;
+  return ptx::thread_index();
+}
 template <int kBytes>
 SPARGE_DEVICE void copy_tile(u8* destination, const u8* source) {
-  const u32 to = ptx::shared_address(destination) + ptx::thread_index() * 16;
-  const u8* from = source + ptx::thread_index() * 16;
+  const u32 to = ptx::shared_address(destination) + copier() * 16;
+  const u8* from = source + copier() * 16;
 #pragma unroll
   for (int offset = 0; offset < kBytes; offset += kThreads * 16) ptx::cp_async_16(to + offset, from + offset);
 }
@@ -43,7 +48,7 @@ struct Pipeline {
     if (const i32 pool = pool_tile(place); pool >= 0) return load_pseudo_keys(pool);
     const i32 tile = smem.work.first_tile + place;
     copy_tile<kKeyTileBytes>(smem.k[slot], p.k_tiles + static_cast<i64>(tile) * kKeyTileBytes);
-    if (ptx::thread_index() > 0) return;
+    if (copier() > 0) return;
     if (is_quantized(kElement)) ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].k_scale), p.k_scale + tile);
     ptx::cp_async_4(ptx::shared_address(&smem.stage[slot].keys), p.key_counts + tile);
   }
@@ -57,13 +62,13 @@ struct Pipeline {
   SPARGE_DEVICE void load_pseudo_keys(i32 pool) {
     const i64 tile = smem.work.first_pool + pool;
     copy_tile<kKeyTileBytes>(smem.k[slot], p.pool_k + tile * kKeyTileBytes);
-    if (const i32 key = ptx::thread_index(); key < kKeyBlock) {
+    if (const i32 key = copier(); key < kKeyBlock) {
       const bool open = stands(pool, key);
       PoolColumn column = prepared(p.pool_columns[tile * kKeyBlock + key], smem.work, open);
       if constexpr (kIntegerValues) column.bias += log2f(value_scale(pool, key, open));
       smem.columns[slot][key] = column;
     }
-    if (ptx::thread_index() > 0) return;
+    if (copier() > 0) return;
     smem.stage[slot].k_scale = kPoolScale;
     smem.stage[slot].keys = -1;
   }
@@ -73,9 +78,9 @@ struct Pipeline {
     const i64 tile = pool >= 0 ? smem.work.first_pool + pool : smem.work.first_tile + place;
     copy_tile<kValueTileBytes>(smem.v[slot], tiles + tile * kValueTileBytes);
     if constexpr (!kIntegerValues) return;
-    if (const i32 key = ptx::thread_index(); pool >= 0 && key < kKeyBlock)
+    if (const i32 key = copier(); pool >= 0 && key < kKeyBlock)
       smem.inverse_value_scale[slot][key] = 1.0f / value_scale(pool, key, stands(pool, key));
-    if (ptx::thread_index() > 0) return;
+    if (copier() > 0) return;
     if (pool >= 0)
       smem.stage[slot].v_block_scale = kPoolValueStep;
     else
@@ -88,7 +93,7 @@ struct Pipeline {
   // of groups regular.
   SPARGE_DEVICE i32 fill(i32 last) {
     const i32 place = next_place(list, last);
-    if (ptx::thread_index() == 0) smem.stage[slot].place = place;
+    if (copier() == 0) smem.stage[slot].place = place;
     if (!ended(place)) {
       load_keys(place);
       if constexpr (kStages > 1) load_values(place);

@@ -93,6 +93,14 @@ _E4M3_PATHS = (89, HOPPER_PATH, 120)
 #: Consumer GPUs, where products with float32 sums run at half the rate, and those of integers at
 #: the full one.
 _INTEGER_PATHS = (86, 89, 120)
+#: Where kernels of an element exist; of those that are not here everywhere. Those with integer
+#: values serve no call on sm_90a: they exist there for tests.
+_BUILT = {
+    Element.INT8_E4M3: _E4M3_PATHS,
+    Element.INT8_INT8: (*_INTEGER_PATHS, HOPPER_PATH),
+}
+#: B300 runs INT8 products at a tenth of the rate of 16-bit ones.
+_SLOW_INT8 = ("sm_103a",)
 
 
 @dataclass(frozen=True)
@@ -151,8 +159,8 @@ class KernelSpec:
 
 
 def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
-    """The operand types ``arch`` runs fastest: ``dtype`` is that of 16-bit operands."""
-    if sixteen_bit:
+    """Operand types that ``arch`` runs fastest; ``dtype`` is that of 16-bit operands."""
+    if sixteen_bit or arch in _SLOW_INT8:
         return Element.FP16 if str(dtype) == "torch.float16" else Element.BF16
     path = ARCHS[arch].path
     if path in _INTEGER_PATHS:
@@ -176,6 +184,8 @@ def attend_path(arch: str, element: Element) -> AttendPath:
     target = ARCHS[arch]
     if target.path != HOPPER_PATH:
         lacks = "is built without wgmma" if target.number == 90 else "has no wgmma instruction"
+        if arch in _SLOW_INT8:
+            lacks += ", and INT8 products are slow on it, so 16-bit ones serve 8-bit calls"
         return AttendPath("attend", f"mma.sync: {arch} {lacks}")
     if element in (Element.INT8_FP16, Element.INT8_INT8):
         return AttendPath("attend", f"mma.sync: no wgmma kernel is built for {element.name}")
@@ -193,8 +203,8 @@ def pv_filter_saves(arch: str) -> bool:
 
 def all_specs(arch: str) -> list[KernelSpec]:
     """Every kernel that exists for ``arch``, each once, entries in launch order."""
-    e4m3 = ARCHS[arch].path in _E4M3_PATHS
-    elements = [e for e in Element if e is not Element.INT8_E4M3 or e4m3]
+    path = ARCHS[arch].path
+    elements = [e for e in Element if path in _BUILT.get(e, (path,))]
     specs = (
         KernelSpec(entry, arch, head_dim, element, pv_filter)
         for entry in ENTRIES

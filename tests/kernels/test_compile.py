@@ -25,7 +25,9 @@ def has_twin(spec: KernelSpec) -> bool:
     sm_120a."""
     unfiltered = replace(spec, pv_filter=True) in SPECS and not spec.pv_filter
     less = spec.entry.startswith("attend") and unfiltered
-    return spec.element is Element.FP16 or less or spec.arch in ("sm_86", "sm_100a")
+    of_integers = spec.element is Element.INT8_INT8  # sm_80 has none
+    shared = spec.arch in ("sm_86", "sm_100a") and not of_integers
+    return spec.element is Element.FP16 or less or shared
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)

@@ -47,7 +47,7 @@ def test_sizes_and_static_shared_memory_are_read(build):
     image = build(f"{CONST}unsigned launch_sizes[3] = {{16, 8, 70000}};\n" + KERNEL).image
     found = read_sizes(image, "route")
     assert found and bytes(found) == b"".join(n.to_bytes(4, "little") for n in (16, 8, 70000))
-    assert read_sizes(image, "attend") is None
+    assert read_sizes(image, "quantize") is None
     without = build(KERNEL).image
     for entry in SIZES:
         with pytest.raises(ValueError, match="launch_sizes"):

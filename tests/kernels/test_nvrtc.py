@@ -90,7 +90,7 @@ def test_every_target_an_nvrtc_is_said_to_build(library: Path):
     """Each NVRTC of this environment, though a run uses one: the table's ``needs`` must be true."""
     one = Nvrtc(library)
     for arch in ARCHS.values():
-        options = [f"--gpu-architecture={arch.name}", "-DVALUE=1"]
+        options = [f"--gpu-architecture={arch.target}", "-DVALUE=1"]
         if one.version >= arch.needs:
             assert arch.number in one.archs
             one.compile("k.cu", PROGRAM, {}, options)

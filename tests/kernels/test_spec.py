@@ -24,6 +24,7 @@ EIGHT_BIT = {"sm_90a": Element.INT8_E4M3} | dict.fromkeys(
     ("sm_86", "sm_89", "sm_120a", "sm_121a", "sm_90_as_86", "sm_90_as_89", "sm_90_as_120"),
     Element.INT8_INT8,
 )
+EIGHT_BIT["sm_103a"] = Element.BF16
 
 
 def test_ids_and_defines_name_one_kernel_each():
@@ -63,16 +64,18 @@ def test_what_is_not_built_is_refused(arguments, words):
 def test_the_path_of_a_call(arch):
     """The element and the kernel that serve it are built, and the reason says which."""
     eight_bit = EIGHT_BIT.get(arch, Element.INT8_FP16)
+    of_fp16 = Element.FP16 if arch == "sm_103a" else eight_bit
     hopper, built = arch == "sm_90a", set(native_specs(arch))
     assert built <= set(all_specs(arch))
     for sixteen_bit, dtype, expected in (
         (False, torch.bfloat16, eight_bit),
+        (False, torch.float16, of_fp16),
         (True, torch.float16, Element.FP16),
         (True, torch.float32, Element.BF16),
     ):
         element = specs_of.native_element(arch, sixteen_bit, dtype)
         path = attend_path(arch, element)
-        entry = HOPPER_ATTEND_16 if sixteen_bit else HOPPER_ATTEND
+        entry = HOPPER_ATTEND if element.quantized else HOPPER_ATTEND_16
         assert element is expected and path.entry == (entry if hopper else "attend")
         assert path.reason.startswith("wgmma: " if hopper else "mma.sync: ")
         assert path.filter_saves == specs_of.pv_filter_saves(arch) == (not hopper)

@@ -20,7 +20,7 @@ WIDGETS = {
     "mode": "manual",
     "quality": "balanced",
     "topk": 0.5,
-    "pvthreshd": 15.0,
+    "pvthreshd": 50.0,
     "select_by": "topk",
     "cdfthreshd": 0.98,
     "simthreshd1": -0.1,

@@ -124,5 +124,5 @@ def test_the_node_needs_only_the_8_bit_kernels(load_pack):
     module = load_pack("sparge.kernels.warmup")
     specs = module.eight_bit_specs("sm_89")
     assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend", "score"}
-    assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_E4M3"}
+    assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_INT8"}
     assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}
