@@ -25,17 +25,17 @@ class Loop:
 
 
 def main_loop(listing: Listing) -> Loop:
-    """The shortest loop with a product of matrices. Raises ValueError where there is none."""
-    loops = []
+    """The loop with most products of matrices, of those the shortest: code that stands far from the
+    loop and returns into it looks like one too. Raises ValueError where there is none."""
+    loops: dict[Loop, int] = {}
     for last, instruction in enumerate(listing.instructions):
-        if not instruction.is_branch:
-            continue
         first = listing.labels.get(instruction.target or "", last + 1)
-        if first <= last and any(map(is_tensor, listing.instructions[first : last + 1])):
-            loops.append(Loop(first, last))
-    if not loops:
+        if instruction.is_branch and first <= last:
+            body = listing.instructions[first : last + 1]
+            loops[Loop(first, last)] = sum(map(is_tensor, body))
+    if not any(loops.values()):
         raise ValueError("the kernel has no loop with a product of matrices")
-    return min(loops, key=lambda loop: loop.last - loop.first)
+    return max(loops, key=lambda loop: (loops[loop], loop.first - loop.last))
 
 
 def hot_path(listing: Listing) -> tuple[Instruction, ...]:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from .kinds import is_tensor
 from .sass import Instruction
 
-_REGISTER = re.compile(r"(?<!\w)(U?R)(\d+)(?!\d)")
+_REGISTER = re.compile(r"(?<!\w)(U?R)(\d+)(?!\d)(\.64)?")
 _PREDICATE = re.compile(r"!?(?:U?P[\dT])\Z")
 _NAMED_PREDICATE = re.compile(r"(?<!\w)U?P\d(?!\w)")
 #: Nothing that a later instruction of a warp waits for is written by these.
-_WRITES_NOTHING = frozenset(
-    "ST STS STG STL RED LDGSTS LDGDEPBAR DEPBAR BAR BRA BSSY BSYNC WARPSYNC NOP EXIT CALL RET "
-    "YIELD".split()
-)
+_WRITES_NOTHING = {
+    *("ST", "STS", "STG", "STL", "RED", "LDGSTS", "LDGDEPBAR", "DEPBAR", "BAR", "BRA"),
+    *("BSSY", "BSYNC", "WARPSYNC", "YIELD", "NOP", "EXIT", "CALL", "RET"),
+}
 _WORDS = {"64": 2, "128": 4}
 
 
@@ -38,7 +38,7 @@ def access(instruction: Instruction) -> Access:
     reads = _NAMED_PREDICATE.findall(instruction.guard)
     for operand in read:
         stored = instruction.name.startswith("ST") and not operand.startswith("[")
-        reads += _names(operand, width if stored else 2 if ".64" in operand else 1)
+        reads += _names(operand, width if stored else 1)
     if "WIDE" in instruction.modifiers:
         reads += _names(instruction.operands[-1], 2)
     return Access(tuple(dict.fromkeys(reads)), tuple(writes))
@@ -58,7 +58,7 @@ def _destinations(instruction: Instruction) -> int:
     if instruction.name in _WRITES_NOTHING or not operands:
         return 0
     first_is_predicate = bool(_PREDICATE.match(operands[0]))
-    if instruction.name in ("VOTE", "FCHK") or len(operands) == 1:
+    if instruction.name in ("VOTE", "VOTEU", "FCHK") or len(operands) == 1:
         return 1
     second_is_predicate = bool(_PREDICATE.match(operands[1])) and not operands[1].startswith("!")
     return 2 if first_is_predicate or second_is_predicate else 1
@@ -75,10 +75,10 @@ def _width(instruction: Instruction) -> int:
 
 
 def _names(operand: str, width: int) -> list[str]:
-    found = _REGISTER.search(operand)
-    predicates = _NAMED_PREDICATE.findall(operand)
-    if found is None:
-        return predicates
-    names = [f"{found[1]}{int(found[2]) + number}" for number in range(width)]
-    others = [m[0] for m in _REGISTER.finditer(operand) if m[0] != found[0]]
-    return names + others + predicates
+    """``width`` registers from each one named, two from R2.64; and predicates."""
+    names = [
+        f"{file}{int(first) + number}"
+        for file, first, wide in _REGISTER.findall(operand)
+        for number in range(2 if wide else width)
+    ]
+    return names + _NAMED_PREDICATE.findall(operand)

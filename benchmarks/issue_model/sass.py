@@ -52,7 +52,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Listing:
-    """Instructions of one kernel; a label is the number of the instruction that it stands before."""
+    """Instructions of one kernel; a label names the number of the instruction after it."""
 
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]

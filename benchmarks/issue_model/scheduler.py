@@ -19,9 +19,9 @@ from .pipes import FMA_PIPES, Cost, Pipe, cost
 from .registers import access
 from .sass import Instruction
 
-_PASSES, _WARM_UP = 8, 3
+_PASSES, _WARM_UP = 9, 3  # of each warp in the mean
 _STARTS = 3  # random ones, with each policy
-_LATEST_START = 3000  # clocks, by which thread blocks are apart at most
+_LATEST_START = 6  # clocks an instruction of the path, by which thread blocks are apart at most
 #: Clocks of work that may queue before a pipe until the scheduler stops.
 _QUEUE = {Pipe.SHARED: 64.0, Pipe.XU: 32.0}
 
@@ -52,8 +52,6 @@ class _Warp:
     """When its next instruction can issue as far as the warp is concerned."""
     next: int = 0
     results: dict[str, float] = field(default_factory=dict)
-    ends: list[float] = field(default_factory=list)
-    """Of its passes."""
 
 
 def clocks_a_pass(path: Sequence[Instruction], chip: Chip, warps: Warps) -> float:
@@ -62,11 +60,12 @@ def clocks_a_pass(path: Sequence[Instruction], chip: Chip, warps: Warps) -> floa
     The greedy policy goes on with the warp that issued last, the other one takes warps in turns.
     """
     steps = [_step(instruction, chip) for instruction in path]
+    latest = _LATEST_START * len(steps)
     chance = random.Random(1)
     runs = []
     for greedy in (True, False):
         for _ in range(_STARTS):
-            starts = [chance.uniform(0, _LATEST_START) for _ in range(warps.thread_blocks)]
+            starts = [chance.uniform(0, latest) for _ in range(warps.thread_blocks)]
             runs.append(_run(steps, warps, starts, greedy))
     return fmean(runs)
 
@@ -87,15 +86,18 @@ def _run(steps: Sequence[_Step], of: Warps, starts: Sequence[float], greedy: boo
     warps = [_Warp(b, starts[b]) for b in range(of.thread_blocks) for _ in range(of.each)]
     pipes = _Pipes()
     now, last = 0.0, 0
-    while min(len(warp.ends) for warp in warps) < _PASSES:
+    ends: list[float] = []  # of passes of all warps
+    while len(ends) < _PASSES * len(warps):
         times = [max(now, w.ready_at, pipes.free_at(steps[w.next].cost)) for w in warps]
         now = float(ceil(min(times)))
         order = _order(len(warps), last if greedy else last + 1)
         last = next(number for number in order if times[number] <= now)
         _issue(steps, warps, last, pipes, now)
+        if warps[last].next == 0:
+            ends.append(now)
         now += 1
-    passes = [(w.ends[-1] - w.ends[_WARM_UP - 1]) / (len(w.ends) - _WARM_UP) for w in warps]
-    return fmean(passes) / len(warps)
+    first = _WARM_UP * len(warps)
+    return (ends[-1] - ends[first - 1]) / (len(ends) - first)
 
 
 def _order(count: int, first: int) -> Iterator[int]:
@@ -110,10 +112,7 @@ def _issue(
     done = pipes.take(step.cost, now)
     for name in step.writes:
         warp.results[name] = done
-    warp.next += 1
-    if warp.next == len(steps):
-        warp.next = 0
-        warp.ends.append(now)
+    warp.next = (warp.next + 1) % len(steps)
     if step.barrier:
         warp.ready_at = inf
         together = [w for w in warps if w.thread_block == warp.thread_block]

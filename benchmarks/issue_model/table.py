@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .kernel import Kernel
 from .kinds import Kind
@@ -26,15 +26,16 @@ _RESOURCES: dict[str, Callable[[Kernel], object]] = {
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    lines = [_line(name, [value(k) for k in kernels]) for name, value in _HEADS.items()]
-    lines += ["", *(_line(name, [value(k) for k in kernels]) for name, value in _RESOURCES.items())]
+    lines = [_line(name, map(value, kernels)) for name, value in _HEADS.items()]
+    lines += ["", *(_line(name, map(value, kernels)) for name, value in _RESOURCES.items())]
     lines += ["", "instructions of a warp, 64 keys"]
-    lines += [_line(f"  {name}", [k.counts.get(name, 0) for k in kernels]) for name in _rows(kernels)]
-    lines.append(_line("  all", [len(k.path) for k in kernels]))
+    for kind in _rows(kernels):
+        lines.append(_line(f"  {kind}", (kernel.counts.get(kind, 0) for kernel in kernels)))
+    lines.append(_line("  all", (len(kernel.path) for kernel in kernels)))
     lines += ["", "clocks of an SM, 128 queries x 64 keys"]
     for pipe in kernels[0].pipe_clocks:
-        lines.append(_line(f"  {pipe}", [round(k.pipe_clocks[pipe]) for k in kernels]))
-    lines.append(_line("  predicted", [round(k.clocks) for k in kernels]))
+        lines.append(_line(f"  {pipe}", (round(kernel.pipe_clocks[pipe]) for kernel in kernels)))
+    lines.append(_line("  predicted", (round(kernel.clocks) for kernel in kernels)))
     return "\n".join(lines)
 
 
@@ -45,5 +46,5 @@ def _rows(kernels: Sequence[Kernel]) -> list[str]:
     return [*sorted(present - set(kinds)), *(kind for kind in kinds if kind in present)]
 
 
-def _line(name: str, values: Sequence[object]) -> str:
+def _line(name: str, values: Iterable[object]) -> str:
     return f"{name:{_FIRST}}" + "".join(f"{value!s:>{_OTHERS}}" for value in values)
