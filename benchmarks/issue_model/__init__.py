@@ -3,6 +3,6 @@
 
 It needs no GPU: it serves those that nobody has measured. It knows the instructions of the main
 loop, their registers, the pipes of a GPU and a fixed time of each instruction. It does not know
-what L2 and DRAM do, nor banks of shared memory, nor clocks under load. On an H100 it is up to a
-quarter too fast: docs/experiments.md, Issue model, has what it foretold and what was measured.
+what L2 and DRAM do, nor banks of shared memory. On an H100 it was up to 15 % too fast:
+docs/experiments.md, Issue model, has what it foretold and what was measured.
 """

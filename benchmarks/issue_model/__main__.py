@@ -3,8 +3,8 @@
 
 python -m benchmarks.issue_model [--target sm_86 sm_89] [--head-dim 128] [--element INT8_INT8]
 
-Needs nvdisasm (requirements-dev.txt). The model knows no L2, no DRAM and no bank conflicts, and it
-was up to a quarter too fast on an H100: docs/experiments.md, Issue model.
+Needs nvdisasm (requirements-dev.txt). No GeForce was measured, and on an H100 the model was 1 to
+15 % too fast: docs/experiments.md, Issue model.
 """
 
 from __future__ import annotations
