@@ -59,7 +59,6 @@ _FIXED = {
     Kind.IDLE: Cost(Pipe.NONE, 1, 2),
 }
 _SHARED_LATENCY = {Kind.LDSM: 33, Kind.LDS: 29, Kind.STS: 1, Kind.LDGSTS: 1}
-_WORDS = {"64": 2, "128": 4, "2": 2, "4": 4}
 
 
 def cost(instruction: Instruction, chip: Chip) -> Cost:
@@ -70,8 +69,7 @@ def cost(instruction: Instruction, chip: Chip) -> Cost:
         least, beyond = _PRODUCT_LATENCY
         return Cost(Pipe.TENSOR, clocks, max(least, clocks + beyond))
     if kind in _SHARED_LATENCY:
-        words = _WORDS.get(instruction.modifiers[-1], 1) if instruction.modifiers else 1
-        return Cost(Pipe.SHARED, words * _WORD, _SHARED_LATENCY[kind])
+        return Cost(Pipe.SHARED, instruction.words * _WORD, _SHARED_LATENCY[kind])
     return _FIXED[kind]
 
 

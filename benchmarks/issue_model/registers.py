@@ -17,7 +17,6 @@ _WRITES_NOTHING = {
     *("ST", "STS", "STG", "STL", "RED", "LDGSTS", "LDGDEPBAR", "DEPBAR", "BAR", "BRA"),
     *("BSSY", "BSYNC", "WARPSYNC", "YIELD", "NOP", "EXIT", "CALL", "RET"),
 }
-_WORDS = {"64": 2, "128": 4}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ def access(instruction: Instruction) -> Access:
         return _of_product(instruction)
     count = _destinations(instruction)
     written, read = instruction.operands[:count], instruction.operands[count:]
-    width = _width(instruction)
+    wide = "WIDE" in instruction.modifiers or instruction.name == "CS2R"
+    width = 2 if wide else instruction.words
     writes = [name for operand in written for name in _names(operand, width)]
     reads = _NAMED_PREDICATE.findall(instruction.guard)
     for operand in read:
@@ -62,16 +62,6 @@ def _destinations(instruction: Instruction) -> int:
         return 1
     second_is_predicate = bool(_PREDICATE.match(operands[1])) and not operands[1].startswith("!")
     return 2 if first_is_predicate or second_is_predicate else 1
-
-
-def _width(instruction: Instruction) -> int:
-    """Registers that one operand of data has."""
-    last = instruction.modifiers[-1:] or ("",)
-    if instruction.name == "LDSM":
-        return int(last[0]) if last[0].isdigit() else 1
-    if "WIDE" in instruction.modifiers or instruction.name == "CS2R":
-        return 2
-    return _WORDS.get(last[0], 1)
 
 
 def _names(operand: str, width: int) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
 _LABEL = re.compile(r"\s*\.(L_\w+):")
 _LINE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<text>[^;]*?)\s*;")
+_WORDS = {"64": 2, "128": 4, "2": 2, "4": 4}
 _TARGET = re.compile(r"`\(\.(L_\w+)\)")
 
 
@@ -29,6 +30,11 @@ class Instruction:
     @property
     def modifiers(self) -> tuple[str, ...]:
         return tuple(self.opcode.split(".")[1:])
+
+    @property
+    def words(self) -> int:
+        """Registers that each operand of data has: 4 of LDS.128, and of LDSM of four matrices."""
+        return _WORDS.get(self.modifiers[-1], 1) if self.modifiers else 1
 
     @property
     def never_acts(self) -> bool:
