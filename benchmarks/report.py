@@ -118,7 +118,7 @@ def runs_table(alone: bool) -> str:
         without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
         name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
         if not alone:
-            config = row["config"].replace(", pvthreshd 15", "")
+            config = row["config"].replace(", pvthreshd 15", "").replace(", pvthreshd 50", "")
             name += f", {row['steps']} steps, cfg {row['cfg']:g}, {config}"
             name += ", extrapolated" * ("extrapolated" in row)
         gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
