@@ -32,8 +32,8 @@ class Arithmetic:
 
     @property
     def integer_pv(self) -> bool:
-        """P in unsigned levels of its row's largest in the key block, whose sums row sums are of; V in
-        levels whose scale is that of the channel times one of the block.
+        """P in unsigned levels of its row's largest in the key block, whose sums row sums are
+        of; V in levels whose scale is that of the channel times one of the block.
         """
         return self.dtype == torch.int8
 
