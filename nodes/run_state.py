@@ -86,9 +86,9 @@ class Run:
         """Whether a pass has to know its noise level, for which it waits."""
         live = LiveMap(self.session, len(schedule), node_id)
 
-        def tell(text: str) -> None:
+        def tell(text: str, last: bool) -> None:  # holds no run, as `note` does not
             show(text)
-            if self.progress.last:
+            if last:
                 live.drop()
             else:
                 live.show(text)

@@ -16,17 +16,13 @@ class Progress:
     def __init__(
         self,
         schedule: Sequence[float],
-        show: Callable[[str], None],
+        show: Callable[[str, bool], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """schedule: noise level of each step; nothing is shown where that is not known."""
+        """schedule: noise level of each step; nothing is shown where that is not known. show: takes
+        the line, and whether the last step begins."""
         self._schedule, self._show, self._clock = schedule, show, clock
         self._step, self._since = -1, 0.0
-
-    @property
-    def last(self) -> bool:
-        """Whether the last step has begun."""
-        return self._step == len(self._schedule) - 1
 
     def at(self, sigma: float) -> None:
         """Notes that a pass begins at this noise level."""
@@ -36,9 +32,9 @@ class Progress:
         before, since = self._step, self._since
         self._step, self._since = step, self._clock()
         if before >= 0:
-            seconds = (self._since - since) / (step - before)
-            left = seconds * (len(self._schedule) - step)
+            seconds, steps = (self._since - since) / (step - before), len(self._schedule)
+            left = seconds * (steps - step)
             self._show(
-                f"Step {step + 1} of {len(self._schedule)}: {seconds:.1f} s a step, about "
-                f"{left:.0f} s left"
+                f"Step {step + 1} of {steps}: {seconds:.1f} s a step, about {left:.0f} s left",
+                step == steps - 1,
             )

@@ -174,10 +174,10 @@ def test_the_block_map_of_a_head_is_shown(server):
     for node, head in (("8", 1), ("9", 99)):
         inputs = wires | {"layer": 1, "head": head}
         prompt[node] = {"class_type": "SpargeAttentionBlockMap", "inputs": inputs}
-    prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 0]}}
+    prompt["12"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 0]}}
     server.run_graph(prompt)
-    outputs, heights = outputs_of(server, "10"), []
-    for node in ("8", "9", "10"):
+    outputs, heights = outputs_of(server, "12"), []
+    for node in ("8", "9", "12"):
         (image,) = outputs[node]["images"]
         with urllib.request.urlopen(f"{server.url}/view?{urlencode(image)}") as answer:
             heights.append(Image.open(answer).height)

@@ -216,10 +216,11 @@ AT_ITS_SIZE = """async ([x, y]) => {
 def test_the_node_stands_between_model_and_sampler(page: Page, screenshots: Path) -> None:
     """As the README shows it: assets/node.png is this picture."""
     model = Node("model", "UNETLoader", ("mochi_preview_bf16.safetensors", "default"))
-    ours = replace(parts.sparge(), values=("auto budget", 0.2, *parts.NEW_NODE[2:]))
+    values = "auto budget", 0.2, *parts.NEW_NODE[2:]
+    ours = replace(parts.sparge(), values=values, title="")
     settings = parts.SEED, "fixed", 20, 1.0, "euler", "simple", 1.0
     sampler = Node("sampler", "KSampler", settings, {"model": "faster"})
-    stacks = Stack(290, (model,)), Stack(300, (ours,)), Stack(260, (sampler,))
+    stacks = Stack(290, (model,)), Stack(360, (ours,)), Stack(260, (sampler,))
     page.nodes_2(False)
     page.open(Graph("node", "", "", "", Row(stacks, 50)).json())
     page.run(AFTER_A_RUN, AS_MEASURED)

@@ -22,7 +22,8 @@ SPECS = [
     for target in ("sm_86", "sm_89", "sm_120a")
     for head_dim in (64, 128)
 ]
-#: By head_dim, of one warp and 64 keys; it has 32 rows at 64 and 16 at 128. Products are 16 x 8 x 32.
+#: By head_dim, of one warp and 64 keys. It has 32 rows at 64 and 16 at 128; products are
+#: 16 x 8 x 32.
 PRODUCTS, CONVERSIONS, COPIES = {64: 32, 128: 32}, {64: 100, 128: 82}, {64: 4, 128: 8}
 FRAGMENTS, EXPONENTIALS, SHUFFLES = {64: 20, 128: 32}, {64: 68, 128: 34}, {64: 8, 128: 4}
 MOST_INSTRUCTIONS = {

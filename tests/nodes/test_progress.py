@@ -10,14 +10,20 @@ import pytest
 
 @pytest.fixture
 def shown(load_pack):
-    """shown(noise levels, schedule): lines at one pass every two seconds."""
+    """shown(noise levels, schedule): lines at one pass every two seconds. That of the last step
+    alone is told to be its line."""
 
     def run(levels, schedule):
-        lines, clock = [], itertools.count(0.0, 2.0)
-        progress = load_pack("sparge.tune").Progress(schedule, lines.append, lambda: next(clock))
+        told, clock = [], itertools.count(0.0, 2.0)
+
+        def show(*line):
+            told.append(line)
+
+        progress = load_pack("sparge.tune").Progress(schedule, show, lambda: next(clock))
         for level in levels:
             progress.at(level)
-        return lines
+        assert all(last == line.startswith(f"Step {len(schedule)} of") for line, last in told)
+        return [line for line, _ in told]
 
     return run
 

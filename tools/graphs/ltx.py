@@ -17,9 +17,9 @@ LOW = 340
 """Pixels above the columns within a pass, for links from its face."""
 
 
-def _sampled(sigmas: str, *before: Stack) -> Row:
+def _sampled(sigmas: str, *before: Stack, top: int = 130) -> Row:
     """Sampler without guidance, and columns of nodes before it, the last of which joins its latent.
-    Above the columns is the way of the links from the face."""
+    Above the columns, and `top` above the sampler, is the way of the links from the face."""
     settings = (
         Node("method", "KSamplerSelect", ("euler_ancestral",)),
         Node("sigmas", "ManualSigmas", (sigmas,)),
@@ -28,7 +28,7 @@ def _sampled(sigmas: str, *before: Stack) -> Row:
     sampler = Node("sampler", "SamplerCustom", (True, parts.SEED, "fixed", 1.0), inputs)
     *first, last = before
     last = replace(last, items=(*last.items, *settings))
-    return Row((*first, last, Stack(260, (sampler,), top=130)), 3 * FOR_LINKS)
+    return Row((*first, last, Stack(260, (sampler,), top=top)), 3 * FOR_LINKS)
 
 
 def _both() -> tuple[Face, Face]:
@@ -72,15 +72,16 @@ def second_pass() -> Subgraph:
     larger = {"samples": "parted.video_latent", "upscale_model": "upscaler"}
     joined = {"video_latent": "larger", "audio_latent": "parted.audio_latent"}
     decoders = (
-        Node("decode", "VAEDecodeTiled", (512, 64, 4096, 8), {"samples": "sampler.output"}),
         Node("sound", "LTXVAudioVAEDecode", (), {"samples": "sampler.output"}),
+        Node("decode", "VAEDecodeTiled", (512, 64, 4096, 8), {"samples": "sampler.output"}),
     )
     passes = _sampled(
         SECOND_SIGMAS,
-        Stack(270, (parted, load), LOW),
-        # Below the way of the sound.
-        Stack(240, (Node("larger", "LTXVLatentUpsampler", (), larger),), LOW + 140),
-        Stack(240, (Node("joined", "LTXVConcatAVLatent", (), joined),), LOW),
+        # The VAE's link passes above these two, and the sound below the next.
+        Stack(270, (parted, load), LOW + 220),
+        Stack(240, (Node("larger", "LTXVLatentUpsampler", (), larger),), LOW),
+        Stack(240, (Node("joined", "LTXVConcatAVLatent", (), joined),), LOW + 220),
+        top=230,
     )
     return Subgraph(
         "LTX-2, second pass",

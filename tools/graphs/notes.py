@@ -72,7 +72,7 @@ def shards(transformer: Sequence[Model], vae: Model, text: Model, height: int) -
     links = ", ".join(f"[{n} of {len(transformer)}]({x.url})" for n, x in enumerate(transformer, 1))
     lines = (
         "### Where the files go\n\n"
-        f"* Transformer, every file (ComfyUI offers the first alone): {links} → "
+        f"* Transformer, every file (ComfyUI offers only the first): {links} → "
         f"models/{transformer[0].folder}\n"
         f"* [VAE]({vae.url}) → save it as models/{vae.folder}/{vae.file}\n"
         f"* [{text.file}]({text.url}) → models/{text.folder}\n\n"

@@ -17,7 +17,7 @@ def one_model(
     watched: Group,
     notes_: tuple[Node, ...],
 ) -> Item:
-    widths = (650, 632, 662)
+    widths = (658, 640, 671)
     top = Row(tuple(Stack(width, (each,)) for width, each in zip(widths, notes_, strict=True)))
     return Stack(0, (top, columns(loaders, size, prompts, sampler, watched)))
 
@@ -43,8 +43,9 @@ def columns(
             Stack(
                 0,
                 (
-                    Group("3 Make it faster", Stack(320, (parts.sparge(),))),
-                    Group(f"4 Describe the {what}", Stack(320, prompts)),
+                    # As wide as what it says after a run is in one line, as Nodes 2.0 writes it.
+                    Group("3 Make it faster", Stack(345, (parts.sparge(),))),
+                    Group(f"4 Describe the {what}", Stack(345, prompts)),
                 ),
                 gap=way + 30,
             ),

@@ -19,7 +19,8 @@ SOUNDS = "Waves roar, gulls cry, paws splash through the shallow water."
 UNWANTED = "blurry, still picture, watermark, subtitles, distorted hands, extra fingers"
 
 
-def sparge(model: str = "model", name: str = "faster", title: str = "") -> Node:
+def sparge(model: str = "model", name: str = "faster", title: str = "Sparge Attention") -> Node:
+    """title: as the notes call it; the node's own, which is for the search, is cut off here."""
     return Node(name, "SpargeAttention", NEW_NODE, {"model": model}, title)
 
 
