@@ -87,16 +87,13 @@ ENTRIES = ("means", "quantize", "route", "attend", *HOPPER_ENTRIES, "score")
 _WITHOUT_ELEMENT = ("means", "route", "score")
 HEAD_DIMS = (64, 128)
 HOPPER_PATH = 90
-#: E4M3 products in hardware. On sm_90a ``wgmma`` computes them; ``mma.sync`` is emulated there, so
-#: that one GPU tests the code of sm_89 and sm_120a too.
-_E4M3_PATHS = (89, HOPPER_PATH, 120)
 #: Consumer GPUs, where products with float32 sums run at half the rate, and those of integers at
 #: the full one.
 _INTEGER_PATHS = (86, 89, 120)
 #: Where kernels of an element exist; of those that are not here everywhere. Those with integer
-#: values serve no call on sm_90a: they exist there for tests.
+#: values serve no call on sm_90a, nor those of E4M3 on sm_120a: they exist there for tests.
 _BUILT = {
-    Element.INT8_E4M3: _E4M3_PATHS,
+    Element.INT8_E4M3: (HOPPER_PATH, 120),
     Element.INT8_INT8: (*_INTEGER_PATHS, HOPPER_PATH),
 }
 #: B300 runs INT8 products at a tenth of the rate of 16-bit ones.
@@ -165,7 +162,7 @@ def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
     path = ARCHS[arch].path
     if path in _INTEGER_PATHS:
         return Element.INT8_INT8
-    return Element.INT8_E4M3 if path in _E4M3_PATHS else Element.INT8_FP16
+    return Element.INT8_E4M3 if path == HOPPER_PATH else Element.INT8_FP16
 
 
 @dataclass(frozen=True)

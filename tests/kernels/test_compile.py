@@ -25,8 +25,8 @@ def has_twin(spec: KernelSpec) -> bool:
     sm_120a."""
     unfiltered = replace(spec, pv_filter=True) in SPECS and not spec.pv_filter
     less = spec.entry.startswith("attend") and unfiltered
-    of_integers = spec.element is Element.INT8_INT8  # sm_80 has none
-    shared = spec.arch in ("sm_86", "sm_100a") and not of_integers
+    of_integers = spec.element is Element.INT8_INT8  # which sm_80 has none of, and sm_89 as sm_86
+    shared = spec.arch in (("sm_89", "sm_90a") if of_integers else ("sm_86", "sm_100a"))
     return spec.element is Element.FP16 or less or shared
 
 
