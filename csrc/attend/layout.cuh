@@ -56,9 +56,9 @@ constexpr int kRowGroups = kRows / kRowGroup;
 // What travels with the tiles of a pipeline stage.
 struct alignas(16) Stage {
   float k_scale;
-  i32 keys;   // that the block really has; -1: pooled keys
-  i32 place;  // in the list (block_list.cuh); end_of_list or more: it has ended
   float v_block_scale;  // integer values
+  i32 keys;             // that the block really has; -1: pooled keys
+  i32 place;            // in the list (block_list.cuh); end_of_list or more: it has ended
 };
 
 // A number for each of a thread's rows. Of four rows, the main loop has no register to spare, and compiler spills would cost more.
@@ -91,12 +91,12 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   float q_dot_mean[kRows];                // q . k_mean, for the log-sum-exp
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
+  float inverse_value_scale[kIntegerValues ? kStages : 1][kKeyBlock];  // of pooled keys
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
   float inverse_output_scale;                       // see output_scale.cuh
   ScaleBounds bounds;                           // see row_scale.cuh
   Work work;                                    // here, because the main loop has no register to spare for it
   i32 first_pool_place, end_of_list, poolable;  // likewise; see block_list.cuh, Work::poolable
-  float inverse_value_scale[kIntegerValues ? kStages : 1][kIntegerValues ? kKeyBlock : 1];  // of pooled keys
 };
 static_assert(sizeof(Smem) - kQueryTileBytes - kStages * kStageBytes <= kRowBytes,
               "kRowBytes must cover what Smem holds besides the stages");

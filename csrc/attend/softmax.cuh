@@ -53,12 +53,13 @@ struct Softmax {
   // Whether the block is negligible for all rows of this warp's row group. None is where `pvthreshd` is NaN.
   SPARGE_DEVICE bool negligible(const PerRow& block, float pvthreshd) const {
     const i32 thread = ptx::thread_index();
-    bool all = is_quantized(kElement) || pvthreshd == pvthreshd;
+    bool all = true;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        all = all && (block[m][half] == kMinusInfinity || block[m][half] - max.at(m, half, thread) < -pvthreshd);  // not of NaN
+        all = all && (block[m][half] == kMinusInfinity ? pvthreshd == pvthreshd
+                                                       : block[m][half] - max.at(m, half, thread) < -pvthreshd);  // not of NaN
     return thread < kRowGroupThreads ? ptx::barrier_all<kRowGroupThreads>(kBarrierUpperRows, all)
                                      : ptx::barrier_all<kRowGroupThreads>(kBarrierLowerRows, all);
   }
