@@ -42,7 +42,7 @@ class Chip:
 
 
 def _multiply_adds(shape: str) -> int:
-    """Of 16832, which is 16 x 8 x 32."""
+    """Multiply-adds of a shape such as 16832, which is 16 x 8 x 32."""
     return prod((int(shape[:2]), int(shape[2]), int(shape[3:])))
 
 

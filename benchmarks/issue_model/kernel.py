@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model says of one kernel, from its cubin."""
+"""Predictions of the model for one kernel, from its cubin."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Kernel:
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """Number of registers of a thread."""
         assert self.cubin.report is not None, "the compiler reported no resources"
         return self.cubin.report.registers
 
@@ -57,7 +57,7 @@ class Kernel:
 
     @property
     def warps(self) -> int:
-        """Of a thread block."""
+        """Number of warps of a thread block."""
         return self.cubin.info.threads // _WARP
 
     @property
@@ -81,8 +81,8 @@ class Kernel:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline. One stage has two barriers a block; else a pass leaves all but two of
-        them pending."""
+        """Number of stages of the pipeline. One stage has two barriers a block; of more, a pass
+        leaves all but two pending."""
         barriers = sum(kinds.kind_of(each) is kinds.Kind.BARRIER for each in self.path)
         pending = [int(each.operands[-1], 16) for each in self.path if each.name == "DEPBAR"]
         return 1 if barriers > 1 else max(pending, default=-1) + 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instruction of a warp costs: the pipe that it fills, for how long, and when its result is
+"""Cost of an instruction of a warp: the pipe that it fills, for how long, and when its result is
 there."""
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Warps:
 class _Step:
     cost: Cost
     needs: tuple[str, ...]
-    """What it reads, and what it writes: an earlier result may not come later."""
+    """Registers that it reads, and those that it writes: an earlier result may not come later."""
     writes: tuple[str, ...]
     barrier: bool
     branch: bool

@@ -139,9 +139,10 @@ SPARGE_DEVICE void pack_row_tile(Probabilities& p, const Scores& s, i32 m) {
       }
 }
 
-#if SPARGE_ARCH >= 89
-// E4M3 tensor cores keep about 14 bits while they add: each block is summed apart and promoted to float32.
-SPARGE_DEVICE void add_promoted(Accumulators& out, const Probabilities& p, i32 n, u32 v) {
+// Sums a block apart for each row tile and eight channels: `multiply` adds the products of a step to four sums, and `add` takes the
+// sums, the row tile and the channel tile.
+template <typename Sum, typename Multiply, typename Add>
+SPARGE_DEVICE void sum_apart(const Probabilities& p, i32 n, u32 v, Multiply&& multiply, Add&& add) {
   u32 columns[kValueSteps][4];
 #pragma unroll
   for (int step = 0; step < kValueSteps; ++step) load_fragments<kValueRowBytes>(columns[step], v, 8 * n, step);
@@ -149,33 +150,37 @@ SPARGE_DEVICE void add_promoted(Accumulators& out, const Probabilities& p, i32 n
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      float fresh[4] = {};
+      Sum fresh[4] = {};
 #pragma unroll
       for (int step = 0; step < kValueSteps; ++step)
-        ptx::mma_m16n8k32_e4m3(fresh, p[m][step], columns[step][2 * side], columns[step][2 * side + 1]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[m][n + side][i] += fresh[i];
+        multiply(fresh, p[m][step], columns[step][2 * side], columns[step][2 * side + 1]);
+      add(fresh, m, n + side);
     }
+}
+
+#if SPARGE_ARCH >= 89
+// E4M3 tensor cores keep about 14 bits while they add: each block is summed apart and promoted to float32.
+SPARGE_DEVICE void add_promoted(Accumulators& out, const Probabilities& p, i32 n, u32 v) {
+  sum_apart<float>(
+      p, n, v, [](float(&d)[4], const u32(&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e4m3(d, a, b0, b1); },
+      [&](const float(&fresh)[4], int m, int channel_tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][channel_tile][i] += fresh[i];
+      });
 }
 #endif
 
 // Sums of a block are integers, exact: |sum| <= 64 x 255 x 127 < 2^24. The row's factor brings them to the accumulators' units.
 SPARGE_DEVICE void add_integers(Accumulators& out, const Probabilities& p, i32 n, u32 v, const PerRow& factor) {
-  u32 columns[kValueSteps][4];
+  sum_apart<u32>(
+      p, n, v, [](u32(&d)[4], const u32(&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_u8_s8(d, a, b0, b1); },
+      [&](const u32(&fresh)[4], int m, int channel_tile) {
 #pragma unroll
-  for (int step = 0; step < kValueSteps; ++step) load_fragments<kValueRowBytes>(columns[step], v, 8 * n, step);
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      u32 fresh[4] = {};
-#pragma unroll
-      for (int step = 0; step < kValueSteps; ++step)
-        ptx::mma_m16n8k32_u8_s8(fresh, p[m][step], columns[step][2 * side], columns[step][2 * side + 1]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        out[m][n + side][i] = __fmaf_rn(__int2float_rn(static_cast<i32>(fresh[i])), factor[m][i / 2], out[m][n + side][i]);
-    }
+        for (int i = 0; i < 4; ++i) {
+          float& sum = out[m][channel_tile][i];
+          sum = __fmaf_rn(__int2float_rn(static_cast<i32>(fresh[i])), factor[m][i / 2], sum);
+        }
+      });
 }
 
 // 16-bit products accumulate in place.

@@ -90,13 +90,14 @@ HOPPER_PATH = 90
 #: Consumer GPUs, where products with float32 sums run at half the rate, and those of integers at
 #: the full one.
 _INTEGER_PATHS = (86, 89, 120)
-#: Where kernels of an element exist; of those that are not here everywhere. Those with integer
-#: values serve no call on sm_90a, nor those of E4M3 on sm_120a: they exist there for tests.
+#: Paths that kernels of an element are built for; of an element that is not here, all. Tests alone
+#: use integer values on sm_90a and E4M3 on sm_120a.
 _BUILT = {
     Element.INT8_E4M3: (HOPPER_PATH, 120),
     Element.INT8_INT8: (*_INTEGER_PATHS, HOPPER_PATH),
 }
-#: B300 runs INT8 products at a tenth of the rate of 16-bit ones.
+#: B300 runs INT8 products at a fifteenth of the rate of 16-bit ones, as published; nobody has run
+#: these kernels on one.
 _SLOW_INT8 = ("sm_103a",)
 
 

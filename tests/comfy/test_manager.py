@@ -58,7 +58,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(fresh: Path, repository: Path, comfyui_env: dict[str, str]) -> str:
-    """What the Manager said while it installed the pack."""
+    """Output of the Manager while it installed the pack."""
     url = f"file://localhost{repository.as_posix()}"
     command = [sys.executable, "-m", "cm_cli", "install", url, "--mode", "local", "--no-deps"]
     env = comfyui_env | {"COMFYUI_PATH": str(fresh), "HOME": str(fresh), "COLUMNS": "200"}

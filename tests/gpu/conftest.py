@@ -46,7 +46,8 @@ def element_is_built(request: pytest.FixtureRequest) -> None:
 #: Kernel against emulation, float32 output, relative L2. Two effects: exp2 differs in its last bits
 #: and a few probabilities round the other way (to 11, 4 or 8 bits); the offset of INT8 scores
 #: shifts the logits of a block by up to half a level, 1e-3 in the steepest case here.
-#: An H200 reached 1.3e-5, steep 1.0e-4 (FP16 P) and 1.3e-4, steep 8.8e-4 (E4M3 P).
+#: An H200 reached 1.3e-5, steep 1.0e-4 (FP16 P) and 1.3e-4, steep 8.8e-4 (E4M3 P). Integer P has
+#: the bound of E4M3: its levels lie 1/255 of the block's largest apart.
 TIGHT = {
     Element.INT8_FP16: 2e-4,
     Element.INT8_E4M3: 2e-3,
