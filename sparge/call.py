@@ -23,6 +23,8 @@ from .checks.validate import (
 from .errors import Unsupported
 from .head_settings import HeadSettings
 from .kernels import Element, capabilities, native_element
+from .kernels.chosen import chosen_element
+from .kernels.spec import VARIED, of_dtype
 from .order.grid import TokenOrder
 from .policy import Precision, SparsePolicy, operand_dtype
 from .stages.workspace import CallShape
@@ -59,7 +61,8 @@ class CheckedCall:
 
     @property
     def element(self) -> Element:
-        return element_of(self.policy.precision, self.q, *self._read)
+        policy = self.policy
+        return element_of(policy.precision, self.q, *self._read, pv_filter=policy.pv_filter)
 
     @property
     def _read(self) -> tuple[Tensor, ...]:
@@ -119,13 +122,20 @@ class CheckedCall:
         )
 
 
-def element_of(precision: Precision, q: Tensor, *others: Tensor) -> Element:
-    """Operand types that ``precision`` means on q's device, for k and v of these dtypes."""
+def element_of(
+    precision: Precision, q: Tensor, *others: Tensor, pv_filter: bool = False
+) -> Element:
+    """Operand types that ``precision`` means on q's device, for k and v of these dtypes.
+
+    With the PV filter they are the target's own: variants are built without it.
+    """
     if precision is Precision.INT8_FP16:
         return Element.INT8_FP16
-    sixteen_bit = precision is Precision.SIXTEEN_BIT
+    arch = capabilities(q.device).arch
     dtype = operand_dtype(*(tensor.dtype for tensor in (q, *others)))
-    return native_element(capabilities(q.device).arch, sixteen_bit, dtype)
+    if precision is Precision.INT8 and not pv_filter and arch in VARIED:
+        return of_dtype(chosen_element(q.device, arch, int(q.shape[-1])), dtype)
+    return native_element(arch, precision is Precision.SIXTEEN_BIT, dtype)
 
 
 def make_call(

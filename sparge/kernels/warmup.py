@@ -13,8 +13,18 @@ import torch
 from ..errors import KernelBuildError, Unsupported
 from .device import capabilities
 from .driver import DriverError
-from .loader import warm
-from .spec import Element, KernelSpec, attend_path, native_element, native_specs, pv_filter_saves
+from .loader import Progress, warm
+from .spec import (
+    VARIED,
+    Element,
+    KernelSpec,
+    attend_path,
+    native_element,
+    native_specs,
+    pv_filter_saves,
+    specs_of_element,
+    variants,
+)
 
 logger = logging.getLogger("sparge")
 
@@ -46,6 +56,21 @@ def eight_bit_path(arch: str) -> str:
     return attend_path(arch, _element(arch)).reason
 
 
+def warm_variants(
+    device: torch.device, progress: Progress | None = None
+) -> dict[Element, KernelBuildError]:
+    """Compiles and loads what the target's other variants need, and returns those that do not
+    compile: the target's own serves without them. Raises else as `warm` does."""
+    arch = capabilities(device).arch
+    failed = {}
+    for element in variants(arch)[1:]:
+        try:
+            warm(device, specs_of_element(arch, element), progress)
+        except KernelBuildError as error:
+            failed[element] = error
+    return failed
+
+
 def _element(arch: str) -> Element:
     return native_element(arch, sixteen_bit=False, dtype=None)
 
@@ -65,6 +90,8 @@ class Warmup:
         try:
             warm(self._device, eight_bit_specs, self._progress)
             arch = capabilities(self._device).arch
+            if arch in VARIED:
+                warm_variants(self._device, self._progress)
             logger.info("[Sparge] attention on %s by %s", self._device, eight_bit_path(arch))
         except BaseException as error:  # handed to whoever waits
             self._error = error

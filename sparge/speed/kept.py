@@ -2,7 +2,8 @@
 """The speed table of a GPU: measured once, kept beside the kernels, the same for every run.
 
 A table is of one GPU, driver, torch, kernels and backend for exact attention, which its file's name
-stands for. Its file is written whole and believed only where it is the user's own.
+stands for. Its file is written whole and believed only where it is the user's own. Tables that
+differ in the backend alone have the same variants of our kernels (`Chosen`).
 """
 
 from __future__ import annotations
@@ -11,26 +12,32 @@ import hashlib
 import json
 import logging
 import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..common.whole_file import write_whole
 from ..errors import Unsupported
+from ..kernels.chosen import trying
 from ..kernels.device import capabilities
 from ..kernels.driver import driver_version
 from ..kernels.folder import cache_folder, distrust, make_folder, read_file
 from ..kernels.source import read_sources
+from ..kernels.spec import Element, specs_of_element, variants
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
 from .backend import TORCH, Backend
-from .table import SpeedTable
+from .table import Chosen, SpeedTable
 from .timing import measure_speed
+from .variants import adopt, choose_fastest
 
 logger = logging.getLogger("sparge")
 
 #: Changes with what is measured and how.
-_FORMAT = "1"
+_FORMAT = "2"
 _LARGEST = 1 << 16  # bytes
 #: Misfit that no undisturbed measurement has.
 _DISTURBED = 0.15
@@ -47,6 +54,8 @@ def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | 
 def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTable | None:
     """Table of a GPU: that of this process, else the kept one, else measured, in about a second.
 
+    8-bit calls use the variants that it names, unless such a call came before.
+
     None for devices without kernels, and where memory is too full to measure. Raises
     KernelBuildError where a kernel does not compile.
     """
@@ -58,12 +67,10 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
         if key in _known:
             return _known[key]
         facts = facts_of(device, backend)
-        table = _read(facts)
+        table = _read(facts, variants(capabilities(device).arch))
         if table is None:
             try:
-                table = measure_speed(device, backend, facts)
-                if is_disturbed(table):
-                    table = measure_speed(device, backend, facts)
+                table = _measure(device, backend, facts)
             except (torch.OutOfMemoryError, Unsupported) as error:
                 logger.info("[Sparge] the speed of this GPU was not measured: %s", error)
                 return None
@@ -71,8 +78,28 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
                 logger.info("[Sparge] the GPU was busy while its speed was measured: not kept")
             else:
                 _keep(table)
+        adopt(table.chosen, device)
         _known[key] = table
         return table
+
+
+def _measure(device: torch.device, backend: Backend, facts: dict[str, str]) -> SpeedTable:
+    possible = variants(capabilities(device).arch)
+    chosen = _chosen_before(facts, possible) or choose_fastest(device, possible)
+    with trying(chosen.elements) if chosen.elements else nullcontext():
+        table = measure_speed(device, backend, facts)
+        if is_disturbed(table):
+            table = measure_speed(device, backend, facts)
+    return replace(table, chosen=chosen)
+
+
+def _chosen_before(facts: Mapping[str, str], possible: Sequence[Element]) -> Chosen | None:
+    """What a table of another backend names, of this process or kept."""
+    for table in (*_known.values(), *(table for _, table in kept_tables())):
+        alike = {**table.facts, "exact": ""} == {**facts, "exact": ""}
+        if alike and table.chosen.is_among(possible):
+            return table.chosen
+    return None
 
 
 def is_disturbed(table: SpeedTable) -> bool:
@@ -91,7 +118,8 @@ def kept_tables() -> list[tuple[Path, SpeedTable]]:
 def facts_of(device: torch.device, backend: Backend) -> dict[str, str]:
     """Facts that a table depends on."""
     arch = capabilities(device).arch
-    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
+    specs = {*eight_bit_specs(arch)}.union(*(specs_of_element(arch, e) for e in variants(arch)[1:]))
+    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in specs)
     return {
         "format": _FORMAT,
         "gpu": torch.cuda.get_device_name(device),
@@ -116,19 +144,25 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(facts: dict[str, str]) -> SpeedTable | None:
+def _read(facts: dict[str, str], possible: Sequence[Element]) -> SpeedTable | None:
     """The kept table; None where there is none that can be believed."""
     path = path_of(facts)
     if path is None or distrust(path.parent):
         return None
-    return _read_file(path)
+    return _read_file(path, possible)
 
 
-def _read_file(path: Path) -> SpeedTable | None:
+def _read_file(path: Path, possible: Sequence[Element] = tuple(Element)) -> SpeedTable | None:
+    """possible: elements that calls of this GPU may have."""
     try:
-        table = SpeedTable.from_json(json.loads(read_file(path, _LARGEST)))
+        stored = json.loads(read_file(path, _LARGEST))
+        if stored["facts"]["format"] != _FORMAT:
+            return None  # of another version of this pack
+        table = SpeedTable.from_json(stored)
         if path_of(dict(table.facts)) != path:
             raise ValueError("it is of another GPU, driver, torch or kernels")
+        if not table.chosen.is_among(possible):
+            raise ValueError("it names operand types that are not of this GPU")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

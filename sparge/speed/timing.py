@@ -102,16 +102,23 @@ def least_seconds(work: Work) -> tuple[float, float]:
     while len(gpu) < FEWEST_CALLS or (
         len(gpu) < MOST_CALLS and time.perf_counter() - began < SECONDS_A_CELL
     ):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(ASLEEP)
-        queued = time.perf_counter()
-        start.record()
-        work()
-        end.record()
-        host.append(time.perf_counter() - queued)
-        end.synchronize()
-        gpu.append(start.elapsed_time(end) / 1000)
+        seconds = time_once(work)
+        gpu.append(seconds[0])
+        host.append(seconds[1])
     return min(gpu), min(host)
+
+
+def time_once(work: Work) -> tuple[float, float]:
+    """Seconds of the GPU, and those in which the host queued it. Waits for the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(ASLEEP)
+    queued = time.perf_counter()
+    start.record()
+    work()
+    end.record()
+    host = time.perf_counter() - queued
+    end.synchronize()
+    return start.elapsed_time(end) / 1000, host
 
 
 def fit(cells: Sequence[Cell], of_tokens: bool) -> Cost:

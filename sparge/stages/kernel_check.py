@@ -22,7 +22,7 @@ def build_kernels(call: CheckedCall, arch: str) -> None:
     A set is looked into where that was done before. Raises KernelBuildError as `warm` does.
     """
     q, policy, plans = call.q, call.policy, call.v is None
-    kind = (arch, q.device, q.dtype, int(q.shape[3]), policy.precision, policy.pv_filter, plans)
+    kind = (arch, q.device, q.dtype, int(q.shape[3]), call.element, policy.pv_filter, plans)
     if kind not in _built:
         warm(q.device, lambda arch: _specs_of(call, arch))
         _built.add(kind)

@@ -25,9 +25,12 @@ def has_twin(spec: KernelSpec) -> bool:
     sm_120a."""
     unfiltered = replace(spec, pv_filter=True) in SPECS and not spec.pv_filter
     less = spec.entry.startswith("attend") and unfiltered
-    of_integers = spec.element is Element.INT8_INT8  # which sm_80 has none of, and sm_89 as sm_86
-    shared = spec.arch in (("sm_89", "sm_90a") if of_integers else ("sm_86", "sm_100a"))
-    return spec.element is Element.FP16 or less or shared
+    alike = spec.entry == "quantize" and spec.head_dim == 64  # as sm_120a has it; else not
+    sharing = {
+        Element.INT8_INT8: ("sm_89", "sm_90a"),  # sm_80 has none of it, and sm_89 as sm_86
+        Element.INT8_E4M3: ("sm_89",) if alike else (),
+    }.get(spec.element, ("sm_86", "sm_100a"))
+    return spec.element is Element.FP16 or less or spec.arch in sharing
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)

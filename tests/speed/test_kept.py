@@ -16,11 +16,20 @@ import pytest
 import torch
 
 from sparge import Unsupported
-from sparge.speed import TORCH, Backend, Cost, SpeedTable, Times, kept
+from sparge.kernels import Element, chosen
+from sparge.kernels.chosen import Place
+from sparge.speed import TORCH, Backend, Cost, SpeedTable, Times, kept, variants
 from sparge.speed.__main__ import main
+from sparge.speed.table import Chosen
 
 COST = Cost(1e-4, 1e-4, 1e-9, 1e-12)
 GPU = torch.device("cuda", 0)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    usable = SimpleNamespace(usable=True, arch=arch, reason="")
+    for module in (kept, variants):
+        monkeypatch.setattr(module, "capabilities", lambda device: usable)
 
 
 @pytest.fixture
@@ -33,9 +42,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         times = Times(COST, COST, COST, margin=0.03)
         return SpeedTable(facts, f"2026-01-01T00:00:0{len(found)}+00:00", {64: times})
 
-    usable = SimpleNamespace(usable=True, arch="sm_90a", reason="")
+    pretend(monkeypatch, "sm_90a")
     monkeypatch.setattr(kept, "measure_speed", measure)
-    monkeypatch.setattr(kept, "capabilities", lambda device: usable)
     monkeypatch.setattr(kept, "driver_version", lambda: 13000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(device=device))
@@ -92,6 +100,97 @@ def test_it_is_of_one_gpu_driver_torch_and_kernels(
     monkeypatch.setattr(owner, name, value)
     restarted()
     assert len(measured) == 2
+
+
+class TestVariants:
+    """Of an RTX card, whose target has several."""
+
+    CHOSEN = Chosen({64: Element.INT8_E4M3, 128: Element.INT8_INT8}, {64: (), 128: (Element.BF16,)})
+
+    @pytest.fixture
+    def raced(self, measured, monkeypatch) -> list[tuple[Element, ...]]:
+        """Candidates that were timed, each time."""
+        found: list[tuple[Element, ...]] = []
+
+        def choose_fastest(device: torch.device, candidates: tuple[Element, ...]) -> Chosen:
+            found.append(candidates)
+            return self.CHOSEN
+
+        pretend(monkeypatch, "sm_120a")
+        monkeypatch.setattr(chosen, "_choices", chosen.Choices())
+        monkeypatch.setattr(kept, "choose_fastest", choose_fastest)
+        monkeypatch.setattr(variants, "warm_variants", lambda device: {})
+        return found
+
+    @staticmethod
+    def used(head_dim: int) -> Element:
+        return chosen._choices.use(Place(0, "sm_120a", head_dim))
+
+    def test_they_are_frozen_in_the_file(self, raced, restarted, monkeypatch) -> None:
+        table = restarted()
+        assert table.chosen == self.CHOSEN
+        for _ in range(2):
+            assert (self.used(64), self.used(128)) == (Element.INT8_E4M3, Element.INT8_INT8)
+            monkeypatch.setattr(chosen, "_choices", chosen.Choices())
+            assert restarted() == table and len(raced) == 1
+        assert raced == [(Element.INT8_INT8, Element.INT8_E4M3, Element.BF16)]
+
+    def test_what_is_measured_is_measured_with_them(self, raced, measured, monkeypatch) -> None:
+        measure, seen = kept.measure_speed, []
+
+        def looking(*given: Any) -> SpeedTable:
+            seen.append(self.used(64))
+            return measure(*given)
+
+        monkeypatch.setattr(kept, "measure_speed", looking)
+        kept.speed_table(GPU)
+        assert seen == [Element.INT8_E4M3]
+
+    @pytest.mark.parametrize("restart", [False, True])
+    def test_another_backend_has_the_same(self, raced, restarted, monkeypatch, restart) -> None:
+        restarted()
+        if restart:
+            monkeypatch.setattr(kept, "_known", {})
+        table = kept.speed_table(GPU, Backend("attention_sage", TORCH.attend))
+        assert table is not None and table.chosen == self.CHOSEN and len(raced) == 1
+
+    @pytest.mark.parametrize("name", ["INT4_INT4", "INT8_FP16", 3])
+    def test_a_file_with_an_unknown_one_is_refused(
+        self, raced, measured, restarted, caplog, name: Any
+    ) -> None:
+        """Or with one that another target has."""
+        path = kept.path_of(dict(restarted().facts))
+        assert path is not None
+        stored = json.loads(path.read_bytes())
+        stored["elements"]["64"] = name
+        path.write_text(json.dumps(stored))
+        assert restarted().chosen == self.CHOSEN and len(raced) == len(measured) == 2
+        assert "damaged" in caplog.text
+        assert json.loads(path.read_bytes())["elements"]["64"] == "INT8_E4M3"
+
+    def test_without_a_table_they_are_the_targets_own(self, raced, monkeypatch) -> None:
+        def fail(*_: object) -> None:
+            raise torch.OutOfMemoryError("full")
+
+        monkeypatch.setattr(kept, "measure_speed", fail)
+        assert kept.speed_table(GPU) is None and len(raced) == 1
+        assert self.used(64) is self.used(128) is Element.INT8_INT8
+
+    def test_the_command_says_which_and_what_was_wrong(self, raced, restarted, capsys) -> None:
+        restarted()
+        main([])
+        told = capsys.readouterr().out
+        assert "head_dim 64: values as INT8_E4M3" in told
+        assert "head_dim 128: values as INT8_INT8; not used, for it computes wrong" in told
+
+
+def test_a_table_of_an_older_format_is_measured_anew(
+    stored, measured, restarted, monkeypatch, caplog, capsys
+) -> None:
+    monkeypatch.setattr(kept, "_FORMAT", "3")
+    assert not kept.kept_tables()
+    restarted()
+    assert len(measured) == 2 and len(kept.kept_tables()) == 1 and not caplog.messages
 
 
 def of_another_gpu(path: Path) -> None:
