@@ -32,11 +32,12 @@ SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
 CALLS, CALLS_H100 = "h200_comfyui.jsonl", "h100_comfyui.jsonl"
 RUNS = "whole_runs.jsonl"
 LIMITS = read_rates(RESULTS / "h200_limits.json")
-DEFAULT, AUTO = "default", "auto budget 0.2, pvthreshd 15"
+#: Runs by `plain` names, whatever their pvthreshd.
+DEFAULT, AUTO = "default", "auto budget 0.2"
 CONFIGS = (
     DEFAULT,
-    "topk 0.5, pvthreshd 15",
-    "topk 0.2, pvthreshd 15",
+    "topk 0.5",
+    "topk 0.2",
     AUTO,
     f"{AUTO}, residual in 0.5 of every second step",
     f"{AUTO}, residual in 0.5",
@@ -48,6 +49,11 @@ NAMES |= {"wan22": "Wan 2.2 14B", "wan1.3b": "Wan 1.3B", "hunyuan": "HunyuanVide
 
 def read(name: str) -> list[Row]:
     return read_rows(RESULTS / name)
+
+
+def plain(config: str) -> str:
+    """Name of a run without its pvthreshd, whose default was 15 once and is 50, which is off."""
+    return re.sub(r", pvthreshd [\d.]+", "", config)
 
 
 def paragraph(text: str) -> str:
@@ -83,7 +89,8 @@ def model_calls(name: str) -> str:
     """Table of ComfyUI calls, without columns for what was not measured."""
     seconds = _seconds(name)
     shapes = {row["model"]: row["shape"] for row in read(name) if "model" in row}
-    configs = [config for config in CONFIGS if any(config == found for _, found in seconds)]
+    found = dict.fromkeys(config for _, config in seconds)
+    configs = [config for name in CONFIGS for config in found if plain(config) == name]
     lines = [
         [f"{model} {shape}", *(_cell(seconds.get((model, config))) for config in configs)]
         for model, shape in shapes.items()
@@ -104,7 +111,7 @@ def _cell(seconds: float | None) -> str:
 def _is_alone(row: Row) -> bool:
     """Whether a run is of the models that this pack is measured by: nothing beside the node."""
     return (
-        row["config"] == AUTO and row.get("cfg", 1) == 1 and row["model"] in list(NAMES)[:4]
+        plain(row["config"]) == AUTO and row.get("cfg", 1) == 1 and row["model"] in list(NAMES)[:4]
         and row.get("steps", 20) == 20
     )  # fmt: skip
 
@@ -118,8 +125,7 @@ def runs_table(alone: bool) -> str:
         without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
         name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
         if not alone:
-            config = row["config"].replace(", pvthreshd 15", "").replace(", pvthreshd 50", "")
-            name += f", {row['steps']} steps, cfg {row['cfg']:g}, {config}"
+            name += f", {row['steps']} steps, cfg {row['cfg']:g}, {plain(row['config'])}"
             name += ", extrapolated" * ("extrapolated" in row)
         gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
         times, start = f"{row['ratio']:.2f}", f"{row.get('start_percent', '-')}"
