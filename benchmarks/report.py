@@ -3,7 +3,8 @@
 
 python -m benchmarks.report [--check]
 
-They are made from benchmarks/results; a test checks them. A table named NAME stands between
+They are made from benchmarks/results, and what is predicted of RTX cards from
+`benchmarks.issue_model.cards`; a test checks them. A table named NAME stands between
 `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import pictures
+from .issue_model.cards import predicted_table
 from .limits import read_rates
 from .quality import rows as quality
 from .quality.section import PARTS, chosen, part_table, targets_table
@@ -141,6 +143,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"speed-{shape}": lambda shape=shape: speed_of(shape) for shape in TITLES},
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
+    "predicted": predicted_table,
     "models": lambda: model_calls(CALLS),
     "models-h100": lambda: model_calls(CALLS_H100),
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the speed tables that are kept on this machine.
+"""Prints the speed tables that are kept on this machine, and what its GPUs take for three models.
 
     python -m sparge.speed [--anew]
 
---anew: removes them; the next run of the node measures anew. Where none is kept, what PyTorch's own
-attention takes beside ours is measured for each GPU.
+--anew: removes them; the next run of the node measures anew. The calls of the three models are
+measured now, in seconds, and printed as a block to post: nobody has measured most cards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 import torch
 
 from ..kernels.device import capabilities
+from . import post
 from .kept import kept_tables, path_of, speed_table
 from .table import Size, SpeedTable
 
@@ -60,10 +61,21 @@ def main(arguments: list[str] | None = None) -> None:
             path.unlink(missing_ok=True)
             print(f"{path} is gone; the next run measures anew.")
         return
-    devices = [] if kept else [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
-    measured = [table for table in map(speed_table, devices) if table is not None]
-    for table in [table for _, table in kept] + measured:
-        print("\n".join(lines(table, datetime.now(timezone.utc))))
+    now = datetime.now(timezone.utc)
+    for _, table in kept:
+        print("\n".join(lines(table, now)))
+    known = [table for _, table in kept]
+    measured = 0
+    for device in (torch.device("cuda", n) for n in range(torch.cuda.device_count())):
+        table = speed_table(device)
+        if table is None:
+            continue
+        measured += 1
+        if table not in known:
+            print("\n".join(lines(table, now)))
+        print(f"\nPlease post these lines: {post.where()}\n")
+        for line in post.block(table, device):
+            print(line, flush=True)
     if not (kept or measured):
         print(f"No table: {capabilities(torch.device('cuda')).reason or 'memory is full'}.")
 

@@ -37,6 +37,7 @@ class FakeDriver:
             "cuGetErrorName": lambda _, out: _answer(out, b"CUDA_ERROR_TEST"),
             "cuGetErrorString": lambda _, out: _answer(out, b"what the driver says"),
             "cuDeviceGet": _answer,
+            "cuDeviceGetAttribute": lambda out, of, device: _answer(out, 100 * device.value + of),
             "cuDevicePrimaryCtxRetain": lambda out, device: _answer(out, 0x1000 + device.value),
             "cuCtxPushCurrent_v2": lambda context: self.contexts.append(context.value),
             "cuCtxPopCurrent_v2": lambda out: self.contexts.pop(),
@@ -144,3 +145,10 @@ def test_what_fails_is_an_exception_with_cudas_words(fake, image, monkeypatch, r
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda"
     with pytest.raises(DriverNotFoundError, match=name):
         driver.library.__wrapped__()
+
+
+def test_the_driver_tells_a_devices_rates(fake) -> None:
+    assert driver.attribute(2, driver.Attribute.KILOHERTZ) == 213
+    fake.fail["cuDeviceGetAttribute"] = [1]
+    with pytest.raises(DriverError, match=r"cuDeviceGetAttribute\(MULTIPROCESSORS\)"):
+        driver.attribute(2, driver.Attribute.MULTIPROCESSORS)

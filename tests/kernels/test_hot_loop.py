@@ -14,6 +14,7 @@ from benchmarks.issue_model.kinds import Kind
 from benchmarks.issue_model.table import table
 from sparge.kernels import device
 from sparge.kernels.spec import Element, KernelSpec
+from sparge.speed.predicted import CLOCKS
 
 #: The figures below are of this NVRTC, as this nvdisasm shows them.
 NVRTC, NVDISASM = (13, 0), (13, 5)
@@ -89,5 +90,8 @@ def test_clocks_foretold_for_consumer_gpus(head_dim: int, kernel_of) -> None:
     for kernel in (kernels[0], kernels[2]):
         clocks = kernel.pipe_clocks
         assert max(clocks.values()) == clocks["tensor"] <= kernel.clocks <= MOST_CLOCKS[head_dim]
+    for kernel in (kernels[0], kernels[2]):
+        told = CLOCKS[kernel.spec.arch][head_dim]
+        assert told == pytest.approx(kernel.clocks, rel=0.03), "sparge/speed/predicted.py is old"
     shown = table([kernels[0]])
     assert f"predicted{round(kernels[0].clocks):>32}" in shown and "GA102 RTX 30" in shown
