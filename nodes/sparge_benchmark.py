@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ..sparge import KernelBuildError, TokenGrid, Unsupported, capabilities
 from ..sparge.kernels.warmup import warm_up
-from ..sparge.speed import Size, time_shape
+from ..sparge.speed import Size, speed_table, time_shape
 from . import host
 from .expected_run import DENSITIES, ExpectedRun
 from .families import token_layout
@@ -67,11 +67,12 @@ class SpargeGPUBenchmark(io.ComfyNode):
         size = called.main
         if size is None:
             return cls._shown(NO_ATTENTION)
+        backend = host.exact_backend()
         try:
+            speed_table(device, backend)  # it names what 8-bit calls of this process compute with
             times = time_shape(
-                _grid(model, latent, size), size.heads, size.head_dim, device,
-                host.exact_backend(), DENSITIES,
-            )  # fmt: skip
+                _grid(model, latent, size), size.heads, size.head_dim, device, backend, DENSITIES
+            )
         except torch.OutOfMemoryError:
             return cls._shown(NO_MEMORY)
         except (Unsupported, KernelBuildError) as error:
