@@ -11,15 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .spec import HEAD_DIMS, Element, variants
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):  # a tuple: each call asks for some, and its hash is that of C
     """What a choice is for: a CUDA device by its number, the target, and the kernels' head_dim."""
 
     index: int
