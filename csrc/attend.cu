@@ -51,12 +51,14 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
   Softmax softmax(smem, p.problem);
   QueryFragments queries;
   keep_queries(queries, smem.q);
+  const LaneAddresses lanes(smem);
+  const RowScales row_scales(smem);
   Accumulators out = {};
 
   for (i32 place = pipeline.wait_keys(); place >= 0; place = pipeline.wait_keys()) {
-    const ScoreScale scale{smem, p.scale * kLog2E * pipeline.key_scale()};
+    const ScoreScale scale{smem, row_scales, p.scale * kLog2E * pipeline.key_scale()};
     Scores scores;
-    score_block(scores, queries, smem.q, pipeline.keys());
+    score_block(scores, queries, smem.q, lanes.keys(smem, pipeline.slot));
     if (needs_mask(work, place, pipeline.key_count(), p.causal)) {
       if (pipeline.key_count() < 0)
         pool_scores(scores, pipeline.columns(), scale);
@@ -67,7 +69,7 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     softmax.block_max(scores, scale, block_max);
     bool skip = false;
     if constexpr (kPvFilter) skip = softmax.negligible(block_max, pipeline.key_count() < 0 ? kNeverNegligible : work.pvthreshd);
-    pipeline.wait_values(place);
+    pipeline.wait_values();
     if constexpr (kIntegerValues && !kPvFilter) __syncwarp();
     if (skip) {
       if (const i32 thread = ptx::thread_index(); thread % kRowGroupThreads == 0)
@@ -83,14 +85,14 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
     }
     if constexpr (kIntegerValues) {
       softmax.product_factors(block_max);
-      if (pipeline.is_pool(place))
+      if (place >= Pipeline::kPooled)
         softmax.add_pooled(scores, block_max, pipeline.inverse_value_scales());
       else
         softmax.add_levels(probabilities, block_max);
       scale_rows(block_max, pipeline.value_scale());
       __syncwarp();  // else ptxas mixes both products and spills
     }
-    add_values(out, probabilities, pipeline.values(), block_max);
+    add_values(out, probabilities, lanes.values(smem, pipeline.slot), block_max);
   }
 
   softmax.finish();

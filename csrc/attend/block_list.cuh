@@ -10,9 +10,7 @@
 
 namespace sparge::attend {
 
-// Has enough bits to read on behind the end, once for each stage of the pipeline.
 constexpr u32 kEndOfList = 0xFFFFFFFFu;
-static_assert(kStages < kMapBits, "the walk must stay in the last word");
 
 // Words of the list that say which tiles of pooled keys take part.
 SPARGE_DEVICE i32 pool_words(const Problem& problem) { return ceil_div(problem.pool_tiles(), kMapBits); }
@@ -53,15 +51,6 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
     return true;
   }
   return __syncthreads_and(sees_finite(p, work.kv_at, threadIdx.x, kThreads, first_flags(p, work.kv_at, threadIdx.x)));
-}
-
-// Next place after `last` that is in the list (-1 starts); `end_of_list` or more when there is none.
-SPARGE_DEVICE i32 next_place(const u32* list, i32 last) {
-  const u32 first = last + 1;
-  u32 word = first / kMapBits;
-  u32 bits = list[word] & ~0u << first % kMapBits;
-  while (bits == 0) bits = list[++word];
-  return word * kMapBits + __ffs(bits) - 1;
 }
 
 }  // namespace sparge::attend

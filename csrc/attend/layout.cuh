@@ -26,8 +26,10 @@ constexpr int kWarps = kRows / kWarpRows;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kKeyTiles = kKeyBlock / 8;
 constexpr int kChannelTiles = kHeadDim / 8;
-// 16 rows a warp leave registers for the fragments of Q, and for the rows' maxima and sums.
+// 16 rows a warp leave registers for the fragments of Q, for the rows' scales, maxima and sums, and for addresses.
 constexpr bool kQueriesInRegisters = kFewRows, kRowsInRegisters = kFewRows;
+// Not on sm_90a, which runs this for tests alone, with more stages.
+constexpr bool kAddressesInRegisters = kFewRows && kArch != 90;
 
 // 255 registers a thread at head_dim 128 (128 accumulators, 64 scores), 168 at 64, and where rows are few.
 constexpr int kBlocksPerSm = kEmulated ? 1 : kHeadDim == 128 && !kFewRows ? 2 : 3;
@@ -58,7 +60,6 @@ struct alignas(16) Stage {
   float k_scale;
   float v_block_scale;  // integer values
   i32 keys;             // that the block really has; -1: pooled keys
-  i32 place;            // in the list (block_list.cuh); end_of_list or more: it has ended
 };
 
 // A number for each of a thread's rows. Of four rows, the main loop has no register to spare, and compiler spills would cost more.

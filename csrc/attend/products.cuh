@@ -9,6 +9,7 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/schedule.cuh"
 #include "constants.cuh"
 #include "layout.cuh"
 
@@ -72,9 +73,27 @@ SPARGE_DEVICE void keep_queries(QueryFragments& fragments, const u8* q_tile) {
     for (int step = 0; step < kKeySteps; ++step) load_fragments<kQueryRowBytes>(fragments[m][step], q, 16 * m, step);
 }
 
-SPARGE_DEVICE void score_block(Scores& scores, const QueryFragments& kept, const u8* q_tile, const u8* k_tile) {
+// Where this lane reads the tiles of K and V. Kept across the main loop where there is room, else computed afresh.
+class LaneAddresses {
+  u32 k, v;  // of the first stage
+
+ public:
+  SPARGE_DEVICE explicit LaneAddresses(const Smem& smem) : k(of_keys(smem.k[0])), v(of_values(smem.v[0])) {}
+  SPARGE_DEVICE u32 keys(const Smem& smem, i32 slot) const {
+    return kAddressesInRegisters ? ptx::opaque(k) + slot * kKeyTileBytes : of_keys(smem.k[slot]);
+  }
+  SPARGE_DEVICE u32 values(const Smem& smem, i32 slot) const {
+    return kAddressesInRegisters ? ptx::opaque(v) + slot * kValueTileBytes : of_values(smem.v[slot]);
+  }
+
+ private:
+  SPARGE_DEVICE static u32 of_keys(const u8* tile) { return lane_address<kKeyPartRowBytes, Operand::kB>(tile); }
+  SPARGE_DEVICE static u32 of_values(const u8* tile) { return lane_address<kValueRowBytes, Operand::kB>(tile); }
+};
+
+// `k`: the lane's address in the tile of K.
+SPARGE_DEVICE void score_block(Scores& scores, const QueryFragments& kept, const u8* q_tile, u32 k) {
   const u32 q = query_address(q_tile);
-  const u32 k = lane_address<kKeyPartRowBytes, Operand::kB>(k_tile);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -207,12 +226,15 @@ SPARGE_DEVICE void scale_rows(PerRow& rows, float factor) {
     for (int half = 0; half < 2; ++half) rows[m][half] *= factor;
 }
 
-// `factor` of each row counts with integer values alone.
-SPARGE_DEVICE void add_values(Accumulators& out, const Probabilities& p, const u8* v_tile, const PerRow& factor) {
-  const u32 v = lane_address<kValueRowBytes, Operand::kB>(v_tile);
+// Channel tiles after which reads of V start anew with integer values: else ptxas has so many under way that it spills.
+constexpr int kValuesAtOnce = 4;
+
+// `v`: the lane's address in the tile of V. `factor` of each row counts with integer values alone.
+SPARGE_DEVICE void add_values(Accumulators& out, const Probabilities& p, u32 v, const PerRow& factor) {
 #pragma unroll
   for (int n = 0; n < kChannelTiles; n += 2) {
     if constexpr (kIntegerValues) {
+      if (n > 0 && n % kValuesAtOnce == 0) __syncwarp();
       add_integers(out, p, n, v, factor);
       continue;
     }

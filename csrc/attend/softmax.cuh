@@ -10,13 +10,28 @@
 
 namespace sparge::attend {
 
-// From raw scores to log2 units. Row scales stay in shared memory: registers are what this kernel lacks.
+// Scales of the thread's rows, where there is room for them in registers.
+struct RowScales {
+  PerRow x;
+
+  SPARGE_DEVICE explicit RowScales(const Smem& smem) {
+    if constexpr (!kRowsInRegisters) return;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) x[m][half] = smem.q_scale[first_row() + row_step(m, half)];
+  }
+};
+
+// From raw scores to log2 units.
 struct ScoreScale {
   const Smem& smem;
+  const RowScales& kept;
   float block;  // softmax scale * log2 e * the K tile's scale
 
   SPARGE_DEVICE float of(i32 row, i32 m, i32 half) const {
-    return is_quantized(kElement) ? smem.q_scale[row + row_step(m, half)] * block : block;
+    if constexpr (!is_quantized(kElement)) return block;
+    return (kRowsInRegisters ? kept.x[m][half] : smem.q_scale[row + row_step(m, half)]) * block;
   }
 };
 

@@ -21,6 +21,18 @@ SPARGE_DEVICE void cp_async_4(u32 destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// Where `act` is true.
+SPARGE_DEVICE void cp_async_4_if(bool act, u32 destination, const void* source) {
+  asm volatile(
+      "{\n"
+      ".reg .pred act;\n"
+      "setp.ne.u32 act, %2, 0;\n"
+      "@act cp.async.ca.shared.global [%0], [%1], 4;\n"
+      "}\n" ::"r"(destination),
+      "l"(source), "r"(static_cast<u32>(act))
+      : "memory");
+}
+
 // Two neighbours, in the order of the program: the loads of a long run are not all made first.
 SPARGE_DEVICE void load_shared(float& low, float& high, u32 source) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low), "=f"(high) : "r"(source));

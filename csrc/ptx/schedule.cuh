@@ -13,6 +13,12 @@ SPARGE_DEVICE void compute_here(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i]));
 }
 
+// The same value, of which the compilers know nothing: what is computed from it is not kept across a loop.
+SPARGE_DEVICE u32 opaque(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Keeps the computation of both numbers before a wait or barrier that follows, as ptxas does not move the store past it.
 SPARGE_DEVICE void store_if_nan(u32& place, float first, float second) {
   asm volatile(
