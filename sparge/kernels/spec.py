@@ -181,6 +181,16 @@ def variants(arch: str) -> tuple[Element, ...]:
     return (own, *e4m3, Element.BF16)
 
 
+def measuring_element(arch: str) -> Element:
+    """Operand types that heads are measured with where 8-bit calls of ``arch`` have 16-bit ones.
+
+    They are quantized: 16-bit keys are not centred, and pooled keys, which they would be compared
+    with, are.
+    """
+    own = native_element(arch, sixteen_bit=False, dtype=None)
+    return own if own.quantized else Element.INT8_FP16
+
+
 #: Targets with more than one variant.
 VARIED = frozenset(arch for arch in ARCHS if len(variants(arch)) > 1)
 
@@ -245,7 +255,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
 
 def native_specs(arch: str) -> list[KernelSpec]:
     """Specs of ``all_specs`` that a user's call can reach: what is worth compiling ahead."""
-    reached = (*variants(arch), Element.BF16, Element.FP16)
+    reached = (*variants(arch), measuring_element(arch), Element.BF16, Element.FP16)
     return [
         spec
         for spec in all_specs(arch)

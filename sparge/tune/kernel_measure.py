@@ -19,6 +19,7 @@ from ..blocks import QUERY_BLOCK, block_count
 from ..call import element_of
 from ..common.partial import Partial
 from ..kernels import Element, capabilities
+from ..kernels.spec import measuring_element
 from ..order.facts import OrderFacts
 from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
@@ -163,7 +164,8 @@ def _layout(call: MeasuredCall) -> WorkspaceLayout:
 
 
 def _element(call: MeasuredCall) -> Element:
-    return element_of(Precision.INT8, call.q)
+    element = element_of(Precision.INT8, call.q)
+    return element if element.quantized else measuring_element(capabilities(call.q.device).arch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,14 @@ import torch
 from sparge.kernels import spec as specs_of
 from sparge.kernels.spec import (
     ARCHS,
+    HEAD_DIMS,
     HOPPER_ATTEND,
     HOPPER_ATTEND_16,
     Element,
     KernelSpec,
     all_specs,
     attend_path,
+    measuring_element,
     native_specs,
     spec_from_id,
 )
@@ -112,3 +114,11 @@ def test_sixteen_bits_are_of_the_type_of_the_inputs() -> None:
     assert specs_of.of_dtype(Element.BF16, torch.float16) is Element.FP16
     assert specs_of.of_dtype(Element.BF16, torch.bfloat16) is Element.BF16
     assert specs_of.of_dtype(Element.INT8_E4M3, torch.float16) is Element.INT8_E4M3
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_heads_can_be_measured_everywhere_with_quantized_keys(arch: str) -> None:
+    element = measuring_element(arch)
+    assert element.quantized
+    ready = {(spec.entry, spec.head_dim) for spec in native_specs(arch) if spec.element is element}
+    assert ready >= {(attend_path(arch, element).entry, head_dim) for head_dim in HEAD_DIMS}
