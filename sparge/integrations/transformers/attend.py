@@ -31,6 +31,15 @@ _EXTRAS = {
 }
 
 
+def _more_than_attention(key: Tensor, others: dict[str, Any]) -> str:
+    """What a layer's keywords ask for that the kernels do not have; empty for nothing."""
+    for name, what in _EXTRAS.items():
+        if others.get(name) is not None:
+            return what
+    window = others.get("sliding_window")
+    return "a sliding window" if window is not None and key.shape[2] > window else ""
+
+
 def _by_its_first_row(mask: Tensor) -> Tensor:
     """Padding mask (B, 1, Nq, N) whose queries share the memory of one."""
     return mask[:, :, :1].clone().expand(mask.shape)
@@ -109,7 +118,7 @@ class Functions:
     ) -> Attended:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
         out = None
-        why = self._why_exact(module, key, others)
+        why = _more_than_attention(key, others)
         if why:
             count_exact(self.stats, why)
         elif isinstance(attention_mask, CausalMask):
@@ -134,13 +143,6 @@ class Functions:
         """Whether a long call's mask has a row for each query: nobody compares them all."""
         long = queries >= max(2, self.substitute.min_tokens)
         return long and mask is not None and mask.shape[-2] > 1 and mask.stride(-2) != 0
-
-    def _why_exact(self, module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
-        for name, what in _EXTRAS.items():
-            if others.get(name) is not None:
-                return what
-        window = others.get("sliding_window")
-        return "a sliding window" if window is not None and key.shape[2] > window else ""
 
     def _prefill(
         self,
