@@ -30,9 +30,6 @@ class Mode:
     measured: bool = False
     """Whether what a head keeps, and how it makes up for the rest, was measured and chosen under
     the mean density."""
-    text_sink: bool = False
-    """Under causal the first key block is exact: a language model's first token takes the attention
-    that a head has no use for, and the mean of its block hides it from routing."""
 
     @property
     def variants(self) -> int:
@@ -43,8 +40,12 @@ class Mode:
         self, head_settings: HeadSettings, is_causal: bool
     ) -> tuple[SparsePolicy, HeadSettings | None]:
         """Arguments that attention is given for `budget`: a policy says what it can say of that, as
-        in mode manual of the node."""
-        policy = SparsePolicy(attention_sink=self.text_sink and is_causal)
+        in mode manual of the node.
+
+        Under causal every mode keeps the first key block: a language model's first token takes the
+        attention that a head has no use for, and the mean of its block hides it from routing.
+        """
+        policy = SparsePolicy(attention_sink=is_causal)
         if self.measured:
             return policy, head_settings
         return replace(policy, topk=head_settings.density), None
@@ -57,8 +58,8 @@ MODES = (
     # that out; with cubes it is the harder one to beat.
     Mode("sol", cubes=True, sol=True),
     # Mode of the library without a measurement.
-    Mode("ours manual", cubes=True, text_sink=True),
-    Mode("ours auto", cubes=True, measured=True, text_sink=True),
+    Mode("ours manual", cubes=True),
+    Mode("ours auto", cubes=True, measured=True),
 )
 BY_NAME = {mode.name: mode for mode in MODES}
 

@@ -38,6 +38,15 @@ def test_all_blocks_kept_is_dense_attention(call: Call, mode: Mode) -> None:
     assert rel_l2(sparse, truth) > 2 * EIGHT_BITS, "dropping blocks changes the output"
 
 
+@pytest.mark.parametrize("mode", [m for m in MODES if not m.sol], ids=lambda mode: mode.name)
+def test_every_mode_keeps_the_first_keys_of_a_text(text: Call, video: Call, mode: Mode) -> None:
+    for call in (text, video):
+        policy, own = mode.rules(HeadSettings.uniform(call.heads, 0.1), call.is_causal)
+        x = call.quantized(cubes=False)
+        kept = route(x, policy, own, scale=0.125, is_causal=call.is_causal).kept
+        assert bool(kept[..., 0].all()) == call.is_causal
+
+
 def test_drop_is_a_top_k_of_pooled_scores_in_raster_order(video: Call) -> None:
     out, _ = run(video, BY_NAME["drop"], SHARE)
     q, k, v = (x.float() for x in (video.layer.q, video.layer.k, video.layer.v))
