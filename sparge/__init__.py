@@ -6,6 +6,7 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 
 from .attention import Partials, attention, attention_partials, make_plan
 from .blocks import BlockPlan
+from .call_stats import CallStats
 from .checks.padding import KeyPadding, key_padding
 from .errors import KernelBuildError, Unsupported
 from .head_settings import HeadSettings, Router
@@ -13,12 +14,14 @@ from .kernels import Capability, capabilities
 from .order.grid import TokenGrid, TokenOrder, cube_order, grid_order
 from .order.variants import VARIANTS, OrderKind
 from .policy import Precision, SparsePolicy
+from .sdpa import sdpa, sdpa_call
 from .stats import AttentionStats
 
 __all__ = [
     "VARIANTS",
     "AttentionStats",
     "BlockPlan",
+    "CallStats",
     "Capability",
     "HeadSettings",
     "KernelBuildError",
@@ -38,4 +41,6 @@ __all__ = [
     "grid_order",
     "key_padding",
     "make_plan",
+    "sdpa",
+    "sdpa_call",
 ]

@@ -157,7 +157,7 @@ def attention(
     else:
         run(call, out, lse, counters, block_maps)
     if stats is not None:
-        stats.calls += 1
+        stats.add_call()
     out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
     return out if lse is None else (out, lse)
 

@@ -22,8 +22,7 @@ class AttentionStats:
     """Counts of what was kept and skipped, over all calls that were given this object.
 
     ``counters`` is an int64 tensor on ``device``, a number for each `Counter`. Make it once,
-    outside the attention calls; reading a property synchronises with the device. ``calls`` counts
-    those that raised nothing.
+    outside the attention calls; reading a property synchronises with the device.
 
     Where ``block_maps`` is a list, each call adds what was kept: maps (B, H, query blocks, words)
     int32 as `sparge.blocks.pack` lays them out, one for each group of heads that is served at once.
@@ -31,12 +30,27 @@ class AttentionStats:
 
     def __init__(self, device: torch.device | str) -> None:
         self.counters: Tensor = torch.zeros(len(Counter), dtype=torch.int64, device=device)
-        self.calls = 0
         self.block_maps: list[Tensor] | None = None
+        self._calls = 0
+        self._calls_in_graphs: Tensor = torch.zeros((), dtype=torch.int64, device=device)
 
     def reset(self) -> None:
         self.counters.zero_()
-        self.calls = 0
+        self._calls = 0
+        self._calls_in_graphs.zero_()
+
+    def add_call(self) -> None:
+        """Counts one call. In a graph of torch.compile the tensor counts: a number of Python would
+        be a constant of the graph, which is traced anew for the next one."""
+        if torch.compiler.is_compiling():
+            self._calls_in_graphs += 1
+        else:
+            self._calls += 1
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that raised nothing."""
+        return self._calls + int(self._calls_in_graphs)
 
     @property
     def density(self) -> float:

@@ -91,8 +91,34 @@ def key_padding(mask: Tensor) -> KeyPadding:
     return found
 
 
+def torch_mask_padding(mask: Tensor) -> KeyPadding:
+    """Padding of a mask of torch's own attention, whose dimensions are the last of (B, H, Nq, N),
+    so that two are (Nq, N). Waits and raises as `key_padding` does.
+
+    Raises:
+        Unsupported: also where a CUDA graph is captured, which may not wait, for a new mask.
+    """
+    if mask.dim() == 4:
+        cache, rows = _paddings, mask
+    else:
+        cache, rows = _torch_paddings, mask[(None,) * (4 - mask.dim())]
+    found = cache.get(mask)
+    if found is None:
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                "A CUDA graph is captured, which cannot wait for what the mask says: run once "
+                "with the same mask before."
+            )
+        found = cache.add(mask, _read(rows))
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
 #: Padding of each mask, or the reason why it is more than padding.
 _paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
+#: The same of masks whose dimensions mean something else to `key_padding`.
+_torch_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
 
 
 def _read(mask: Tensor) -> KeyPadding | str:

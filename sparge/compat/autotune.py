@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..checks.validate import as_heads_first
+from ..common.torch_attention import exact_attention
 from ..errors import Unsupported
 from .core import Result, refuse_mask_and_dropout, spas_sage2_attn_meansim_cuda
 from .tuning import Bounds, Found, Layer, Thresholds
@@ -119,7 +119,7 @@ class SparseAttentionMeansim(nn.Module):
     def _tune(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, smooth_k: bool
     ) -> Tensor:
-        exact = scaled_dot_product_attention(
+        exact = exact_attention(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         if self._found is None:

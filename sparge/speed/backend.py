@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from ..common.torch_attention import exact_attention
 
 
 @dataclass(frozen=True)
@@ -19,4 +20,4 @@ class Backend:
     """Gives some result of q, k and v (B, H, N, D), in any layout."""
 
 
-TORCH = Backend("attention_pytorch", scaled_dot_product_attention)
+TORCH = Backend("attention_pytorch", exact_attention)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import attention
 from ..checks.validate import as_heads_first
+from ..common.torch_attention import exact_attention
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
@@ -98,7 +98,7 @@ class Call:
     def exact(self) -> Tensor:
         """Result of PyTorch's own attention."""
         return self.result(
-            scaled_dot_product_attention(*self.qkv, scale=self.scale, enable_gqa=self.shares_keys)
+            exact_attention(*self.qkv, scale=self.scale, enable_gqa=self.shares_keys)
         )
 
     def sparse(

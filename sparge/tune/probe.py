@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..blocks import QUERY_BLOCK
+from ..common.torch_attention import exact_attention
 from ..order.grid import EMPTY
 from ..stages.as_written import as_written
 from .spread import ROW_STEP, spread_places, spread_rows
@@ -105,5 +105,5 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     entries = zip(q.split(1), k.to(q.dtype).split(1), v.to(q.dtype).split(1), strict=True)
     gqa = k.shape[1] != q.shape[1]
     with sdpa_kernel(ORDER, set_priority=True):
-        outs = [scaled_dot_product_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries]
+        outs = [exact_attention(*qkv, scale=scale, enable_gqa=gqa) for qkv in entries]
     return torch.cat(outs).float()

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of a model's attention calls, where they come to us one by one and not all can be sparse.
+
+Nothing waits for a GPU until somebody reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter as Multiset
+
+import torch
+
+from .stats import AttentionStats, Counter
+
+
+class CallStats:
+    """Counts of sparse calls, and of those that stayed exact by reason.
+
+    Sparse calls count each time they run. In a graph of torch.compile an exact call counts once,
+    when it is traced in the context that has these counts: it is torch's own from then on.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: Multiset[str] = Multiset()
+        """Calls that stayed exact, by the reason."""
+        self._by_device: dict[torch.device, AttentionStats] = {}
+
+    def on(self, device: torch.device) -> AttentionStats | None:
+        """Counters on `device`; None in a graph for a device that `prepare` had not seen."""
+        found = self._by_device.get(device)
+        if found is None and not torch.compiler.is_compiling():
+            found = self._by_device[device] = AttentionStats(device)
+        return found
+
+    def prepare(self) -> None:
+        """Makes the counters that a graph needs before it is traced: on the CPU, and on the current
+        GPU where one is in use."""
+        self.on(torch.device("cpu"))
+        if torch.cuda.is_initialized():
+            self.on(torch.device("cuda", torch.cuda.current_device()))
+
+    @property
+    def sparse_calls(self) -> int:
+        return sum(stats.calls for stats in self._by_device.values())
+
+    @property
+    def exact_calls(self) -> int:
+        return sum(self.reasons.values())
+
+    @property
+    def density(self) -> float:
+        """Share of the query-key pairs that the sparse calls computed, all calls together; 1.0
+        before any."""
+        counts = [stats.counters.tolist() for stats in self._by_device.values()]
+        valid = sum(each[Counter.VALID] for each in counts)
+        return sum(each[Counter.KEPT] for each in counts) / valid if valid else 1.0
+
+    def __str__(self) -> str:
+        sparse, exact = self.sparse_calls, self.exact_calls
+        lines = [f"{sparse} sparse calls computed {self.density:.1%} of their attention"]
+        lines += [f"{exact} calls stayed exact" + (":" if exact else "")]
+        lines += [f"  {count} x {reason}" for reason, count in self.reasons.most_common()]
+        return "\n".join(lines)
+
+
+class _Open(threading.local):
+    """Counts of the contexts that this thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stats: list[CallStats] = []
+
+
+opened = _Open()
+
+
+def count_exact(stats: CallStats | None, reason: str) -> None:
+    """Counts a call that stays exact."""
+    if torch.compiler.is_compiling():
+        _count_traced(reason)
+    elif stats is not None:
+        stats.reasons[reason] += 1
+
+
+# Its argument is a constant and not the counts: a graph would be traced anew for other counts.
+def _count_traced(reason: str) -> None:
+    if opened.stats:
+        opened.stats[-1].reasons[reason] += 1
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.4 s).
+_count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]

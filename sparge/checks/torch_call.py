@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of `scaled_dot_product_attention` that only PyTorch's own serves, and why.
+
+What is said here is what `sparge.attention` does not say itself: it would take some of these calls
+in another meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
+
+from ..kernels import capabilities
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def why_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    min_tokens: int,
+) -> str:
+    """Reason why a call is not for sparse attention; empty where nothing speaks against it."""
+    qkv = (query, key, value)
+    given = qkv if attn_mask is None else (*qkv, attn_mask)
+    if any(type(x) not in _PLAIN or x.is_nested for x in given):
+        return "tensors of a class of their own, or nested ones"
+    if any(x.dim() != 4 for x in qkv):
+        return "q, k and v are not (batch, heads, tokens, head_dim)"
+    if query.shape[2] < min_tokens or key.shape[2] < min_tokens:
+        return f"fewer than {min_tokens} queries or keys"
+    if dropout_p != 0.0:
+        return "dropout"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return "gradients are wanted, and sparse attention has no backward pass"
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        return "fewer heads of keys without enable_gqa"
+    if any(x.dtype != query.dtype or x.device != query.device for x in qkv):
+        return "q, k and v of different dtypes or devices"
+    if attn_mask is not None and (why := _why_mask_is_torchs(query, key, attn_mask, is_causal)):
+        return why
+    return _why_machine_cannot(query.device)
+
+
+def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: bool) -> str:
+    if is_causal:
+        return "a mask and is_causal"
+    if torch.compiler.is_compiling():
+        return "a mask in a graph of torch.compile, where nobody can read what it hides"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return "a mask that is neither bool nor floating point"
+    sizes = (*query.shape[:3], key.shape[2])[4 - mask.dim() :]
+    if not 2 <= mask.dim() <= 4 or mask.shape[-1] != key.shape[2]:
+        return "a mask of another shape than (batch, heads, queries, keys)"
+    if any(own not in (1, size) for own, size in zip(mask.shape, sizes, strict=True)):
+        return "a mask of another shape than (batch, heads, queries, keys)"
+    return ""
+
+
+def _why_machine_cannot(device: torch.device) -> str:
+    """The CPU runs the reference, for whoever tries things out; another device without kernels has
+    something better."""
+    if not torch.compiler.is_compiling() and maybe_current_level() is not None:
+        return "torch.func or torch.vmap transforms the call"
+    return "" if device.type == "cpu" else capabilities(device).reason

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention in place of `torch.nn.functional.scaled_dot_product_attention`.
+
+with sparge.sdpa(sparge.SparsePolicy(topk=0.3)) as stats:
+    out = model(x)
+print(stats)  # sparse calls, their density, and why the others stayed exact
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .attention import attention
+from .call_stats import CallStats, count_exact, opened
+from .checks.argument import check_kind, whole_number
+from .checks.padding import torch_mask_padding
+from .checks.torch_call import why_exact
+from .common.torch_attention import TORCH_ATTENTION
+from .policy import SparsePolicy
+
+#: Calls of fewer queries or keys stay exact: there is little to gain, and text is among them.
+MIN_TOKENS = 4096
+#: Half of the key blocks and the first one, on which causal models lean.
+DEFAULT_POLICY = SparsePolicy(attention_sink=True)
+
+
+def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> SdpaMode:
+    """Context in which calls of `scaled_dot_product_attention` are sparse where they can be, in any
+    model and also in graphs of torch.compile. Others are torch's own, unchanged.
+
+    `with` gives the `CallStats`: how many calls were sparse, their density, and why the others
+    stayed exact. Sparse are calls of at least `min_tokens` queries and keys, causal ones and
+    those with padding masks among them; not those with other masks, dropout or gradients. A mask
+    is read once as long as the same object comes, which waits for its device.
+
+    policy: what to keep; without it half of the key blocks, and always the first.
+    """
+    return SdpaMode(_Substitute.checked(policy, min_tokens, CallStats()))
+
+
+def sdpa_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    policy: SparsePolicy | None = None,
+    min_tokens: int = MIN_TOKENS,
+    stats: CallStats | None = None,
+) -> Tensor:
+    """Attention with the arguments and the meaning of `scaled_dot_product_attention`, sparse or
+    torch's own by the rules of `sdpa`. Where a function is replaced by it, `functools.partial`
+    gives the last three.
+    """
+    rules = _Substitute.checked(policy, min_tokens, stats)
+    call = (query, key, value, attn_mask, dropout_p, is_causal)
+    out = rules.sparse(*call, scale=scale, enable_gqa=enable_gqa)
+    if out is None:
+        return TORCH_ATTENTION(*call, scale=scale, enable_gqa=enable_gqa)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Substitute:
+    """What stands in for torch's attention, for calls that it can serve."""
+
+    policy: SparsePolicy
+    min_tokens: int
+    stats: CallStats | None
+
+    @classmethod
+    def checked(
+        cls, policy: SparsePolicy | None, min_tokens: int, stats: CallStats | None
+    ) -> _Substitute:
+        policy = DEFAULT_POLICY if policy is None else policy
+        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+        if stats is not None:
+            check_kind("stats", stats, CallStats, "a sparge.CallStats()")
+        return cls(policy, whole_number("min_tokens", min_tokens, 0), stats)
+
+    def sparse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        """Sparse result, or None for a call that stays torch's, whose reason was counted."""
+        why = why_exact(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, self.min_tokens
+        )
+        if why:
+            count_exact(self.stats, why)
+            return None
+        try:
+            return self._attend(query, key, value, attn_mask, is_causal, scale)
+        except ValueError as error:
+            # A sentence with sizes cannot be made where a graph leaves them open.
+            traced = torch.compiler.is_compiling()
+            count_exact(self.stats, "sparge.attention refused it" if traced else str(error))
+            return None
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        lengths = None
+        if attn_mask is not None:
+            key, value, lengths = torch_mask_padding(attn_mask).apply(key, value)
+        query, key, value = (_as_autocast(x) for x in (query, key, value))
+        tokens_first = query.stride(1) < query.stride(2)  # so that transposing it back is free
+        out = attention(
+            query,
+            key,
+            value,
+            self.policy,
+            out_layout="NHD" if tokens_first else "HND",
+            causal="top-left" if is_causal else None,
+            scale=scale,
+            key_lengths=lengths,
+            stats=None if self.stats is None else self.stats.on(query.device),
+        )
+        return out.transpose(1, 2) if tokens_first else out
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Tensor as torch's own attention reads it under autocast."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+class SdpaMode(TorchFunctionMode):
+    """Context that `sdpa` makes."""
+
+    def __init__(self, substitute: _Substitute) -> None:
+        super().__init__()
+        self._substitute = substitute
+
+    def __enter__(self) -> CallStats:
+        stats = self._substitute.stats
+        assert stats is not None  # sdpa made them
+        super().__enter__()
+        stats.prepare()
+        opened.stats.append(stats)
+        return stats
+
+    def __exit__(self, *raised: Any) -> None:
+        opened.stats.pop()
+        super().__exit__(*raised)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # torch takes the mode off meanwhile, so nothing that is called here comes back to it.
+        kwargs = kwargs or {}
+        if func is TORCH_ATTENTION:
+            out = self._substitute.sparse(*args, **kwargs)
+            if out is not None:
+                return out
+        elif func is torch.nn.functional.multi_head_attention_forward:
+            count_exact(self._substitute.stats, "torch.nn.MultiheadAttention, which hides its call")
+        return func(*args, **kwargs)
