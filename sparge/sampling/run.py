@@ -12,7 +12,7 @@ import torch
 
 from ..common.failures import Failures
 from ..kernels import capabilities
-from ..speed import Backend, known_table
+from ..speed import Backend, known_table, speed_table
 from ..tune import Fingerprint, Profile, Session, SigmaWindow, Tally
 from ..tune.head_table import Untracked
 from ..tune.ways import speed_matters
@@ -87,6 +87,17 @@ class Run:
     def stop_clock(self) -> None:
         """Stops the clock, where the host knows that no pass is to come, or later than it does."""
         self._ended = time.perf_counter()
+
+    def await_kernels(self, device: torch.device, wait: Callable[[], str | None]) -> None:
+        """Waits for the kernels, so that whether a call is sparse never depends on how fast a
+        compiler was, and measures the speed of the GPU where that is not known. wait: returns why
+        there are none, or None."""
+        failure = wait()
+        if failure is not None:
+            self.give_up(device, failure)
+            return
+        with self.failures.caught("the speed of this GPU was not measured"):
+            speed_table(device, self.backend)
 
     def note_missing_layers(self, total: int | None) -> None:
         """Notes what dense_blocks asks in vain of a model of so many layers."""

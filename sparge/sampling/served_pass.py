@@ -190,13 +190,15 @@ class ServedPass:
     def _real_tokens(self, given: GivenCall, kind: Kind, layer: Layer) -> RealTokens | str | None:
         """Real tokens of a call whose mask may be padding; None without one, or for a reason that
         needs no look at it. Waits once a mask, where a pass may be sparse or measured."""
-        mask, of_pass = given.key_mask, self.begun.facts
-        if mask is None or kind is not Kind.SELF or self._why_dense(given, layer) is not None:
+        mask, row, of_pass = given.mask, given.key_mask, self.begun.facts
+        if mask is None or row is None or kind is not Kind.SELF:
+            return None
+        if self._why_dense(given, layer) is not None:
             return None
         if of_pass.why_dense is not None and not of_pass.is_last_dense:
             return of_pass.why_dense
         if id(mask) not in self._real:
-            self._real[id(mask)] = mask, real_tokens(mask, self.layout.tokens)
+            self._real[id(mask)] = mask, real_tokens(row, self.layout.tokens)
         return self._real[id(mask)][1]
 
     def _exact(self, given: GivenCall, timed: bool, dense: Dense) -> Tensor:

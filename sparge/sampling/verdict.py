@@ -43,11 +43,11 @@ def first_reason(result: RunResult) -> str:
     return told or next((reason for reason, _ in result.tally.reasons.most_common(1)), "")
 
 
-def verdict(result: RunResult) -> str:
-    """One line or two, each of at most WIDEST characters."""
+def verdict(result: RunResult, widest: int = WIDEST) -> str:
+    """One line or two, each of at most `widest` characters."""
     why = why_nothing(result)
     lines = why.lines if why.told else (_first(result), _second(result))
-    return "\n".join(textwrap.shorten(line, WIDEST, placeholder=" ...") for line in lines if line)
+    return "\n".join(textwrap.shorten(line, widest, placeholder=" ...") for line in lines if line)
 
 
 def gain(result: RunResult) -> str:

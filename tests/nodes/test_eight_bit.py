@@ -170,7 +170,7 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
 
     ready = SimpleNamespace(wait=lambda check: None)
     monkeypatch.setattr(hook.Hook, "prepare_kernels", lambda self, device: ready)
-    monkeypatch.setattr(hook, "speed_table", fail)
+    monkeypatch.setattr(load_pack("sparge.sampling.run"), "speed_table", fail)
     table(2.0)
     assert run().tally.sparse == 2 * BLOCKS and len(asked) == 1
     assert "the speed of this GPU was not measured" in caplog.text
