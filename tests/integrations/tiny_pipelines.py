@@ -38,8 +38,12 @@ class Tiny:
     grid: tuple[int, int, int]
     text: tuple[int, int] = (0, 0)
     """Tokens of text before and after the grid, in a self-attention call of the positive prompt."""
-    blocks: int = 2
     guidance: str = "guidance_scale"
+
+    @property
+    def transformers(self) -> list[Any]:
+        both = self.pipe.transformer, getattr(self.pipe, "transformer_2", None)
+        return [each for each in both if each is not None]
 
     def __call__(
         self, steps: int = 4, seed: int = 0, guidance: float = 4.0, **given: Any
@@ -114,6 +118,8 @@ def mochi() -> Tiny:
         attention_head_dim=64, num_layers=2, pooled_projection_dim=32, in_channels=4,
         text_embed_dim=WIDTH, time_embed_dim=16, max_sequence_length=TEXT,
     )  # fmt: skip
+    for weight in model.time_embed.pooler.to_out.parameters():
+        weight.data.zero_()  # else the clip's queries change with the prompt from the start
     pipe = _piped(
         diffusers.MochiPipeline, model, flow(),
         {"vae_spatial_scale_factor": 8, "vae_temporal_scale_factor": 6}, **NO_TEXT_ENCODER,

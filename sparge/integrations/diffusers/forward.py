@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ...sampling import Dense, Kind, Layer, ServedPass
-from ...sampling.layout import UNNUMBERED
 from .call import SdpaCall
 
 
@@ -16,31 +16,18 @@ from .call import SdpaCall
 class Forward(ServedPass):
     """One forward pass; its hooks say which block runs."""
 
-    _of_block: dict[int, int] = field(default_factory=dict, repr=False)
+    _calls: Counter[int] = field(default_factory=Counter, repr=False)
     """Number of the clip's self-attention calls of each block so far."""
 
-    def attend(self, given: SdpaCall, block: int | None, dense: Dense) -> Tensor:
+    def attend(self, given: SdpaCall, block: int, dense: Dense) -> Tensor:
         """Result of a call, sparse when nothing speaks against it, else from dense(). block: number
-        of the running one, None outside of all."""
-        if self.handing_on:
-            return dense()
+        of the running one."""
         facts, numbered = given.facts, bool(self.layout.blocks)
-        if numbered and block is None and facts.query_tokens < self.layout.frame_tokens:
-            return dense()  # of text alone, before the blocks
         kind = facts.kind(self.layout, self.run.settings)
-        if not numbered:  # then calls are counted
-            block = self._of_block.get(UNNUMBERED, 0)
         counts = kind is not Kind.CROSS and facts.query_tokens >= self.layout.grid_tokens
-        layer = self._layer(block, counts)
+        place = block if numbered else 0
+        earlier = self._calls[place]
+        number = block if numbered else earlier  # without blocks each call is a layer
+        layer = Layer(number, self.layout.row(number, earlier), beside=not counts)
+        self._calls[place] += counts
         return self.serve(given, kind, layer, dense)
-
-    def _layer(self, block: int | None, counts: bool) -> Layer:
-        """Layer of a call. counts: it is of the clip."""
-        if block is None:
-            return Layer(UNNUMBERED, self.layout.rows, beside=True)
-        place = block if self.layout.blocks else UNNUMBERED
-        earlier = self._of_block.get(place, 0)
-        if not counts:
-            return Layer(block, self.layout.row(block, earlier), beside=True)
-        self._of_block[place] = earlier + 1
-        return Layer(block, self.layout.row(block, earlier if self.layout.blocks else 0))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.failures import MEANT_FOR_HOST
+from ...common.whole_graph import has_been_traced
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
 from ...sampling import Run, RunResult, Settings, Why, details, verdict
@@ -72,13 +73,20 @@ class Handle:
         """Verdict on the last run: what it gained and how much was computed, or why nothing was
         sparse. Waits for the GPU."""
         result = self.result
-        return NOT_RUN if result is None else verdict(result, _WIDEST).replace("\n", "; ")
+        if result is None:
+            return self._not_run()
+        if result.notes and not result.tally.calls:
+            return f"NOTHING WAS SPARSE; {result.notes[0]}"
+        return verdict(result, _WIDEST).replace("\n", "; ")
 
     def report(self) -> str:
         """Lines on the last run: its calls by reason, and what was measured of each layer. Waits
         for the GPU."""
         result = self.result
-        return NOT_RUN if result is None else details(result)
+        return self._not_run() if result is None else details(result)
+
+    def _not_run(self) -> str:
+        return f"{NOT_RUN} Or {WORDS.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
     def result(self) -> RunResult | None:

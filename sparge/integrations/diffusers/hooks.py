@@ -44,15 +44,20 @@ class TransformerHooks:
         self.pass_name: str | None = None
         """What the pipeline calls the running pass, such as "cond"."""
         self._signature = inspect.signature(type(self.model).forward)
-        self._block: int | None = None
-        self._open: list[tuple[Forward, AttentionMode]] = []
+        self._open: list[Forward] = []
+        self._block = 0
+        self._modes: list[AttentionMode] = []
         # Of the wrapper, where there is one: what is traced is the model inside.
         self._handles: list[RemovableHandle] = [
             transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
             transformer.register_forward_hook(self._end, always_call=True),
         ]
-        for number, block in enumerate(self.blocks):
-            self._handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
+        # Blocks, not the whole: torch.compile(fullgraph=True) does not take a mode around it.
+        for number, block in enumerate(self.blocks or [transformer]):
+            self._handles += [
+                block.register_forward_pre_hook(partial(self._enter, number)),
+                block.register_forward_hook(self._leave, always_call=True),
+            ]
         self._watch_names()
 
     def remove(self) -> None:
@@ -87,24 +92,35 @@ class TransformerHooks:
             self._close_pass()
 
     def _enter(self, number: int, block: nn.Module, args: Any) -> None:
-        self._block = number
+        if not is_traced_whole():
+            self._enter_block(number)
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not is_traced_whole():
+            self._leave_block()
 
     @untraced
     def _open_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._signature.bind_partial(self.model, *args, **kwargs).arguments
-        forward = self.owner.begin_pass(self, given)
-        self._block = None
-        if forward is not None:
-            mode = AttentionMode(self._serve)
-            mode.__enter__()
-            self._open.append((forward, mode))
+        if (forward := self.owner.begin_pass(self, given)) is not None:
+            self._open.append(forward)
 
     @untraced
     def _close_pass(self) -> None:
         if self._open:
-            forward, mode = self._open.pop()
-            mode.__exit__(None, None, None)
-            self.owner.end_pass(forward)
+            self.owner.end_pass(self._open.pop())
+
+    @untraced
+    def _enter_block(self, number: int) -> None:
+        if self._open:
+            self._block = number
+            self._modes.append(AttentionMode(self._serve))
+            self._modes[-1].__enter__()
+
+    @untraced
+    def _leave_block(self) -> None:
+        if self._modes:
+            self._modes.pop().__exit__(None, None, None)
 
     def _serve(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Result of a call of `scaled_dot_product_attention`; None for one that stays torch's."""
@@ -121,9 +137,7 @@ class TransformerHooks:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor | None:
-        if not self._open:
-            return None
+    ) -> Tensor:
         options = {"dropout_p": dropout_p > 0, "is_causal": is_causal}
         changing = tuple(name for name, given in options.items() if given)
         call = SdpaCall(query, key, value, attn_mask, scale, changing)
@@ -132,5 +146,5 @@ class TransformerHooks:
             enable_gqa=enable_gqa,
         )  # fmt: skip
         # The pass takes results with tokens first.
-        forward, _ = self._open[-1]
-        return forward.attend(call, self._block, lambda: exact().transpose(1, 2)).transpose(1, 2)
+        out = self._open[-1].attend(call, self._block, lambda: exact().transpose(1, 2))
+        return out.transpose(1, 2)

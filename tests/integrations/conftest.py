@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the integrations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+
+class Served(NamedTuple):
+    """Call that the library served."""
+
+    q: Tensor
+    policy: Any
+    order: Any
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
+    """The calls that sessions give to the library."""
+    import sparge.tune.call as module
+
+    library, seen = module.attention, []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, policy: Any, **kwargs: Any) -> Any:
+        seen.append(Served(q.clone(), policy, kwargs["order"]))
+        return library(q, k, v, policy, **kwargs)
+
+    monkeypatch.setattr(module, "attention", attention)
+    return seen
+
+
+@pytest.fixture
+def reference_allowed(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """The CPU runs the reference, and nothing is dense for being slower."""
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+
+
+@pytest.fixture
+def no_mode_left() -> Any:
+    yield
+    assert torch.overrides._get_current_function_mode_stack() == []
