@@ -75,7 +75,7 @@ def test_text_is_exact_where_it_stands_and_the_clip_has_its_grid(
 ) -> None:
     """Text is where queries of the first block change with the prompt."""
     tiny = ALL[name]()
-    with enable(tiny.pipe, "manual", topk=0.5, **TINY):
+    with enable(tiny.pipe, "manual", topk=0.5, dense_blocks="1", **TINY):
         tiny(2)
         call = int(name == "Mochi")  # which calls for the negative prompt first
         first, calls = served[call], len(served)
@@ -102,7 +102,7 @@ def test_prompts_and_steps_are_numbered(name: str, passes: list[Any]) -> None:
 
     for model in tiny.transformers:
         model.register_forward_pre_hook(look, with_kwargs=True)
-    with enable(tiny.pipe, "manual", topk=0.5, min_tokens=100, start_percent=0.34):
+    with enable(tiny.pipe, "manual", min_tokens=1 << 20, start_percent=0.34):
         tiny(STEPS)
     in_batch, (prompt,) = name in IN_ONE_BATCH, tiny.given["prompt_embeds"]
     assert len(passes) == len(texts) == (STEPS if in_batch else 2 * STEPS)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 TEXT, WIDTH = 26, 32
 #: Tokens of the clips along (time, height, width), and of the pictures.
-CLIP, PICTURE = (5, 8, 12), (1, 24, 24)
+CLIP, PICTURE = (5, 8, 12), (1, 20, 24)
 #: Pixels of a token, of those whose VAE makes a latent of an eighth in patches of two.
 PIXELS = 16
 
