@@ -20,7 +20,7 @@ from tests.test_workflows import our_widgets
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for folder in (".", "docs", "web/docs", "web/docs/SpargeAttention", "shim")
+    for folder in (".", "docs", "docs/hosts", "web/docs", "web/docs/SpargeAttention", "shim")
     for path in sorted((ROOT / folder).glob("*.md"))
 }
 README, GUIDE = DOCUMENTS["README.md"], DOCUMENTS["docs/guide.md"]

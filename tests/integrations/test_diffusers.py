@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +13,12 @@ import pytest
 import torch
 
 REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
-diffusers = pytest.importorskip("diffusers", reason=REASON)
+diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 import sparge  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
+from sparge.integrations.diffusers.rows import ROWS  # noqa: E402
 from sparge.tune import Session  # noqa: E402
 from tests.integrations import tiny_pipelines  # noqa: E402
 from tests.integrations.tiny_pipelines import ALL, TEXT, drawn  # noqa: E402
@@ -27,6 +31,7 @@ TINY: dict[str, Any] = {"min_tokens": 100, "start_percent": 0.0}
 #: Relative error of latents after a few steps where everything is kept in 8 bits.
 EIGHT_BIT = 0.03
 STEPS = 3
+ROOT = Path(__file__).resolve().parents[2]
 #: Self-attention calls of the clip in one step, with the negative prompt.
 CALLS = {
     "CogVideoX": 2, "CogVideoX 1.5": 2, "Mochi": 4, "Wan 2.1": 4, "Wan 2.2": 4, "HunyuanVideo": 4,
@@ -237,8 +242,8 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
 def test_a_model_without_a_row_is_told() -> None:
     class Other(torch.nn.Module):
         def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            qkv = (hidden_states,) * 3
-            return torch.nn.functional.scaled_dot_product_attention(*qkv)
+            x = hidden_states
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe = SimpleNamespace(transformer=Other(), scheduler=scheduler)
@@ -287,3 +292,22 @@ def test_what_enable_takes_is_checked() -> None:
     with pytest.raises(ValueError, match="SimpleNamespace has no transformer and scheduler"):
         enable(SimpleNamespace(unet=tiny.pipe.transformer))
     assert not tiny.pipe.transformer._forward_hooks
+
+
+def test_the_document_lists_every_row() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/hosts/diffusers.md").read_text("utf-8")
+    table = text.split("| transformer | text | remarks |")[1].split("\n\n")[0]
+    said = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in table.split("\n")[2:]
+    }
+    assert said == {row.name: row.text.value for row in ROWS.values()}
+
+
+def test_the_library_does_not_import_diffusers() -> None:
+    """Nor does the integration itself, which knows pipelines by their attributes."""
+    code = (
+        "import sys, sparge, sparge.integrations.diffusers; assert 'diffusers' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2]
+    )

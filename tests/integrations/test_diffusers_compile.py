@@ -10,7 +10,7 @@ import pytest
 import torch
 
 REASON = "needs diffusers and transformers (requirements-dev.txt)"
-diffusers = pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 from sparge.common import whole_graph  # noqa: E402

@@ -4,14 +4,15 @@ and VAE: prompts are given as embeddings, and results are latents."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import schedulers
 from torch import Tensor
+
+diffusers: Any = importlib.import_module("diffusers")  # which loads its names when asked
 
 TEXT, WIDTH = 26, 32
 #: Tokens of the clips along (time, height, width), and of the pictures.
@@ -89,7 +90,7 @@ VIDEO_SCALES = {"vae_scale_factor_temporal": 4, "vae_scale_factor_spatial": 8}
 
 
 def flow(**config: Any) -> Any:
-    return schedulers.FlowMatchEulerDiscreteScheduler(**config)
+    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
 
 
 def cogvideox(patch_size_t: int | None = None) -> Tiny:
@@ -102,7 +103,7 @@ def cogvideox(patch_size_t: int | None = None) -> Tiny:
         **(versions | {"patch_bias": False} if patch_size_t else {}),
     )  # fmt: skip
     pipe = _piped(
-        diffusers.CogVideoXPipeline, model, schedulers.CogVideoXDDIMScheduler(), VIDEO_SCALES,
+        diffusers.CogVideoXPipeline, model, diffusers.CogVideoXDDIMScheduler(), VIDEO_SCALES,
         **NO_TEXT_ENCODER,
     )  # fmt: skip
     pipe.vae_scaling_factor_image = 1.0
@@ -232,7 +233,7 @@ def allegro() -> Tiny:
         sample_width=CLIP[2] * 2, sample_height=CLIP[1] * 2, sample_frames=CLIP[0],
         caption_channels=WIDTH,
     )  # fmt: skip
-    scheduler = schedulers.EulerAncestralDiscreteScheduler()
+    scheduler = diffusers.EulerAncestralDiscreteScheduler()
     pipe = _piped(diffusers.AllegroPipeline, model, scheduler, VIDEO_SCALES, **NO_TEXT_ENCODER)
     masks = {
         "prompt_attention_mask": mask(19), "negative_prompt_attention_mask": mask(7),
