@@ -157,9 +157,12 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
     sampler.seconds(WARM_UP_STEPS)
     native, _ = sampler.seconds(args.native_steps)
     native *= args.steps / args.native_steps
-    settings = {"min_tokens": 100} if args.tiny else {}
     with enable(
-        sampler.pipe, "auto budget", topk=args.topk, start_percent=args.start_percent, **settings
+        sampler.pipe,
+        "auto budget",
+        topk=args.topk,
+        start_percent=args.start_percent,
+        min_tokens=100 if args.tiny else 4096,
     ) as handle:
         first, _ = sampler.seconds(args.steps)
         second, latents = sampler.seconds(args.steps)

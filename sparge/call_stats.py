@@ -6,22 +6,33 @@ Nothing waits for a GPU until somebody reads them.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter as Multiset
+from weakref import WeakValueDictionary
 
 import torch
 
 from .stats import AttentionStats, Counter
+
+_numbers = itertools.count(1)
+#: Counts that are no context's, by their name.
+_named: WeakValueDictionary[str, CallStats] = WeakValueDictionary()
 
 
 class CallStats:
     """Counts of sparse calls, and of those that stayed exact by reason.
 
     Sparse calls count each time they run. In a graph of torch.compile an exact call counts once,
-    when it is traced in the context that has these counts: it is torch's own from then on.
+    when it is traced: it is torch's own from then on. of_context: a graph that was traced in one
+    context is for others too, so it counts in the one that is open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_context: bool = False) -> None:
+        self.name = "" if of_context else str(next(_numbers))
+        """Name by which a graph that is traced finds these counts, empty for those of a context."""
+        if self.name:
+            _named[self.name] = self
         self.reasons: Multiset[str] = Multiset()
         """Calls that stayed exact, by the reason."""
         self._by_device: dict[torch.device, AttentionStats] = {}
@@ -76,16 +87,19 @@ opened = _Open()
 
 def count_exact(stats: CallStats | None, reason: str) -> None:
     """Counts a call that stays exact."""
+    if stats is None:
+        return
     if torch.compiler.is_compiling():
-        _count_traced(reason)
-    elif stats is not None:
+        _count_traced(stats.name, reason)
+    else:
         stats.reasons[reason] += 1
 
 
-# Its argument is a constant and not the counts: a graph would be traced anew for other counts.
-def _count_traced(reason: str) -> None:
-    if opened.stats:
-        opened.stats[-1].reasons[reason] += 1
+# It takes no counts but their name: a graph would be traced anew for those of another context.
+def _count_traced(name: str, reason: str) -> None:
+    stats = _named.get(name) if name else next(reversed(opened.stats), None)
+    if stats is not None:
+        stats.reasons[reason] += 1
 
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.4 s).

@@ -20,7 +20,7 @@ from .attention import attention
 from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .checks.padding import torch_mask_padding
-from .checks.torch_call import why_exact
+from .checks.torch_call import as_autocast, why_exact
 from .common.torch_attention import TORCH_ATTENTION
 from .policy import SparsePolicy
 
@@ -41,7 +41,7 @@ def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> Sd
 
     policy: what to keep; without it half of the key blocks, and always the first.
     """
-    return SdpaMode(_Substitute.checked(policy, min_tokens, CallStats()))
+    return SdpaMode(Substitute.checked(policy, min_tokens, CallStats(of_context=True)))
 
 
 def sdpa_call(
@@ -62,7 +62,7 @@ def sdpa_call(
     torch's own by the rules of `sdpa`. Where a function is replaced by it, `functools.partial`
     gives the last three.
     """
-    rules = _Substitute.checked(policy, min_tokens, stats)
+    rules = Substitute.checked(policy, min_tokens, stats)
     call = (query, key, value, attn_mask, dropout_p, is_causal)
     out = rules.sparse(*call, scale=scale, enable_gqa=enable_gqa)
     if out is None:
@@ -71,7 +71,7 @@ def sdpa_call(
 
 
 @dataclass(frozen=True, eq=False)
-class _Substitute:
+class Substitute:
     """What stands in for torch's attention, for calls that it can serve."""
 
     policy: SparsePolicy
@@ -81,7 +81,7 @@ class _Substitute:
     @classmethod
     def checked(
         cls, policy: SparsePolicy | None, min_tokens: int, stats: CallStats | None
-    ) -> _Substitute:
+    ) -> Substitute:
         policy = DEFAULT_POLICY if policy is None else policy
         check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
         if stats is not None:
@@ -126,7 +126,7 @@ class _Substitute:
         lengths = None
         if attn_mask is not None:
             key, value, lengths = torch_mask_padding(attn_mask).apply(key, value)
-        query, key, value = (_as_autocast(x) for x in (query, key, value))
+        query, key, value = (as_autocast(x) for x in (query, key, value))
         tokens_first = query.stride(1) < query.stride(2)  # so that transposing it back is free
         out = attention(
             query,
@@ -140,14 +140,6 @@ class _Substitute:
             stats=None if self.stats is None else self.stats.on(query.device),
         )
         return out.transpose(1, 2) if tokens_first else out
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    """Tensor as torch's own attention reads it under autocast."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 class AttentionMode(TorchFunctionMode):
@@ -182,7 +174,7 @@ class AttentionMode(TorchFunctionMode):
 class SdpaMode(AttentionMode):
     """Context that `sdpa` makes."""
 
-    def __init__(self, substitute: _Substitute) -> None:
+    def __init__(self, substitute: Substitute) -> None:
         super().__init__(substitute.sparse)
         self._substitute = substitute
 

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 #: typing_extensions: for type checkers alone, and torch brings it.
+HOSTS = {"transformers"}
 LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja", "typing_extensions"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 COMFYUI_BRINGS = {"PIL"}
@@ -46,10 +47,11 @@ def imports(path: Path) -> Iterator[str]:
                 assert node.level <= len(package) + 1, f"{path} reaches out of the pack"
 
 
-def offences(folder: str, allowed: set[str]) -> list[str]:
+def offences(folder: str, allowed: set[str], without: str = "") -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {name}"
         for path in files(".py", under=ROOT / folder)
+        if not without or ROOT / without not in path.parents
         for name in imports(path)
         if name.split(".")[0] not in allowed | sys.stdlib_module_names
     ]
@@ -58,7 +60,7 @@ def offences(folder: str, allowed: set[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("sparge", {"sparge"} | LIBRARY_NEEDS),
+        ("sparge/integrations", {"sparge"} | LIBRARY_NEEDS | HOSTS),
         ("nodes", {"sparge", "torch"} | COMFYUI | COMFYUI_BRINGS),
         ("tools/convert_cogvideox", {"tools", "sparge", "numpy"}),
         ("tools/graphs", {"tools"} | COMFYUI_BRINGS),
@@ -66,6 +68,14 @@ def offences(folder: str, allowed: set[str]) -> list[str]:
 )
 def test_a_folder_imports_what_is_below_it(folder: str, allowed: set[str]) -> None:
     assert offences(folder, allowed) == []
+
+
+def test_the_library_knows_no_host_and_needs_no_integration() -> None:
+    integrations = "sparge/integrations"
+    assert offences("sparge", {"sparge"} | LIBRARY_NEEDS, without=integrations) == []
+    for path in files(".py", under=ROOT / "sparge"):
+        if ROOT / integrations not in path.parents:
+            assert not any(x.startswith("sparge.integrations") for x in imports(path)), path
 
 
 def test_nodes_reach_the_library_by_relative_import_and_nothing_imports_tools() -> None:

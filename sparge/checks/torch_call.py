@@ -41,11 +41,24 @@ def why_exact(
         return "gradients are wanted, and sparse attention has no backward pass"
     if query.shape[1] != key.shape[1] and not enable_gqa:
         return "fewer heads of keys without enable_gqa"
-    if any(x.dtype != query.dtype or x.device != query.device for x in qkv):
+    read_as = _dtype(query)
+    if any(_dtype(x) != read_as or x.device != query.device for x in qkv):
         return "q, k and v of different dtypes or devices"
     if attn_mask is not None and (why := _why_mask_is_torchs(query, key, attn_mask, is_causal)):
         return why
     return _why_machine_cannot(query.device)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Tensor as torch's own attention reads it under autocast."""
+    return x.to(_dtype(x))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: bool) -> str:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparge Attention in other libraries. Each module imports its own, and this one none."""
+"""Hosts of models, one module each. `import sparge` imports none of them."""

@@ -161,9 +161,11 @@ def test_autocast_decides_the_dtype(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, TOKENS, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), sparge.sdpa(WHOLE, 128) as stats:
         out = F.scaled_dot_product_attention(q, k, v)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16()), out)
+    with torch.autocast("cpu", torch.bfloat16):
         exact = torch_attention(q, k, v)
     assert out.dtype == exact.dtype == torch.bfloat16 and stats.sparse_calls == 2
-    assert rel_l2(out, F.scaled_dot_product_attention(q, k, v)) < EIGHT_BITS
+    assert rel_l2(out, exact) < EIGHT_BITS
 
 
 def test_density_is_that_of_all_calls_and_waits_for_nobody(make_qkv) -> None:
@@ -272,6 +274,8 @@ def test_the_function_in_whole_graphs(make_qkv) -> None:
     for _ in range(12):  # more than torch traces a function anew
         assert torch.equal(compiled(q, k, v), call(q, k, v) + 1)
     assert stats.sparse_calls == 24
+    compiled(q[:, :, :100], k, v)
+    assert stats.reasons == {"fewer than 128 queries or keys": 1}
 
 
 def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> None:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and mask function of one model, as transformers' registries take them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from ...attention import attention
+from ...call_stats import count_exact
+from ...checks.torch_call import as_autocast, why_exact
+from ...sdpa import Substitute
+from .causal_mask import CausalMask, Prefill, prefill
+
+#: Attention (B, N, H, D) and weights, which only "eager" gives.
+Attended = tuple[Tensor, Tensor | None]
+#: Implementations that can stand behind ours: what a model had, if it is one of them.
+EXACT = ("sdpa", "eager")
+
+#: Keywords by which layers ask for more than attention, and what that is.
+_EXTRAS = {
+    "softcap": "capped logits (softcap)",
+    "s_aux": "learned sinks",
+    "position_bias": "a position bias",
+}
+
+
+def _by_its_first_row(mask: Tensor) -> Tensor:
+    """Padding mask (B, 1, Nq, N) whose queries share the memory of one."""
+    return mask[:, :, :1].clone().expand(mask.shape)
+
+
+class Functions:
+    """Both functions of a model, with what they share."""
+
+    def __init__(self, substitute: Substitute, exact: dict[int, str], otherwise: str) -> None:
+        self.substitute = substitute
+        self.stats = substitute.stats
+        self._exact, self._otherwise = exact, otherwise
+
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        allow_is_causal_skip: bool = True,
+        config: Any = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        **others: Any,
+    ) -> Tensor | None:
+        """Mask of all layers of a pass: a `CausalMask` where they may be sparse, else what the
+        model's own implementation takes."""
+        name = self._name(config)
+        own = AttentionMaskInterface._global_mapping[name]
+
+        def make(as_tensor: bool) -> Tensor | None:
+            return own(
+                batch_size=batch_size,
+                q_length=q_length,
+                kv_length=kv_length,
+                q_offset=q_offset,
+                kv_offset=kv_offset,
+                mask_function=mask_function,
+                attention_mask=attention_mask,
+                allow_is_causal_skip=allow_is_causal_skip and not as_tensor,
+                config=config,
+                dtype=dtype,
+                device=device,
+                **others,
+            )
+
+        if mask_function is bidirectional_mask_function:
+            mask = make(False)
+            return None if mask is None else _by_its_first_row(mask)
+        is_plain = mask_function is causal_mask_function and not kv_offset
+        if not is_plain or q_length < self.substitute.min_tokens:
+            return make(False)
+        if torch.compiler.is_compiling():  # nobody can read what a graph is given
+            is_square = attention_mask is None and q_length == kv_length
+            return None if is_square and isinstance(q_offset, int) else make(False)
+        found = prefill(q_length, q_offset, attention_mask, batch_size)
+        if found is None or found.tokens > kv_length:
+            return make(False)
+        shape = (batch_size, 1, q_length, kv_length)
+        return CausalMask.of(found, make, shape, torch.bool if name == "sdpa" else dtype, device)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> Attended:
+        """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
+        out = None
+        why = self._why_exact(module, key, others)
+        if why:
+            count_exact(self.stats, why)
+        elif isinstance(attention_mask, CausalMask):
+            out = self._prefill(query, key, value, attention_mask.prefill, dropout, scaling)
+        elif self._differs_by_query(attention_mask, query.shape[2]):
+            count_exact(self.stats, "a mask that hides other keys from some queries")
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            causal = causal and attention_mask is None and query.shape[2] > 1
+            out = self.substitute.sparse(
+                query, key, value, attention_mask, dropout, causal, scaling, True
+            )
+            out = None if out is None else out.transpose(1, 2)
+        if out is not None:
+            return out, None
+        if isinstance(attention_mask, CausalMask):
+            attention_mask = attention_mask.make(False)
+        options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **others}
+        return self._own(module)(module, query, key, value, attention_mask, **options)
+
+    def _differs_by_query(self, mask: Tensor | None, queries: int) -> bool:
+        """Whether a long call's mask has a row for each query: nobody compares them all."""
+        long = queries >= max(2, self.substitute.min_tokens)
+        return long and mask is not None and mask.shape[-2] > 1 and mask.stride(-2) != 0
+
+    def _why_exact(self, module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
+        for name, what in _EXTRAS.items():
+            if others.get(name) is not None:
+                return what
+        window = others.get("sliding_window")
+        return "a sliding window" if window is not None and key.shape[2] > window else ""
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Prefill,
+        dropout: float,
+        scaling: float | None,
+    ) -> Tensor | None:
+        """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
+        key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
+        why = why_exact(query, key, value, None, dropout, True, True, self.substitute.min_tokens)
+        if not why:
+            query, key, value = (as_autocast(x) for x in (query, key, value))
+            try:
+                return self._by_entry(query, key, value, seen, scaling)
+            except ValueError as error:
+                why = str(error)
+        count_exact(self.stats, why)
+        return None
+
+    def _by_entry(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Prefill, scale: float | None
+    ) -> Tensor:
+        options: dict[str, Any] = {
+            "causal": "bottom-right",
+            "scale": scale,
+            "out_layout": "NHD",
+            "stats": None if self.stats is None else self.stats.on(query.device),
+        }
+        policy = self.substitute.policy
+        if seen.real is None:
+            return attention(query, key, value, policy, **options)
+        batch, heads, queries, _ = query.shape
+        out = query.new_zeros(batch, queries, heads, value.shape[-1])
+        for entry, (start, end) in enumerate(seen.real):
+            # Real queries of this pass; the last of them sees the last real key.
+            first, last = max(start - seen.before, 0), end - seen.before
+            if last > first:
+                one = slice(entry, entry + 1)
+                keys, rows = (one, slice(None), slice(start, end)), slice(first, last)
+                out[one, rows] = attention(
+                    query[one, :, rows], key[keys], value[keys], policy, **options
+                )
+        return out
+
+    def _name(self, config: Any) -> str:
+        """Name of the implementation that a part of the model had."""
+        return self._exact.get(id(config), self._otherwise)
+
+    def _own(self, module: nn.Module) -> Callable[..., Attended]:
+        """Function of that implementation; "eager" is one of the model's own file."""
+        name = self._name(getattr(module, "config", None))
+        if name == "eager":
+            return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return AttentionInterface._global_mapping[name]

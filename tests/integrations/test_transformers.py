@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers, sparse beside their own attention: what is sparse, and what is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from sparge.common.metrics import rel_l2
+
+transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
+from sparge.integrations.transformers import enable  # noqa: E402
+from sparge.integrations.transformers.causal_mask import CausalMask  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WHOLE = sparge.SparsePolicy(topk=1.0, attention_sink=True)
+TOKENS, LEAST, LAYERS = 320, 100, 2
+EIGHT_BITS = 0.02
+PLACES = torch.arange(TOKENS)
+LEFT = torch.stack([PLACES >= 0, PLACES >= 120]).long()
+RIGHT = LEFT.flip(1)
+FEW = f"fewer than {LEAST} queries or keys"
+MASK = "a mask that hides other keys from some queries"
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def ids(generator: torch.Generator) -> Tensor:
+    return torch.randint(3, 97, (2, TOKENS), generator=generator)
+
+
+Run = Callable[[Any, Tensor], Tensor]
+
+
+def forward(**options: Any) -> Run:
+    def run(model: Any, ids: Tensor) -> Tensor:
+        mask = options.get("attention_mask")
+        logits = model(ids, use_cache=False, **options).logits
+        return logits if mask is None or mask.dim() > 2 else logits[mask.bool()]
+
+    return run
+
+
+def in_parts(*ends: int, mask: Tensor | None = None, room: int | None = None) -> Run:
+    """Passes of a cache that end at these tokens; `room` makes it a static one of so many."""
+
+    def run(model: Any, ids: Tensor) -> Tensor:
+        cache: Any = None
+        if room is not None:
+            cache = transformers.StaticCache(config=model.config, max_cache_len=room)
+        logits, start = [], 0
+        for end in ends:
+            seen = None if mask is None else mask[:, :end]
+            out = model(ids[:, start:end], cache=cache, use_cache=True, attention_mask=seen)
+            cache, start = out.cache, end
+            logits.append(out.logits)
+        found = torch.cat(logits, 1)
+        return found if mask is None else found[mask[:, : ends[-1]].bool()]
+
+    return run
+
+
+@dataclass
+class Case:
+    run: Run
+    sparse: int
+    """Sparse calls; a padded batch takes one for each of its entries."""
+    exact: dict[str, int] = field(default_factory=dict)
+    architecture: str = "Llama"
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+PACKED = torch.cat([torch.arange(150), torch.arange(170)]).expand(2, -1)
+CUSTOM = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+CASES = {
+    "prefill": Case(forward(), LAYERS),
+    "all real": Case(forward(attention_mask=torch.ones_like(LEFT)), LAYERS),
+    "left padding": Case(forward(attention_mask=LEFT), 2 * LAYERS),
+    "right padding": Case(forward(attention_mask=RIGHT), 2 * LAYERS),
+    "decode": Case(in_parts(317, 318, 319, 320), LAYERS, {FEW: 3 * LAYERS}),
+    "chunks": Case(in_parts(110, 210, 320), 3 * LAYERS),
+    "short chunks": Case(in_parts(150, 200, 320), 2 * LAYERS, {FEW: LAYERS}),
+    "chunks, left padding": Case(in_parts(110, 215, 320, mask=LEFT), 5 * LAYERS),
+    "chunks, right padding": Case(in_parts(110, 220, 320, mask=RIGHT), 4 * LAYERS),
+    "static cache": Case(in_parts(200, 201, 320, room=400), 2 * LAYERS, {FEW: LAYERS}),
+    "packed": Case(forward(position_ids=PACKED), 0, {MASK: LAYERS}),
+    "own mask": Case(forward(attention_mask=CUSTOM), 0, {MASK: LAYERS}),
+    "holes": Case(forward(attention_mask=(PLACES % 5 > 0).long().expand(2, -1)), 0, {MASK: LAYERS}),
+    "many heads": Case(forward(), LAYERS, model={"num_key_value_heads": 2}),
+    "fp32": Case(forward(), LAYERS, model={"dtype": torch.float32}),
+    "behind eager": Case(in_parts(200, 201), LAYERS, {FEW: LAYERS}, model={"attention": "eager"}),
+    "wide heads": Case(
+        forward(), 0, {"head_dim is 160; up to 128 is supported.": LAYERS}, model={"head_dim": 160}
+    ),
+    "short": Case(lambda model, ids: model(ids[:, :90]).logits, 0, {FEW: LAYERS}),
+    "Mistral, sliding": Case(
+        forward(), 0, {"a sliding window": LAYERS}, "Mistral", {"sliding_window": 100}
+    ),
+    "Mistral, within its window": Case(forward(), LAYERS, {}, "Mistral", {"sliding_window": 400}),
+    "Qwen3": Case(forward(), LAYERS, {}, "Qwen3"),
+    "Qwen3, one sliding layer": Case(
+        in_parts(200, 320),
+        2,
+        {"a sliding window": 2},
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    ),
+    "Gemma 2": Case(
+        forward(),
+        0,
+        {"capped logits (softcap)": LAYERS},
+        "Gemma2",
+        {"attention": "eager", "query_pre_attn_scalar": 64},
+    ),
+    "learned sinks": Case(
+        forward(),
+        0,
+        {"learned sinks": LAYERS},
+        "GptOss",
+        {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_the_models_own_but_for_eight_bits(make_model, ids: Tensor, name: str) -> None:
+    case = CASES[name]
+    model = make_model(case.architecture, **case.model)
+    own = case.run(model, ids)
+    sparse = enable(model, WHOLE, min_tokens=LEAST)
+    found = case.run(model, ids)
+    assert (sparse.stats.sparse_calls, dict(sparse.stats.reasons)) == (case.sparse, case.exact)
+    assert rel_l2(found, own) < EIGHT_BITS and torch.equal(found, own) == (case.sparse == 0)
+    assert f"{case.sparse} sparse calls" in sparse.report()
+    sparse.disable()
+    assert torch.equal(case.run(model, ids), own)
+    sparse.disable()
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("mask", [None, LEFT], ids=["whole", "left padding"])
+def test_generate_gives_the_same_tokens(make_model, ids: Tensor, cache: Any, mask: Any) -> None:
+    model = make_model()
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    options |= {"attention_mask": torch.ones_like(ids) if mask is None else mask}
+    options |= {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    own = model.generate(ids, **options)
+    sparse = enable(model, WHOLE, min_tokens=LEAST)
+    assert torch.equal(model.generate(ids, **options), own)
+    assert sparse.stats.sparse_calls == LAYERS * (1 if mask is None else 2)
+    assert sparse.stats.exact_calls == LAYERS * 4
+
+
+def test_calls_are_sparse_and_the_first_key_block_is_kept(make_model, ids: Tensor) -> None:
+    model = make_model("Llama")
+    long = ids.repeat(1, 3)
+    own = model(long, use_cache=False).logits
+    sparse = enable(model, sparge.SparsePolicy(topk=0.2), min_tokens=LEAST)
+    far = rel_l2(model(long, use_cache=False).logits, own)
+    density = sparse.stats.density
+    sparse.disable()
+    assert 0.3 < density < 0.6 and far > EIGHT_BITS
+    by_default = enable(model, min_tokens=LEAST)
+    model(long, use_cache=False)
+    assert by_default.stats.density > 0.75
+
+
+def test_whole_graphs(make_model, ids: Tensor) -> None:
+    torch._dynamo.reset()
+    model = make_model()
+    sparse = enable(model, WHOLE, min_tokens=LEAST)
+    expected = model.model(ids).last_hidden_state
+    compiled = torch.compile(model.model, fullgraph=True, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(ids).last_hidden_state, expected)
+    assert sparse.stats.sparse_calls == 3 * LAYERS and sparse.stats.exact_calls == 0
+    for _ in range(2):  # it may be packed, or padded: a graph cannot look
+        compiled(ids, use_cache=False)
+        compiled(ids, attention_mask=LEFT)
+    assert sparse.stats.sparse_calls == 3 * LAYERS
+    assert sparse.stats.reasons == {MASK: 2 * LAYERS}
+
+
+def test_two_models_have_rules_and_counts_of_their_own(make_model, ids: Tensor) -> None:
+    models = [make_model(), make_model("Qwen3")]
+    first, second = (enable(model, WHOLE, n) for model, n in zip(models, (LEAST, 999), strict=True))
+    for model in models:
+        model(ids, use_cache=False)
+    assert (first.stats.sparse_calls, second.stats.sparse_calls) == (LAYERS, 0)
+    first.disable()
+    models[1](ids, use_cache=False)
+    assert second.stats.exact_calls == 2 * LAYERS
+
+
+def test_what_reads_the_mask_reads_the_real_one(make_model, ids: Tensor) -> None:
+    model = make_model()
+    create = transformers.masking_utils.create_causal_mask
+    embeds = torch.zeros(2, TOKENS, 4)
+    arguments = (model.config, embeds, LEFT, None)
+    own = create(*arguments)
+    enable(model, WHOLE, LEAST)
+    ours = create(*arguments)
+    assert isinstance(ours, CausalMask) and not isinstance(own, CausalMask)
+    assert (ours.shape, ours.dtype, ours.device) == (own.shape, own.dtype, own.device)
+    assert ours.contiguous() is ours and ours.to("cpu") is ours
+    for read in (lambda x: x[:, :, 5:90, :200], lambda x: ~x, lambda x: x.to(torch.float32) * 2):
+        assert torch.equal(read(ours), read(own)) and type(read(ours)) is Tensor
+
+
+def test_training_stays_the_models_own(make_model, ids: Tensor) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        model = make_model(dtype=torch.float32).train()
+        sparse = enable(model, WHOLE, LEAST)
+        ids = ids.clone()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    assert sparse.stats.sparse_calls == 0
+    assert all("gradients" in reason for reason in sparse.stats.reasons)
+
+
+def test_what_cannot_be_enabled_says_why(make_model) -> None:
+    with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
+        enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    model = make_model()
+    sparse = enable(model)
+    with pytest.raises(sparge.Unsupported, match="sparse already"):
+        enable(model)
+    sparse.disable()
+    assert model.config._attn_implementation == "sdpa"
+    enable(model).disable()
+    bad: list[tuple[dict[str, Any], str]]
+    bad = [({"policy": 3}, "policy is 3"), ({"min_tokens": -1}, "min_tokens is -1")]
+    for options, words in bad:
+        with pytest.raises(ValueError, match=words):
+            enable(model, **options)
+
+
+def test_encoders_with_padding_are_sparse(seed: int, ids: Tensor) -> None:
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
+        vocab_size=97, max_position_embeddings=512, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.BertModel(config, add_pooling_layer=False).bfloat16().eval()
+    real = RIGHT.bool()
+    own = model(ids, attention_mask=RIGHT).last_hidden_state[real]
+    sparse = enable(model, WHOLE, LEAST)
+    assert rel_l2(model(ids, attention_mask=RIGHT).last_hidden_state[real], own) < EIGHT_BITS
+    assert (sparse.stats.sparse_calls, sparse.stats.exact_calls) == (2, 0), sparse.report()
