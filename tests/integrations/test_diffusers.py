@@ -250,7 +250,9 @@ def test_a_model_without_a_row_is_told() -> None:
     hidden = drawn(1, 2, 512, 64, seed=1)
     with enable(pipe, "manual", topk=0.5, **TINY) as handle:
         scheduler.timesteps = None
-        pipe.transformer(hidden, torch.ones(1))
+        for _ in range(2):
+            pipe.transformer(hidden, torch.ones(1))
+        assert handle.result is not None and handle.result.tally.dense == 2
         assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
         scheduler.timesteps = torch.tensor([1000.0])
         pipe.transformer(hidden, scheduler.timesteps)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.failures import MEANT_FOR_HOST
+from ...common.failures import MEANT_FOR_HOST, Failures
 from ...common.whole_graph import has_been_traced
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
 from ...sampling import Run, RunResult, Settings, Why, details, verdict
 from ...sampling.words import PLAIN
 from ...speed.backend import TORCH
-from ...tune import PassFacts, SigmaWindow, fitted
+from ...tune import FAILED, PassFacts, SigmaWindow, fitted
 from .forward import Forward
 from .hooks import TransformerHooks
 from .layout import layout_of
@@ -111,9 +111,10 @@ class Handle:
         except MEANT_FOR_HOST:
             raise
         except Exception as error:  # the picture matters more
-            run = self._run or self._new_run(given["hidden_states"].device, None)
-            run.failures.tell("a pass of the model was computed dense", error)
-            run.note("passes were dense because of an error of Sparge Attention (see the log)")
+            failures = Failures() if self._run is None else self._run.failures
+            failures.tell("a pass of the model was computed dense", error)
+            if self._run is not None:
+                self._run.note(f"passes were dense because of {FAILED}")
             return None
 
     def end_pass(self, forward: Forward) -> None:
@@ -132,7 +133,8 @@ class Handle:
         timesteps = getattr(self._pipe.scheduler, "timesteps", None)
         if not isinstance(timesteps, Tensor):
             timesteps = None
-        if self._run is None or self._steps is None or not self._steps.are_of(timesteps):
+        known = self._steps.are_of(timesteps) if self._steps else timesteps is None
+        if self._run is None or not known:
             self._new_run(device, timesteps)
         conditioning = self._prompts.of(hooks.pass_name, hidden.shape[0])
         scale = row.timestep_scale if row else 1.0

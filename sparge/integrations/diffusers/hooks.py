@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...checks.torch_call import as_autocast
 from ...common.torch_attention import TORCH_ATTENTION
 from ...common.untraced import untraced
 from ...common.whole_graph import is_traced_whole
@@ -140,7 +141,8 @@ class TransformerHooks:
     ) -> Tensor:
         options = {"dropout_p": dropout_p > 0, "is_causal": is_causal}
         changing = tuple(name for name, given in options.items() if given)
-        call = SdpaCall(query, key, value, attn_mask, scale, changing)
+        q, k, v = (as_autocast(x) for x in (query, key, value))
+        call = SdpaCall(q, k, v, attn_mask, scale, changing)
         exact = partial(
             TORCH_ATTENTION, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
             enable_gqa=enable_gqa,
