@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +217,38 @@ def test_a_second_enable_replaces_the_first() -> None:
     first.disable()
     second.disable()
     assert not tiny.pipe.transformer._forward_hooks
+
+
+def test_a_pipeline_that_is_dropped_is_freed() -> None:
+    tiny = ALL["Wan 2.1"]()
+    enable(tiny.pipe, "manual", **TINY)
+    tiny(1)
+    model = weakref.ref(tiny.pipe.transformer)
+    del tiny
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("failure", [None, "a kernel did not compile (see the log)"])
+def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> None:
+    tiny, asked = ALL["Wan 2.1"](), []
+    native = tiny(1)
+    ready = SimpleNamespace(usable=True, arch="", note="")
+    for name, stand_in in {
+        "integrations.diffusers.handle.capabilities": lambda device: ready,
+        "integrations.diffusers.handle.warm_up": lambda device, show: SimpleNamespace(
+            wait=lambda check: failure
+        ),
+        "sampling.run.speed_table": lambda device, backend: asked.append(backend.name),
+    }.items():
+        monkeypatch.setattr(f"sparge.{name}", stand_in)
+    with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
+        got = tiny(1)
+    if failure is None:
+        assert asked == ["attention_pytorch"] and 0 < relative_error(got, native) < EIGHT_BIT
+    else:
+        assert asked == [] and torch.equal(got, native)
+        assert handle.line == f"NOTHING WAS SPARSE; {failure}"
 
 
 def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:

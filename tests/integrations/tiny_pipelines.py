@@ -81,6 +81,11 @@ def _prompts(**more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
+def _pooled() -> dict[str, Any]:
+    names = ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    return {name: drawn(1, 32, seed=seed) for seed, name in enumerate(names, 3)}
+
+
 def _size(frames: int, grid: tuple[int, int, int] = CLIP, pixels: int = PIXELS) -> dict[str, int]:
     return {"num_frames": frames, "height": grid[1] * pixels, "width": grid[2] * pixels}
 
@@ -195,12 +200,8 @@ def flux() -> Tiny:
         diffusers.FluxPipeline, model, flow(), {"vae_scale_factor": 8}, tokenizer_2=None,
         text_encoder_2=None, **NO_TEXT_ENCODER,
     )  # fmt: skip
-    pooled = {
-        "pooled_prompt_embeds": drawn(1, 32, seed=3),
-        "negative_pooled_prompt_embeds": drawn(1, 32, seed=4),
-    }  # fmt: skip
     sizes = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
-    given = _prompts(**pooled, **sizes)
+    given = _prompts(**_pooled(), **sizes)
     return Tiny(pipe, given, PICTURE, (TEXT, 0), guidance="true_cfg_scale")
 
 
@@ -218,12 +219,8 @@ def sd3() -> Tiny:
         diffusers.StableDiffusion3Pipeline, model, flow(), {"vae_scale_factor": 8}, **encoders,
         **NO_TEXT_ENCODER,
     )  # fmt: skip
-    pooled = {
-        "pooled_prompt_embeds": drawn(1, 32, seed=3),
-        "negative_pooled_prompt_embeds": drawn(1, 32, seed=4),
-    }  # fmt: skip
     sizes = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
-    return Tiny(pipe, _prompts(**pooled, **sizes), PICTURE, (0, TEXT))
+    return Tiny(pipe, _prompts(**_pooled(), **sizes), PICTURE, (0, TEXT))
 
 
 def allegro() -> Tiny:

@@ -17,7 +17,10 @@ from .handle import Handle
 #: Attributes of pipelines that hold transformers; Wan 2.2 has two, for early and for late steps.
 _TRANSFORMERS = ("transformer", "transformer_2")
 
-_enabled: weakref.WeakKeyDictionary[torch.nn.Module, Handle] = weakref.WeakKeyDictionary()
+#: Handle of each model, which its hooks keep alive: held here, it would hold the model for ever.
+_enabled: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ def enable(
         )
     for each in transformers:
         earlier = _enabled.pop(getattr(each, "_orig_mod", each), None)
-        if earlier is not None:
-            earlier.disable()
+        if earlier is not None and (handle := earlier()) is not None:
+            handle.disable()
     handle = Handle(pipe, transformers, settings)
     for model in handle.models:
-        _enabled[model] = handle
+        _enabled[model] = weakref.ref(handle)
     return handle
