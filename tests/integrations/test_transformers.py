@@ -17,6 +17,7 @@ from sparge.common.metrics import rel_l2
 transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
 from sparge.integrations.transformers import enable  # noqa: E402
 from sparge.integrations.transformers.causal_mask import CausalMask  # noqa: E402
+from tests.integrations.conftest import SIZES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,6 +246,30 @@ def test_what_cannot_be_enabled_says_why(make_model) -> None:
     for options, words in bad:
         with pytest.raises(ValueError, match=words):
             enable(model, **options)
+
+
+def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:
+    torch.manual_seed(seed)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1
+    )
+    text = transformers.LlamaConfig(**SIZES)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=96)
+    own = {"": "sdpa", "vision_config": "eager", "text_config": "sdpa"}
+    model = transformers.LlavaForConditionalGeneration._from_config(
+        config, attn_implementation=own
+    ).eval()
+    parts = [model.config, model.config.vision_config, model.config.text_config]
+    image = torch.zeros(1, 3, 224, 224)
+    places = (224 // vision.patch_size) ** 2
+    ids = torch.cat([torch.full((1, places), 96), ids[:1].clamp(max=95)], 1)
+    expected = model(input_ids=ids, pixel_values=image).logits
+    sparse = enable(model, WHOLE, min_tokens=40)
+    found = model(input_ids=ids, pixel_values=image).logits
+    assert rel_l2(found, expected) < EIGHT_BITS
+    assert (sparse.stats.sparse_calls, sparse.stats.exact_calls) == (4, 0), sparse.report()
+    sparse.disable()
+    assert [part._attn_implementation for part in parts] == ["sdpa", "eager", "sdpa"]
 
 
 def test_encoders_with_padding_are_sparse(seed: int, ids: Tensor) -> None:
