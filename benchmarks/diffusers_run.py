@@ -18,6 +18,7 @@ PYTHONPATH.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -227,6 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+        gc.collect()  # modules of diffusers hold each other
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
 
