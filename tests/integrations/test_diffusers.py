@@ -124,7 +124,7 @@ def test_prompts_and_steps_are_numbered(name: str, passes: list[Any]) -> None:
     assert [each.is_last_dense for each in facts] == [each.step == 1 for each in facts]
 
 
-@pytest.mark.parametrize("name", ["CogVideoX", "Mochi", "Wan 2.1", "HunyuanVideo", "SD3.5"])
+@pytest.mark.parametrize("name", ["CogVideoX", "Mochi", "HunyuanVideo", "SD3.5"])
 def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
     tiny = ALL[name]()
     with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.25) as handle:
@@ -139,13 +139,12 @@ def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
     assert "error" in handle.line and "Density by step, %: 100" in handle.report()
 
 
-@pytest.mark.parametrize("name", ["CogVideoX", "Wan 2.1"])
-def test_a_quality_is_met(name: str) -> None:
-    tiny, errors = ALL[name](), {}
+def test_a_quality_is_met() -> None:
+    tiny, errors = ALL["Wan 2.1"](), {}
     for quality in ("high", "fast"):
         with enable(tiny.pipe, quality=quality, min_tokens=100, start_percent=0.25) as handle:
             tiny(4)
-        assert handle.result is not None and handle.result.tally.sparse == 3 * CALLS[name]
+        assert handle.result is not None and handle.result.tally.sparse == 3 * CALLS["Wan 2.1"]
         errors[quality] = handle.result.report.mean_error("predicted")
     assert errors["high"] <= 0.031 < errors["fast"] <= 0.081
 
